@@ -1,0 +1,53 @@
+# The verbs of this project. `make demo` and `make test` set everything up by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-stamp
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all chaos lint format type bench clean
+
+help: ## show the verbs
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
+
+setup: $(STAMP) ## make .venv with everything, the project itself as an editable install
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "millrace needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	# torch first and alone: the build that fits this machine is taken, and nothing that follows changes it.
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,gateway,embedded,ray,dev]'
+	@touch $@
+
+demo: $(STAMP) ## a Redis, an engine on the CPU and a producer, for half a minute
+	$(BIN)/millrace demo
+
+test: $(STAMP) ## all that a change needs, except what is marked slow
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(STAMP) ## every test
+	$(BIN)/python -m pytest
+
+chaos: $(STAMP) ## kill processes under load, N times (default 50), check all, and write JSON
+	$(BIN)/python -P -m tests.chaos --kills $(or $(N),50) --seed $(or $(SEED),1)
+
+lint: $(STAMP) ## ruff, rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: $(STAMP) ## mypy, strict
+	$(BIN)/mypy
+
+bench: $(STAMP) ## measure, and write JSON
+	$(BIN)/python -P -m benchmarks
+
+clean: ## remove what the verbs made, the environment included
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,259 @@
+"""Jobs per second through the queue protocol alone: one process, 1 KB payloads, a private server.
+
+Baselines in the same rounds: a plain Redis Streams consumer group, and RQ's `enqueue_many` and `SimpleWorker`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import resource
+import statistics
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import redis
+
+from millrace import Client, GenerationRequest
+from results.connection import connect
+from results.messages import Append, ClaimedJob, EngineId, Event, Finish, Usage
+from results.queue import JobQueue
+
+NUM_JOBS = 10_000
+NUM_ROUNDS = 5
+NUM_SINGLE = 2_000
+NUM_RQ_RUN = 200
+BATCH = 256
+PAYLOAD = "x" * 1000
+NUM_TOKENS = 64
+FEW, MANY = 1_000, 1_000_000
+
+Figures = dict[str, float]
+
+
+def measure(url: str, num_many: int = MANY) -> dict[str, Any]:
+    """Medians over the rounds, and what holds for one very long queue."""
+    rounds = [_round(url) for _ in range(NUM_ROUNDS)]
+    figures = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    figures |= _first_claim(url) | _commands_per_job(url) | _long_queue(url, num_many)
+    return {name: round(value, 2) for name, value in figures.items()}
+
+
+def _round(url: str) -> Figures:
+    queue = _new_queue()
+    submit_s, _ = _timed(lambda: _submit(url, queue, NUM_JOBS))
+    claim_s, claim_cpu_s = _timed(lambda: _claim_and_finish(url, queue))
+    single_s, single_cpu_s = _timed(lambda: _submit_singly(url, _new_queue()))
+    rq_s, _ = _timed(lambda: _rq_enqueue(url))
+    return {
+        "submit_many_jobs_per_s": NUM_JOBS / submit_s,
+        "claim_and_finish_jobs_per_s": NUM_JOBS / claim_s,
+        "claim_and_finish_client_cpu_us_per_job": claim_cpu_s / NUM_JOBS * 1e6,
+        "single_submit_jobs_per_s": NUM_SINGLE / single_s,
+        "single_submit_client_cpu_us_per_job": single_cpu_s / NUM_SINGLE * 1e6,
+        **_streams_baseline(url),
+        "rq_enqueue_many_jobs_per_s": NUM_JOBS / rq_s,
+        "rq_simple_worker_jobs_per_s": _rq_work(url),
+        "submit_many_over_rq": rq_s / submit_s,
+    }
+
+
+# --- Millrace ------------------------------------------------------------------------------------------------------
+
+
+def _submit(url: str, queue: str, num_jobs: int) -> None:
+    with Client(url, queue=queue) as client:
+        client.submit_many(GenerationRequest(prompt=PAYLOAD) for _ in range(num_jobs))
+
+
+def _submit_singly(url: str, queue: str) -> None:
+    with Client(url, queue=queue) as client:
+        for _ in range(NUM_SINGLE):
+            client.submit(PAYLOAD)
+
+
+def _claim_and_finish(url: str, queue: str, limit: int | None = None) -> float:
+    """Drains the queue, or `limit` jobs of it; returns the seconds spent in claims alone."""
+    engine, claim_s, num_done = _Engine(url, queue), 0.0, 0
+    while limit is None or num_done < limit:
+        began_s = time.perf_counter()
+        jobs = engine.claim(BATCH)
+        claim_s += time.perf_counter() - began_s
+        if not jobs:
+            break
+        engine.jobs.write([_finish(job, 10) for job in jobs])
+        num_done += len(jobs)
+    return claim_s
+
+
+class _Engine:
+    """The queue's side of an engine; generates nothing."""
+
+    def __init__(self, url: str, queue: str) -> None:
+        self.jobs = JobQueue(connect(url), queue)
+        self.id = EngineId(f"bench-{uuid.uuid4().hex[:8]}")
+        self._numbers = itertools.count()
+        self.jobs.heartbeat(self.id, 600_000, {})
+
+    def claim(self, max_jobs: int) -> list[ClaimedJob]:
+        number = str(next(self._numbers))
+        limits: dict[str, Any] = {"max_jobs": max_jobs, "kv_token_budget": 10**9, "num_held": 0, "fingerprint": "bench"}
+        claim = self.jobs.claim(self.id, number, **limits)
+        return claim.jobs if claim else []
+
+
+def _finish(job: ClaimedJob, num_tokens: int) -> Finish:
+    return Finish(
+        job_id=job.job_id,
+        lease=job.lease,
+        state="finished",
+        finish_reason="stop",
+        usage=Usage(prompt_tokens=10, completion_tokens=num_tokens),
+        event=Event(offset=0, token_ids=list(range(num_tokens)), text="ten tokens of text"),
+    )
+
+
+def _first_claim(url: str) -> Figures:
+    """From `submit` until an engine that waits has the job, median."""
+    queue, came_s = _new_queue(), []
+    engine = _Engine(url, queue)
+    with Client(url, queue=queue) as client:
+        for _ in range(50):
+            claimed: list[float] = []
+            waiting = threading.Thread(target=_wait_and_claim, args=(engine, claimed))
+            waiting.start()
+            time.sleep(0.01)  # the thread blocks by now
+            began_s = time.perf_counter()
+            client.submit(PAYLOAD)
+            waiting.join()
+            came_s.append(claimed[0] - began_s)
+    return {"submit_to_first_claim_ms": statistics.median(came_s) * 1000}
+
+
+def _wait_and_claim(engine: _Engine, claimed: list[float]) -> None:
+    while not claimed:
+        engine.jobs.wait_for_signal(engine.id, 1.0, include_wake=True)
+        if engine.claim(1):
+            claimed.append(time.perf_counter())
+
+
+def _commands_per_job(url: str) -> Figures:
+    """Commands that an engine sends for an unwatched job of NUM_TOKENS tokens, one at a time: claim, checkpoint, end."""
+    queue, num_jobs = _new_queue(), 100
+    _submit(url, queue, num_jobs)
+    engine, client = _Engine(url, queue), connect(url)
+    before = _num_sent(client)
+    for _ in range(num_jobs):
+        (job,) = engine.claim(1)
+        tokens = list(range(NUM_TOKENS))
+        keep = Append(job_id=job.job_id, lease=job.lease, offset=0, token_ids=tokens, fingerprint="bench")
+        engine.jobs.write([keep])
+        engine.jobs.write([_finish(job, NUM_TOKENS)])
+    return {"commands_per_unwatched_job": (_num_sent(client) - before) / num_jobs}
+
+
+def _num_sent(client: redis.Redis) -> int:
+    """Commands that clients have sent; those inside scripts do not count."""
+    stats: Any = client.info("commandstats")
+    sent = ("evalsha", "script|load", "blpop")
+    return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in sent)
+
+
+def _long_queue(url: str, num_jobs: int) -> Figures:
+    """Claim rates and memory with very many jobs in line, against few; taken in turns, so that the machine is the same."""
+    client, long = connect(url), _new_queue()
+    before: Any = client.info("memory")
+    _submit(url, long, num_jobs)
+    after: Any = client.info("memory")
+    rates: dict[str, list[float]] = {"few": [], "many": []}
+    for _ in range(NUM_ROUNDS):
+        short = _new_queue()
+        _submit(url, short, FEW)
+        for name, queue in (("few", short), ("many", long)):
+            rates[name].append(FEW / _claim_and_finish(url, queue, FEW))
+    few, many = (statistics.median(values) for values in rates.values())
+    return {
+        "queued_jobs": num_jobs,
+        "claims_per_s_with_few_queued": few,
+        "claims_per_s_with_many_queued": many,
+        "many_over_few": many / few,
+        "bytes_per_queued_job": (after["used_memory"] - before["used_memory"]) / num_jobs,
+    }
+
+
+# --- baselines -----------------------------------------------------------------------------------------------------
+
+
+def _streams_baseline(url: str) -> Figures:
+    """XADD, then XREADGROUP, a result of the same size, and XACK: what a bare consumer group costs, without the rest."""
+    client, stream = connect(url), f"bench-{uuid.uuid4().hex[:8]}"
+    client.xgroup_create(stream, "g", id="0", mkstream=True)
+    add_s, _ = _timed(lambda: _streams_add(client, stream))
+    work_s, _ = _timed(lambda: _streams_work(client, stream))
+    client.delete(stream, stream + ":results")
+    client.close()
+    return {"streams_add_jobs_per_s": NUM_JOBS / add_s, "streams_read_and_ack_jobs_per_s": NUM_JOBS / work_s}
+
+
+def _streams_add(client: redis.Redis, stream: str) -> None:
+    for _ in range(0, NUM_JOBS, BATCH):
+        with client.pipeline(transaction=False) as pipe:
+            for _ in range(BATCH):
+                pipe.xadd(stream, {"job": PAYLOAD})
+            pipe.execute()
+
+
+def _streams_work(client: redis.Redis, stream: str) -> None:
+    while found := client.xreadgroup("g", "c", {stream: ">"}, count=BATCH):
+        entries: Any = found[0][1]  # type: ignore[index]
+        with client.pipeline(transaction=False) as pipe:
+            for entry_id, _ in entries:
+                pipe.xadd(stream + ":results", {"id": entry_id, "text": "ten tokens of text"})
+                pipe.xack(stream, "g", entry_id)
+            pipe.execute()
+
+
+def _rq_enqueue(url: str) -> None:
+    from rq import Queue
+
+    connection = redis.Redis.from_url(url)
+    queue = Queue(f"bench-{uuid.uuid4().hex[:8]}", connection=connection, serializer="json")
+    for _ in range(0, NUM_JOBS, BATCH):
+        prepared = [Queue.prepare_data("bench.generate", kwargs={"prompt": PAYLOAD}) for _ in range(BATCH)]
+        queue.enqueue_many(prepared)
+    queue.delete(delete_jobs=True)
+    connection.close()
+
+
+def _rq_work(url: str) -> float:
+    """Jobs per second of RQ's worker without a fork per job, for jobs that return at once."""
+    from rq import Queue, SimpleWorker
+
+    logging.getLogger("rq.worker").setLevel(logging.ERROR)
+    connection = redis.Redis.from_url(url)
+    queue = Queue(f"bench-{uuid.uuid4().hex[:8]}", connection=connection, serializer="json")
+    for _ in range(NUM_RQ_RUN):
+        queue.enqueue("builtins.len", PAYLOAD)
+    worker = SimpleWorker([queue], connection=connection, serializer="json")
+    work_s, _ = _timed(lambda: worker.work(burst=True, logging_level="ERROR"))
+    connection.close()
+    return NUM_RQ_RUN / work_s
+
+
+def _new_queue() -> str:
+    return f"bench-{uuid.uuid4().hex[:8]}"
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    """(wall seconds, CPU seconds of this process)."""
+    begin_s, begin_cpu_s = time.perf_counter(), _cpu_s()
+    work()
+    return time.perf_counter() - begin_s, _cpu_s() - begin_cpu_s
+
+
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

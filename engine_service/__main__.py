@@ -1,0 +1,179 @@
+"""The engine service's process: build, connect, loop, close. `millrace serve` ends in it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from engine_service.admission import Admission
+from engine_service.config import ServeConfig, parse
+from engine_service.doors.inbox import Inbox
+from engine_service.engine import Engine
+from engine_service.errors import ConfigurationError, EngineDead
+from engine_service.intake import Intake
+from engine_service.jobs import Lost
+from engine_service.leases import Leases, new_engine_id
+from engine_service.model_files import eos_token_ids, fingerprint, resolve_model
+from engine_service.offline import build_engine
+from engine_service.output import Output
+from engine_service.room import Room
+from engine_service.service import Service
+from engine_service.text import TextError, Tokenizer
+from executor.external import become_rank, die_with_rank_0, is_torchrun_rank
+from results.connection import connect
+from results.messages import QueueError
+from results.queue import JobQueue
+from results.writer import Writer
+
+logger = logging.getLogger("millrace.engine")
+
+EXIT_CONFIGURATION = 2
+EXIT_REDIS = 4
+EXIT_WORKERS_LOST = 6
+EXIT_DEVICE_LOST = 7
+EXIT_OUT_OF_MEMORY = 8
+
+_EXIT_BY_CAUSE = {"device_lost": EXIT_DEVICE_LOST, "out_of_memory": EXIT_OUT_OF_MEMORY}
+
+_FLUSH_S = 10.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit status."""
+    try:
+        signal.signal(signal.SIGTERM, _stop_starting)
+        config = parse(argv)
+        logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        if config.executor in ("auto", "external") and is_torchrun_rank(os.environ):
+            _become_rank(config, sys.argv[1:] if argv is None else argv)
+        die_with_rank_0()
+        return _Process(config).run()
+    except (ConfigurationError, TextError) as error:
+        return _complain(error, EXIT_CONFIGURATION)
+    except QueueError as error:
+        return _complain(error, EXIT_REDIS)
+    except EngineDead as error:
+        return _complain(error, _EXIT_BY_CAUSE.get(error.cause, EXIT_WORKERS_LOST))
+
+
+def _become_rank(config: ServeConfig, arguments: list[str]) -> NoReturn:
+    """Under torchrun this process is a rank, and rank 0 starts the service."""
+    world_size, stages = int(os.environ["WORLD_SIZE"]), config.pipeline_parallel_size
+    if config.tensor_parallel_size not in (1, world_size // stages) or world_size % stages:
+        raise ConfigurationError(
+            f"tensor_parallel_size x pipeline_parallel_size: must be torchrun's {world_size} processes, "
+            f"got {config.tensor_parallel_size} x {stages}"
+        )
+    chosen = ["--executor", "external", "--tensor-parallel-size", str(world_size // stages)]
+    command = [sys.executable, "-P", "-m", "engine_service", *arguments, *chosen]
+    try:
+        become_rank(command, log_level=config.log_level)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _stop_starting(number: int, frame: FrameType | None) -> None:
+    """SIGTERM before there is anything to drain: end in order, so that nothing is left behind."""
+    raise SystemExit(0)
+
+
+def _complain(error: Exception, status: int) -> int:
+    print(f"millrace serve: {error}", file=sys.stderr)
+    return status
+
+
+class _Process:
+    """Holds together what one engine service is made of."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._path = resolve_model(config.model)
+        self._tokenizer_path = Path(config.tokenizer) if config.tokenizer else self._path
+        self._tokenizer = Tokenizer(self._tokenizer_path)
+        for warning in self._connect().check_server():
+            logger.warning("redis: %s", warning)
+        self._engine = build_engine(config, self._path, is_service=True, log_level=config.log_level)
+
+    def run(self) -> int:
+        try:
+            facts = self._engine.start()
+            is_all_written = self._serve(self._engine, Admission(facts, self._tokenizer, eos_token_ids(self._path)))
+        finally:
+            self._engine.shutdown()
+        logger.info("done")
+        return 0 if is_all_written else EXIT_REDIS
+
+    def _serve(self, engine: Engine, admission: Admission) -> bool:
+        """Until a signal. Returns whether Redis has taken everything that there was to say."""
+        config = self._config
+        mark = fingerprint(self._path, self._tokenizer_path, engine.facts.dtype)
+        room = Room(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)
+        writer = Writer(self._connect(), on_stale=lambda job_id, lease: service.tell(Lost(job_id, lease)))
+        leases = Leases(
+            self._connect(),
+            new_engine_id(),
+            config.heartbeat,
+            pending=writer.pending,
+            on_news=lambda news: service.tell_news(news),
+        )
+        service = Service(engine, room, Output(writer.put, mark), writer, on_over=leases.drop)
+        intake = Intake(
+            self._connect,
+            leases,
+            room,
+            admission,
+            model_name=config.model_name,
+            fingerprint=mark,
+            tell=service.tell,
+        )
+        inbox = Inbox(self._connect())
+
+        leases.start()
+        _drain_on_signal(service)
+        intake.start()
+        inbox.start()
+        logger.info("engine %s serves %s on queue %s", leases.engine_id, config.model_name, config.queue)
+        try:
+            service.serve()
+            logger.info("draining")
+            _stop_intake(intake, inbox)
+            service.finish_running(config.drain_grace)
+        finally:  # also when the workers are lost for good: what they were doing goes back to the queue
+            _stop_intake(intake, inbox)
+            service.release_all()
+            is_all_written = writer.close(_FLUSH_S)
+            if not is_all_written:
+                logger.error("Redis does not take the last writes; their jobs will be recovered by another engine")
+            leases.stop()
+        return is_all_written
+
+    def _connect(self) -> JobQueue:
+        """A connection of its own for each thread."""
+        return JobQueue(connect(self._config.redis), self._config.queue)
+
+
+def _stop_intake(intake: Intake, inbox: Inbox) -> None:
+    inbox.stop()
+    intake.stop()
+
+
+def _max_open_jobs(config: ServeConfig) -> int:
+    """A few more than run, so that a place that becomes free is taken in the next step."""
+    return config.max_num_seqs + max(4, config.max_num_seqs // 4)
+
+
+def _drain_on_signal(service: Service) -> None:
+    def drain(number: int, frame: FrameType | None) -> None:
+        service.drain()
+
+    signal.signal(signal.SIGTERM, drain)
+    signal.signal(signal.SIGINT, drain)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

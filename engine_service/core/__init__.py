@@ -1,0 +1,1 @@
+"""The bookkeeping of generation: no I/O, no torch, no clock."""

@@ -1,0 +1,128 @@
+"""One generation: its tokens, how far they are computed, and when it is over.
+
+position   0 ............ P-1 | P ...................... T-1 | T
+token      prompt             | output                       | next one to be sampled
+KV pool    [0 ............. num_computed)
+                                 P = num_prompt_tokens, T = num_tokens; a decode step feeds position T-1
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from executor.messages import NewSequence, RowSampling, SeqId
+
+FinishReason = Literal["stop", "length"]
+
+
+class StopRules(msgspec.Struct, frozen=True, kw_only=True):
+    """When a sequence ends by its tokens. Stop strings need text and are the output side's."""
+
+    max_tokens: int
+    """Output tokens; already cut to what the context holds."""
+    min_tokens: int
+    end_token_ids: frozenset[int]
+    """EOS, unless ignored, and the request's stop ids."""
+
+
+class Sequence:
+    """Owns the state of one generation; everything else is derived from it."""
+
+    __slots__ = (
+        "seq_id",
+        "prompt_token_ids",
+        "output_token_ids",
+        "sampling",
+        "stop_rules",
+        "num_computed",
+        "block_ids",
+        "sampled_step",
+        "crash_count",
+        "is_known_to_workers",
+    )
+
+    def __init__(
+        self,
+        seq_id: SeqId,
+        prompt_token_ids: list[int],
+        sampling: RowSampling,
+        stop_rules: StopRules,
+        *,
+        output_token_ids: list[int] | None = None,
+        crash_count: int = 0,
+    ) -> None:
+        self.seq_id = seq_id
+        self.prompt_token_ids = prompt_token_ids
+        self.output_token_ids = output_token_ids or []
+        """Given for a resumed generation: what an earlier attempt has produced."""
+        self.sampling = sampling
+        self.stop_rules = stop_rules
+        self.num_computed = 0
+        self.block_ids: list[int] = []
+        self.sampled_step: int | None = None
+        """The step that sampled the last token; None while the workers have it from `NewSequence`."""
+        self.crash_count = crash_count
+        """Losses of the workers, or of whole engines, since the last token came out."""
+        self.is_known_to_workers = False
+
+    def __repr__(self) -> str:
+        outputs = f"{len(self.output_token_ids)}/{self.stop_rules.max_tokens}"
+        return (
+            f"Sequence({self.seq_id}: {self.num_prompt_tokens} prompt, {outputs} output, {self.num_computed} computed)"
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens whose keys and values are not in the pool yet; 1 in a plain decode."""
+        return self.num_tokens - self.num_computed
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the tokens so far are the end; None when there is more to come."""
+        outputs, rules = self.output_token_ids, self.stop_rules
+        if outputs and outputs[-1] in rules.end_token_ids and len(outputs) > rules.min_tokens:
+            return "stop"
+        if len(outputs) >= rules.max_tokens:
+            return "length"
+        return None
+
+    def as_new(self) -> NewSequence:
+        """How the workers meet this sequence, for the first time or again."""
+        token_ids = self.prompt_token_ids + self.output_token_ids
+        return NewSequence(self.seq_id, token_ids, self.num_prompt_tokens, self.sampling)
+
+    # --- transitions ---
+
+    def schedule(self, num_tokens: int, new_blocks: list[int]) -> None:
+        """The next step computes this many more tokens, with these blocks appended to the table."""
+        self.num_computed += num_tokens
+        self.block_ids.extend(new_blocks)
+        self.is_known_to_workers = True
+
+    def extend(self, token_ids: list[int], step_id: int) -> FinishReason | None:
+        """Take in what a step sampled. Tokens past the end are dropped. Returns the reason when this is the end."""
+        self.crash_count = 0
+        self.sampled_step = step_id
+        for token_id in token_ids:
+            self.output_token_ids.append(token_id)
+            reason = self.finish_reason()
+            if reason is not None:
+                return reason
+        return None
+
+    def reset(self) -> list[int]:
+        """Forget all that was computed; the tokens stay. Returns the blocks, which belong to nobody now."""
+        blocks, self.block_ids = self.block_ids, []
+        self.num_computed = 0
+        self.sampled_step = None
+        self.is_known_to_workers = False
+        return blocks

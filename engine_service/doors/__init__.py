@@ -1,0 +1,1 @@
+"""Other ways in: each turns what it takes into native jobs."""

@@ -1,0 +1,89 @@
+"""What an RQ job asks for: from the payload that RQ keeps, never unpickled, to a submission.
+
+RQ stores a call as zlib(serializer([function name, instance, args, kwargs])). RQ's default serializer is pickle, and to
+unpickle is to run what whoever can write to Redis has put there. So a payload is JSON, or it is refused as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from typing import Any
+
+from producer import InvalidRequest
+from producer.wire import MAX_BODY_BYTES, parse_body, to_submission
+from results.messages import Submission
+
+FUNCTION = "millrace.generate"
+MAX_PAYLOAD_BYTES = 8 * MAX_BODY_BYTES
+"""After decompression. RQ's JSON writes a character outside ASCII as \\uXXXX, up to three times its size in the body."""
+
+_NOT_JSON = (
+    "the payload is not JSON and was not opened: Millrace never unpickles. "
+    'Enqueue with Queue(name, connection=..., serializer="json")'
+)
+
+
+class Refused(Exception):
+    """Raised when an RQ job does not ask for a generation that could be made; says why, for whoever enqueued it."""
+
+
+def read_submission(job_id: str, payload: bytes | None) -> Submission:
+    """What an RQ job's payload asks for, as Millrace's job of this id. Raises Refused."""
+    fields = _fields(*_read_call(_inflate(payload)))
+    try:
+        return to_submission(parse_body(_as_json({**fields, "id": job_id})))
+    except InvalidRequest as error:
+        raise Refused(f"invalid_request: {error}") from error
+
+
+def _inflate(payload: bytes | None) -> bytes:
+    """Undo zlib, but no further than a proper payload can be long: a few KB can stand for gigabytes."""
+    if not payload:
+        raise Refused("the RQ job has no payload")
+    try:
+        plain = zlib.decompressobj().decompress(payload, MAX_PAYLOAD_BYTES + 1)
+    except zlib.error:
+        plain = payload  # RQ, too, takes what is not compressed as it is
+    if len(plain) > MAX_PAYLOAD_BYTES:
+        raise Refused(f"the payload is larger than {MAX_PAYLOAD_BYTES} bytes; it was not opened")
+    return plain
+
+
+def _read_call(plain: bytes) -> tuple[Any, Any, Any, Any]:
+    try:
+        call = json.loads(plain)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        is_text = plain.lstrip()[:1] in (b"[", b"{")
+        raise Refused(f"the payload is not JSON that can be read: {error}" if is_text else _NOT_JSON) from error
+    if not isinstance(call, list) or len(call) != 4:
+        raise Refused("the payload is JSON, but not [function name, instance, args, kwargs] as RQ writes it")
+    return call[0], call[1], call[2], call[3]
+
+
+def _fields(function: Any, instance: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    if function != FUNCTION or instance is not None:
+        raise Refused(f'this queue runs "{FUNCTION}" and nothing else, not {_shown(function)}')
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise Refused("the payload's args must be a list and its kwargs an object")
+    if "id" in kwargs:
+        raise Refused("id: the job has the id of the RQ job; choose it with enqueue(..., job_id=...)")
+    if not args:
+        return kwargs
+    if len(args) > 1 or not isinstance(args[0], str):
+        raise Refused(f"{FUNCTION} takes one positional argument, the prompt, a string; name the others")
+    if "prompt" in kwargs:
+        raise Refused("prompt: is given twice, by position and by name")
+    return {"prompt": args[0], **kwargs}
+
+
+def _as_json(fields: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # half a surrogate pair; as an escape it gets as far as the check that names its field
+        return json.dumps(fields).encode()
+
+
+def _shown(function: Any) -> str:
+    name = json.dumps(function)
+    return name if len(name) <= 80 else name[:77] + "..."

@@ -1,0 +1,128 @@
+"""One generation as its reader sees it: a sequence, its text, and the stop strings that end it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import msgspec
+
+from engine_service.core.sequence import FinishReason, Sequence
+from engine_service.text import Detokenizer, Tokenizer, find_stop
+
+
+class TextRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens become text."""
+
+    stop: tuple[str, ...] = ()
+    is_text_wanted: bool = True
+    skip_special_tokens: bool = True
+
+
+class Generation:
+    """Owns the text of one sequence. Decodes only when needed: as it comes for stop strings and readers, else at the end."""
+
+    def __init__(self, sequence: Sequence, rules: TextRules, tokenizer: Tokenizer | None) -> None:
+        assert tokenizer is not None or not rules.is_text_wanted
+        self.sequence = sequence
+        self._rules = rules
+        self._tokenizer = tokenizer
+        self._detokenizer: Detokenizer | None = None
+        self._stop_at: int | None = None
+        self.finish_reason: FinishReason | None = sequence.finish_reason()
+        if rules.stop:
+            self._follow()
+
+    def __repr__(self) -> str:
+        return f"Generation({self.sequence}, finish_reason={self.finish_reason})"
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequence.output_token_ids
+
+    def advance(self, reason: FinishReason | None) -> FinishReason | None:
+        """Take in the tokens that the sequence has got; `reason` is why they are the last, None when they are not.
+
+        Returns the reason that counts: a stop string that they completed goes before the limit that they reached.
+        """
+        self.finish_reason = reason
+        if self._detokenizer is not None:
+            self._catch_up(self._detokenizer)
+        return self.finish_reason
+
+    def num_settled(self) -> int:
+        """Tokens whose text will not be revised: no stop string can still reach back into it."""
+        if not self._rules.is_text_wanted:
+            return len(self.token_ids)
+        detokenizer = self._follow()
+        held_back = max((len(stop) for stop in self._rules.stop), default=1) - 1
+        return bisect_right(detokenizer.ends, len(detokenizer.text) - held_back)
+
+    def text_between(self, start: int, end: int) -> str:
+        """What the settled output tokens [start, end) add to the text."""
+        if not self._rules.is_text_wanted or end == 0:
+            return ""
+        detokenizer = self._follow()
+        return detokenizer.text[detokenizer.end_of(start) : detokenizer.end_of(end)]
+
+    def final_text_after(self, start: int) -> str:
+        """The rest of the text once the generation is over, from output token `start` on."""
+        if start == 0:
+            return self.final_text()
+        return self.final_text()[self._follow().end_of(start) :] if self._rules.is_text_wanted else ""
+
+    def final_text(self) -> str:
+        """The text of the finished generation: without the stop string or the token that ended it."""
+        if not self._rules.is_text_wanted:
+            return ""
+        if self._stop_at is not None:
+            assert self._detokenizer is not None
+            return self._detokenizer.text[: self._stop_at]
+        return self._whole_text()
+
+    def _whole_text(self) -> str:
+        output = self.token_ids
+        if self._ended_by_token():
+            output = output[:-1]
+        if self._detokenizer is not None and len(self._detokenizer.ends) == len(output):
+            return self._detokenizer.flush()
+        assert self._tokenizer is not None
+        prompt, skip = self.sequence.prompt_token_ids, self._rules.skip_special_tokens
+        return self._tokenizer.decode_output(prompt, output, skip_special_tokens=skip)
+
+    def _ended_by_token(self) -> bool:
+        return self.finish_reason == "stop" and self._stop_at is None
+
+    def _follow(self) -> Detokenizer:
+        """Decode from the first token on and from now on as they come."""
+        if self._detokenizer is None:
+            assert self._tokenizer is not None
+            prompt, skip = self.sequence.prompt_token_ids, self._rules.skip_special_tokens
+            self._detokenizer = Detokenizer(self._tokenizer, prompt, skip_special_tokens=skip)
+            self._catch_up(self._detokenizer)
+        return self._detokenizer
+
+    def _catch_up(self, detokenizer: Detokenizer) -> None:
+        output = self.token_ids
+        while len(detokenizer.ends) < len(output):
+            if len(detokenizer.ends) == len(output) - 1 and self._ended_by_token():
+                return  # the token that ends a sequence is no text
+            self._feed(detokenizer, output[len(detokenizer.ends)])
+            if self._stop_at is not None:
+                del output[len(detokenizer.ends) :]
+                return
+
+    def _feed(self, detokenizer: Detokenizer, token_id: int) -> None:
+        before = len(detokenizer.text)
+        detokenizer.feed(token_id)
+        if not self._rules.stop or len(detokenizer.ends) <= self.sequence.stop_rules.min_tokens:
+            return
+        longest = max(len(stop) for stop in self._rules.stop)
+        start = max(self._first_stop_position(detokenizer), before - longest + 1)
+        self._stop_at = find_stop(detokenizer.text, self._rules.stop, start)
+        if self._stop_at is not None:
+            self.finish_reason = "stop"
+
+    def _first_stop_position(self, detokenizer: Detokenizer) -> int:
+        """Text of the first `min_tokens` tokens can't hold a stop string."""
+        min_tokens = self.sequence.stop_rules.min_tokens
+        return detokenizer.ends[min_tokens - 1] if min_tokens else 0

@@ -1,0 +1,125 @@
+"""The engine's life as the queue sees it: heartbeats, the leases that it holds, and the recovery of dead engines' jobs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from results.messages import Claim, EngineId, JobId, Lease, QueueError, Reconciliation
+from results.queue import JobQueue
+
+logger = logging.getLogger("millrace.engine")
+
+_RECOVER_AT_ONCE = 256
+_STOP_S = 3.0
+
+
+def new_engine_id() -> EngineId:
+    """One incarnation of an engine: where it runs, and something that no other incarnation has."""
+    return EngineId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+class Leases:
+    """Owns the table of leases that this engine holds, and the thread that keeps them alive.
+
+    A claim and a heartbeat never overlap: else a heartbeat could find a lease that the claim's reply has not yet put into
+    the table, and give the job away.
+    """
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        engine_id: EngineId,
+        ttl_s: float,
+        *,
+        pending: Callable[[], dict[JobId, Lease]],
+        on_news: Callable[[Reconciliation], None],
+    ) -> None:
+        """`pending` names the jobs whose last writes are still on their way; `on_news` hears what heartbeats find out."""
+        self.engine_id = engine_id
+        self._queue = queue
+        self._ttl_ms = int(ttl_s * 1000)
+        self._pending = pending
+        self._on_news = on_news
+        self._held: dict[JobId, Lease] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"Leases({self.engine_id}, {len(self._held)} held)"
+
+    def start(self) -> None:
+        """Register with the queue and keep registered. Raises `QueueError` when the first heartbeat fails."""
+        self._beat()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No more heartbeats; the engine is off the list when nothing is held."""
+        self._stopping.set()
+        self._thread.join(_STOP_S)
+        try:
+            self._queue.deregister(self.engine_id)
+        except QueueError as error:
+            logger.warning("could not sign off: %s; the heartbeat will expire", error)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def claim(self, claim_id: str, max_jobs: int, kv_token_budget: int, fingerprint: str) -> Claim:
+        """Claim and take into the table. A repeated claim id returns what the first one got."""
+        with self._lock:
+            claim = self._claim(claim_id, max_jobs, kv_token_budget, fingerprint)
+            if claim is None:  # the heartbeat has lapsed, in a long pause perhaps
+                self._heartbeat()
+                claim = self._claim(claim_id, max_jobs, kv_token_budget, fingerprint)
+            jobs = claim.jobs if claim is not None else []
+            self._held.update((job.job_id, job.lease) for job in jobs)
+            return claim or Claim(jobs=[], num_ready=0)
+
+    def drop(self, job_id: JobId, lease: Lease) -> None:
+        """The engine is through with this lease: its last write is on its way, or it is another engine's."""
+        with self._lock:
+            if self._held.get(job_id) == lease:
+                del self._held[job_id]
+
+    def _claim(self, claim_id: str, max_jobs: int, kv_token_budget: int, fingerprint: str) -> Claim | None:
+        return self._queue.claim(
+            self.engine_id,
+            claim_id,
+            max_jobs=max_jobs,
+            kv_token_budget=kv_token_budget,
+            num_held=len(self._held),
+            fingerprint=fingerprint,
+        )
+
+    def _run(self) -> None:
+        interval_s = self._ttl_ms / 4000
+        next_beat = time.monotonic() + interval_s
+        while not self._stopping.wait(max(0.0, next_beat - time.monotonic())):
+            next_beat = time.monotonic() + interval_s
+            try:
+                self._beat()
+                recovered = self._queue.recover(_RECOVER_AT_ONCE)
+                if recovered:
+                    logger.warning("recovered %d jobs of dead engines", recovered)
+            except QueueError as error:
+                logger.warning("heartbeat failed: %s", error)
+
+    def _beat(self) -> None:
+        with self._lock:
+            news = self._heartbeat()
+            for job_id in news.lost:
+                self._held.pop(job_id, None)
+            if news.lost or news.cancelled or news.watched:
+                self._on_news(news)  # before the next claim can bring one of them back
+
+    def _heartbeat(self) -> Reconciliation:
+        held = dict(self._held)  # before `pending`: a job leaves the table only after its last write is pending
+        return self._queue.heartbeat(self.engine_id, self._ttl_ms, {**self._pending(), **held})

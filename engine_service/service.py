@@ -1,0 +1,203 @@
+"""The engine service: what the intake claims, the engine computes, and the output writes back."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from engine_service.core.sequence import FinishReason
+from engine_service.engine import Engine, Progress
+from engine_service.jobs import Arrived, CutShort, Deferred, Lost, Refused, ServedJob, Watch, Word, is_alone
+from engine_service.output import Output
+from engine_service.room import Room
+from executor.messages import SeqId
+from results.messages import ClaimedJob, JobError, JobId, Lease, Reconciliation
+from results.writer import Writer
+
+logger = logging.getLogger("millrace.engine")
+
+_IDLE_S = 1.0
+_FULL_WRITER_S = 0.1
+
+
+class Service:
+    """Owns the jobs that this engine runs. Its loop is the only thread that touches the engine."""
+
+    def __init__(
+        self, engine: Engine, room: Room, output: Output, writer: Writer, on_over: Callable[[JobId, Lease], None]
+    ) -> None:
+        """`on_over` hears of every lease that this engine is through with."""
+        self._engine = engine
+        self._room = room
+        self._output = output
+        self._writer = writer
+        self._on_over = on_over
+        self._jobs: dict[JobId, ServedJob] = {}
+        self._by_sequence: dict[SeqId, ServedJob] = {}
+        self._words: queue.SimpleQueue[Word | None] = queue.SimpleQueue()
+        self._draining = threading.Event()
+        self._hurrying = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"Service({len(self._jobs)} jobs, {self._engine})"
+
+    # --- other threads ---
+
+    def tell(self, word: Word) -> None:
+        """Have the loop deal with this before its next step."""
+        self._words.put(word)
+
+    def tell_news(self, news: Reconciliation) -> None:
+        """What a heartbeat has found out."""
+        for job_id in news.lost:
+            self.tell(Lost(job_id))
+        for job_id in news.cancelled:
+            self.tell(CutShort(job_id, "cancelled"))
+        for job_id in news.expired:
+            self.tell(CutShort(job_id, "expired"))
+        for job_id in news.watched:
+            self.tell(Watch(job_id))
+
+    def drain(self) -> None:
+        """Finish what runs and take nothing new; the second time, do not even finish. For signal handlers too."""
+        if self._draining.is_set():
+            self._hurrying.set()
+        self._draining.set()
+        self._words.put(None)  # wakes an idle loop
+
+    # --- the loop ---
+
+    def serve(self) -> None:
+        """Until `drain`: the heart loop."""
+        while not self._draining.is_set():
+            self._listen()
+            self._step()
+
+    def finish_running(self, grace_s: float) -> None:
+        """Release what has not started, and give the rest this long to finish."""
+        deadline_s = time.monotonic() + grace_s
+        self._listen()
+        self._release(job for job in list(self._jobs.values()) if job.generation.sequence.num_computed == 0)
+        while self._jobs and not self._hurrying.is_set() and time.monotonic() < deadline_s:
+            self._listen()
+            self._step()
+
+    def release_all(self) -> None:
+        """Whatever is left goes back to the queue with its tokens so far."""
+        self._listen()
+        self._release(list(self._jobs.values()))
+
+    def _step(self) -> None:
+        if self._writer.is_full:  # Redis is slow or away: computing more would only pile up here
+            self._writer.flush(_FULL_WRITER_S)
+            return
+        if not self._engine.has_work:
+            return
+        progress = self._engine.step()
+        now_s = time.monotonic()
+        for one in progress:
+            self._apply(one, now_s)
+        self._tell_room()
+
+    def _apply(self, progress: Progress, now_s: float) -> None:
+        job = self._by_sequence[progress.generation.sequence.seq_id]
+        if progress.failure is not None:
+            self._output.fail(job, JobError(kind=progress.failure.kind, message=progress.failure.message))
+            self._forget(job)
+        elif progress.finish_reason is not None:
+            self._finish(job, progress.finish_reason)
+        else:
+            self._output.advance(job, now_s)
+
+    def _finish(self, job: ServedJob, reason: FinishReason) -> None:
+        self._output.finish(job, reason)
+        self._forget(job)
+
+    # --- words ---
+
+    def _listen(self) -> None:
+        """Take in what the other threads have to say; with nothing to compute, wait for it."""
+        for word in self._heard():
+            match word:
+                case Arrived(job):
+                    self._start(job)
+                case Refused(claimed, error):
+                    self._output.refuse(claimed, error)
+                    self._turn_away(claimed)
+                case Deferred(claimed):
+                    self._output.defer(claimed)
+                    self._turn_away(claimed)
+                case CutShort(job_id, state):
+                    self._cut_short(job_id, state)
+                case Watch(job_id):
+                    self._watch(job_id)
+                case Lost(job_id, lease):
+                    self._lose(job_id, lease)
+
+    def _heard(self) -> Iterable[Word | None]:
+        try:
+            if not self._engine.has_work and not self._draining.is_set():
+                yield self._words.get(timeout=_IDLE_S)
+            while True:
+                yield self._words.get_nowait()
+        except queue.Empty:
+            if not self._engine.has_work:
+                self._engine.check_workers()
+
+    def _start(self, job: ServedJob) -> None:
+        self._lose(job.job_id, lease=None)  # an older lease of the same job, if its loss has not been told yet
+        self._room.arrive(job.cost)
+        self._jobs[job.job_id] = job
+        self._by_sequence[job.generation.sequence.seq_id] = job
+        job.saved_at_s = time.monotonic()
+        reason = job.generation.finish_reason
+        if reason is not None:  # the checkpoint was already the whole output
+            self._finish(job, reason)
+        else:
+            self._engine.add(job.generation)
+
+    def _turn_away(self, claimed: ClaimedJob) -> None:
+        self._room.arrive(claimed.cost)
+        self._room.close(is_alone=is_alone(claimed))
+        self._on_over(claimed.job_id, claimed.lease)
+
+    def _cut_short(self, job_id: JobId, state: Literal["cancelled", "expired"]) -> None:
+        job = self._jobs.get(job_id)
+        if job is not None:
+            self._engine.abort(job.generation)
+            self._output.cut_short(job, state)
+            self._forget(job)
+
+    def _watch(self, job_id: JobId) -> None:
+        job = self._jobs.get(job_id)
+        if job is not None and not job.is_watched:
+            job.is_watched = True
+            self._output.advance(job, time.monotonic())
+
+    def _lose(self, job_id: JobId, lease: int | None) -> None:
+        job = self._jobs.get(job_id)
+        if job is not None and lease in (None, job.lease):
+            logger.warning("job %s is not ours any more", job_id)
+            self._engine.abort(job.generation)
+            self._forget(job)
+
+    def _release(self, jobs: Iterable[ServedJob]) -> None:
+        for job in jobs:
+            self._engine.abort(job.generation)
+            self._output.release(job)
+            self._forget(job)
+
+    # --- bookkeeping ---
+
+    def _forget(self, job: ServedJob) -> None:
+        del self._jobs[job.job_id]
+        del self._by_sequence[job.generation.sequence.seq_id]
+        self._room.close(is_alone=job.is_alone)
+        self._on_over(job.job_id, job.lease)
+
+    def _tell_room(self) -> None:
+        self._room.update(self._engine.scheduler.free_tokens)

@@ -1,0 +1,23 @@
+// node examples/node/generate.js '3 + 4 =' [redis URL] [queue]     prints the answer while it is generated
+
+import { dirname, join } from "node:path";
+import { fileURLToPath } from "node:url";
+
+import { Millrace } from "./millrace.js";
+import { Redis } from "./redis.js";
+
+const [prompt = "3 + 4 =", url = "redis://localhost:6379", queue = "default"] = process.argv.slice(2);
+const lua = join(dirname(fileURLToPath(import.meta.url)), "../../results/lua");
+
+const redis = await Redis.connect(url);
+const millrace = new Millrace(redis, { queue, lua });
+const id = await millrace.submit({ prompt, max_tokens: 32, stream: true, meta: { from: "node" } });
+console.error(`job ${id}`);
+for await (const event of millrace.stream(id)) {
+  if (!event.state) process.stdout.write(event.text);
+  else {
+    console.error(`\n${event.state}${event.error ? `: ${event.error.message}` : ""}`);
+    process.exitCode = event.state === "finished" ? 0 : 1;
+  }
+}
+redis.close();

@@ -1,0 +1,1 @@
+"""Runs step plans on workers: the contract, and the ways to fulfil it."""

@@ -1,0 +1,76 @@
+"""The calls that are under way between the engine and its ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from executor.errors import ExecutorTimeout, WorkerError
+from executor.messages import Reply, StepReply
+
+
+class Pump(Protocol):
+    """Who moves the messages while somebody waits for a reply."""
+
+    def pump(self, timeout_s: float) -> None:
+        """Wait for messages or a death for at most this long and deal with what has come."""
+
+    def require_workers(self) -> None:
+        """Raise `WorkerDied` when a worker is lost."""
+
+    def forget(self, call_id: int) -> None:
+        """Nobody waits for this call any more."""
+
+
+class PendingCall:
+    """One call on its way to all ranks: what has come back so far. `StepFuture` for a step."""
+
+    def __init__(
+        self, pump: Pump, call_id: int, wanted: Iterable[int], *, is_step: bool, is_list: bool, limit_s: float
+    ) -> None:
+        """`wanted`: the ranks whose results are the outcome."""
+        self.is_step = is_step
+        self.call_id = call_id
+        self.sent_s = time.monotonic()
+        self.replies: dict[int, Reply | StepReply] = {}
+        self._pump = pump
+        self._wanted = tuple(wanted)
+        self._is_list = is_list
+        self._limit_s = limit_s
+        self._failed_rank: int | None = None
+
+    def take(self, rank: int, reply: Reply | StepReply) -> None:
+        """A rank has answered."""
+        self.replies[rank] = reply
+        if reply.failure is not None and self._failed_rank is None:
+            self._failed_rank = rank
+
+    def done(self) -> bool:
+        if self._failed_rank is not None:
+            return True
+        return all(rank in self.replies for rank in self._wanted)
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        limit_s = self._limit_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + limit_s
+        while not self.done():
+            self._pump.require_workers()
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                self._pump.forget(self.call_id)
+                raise ExecutorTimeout(f"no reply to call {self.call_id} within {limit_s:g} s")
+            self._pump.pump(left_s)
+        if self._failed_rank is not None:
+            self._raise_failure(self._failed_rank)
+        results = [self.replies[rank].result for rank in self._wanted]
+        return results if self._is_list else results[0]
+
+    def _raise_failure(self, rank: int) -> None:
+        """When another rank has died, that is what happened, and not the error of its peer."""
+        if len(self.replies) > 1 or self._wanted != (rank,):
+            self._pump.pump(0)
+            self._pump.require_workers()
+        failure = self.replies[rank].failure
+        assert failure is not None
+        raise WorkerError(rank, failure)

@@ -1,0 +1,207 @@
+"""`ExternalLauncherExecutor`: torchrun starts the ranks, watches them, and starts the whole group again.
+
+    torchrun --nproc-per-node 2 --no-python millrace serve --executor external ...
+
+Each process that torchrun starts is `millrace serve`, finds torchrun's variables, and becomes a rank. Before it does, rank 0
+starts the engine service as its child, which holds no device:
+
+    torchrun -+- rank 0 --- engine service      meets the ranks in a directory that only this user can enter
+              '- rank 1
+
+The lives are tied: when a rank ends, the service gives its jobs back to the queue and ends; when the service ends, rank 0
+ends as it did. torchrun then starts the group again, and the new service goes on with the jobs' tokens so far.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from executor.channel import Channel, socket_address
+from executor.errors import StartError
+from executor.messages import ModelFacts
+from executor.process import End, python_path
+from executor.rank import DUMP_SIGNAL, die_with_parent
+from executor.remote import RemoteExecutor
+
+MEETING_PLACE = "MILLRACE_EXTERNAL_DIRECTORY"
+"""Set for the service by rank 0: the directory where it meets the ranks."""
+PARENT = "MILLRACE_EXTERNAL_PARENT"
+"""Set with it: process id of rank 0."""
+
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "LOCAL_")
+_TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+_MEETING_LIMIT_S = 60.0
+_LIFE = 1
+"""torchrun makes new processes for a new life, the service's among them."""
+
+
+class ExternalLauncherExecutor(RemoteExecutor):
+    """Owns the service's end of the wire to ranks that somebody else starts and ends."""
+
+    name = "external"
+    can_restart = False
+
+    def _open_channel(self) -> Channel:
+        directory = os.environ.get(MEETING_PLACE)
+        if directory is None:
+            message = "executor external needs torchrun: torchrun --nproc-per-node N --no-python millrace serve ..."
+            raise StartError("spawn", 0, message, is_retryable=False)
+        return Channel(_LIFE, self.world_size, directory=directory)
+
+    def _launch(self, channel: Channel) -> list[ExternalRank]:
+        directory = Path(os.environ[MEETING_PLACE])
+        deadline_s = time.monotonic() + self._limits.phase_s["spawn"]
+        ranks: list[ExternalRank] = []
+        for rank in range(self.world_size):
+            while not (note := _note(directory, rank)).exists():
+                if time.monotonic() > deadline_s:
+                    raise StartError("spawn", rank, "torchrun did not start it", is_retryable=False)
+                time.sleep(0.02)
+            ranks.append(ExternalRank(rank, int(note.read_text())))
+        return ranks
+
+    def _start_workers(self) -> ModelFacts:
+        if self._num_starts > 1:
+            raise StartError("spawn", 0, "only torchrun can start the ranks again", is_retryable=False)
+        return super()._start_workers()
+
+    def worker_pids(self) -> list[int]:
+        """Process ids in rank order, for logs and for whoever watches the processes."""
+        return [rank.pid for rank in self._handles if isinstance(rank, ExternalRank)]
+
+
+class ExternalRank:
+    """A rank on this host that is not our child: it can be watched and signalled. Implements `RankHandle`."""
+
+    def __init__(self, rank: int, pid: int) -> None:
+        self.rank = rank
+        self.pid = pid
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except ProcessLookupError as error:
+            raise StartError("spawn", rank, "its process has ended", is_retryable=False) from error
+
+    def __repr__(self) -> str:
+        return f"ExternalRank(rank={self.rank}, pid={self.pid})"
+
+    def fileno(self) -> int:
+        return self._pidfd
+
+    def end(self) -> End | None:
+        if not self.wait(0):
+            return None
+        return End("its process has ended, and torchrun knows how", is_killed=False, is_retryable=False)
+
+    def dump_stacks(self) -> None:
+        self._signal(DUMP_SIGNAL)
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(select.select([self._pidfd], [], [], timeout_s)[0])
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        os.close(self._pidfd)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self.wait(0):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+
+# --- in the processes that torchrun starts ---
+
+
+def is_torchrun_rank(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process and it has not become what it shall be yet."""
+    return "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment
+
+
+def become_rank(service_command: Sequence[str], *, worker_module: str = "worker", log_level: str = "INFO") -> NoReturn:
+    """Replace this process with the rank that torchrun numbered it. Rank 0 starts the service with `service_command`.
+
+    Raises ValueError when the ranks are spread over several hosts.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size != int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
+        raise ValueError("executor: external runs the ranks of one host; for several hosts take ray")
+    directory = _meeting_place(os.environ)
+    parent_pid = os.getppid()
+    environment = {name: value for name, value in os.environ.items() if not _is_torchruns(name)}
+    environment["PYTHONPATH"] = python_path()
+    options = ["--address", socket_address(str(directory)), "--identity", f"{rank}.{_LIFE}"]
+    options += ["--parent-pid", str(parent_pid), "--log-level", log_level]
+    if rank == 0:
+        _make_private(directory)
+        ours = {MEETING_PLACE: str(directory), PARENT: str(os.getpid())}
+        service = subprocess.Popen(service_command, stdin=subprocess.DEVNULL, env={**environment, **ours})
+        options += ["--engine-pid", str(service.pid)]
+    _leave_note(directory, rank)
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-P", "-m", worker_module, *options], environment)
+
+
+def die_with_rank_0() -> None:
+    """For the service: SIGTERM when rank 0 ends, so that the jobs go back to the queue at once. Else does nothing."""
+    parent_pid = os.environ.get(PARENT)
+    if parent_pid is not None:
+        die_with_parent(int(parent_pid), signal.SIGTERM)
+
+
+def _is_torchruns(name: str) -> bool:
+    """Variables that would make torch.distributed look for torchrun's store instead of ours."""
+    return name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIXES)
+
+
+def _meeting_place(environment: Mapping[str, str]) -> Path:
+    """The same for all ranks of one start of the group, and for no other."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    told = ":".join(environment.get(name, "") for name in names)
+    parent = tempfile.gettempdir()
+    return Path(parent if len(parent) < 40 else "/tmp") / f"millrace-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+
+
+def _make_private(directory: Path) -> None:
+    """Make it anew; what a killed group left there is removed. Raises ValueError when it is somebody else's."""
+    if directory.exists():
+        _check_ours(directory)
+        shutil.rmtree(directory)
+    directory.mkdir(mode=0o700)
+
+
+def _leave_note(directory: Path, rank: int) -> None:
+    """Tell the service which process is this rank."""
+    deadline_s = time.monotonic() + _MEETING_LIMIT_S
+    while not directory.exists():
+        if time.monotonic() > deadline_s:
+            raise ValueError(f"executor: rank 0 did not make {directory} within {_MEETING_LIMIT_S:g} s")
+        time.sleep(0.02)
+    _check_ours(directory)
+    draft = directory / f"draft-{rank}"
+    draft.write_text(str(os.getpid()))
+    draft.rename(_note(directory, rank))
+
+
+def _note(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}"
+
+
+def _check_ours(directory: Path) -> None:
+    status = directory.lstat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700 or not stat.S_ISDIR(status.st_mode):
+        raise ValueError(f"executor: {directory} is not this user's own; remove it")

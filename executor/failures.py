@@ -1,0 +1,71 @@
+"""Names what went wrong in a worker: for the wire as a `Failure`, for a supervisor as an exit status."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from typing import Literal
+
+from executor.messages import Failure
+
+EXIT_CRASH = 1
+EXIT_CONFIGURATION = 3
+EXIT_DEVICE_LOST = 4
+EXIT_OUT_OF_MEMORY = 5
+EXIT_ENGINE_GONE = 7
+
+_EXIT_MEANINGS = {
+    EXIT_CRASH: "crash",
+    EXIT_CONFIGURATION: "configuration",
+    EXIT_DEVICE_LOST: "device lost",
+    EXIT_OUT_OF_MEMORY: "out of memory",
+    EXIT_ENGINE_GONE: "the engine is gone",
+}
+
+_OUT_OF_MEMORY_KINDS = frozenset({"OutOfMemoryError", "MemoryError"})
+_DEVICE_LOST_KINDS = frozenset({"AcceleratorError"})
+_PEER_LOST_KINDS = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "RendezvousError"})
+"""Class names, since this side must not import torch. A lost peer is retryable: the other rank says what happened."""
+
+
+def to_failure(error: BaseException) -> Failure:
+    """Name, message, traceback and cause of `error`."""
+    names = {cls.__name__ for cls in type(error).__mro__}
+    cause = _cause(names, str(error))
+    return Failure(
+        kind=type(error).__name__,
+        message=str(error) or type(error).__name__,
+        traceback="".join(traceback.format_exception(error)),
+        is_retryable=cause != "error" or bool(names & _PEER_LOST_KINDS),
+        cause=cause,
+    )
+
+
+def _cause(names: set[str], message: str) -> Literal["error", "out_of_memory", "device_lost"]:
+    if names & _OUT_OF_MEMORY_KINDS or "DefaultCPUAllocator" in message:  # what torch says when host memory is short
+        return "out_of_memory"
+    return "device_lost" if names & _DEVICE_LOST_KINDS else "error"
+
+
+def exit_status(failure: Failure) -> int:
+    """With what a worker ends whose start failed so."""
+    match failure.cause:
+        case "out_of_memory":
+            return EXIT_OUT_OF_MEMORY
+        case "device_lost":
+            return EXIT_DEVICE_LOST
+        case _:
+            return EXIT_CRASH if failure.is_retryable else EXIT_CONFIGURATION
+
+
+def describe_exit(status: int) -> str:
+    """A process's end in words; `status` is negative for a signal, as in `subprocess`."""
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    meaning = _EXIT_MEANINGS.get(status)
+    return f"exit status {status} ({meaning})" if meaning else f"exit status {status}"
+
+
+def is_retryable_exit(status: int) -> bool:
+    """Whether a worker that ended so may do better when it is started again."""
+    return status < 0 or status in (EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY, EXIT_ENGINE_GONE)

@@ -1,0 +1,160 @@
+"""The start of the ranks: Hello, Boot, phases, Ready, each within its limit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from executor.channel import Channel
+from executor.errors import StartError
+from executor.limits import Limits
+from executor.messages import (
+    PROTOCOL,
+    Beat,
+    Boot,
+    Failure,
+    FromWorker,
+    Go,
+    Hello,
+    ModelFacts,
+    Phase,
+    Ready,
+    StartFailed,
+    WorkerConfig,
+    encode,
+)
+from executor.process import RankHandle
+
+logger = logging.getLogger("millrace.executor")
+
+_WITNESS_S = 0.5
+"""When one of several ranks fails, another that was killed may be the reason; it gets this long to be noticed."""
+
+_FOREVER = float("inf")
+
+
+class Handshake:
+    """Owns what is known of each rank until all are ready."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        handles: Sequence[RankHandle],
+        config: WorkerConfig,
+        limits: Limits,
+        *,
+        epoch: int,
+        rendezvous: str,
+    ) -> None:
+        self._channel = channel
+        self._handles = handles
+        self._config = config
+        self._limits = limits
+        self._epoch = epoch
+        self._rendezvous = rendezvous
+        self._max_loading = config.max_parallel_loading_workers or len(handles)
+        self._queue: deque[int] = deque()
+        self._loading: set[int] = set()
+        self._phases = {handle.rank: "spawn" for handle in handles}
+        self._deadlines_s = {handle.rank: time.monotonic() + limits.phase_s["spawn"] for handle in handles}
+        self._heard_s: dict[int, float] = {}
+        self._facts: dict[int, ModelFacts] = {}
+        self._failed: StartError | None = None
+
+    def run(self) -> ModelFacts:
+        """The facts of rank 0 once every rank is ready and its heart beats."""
+        while min(len(self._facts), len(self._heard_s)) < len(self._handles):
+            self._channel.wait(min(1.0, max(0.0, min(self._deadlines_s.values()) - time.monotonic())))
+            for rank, message in self._channel.receive():
+                self._take(rank, message)
+            self._check_ranks()
+        return self._facts[0]
+
+    def _take(self, rank: int, message: FromWorker) -> None:
+        match message:
+            case Hello(protocol=protocol):
+                self._greet(rank, protocol)
+            case Phase(name=name) if name in self._limits.phase_s:
+                self._enter(rank, name)
+            case Ready(facts=facts):
+                self._facts[rank] = facts
+                self._deadlines_s[rank] = _FOREVER
+                self._loading.discard(rank)
+                self._admit()
+            case StartFailed(phase=phase, failure=failure):
+                self._fail(phase, rank, failure)
+            case Beat():
+                self._heard_s[rank] = time.monotonic()
+            case unexpected:
+                logger.warning("ignored during the start: %r", unexpected)
+
+    def _greet(self, rank: int, protocol: int) -> None:
+        if protocol != PROTOCOL:
+            message = f"the worker speaks protocol {protocol}, this engine {PROTOCOL}; install one version of Millrace"
+            raise StartError("spawn", rank, message, is_retryable=False)
+        boot = Boot(
+            epoch=self._epoch,
+            rank=rank,
+            world_size=len(self._handles),
+            config=self._config,
+            rendezvous=self._rendezvous,
+            has_to_queue=self._has_queue,
+        )
+        self._channel.send(rank, encode(boot))
+
+    # --- the queue for loading ---
+
+    @property
+    def _has_queue(self) -> bool:
+        return self._max_loading < len(self._handles)
+
+    def _enter(self, rank: int, phase: str) -> None:
+        self._phases[rank] = phase
+        self._deadlines_s[rank] = time.monotonic() + self._limits.phase_s[phase]
+        if phase == "load_model" and self._has_queue:
+            self._deadlines_s[rank] = _FOREVER
+            self._queue.append(rank)
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._queue and len(self._loading) < self._max_loading:
+            rank = self._queue.popleft()
+            self._loading.add(rank)
+            self._deadlines_s[rank] = time.monotonic() + self._limits.phase_s["load_model"]
+            self._channel.send(rank, encode(Go()))
+
+    # --- what can go wrong ---
+
+    def _fail(self, phase: str, rank: int, failure: Failure) -> None:
+        logger.debug("traceback of rank %d:\n%s", rank, failure.traceback)
+        witness_s = _WITNESS_S if len(self._handles) > 1 else 0.0
+        self._deadlines_s[rank] = time.monotonic() + witness_s
+        if self._failed is None:
+            retryable = failure.is_retryable
+            self._failed = StartError(phase, rank, failure.message, is_retryable=retryable, failure=failure)
+
+    def _check_ranks(self) -> None:
+        now_s = time.monotonic()
+        for handle in self._handles:
+            self._check_end(handle)
+        if self._failed is not None and now_s >= self._deadlines_s[self._failed.rank]:
+            raise self._failed
+        for handle in self._handles:
+            self._check_time(handle.rank, now_s)
+
+    def _check_end(self, handle: RankHandle) -> None:
+        end = handle.end()
+        if end is not None and (self._failed is None or end.is_killed):
+            phase = self._phases[handle.rank]
+            message = f"the process ended: {end.reason}"
+            raise StartError(phase, handle.rank, message, is_retryable=end.is_retryable)
+
+    def _check_time(self, rank: int, now_s: float) -> None:
+        phase = self._phases[rank]
+        if now_s > self._deadlines_s[rank]:
+            raise StartError(phase, rank, f"not done within {self._limits.phase_s[phase]:g} s", is_retryable=True)
+        silence_s = now_s - self._heard_s.get(rank, now_s)
+        if silence_s > self._limits.busy_heartbeat_s:
+            raise StartError(phase, rank, f"no heartbeat for {silence_s:.0f} s", is_retryable=True)

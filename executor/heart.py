@@ -1,0 +1,69 @@
+"""A rank's heartbeat: a thread that tells the engine that the process lives, and how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import shutil
+import threading
+
+import zmq
+
+from executor.messages import Beat, DumpStacks, decode_to_worker, encode
+
+logger = logging.getLogger("millrace.worker")
+
+BEAT_EVERY_MS = 1000
+
+
+class Heart:
+    """Owns the heartbeat's socket and thread. The rank's main thread sets `phase` and `num_steps`; the heart only reads."""
+
+    def __init__(
+        self, socket: zmq.Socket[bytes], engine_pid: int | None = None, meeting_place: str | None = None
+    ) -> None:
+        """`engine_pid`: the engine is a child of this process, which ends with it, and as it did, and removes the
+        `meeting_place` that an engine that failed early has left."""
+        self.phase = "spawn"
+        self.num_steps = 0
+        self._socket = socket
+        self._meeting_place = meeting_place
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._engine = os.pidfd_open(engine_pid) if engine_pid is not None else None
+        if self._engine is not None:
+            self._poller.register(self._engine, zmq.POLLIN)
+        threading.Thread(target=self._run, name="heart", daemon=True).start()
+
+    def _run(self) -> None:
+        """Until the context is terminated."""
+        with contextlib.suppress(zmq.ContextTerminated):
+            while True:
+                self._beat()
+                for source, _ in self._poller.poll(BEAT_EVERY_MS):
+                    if source == self._engine:
+                        self._follow_engine()
+                    else:
+                        self._obey()
+        self._socket.close(linger=0)
+
+    def _beat(self) -> None:
+        with contextlib.suppress(zmq.Again):  # nobody reads them just now
+            self._socket.send(encode(Beat(self.phase, self.num_steps)), zmq.DONTWAIT)
+
+    def _obey(self) -> None:
+        if isinstance(decode_to_worker(self._socket.recv()), DumpStacks):
+            faulthandler.dump_traceback()
+
+    def _follow_engine(self) -> None:
+        """Without an engine a rank is of no use; how the engine ended is how the group ended."""
+        assert self._engine is not None
+        ended = os.waitid(os.P_PIDFD, self._engine, os.WEXITED)
+        assert ended is not None
+        is_exit = ended.si_code == os.CLD_EXITED
+        logger.info("the engine has ended, %s %d", "exit status" if is_exit else "signal", ended.si_status)
+        if self._meeting_place is not None:
+            shutil.rmtree(self._meeting_place, ignore_errors=True)
+        os._exit(ended.si_status if is_exit else 128 + ended.si_status)

@@ -1,0 +1,151 @@
+"""What an executor tells about itself: counts, and percentiles over the last steps and calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+_WINDOW = 1024
+"""Samples that percentiles are taken from; the oldest make room."""
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Of the last samples, in seconds; all 0 before the first."""
+
+    p50: float = 0.0
+    p95: float = 0.0
+    p99: float = 0.0
+
+
+class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures since the executor was made. A request is one step or one call."""
+
+    name: str
+    world_size: int
+    wanted_world_size: int
+    """More than `world_size` while lost devices are missing."""
+    epoch: int
+    num_active_workers: int
+    num_failed_workers: int
+    """Losses so far, by whatever cause."""
+    num_restarts: int
+    num_requests: int
+    num_completed: int
+    num_failed: int
+    num_steps: int
+    num_tokens: int
+    num_stale_replies: int
+    """Messages that nobody waited for any more, and what no worker of ours sent."""
+    requests_per_s: float
+    """Over the time from the first request to the last reply, as is the next."""
+    tokens_per_s: float
+    latency_s: Percentiles
+    """From a step's or a call's sending to its last needed reply."""
+    step_s: Percentiles
+    """What a step took: from its sending, or the reply before it where steps overlap, to its reply."""
+    host_s: Percentiles
+    """From a reply to the next step's sending when no other was under way: the workers had nothing to do."""
+    rpc_s: Percentiles
+    """A step's latency without the time that its worker reports: the way there and back."""
+    plan_bytes: int
+    """Payload of all step plans so far."""
+    recovery_s: float
+    """From the last noticed loss until the workers were ready again; 0 before the first."""
+    num_blocks: int
+    """Size of the KV pool, 0 before it is allocated."""
+    device_bytes: list[int | None]
+    """By rank: device memory held, as last reported; None where the device is the host."""
+
+
+class Recorder:
+    """Owns the counts and samples of one executor. Costs a microsecond or two a step."""
+
+    def __init__(self) -> None:
+        self.num_requests = self.num_completed = self.num_failed = 0
+        self.num_steps = self.num_tokens = 0
+        self.num_failed_workers = self.num_stale_replies = 0
+        self.plan_bytes = 0
+        self.recovery_s = 0.0
+        self.device_bytes: list[int | None] = []
+        self.latency_s = _Ring()
+        self.step_s = _Ring()
+        self.host_s = _Ring()
+        self.rpc_s = _Ring()
+        self._first_s: float | None = None
+        self._last_s = 0.0
+        self._step_ended_s: float | None = None
+
+    def sent(self, now_s: float) -> None:
+        self.num_requests += 1
+        if self._first_s is None:
+            self._first_s = now_s
+
+    def sent_step(self, now_s: float, num_bytes: int, num_in_flight: int) -> None:
+        """`num_in_flight`: other steps under way."""
+        self.num_steps += 1
+        self.plan_bytes += num_bytes
+        if num_in_flight == 0 and self._step_ended_s is not None:
+            self.host_s.add(now_s - self._step_ended_s)
+
+    def completed(self, latency_s: float, now_s: float, *, is_failure: bool) -> None:
+        self.num_failed += is_failure
+        self.num_completed += not is_failure
+        self.latency_s.add(latency_s)
+        self._last_s = now_s
+
+    def completed_step(self, sent_s: float, now_s: float, device_s: float, num_tokens: int) -> None:
+        """Before `completed` of the same request."""
+        began_s = max(sent_s, self._step_ended_s or 0.0)
+        self._step_ended_s = now_s
+        self.num_tokens += num_tokens
+        self.step_s.add(now_s - began_s)
+        self.rpc_s.add(max(0.0, now_s - sent_s - device_s))
+
+    def idle(self) -> None:
+        """The engine had nothing to run: the time until the next step is nobody's."""
+        self._step_ended_s = None
+
+    def metrics(self, **facts: Any) -> ExecutorMetrics:
+        """All figures; `facts` are those that the executor knows itself."""
+        span_s = self._last_s - self._first_s if self._first_s is not None else 0.0
+        return ExecutorMetrics(
+            num_failed_workers=self.num_failed_workers,
+            num_requests=self.num_requests,
+            num_completed=self.num_completed,
+            num_failed=self.num_failed,
+            num_steps=self.num_steps,
+            num_tokens=self.num_tokens,
+            num_stale_replies=self.num_stale_replies,
+            requests_per_s=self.num_completed / span_s if span_s > 0 else 0.0,
+            tokens_per_s=self.num_tokens / span_s if span_s > 0 else 0.0,
+            latency_s=self.latency_s.percentiles(),
+            step_s=self.step_s.percentiles(),
+            host_s=self.host_s.percentiles(),
+            rpc_s=self.rpc_s.percentiles(),
+            plan_bytes=self.plan_bytes,
+            recovery_s=self.recovery_s,
+            device_bytes=self.device_bytes,
+            **facts,
+        )
+
+
+class _Ring:
+    """The last samples of one figure."""
+
+    def __init__(self) -> None:
+        self._samples: list[float] = []
+        self._next = 0
+
+    def add(self, value: float) -> None:
+        if len(self._samples) < _WINDOW:
+            self._samples.append(value)
+        else:
+            self._samples[self._next] = value
+            self._next = (self._next + 1) % _WINDOW
+
+    def percentiles(self) -> Percentiles:
+        if not self._samples:
+            return Percentiles()
+        ordered = sorted(self._samples)
+        return Percentiles(*(ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.95, 0.99)))

@@ -1,0 +1,284 @@
+"""What executors have in common whose ranks are processes: calls, replies, deaths. They differ in how ranks are placed."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from executor.base import Executor
+from executor.calls import PendingCall
+from executor.channel import Channel
+from executor.errors import Asleep, UnknownMethod, WorkerDied
+from executor.handshake import Handshake
+from executor.limits import Limits
+from executor.messages import (
+    WORKER_METHODS,
+    Beat,
+    Call,
+    FromWorker,
+    ModelFacts,
+    Reply,
+    Step,
+    StepPlan,
+    StepReply,
+    WorkerConfig,
+    encode,
+    output_rank,
+)
+from executor.metrics import ExecutorMetrics
+from executor.process import RankHandle, close_all, stop_all
+from executor.watch import Watch
+
+logger = logging.getLogger("millrace.executor")
+
+
+class RemoteExecutor(Executor):
+    """Owns the ranks of one life after the other, and every call that is under way.
+
+    No thread of its own: whoever waits for a future moves the messages along. A worker's end wakes that wait at once.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        worker_module: str = "worker",
+        log_level: str = "INFO",
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__(config, limits)
+        self._worker_module = worker_module
+        self._log_level = log_level
+        self._last_call_id = 0
+        self._pending: dict[int, PendingCall] = {}
+        self._handles: Sequence[RankHandle] = ()
+        self._channel: Channel | None = None
+        self._watch: Watch | None = None
+        self._lost: WorkerDied | None = WorkerDied(0, "the executor has not been started")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(epoch={self._epoch}, ranks={self._handles}, pending={len(self._pending)})"
+
+    # --- placement ---
+
+    @abstractmethod
+    def _open_channel(self) -> Channel:
+        """The socket of a new life."""
+
+    @abstractmethod
+    def _launch(self, channel: Channel) -> Sequence[RankHandle]:
+        """Bring every rank to where it dials the channel. On an error, whatever was started is ended."""
+
+    def _rendezvous(self) -> str:
+        """Where the ranks of this life meet each other."""
+        return f"tcp://127.0.0.1:{_free_port()}" if self.world_size > 1 else ""
+
+    # --- life ---
+
+    def _start_workers(self) -> ModelFacts:
+        self._channel = self._open_channel()
+        try:
+            self._handles = self._launch(self._channel)
+            for handle in self._handles:
+                self._channel.watch(handle.fileno())
+            facts = self._shake_hands(self._channel)
+        except BaseException:
+            self._discard_workers()
+            raise
+        self._channel.forget_address()
+        self._watch = Watch(self._limits, self.world_size, time.monotonic(), is_cpu=facts.device == "cpu")
+        self._lost = None
+        logger.info("ready: %s %s on %s, epoch %d", facts.architecture, facts.dtype, facts.device, self._epoch)
+        return facts
+
+    def _shake_hands(self, channel: Channel) -> ModelFacts:
+        rendezvous = self._rendezvous()
+        handshake = Handshake(
+            channel, self._handles, self._config, self._limits, epoch=self._epoch, rendezvous=rendezvous
+        )
+        return handshake.run()
+
+    def shutdown(self) -> None:
+        if self._channel is not None and self._lost is None:
+            goodbye = encode(Call(call_id=0, epoch=self._epoch, method="shutdown"))
+            self._send(goodbye)  # a worker in the middle of a step reads it afterwards, or is terminated
+            handles, self._handles = self._handles, ()
+            stop_all(handles, self._limits.shutdown_s)
+        self._discard_workers()
+
+    def _discard_workers(self) -> None:
+        handles, self._handles = self._handles, ()
+        for handle in handles:
+            handle.kill()
+        close_all(handles)
+        self._pending.clear()
+        self._count_dropped()
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._lost = WorkerDied(0, "the executor has been shut down")
+
+    def _num_active_workers(self) -> int:
+        return sum(handle.end() is None for handle in self._handles)
+
+    # --- calls ---
+
+    def collective_rpc(
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        unique_reply_rank: int | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        check_method(method)
+        self.require_workers()
+        is_list = unique_reply_rank is None
+        wanted = range(self.world_size) if unique_reply_rank is None else (unique_reply_rank,)
+        pending = self._register(wanted, is_step=False, is_list=is_list)
+        call = Call(call_id=pending.call_id, epoch=self._epoch, method=method, args=list(args), kwargs=kwargs or {})
+        self._send(encode(call))
+        return pending if non_block else pending.result(timeout_s)
+
+    def execute_model(self, plan: StepPlan) -> PendingCall:
+        self.require_workers()
+        if self._missing:
+            raise Asleep(f"the workers sleep: they miss {', '.join(sorted(self._missing))}")
+        assert self._watch is not None
+        num_in_flight = sum(call.is_step and not call.done() for call in self._pending.values())
+        pending = self._register((output_rank(self._config),), is_step=True, is_list=False)
+        payload = encode(Step(pending.call_id, plan))
+        self._recorder.sent_step(pending.sent_s, len(payload), num_in_flight)
+        self._watch.sent_step(sum(row.num_tokens for row in plan.rows), pending.sent_s)
+        self._send(payload)
+        return pending
+
+    def _register(self, wanted: Sequence[int], *, is_step: bool, is_list: bool) -> PendingCall:
+        self._last_call_id += 1
+        limit_s = self._limits.step_s if is_step else self._limits.call_s
+        pending = PendingCall(self, self._last_call_id, wanted, is_step=is_step, is_list=is_list, limit_s=limit_s)
+        self._pending[pending.call_id] = pending
+        self._recorder.sent(pending.sent_s)
+        return pending
+
+    def _send(self, payload: bytes) -> None:
+        assert self._channel is not None
+        for rank in range(self.world_size):
+            self._channel.send(rank, payload)
+
+    def check_health(self) -> None:
+        self._recorder.idle()
+        self.pump(timeout_s=0)
+        self.require_workers()
+
+    def stats(self) -> ExecutorMetrics:
+        self._count_dropped()
+        return super().stats()
+
+    def _count_dropped(self) -> None:
+        if self._channel is not None:
+            self._recorder.num_stale_replies += self._channel.take_num_dropped()
+
+    def require_workers(self) -> None:
+        """Raise `WorkerDied` when a worker is lost."""
+        if self._lost is not None:
+            raise self._lost
+
+    def forget(self, call_id: int) -> None:
+        """Stop waiting for a call: its replies, if they still come, are stale."""
+        self._pending.pop(call_id, None)
+
+    # --- replies ---
+
+    def pump(self, timeout_s: float) -> None:
+        """Wait for messages or a death for at most this long, or a second, and deal with what has come."""
+        if self._channel is None or self._lost is not None:
+            return
+        self._channel.wait(min(timeout_s, 1.0))
+        for rank, message in self._channel.receive():
+            self._deliver(rank, message)
+        if self._channel.has_ended:
+            self._find_dead()
+        else:
+            self._look_for_stuck()
+
+    def _deliver(self, rank: int, message: FromWorker) -> None:
+        now_s = time.monotonic()
+        assert self._watch is not None
+        match message:
+            case StepReply():
+                self._watch.answered_step(rank, now_s)
+                self._take_reply(rank, message, now_s)
+            case Reply():
+                self._take_reply(rank, message, now_s)
+            case Beat(phase):
+                self._watch.heard(rank, phase, now_s)
+            case _:
+                self._recorder.num_stale_replies += 1
+
+    def _take_reply(self, rank: int, reply: Reply | StepReply, now_s: float) -> None:
+        pending = self._pending.get(reply.call_id)
+        if pending is None or rank in pending.replies:
+            self._recorder.num_stale_replies += 1
+            return
+        was_done = pending.done()
+        pending.take(rank, reply)
+        if pending.done() and not was_done:
+            self._record(pending, reply, now_s)
+        if len(pending.replies) == self.world_size:
+            del self._pending[reply.call_id]
+
+    def _record(self, pending: PendingCall, reply: Reply | StepReply, now_s: float) -> None:
+        if isinstance(reply, StepReply) and reply.result is not None:
+            num_tokens = len(reply.result.token_ids)
+            self._recorder.completed_step(pending.sent_s, now_s, reply.result.device_s, num_tokens)
+        self._recorder.completed(now_s - pending.sent_s, now_s, is_failure=reply.failure is not None)
+
+    # --- deaths ---
+
+    def _find_dead(self) -> None:
+        """The rank that was killed goes before those that ended because they had lost it."""
+        ends = [(handle.rank, end) for handle in self._handles if (end := handle.end()) is not None]
+        if ends:
+            rank, end = next((one for one in ends if one[1].is_killed), ends[0])
+            self._recorder.num_failed_workers += len(ends)
+            self._lost = WorkerDied(rank, end.reason)
+
+    def _look_for_stuck(self) -> None:
+        now_s = time.monotonic()
+        assert self._watch is not None
+        if not self._watch.is_due(now_s):
+            return
+        is_busy = any(not call.is_step for call in self._pending.values())
+        verdict = self._watch.verdict(now_s, is_busy=is_busy)
+        if verdict is not None:
+            self._end_stuck(*verdict)
+
+    def _end_stuck(self, rank: int, reason: str) -> None:
+        logger.error("rank %d is %s; the stacks of all ranks follow, then they are killed", rank, reason)
+        for handle in self._handles:
+            handle.dump_stacks()
+        time.sleep(self._limits.dump_s)
+        for handle in self._handles:
+            handle.kill()
+        self._recorder.num_failed_workers += 1
+        self._lost = WorkerDied(rank, reason)
+
+
+def check_method(method: str) -> None:
+    """Raise `UnknownMethod` unless it is one of `WORKER_METHODS`."""
+    if method not in WORKER_METHODS:
+        raise UnknownMethod(f"{method!r} is not a method of a worker; there are {', '.join(sorted(WORKER_METHODS))}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,102 @@
+"""Which executor runs a model: what was asked for, or the one that fits."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+from executor.base import Executor
+from executor.external import MEETING_PLACE, ExternalLauncherExecutor
+from executor.messages import WorkerConfig
+from executor.multiproc import MultiprocExecutor
+from executor.uniproc import UniprocExecutor
+
+logger = logging.getLogger("millrace.executor")
+
+NAMES = ("auto", "uni", "mp", "ray", "external")
+
+
+def make_executor(
+    name: str, config: WorkerConfig, *, is_service: bool, worker_module: str = "worker", log_level: str = "INFO"
+) -> Executor:
+    """The executor called `name`, or with "auto" the one that fits; not yet started.
+
+    Raises ValueError, naming what would work, for a name that is none of `NAMES` and for ranks that have no device.
+    """
+    if name not in NAMES:
+        raise ValueError(f"executor: must be one of {', '.join(NAMES)}, got {name!r}")
+    world_size = config.tensor_parallel_size * config.pipeline_parallel_size
+    num_gpus = None if config.device == "cpu" else num_visible_gpus()
+    chosen, reason = _choose(world_size, num_gpus, is_service=is_service) if name == "auto" else (name, "as asked for")
+    _check(chosen, world_size, num_gpus)
+    logger.info("executor: %s, %d rank%s (%s)", chosen, world_size, "s" if world_size > 1 else "", reason)
+    return _class_of(chosen)(config, worker_module=worker_module, log_level=log_level)
+
+
+def num_visible_gpus() -> int | None:
+    """GPUs that a rank on this host could take, without asking torch. None: there are none, so that ranks run on the CPU."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return len([name for name in named.split(",") if name.strip() and name.strip() != "-1"]) or None
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]) or None
+
+
+def is_ray_reachable() -> bool:
+    """Whether Ray is installed and a cluster is known: named by RAY_ADDRESS, started on this host, or joined already."""
+    if find_spec("ray") is None:
+        return False
+    started_here = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
+    return "RAY_ADDRESS" in os.environ or started_here.exists() or _is_ray_joined()
+
+
+def _choose(world_size: int, num_gpus: int | None, *, is_service: bool) -> tuple[str, str]:
+    """(name, reason)."""
+    if MEETING_PLACE in os.environ:
+        return "external", "torchrun started the ranks"
+    if _is_in_placement_group():
+        return "ray", "this process runs in a placement group of Ray"
+    if world_size == 1:
+        return ("mp", "a service survives its worker") if is_service else ("uni", "one rank, offline")
+    if num_gpus is None:
+        return "mp", "the ranks share this host's CPU"
+    if num_gpus >= world_size:
+        return "mp", f"this host has {num_gpus} GPUs"
+    if is_ray_reachable():
+        return "ray", f"this host has {num_gpus} of the GPUs, and Ray is reachable"
+    return "mp", "no other way is open"
+
+
+def _check(chosen: str, world_size: int, num_gpus: int | None) -> None:
+    if chosen == "uni" and world_size > 1:
+        raise ValueError(f"executor: uni runs one rank, but {world_size} are wanted; take mp")
+    if chosen in ("uni", "mp", "external") and num_gpus is not None and num_gpus < world_size:
+        raise ValueError(
+            f"tensor_parallel_size x pipeline_parallel_size: needs {world_size} GPUs, this host shows {num_gpus}; take "
+            "smaller sizes, or executor ray with a cluster: pip install 'millrace[ray]', `ray start`, and RAY_ADDRESS"
+        )
+    if chosen == "ray" and find_spec("ray") is None:
+        raise ValueError("executor: ray is not installed; run: pip install 'millrace[ray]'")
+
+
+def _class_of(name: str) -> type[UniprocExecutor] | type[MultiprocExecutor] | type[ExternalLauncherExecutor]:
+    if name == "ray":
+        ray_executor: type[MultiprocExecutor] = importlib.import_module("executor.ray").RayExecutor
+        return ray_executor
+    known = {"uni": UniprocExecutor, "mp": MultiprocExecutor, "external": ExternalLauncherExecutor}
+    return known[name]  # type: ignore[return-value]
+
+
+def _is_ray_joined() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def _is_in_placement_group() -> bool:
+    if not _is_ray_joined():
+        return False
+    return importlib.import_module("ray.util").get_current_placement_group() is not None

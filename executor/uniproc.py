@@ -1,0 +1,147 @@
+"""`UniprocExecutor`: the worker lives in this process. For notebooks, tests and debugging."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+from executor.base import Executor, Worker
+from executor.errors import Asleep, StartError, WorkerDied, WorkerError
+from executor.failures import to_failure
+from executor.limits import Limits
+from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from executor.remote import check_method
+
+
+class UniprocExecutor(Executor):
+    """Owns one worker object. A step runs inside `execute_model`; its future is always done."""
+
+    name = "uni"
+    can_restart = True
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        worker_module: str = "worker",
+        log_level: str = "INFO",
+        limits: Limits | None = None,
+    ) -> None:
+        """Takes the other executors' options; `log_level` is this process's own affair."""
+        super().__init__(config, limits)
+        if self.world_size != 1:
+            raise ValueError(f"executor uni runs one rank, {self.world_size} are wanted; take mp")
+        self._worker_module = worker_module
+        self._worker: Worker | None = None
+
+    def __repr__(self) -> str:
+        return f"UniprocExecutor(epoch={self._epoch}, is_started={self._worker is not None})"
+
+    # --- life ---
+
+    def _start_workers(self) -> ModelFacts:
+        phase = "import"
+
+        def enter(name: str) -> None:
+            nonlocal phase
+            phase = name
+
+        try:
+            create_worker = importlib.import_module(self._worker_module).create_worker
+            worker: Worker = create_worker(0, 1, self._epoch, self._config, "")
+            facts = worker.start(enter)
+        except Exception as error:
+            failure = to_failure(error)
+            message = failure.message
+            raise StartError(phase, 0, message, is_retryable=failure.is_retryable, failure=failure) from error
+        self._worker = worker
+        return facts
+
+    def shutdown(self) -> None:
+        self._discard_workers()
+
+    def _discard_workers(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+    def _num_active_workers(self) -> int:
+        return int(self._worker is not None)
+
+    # --- work ---
+
+    def collective_rpc(
+        self,
+        method: str,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        unique_reply_rank: int | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        check_method(method)
+        worker, began_s = self._require_worker(), time.monotonic()
+        self._recorder.sent(began_s)
+        done = _Done(lambda: getattr(worker, method)(*args, **(kwargs or {})))
+        self._record(done, began_s)
+        if unique_reply_rank is None:
+            done = done.as_list()
+        return done if non_block else done.result(timeout_s)
+
+    def execute_model(self, plan: StepPlan) -> _Done:
+        worker, began_s = self._require_worker(), time.monotonic()
+        if self._missing:
+            raise Asleep(f"the worker sleeps: it misses {', '.join(sorted(self._missing))}")
+        self._recorder.sent(began_s)
+        self._recorder.sent_step(began_s, 0, 0)
+        done = _Done(lambda: worker.execute_model(plan))
+        if isinstance(done.outcome, StepResult):
+            result = done.outcome
+            self._recorder.completed_step(began_s, time.monotonic(), result.device_s, len(result.token_ids))
+        self._record(done, began_s)
+        return done
+
+    def _record(self, done: _Done, began_s: float) -> None:
+        now_s = time.monotonic()
+        self._recorder.completed(now_s - began_s, now_s, is_failure=done.is_failure)
+
+    def check_health(self) -> None:
+        self._recorder.idle()
+        self._require_worker().check_health()
+
+    def _require_worker(self) -> Worker:
+        if self._worker is None:
+            raise WorkerDied(0, "the executor is not running")
+        return self._worker
+
+
+class _Done:
+    """A future that ran when it was made; it keeps the result, or the error for whoever asks."""
+
+    def __init__(self, work: Any) -> None:
+        self.outcome: Any = None
+        self._error: WorkerError | None = None
+        try:
+            self.outcome = work()
+        except Exception as error:
+            self._error = WorkerError(0, to_failure(error))
+            self._error.__cause__ = error
+
+    @property
+    def is_failure(self) -> bool:
+        return self._error is not None
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self.outcome
+
+    def as_list(self) -> _Done:
+        """The same outcome, as the one rank's entry of a list."""
+        self.outcome = [self.outcome]
+        return self

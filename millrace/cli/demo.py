@@ -1,0 +1,144 @@
+"""`millrace demo`: a private Redis, an engine on the CPU, a producer in a process of its own, and their tokens live.
+
+Everything is started here and ended here; what it writes lies in one temporary directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from millrace.cli.exits import NO_REDIS, OK, OTHER, CommandError
+from millrace.cli.options import Verbs, add_verb
+from millrace.cli.serve import engine_command, require_engine
+
+if TYPE_CHECKING:
+    from millrace.cli.demo_jobs import DemoJob
+    from millrace.cli.demo_parts import DemoProcess, Followers
+    from millrace.cli.demo_screen import Screen
+    from producer import Client
+    from results.messages import Job
+
+_LIMIT_S = 180.0
+_LOOK_INTERVAL_S = 0.05
+
+
+def add_parsers(verbs: Verbs) -> None:
+    parser = add_verb(verbs, "demo", "show it all on this machine: needs no Redis, no GPU and no model")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="another model than the tiny one of the checkout")
+    parser.set_defaults(run=run, queue="demo")
+
+
+def run(args: argparse.Namespace) -> int:
+    require_engine()
+    model = args.model or _tiny_model()
+    queue = f"{args.queue}-{uuid.uuid4().hex[:8]}"  # a fresh one, also on a server that was named
+    with (
+        _ended_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix="millrace-demo-") as folder,
+        _server(args.redis) as redis_url,
+    ):
+        return _run_jobs(Path(folder), model, redis_url, queue)
+
+
+@contextlib.contextmanager
+def _server(redis_url: str | None) -> Iterator[str]:
+    """The server that the command line names, else a private one for as long as the block runs."""
+    if redis_url:
+        yield redis_url
+        return
+    from millrace.embedded import EmbeddedServer, EmbeddedServerError
+
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(EmbeddedServer())
+        except EmbeddedServerError as error:
+            raise CommandError(str(error), NO_REDIS) from error
+        yield server.url
+
+
+def _run_jobs(folder: Path, model: Path, redis_url: str, queue: str) -> int:
+    from millrace import Client
+    from millrace.cli.demo_jobs import demo_jobs, write_jsonl
+    from millrace.cli.demo_parts import DemoProcess, Followers
+    from millrace.cli.demo_screen import Screen
+
+    jobs = demo_jobs()
+    write_jsonl(folder / "prompts.jsonl", jobs)
+    place = ("--redis", redis_url, "--queue", queue)
+    serve = engine_command(("--model", str(model), *place, "--device", "cpu", "--executor", "mp"))
+    submit = (sys.executable, "-P", "-m", "millrace", "submit", "--file", str(folder / "prompts.jsonl"), *place)
+    screen = Screen(len(jobs))
+    screen.say(f"Redis is up, an engine loads {model.name} on the CPU, a producer submits {len(jobs)} jobs.")
+    with (
+        DemoProcess("engine", serve, folder) as engine,
+        DemoProcess("producer", submit, folder) as producer,
+        Client(redis_url, queue=queue) as client,
+    ):
+        with screen:
+            seconds = _watch(client, Followers(jobs, redis_url, queue), engine, producer, screen, len(jobs))
+        return _summary([client.get(job.job_id) for job in jobs], jobs, seconds, screen)
+
+
+def _watch(
+    client: Client, followers: Followers, engine: DemoProcess, producer: DemoProcess, screen: Screen, num_jobs: int
+) -> float:
+    """Show the queue until every job has ended. Returns the seconds since the first job began to run."""
+    limit_s, began_s = time.monotonic() + _LIMIT_S, None
+    while time.monotonic() < limit_s:
+        if engine.has_ended():
+            raise CommandError("the engine ended before its jobs did")
+        if producer.has_ended() and not followers.have_started:
+            followers.start()
+        counts, now_s = client.stats(), time.monotonic()
+        if began_s is None and (counts.running or counts.finished):
+            began_s = now_s
+        elapsed_s = now_s - began_s if began_s else 0.0
+        screen.show(counts, counts.generated_tokens / elapsed_s if elapsed_s else 0.0, followers.text_by_prompt)
+        if counts.finished + counts.failed + counts.cancelled + counts.expired >= num_jobs:
+            return elapsed_s
+        time.sleep(_LOOK_INTERVAL_S)
+    raise CommandError(f"the demo did not end within {_LIMIT_S:.0f} s")
+
+
+def _summary(results: Sequence[Job], jobs: Sequence[DemoJob], seconds: float, screen: Screen) -> int:
+    tokens = sum(len(result.token_ids) for result in results)
+    num_finished = sum(result.state == "finished" for result in results)
+    answers = [(job, result.text) for job, result in zip(jobs, results, strict=True)]
+    sums = [(job, text) for job, text in answers if job.expected is not None]
+    num_right = sum(text.strip() == job.expected for job, text in sums)
+    for job, text in [answer for answer in answers if answer not in sums] + sums[:4]:
+        screen.say(f"  {job.prompt}{text}")
+    rate = f" in {seconds:.1f} s: {tokens / seconds:.0f} tokens/s" if seconds else ""
+    screen.say(f"{num_finished} of {len(jobs)} jobs finished, {tokens} tokens{rate}.")
+    screen.say(f"{num_right} of {len(sums)} sums are right.")
+    return OK if num_finished == len(jobs) else OTHER
+
+
+def _tiny_model() -> Path:
+    model = Path(__file__).resolve().parent.parent.parent / "examples" / "tiny_model"
+    if not (model / "config.json").exists():
+        raise CommandError(f"the demo's model is not at {model}; run it in a checkout, or name one with --model DIR")
+    return model
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the demo as Ctrl-C does, so that its processes are ended too."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

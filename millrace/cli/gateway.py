@@ -1,0 +1,48 @@
+"""`millrace gateway rq`: jobs that were enqueued with RQ are run by Millrace, and RQ sees their results."""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+
+from millrace.cli.exits import OK, CommandError
+from millrace.cli.options import Verbs, add_verb, counted
+from millrace.shadowing import CLIENT_PACKAGES, check_packages
+
+
+def add_parsers(verbs: Verbs) -> None:
+    gateway = verbs.add_parser("gateway", help="bridge another queue system into Millrace")
+    kinds = gateway.add_subparsers(title="kinds", metavar="KIND", required=True)
+    rq = add_verb(kinds, "rq", "take jobs from RQ queues and give RQ their results")
+    rq.add_argument(
+        "--queues", required=True, type=_names, metavar="A,B", help="the RQ queues to take from, first ones first"
+    )
+    rq.add_argument("--to-queue", metavar="NAME", help="the Millrace queue that runs the jobs (default: --queue)")
+    rq.add_argument(
+        "--max-in-flight",
+        type=counted,
+        default=1024,
+        metavar="N",
+        help="RQ jobs to hold at once (default: %(default)s)",
+    )
+    rq.set_defaults(run=run_rq)
+
+
+def run_rq(args: argparse.Namespace) -> int:
+    check_packages((*CLIENT_PACKAGES, "engine_service"))
+    if find_spec("rq") is None:
+        raise CommandError("the RQ gateway needs rq; run: pip install 'millrace[gateway]'")
+    from engine_service.doors.rq_gateway import serve
+    from producer.client import queue_keys
+
+    queue = args.to_queue or args.queue
+    queue_keys(queue)  # a name that no queue has is refused in the client's words
+    serve(args.redis, args.queues, queue, args.max_in_flight)
+    return OK
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError("name at least one queue")
+    return names

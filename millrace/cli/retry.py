@@ -1,0 +1,38 @@
+"""`millrace retry`: jobs that have failed run again, as new ones."""
+
+from __future__ import annotations
+
+import argparse
+
+from millrace.cli.exits import INVALID, OK, CommandError
+from millrace.cli.options import Verbs, add_json, add_verb, open_client
+from millrace.cli.output import print_json
+
+
+def add_parsers(verbs: Verbs) -> None:
+    retry = add_verb(
+        verbs, "retry", "run jobs again that failed, expired or were cancelled: new jobs with the same body"
+    )
+    retry.add_argument("ids", nargs="*", metavar="id")
+    retry.add_argument("--all", action="store_true", help="every job on the list of failed ones")
+    add_json(retry)
+    retry.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if bool(args.ids) == args.all:
+        raise CommandError("retry: name jobs, or give --all", INVALID)
+    with open_client(args) as client:
+        if args.all:
+            for job_id, new_id in client.retry_all().items():
+                _print_retried(job_id, new_id, as_json=args.json)
+        for job_id in args.ids:
+            _print_retried(job_id, client.retry(job_id), as_json=args.json)
+    return OK
+
+
+def _print_retried(job_id: str, new_id: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"id": job_id, "redriven_as": new_id})
+    else:
+        print(f"{job_id}\t{new_id}")

@@ -1,0 +1,142 @@
+"""The file side of `millrace submit`: reads jobs line by line, submits them in batches, and waits where it is asked to.
+
+A line that is not a valid job is reported with its number and stops nothing. Memory holds one batch, and the ids when
+their results are waited for.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import IO, Any, NamedTuple
+
+import msgspec
+
+from millrace.cli.exits import INVALID, OK, CommandError
+from millrace.cli.output import end_of, print_json, progress_bar, remark
+from producer import Client
+from producer.messages import GenerationRequest, InvalidRequest, parse_body
+from results.messages import JobConflict, QueueFull
+
+_BATCH_LINES = 500
+
+
+class Line(NamedTuple):
+    number: int
+    """From 1, as an editor counts."""
+    request: GenerationRequest
+
+
+def submit_file(
+    client: Client,
+    path: str,
+    options: dict[str, Any],
+    how: dict[str, Any],
+    *,
+    has_to_wait: bool,
+    timeout_s: float | None,
+) -> int:
+    """Submit every good line of `path`; print the ids, or with `has_to_wait` each result when it is there. `how` are more
+    arguments of `submit_many`."""
+    submission = _Submission(client, options, how)
+    with _open(path) as file, progress_bar() as bar:
+        task = bar.add_task("submitted", total=None)
+        ids: list[str] = []
+        for job_id in submission.submit(file):
+            bar.advance(task)
+            if has_to_wait:
+                ids.append(job_id)
+            else:
+                print(job_id)
+    status = _print_results(client, ids, timeout_s) if has_to_wait else OK
+    if submission.num_refused:
+        remark(f"{submission.num_submitted} jobs submitted, {submission.num_refused} lines refused")
+        return INVALID
+    return status
+
+
+class _Submission:
+    """Owns the counts of one file's way into the queue."""
+
+    def __init__(self, client: Client, options: dict[str, Any], how: dict[str, Any]) -> None:
+        self._client = client
+        self._how = how
+        self._options = options
+        self.num_submitted = 0
+        self.num_refused = 0
+
+    def submit(self, file: Iterable[bytes]) -> Iterator[str]:
+        """Yields the id of each job that the queue took."""
+        lines = self._requests(file)
+        while batch := list(islice(lines, _BATCH_LINES)):
+            for job_id in self._submit_batch(batch):
+                self.num_submitted += 1
+                yield job_id
+
+    def _requests(self, file: Iterable[bytes]) -> Iterator[Line]:
+        for number, text in enumerate(file, start=1):
+            if text.strip():
+                try:
+                    yield Line(number, self._read(text))
+                except InvalidRequest as error:
+                    self._refuse(number, error)
+
+    def _read(self, text: bytes) -> GenerationRequest:
+        """The line's own fields win over the command line's options. Every request gets an id here, to name it by."""
+        request = parse_body(text)
+        if self._options:
+            fields = {**self._options, **msgspec.json.decode(text)}
+            request = parse_body(msgspec.json.encode(fields))
+        return request if request.id else msgspec.structs.replace(request, id=uuid.uuid4().hex)
+
+    def _submit_batch(self, batch: list[Line]) -> Iterator[str]:
+        taken: set[str] = set()
+        try:
+            self._client.submit_many([line.request for line in batch], **self._how)
+        except JobConflict as error:  # all others of the batch are in the queue
+            taken = set(error.job_ids)
+        except QueueFull as error:
+            yield from error.job_ids
+            first = next(line.number for line in batch if line.request.id in error.refused)
+            raise CommandError(f"line {first} and what follows is not submitted: {error}") from error
+        for number, request in batch:
+            assert request.id is not None
+            if request.id in taken and (conflict := self._conflict_of(request)):
+                self._refuse(number, conflict)
+            else:
+                yield request.id
+
+    def _conflict_of(self, request: GenerationRequest) -> JobConflict | None:
+        """Whether it is this line that conflicts: one file may have an id twice, and the first of them has its job."""
+        try:
+            self._client.submit_many([request], **self._how)
+        except JobConflict as error:
+            return error
+        return None
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        self.num_refused += 1
+        remark(f"line {number}: {error}")
+
+
+def _print_results(client: Client, ids: list[str], timeout_s: float | None) -> int:
+    status = OK
+    with progress_bar() as bar:
+        task = bar.add_task("finished", total=len(ids))
+        for job in client.as_completed(ids, timeout_s=timeout_s):
+            bar.advance(task)
+            print_json(job)
+            status = max(status, end_of(job))
+    return status
+
+
+@contextmanager
+def _open(path: str) -> Iterator[IO[bytes]]:
+    if path == "-":
+        yield sys.stdin.buffer
+    else:
+        with open(path, "rb") as file:
+            yield file

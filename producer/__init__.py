@@ -1,0 +1,56 @@
+"""What a client says to the queue: requests, and the clients that submit them and read what became of them."""
+
+from __future__ import annotations
+
+from producer.async_client import AsyncClient
+from producer.client import Client
+from producer.errors import InvalidRequest, PayloadTooLarge
+from producer.request import GenerationRequest
+from producer.sampling import SamplingParams
+from results.messages import (
+    BatchNotFound,
+    BatchStatus,
+    CannotRedrive,
+    Job,
+    JobConflict,
+    JobError,
+    JobNotFound,
+    MillraceError,
+    NotDurable,
+    Position,
+    QueueError,
+    QueueFull,
+    QueueStats,
+    RedisUnavailable,
+    ServerUnsuitable,
+    StreamEvent,
+    Usage,
+    WaitTimeout,
+)
+
+__all__ = [
+    "AsyncClient",
+    "BatchNotFound",
+    "BatchStatus",
+    "CannotRedrive",
+    "Client",
+    "GenerationRequest",
+    "InvalidRequest",
+    "Job",
+    "JobConflict",
+    "JobError",
+    "JobNotFound",
+    "MillraceError",
+    "NotDurable",
+    "PayloadTooLarge",
+    "Position",
+    "QueueError",
+    "QueueFull",
+    "QueueStats",
+    "RedisUnavailable",
+    "SamplingParams",
+    "ServerUnsuitable",
+    "StreamEvent",
+    "Usage",
+    "WaitTimeout",
+]

@@ -1,0 +1,161 @@
+"""The client for asyncio: the same verbs, the same arguments, the same errors."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from types import TracebackType
+from typing import Any
+
+from producer.batches import SubmitCall, build_request
+from producer.client import CANCEL_BATCH, READ_BATCH, batched, queue_keys
+from producer.request import GenerationRequest
+from results import commands, replies
+from results.connection import connect_async
+from results.durability import Durability
+from results.messages import BatchNotFound, BatchStatus, Job, Position, QueueStats, StreamEvent
+from results.reader import CompletionFollower, EndFollower, EventFollower
+from results.transport import AsyncTransport
+
+
+class AsyncClient:
+    """`Client` for asyncio; what the methods do stands there. Belongs to the event loop that uses it first."""
+
+    def __init__(self, url: str | None = None, queue: str = "default") -> None:
+        self._keys = queue_keys(queue)
+        self._transport = AsyncTransport(connect_async(url))
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    # --- jobs in ---------------------------------------------------------------------------------------------------
+
+    async def submit(
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        job_id: str | None = None,
+        model: str | None = None,
+        tenant: str = "default",
+        priority: int = 0,
+        stream: bool = False,
+        batch: str | None = None,
+        durability: Durability = "memory",
+        **options: Any,
+    ) -> str:
+        request = build_request(
+            job_id,
+            options,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            messages=messages,
+            model=model,
+            tenant=tenant,
+            priority=priority,
+            stream=stream,
+        )
+        return (await self.submit_many([request], batch=batch, durability=durability))[0]
+
+    async def submit_many(
+        self, requests: Iterable[GenerationRequest], *, batch: str | None = None, durability: Durability = "memory"
+    ) -> list[str]:
+        call = SubmitCall(self._keys, requests, batch, durability)
+        while to_send := call.next_commands():
+            if call.confirmation:
+                call.feed(*await self._transport.send_together(to_send, call.confirmation))
+            else:
+                call.feed([await self._transport.send(command) for command in to_send])
+        return call.end()
+
+    async def cancel(self, job_id: str) -> str:
+        reply = await self._transport.send(commands.cancel(self._keys, job_id))
+        return replies.cancelled(job_id, self._keys.queue, reply)
+
+    async def cancel_many(self, job_ids: Iterable[str]) -> dict[str, str]:
+        outcomes: dict[str, str] = {}
+        for some in batched(job_ids, CANCEL_BATCH):
+            found = await self._transport.send_many([commands.cancel(self._keys, job_id) for job_id in some])
+            outcomes |= {
+                job_id: reply.decode() if reply else "unknown" for job_id, reply in zip(some, found, strict=True)
+            }
+        return outcomes
+
+    async def cancel_batch(self, batch: str) -> dict[str, str]:
+        outcomes: dict[str, str] = {}
+        first = 0
+        while members := await self._transport.send(commands.batch_members(self._keys, batch, first, CANCEL_BATCH)):
+            outcomes |= await self.cancel_many(replies.words(members))
+            first += len(members)
+        if not outcomes:
+            raise BatchNotFound(batch, self._keys.queue)
+        return outcomes
+
+    async def retry(self, job_id: str) -> str:
+        reply = await self._transport.send(commands.redrive(self._keys, job_id))
+        return replies.redriven(job_id, self._keys.queue, reply)
+
+    async def retry_all(self) -> dict[str, str]:
+        new_ids: dict[str, str] = {}
+        after = 0
+        while failed := replies.words(await self._transport.send(commands.dead(self._keys, after, CANCEL_BATCH))):
+            found = await self._transport.send_many([commands.redrive(self._keys, job_id) for job_id in failed])
+            redriven = replies.all_redriven(failed, found)
+            new_ids |= redriven
+            after += len(failed) - len(redriven)  # those have left the list
+        return new_ids
+
+    async def pause(self) -> None:
+        await self._transport.send(commands.pause(self._keys, True))
+
+    async def resume(self) -> None:
+        await self._transport.send(commands.pause(self._keys, False))
+
+    # --- results out -----------------------------------------------------------------------------------------------
+
+    async def get(self, job_id: str) -> Job:
+        return (await self._get_many([job_id]))[0]
+
+    async def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
+        follower = EndFollower(self._keys, job_id, timeout_s)
+        while not follower.is_done:
+            follower.feed(await self._transport.send_many(follower.next_commands()))
+        return await self.get(job_id)
+
+    async def stream(self, job_id: str, after: str | None = None) -> AsyncIterator[StreamEvent]:
+        follower = EventFollower(self._keys, job_id, after)
+        while not follower.is_done:
+            for event in follower.feed(await self._transport.send_many(follower.next_commands())):
+                yield event
+
+    async def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> AsyncIterator[Job]:
+        follower = CompletionFollower(self._keys, job_ids, timeout_s)
+        while not follower.is_done:
+            ended = follower.feed(await self._transport.send_many(follower.next_commands()))
+            for first in range(0, len(ended), READ_BATCH):
+                for job in await self._get_many(ended[first : first + READ_BATCH]):
+                    yield job
+
+    async def position(self, job_id: str) -> Position:
+        return replies.position(
+            job_id, self._keys.queue, await self._transport.send(commands.position(self._keys, job_id))
+        )
+
+    async def batch_status(self, batch: str) -> BatchStatus:
+        reply = await self._transport.send(commands.batch_status(self._keys, batch))
+        return replies.batch_status(batch, self._keys.queue, reply)
+
+    async def stats(self) -> QueueStats:
+        return replies.queue_stats(await self._transport.send(commands.stats(self._keys)))
+
+    async def _get_many(self, job_ids: list[str]) -> list[Job]:
+        found = await self._transport.send_many([commands.get(self._keys, job_id) for job_id in job_ids])
+        return [replies.job(job_id, self._keys.queue, reply) for job_id, reply in zip(job_ids, found, strict=True)]

@@ -1,0 +1,124 @@
+"""Checks of fields. The check of one field takes a value and returns what is wrong with it, or None."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from producer.errors import InvalidRequest
+
+Check = Callable[[Any], str | None]
+
+MAX_COUNT = 2**31 - 1
+MAX_TOKEN_ID = 2**31 - 1
+
+
+def check_fields(made: msgspec.Struct, checks: Sequence[tuple[str, Any, Check]]) -> None:
+    """Check a new object by names, defaults and checks of its fields. Raises InvalidRequest.
+
+    A default is not checked: most fields of most requests are untouched. What means the same is made the same, so that
+    it looks the same on the wire: a default that was written out, an integer where a number is meant.
+    """
+    for name, default, check in checks:
+        value = getattr(made, name)
+        if value is default:
+            continue
+        if wrong := check(value):
+            raise InvalidRequest(name, wrong)
+        if value == default:
+            msgspec.structs.force_setattr(made, name, default)
+        elif type(default) is float:
+            msgspec.structs.force_setattr(made, name, float(value))
+
+
+def integer(low: int, high: int) -> Check:
+    rule = f"must be an integer from {low} to {high}"
+
+    def check(value: Any) -> str | None:
+        return None if type(value) is int and low <= value <= high else f"{rule}, got {shown(value)}"
+
+    return check
+
+
+def number(low: float, high: float, *, above_low: bool = False) -> Check:
+    """A finite number in [low, high], or in (low, high] with `above_low`."""
+    bounds = f"above {low:g}" if above_low else f"from {low:g}"
+    rule = f"must be a number {bounds} up to {high:g}" if high < math.inf else f"must be a finite number {bounds}"
+
+    def check(value: Any) -> str | None:
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        fits = is_number and low <= value <= high and not (above_low and value == low)
+        return None if fits else f"{rule}, got {shown(value)}"
+
+    return check
+
+
+def boolean(value: Any) -> str | None:
+    return None if type(value) is bool else f"must be true or false, got {shown(value)}"
+
+
+def text(value: Any) -> str | None:
+    """A non-empty string that UTF-8 can carry."""
+    if type(value) is not str or not value:
+        return f"must be a string that is not empty, got {shown(value)}"
+    if value.isascii():
+        return None
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return f"has half of a surrogate pair at character {error.start}, which no UTF-8 text has"
+    return None
+
+
+def texts(value: Any) -> str | None:
+    """A list of non-empty strings."""
+    if type(value) is not list:
+        return f"must be a list of strings, got {shown(value)}"
+    return next((f"item {i} {wrong}" for i, item in enumerate(value) if (wrong := text(item))), None)
+
+
+def token_ids(value: Any) -> str | None:
+    """A list of token ids; whether the model has them is for the engine to say."""
+    if type(value) is not list:
+        return f"must be a list of token ids, got {shown(value)}"
+    if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_TOKEN_ID):
+        wrong = next(item for item in value if type(item) is not int or not 0 <= item <= MAX_TOKEN_ID)
+        return f"must be a list of integers from 0 to {MAX_TOKEN_ID}, has {shown(wrong)}"
+    return None
+
+
+def mapping(value: Any) -> str | None:
+    return None if type(value) is dict else f"must be an object, got {shown(value)}"
+
+
+def matching(pattern: str) -> Check:
+    compiled = re.compile(pattern)
+
+    def check(value: Any) -> str | None:
+        if type(value) is str and compiled.fullmatch(value):
+            return None
+        return f"must match {pattern}, got {shown(value)}"
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    return lambda value: None if value is None else check(value)
+
+
+def only_default(check: Check, default: Any) -> Check:
+    """For a field whose rule is known but which does nothing yet: only its default is taken."""
+    return lambda value: check(value) or (None if value == default else "not supported yet; leave it out")
+
+
+def shown(value: Any) -> str:
+    """The value for a message: short, whatever it is."""
+    try:
+        plain = repr(value)
+    except Exception:  # a foreign object, or an integer too large to be printed
+        return f"a value of type {type(value).__name__}"
+    return plain if len(plain) <= 60 else plain[:57] + "..."

@@ -1,0 +1,215 @@
+"""The client: submit jobs, and read what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from types import TracebackType
+from typing import Any
+
+from producer.batches import SubmitCall, build_request
+from producer.errors import InvalidRequest
+from producer.request import GenerationRequest
+from results import commands, replies
+from results.connection import connect
+from results.durability import Durability
+from results.keys import QueueKeys
+from results.messages import BatchNotFound, BatchStatus, Job, Position, QueueStats, StreamEvent
+from results.reader import CompletionFollower, EndFollower, EventFollower
+from results.transport import Transport
+
+READ_BATCH = 64
+"""Jobs that `as_completed` reads at a time."""
+CANCEL_BATCH = 500
+"""Jobs that are cancelled, or run again, in one round trip."""
+
+
+class Client:
+    """A queue as a producer sees it. Connects on first use; may be used by several threads.
+
+    `url` is any that redis-py knows; without it MILLRACE_REDIS_URL, then REDIS_URL, then redis://localhost:6379/0 count.
+    Every method raises RedisUnavailable when the server cannot be reached, or cannot do it now.
+    """
+
+    def __init__(self, url: str | None = None, queue: str = "default") -> None:
+        self._keys = queue_keys(queue)
+        self._transport = Transport(connect(url))
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._transport.close()
+
+    # --- jobs in ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: str | None = None,
+        *,
+        prompt_token_ids: list[int] | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        job_id: str | None = None,
+        model: str | None = None,
+        tenant: str = "default",
+        priority: int = 0,
+        stream: bool = False,
+        batch: str | None = None,
+        durability: Durability = "memory",
+        **options: Any,
+    ) -> str:
+        """Queue one generation and return its id. `options` are fields of SamplingParams, or `sampling` as a whole.
+
+        The same request under the same `job_id` again is the same job. Raises InvalidRequest with the field at fault,
+        JobConflict when the id belongs to another job, and QueueFull. With durability "disk" or "replica" it returns when
+        the server has the job in its append-only file, or on a replica; otherwise it raises NotDurable.
+        """
+        request = build_request(
+            job_id,
+            options,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            messages=messages,
+            model=model,
+            tenant=tenant,
+            priority=priority,
+            stream=stream,
+        )
+        return self.submit_many([request], batch=batch, durability=durability)[0]
+
+    def submit_many(
+        self, requests: Iterable[GenerationRequest], *, batch: str | None = None, durability: Durability = "memory"
+    ) -> list[str]:
+        """Queue many, a few hundred at a time, and return their ids in order.
+
+        `batch` names them all, for `batch_status` and `cancel_batch`; a batch may be added to at any time, by anybody.
+        Raises JobConflict, when all have been sent, for ids that belong to other jobs; QueueFull at a limit, with what
+        is in the queue; NotDurable, with the same, when the server does not confirm what `durability` asks for.
+        """
+        call = SubmitCall(self._keys, requests, batch, durability)
+        while to_send := call.next_commands():
+            if call.confirmation:
+                call.feed(*self._transport.send_together(to_send, call.confirmation))
+            else:
+                call.feed([self._transport.send(command) for command in to_send])
+        return call.end()
+
+    def cancel(self, job_id: str) -> str:
+        """Ask for a job's end: "cancelled" when it had not begun, "cancelling" when its engine has been told, else the
+        state that it had ended in. Raises JobNotFound."""
+        reply = self._transport.send(commands.cancel(self._keys, job_id))
+        return replies.cancelled(job_id, self._keys.queue, reply)
+
+    def cancel_many(self, job_ids: Iterable[str]) -> dict[str, str]:
+        """By id, what `cancel` returns, and "unknown" for an id that the queue does not know."""
+        outcomes: dict[str, str] = {}
+        for some in batched(job_ids, CANCEL_BATCH):
+            found = self._transport.send_many([commands.cancel(self._keys, job_id) for job_id in some])
+            outcomes |= {
+                job_id: reply.decode() if reply else "unknown" for job_id, reply in zip(some, found, strict=True)
+            }
+        return outcomes
+
+    def cancel_batch(self, batch: str) -> dict[str, str]:
+        """Cancel every job of a batch; returns what `cancel_many` does. Raises BatchNotFound."""
+        outcomes: dict[str, str] = {}
+        first = 0
+        while members := self._transport.send(commands.batch_members(self._keys, batch, first, CANCEL_BATCH)):
+            outcomes |= self.cancel_many(replies.words(members))
+            first += len(members)
+        if not outcomes:
+            raise BatchNotFound(batch, self._keys.queue)
+        return outcomes
+
+    def retry(self, job_id: str) -> str:
+        """Run a job again that has failed, expired or been cancelled; returns the id of the new one, `<id>.r<n>`.
+
+        Calling it twice is calling it once. Raises JobNotFound and CannotRedrive.
+        """
+        reply = self._transport.send(commands.redrive(self._keys, job_id))
+        return replies.redriven(job_id, self._keys.queue, reply)
+
+    def retry_all(self) -> dict[str, str]:
+        """Run every failed job again that is still known; returns the new ids by the old ones."""
+        new_ids: dict[str, str] = {}
+        after = 0
+        while failed := replies.words(self._transport.send(commands.dead(self._keys, after, CANCEL_BATCH))):
+            found = self._transport.send_many([commands.redrive(self._keys, job_id) for job_id in failed])
+            redriven = replies.all_redriven(failed, found)
+            new_ids |= redriven
+            after += len(failed) - len(redriven)  # those have left the list
+        return new_ids
+
+    def pause(self) -> None:
+        """Let engines claim nothing more from this queue; what runs goes on, and jobs still come in."""
+        self._transport.send(commands.pause(self._keys, True))
+
+    def resume(self) -> None:
+        """Let engines claim again."""
+        self._transport.send(commands.pause(self._keys, False))
+
+    # --- results out -----------------------------------------------------------------------------------------------
+
+    def get(self, job_id: str) -> Job:
+        """The job as it is now, with what it has shown so far. Raises JobNotFound."""
+        return self._get_many([job_id])[0]
+
+    def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
+        """The job when it is done. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job then goes on."""
+        follower = EndFollower(self._keys, job_id, timeout_s)
+        while not follower.is_done:
+            follower.feed(self._transport.send_many(follower.next_commands()))
+        return self.get(job_id)
+
+    def stream(self, job_id: str, after: str | None = None) -> Iterator[StreamEvent]:
+        """The job's events as they come, ending after the terminal one. `after` is the id of an event to go on from.
+
+        The texts join to `Job.text`. Raises JobNotFound.
+        """
+        follower = EventFollower(self._keys, job_id, after)
+        while not follower.is_done:
+            yield from follower.feed(self._transport.send_many(follower.next_commands()))
+
+    def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> Iterator[Job]:
+        """Each of the jobs once, as it ends. Raises JobNotFound, and WaitTimeout after `timeout_s`."""
+        follower = CompletionFollower(self._keys, job_ids, timeout_s)
+        while not follower.is_done:
+            ended = follower.feed(self._transport.send_many(follower.next_commands()))
+            for first in range(0, len(ended), READ_BATCH):
+                yield from self._get_many(ended[first : first + READ_BATCH])
+
+    def position(self, job_id: str) -> Position:
+        """How many jobs are likely to begin before this one, and when it begins. Raises JobNotFound."""
+        return replies.position(job_id, self._keys.queue, self._transport.send(commands.position(self._keys, job_id)))
+
+    def batch_status(self, batch: str) -> BatchStatus:
+        """The counts of a batch, and when it ends. Raises BatchNotFound."""
+        reply = self._transport.send(commands.batch_status(self._keys, batch))
+        return replies.batch_status(batch, self._keys.queue, reply)
+
+    def stats(self) -> QueueStats:
+        """Counts of the queue."""
+        return replies.queue_stats(self._transport.send(commands.stats(self._keys)))
+
+    def _get_many(self, job_ids: list[str]) -> list[Job]:
+        found = self._transport.send_many([commands.get(self._keys, job_id) for job_id in job_ids])
+        return [replies.job(job_id, self._keys.queue, reply) for job_id, reply in zip(job_ids, found, strict=True)]
+
+
+def batched(job_ids: Iterable[str], size: int) -> Iterator[list[str]]:
+    """Lists of at most `size` ids."""
+    remaining = iter(job_ids)
+    while some := list(islice(remaining, size)):
+        yield some
+
+
+def queue_keys(queue: str) -> QueueKeys:
+    """The names of a queue's keys. Raises InvalidRequest for a name that no queue has."""
+    try:
+        return QueueKeys(queue)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest("queue", f"must match [A-Za-z0-9._-]{{1,64}}, got {queue!r}") from error

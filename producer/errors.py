@@ -1,0 +1,21 @@
+"""What a client can do wrong."""
+
+from __future__ import annotations
+
+from results.messages import MillraceError
+
+
+class InvalidRequest(MillraceError, ValueError):
+    """Raised when a field of a request has a value that it cannot have; names the field and what it may be."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.message = message
+
+
+class PayloadTooLarge(InvalidRequest):
+    """Raised when a request is longer, as JSON, than the queue takes."""
+
+    def __init__(self, num_bytes: int, max_bytes: int) -> None:
+        super().__init__("body", f"{num_bytes} bytes as JSON, at most {max_bytes} are taken; shorten the prompt")

@@ -1,0 +1,139 @@
+"""The request: what to generate, from what, and how it stands in the queue. Checked when it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from producer.checks import (
+    Check,
+    boolean,
+    check_fields,
+    integer,
+    mapping,
+    matching,
+    number,
+    optional,
+    shown,
+    text,
+    token_ids,
+)
+from producer.errors import InvalidRequest
+from producer.sampling import SamplingParams
+from results.messages import DEFAULT_RETRIES
+
+ID_PATTERN = r"[A-Za-z0-9._-]{1,128}"
+TENANT_PATTERN = r"[A-Za-z0-9._-]{1,64}"
+BATCH_PATTERN = TENANT_PATTERN
+MAX_SECONDS = 1e10
+"""For every time and duration: the year 2286, as seconds since the epoch."""
+MAX_RETRIES = 100
+MAX_META_BYTES = 16 * 1024
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One generation: exactly one of prompt, prompt_token_ids and messages, and how to sample.
+
+    Raises InvalidRequest, a ValueError, that names the field.
+    """
+
+    id: str | None = None
+    """The job's id; None: one is drawn. Submitting the same request under the same id again is the same job."""
+    model: str | None = None
+    """When given, it has to be the name of the model that the queue serves."""
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    """A chat, for the model's template: objects with `role` and `content`."""
+    sampling: SamplingParams = SamplingParams()
+    tenant: str = "default"
+    """Tenants share the engines fairly."""
+    priority: int = 0
+    """Within a tenant; lower first."""
+    stream: bool = False
+    """Publish output as it comes, also while nobody reads."""
+
+    deadline_s: float | None = None
+    """Seconds from the submission after which the job expires, queued, delayed or running."""
+    delay_s: float | None = None
+    """Not before so many seconds from the submission."""
+    run_at: float | None = None
+    """Not before this time, in seconds since the epoch; one in the past is now."""
+    meta: dict[str, Any] | None = None
+    """Yours: kept with the job and given back in `Job.meta`; at most 16 KiB as JSON."""
+    max_retries: int = DEFAULT_RETRIES
+    """How often a failure that may pass is tried again, with growing pauses."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, _CHECKS)
+        if self.delay_s is not None or self.run_at is not None or self.deadline_s is not None:
+            self._check_times()
+        num_prompts = (self.prompt is not None) + (self.prompt_token_ids is not None) + (self.messages is not None)
+        if num_prompts != 1:
+            given = "none" if num_prompts == 0 else "more than one"
+            raise InvalidRequest("prompt", f"give exactly one of prompt, prompt_token_ids and messages, got {given}")
+
+    def _check_times(self) -> None:
+        for name in ("deadline_s", "delay_s", "run_at"):
+            if (value := getattr(self, name)) is not None:
+                msgspec.structs.force_setattr(self, name, float(value))  # 5 and 5.0 are the same on the wire
+        if self.delay_s is not None and self.run_at is not None:
+            raise InvalidRequest("run_at", "says when to begin, and so does delay_s: give the one or the other")
+        if self.deadline_s is not None and self.delay_s is not None and self.deadline_s <= self.delay_s:
+            raise InvalidRequest(
+                "deadline_s", f"is {self.deadline_s:g}, before the job may begin, which is after {self.delay_s:g} s"
+            )
+
+
+def _prompt_ids(value: Any) -> str | None:
+    return "must not be empty" if value == [] else token_ids(value)
+
+
+def _chat(value: Any) -> str | None:
+    if type(value) is not list or not value:
+        return f"must be a list of objects with role and content that is not empty, got {shown(value)}"
+    for i, message in enumerate(value):
+        if type(message) is not dict or not all(type(key) is str for key in message):
+            return f"item {i} must be an object, got {shown(message)}"
+        if wrong := text(message.get("role")):
+            return f"item {i}: role {wrong}"
+        if "content" not in message:
+            return f"item {i}: has no content"
+    return None
+
+
+def _meta(value: Any) -> str | None:
+    if wrong := mapping(value):
+        return wrong
+    if not all(type(key) is str for key in value):
+        return f"must have strings for keys, got {shown(value)}"
+    try:
+        num_bytes = len(msgspec.json.encode(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"cannot be written as JSON: {error}"
+    return None if num_bytes <= MAX_META_BYTES else f"{num_bytes} bytes as JSON, at most {MAX_META_BYTES} are taken"
+
+
+def _sampling(value: Any) -> str | None:
+    return None if isinstance(value, SamplingParams) else f"must be SamplingParams, got {shown(value)}"
+
+
+_RULES: dict[str, Check] = {
+    "id": optional(matching(ID_PATTERN)),
+    "model": optional(text),
+    "prompt": optional(text),
+    "prompt_token_ids": optional(_prompt_ids),
+    "messages": optional(_chat),
+    "sampling": _sampling,
+    "tenant": matching(TENANT_PATTERN),
+    "priority": integer(-(2**31), 2**31 - 1),
+    "stream": boolean,
+    "deadline_s": optional(number(0.0, MAX_SECONDS, above_low=True)),
+    "delay_s": optional(number(0.0, MAX_SECONDS)),
+    "run_at": optional(number(0.0, MAX_SECONDS)),
+    "meta": optional(_meta),
+    "max_retries": integer(0, MAX_RETRIES),
+}
+
+_CHECKS = [(field.name, field.default, _RULES[field.name]) for field in msgspec.structs.fields(GenerationRequest)]

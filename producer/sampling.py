@@ -1,0 +1,142 @@
+"""How tokens are chosen and when a generation ends: the names and the rules of vLLM's class of the same name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from producer.checks import (
+    MAX_COUNT,
+    MAX_TOKEN_ID,
+    Check,
+    boolean,
+    check_fields,
+    integer,
+    mapping,
+    number,
+    only_default,
+    optional,
+    texts,
+    token_ids,
+)
+from producer.errors import InvalidRequest
+
+log = logging.getLogger(__name__)
+
+GREEDY_BELOW = 1e-5
+MIN_TEMPERATURE = 1e-2
+"""Lower ones, unless they mean greedy, are raised to this: dividing by them would overflow."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Checked when it is made; raises InvalidRequest, a ValueError, that names the field."""
+
+    max_tokens: int | None = 16
+    """Most tokens to generate; None: as many as the model's context holds."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens cannot be drawn before so many."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 and -1 turn it off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """The same seed gives the same text. None: one is drawn at submit and kept in the record."""
+    stop: str | list[str] | None = None
+    """The text ends before the first of these; a list after construction."""
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    detokenize: bool = True
+    """False: token ids only, the text stays empty."""
+    skip_special_tokens: bool = True
+
+    # Known, checked, and refused until they work.
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    spaces_between_special_tokens: bool = True
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list, also when there is none."""
+        return self.stop if isinstance(self.stop, list) else []
+
+    def __post_init__(self) -> None:
+        if self.stop is not None:
+            _set(self, "stop", [self.stop] if isinstance(self.stop, str) else self.stop or None)
+        if self.stop_token_ids is None:
+            _set(self, "stop_token_ids", [])
+        check_fields(self, _CHECKS)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.seed == -1:
+            _set(self, "seed", None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                "min_tokens", f"is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
+            )
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop", "needs the text, so detokenize cannot be false")
+        if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
+            log.warning("temperature %g is raised to %g; 0 means greedy", self.temperature, MIN_TEMPERATURE)
+            _set(self, "temperature", MIN_TEMPERATURE)
+        if len(self.stop_token_ids) > 1:
+            _set(self, "stop_token_ids", list(dict.fromkeys(self.stop_token_ids)))
+
+
+_set = msgspec.structs.force_setattr
+
+_RULES: dict[str, Check] = {
+    "max_tokens": optional(integer(1, MAX_COUNT)),
+    "min_tokens": integer(0, MAX_COUNT),
+    "temperature": number(0.0, 2.0),
+    "top_p": number(0.0, 1.0, above_low=True),
+    "top_k": integer(-1, MAX_TOKEN_ID),
+    "min_p": number(0.0, 1.0),
+    "seed": optional(integer(-(2**63), 2**63 - 1)),
+    "stop": optional(texts),
+    "stop_token_ids": token_ids,
+    "ignore_eos": boolean,
+    "detokenize": boolean,
+    "skip_special_tokens": boolean,
+    "n": integer(1, 16384),
+    "presence_penalty": number(-2.0, 2.0),
+    "frequency_penalty": number(-2.0, 2.0),
+    "repetition_penalty": number(0.0, float("inf"), above_low=True),
+    "logprobs": optional(integer(-1, MAX_COUNT)),
+    "prompt_logprobs": optional(integer(-1, MAX_COUNT)),
+    "include_stop_str_in_output": boolean,
+    "spaces_between_special_tokens": boolean,
+    "logit_bias": optional(mapping),
+    "allowed_token_ids": optional(token_ids),
+    "bad_words": optional(texts),
+    "structured_outputs": optional(mapping),
+    "thinking_token_budget": optional(integer(0, MAX_COUNT)),
+}
+
+_NOT_YET = SamplingParams.__struct_fields__[SamplingParams.__struct_fields__.index("n") :]
+
+
+def _check_of(field: msgspec.structs.FieldInfo) -> Check:
+    rule = _RULES[field.name]
+    return only_default(rule, field.default) if field.name in _NOT_YET else rule
+
+
+_CHECKS = [(field.name, field.default, _check_of(field)) for field in msgspec.structs.fields(SamplingParams)]

@@ -1,0 +1,173 @@
+"""The request as it travels: one flat JSON object, the fields of the request and of its sampling side by side.
+
+The canonical body has sorted keys, no defaults and no id (that is the job's key). It is what the queue keeps, and its
+SHA-256 tells whether two submissions under one id are the same job.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import uuid
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+
+from producer.errors import InvalidRequest, PayloadTooLarge
+from producer.request import ID_PATTERN, GenerationRequest
+from producer.sampling import SamplingParams
+from results.messages import DEFAULT_RETRIES, JobId, Submission
+
+MAX_BODY_BYTES = 1024 * 1024
+DEFAULT_COST_TOKENS = 1024
+"""What a request without max_tokens is taken to generate, for its cost."""
+BYTES_PER_TOKEN = 4
+
+_REQUEST_FIELDS = [field for field in msgspec.structs.fields(GenerationRequest) if field.name != "sampling"]
+_REQUEST_NAMES = [field.name for field in _REQUEST_FIELDS]
+_SAMPLING_NAMES = SamplingParams.__struct_fields__
+
+# The flat form: the sampling's fields are inherited, the request's are added, so that each is written down once.
+_FlatRequest = msgspec.defstruct(
+    "_FlatRequest",
+    [(field.name, field.type, field.default) for field in _REQUEST_FIELDS],
+    bases=(SamplingParams,),
+    module=__name__,
+    kw_only=True,
+    frozen=True,
+    forbid_unknown_fields=True,
+)
+_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_FlatRequest)
+_encoder = msgspec.json.Encoder(order="sorted")
+
+
+# --- out -----------------------------------------------------------------------------------------------------------
+
+
+def to_submission(
+    request: GenerationRequest, *, max_body_bytes: int = MAX_BODY_BYTES, batch: str | None = None
+) -> Submission:
+    """The request as the queue takes it, with an id and a seed drawn where it has none. Raises PayloadTooLarge."""
+    body = canonical_body(request)
+    if len(body) > max_body_bytes:
+        raise PayloadTooLarge(len(body), max_body_bytes)
+    seed = request.sampling.seed
+    return Submission(
+        job_id=JobId(request.id or uuid.uuid4().hex),
+        body=body,
+        digest=sha256(body).hexdigest(),
+        cost=estimate_cost(request),
+        seed=_draw_seed() if seed is None else seed,
+        tenant=request.tenant,
+        priority=request.priority,
+        is_streamed=request.stream,
+        delay_ms=_milliseconds(request.delay_s) or 0,
+        run_at_ms=_milliseconds(request.run_at),
+        deadline_ms=_milliseconds(request.deadline_s),
+        max_retries=None if request.max_retries == DEFAULT_RETRIES else request.max_retries,
+        meta=None if request.meta is None else _encoder.encode(request.meta),
+        batch=batch,
+    )
+
+
+def canonical_body(request: GenerationRequest) -> bytes:
+    try:
+        fields: dict[str, Any] = msgspec.to_builtins(request)
+        fields.pop("id", None)
+        fields |= fields.pop("sampling", {})
+        return _encoder.encode(fields)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest("messages", f"cannot be written as JSON: {error}") from error
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    """Rounded up, so that a deadline which is set is never 0."""
+    return None if seconds is None else math.ceil(seconds * 1000)
+
+
+def estimate_cost(request: GenerationRequest) -> int:
+    """Tokens that the request is expected to take, prompt and output, before anybody has tokenized it."""
+    if request.prompt is not None:
+        num_bytes = len(request.prompt) if request.prompt.isascii() else len(request.prompt.encode())
+    elif request.messages is not None:
+        num_bytes = len(_encoder.encode(request.messages))
+    else:
+        num_bytes = BYTES_PER_TOKEN * len(request.prompt_token_ids or [])
+    sampling = request.sampling
+    return -(-num_bytes // BYTES_PER_TOKEN) + (sampling.max_tokens or DEFAULT_COST_TOKENS) * sampling.n
+
+
+def _draw_seed() -> int:
+    return int.from_bytes(os.urandom(8), "little") >> 1
+
+
+# --- in ------------------------------------------------------------------------------------------------------------
+
+
+def parse_body(raw: bytes, *, max_body_bytes: int = MAX_BODY_BYTES) -> GenerationRequest:
+    """The request in a JSON body. Raises InvalidRequest with the field at fault, "body" when it is the whole."""
+    if len(raw) > max_body_bytes:
+        raise PayloadTooLarge(len(raw), max_body_bytes)
+    try:
+        flat = _decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(error) from error
+    except RecursionError as error:
+        raise InvalidRequest("body", "is nested too deeply") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if not_finite := _NOT_FINITE.search(raw):
+            raise InvalidRequest(not_finite[1].decode(), "must be a finite number; NaN is not JSON") from error
+        raise InvalidRequest("body", f"is not JSON in UTF-8: {error}") from error
+    _refuse_repeated_names(raw)
+    sampling = SamplingParams(**{name: getattr(flat, name) for name in _SAMPLING_NAMES})
+    return GenerationRequest(sampling=sampling, **{name: getattr(flat, name) for name in _REQUEST_NAMES})
+
+
+_NOT_FINITE = re.compile(rb'"(\w{1,40})"\s*:\s*-?(?:NaN|Infinity)\b')
+
+
+def usable_id(raw: bytes) -> JobId | None:
+    """The id in a body that `parse_body` refuses, where it has a proper one: the failure is recorded under it."""
+    try:
+        candidate = msgspec.json.decode(raw, type=_IdOnly).id
+    except msgspec.ValidationError:
+        return None  # JSON, with something else for an id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = _ID_IN_BROKEN_JSON.search(raw)
+        candidate = found[1].decode() if found else None
+    return JobId(candidate) if candidate and re.fullmatch(ID_PATTERN, candidate) else None
+
+
+class _IdOnly(msgspec.Struct):
+    id: str | None = None
+
+
+_ID_IN_BROKEN_JSON = re.compile(rb'"id"\s*:\s*"([^"\\]{1,128})"')
+
+
+def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
+    """From the decoder's message, such as "Expected `int`, got `str` - at `$.max_tokens`"."""
+    if isinstance(error.__cause__, InvalidRequest):  # from one of our own checks
+        return error.__cause__
+    message, _, path = str(error).partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    if unknown := re.match(r"Object contains unknown field `(.*)`", message):
+        return InvalidRequest(unknown[1][:40] or "body", "is not a field of a request; leave it out")
+    return InvalidRequest(re.split(r"[.\[]", path)[0] or "body", f"{message[0].lower()}{message[1:]}")
+
+
+def _refuse_repeated_names(raw: bytes) -> None:
+    """The typed decoder takes the last of two fields of one name; whoever sent both meant something else."""
+
+    def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise InvalidRequest(repeated, "is given twice")
+        return found
+
+    json.loads(raw, object_pairs_hook=check)

@@ -1,0 +1,197 @@
+"""Every call of the queue as a Redis command: pure functions, so that sync and async callers share them.
+
+The parts of `replies` read the answers. What the scripts do, and what they return, stands on top of each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from hashlib import sha256
+
+import msgspec
+
+from results.keys import QueueKeys
+from results.messages import Append, EngineId, Event, Finish, JobError, JobId, Lease, Release, Submission, Write
+from results.scripts import Argument, Command, script_command
+from results.tokens import pack_tokens
+
+WATCH_TTL_MS = 30_000
+MAX_REJECTED_BYTES = 4096
+"""How much of a refused inbox entry is kept for a person to look at."""
+
+_encode_json = msgspec.json.Encoder().encode
+
+
+# --- producer and reader -------------------------------------------------------------------------------------------
+
+
+def submit(keys: QueueKeys, submissions: Iterable[Submission]) -> Command:
+    arguments: list[Argument] = []
+    for submission in submissions:
+        arguments += _job_arguments(submission)
+    return script_command("submit", keys.prefix, *arguments)
+
+
+def get(keys: QueueKeys, job_id: str) -> Command:
+    return script_command("get", keys.prefix, job_id)
+
+
+def cancel(keys: QueueKeys, job_id: str) -> Command:
+    return script_command("cancel", keys.prefix, job_id)
+
+
+def watch(keys: QueueKeys, job_id: str) -> Command:
+    return script_command("watch", keys.prefix, job_id, WATCH_TTL_MS)
+
+
+def redrive(keys: QueueKeys, job_id: str) -> Command:
+    return script_command("redrive", keys.prefix, job_id)
+
+
+def pause(keys: QueueKeys, is_paused: bool) -> Command:
+    return script_command("pause", keys.prefix, "1" if is_paused else "")
+
+
+def position(keys: QueueKeys, job_id: str) -> Command:
+    return script_command("position", keys.prefix, job_id)
+
+
+def batch_status(keys: QueueKeys, batch: str) -> Command:
+    return script_command("batch", keys.prefix, batch)
+
+
+def batch_members(keys: QueueKeys, batch: str, first: int, count: int) -> Command:
+    return ("LRANGE", keys.members(batch), first, first + count - 1)
+
+
+def dead(keys: QueueKeys, first: int, count: int) -> Command:
+    return ("ZRANGE", keys.dead, first, first + count - 1)
+
+
+def trimmed(keys: QueueKeys, job_id: str) -> Command:
+    return script_command("trimmed", keys.prefix, job_id)
+
+
+def state(keys: QueueKeys, job_id: str) -> Command:
+    return ("HGET", keys.job(job_id), "state")
+
+
+def stats(keys: QueueKeys) -> Command:
+    return script_command("stats", keys.prefix)
+
+
+def list_jobs(keys: QueueKeys, in_state: str, limit: int) -> Command:
+    return script_command("list", keys.prefix, in_state, limit)
+
+
+def last_entry(stream: str) -> Command:
+    return ("XREVRANGE", stream, "+", "-", "COUNT", 1)
+
+
+def read_stream(stream: str, after: str, count: int, block_ms: int | None) -> Command:
+    """Entries after an id. `block_ms` None: what is there; otherwise wait so long for the first one."""
+    blocking: tuple[Argument, ...] = () if block_ms is None else ("BLOCK", max(1, block_ms))
+    return ("XREAD", "COUNT", count, *blocking, "STREAMS", stream, after)
+
+
+# --- engine --------------------------------------------------------------------------------------------------------
+
+
+def accept(keys: QueueKeys, entry_id: str, submission: Submission) -> Command:
+    conflict = JobError(kind="invalid_request", message="the id belongs to a job with another body", field="id")
+    return script_command("accept", keys.prefix, entry_id, _encode_json(conflict), *_job_arguments(submission))
+
+
+def reject(keys: QueueKeys, entry_id: str, job_id: str | None, raw: bytes, error: JobError) -> Command:
+    digest, shown = sha256(raw).hexdigest(), raw[:MAX_REJECTED_BYTES]
+    return script_command("reject", keys.prefix, entry_id, job_id or "", digest, shown, _encode_json(error))
+
+
+def claim(
+    keys: QueueKeys,
+    engine_id: EngineId,
+    claim_id: str,
+    *,
+    max_jobs: int,
+    kv_token_budget: int,
+    num_held: int,
+    fingerprint: str,
+) -> Command:
+    limits = (max_jobs, kv_token_budget, fingerprint, num_held)
+    return script_command("claim", keys.prefix, engine_id, claim_id, *limits)
+
+
+def write(keys: QueueKeys, item: Write) -> Command:
+    match item:
+        case Append():
+            tokens = pack_tokens(item.token_ids)
+            head: tuple[Argument, ...] = (item.job_id, item.lease, item.offset, tokens, item.fingerprint)
+            return script_command("append", keys.prefix, *head, *_event_arguments(item.event))
+        case Finish():
+            error = _encode_json(item.error) if item.error else b""
+            usage = (item.usage.prompt_tokens, item.usage.completion_tokens)
+            head = (
+                item.job_id,
+                item.lease,
+                item.state,
+                item.finish_reason,
+                *usage,
+                error,
+                "1" if item.is_retryable else "",
+            )
+            return script_command("finish", keys.prefix, *head, *_event_arguments(item.event))
+        case Release():
+            tokens = pack_tokens(item.token_ids)
+            head = (item.job_id, item.lease, item.offset, tokens, item.fingerprint, item.delay_ms)
+            return script_command("release", keys.prefix, *head)
+
+
+def heartbeat(keys: QueueKeys, engine_id: EngineId, ttl_ms: int, held: Mapping[JobId, Lease]) -> Command:
+    pairs: list[Argument] = []
+    for pair in held.items():
+        pairs += pair
+    return script_command("heartbeat", keys.prefix, engine_id, ttl_ms, *pairs)
+
+
+def deregister(keys: QueueKeys, engine_id: EngineId) -> Command:
+    return script_command("deregister", keys.prefix, engine_id)
+
+
+def recover(keys: QueueKeys, max_jobs: int) -> Command:
+    return script_command("recover", keys.prefix, max_jobs)
+
+
+def wait_for_signal(keys: QueueKeys, engine_id: EngineId, timeout_s: float, include_wake: bool) -> Command:
+    lists = (keys.signals(engine_id), keys.wake) if include_wake else (keys.signals(engine_id),)
+    return ("BLPOP", *lists, max(timeout_s, 0.001))  # 0 would wait for ever
+
+
+# --- parts ---------------------------------------------------------------------------------------------------------
+
+
+def _job_arguments(job: Submission) -> tuple[Argument, ...]:
+    streamed = "1" if job.is_streamed else ""
+    head = (job.job_id, job.digest, job.body, job.cost, job.seed, job.tenant, job.priority, streamed)
+    return (*head, _options(job))
+
+
+def _options(job: Submission) -> bytes:
+    """What most jobs do without, as one JSON object; empty where there is none of it."""
+    has_time = job.delay_ms or job.run_at_ms is not None or job.deadline_ms is not None
+    if not has_time and job.max_retries is None and job.meta is None and job.batch is None:
+        return b""
+    options: dict[str, int | str | None] = {
+        "delay_ms": job.delay_ms or None,
+        "run_at_ms": job.run_at_ms,
+        "deadline_ms": job.deadline_ms,
+        "max_retries": job.max_retries,
+        "meta": None if job.meta is None else job.meta.decode(),
+        "batch": job.batch,
+    }
+    return _encode_json({name: value for name, value in options.items() if value is not None})
+
+
+def _event_arguments(event: Event | None) -> tuple[Argument, ...]:
+    if event is None:
+        return ()
+    return (event.offset, len(event.token_ids), _encode_json(event.token_ids), event.text)

@@ -1,0 +1,178 @@
+"""Connections to the server, their options, and its errors in words: one place for all of it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, cast
+
+import redis
+import redis.asyncio
+import redis.asyncio.retry
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.retry import Retry
+
+from results.messages import RedisUnavailable
+
+CLIENT_ERRORS = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
+"""What redis-py raises."""
+DEFAULT_URL = "redis://localhost:6379/0"
+URL_VARIABLES = ("MILLRACE_REDIS_URL", "REDIS_URL")
+SOCKET_TIMEOUT_S = 10.0
+"""How long an answer may take. Whoever blocks on the server asks for less: BLOCK_LIMIT_S at a time."""
+BLOCK_LIMIT_S = 5.0
+NUM_RETRIES = 2
+"""Every call of ours may be repeated, so a connection that was lost is opened again and the call sent again."""
+
+
+def resolve_url(url: str | None) -> str:
+    """The given URL, otherwise that of the environment, otherwise the local server."""
+    for candidate in (url, *map(os.environ.get, URL_VARIABLES)):
+        if candidate:
+            return candidate
+    return DEFAULT_URL
+
+
+def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
+    """A client for any URL that redis-py knows: redis://, rediss://, unix://, with user, password and TLS options.
+
+    redis+cluster:// and rediss+cluster:// give a cluster's client, which has the same commands; all keys of a queue live in
+    one slot. It connects at once, any other on first use. `blocking` is for a loop that waits on the server and has its
+    own way to try again: an error comes at once, and no command is sent again by itself.
+    """
+    resolved = resolve_url(url)
+    retries = 0 if blocking else NUM_RETRIES
+    retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), retries)
+    if plain := _cluster_url(resolved):
+        return _connect_cluster(plain, max(retries, 1))
+    try:
+        return redis.Redis.from_url(resolved, retry=retry, **_OPTIONS)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _bad_url(resolved, error) from error
+
+
+def connect_async(url: str | None = None) -> redis.asyncio.Redis:
+    """The same for asyncio."""
+    resolved = resolve_url(url)
+    retry = redis.asyncio.retry.Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), NUM_RETRIES)
+    if plain := _cluster_url(resolved):
+        cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_OPTIONS)
+        return cast(redis.asyncio.Redis, cluster)
+    try:
+        return redis.asyncio.Redis.from_url(resolved, retry=retry, **_OPTIONS)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _bad_url(resolved, error) from error
+
+
+_CLUSTER = "+cluster://"
+
+
+def _cluster_url(url: str) -> str | None:
+    """The URL of one of its nodes when the URL names a cluster."""
+    return url.replace(_CLUSTER, "://", 1) if url.partition(":")[0] in ("redis+cluster", "rediss+cluster") else None
+
+
+def _connect_cluster(url: str, num_retries: int) -> redis.Redis:
+    # One that moves a slot or elects a new primary answers with redirections for a while, so it is asked more often.
+    retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 2 * num_retries)
+    try:
+        return cast(redis.Redis, redis.RedisCluster.from_url(url, retry=retry, **_OPTIONS))
+    except CLIENT_ERRORS as error:
+        node = redis.Redis.from_url(url)
+        raise RedisUnavailable(f"the cluster at {server_name(node)} cannot be used: {error}") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _bad_url(url, error) from error
+
+
+_OPTIONS: dict[str, Any] = {
+    "protocol": 2,  # one shape of replies, whatever the default of the library is
+    "decode_responses": False,
+    "socket_timeout": SOCKET_TIMEOUT_S,
+    "socket_connect_timeout": 5.0,
+    "health_check_interval": 30,
+    "max_connections": 10_000,  # a reader that waits holds one
+}
+
+
+def server_name(client: redis.Redis | redis.asyncio.Redis) -> str:
+    """Where a client connects to, as a URL without the password."""
+    if isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster):
+        first = next(iter(client.nodes_manager.startup_nodes.values()))
+        return f"redis+cluster://{first.host}:{first.port}"
+    options = client.connection_pool.connection_kwargs
+    login = ""
+    if options.get("username") or options.get("password"):
+        login = f"{options.get('username') or ''}:***@"
+    if path := options.get("path"):
+        return f"unix://{login}{path}"
+    return f"redis://{login}{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db') or 0}"
+
+
+def node_of(client: redis.Redis, key: str) -> redis.Redis:
+    """The client of the one server that holds a key: in a cluster that of its node, otherwise the client itself."""
+    if not isinstance(client, redis.RedisCluster):
+        return client
+    node: redis.Redis = client.get_redis_connection(client.get_node_from_key(key))
+    return node
+
+
+def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
+    """The error in one sentence that says what to do, when it is the server's state that is at fault; None when it is
+    the command."""
+    text = str(error)
+    for kind, sentence in _SENTENCES:
+        if isinstance(error, kind):
+            return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
+    if "ACL failure in script" in text:
+        return RedisUnavailable(f"Redis at {server} {_NOT_PERMITTED} ({text})")
+    if isinstance(error, redis.ResponseError) and any(code in text for code in _CODES):
+        return RedisUnavailable(f"Redis at {server} cannot do this now: {text}")
+    return None
+
+
+_NOT_PERMITTED = "does not permit this to the URL's user: extend its ACL"
+
+_CLUSTER_DOWN = "is a cluster that cannot serve this now"
+
+_SENTENCES: tuple[tuple[type[Exception], str], ...] = (
+    (redis.AuthenticationError, "refuses the login: check user and password in the URL"),
+    (redis.exceptions.NoPermissionError, _NOT_PERMITTED),
+    (redis.BusyLoadingError, "is still loading its data: try again in a moment"),
+    (redis.ReadOnlyError, "is a read-only replica: give the URL of the primary, or wait for the failover to end"),
+    (redis.OutOfMemoryError, "is out of memory: raise maxmemory, or wait until results expire"),
+    (redis.TimeoutError, "does not answer in time: is it overloaded, or the network cut?"),
+    (
+        redis.ConnectionError,
+        "cannot be reached: is it running, does it take more clients, and is the URL right? Set it with MILLRACE_REDIS_URL",
+    ),
+    (redis.exceptions.ClusterError, _CLUSTER_DOWN),
+    (redis.exceptions.RedisClusterException, _CLUSTER_DOWN),
+    (
+        OSError,
+        "cannot be reached: is it running, does it take more clients, and is the URL right? Set it with MILLRACE_REDIS_URL",
+    ),
+)
+
+_MOVED = ("MOVED ", "ASK ", "CLUSTERDOWN ")
+
+# Codes of errors that pass by themselves. Older servers wrap the error of a command in a script into text of their own.
+_CODES = (
+    "OOM ",
+    "READONLY ",
+    "MISCONF ",
+    "NOREPLICAS ",
+    "MASTERDOWN ",
+    "LOADING ",
+    "BUSY ",
+    "TRYAGAIN ",
+    "NOAUTH ",
+    "NOSCRIPT ",  # flushed again between loading and sending: the next try loads it again
+    *_MOVED,
+)
+
+
+def _bad_url(url: str, error: Exception) -> RedisUnavailable:
+    scheme = url.split("://", 1)[0] if "://" in url else "none"
+    return RedisUnavailable(
+        f"not a Redis URL (scheme: {scheme}): {error}. It looks like redis://[user:password@]host:6379/0, rediss://... "
+        "for TLS, or unix:///path/to/socket"
+    )

@@ -1,0 +1,94 @@
+"""The key legend: every key that Millrace keeps in Redis, what it is and who touches it. No other module builds a key.
+
+All keys of a queue share the hash tag `{queue}`, so they live in one slot of a Redis Cluster.
+
+    key millrace:{q}:...   type    what                                          written by           lives
+    ---------------------  ------  --------------------------------------------  -------------------  -------------------
+    job:<id>               hash    the record; short values, stays a listpack    every transition     record TTL after end
+    body:<id>              string  the request, raw JSON                         submit               like the record
+    meta:<id>              string  the submitter's own JSON object                submit               like the record
+    tokens:<id>            string  checkpoint: token ids, uint32 little-endian   append               like the result
+    result:<id>            stream  events, then one terminal entry               append, finish       result TTL after end
+    text:<id>              string  text of events that the stream has lost       append               like the result
+    ready:<tenant>         zset    queued jobs, score priority, by age within    submit, release      while not empty
+    tenants                zset    tenants with ready jobs, score virtual time   submit, claim        while not empty
+    delayed                zset    jobs that wait for a time, score ready at ms  submit, release      while not empty
+    deadlines              zset    jobs with a deadline, score when, ms          submit, finish       while not empty
+    waiting                hash    jobs and tokens not yet running, by tenant    submit, claim        while not empty
+    batch:<batch>          hash    counts of a batch's jobs by state             every transition     record TTL after end
+    members:<batch>        list    ids of a batch's jobs                         submit               like its batch
+    leases:<engine>        set     jobs that this engine incarnation owns        claim, finish        while not empty
+    engines                zset    engine incarnations, score last heartbeat ms  heartbeat            until recovered
+    engine:<engine>        hash    the heartbeat, and the last claim's answer    heartbeat, claim     heartbeat limit
+    signals:<engine>       list    "cancel <id>", "watch <id>", "expire <id>"    cancel, reader       60 s
+    done                   stream  completions: id, state                        finish               100,000 entries
+    dead                   zset    failed jobs, score ended at ms                finish, redrive      record TTL
+    inbox                  stream  the open door: field `job`, JSON              anybody              until taken in
+    rejected               stream  inbox entries that could not become a job     accept, reject       1,000 entries
+    wake                   list    one element wakes one idle engine             submit, release      64 elements
+    settings               hash    times, limits, weights, paused                operator             for ever
+    counts                 hash    jobs queued now, totals of ends and tokens    every transition     for ever
+    serial                 string  the last number for an age or a lease         submit, claim        for ever
+"""
+
+from __future__ import annotations
+
+import re
+
+QUEUE_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class QueueKeys:
+    """Names the keys of one queue."""
+
+    def __init__(self, queue: str) -> None:
+        if not QUEUE_PATTERN.fullmatch(queue):
+            raise ValueError(f"queue: must match [A-Za-z0-9._-]{{1,64}}, got {queue!r}")
+        self.queue = queue
+        self.prefix = f"millrace:{{{queue}}}:"
+        self.tenants = self.prefix + "tenants"
+        self.delayed = self.prefix + "delayed"
+        self.deadlines = self.prefix + "deadlines"
+        self.waiting = self.prefix + "waiting"
+        self.engines = self.prefix + "engines"
+        self.done = self.prefix + "done"
+        self.dead = self.prefix + "dead"
+        self.inbox = self.prefix + "inbox"
+        self.rejected = self.prefix + "rejected"
+        self.wake = self.prefix + "wake"
+        self.settings = self.prefix + "settings"
+        self.counts = self.prefix + "counts"
+        self.serial = self.prefix + "serial"
+
+    def job(self, job_id: str) -> str:
+        return self.prefix + "job:" + job_id
+
+    def body(self, job_id: str) -> str:
+        return self.prefix + "body:" + job_id
+
+    def tokens(self, job_id: str) -> str:
+        return self.prefix + "tokens:" + job_id
+
+    def result(self, job_id: str) -> str:
+        return self.prefix + "result:" + job_id
+
+    def meta(self, job_id: str) -> str:
+        return self.prefix + "meta:" + job_id
+
+    def ready(self, tenant: str) -> str:
+        return self.prefix + "ready:" + tenant
+
+    def leases(self, engine_id: str) -> str:
+        return self.prefix + "leases:" + engine_id
+
+    def engine(self, engine_id: str) -> str:
+        return self.prefix + "engine:" + engine_id
+
+    def batch(self, batch: str) -> str:
+        return self.prefix + "batch:" + batch
+
+    def members(self, batch: str) -> str:
+        return self.prefix + "members:" + batch
+
+    def signals(self, engine_id: str) -> str:
+        return self.prefix + "signals:" + engine_id

@@ -1,0 +1,24 @@
+-- Asks for the end of a job: queued or delayed -> cancelled at once; a running job is flagged and its engine told, which
+-- then ends it; a job that has ended stays as it is.
+-- KEYS  1 the queue's prefix
+-- ARGV  1 job id
+-- Returns nil (unknown), "cancelled", "cancelling", or the state that the job had ended in before
+
+go_on_when_out_of_memory()
+local id = ARGV[1]
+local fields = record(id, 'state', 'tenant', 'serial', 'engine')
+local state = fields[1]
+if not state then return false end
+if state == 'queued' then
+  remove_ready(fields[2], ready_member(id, fields[3]))
+elseif state == 'delayed' then
+  redis.call('ZREM', prefix .. 'delayed', id)
+elseif state == 'running' then
+  redis.call('HSET', prefix .. 'job:' .. id, 'cancel', '1')
+  signal(fields[4], 'cancel', id)
+  return 'cancelling'
+else
+  return state
+end
+end_job(id, 'cancelled', 'cancelled')
+return 'cancelled'

@@ -1,0 +1,149 @@
+-- Hands ready jobs to an engine: queued -> running. The tenant served least comes first; within a tenant priority, then
+-- age. The claim stops at the first job that it may not take, so that a large job is never passed over for ever. A paused
+-- queue hands out nothing.
+-- KEYS  1 the queue's prefix
+-- ARGV  1 engine id, 2 claim id (repeating it returns the same jobs), 3 most jobs, 4 KV budget in tokens,
+--       5 fingerprint of the engine's model, 6 jobs that the engine holds already
+-- Returns nil when the engine's heartbeat is gone, else an array: jobs still ready (0 while the queue is paused), then for
+--       each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token), tokens published,
+--       1 when watched or 0, created ms, the record's protocol version
+-- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, in the
+--       end failed, where the output is another model's
+
+go_on_when_out_of_memory()
+local engine, claim_id, max_jobs, budget = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local fingerprint, is_idle = ARGV[5], ARGV[6] == '0'
+local heartbeat = prefix .. 'engine:' .. engine
+local leases = prefix .. 'leases:' .. engine
+
+local ALONE_FROM = 2  -- crashes without progress
+local MAX_SET_ASIDE = 256  -- jobs of another model that one claim looks at
+local MAX_LOOKED_AHEAD = 4  -- in the line of one tenant, when others wait for their turn
+
+-- A fingerprint is written with the first tokens: without one there is no checkpoint to read.
+local function read_job(id)
+  local f = record(id, 'tenant', 'cost', 'crashes', 'fingerprint', 'published', 'attempt', 'seed', 'created', 'stream',
+    'started', 'batch', 'v', 'watched')
+  return {id = id, tenant = f[1], cost = tonumber(f[2] or 0), crashes = tonumber(f[3] or 0), fingerprint = f[4],
+    published = tonumber(f[5] or 0), attempt = tonumber(f[6] or 0), seed = f[7], created = f[8], stream = f[9],
+    started = f[10], batch = f[11], protocol = f[12], watched = f[13],
+    tokens = f[4] and redis.call('GET', prefix .. 'tokens:' .. id) or ''}
+end
+
+local function describe(job, lease)
+  return {job.id, lease, job.attempt, redis.call('GET', prefix .. 'body:' .. job.id), job.seed, job.cost, job.crashes,
+    job.tokens, job.published, is_watched(job.stream, job.watched) and 1 or 0, job.created, job.protocol}
+end
+
+local function repeat_claim(claimed)
+  local jobs = {num_ready()}
+  for id, lease in string.gmatch(claimed, '(%S+) (%S+)') do
+    if standing(id, lease) == 'owned' then jobs[#jobs + 1] = describe(read_job(id), lease) end
+  end
+  return jobs
+end
+
+-- A checkpoint of another model: dropped while nobody has seen any of it, else kept for an engine that can go on with it.
+local function fits_this_model(job)
+  if not job.fingerprint or job.fingerprint == fingerprint then return true end
+  local key = prefix .. 'job:' .. job.id
+  if job.published == 0 then
+    redis.call('DEL', prefix .. 'tokens:' .. job.id)
+    redis.call('HDEL', key, 'fingerprint')
+    job.tokens = ''
+    return true
+  end
+  redis.call('HSETNX', key, 'mismatch', now)
+  if now - redis.call('HGET', key, 'mismatch') < setting('mismatch_wait_ms', 600000) then
+    set_state(job.id, job.batch, 'queued', 'delayed')
+    redis.call('ZADD', prefix .. 'delayed', now + 1000, job.id)
+  else
+    end_job(job.id, 'failed', 'error', nil, 'error', '{"kind":"fingerprint_mismatch","message":"the output so far is of '
+      .. 'another model, tokenizer or dtype than this queue\'s engines have; submit the job again under a new id"}')
+  end
+  return false
+end
+
+local function take(job)
+  local lease = next_serial()
+  job.attempt = job.attempt + 1
+  set_state(job.id, job.batch, 'queued', 'running', 'lease', lease, 'engine', engine, 'base', #job.tokens / 4,
+    'attempt', job.attempt, 'started', job.started or now)
+  if job.fingerprint then redis.call('HDEL', prefix .. 'job:' .. job.id, 'mismatch') end
+  redis.call('SADD', leases, job.id)
+  return lease
+end
+
+local jobs, claimed, alone, num_set_aside = {0}, {}, nil, 0
+
+local function must_be_alone(job)
+  return job.crashes >= ALONE_FROM
+end
+
+local function may_take(job)
+  local can_be_alone = is_idle and #claimed == 0
+  return can_be_alone or not must_be_alone(job) and job.cost <= budget
+end
+
+-- Takes the job, or sets it aside; returns what its tenant has to pay.
+local function take_or_set_aside(job, tenant)
+  if not job.tenant then  -- the record is gone: somebody has deleted it
+    count_waiting(tenant, -1, 0)
+  elseif fits_this_model(job) then
+    local lease = take(job)
+    jobs[#jobs + 1] = describe(job, lease)
+    claimed[#claimed + 1] = job.id .. ' ' .. lease
+    budget = budget - job.cost
+    if must_be_alone(job) then alone = job.id end
+    return job.cost
+  end
+  num_set_aside = num_set_aside + 1
+  return 0
+end
+
+-- Takes from the front of one tenant's line while it is the one served least; returns whether the claim may go on.
+local function serve(tenant, time, next_time)
+  local num_asked = max_jobs - #claimed
+  if next_time then num_asked = math.min(num_asked, MAX_LOOKED_AHEAD) end
+  local key, weight = prefix .. 'ready:' .. tenant, weight_of(tenant)
+  local num_passed, num_before, cost, goes_on = 0, #claimed, 0, true
+  for _, member in ipairs(redis.call('ZRANGE', key, 0, num_asked - 1)) do
+    if num_passed > 0 and next_time and time + cost / weight >= next_time then break end
+    local job = read_job(id_of_member(member))
+    goes_on = may_take(job) and not alone
+    if not goes_on then break end
+    num_passed = num_passed + 1
+    cost = cost + take_or_set_aside(job, tenant)
+  end
+  if #claimed > num_before then
+    count_waiting(tenant, num_before - #claimed, -cost)
+    charge(tenant, cost)
+  end
+  if num_passed > 0 then
+    redis.call('ZREMRANGEBYRANK', key, 0, num_passed - 1)
+    count_removed(tenant, num_passed)
+  end
+  return goes_on
+end
+
+if redis.call('EXISTS', heartbeat) == 0 then return false end
+local previous = redis.call('HMGET', heartbeat, 'claim', 'claimed', 'alone')
+if previous[1] == claim_id then return repeat_claim(previous[2]) end
+local runs_alone = previous[3] and redis.call('SISMEMBER', leases, previous[3]) == 1
+
+expire_due()
+promote_due()
+local is_held_back = is_paused()
+local goes_on = not runs_alone and not is_held_back and num_ready() > 0
+if goes_on then reserve_serials(math.min(max_jobs, num_ready())) end
+while goes_on and not alone and #claimed < max_jobs and num_set_aside < MAX_SET_ASIDE do
+  local least_served = redis.call('ZRANGE', prefix .. 'tenants', 0, 1, 'WITHSCORES')
+  if not least_served[1] then break end
+  goes_on = serve(least_served[1], tonumber(least_served[2]), tonumber(least_served[4]))
+end
+
+redis.call('HSET', heartbeat, 'claim', claim_id, 'claimed', table.concat(claimed, ' '))
+if alone then redis.call('HSET', heartbeat, 'alone', alone) end
+jobs[1] = is_held_back and 0 or num_ready()
+if jobs[1] == 0 then redis.call('DEL', prefix .. 'wake') elseif #claimed > 0 then wake(1) end
+return jobs

@@ -1,0 +1,54 @@
+-- Ends a running job: running -> finished, failed, cancelled or expired; or, when the failure may pass and retries are
+-- left, running -> delayed, with its checkpoint. Safe to repeat.
+-- KEYS  1 the queue's prefix
+-- ARGV  1 job id, 2 lease, 3 state, 4 finish reason, 5 prompt tokens, 6 completion tokens, 7 the error (JSON) or "",
+--       8 "1" when the failure may pass or "", then, when there is output to show: 9 its offset, 10 its number of tokens,
+--       11 its token ids (JSON), 12 its text
+-- Returns "ok", "already" (this lease has ended the job before), "retrying" (it waits for its next attempt) or "stale" (the
+--       lease is not, or no longer, the job's)
+
+local DEFAULT_RETRIES = 2
+
+-- Twice as long after each failure, and never the same for two jobs that failed together: between half of it and all.
+local function backoff_ms(num_retries, lease)
+  local full_ms = math.min(setting('retry_base_ms', 1000) * 2 ^ num_retries, setting('retry_max_ms', 60000))
+  local share = (clock[2] + tonumber(string.sub(lease, -6)) * 7919) % 1000 / 1000
+  return math.max(1, math.floor(full_ms * (0.5 + 0.5 * share)))
+end
+
+local function is_tried_again(state, num_retries, max_retries, cancel, expire)
+  return state == 'failed' and ARGV[8] == '1' and not cancel and not expire
+    and num_retries < tonumber(max_retries or DEFAULT_RETRIES)
+end
+
+go_on_when_out_of_memory()
+local id, lease, state = ARGV[1], ARGV[2], ARGV[3]
+local NUM_KNOWN = #END_FIELDS
+local names = {unpack(END_FIELDS)}
+for _, name in ipairs({'lease', 'engine', 'retries', 'max_retries', 'cancel', 'expire'}) do names[#names + 1] = name end
+local known = record(id, unpack(names))
+local owner_lease, engine, retries, max_retries, cancel, expire = unpack(known, NUM_KNOWN + 1)
+local published, from, tenant, cost = known[1], known[3], known[7], known[8]
+if owner_lease ~= lease then return refuse_stale_write() end
+if from ~= 'running' then return 'already' end
+
+local num_retries = tonumber(retries or 0)
+if is_tried_again(state, num_retries, max_retries, cancel, expire) then
+  redis.call('HSET', prefix .. 'job:' .. id, 'retries', num_retries + 1)
+  give_back(id, engine, backoff_ms(num_retries, lease))
+  return 'retrying'
+end
+if ARGV[9] then
+  local is_shown = publish(id, published, tonumber(ARGV[9]), ARGV[10], ARGV[11], ARGV[12])
+  if not is_shown then return refuse_stale_write() end
+  known[1] = math.max(tonumber(published or 0), ARGV[9] + ARGV[10])
+end
+redis.call('SREM', prefix .. 'leases:' .. engine, id)
+charge(tenant, ARGV[5] + ARGV[6] - cost)
+redis.call('HINCRBY', prefix .. 'counts', 'generated_tokens', ARGV[6])
+if ARGV[7] ~= '' then
+  end_job(id, state, ARGV[4], known, 'prompt_tokens', ARGV[5], 'completion_tokens', ARGV[6], 'error', ARGV[7])
+else
+  end_job(id, state, ARGV[4], known, 'prompt_tokens', ARGV[5], 'completion_tokens', ARGV[6])
+end
+return 'ok'

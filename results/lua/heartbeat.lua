@@ -1,0 +1,49 @@
+-- Keeps an engine alive, and compares the leases it holds with those that the record says it has. A lease that the engine
+-- does not hold at two heartbeats in a row goes back: running -> queued, the attempt does not count. (Once is no proof: a
+-- claim may have been on its way.) Also: delayed jobs that are due -> queued; queued, delayed -> expired after their
+-- deadline.
+-- KEYS  1 the queue's prefix
+-- ARGV  1 engine id, 2 how long the engine counts as alive in ms, then for each job it holds 2 values: id, lease
+-- Returns an array of four arrays of job ids: lost, to be cancelled, watched, past their deadline
+
+go_on_when_out_of_memory()
+local engine = ARGV[1]
+local heartbeat = prefix .. 'engine:' .. engine
+redis.call('HSETNX', heartbeat, 'since', now)
+redis.call('PEXPIRE', heartbeat, ARGV[2])
+redis.call('ZADD', prefix .. 'engines', now, engine)
+expire_due()
+
+local held, lost, cancelled, watched, expired = {}, {}, {}, {}, {}
+for i = 3, #ARGV, 2 do
+  local id, lease = ARGV[i], ARGV[i + 1]
+  held[id] = true
+  local stand = standing(id, lease)
+  if stand == 'stale' then
+    lost[#lost + 1] = id
+  elseif stand == 'owned' then
+    local fields = record(id, 'cancel', 'stream', 'expire', 'watched')
+    if fields[1] then cancelled[#cancelled + 1] = id end
+    if fields[3] then expired[#expired + 1] = id end
+    if is_watched(fields[2], fields[4]) then watched[#watched + 1] = id end
+  end
+end
+
+local missed_before = redis.call('HGET', heartbeat, 'missed') or ''
+local missed = {}
+for _, id in ipairs(redis.call('SMEMBERS', prefix .. 'leases:' .. engine)) do
+  if not held[id] then
+    local lease = record(id, 'lease')[1] or ''
+    local mark = ' ' .. id .. ' ' .. lease .. ' '
+    if string.find(missed_before, mark, 1, true) then
+      give_back_unharmed(id, engine, 0)
+    else
+      missed[#missed + 1] = mark
+    end
+  end
+end
+redis.call('HSET', heartbeat, 'missed', table.concat(missed))
+
+promote_due()
+if num_ready() > 0 and not is_paused() and redis.call('EXISTS', prefix .. 'wake') == 0 then wake(1) end
+return {lost, cancelled, watched, expired}

@@ -1,0 +1,44 @@
+-- Runs a job again that has failed, expired or been cancelled: the same body as a new job, nothing -> queued, under the id
+-- <id>.r<n>. Both records name each other. Safe to repeat: a job is redriven once, its redrive may be redriven in turn.
+-- KEYS  1 the queue's prefix
+-- ARGV  1 job id
+-- Returns nil (unknown) or an array: "created" and the new id; "exists" and the id of the redrive before; or "refused" and
+--       the job's state; "no body" and "" when nothing can be run; "no id" and "" when the new id would be too long
+
+local MAX_ID = 128
+
+local function next_id(id, is_redrive)
+  local root, number = id, 1
+  if is_redrive then
+    local stem, last = string.match(id, '^(.*)%.r(%d+)$')
+    if stem then root, number = stem, last + 1 end
+  end
+  while redis.call('EXISTS', prefix .. 'job:' .. root .. '.r' .. number) == 1 do number = number + 1 end
+  return root .. '.r' .. number
+end
+
+local id = ARGV[1]
+local f = record(id, 'state', 'digest', 'cost', 'seed', 'tenant', 'priority', 'stream', 'redrive_of', 'redriven_as',
+  'created', 'deadline', 'max_retries', 'batch')
+local state = f[1]
+if not state then return false end
+if f[9] then
+  redis.call('ZREM', prefix .. 'dead', id)
+  return {'exists', f[9]}
+end
+if state ~= 'failed' and state ~= 'expired' and state ~= 'cancelled' then return {'refused', state} end
+local body = redis.call('GET', prefix .. 'body:' .. id)
+if not body or not f[5] then return {'no body', ''} end
+local new_id = next_id(id, f[8])
+if #new_id > MAX_ID then return {'no id', ''} end
+
+local options = {meta = redis.call('GET', prefix .. 'meta:' .. id) or nil, batch = f[13] or nil,
+  max_retries = tonumber(f[12] or nil), deadline_ms = f[11] and f[11] - f[10] or nil}
+limits = {}  -- they are for new work; this was in the queue before
+local has_options = next(options) ~= nil
+create_job(new_id, f[2], body, f[3], f[4], f[5], f[6], f[7], has_options and cjson.encode(options) or '')
+redis.call('HSET', prefix .. 'job:' .. new_id, 'redrive_of', id)
+redis.call('HSET', prefix .. 'job:' .. id, 'redriven_as', new_id)
+redis.call('ZREM', prefix .. 'dead', id)
+line_up()
+return {'created', new_id}

@@ -1,0 +1,15 @@
+-- Takes in new jobs: nothing -> queued, or delayed. Safe to repeat.
+-- KEYS  1 the queue's prefix
+-- ARGV  for each job 9 values: id, digest, body, cost, seed, tenant, priority, "1" when streamed or "", options or ""
+--       The options are a JSON object with any of: delay_ms, run_at_ms, deadline_ms (from now), max_retries, meta (the
+--       text of a JSON object), batch
+-- Returns for each job "created", "exists" (the same body is known under the id), "conflict" (another body is) or
+--       "full <limit> <value>" (not taken: the queue, or the tenant's part of it, is at that limit)
+
+local outcomes = {}
+reserve_serials(#ARGV / 9)
+for first = 1, #ARGV, 9 do
+  outcomes[#outcomes + 1] = create_job(unpack(ARGV, first, first + 8))
+end
+line_up()
+return outcomes

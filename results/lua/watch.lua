@@ -1,0 +1,15 @@
+-- Says for a while that somebody reads a job live, and tells the job's engine when that is news. No transition.
+-- KEYS  1 the queue's prefix
+-- ARGV  1 job id, 2 for how long in ms
+-- Returns nil (unknown) or an array: state, tokens trimmed from the stream, id of the last trimmed entry or ""
+
+go_on_when_out_of_memory()
+local id = ARGV[1]
+local fields = record(id, 'state', 'ended', 'engine', 'trimmed', 'trimmed_id', 'watched')
+if not fields[1] then return false end
+if not fields[2] then
+  local is_news = not is_watched(nil, fields[6])
+  redis.call('HSET', prefix .. 'job:' .. id, 'watched', now + ARGV[2])
+  if is_news and fields[3] then signal(fields[3], 'watch', id) end
+end
+return {fields[1], tonumber(fields[4] or 0), fields[5] or ''}

@@ -1,0 +1,231 @@
+"""Readers that follow jobs: each says what to ask the server next and makes sense of the answers.
+
+They do no input or output, so that one logic serves sync and async clients alike:
+
+    while not follower.is_done:
+        for found in follower.feed(transport.send_many(follower.next_commands())):
+            ...
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from results import commands, replies
+from results.connection import BLOCK_LIMIT_S
+from results.keys import QueueKeys
+from results.messages import JobNotFound, QueueError, StreamEvent, WaitTimeout
+from results.scripts import Command
+from results.tokens import unpack_tokens
+from results.transport import Reply
+
+START = "0-0"
+_ENTRY_ID = re.compile(r"\d+(-\d+)?")
+WATCH_REFRESH_S = 10.0
+SWEEP_INTERVAL_S = 30.0
+MAX_ENTRIES = 500
+MAX_SWEPT = 1000
+
+
+class Deadline:
+    """How long a reader may go on waiting."""
+
+    def __init__(self, timeout_s: float | None, what: str) -> None:
+        self._ends_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._sentence = f"{what} within {timeout_s} s; it goes on, and can be waited for again"
+
+    def block_ms(self) -> int:
+        """How long to block now. Raises WaitTimeout when the time is up."""
+        if self._ends_s is None:
+            return int(BLOCK_LIMIT_S * 1000)
+        left_s = self._ends_s - time.monotonic()
+        if left_s <= 0:
+            raise WaitTimeout(self._sentence)
+        return int(min(left_s, BLOCK_LIMIT_S) * 1000) + 1
+
+
+class EndFollower:
+    """Waits for the end of one job. Finds nothing to yield: when `is_done`, the job can be read."""
+
+    def __init__(self, keys: QueueKeys, job_id: str, timeout_s: float | None) -> None:
+        self.is_done = False
+        self._keys = keys
+        self._job_id = job_id
+        self._deadline = Deadline(timeout_s, f"job {job_id!r} is not done")
+        self._last_id: str | None = None  # None: look at the job before waiting for more
+
+    def next_commands(self) -> list[Command]:
+        stream = self._keys.result(self._job_id)
+        if self._last_id is None:
+            return [commands.state(self._keys, self._job_id), commands.last_entry(stream)]
+        return [commands.read_stream(stream, self._last_id, MAX_ENTRIES, self._deadline.block_ms())]
+
+    def feed(self, answers: Sequence[Reply]) -> None:
+        if self._last_id is None:
+            self._look(*answers)
+            return
+        entries = replies.stream_entries(answers[0])
+        self.is_done = any(b"state" in fields for _, fields in entries)
+        # After a silence the job is looked at again: its record may have gone.
+        self._last_id = entries[-1][0].decode() if entries else None
+
+    def _look(self, state: bytes | None, last: list[replies.Entry]) -> None:
+        if state is None:
+            raise JobNotFound(self._job_id, self._keys.queue)
+        self.is_done = replies.is_terminal(state)
+        self._last_id = last[0][0].decode() if last else START
+
+
+class EventFollower:
+    """Follows one job's events from the beginning, or from after an event, to the terminal one.
+
+    A bounded stream loses its oldest entries. A reader that has read them all along is given what it missed; one that
+    resumes after an entry that is gone is given everything from the start, in an event marked `is_restart`.
+    """
+
+    def __init__(self, keys: QueueKeys, job_id: str, after: str | None) -> None:
+        if after and not _ENTRY_ID.fullmatch(after):
+            raise QueueError(f"after: not the id of an event: {after!r}")
+        self.is_done = False
+        self._keys = keys
+        self._job_id = job_id
+        self._last_id = after or START
+        self._num_tokens: int | None = None if after else 0  # read so far; None: unknown, after a resumption
+        self._num_chars: int | None = None if after else 0
+        self._asks_for: Literal["watch", "trimmed", "entries"] = "watch"
+        self._must_fill = False
+        self._has_ended = False
+        self._watch_again_s = 0.0
+
+    def next_commands(self) -> list[Command]:
+        if not self._has_ended and time.monotonic() >= self._watch_again_s:
+            self._asks_for = "watch"
+            return [commands.watch(self._keys, self._job_id)]
+        if self._must_fill:
+            self._asks_for = "trimmed"
+            return [commands.trimmed(self._keys, self._job_id)]
+        self._asks_for = "entries"
+        block_ms = None if self._has_ended else int(BLOCK_LIMIT_S * 1000)
+        return [commands.read_stream(self._keys.result(self._job_id), self._last_id, MAX_ENTRIES, block_ms)]
+
+    def feed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
+        match self._asks_for:
+            case "watch":
+                self._take_watch(answers[0])
+                return []
+            case "trimmed":
+                return [self._take_trimmed(*answers[0])]
+            case "entries":
+                return self._take_entries(replies.stream_entries(answers[0]))
+
+    def _take_watch(self, answer: Reply) -> None:
+        if answer is None:
+            raise JobNotFound(self._job_id, self._keys.queue)
+        state, _, trimmed_id = answer
+        self._watch_again_s = time.monotonic() + WATCH_REFRESH_S
+        self._has_ended = replies.is_terminal(state)
+        self._must_fill = bool(trimmed_id) and _is_later(trimmed_id.decode(), self._last_id)
+
+    def _take_entries(self, entries: list[replies.Entry]) -> list[StreamEvent]:
+        events = []
+        for event in map(replies.stream_event, entries):
+            if self._num_tokens is not None and event.offset > self._num_tokens:
+                self._must_fill = True  # what lies between has been trimmed since the last look
+                break
+            events.append(self._passed(event))
+        if not entries and self._has_ended:
+            self.is_done = True  # resumed after the terminal entry
+        return events
+
+    def _take_trimmed(self, text: bytes, tokens: bytes, trimmed_id: bytes) -> StreamEvent:
+        if not trimmed_id:
+            raise QueueError(f"the stream of job {self._job_id!r} has lost entries; read the job with get")
+        self._must_fill = False
+        is_restart = self._num_tokens is None or self._num_chars is None
+        if is_restart:
+            self._num_tokens = self._num_chars = 0
+        event = StreamEvent(
+            id=trimmed_id.decode(),
+            offset=self._num_tokens or 0,
+            token_ids=unpack_tokens(tokens)[self._num_tokens :],
+            text=text.decode()[self._num_chars :],
+            is_restart=is_restart,
+        )
+        return self._passed(event)
+
+    def _passed(self, event: StreamEvent) -> StreamEvent:
+        self._last_id = event.id
+        self._num_tokens = event.offset + len(event.token_ids)
+        if self._num_chars is not None:
+            self._num_chars += len(event.text)
+        self.is_done = event.state is not None
+        return event
+
+
+class CompletionFollower:
+    """Finds out which of many jobs have ended, as they do: one sweep over all, then the feed of completions.
+
+    The feed is capped, so a sweep over those still missing is made from time to time.
+    """
+
+    def __init__(self, keys: QueueKeys, job_ids: Iterable[str], timeout_s: float | None) -> None:
+        self._keys = keys
+        self._missing = dict.fromkeys(job_ids)
+        self._deadline = Deadline(timeout_s, f"not all of {len(self._missing)} jobs are done")
+        self._last_id: str | None = None  # in the feed; noted before the first sweep, so that nothing falls between
+        self._to_sweep: list[str] = []
+        self._next_sweep_s = 0.0
+
+    @property
+    def is_done(self) -> bool:
+        return not self._missing
+
+    def next_commands(self) -> list[Command]:
+        if self._last_id is None:
+            return [commands.last_entry(self._keys.done)]
+        if not self._to_sweep and time.monotonic() >= self._next_sweep_s:
+            self._to_sweep = list(self._missing)
+            self._next_sweep_s = time.monotonic() + SWEEP_INTERVAL_S
+        if self._to_sweep:
+            return [commands.state(self._keys, job_id) for job_id in self._to_sweep[:MAX_SWEPT]]
+        return [commands.read_stream(self._keys.done, self._last_id, MAX_ENTRIES, self._deadline.block_ms())]
+
+    def feed(self, answers: Sequence[Reply]) -> list[str]:
+        """The ids that have ended. Raises JobNotFound for one that the queue does not know."""
+        if self._last_id is None:
+            self._last_id = answers[0][0][0].decode() if answers[0] else START
+            return []
+        if self._to_sweep:
+            return self._take_states(answers)
+        entries = replies.stream_entries(answers[0])
+        if entries:
+            self._last_id = entries[-1][0].decode()
+        return self._take_ended([fields[b"id"].decode() for _, fields in entries])
+
+    def _take_states(self, states: Sequence[bytes | None]) -> list[str]:
+        swept, self._to_sweep = self._to_sweep[: len(states)], self._to_sweep[len(states) :]
+        ended = []
+        for job_id, state in zip(swept, states, strict=True):
+            if state is None and job_id in self._missing:
+                raise JobNotFound(job_id, self._keys.queue)
+            if replies.is_terminal(state):
+                ended.append(job_id)
+        return self._take_ended(ended)
+
+    def _take_ended(self, job_ids: Iterable[str]) -> list[str]:
+        ended = [job_id for job_id in job_ids if job_id in self._missing]
+        for job_id in ended:
+            del self._missing[job_id]
+        return ended
+
+
+def _is_later(entry_id: str, other: str) -> bool:
+    return _numbers(entry_id) > _numbers(other)
+
+
+def _numbers(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, sequence = entry_id.partition("-")
+    return int(milliseconds), int(sequence or 0)

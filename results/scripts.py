@@ -1,0 +1,55 @@
+"""The Lua scripts, one for each transition of a job, each with the shared prelude in front of it.
+
+A script is called as `EVALSHA <sha> 1 <prefix> <arguments>`. The server forgets scripts when it restarts, fails over or
+is told to; it then answers NOSCRIPT, and `source_of` gives whoever sent the command what to load.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+Argument = str | bytes | int | float
+Command = tuple[Argument, ...]
+"""One Redis command with its arguments."""
+
+_FOLDER = Path(__file__).parent / "lua"
+_SOURCES = {path.stem: path.read_text() for path in sorted(_FOLDER.glob("[!_]*.lua"))}
+_PRELUDE = (_FOLDER / "_prelude.lua").read_text()
+
+
+def script_source(name: str) -> str:
+    """The whole text of a script, as the server gets it.
+
+    Every call of a script makes all its functions anew, which takes longer than many a transition; so of the prelude only
+    what the script uses is put in front of it. The whole prelude would do the same.
+    """
+    own = _SOURCES[name]
+    used, needed = _words(own), []
+    for paragraph in reversed(_PRELUDE.split("\n\n")):
+        if used & set(_DEFINED.findall(paragraph)):
+            used |= _words(paragraph)
+            needed.append(paragraph)
+    return "\n\n".join([*reversed(needed), own])
+
+
+_DEFINED = re.compile(r"^local (?:function )?(\w+)", re.MULTILINE)
+
+
+def _words(source: str) -> set[str]:
+    return set(re.findall(r"\w+", re.sub(r"--.*", "", source)))
+
+
+_SHAS = {name: hashlib.sha1(script_source(name).encode()).hexdigest() for name in _SOURCES}
+_NAMES = {sha: name for name, sha in _SHAS.items()}
+
+
+def script_command(name: str, prefix: str, *arguments: Argument) -> Command:
+    """The command that runs a script on the queue with this prefix."""
+    return ("EVALSHA", _SHAS[name], 1, prefix, *arguments)
+
+
+def source_of(command: Command) -> str:
+    """The text of the script that a command of `script_command` runs."""
+    return script_source(_NAMES[str(command[1])])

@@ -1,0 +1,184 @@
+"""The writer: a thread that carries what an engine has produced into Redis, so that the engine never waits for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from results.messages import Append, Finish, JobId, Lease, QueueError, Release, Write
+from results.queue import JobQueue
+
+log = logging.getLogger(__name__)
+
+MAX_BATCH = 256
+MAX_BACKOFF_S = 2.0
+MAX_REFUSED = 4096
+"""Refused leases to remember; what was put for one before its refusal is written within a few batches."""
+
+
+class WriterStats(msgspec.Struct, frozen=True, kw_only=True):
+    num_pending: int
+    pending_bytes: int
+    num_written: int
+    num_stale: int
+    num_retries: int
+
+
+class Writer:
+    """Owns the writes between the engine and Redis: in order for each job, sent in batches, tried until they are done.
+
+    `on_stale(job_id, lease)` is called in the writer's thread for a lease that is the engine's no longer. What is put for
+    it then, or was put before, is dropped.
+    """
+
+    def __init__(
+        self, queue: JobQueue, on_stale: Callable[[JobId, Lease], None], *, max_pending_bytes: int = 64 * 1024 * 1024
+    ) -> None:
+        self._queue = queue
+        self._on_stale = on_stale
+        self._max_pending_bytes = max_pending_bytes
+        self._changed = threading.Condition()
+        # Below: guarded by _changed.
+        self._waiting: deque[Write] = deque()
+        self._in_flight: list[Write] = []
+        self._pending_bytes = 0
+        self._refused: dict[Lease, None] = {}
+        self._num_written = self._num_stale = self._num_retries = 0
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="results-writer", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much is pending that the engine should pause until Redis has caught up."""
+        return self._pending_bytes >= self._max_pending_bytes
+
+    def put(self, write: Write) -> None:
+        """Hand a write over; never waits."""
+        with self._changed:
+            if self._is_closing:
+                raise RuntimeError("the writer is closed")
+            if write.lease in self._refused:
+                return
+            self._waiting.append(write)
+            self._pending_bytes += _size(write)
+            self._changed.notify_all()
+
+    def pending(self) -> dict[JobId, Lease]:
+        """The jobs with writes on their way: the engine still holds them. Heartbeats have to name them."""
+        with self._changed:
+            return {write.job_id: write.lease for write in (*self._in_flight, *self._waiting)}
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until nothing is pending; False when the time was too short."""
+        with self._changed:
+            return self._changed.wait_for(self._is_empty, timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Flush and end the thread; False when writes were given up."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+            is_empty = self._changed.wait_for(self._is_empty, timeout_s)
+            self._waiting.clear()
+            self._in_flight = []
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        return is_empty
+
+    def stats(self) -> WriterStats:
+        with self._changed:
+            return WriterStats(
+                num_pending=len(self._waiting) + len(self._in_flight),
+                pending_bytes=self._pending_bytes,
+                num_written=self._num_written,
+                num_stale=self._num_stale,
+                num_retries=self._num_retries,
+            )
+
+    # --- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while batch := self._take_batch():
+            outcomes = self._send(batch)
+            if outcomes is None:
+                return
+            for lease, job_id in self._account(batch, outcomes).items():
+                try:
+                    self._on_stale(job_id, lease)
+                except Exception:
+                    log.exception("the engine could not drop job %s", job_id)
+
+    def _take_batch(self) -> list[Write]:
+        """The next writes, in order; waits for the first one. None of them: the writer is closed."""
+        with self._changed:
+            while not self._in_flight:
+                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                if not self._waiting:
+                    return []
+                self._move_to_flight()
+                self._changed.notify_all()
+            return list(self._in_flight)
+
+    def _move_to_flight(self) -> None:
+        while self._waiting and len(self._in_flight) < MAX_BATCH:
+            write = self._waiting.popleft()
+            if write.lease in self._refused:
+                self._pending_bytes -= _size(write)
+            else:
+                self._in_flight.append(write)
+
+    def _send(self, batch: list[Write]) -> list[str] | None:
+        """The outcomes; tries until there are some. None when the writer was closed and gave them up."""
+        backoff_s = 0.05
+        while True:
+            try:
+                return self._queue.write(batch)
+            except QueueError as error:
+                log.warning("%d results wait to be written, next try in %.2f s: %s", len(batch), backoff_s, error)
+            with self._changed:
+                self._num_retries += 1
+                if self._changed.wait_for(lambda: not self._in_flight, backoff_s):
+                    return None
+            backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
+
+    def _account(self, batch: list[Write], outcomes: list[str]) -> dict[Lease, JobId]:
+        """Book the outcomes; returns the leases that are no longer the engine's."""
+        dropped: dict[Lease, JobId] = {}
+        with self._changed:
+            for write, outcome in zip(batch, outcomes, strict=True):
+                self._pending_bytes -= _size(write)
+                if outcome in ("ok", "already", "retrying"):
+                    self._num_written += 1
+                    continue
+                if outcome != "stale":
+                    log.error("a write of job %s was refused, so the job is dropped: %s", write.job_id, outcome)
+                self._num_stale += 1
+                self._refused[write.lease] = None
+                dropped[write.lease] = write.job_id
+            while len(self._refused) > MAX_REFUSED:
+                self._refused.pop(next(iter(self._refused)))
+            self._in_flight = []
+            self._changed.notify_all()
+        return dropped
+
+    def _is_empty(self) -> bool:
+        return not self._waiting and not self._in_flight
+
+
+def _size(write: Write) -> int:
+    """Bytes, about: what the write keeps alive in this process."""
+    match write:
+        case Append():
+            shown, num_tokens = write.event, len(write.token_ids)
+        case Finish():
+            shown, num_tokens = write.event, 0
+        case Release():
+            shown, num_tokens = None, len(write.token_ids)
+    if shown is None:
+        return 256 + 8 * num_tokens
+    return 256 + 8 * (num_tokens + len(shown.token_ids)) + len(shown.text)

@@ -1,0 +1,164 @@
+"""A place for faults: a server of its own, engines that reach it directly or through a proxy, and the checker."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from millrace import Client, GenerationRequest
+from millrace.embedded import EmbeddedServer
+from results.connection import connect
+from results.scripts import script_source
+from tests.chaos.checker import ALL, Checker, Invariant
+from tests.chaos.processes import HEARTBEAT_S, LIMIT_S, ChaosEngine
+from tests.chaos.proxy import Proxy
+from tests.chaos.workload import Undisturbed
+
+TEST_LIMIT = pytest.mark.timeout(400)
+"""A test here starts several processes, and the machine may be busy with others."""
+
+SCRIPTS = ("submit", "claim", "append", "finish", "heartbeat", "recover", "release", "deregister", "get", "stats")
+
+
+@pytest.fixture(scope="session")
+def undisturbed() -> Iterator[Undisturbed]:
+    run = Undisturbed()
+    yield run
+    run.close()
+
+
+class Place:
+    """Owns what one test has started: a client, engines, proxies, and the jobs that the queue has accepted."""
+
+    def __init__(self, server: EmbeddedServer, queue: str, folder: Path, undisturbed: Undisturbed) -> None:
+        self.server = server
+        self.queue = queue
+        self.client = Client(server.url, queue=queue)
+        self.redis: redis.Redis = connect(server.url)
+        self.accepted: dict[str, GenerationRequest] = {}
+        self._folder = folder
+        self._undisturbed = undisturbed
+        self._numbers = itertools.count(1)
+        self._stack = ExitStack()
+        self._stack.callback(self.client.close)
+        self._stack.callback(self.redis.close)
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    # --- parts -----------------------------------------------------------------------------------------------------
+
+    def proxy(self) -> Proxy:
+        """A way to the server that can fail. The server knows all scripts: a fault at a command meets that command."""
+        for name in SCRIPTS:
+            self.redis.script_load(script_source(name))
+        return self._stack.enter_context(Proxy(self.server.url))
+
+    def launch(self, *options: str, via: Proxy | None = None, **settings: Any) -> ChaosEngine:
+        """An engine that may not serve yet; it waits for work through the proxy when there is one."""
+        log = self._folder / f"engine-{next(self._numbers)}.log"
+        url = via.url if via else self.server.url
+        engine = ChaosEngine(log, url, self.queue, *options, **settings)
+        self._stack.enter_context(engine)
+        return engine
+
+    def engine(self, *options: str, via: Proxy | None = None, **settings: Any) -> ChaosEngine:
+        """An engine that serves."""
+        engine = self.launch(*options, via=via, **settings)
+        engine.wait_until_serving()
+        return engine
+
+    def reserve(self, *options: str, **settings: Any) -> Reserve:
+        """An engine that is ready, and takes no part before it is called."""
+        mark = self._folder / f"go-{next(self._numbers)}"
+        return Reserve(self.launch(*options, faults={"serves_when": str(mark)}, **settings), mark)
+
+    # --- jobs ------------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: list[GenerationRequest]) -> list[str]:
+        """Submit, and answer for them from now on."""
+        ids = self.client.submit_many(requests)
+        self.accepted.update(zip(ids, requests, strict=True))
+        return ids
+
+    def wait_all(self, ids: list[str] | None = None) -> None:
+        """Until all these jobs, or all that were accepted, have ended."""
+        for _ in self.client.as_completed(list(self.accepted) if ids is None else ids, LIMIT_S):
+            pass
+
+    def record(self, job_id: str) -> dict[str, str]:
+        """The job's record, as it is in Redis."""
+        fields: Any = self.redis.hgetall(self.client._keys.job(job_id))
+        return {name.decode(): value.decode() for name, value in fields.items()}
+
+    def states(self) -> dict[str, str]:
+        return {job_id: self.client.get(job_id).state for job_id in self.accepted}
+
+    def outlast_the_lease(self) -> None:
+        """Let as much time pass as makes everybody think that a silent engine is dead. The only wait here that is one."""
+        time.sleep(3 * HEARTBEAT_S)
+
+    def num_tokens_kept(self) -> int:
+        """Output tokens in the checkpoints of all jobs."""
+        keys = [self.client._keys.tokens(job_id) for job_id in self.accepted]
+        return sum(int(self.redis.strlen(key)) // 4 for key in keys)
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def check(self, invariants: frozenset[Invariant] = ALL, *drain: ChaosEngine, **states: Any) -> None:
+        """Drain these engines, then check."""
+        for engine in drain:
+            assert engine.terminate() == 0, engine.text()
+        expected = self._undisturbed.outputs(self.accepted.values())
+        checker = Checker(self.server.url, self.queue, expected)
+        try:
+            checker.check(invariants, drained=drain, **states)
+        finally:
+            checker.close()
+
+
+class Reserve:
+    """Owns an engine that stands by."""
+
+    def __init__(self, engine: ChaosEngine, mark: Path) -> None:
+        self._engine = engine
+        self._mark = mark
+
+    def call(self) -> ChaosEngine:
+        """Let it serve."""
+        self._mark.touch()
+        self._engine.wait_until_serving()
+        return self._engine
+
+
+@pytest.fixture
+def place(server: EmbeddedServer, queue_name: str, tmp_path: Path, undisturbed: Undisturbed) -> Iterator[Place]:
+    """On the run's server, which stays well."""
+    with Place(server, queue_name, tmp_path, undisturbed) as place:
+        yield place
+
+
+@pytest.fixture
+def own_server() -> Iterator[EmbeddedServer]:
+    """A server that the test may hurt; what it has accepted is on the disk before it says so."""
+    with EmbeddedServer(appendonly=True, options={"appendfsync": "always"}) as server:
+        yield server
+
+
+@pytest.fixture
+def hurt_place(
+    own_server: EmbeddedServer, queue_name: str, tmp_path: Path, undisturbed: Undisturbed
+) -> Iterator[Place]:
+    """On a server of its own."""
+    with Place(own_server, queue_name, tmp_path, undisturbed) as place:
+        yield place

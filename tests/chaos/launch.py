@@ -1,0 +1,129 @@
+"""An engine service as the fault tests start it: the real one, with the faults that no signal and no proxy can make.
+
+    python -P -m tests.chaos.launch '{"clock_offset_s": 3600}' --model ... --redis ...
+
+When it has drained, its log says how many KV blocks are free, and how many writes the queue has refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import engine_service.__main__ as service
+from engine_service import offline
+from engine_service.engine import Engine, Progress
+from engine_service.generation import Generation
+from engine_service.leases import Leases
+from tests.chaos.poisoned_worker import POISON_VARIABLE
+
+
+class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is wrong with this engine."""
+
+    clock_offset_s: float = 0.0
+    """How far its wall clock is off."""
+    poison: list[int] = []
+    """The worker dies when it is to compute a sequence that begins with these tokens."""
+    fatal: list[int] = []
+    """The service itself dies when it is to compute a sequence that begins with these tokens."""
+    lives_for_steps: int = 0
+    """The service dies after so many steps with work in them, whatever it computes; 0: it does not."""
+    serves_when: str = ""
+    """Do all that a start needs, but take no part in the queue before this file exists."""
+
+
+def main(faults: Faults, arguments: list[str]) -> int:
+    _shift_clock(faults.clock_offset_s)
+    if faults.poison:
+        _poison_workers(faults.poison)
+    if faults.fatal:
+        _die_of(faults.fatal)
+    if faults.lives_for_steps:
+        _die_after(faults.lives_for_steps)
+    if faults.serves_when:
+        _wait_before_serving(Path(faults.serves_when))
+    engines, writers = _remember("build_engine"), _remember("Writer")
+    status = service.main(arguments)
+    if status != 0:
+        return status
+    for writer in writers:
+        print(f"writes refused: {writer.stats().num_stale}", flush=True)
+    for engine in engines:
+        stats = engine.scheduler.pool.stats()
+        print(f"KV blocks: {stats.num_free} of {stats.num_blocks} free", flush=True)
+    return status
+
+
+def _shift_clock(offset_s: float) -> None:
+    true_time = time.time
+    time.time = lambda: true_time() + offset_s
+
+
+def _poison_workers(prompt: list[int]) -> None:
+    os.environ[POISON_VARIABLE] = msgspec.json.encode(prompt).decode()
+    make = getattr(offline, "make_executor")  # noqa: B009
+    _patch(offline, "make_executor", lambda *args, **kw: make(*args, worker_module="tests.chaos.poisoned_worker", **kw))
+
+
+def _die_of(prompt: list[int]) -> None:
+    add = Engine.add
+
+    def add_or_die(self: Engine, generation: Generation) -> None:
+        if generation.sequence.prompt_token_ids[: len(prompt)] == prompt:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(self, generation)
+
+    _patch(Engine, "add", add_or_die)
+
+
+def _die_after(num_steps: int) -> None:
+    step, numbers = Engine.step, itertools.count(1)
+
+    def step_or_die(self: Engine) -> list[Progress]:
+        progress = step(self)
+        if progress and next(numbers) > num_steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return progress
+
+    _patch(Engine, "step", step_or_die)
+
+
+def _wait_before_serving(mark: Path) -> None:
+    start = Leases.start
+
+    def start_when_marked(self: Leases) -> None:
+        while not mark.exists():
+            time.sleep(0.01)
+        start(self)
+
+    _patch(Leases, "start", start_when_marked)
+
+
+def _remember(maker: str) -> list[Any]:
+    """What the service makes with it, from now on."""
+    made: list[Any] = []
+    make = getattr(service, maker)
+
+    def make_and_remember(*args: Any, **kw: Any) -> Any:
+        made.append(make(*args, **kw))
+        return made[-1]
+
+    _patch(service, maker, make_and_remember)
+    return made
+
+
+def _patch(owner: object, name: str, value: object) -> None:
+    assert hasattr(owner, name), f"the product has no {name} any more; this launcher has to follow it"
+    setattr(owner, name, value)
+
+
+if __name__ == "__main__":
+    sys.exit(main(msgspec.json.decode(sys.argv[1], type=Faults), sys.argv[2:]))

@@ -1,0 +1,128 @@
+"""The processes that faults happen to: engine services and producers, as an operator's machine has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.e2e import engines
+from tests.e2e.engines import ROOT, EngineProcess
+
+HEARTBEAT_S = 0.5
+"""The limit of the engines here: after this long without a heartbeat their jobs are taken back."""
+
+LIMIT_S = 90.0
+"""For what should happen soon: no test waits so long unless it fails, or the machine is very busy."""
+
+
+def wait_until(is_true: Callable[[], bool], limit_s: float = LIMIT_S, what: str = "the condition") -> None:
+    """Return when it is true; fail when it is not within the time."""
+    engines.wait_until(is_true, limit_s, what)
+
+
+class ChaosEngine(EngineProcess):
+    """One engine service, started by `tests.chaos.launch`. `faults` are the fields of its `Faults`."""
+
+    def __init__(
+        self,
+        log: Path,
+        redis_url: str,
+        queue: str,
+        *options: str,
+        heartbeat_s: float = HEARTBEAT_S,
+        faults: dict[str, Any] | None = None,
+    ) -> None:
+        before = (json.dumps(faults or {}),)
+        module = "tests.chaos.launch"
+        super().__init__(log, redis_url, queue, *options, module=module, before=before, heartbeat_s=heartbeat_s)
+
+    @property
+    def engine_id(self) -> str:
+        """The id of this incarnation in Redis, from its log."""
+        match = re.search(r"engine (\S+) serves", self.text())
+        assert match is not None, f"{self.log.name} does not serve yet"
+        return match[1]
+
+    def freeze(self) -> None:
+        """SIGSTOP: alive, holding all that it has, and doing nothing."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def freeze_worker(self) -> None:
+        """The engine goes on; the step that it asks for next does not come back."""
+        os.kill(self.worker_pids()[0], signal.SIGSTOP)
+
+    def thaw_worker(self) -> None:
+        os.kill(self.worker_pids()[0], signal.SIGCONT)
+
+    def kill_worker(self) -> None:
+        os.kill(self.worker_pids()[0], signal.SIGKILL)
+
+    def num_dropped(self) -> int:
+        """Jobs that it has given up so far because they had become another engine's."""
+        return self.text().count("is not ours any more")
+
+    def num_refused(self) -> int:
+        """Once it has drained: writes that the queue has refused because the lease was no longer the job's."""
+        match = re.search(r"writes refused: (\d+)", self.text())
+        assert match is not None, f"{self.log.name} has not drained:\n{self.text()}"
+        return int(match[1])
+
+    def check_kv_returned(self) -> None:
+        """Once it has drained: every KV block is free."""
+        match = re.search(r"KV blocks: (\d+) of (\d+) free", self.text())
+        assert match is not None, f"{self.log.name} has not drained:\n{self.text()}"
+        assert match[1] == match[2], f"{self.log.name}: {match[0]}"
+
+
+class ProducerProcess:
+    """A script that submits jobs from a file one by one, each when it is told to, and says that it was accepted."""
+
+    SCRIPT = """
+import json, sys
+from millrace import Client, GenerationRequest, SamplingParams
+with Client(sys.argv[1], queue=sys.argv[2]) as client:
+    for line, _ in zip(open(sys.argv[3]), sys.stdin):
+        fields = json.loads(line)
+        sampling = SamplingParams(**fields.pop("sampling"))
+        print(client.submit_many([GenerationRequest(sampling=sampling, **fields)])[0], flush=True)
+"""
+
+    def __init__(self, redis_url: str, queue: str, jobs: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", self.SCRIPT, redis_url, queue, str(jobs)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    def go_on(self, num_jobs: int) -> None:
+        """Submit so many more."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n" * num_jobs)
+        self.process.stdin.flush()
+
+    def read_accepted(self, num_jobs: int) -> list[str]:
+        """The next so many ids that it has been told are accepted."""
+        assert self.process.stdout is not None
+        return [next(self.process.stdout).strip() for _ in range(num_jobs)]
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()

@@ -1,0 +1,80 @@
+"""kill -9 of an engine in each window between taking a job and having its end confirmed. All five invariants hold.
+
+The windows are hit on purpose, not by luck: a proxy holds the command that opens or closes the window, or the worker stands
+still, and then the engine is killed.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.checker import ALL
+from tests.chaos.conftest import TEST_LIMIT, Place
+from tests.chaos.processes import wait_until
+from tests.chaos.workload import make_jobs
+
+pytestmark = TEST_LIMIT
+
+
+def test_killed_before_it_hears_what_it_has_claimed(place: Place) -> None:
+    proxy, reserve = place.proxy(), place.reserve()
+    victim = place.engine(via=proxy)
+    claim = proxy.catch("claim", "hold-reply")
+    place.submit(make_jobs(8))
+    claim.wait()
+    wait_until(lambda: "running" in place.states().values())
+    victim.kill()
+    heir = reserve.call()
+    place.wait_all()
+    place.check(ALL, heir)
+
+
+@pytest.mark.slow
+def test_killed_in_prefill(place: Place) -> None:
+    """The worker stands still, so the first step, which holds the beginning of the prompts, never ends."""
+    reserve = place.reserve()
+    victim = place.engine("--max-num-batched-tokens", "64")
+    victim.freeze_worker()
+    place.submit(make_jobs(8, prompt_repeats=8))
+    wait_until(lambda: set(place.states().values()) == {"running"})
+    assert place.num_tokens_kept() == 0
+    victim.kill()
+    heir = reserve.call()
+    place.wait_all()
+    place.check(ALL, heir)
+
+
+def test_killed_in_mid_decode(place: Place) -> None:
+    reserve = place.reserve()
+    victim = place.engine()
+    place.submit(make_jobs(6, max_tokens=800))
+    wait_until(lambda: place.num_tokens_kept() > 6 * 64)
+    victim.kill()
+    assert place.num_tokens_kept() > 0, "all were over before the engine was"
+    heir = reserve.call()
+    place.wait_all()
+    place.check(ALL, heir)
+
+
+@pytest.mark.parametrize("fault", ["hold-request", "hold-reply"])
+def test_killed_after_compute(place: Place, fault: str) -> None:
+    """hold-request: before the commit arrives, and it arrives when its engine is long dead and its job another's.
+    hold-reply: after the commit, before the reply."""
+    proxy, reserve = place.proxy(), place.reserve()
+    victim = place.engine(via=proxy)
+    finish = proxy.catch("finish", fault)  # type: ignore[arg-type]
+    (job_id,) = place.submit(make_jobs(1))
+    finish.wait()
+    if fault == "hold-reply":
+        wait_until(lambda: place.states() == {job_id: "finished"})
+    else:
+        assert place.states() == {job_id: "running"}
+    victim.kill()
+    heir = reserve.call()
+    if fault == "hold-request":
+        wait_until(lambda: place.record(job_id)["attempt"] >= "2")
+    finish.release()
+    place.wait_all()
+    place.check(ALL, heir)
+    num_attempts = int(place.record(job_id)["attempt"])
+    assert num_attempts >= 2 if fault == "hold-request" else num_attempts == 1

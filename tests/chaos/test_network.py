@@ -1,0 +1,97 @@
+"""Replies that are lost, connections that are cut, and networks that swallow what is sent. All five invariants hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace import Client
+from tests.chaos.checker import ALL
+from tests.chaos.conftest import TEST_LIMIT, Place
+from tests.chaos.processes import wait_until
+from tests.chaos.proxy import Direction
+from tests.chaos.workload import make_jobs
+
+pytestmark = TEST_LIMIT
+
+
+def test_the_reply_to_a_claim_and_to_a_commit_are_lost_and_each_is_asked_for_again(place: Place) -> None:
+    proxy = place.proxy()
+    engine = place.engine(via=proxy, heartbeat_s=20.0)
+    claim, finish = proxy.catch("claim", "cut-before-reply"), proxy.catch("finish", "cut-before-reply")
+    ids = place.submit(make_jobs(4))
+    claim.wait()
+    finish.wait()
+    place.wait_all()
+    assert {place.record(job_id)["attempt"] for job_id in ids} == {"1"}
+    place.check(ALL, engine)
+    assert engine.num_refused() == 0
+
+
+def test_the_reply_to_a_submit_is_lost_and_the_job_is_there_once(place: Place) -> None:
+    """Nobody works here: what is counted is what came in."""
+    proxy = place.proxy()
+    with Client(proxy.url, queue=place.queue) as client:
+        submit = proxy.catch("submit", "cut-before-reply")
+        ids = client.submit_many(make_jobs(16))
+        assert submit.is_caught
+        assert client.stats().queued == len(ids) == 16
+
+
+BOTH: tuple[Direction, ...] = ("to_server", "to_client")
+
+
+@pytest.mark.parametrize(
+    "directions",
+    [
+        pytest.param(BOTH, id="both ways", marks=pytest.mark.slow),
+        pytest.param(("to_server",), id="engine to server", marks=pytest.mark.slow),
+        pytest.param(("to_client",), id="server to engine", marks=pytest.mark.slow),
+    ],
+)
+def test_cut_off_for_longer_than_the_lease_and_back(place: Place, directions: tuple[Direction, ...]) -> None:
+    """What it sent into the cut arrives when that is repaired, and is refused. Then it serves again."""
+    proxy, reserve = place.proxy(), place.reserve()
+    lonely = place.engine(via=proxy)
+    place.submit(make_jobs(12, max_tokens=900))
+    wait_until(lambda: place.num_tokens_kept() > 12 * 64)
+    proxy.blackhole(*directions)
+    heir = reserve.call()
+    place.wait_all()
+    proxy.heal()
+    wait_until(lambda: place.client.stats().engines == 2)
+    assert heir.terminate() == 0
+    place.submit(make_jobs(4, first=100))
+    place.wait_all()
+    place.check(ALL, lonely)
+    heir.check_kv_returned()
+    assert lonely.num_refused() + lonely.num_dropped() > 0
+
+
+@pytest.mark.slow
+def test_cut_off_for_longer_than_a_socket_waits(place: Place) -> None:
+    """Every command times out, and is sent again, several times."""
+    proxy = place.proxy()
+    lonely = place.engine(via=proxy)
+    place.submit(make_jobs(12, max_tokens=900))
+    wait_until(lambda: place.num_tokens_kept() > 12 * 64)
+    proxy.blackhole(*BOTH)
+    wait_until(lambda: "heartbeat failed" in lonely.text(), 60.0)
+    proxy.heal()
+    place.wait_all()
+    place.check(ALL, lonely)
+
+
+@pytest.mark.slow
+def test_connections_that_are_reset_again_and_again(place: Place) -> None:
+    proxy = place.proxy()
+    engine = place.engine(via=proxy)
+    ids = place.submit(make_jobs(24, max_tokens=600))
+    for _ in range(20):
+        before = place.num_tokens_kept()
+        wait_until(lambda before=before: place.num_tokens_kept() != before or place.client.stats().running == 0)  # type: ignore[misc]
+        proxy.cut()
+    proxy.refuse()
+    place.outlast_the_lease()
+    proxy.refuse(False)
+    place.wait_all(ids)
+    place.check(ALL, engine)

@@ -1,0 +1,107 @@
+"""Engines that are not quite like the others: with another clock, of another version, with a job that kills them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from millrace import GenerationRequest, SamplingParams
+from results.messages import TERMINAL_STATES
+from tests.chaos.checker import ALL
+from tests.chaos.conftest import TEST_LIMIT, Place
+from tests.chaos.processes import wait_until
+from tests.chaos.workload import make_jobs
+
+pytestmark = [pytest.mark.slow, TEST_LIMIT]
+
+POISON = [7, 7, 7, 7]
+
+
+def poison_job() -> GenerationRequest:
+    return GenerationRequest(id="poison", prompt_token_ids=[*POISON, 8], sampling=SamplingParams(max_tokens=8, seed=1))
+
+
+def test_clocks_an_hour_apart(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines and a producer, each in another hour. All times are the server's, so nothing expires or waits for it."""
+    true_time = time.time
+    engines = [
+        place.engine("--max-num-seqs", "4", faults={"clock_offset_s": 3600}),
+        place.engine("--max-num-seqs", "4", faults={"clock_offset_s": -3600}),
+    ]
+    monkeypatch.setattr(time, "time", lambda: true_time() + 7200)
+    ids = place.submit(make_jobs(32, max_tokens=60))
+    place.wait_all()
+    victim, heir = engines
+    place.submit(make_jobs(8, max_tokens=600, first=100))
+    wait_until(lambda: place.num_tokens_kept() > 0)
+    victim.kill()
+    place.wait_all()
+    for job_id in ids:
+        timings = place.client.get(job_id).timings
+        assert timings.started_ms is not None and timings.ended_ms is not None
+        assert timings.created_ms <= timings.started_ms <= timings.ended_ms < (true_time() + 60) * 1000
+    assert {place.record(job_id)["attempt"] for job_id in ids} == {"1"}
+    place.check(ALL, heir)
+
+
+def test_a_job_that_kills_workers_fails_alone(place: Place) -> None:
+    """Its batch-mates lose their worker with it, and end as if nothing had been."""
+    engine = place.engine(faults={"poison": POISON})
+    place.submit(make_jobs(6, max_tokens=200))
+    place.submit([poison_job()])
+    place.wait_all()
+    place.check(ALL, engine, states={"poison": "failed"})
+    error = place.client.get("poison").error
+    assert error is not None and error.kind == "crashed"
+
+
+def test_a_job_that_kills_engines_fails_alone(place: Place) -> None:
+    """Somebody starts an engine anew whenever one has died; after five deaths the job is not tried again."""
+    place.submit(make_jobs(6, max_tokens=60))
+    place.submit([poison_job()])
+    num_deaths, engine = 0, place.launch(faults={"fatal": POISON})
+    while place.states()["poison"] != "failed":
+        if engine.has_ended:
+            num_deaths, engine = num_deaths + 1, place.launch(faults={"fatal": POISON})
+        time.sleep(0.02)
+    place.wait_all()
+    num_deaths += engine.has_ended
+    if engine.has_ended:
+        engine = place.launch(faults={"fatal": POISON})
+    engine.wait_until_serving()
+    place.check(ALL, engine, states={"poison": "failed"})
+    assert num_deaths == 5
+    error = place.client.get("poison").error
+    assert error is not None and error.kind == "crashed"
+
+
+def test_a_machine_that_dies_again_and_again_fails_nobody(place: Place) -> None:
+    """No engine here lives for more than 20 steps, too short for the usual checkpoints: what shows that the jobs are not to
+    blame are the tokens that each gets when it runs alone."""
+    ids = place.submit(make_jobs(2, max_tokens=60))
+    num_deaths, engine = 0, place.launch(faults={"lives_for_steps": 20})
+    while not set(place.states().values()) <= TERMINAL_STATES:
+        if engine.has_ended:
+            num_deaths, engine = num_deaths + 1, place.launch(faults={"lives_for_steps": 20})
+        time.sleep(0.02)
+    assert num_deaths > 5
+    assert place.states() == dict.fromkeys(ids, "finished")
+    place.check(ALL)
+
+
+def test_a_body_of_a_newer_version_is_left_to_a_newer_engine(place: Place) -> None:
+    """Its record says version 2: this engine gives it back, serves the others, and keeps what it does not know."""
+    (newer,) = place.submit(make_jobs(1))
+    job = place.client._keys.job(newer)
+    place.redis.hset(job, mapping={"v": "2", "not_known_here": "kept"})
+    body = place.client._keys.body(newer)
+    place.redis.set(body, b'{"prompt":"hi","of_version_two":true}')
+    engine = place.engine()
+    others = place.submit(make_jobs(8, first=10))
+    place.wait_all(others)
+    record = place.record(newer)
+    assert record["state"] in ("queued", "delayed", "running")
+    assert record["not_known_here"] == "kept"
+    assert engine.terminate() == 0
+    assert place.record(newer)["state"] in ("queued", "delayed")

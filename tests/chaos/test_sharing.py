@@ -1,0 +1,140 @@
+"""Many engines at one queue, and many jobs: each is claimed once, and every tenant gets its turn.
+
+Where thousands of jobs are needed the engines compute nothing: they claim and finish, over connections of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from results.connection import connect
+from results.messages import EngineId
+from results.queue import JobQueue
+from tests.chaos.checker import ALL
+from tests.chaos.conftest import TEST_LIMIT, Place
+from tests.chaos.processes import wait_until
+from tests.chaos.workload import make_jobs
+from tests.results.engines import Engine, finish_of, submission
+from tests.results.invariants import check_all_ended
+
+pytestmark = TEST_LIMIT
+
+SUBMIT_BATCH = 1000
+
+
+def submit_passive(queue: JobQueue, num_jobs: int, tenant: str = "default") -> list[str]:
+    ids = [f"{tenant}-{number}" for number in range(num_jobs)]
+    for first in range(0, num_jobs, SUBMIT_BATCH):
+        queue.submit([submission(job_id, tenant=tenant) for job_id in ids[first : first + SUBMIT_BATCH]])
+    return ids
+
+
+@pytest.mark.parametrize("num_engines", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_10000_jobs_are_claimed_once_by_engines_that_all_want_them(
+    place: Place, redis_url: str, num_engines: int
+) -> None:
+    queue = JobQueue(place.redis, place.queue)
+    ids = submit_passive(queue, 10_000)
+    claimed: list[list[str]] = [[] for _ in range(num_engines)]
+    barrier = threading.Barrier(num_engines)
+
+    def work(mine: list[str]) -> None:
+        own = JobQueue(connect(redis_url), place.queue)
+        engine = Engine(own)
+        barrier.wait()
+        while jobs := engine.claim(64):
+            mine += [job.job_id for job in jobs]
+            assert set(own.write([finish_of(job) for job in jobs])) == {"ok"}
+            engine.held.clear()
+        own.close()
+
+    threads = [threading.Thread(target=work, args=(mine,)) for mine in claimed]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Counter(job_id for mine in claimed for job_id in mine) == Counter(ids)
+    assert min(len(mine) for mine in claimed) > 0
+    check_all_ended(place.redis, place.queue, ids)
+
+
+@pytest.mark.slow
+def test_three_engines_drain_one_queue(place: Place) -> None:
+    engines = [place.launch("--max-num-seqs", "8", heartbeat_s=20.0) for _ in range(3)]
+    for engine in engines:
+        engine.wait_until_serving()
+    ids = place.submit(make_jobs(200, max_tokens=24))
+    place.wait_all()
+    assert {place.record(job_id)["attempt"] for job_id in ids} == {"1"}
+    place.check(ALL, *engines)
+
+
+# --- fairness ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def long_queue(place: Place) -> Iterator[JobQueue]:
+    """100,000 jobs of one tenant, some of them served; then 10 of another."""
+    queue = JobQueue(place.redis, place.queue)
+    submit_passive(queue, 100_000, "large")
+    for job in Engine(queue, "warm-up").claim(64):
+        queue.write([finish_of(job)])
+    submit_passive(queue, 10, "small")
+    yield queue
+    place.redis.unlink(
+        *place.redis.scan_iter(queue.keys.prefix.replace("{", "\\{").replace("}", "\\}") + "*", count=10_000)
+    )
+
+
+def test_10_jobs_wait_for_no_more_than_10_of_100000_others(long_queue: JobQueue) -> None:
+    """All cost the same, so the two take turns: after 21 claimed jobs the small tenant has been served, whatever the size
+    of the other one's backlog. Counted in jobs, and so in tokens."""
+    engine = Engine(long_queue)
+    order: list[str] = []
+    while len(order) < 21:
+        order += [job_id.partition("-")[0] for job_id in engine.claim_ids(1)]
+    assert order.count("small") == 10
+
+
+def test_10_jobs_are_in_the_first_batch_that_is_claimed(long_queue: JobQueue) -> None:
+    """The same when an engine takes many at once."""
+    batch = Engine(long_queue).claim_ids(32)
+    assert sum(job_id.startswith("small") for job_id in batch) == 10
+
+
+# --- reapers -------------------------------------------------------------------------------------------------------
+
+NUM_ORPHANS = 600
+"""More than a reaper takes back in one call."""
+
+
+def orphan(place: Place) -> EngineId:
+    """An engine that has died with all the jobs."""
+    queue = JobQueue(place.redis, place.queue)
+    dead = Engine(queue, "dead")
+    while dead.claim(256):
+        pass
+    assert len(dead.held) == NUM_ORPHANS
+    dead.die()
+    return dead.id
+
+
+@pytest.mark.slow
+def test_a_reaper_is_killed_while_it_reaps_and_two_others_go_on(place: Place) -> None:
+    proxy = place.proxy()
+    reserves = [place.reserve("--max-num-seqs", "64"), place.reserve("--max-num-seqs", "64")]
+    place.submit(make_jobs(NUM_ORPHANS, max_tokens=4))
+    dead = orphan(place)
+    recover = proxy.catch("recover", "hold-reply")
+    reaper = place.launch("--max-num-seqs", "1", via=proxy)
+    recover.wait()
+    wait_until(lambda: place.client.stats().queued > 0)
+    reaper.kill()
+    assert place.redis.scard(place.client._keys.leases(dead)) == NUM_ORPHANS - 256
+    engines = [reserve.call() for reserve in reserves]
+    place.wait_all()
+    place.check(ALL, *engines)

@@ -1,0 +1,60 @@
+"""The jobs of the fault tests, and what becomes of each when nothing disturbs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from engine_service import LLM
+from millrace import GenerationRequest, SamplingParams
+from tests.e2e.engines import TINY
+
+
+class Output(msgspec.Struct, frozen=True):
+    """What a job ends with."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+
+
+def make_jobs(
+    num_jobs: int, max_tokens: int = 200, *, first: int = 0, prompt_repeats: int = 1
+) -> list[GenerationRequest]:
+    """Sampled jobs with seeds and ids of their own; every second one is streamed. They end by length alone."""
+    return [
+        GenerationRequest(
+            id=f"job-{number}",
+            prompt=f"Count from {number} to 99: " * prompt_repeats,
+            sampling=SamplingParams(temperature=0.8, seed=number, max_tokens=max_tokens, ignore_eos=True),
+            stream=number % 2 == 0,
+        )
+        for number in range(first, first + num_jobs)
+    ]
+
+
+class Undisturbed:
+    """Owns a model in this process, and what it has computed with it: the run that nothing happens to."""
+
+    def __init__(self) -> None:
+        self._llm = LLM(TINY, device="cpu", dtype="float32")
+        self._outputs: dict[bytes, Output] = {}
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+    def outputs(self, requests: Iterable[GenerationRequest]) -> dict[str, Output]:
+        """By job id."""
+        by_id = {request.id or "": request for request in requests}
+        new = [request for request in by_id.values() if _key(request) not in self._outputs]
+        prompts = [request.prompt or list(request.prompt_token_ids or []) for request in new]
+        params = [request.sampling for request in new]
+        for request, found in zip(new, self._llm.generate(prompts, params, use_tqdm=False), strict=True):
+            only = found.outputs[0]
+            self._outputs[_key(request)] = Output(only.text, only.token_ids, only.finish_reason)
+        return {job_id: self._outputs[_key(request)] for job_id, request in by_id.items()}
+
+
+def _key(request: GenerationRequest) -> bytes:
+    return msgspec.json.encode((request.prompt, request.prompt_token_ids, request.sampling))

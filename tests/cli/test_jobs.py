@@ -1,0 +1,160 @@
+"""One job through the command, on a real server: submit, look, stream, cancel, and every error with its exit status."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.cli.command import ROOT, Command, environment, python, started
+from tests.cli.conftest import EngineByHand
+
+
+def test_a_submitted_job_can_be_looked_up(millrace: Command) -> None:
+    assert millrace("submit", "3 + 4 =", "--id", "a", "--max-tokens", "4") == (0, "a\n", "")
+    (job,) = millrace("get", "a", "--json").json_lines()
+    assert (job["id"], job["state"], job["text"]) == ("a", "queued", "")
+    assert millrace("get", "a").out == "a: queued, 0 ahead of it\n"
+
+
+def test_the_options_reach_the_request(millrace: Command, engine: EngineByHand) -> None:
+    options = ("--temperature", "0.5", "--top-k", "3", "--seed", "7", "--stop", "a", "--stop", "b", "--ignore-eos")
+    assert millrace("submit", "-", *options, "--stop-token-ids", "5", stdin="from stdin\n").status == 0
+    (job,) = engine.claim()
+    assert job.seed == 7
+    for part in ('"prompt":"from stdin"', '"temperature":0.5', '"top_k":3', '"stop":["a","b"]', '"ignore_eos":true'):
+        assert part in job.body.decode()
+
+
+def test_what_an_engine_wrote_is_shown(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.finish(engine.claim()[0], "täglich\n")
+    assert millrace("get", "a").out == "a: finished (stop) 3 + 9 tokens\ntäglich\n\n"
+    assert millrace("submit", "x", "--id", "a", "--wait").out == "täglich\n\n"
+    assert millrace("tail", "a").out == "täglich\n\n"
+    first, last = millrace("tail", "a", "--json").json_lines()
+    assert (first["text"], last["text"], last["state"]) == ("täglich\n", "", "finished")
+    assert [event["id"] for event in millrace("tail", "a", "--json", "--after", first["id"]).json_lines()] == [
+        last["id"]
+    ]
+
+
+def test_a_terminal_without_the_characters_gets_escapes(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.finish(engine.claim()[0], "weiß")
+    ran = python(*millrace.line("tail", "a"), PYTHONIOENCODING="ascii")
+    assert (ran.status, ran.out) == (0, "wei\\xdf\n")
+
+
+def test_a_stream_is_printed_as_it_comes(millrace: Command, engine: EngineByHand) -> None:
+    with started(*millrace.line("submit", "x", "--stream")) as streaming:
+        while not (jobs := engine.claim()):
+            assert streaming.poll() is None
+        engine.finish(jobs[0], "seven")
+        assert streaming.communicate(timeout=20)[0] == "seven\n"
+    assert streaming.returncode == 0
+
+
+def test_a_failed_job_gives_status_1_and_its_reason(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.fail(engine.claim()[0], "the model is tired")
+    for verb in ("tail", "get"):
+        assert "Traceback" not in millrace(verb, "a").err
+    assert millrace("tail", "a").status == 1
+    assert millrace("tail", "a").err == "millrace: a: failed: the model is tired\n"
+    assert millrace("submit", "x", "--id", "a", "--wait").status == 1
+    assert millrace("get", "a").out == "a: failed (error) 3 + 0 tokens the model is tired\n"
+
+
+def test_cancelling_says_what_became_of_each(millrace: Command) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id)
+    assert millrace("cancel", "a", "b") == (0, "a\tcancelled\nb\tcancelled\n", "")
+    assert millrace("cancel", "a", "--json").json_lines() == [{"id": "a", "outcome": "cancelled"}]
+    assert millrace("get", "a").out.startswith("a: cancelled")
+
+
+def test_jobs_are_listed_by_state(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.finish(engine.claim()[0], "two\nlines")
+    millrace("submit", "x", "--id", "b")
+    assert millrace("ls").out == "b\tqueued\t0\t\na\tfinished\t9\ttwo lines\n"
+    assert [job["id"] for job in millrace("ls", "--state", "finished", "--json").json_lines()] == ["a"]
+    assert millrace("ls", "--limit", "1").out.count("\n") == 1
+
+
+def test_the_counts_of_a_queue(millrace: Command, engine: EngineByHand) -> None:
+    assert millrace("stats", "--min-engines", "1").status == 1
+    millrace("submit", "x")
+    engine.finish(engine.claim()[0], "text")
+    (counts,) = millrace("stats", "--json").json_lines()
+    assert (counts["queued"], counts["finished"], counts["engines"], counts["generated_tokens"]) == (0, 1, 1, 4)
+    ran = millrace("stats", "--min-engines", "1")
+    assert ran.status == 0
+    assert "generated tokens\t4\n" in ran.out
+
+
+def test_an_unknown_job_is_status_3(millrace: Command) -> None:
+    for verb in ("get", "tail", "cancel"):
+        ran = millrace(verb, "nobody")
+        assert (ran.status, ran.out) == (3, "")
+        assert "nobody" in ran.err
+        assert len(ran.err.splitlines()) == 1
+
+
+def test_an_invalid_request_is_status_2_and_names_the_field(millrace: Command) -> None:
+    millrace("submit", "x", "--id", "a")
+    for arguments, field in [
+        (("x", "--max-tokens", "0"), "max_tokens"),
+        (("x", "--temperature", "nan"), "temperature"),
+        (("",), "prompt"),
+        (("x", "--id", "not an id"), "id"),
+        (("another prompt", "--id", "a"), "id"),
+    ]:
+        ran = millrace("submit", *arguments)
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err.startswith(f"millrace: {field}: ")
+        assert len(ran.err.splitlines()) == 1
+    assert millrace("submit", "-", stdin=b"\xff").status == 2
+
+
+def test_a_queue_name_that_cannot_be_is_status_2(redis_url: str) -> None:
+    for verb in (("stats",), ("ls",), ("submit", "x")):
+        ran = Command(redis_url, "a b")(*verb)
+        assert ran.status == 2
+        assert ran.err.startswith("millrace: queue: ")
+
+
+def test_a_server_that_cannot_be_used_is_status_4(tmp_path: Path) -> None:
+    for url in (f"unix://{tmp_path}/no.sock", "redis://127.0.0.1:1/0", "http://127.0.0.1"):
+        ran = Command(url, "default")("stats")
+        assert (ran.status, ran.out) == (4, "")
+        assert len(ran.err.splitlines()) == 1
+
+
+def test_the_server_comes_from_the_environment_too(millrace: Command, redis_url: str, queue_name: str) -> None:
+    millrace("submit", "x", "--id", "a")
+    ran = python("-P", "-m", "millrace", "get", "a", "--queue", queue_name, MILLRACE_REDIS_URL=redis_url)
+    assert ran.out == "a: queued, 0 ahead of it\n"
+
+
+def test_waiting_too_long_is_status_5(millrace: Command) -> None:
+    ran = millrace("submit", "x", "--wait", "--timeout", "0.2")
+    assert (ran.status, ran.out) == (5, "")
+    assert len(ran.err.splitlines()) == 1
+
+
+def test_an_interrupt_is_status_130_and_silent(millrace: Command) -> None:
+    with started(*millrace.line("submit", "x", "--id", "a", "--wait")) as waiting:
+        while millrace("get", "a").status:
+            assert waiting.poll() is None
+        waiting.send_signal(signal.SIGINT)
+        _, words = waiting.communicate(timeout=20)
+    assert (waiting.returncode, words) == (130, "")
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly(millrace: Command) -> None:
+    command = f"{sys.executable} {' '.join(millrace.line('stats'))} | true"
+    ran = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, timeout=20)
+    assert ran.stderr == b""

@@ -1,0 +1,86 @@
+"""Batches, retries, pauses and places in the queue, through the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import redis
+
+from results.keys import QueueKeys
+from tests.cli.command import Command, Ran, python
+from tests.cli.conftest import EngineByHand
+
+
+def batch_status(millrace: Command, *arguments: str) -> Ran:
+    return python("-P", "-m", "millrace", "batch", "status", *millrace.place, *arguments)
+
+
+def test_a_batch_is_submitted_looked_at_and_cancelled(millrace: Command, engine: EngineByHand) -> None:
+    lines = "".join(json.dumps({"id": f"j{n}", "prompt": "x"}) + "\n" for n in range(3))
+    assert millrace("submit", "--file", "-", "--batch", "nightly", stdin=lines).status == 0
+    assert millrace("submit", "x", "--id", "late", "--batch", "nightly", "--delay-s", "3600").status == 0
+    engine.finish(engine.claim()[0], "done")
+    rows = dict(line.split("\t") for line in batch_status(millrace, "nightly").out.splitlines())
+    assert (rows["running"], rows["delayed"], rows["finished"], rows["total"]) == ("2", "1", "1", "4")
+    assert "time left" in rows
+    (status,) = batch_status(millrace, "nightly", "--json").json_lines()
+    assert (status["batch"], status["running"]) == ("nightly", 2)
+    cancelled = millrace("cancel", "--batch", "nightly")
+    assert set(cancelled.out.splitlines()) == {"j0\tfinished", "j1\tcancelling", "j2\tcancelling", "late\tcancelled"}
+    assert millrace("cancel", "--batch", "unheard-of").status == 3
+    assert batch_status(millrace, "unheard-of").status == 3
+
+
+def test_failed_jobs_are_run_again(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id)
+    for job in engine.claim():
+        engine.fail(job, "no luck")
+    assert millrace("retry", "a").out == "a\ta.r1\n"
+    assert millrace("get", "a").out == "a: failed (error) 3 + 0 tokens no luck, run again as a.r1\n"
+    assert millrace("retry", "--all", "--json").json_lines() == [{"id": "b", "redriven_as": "b.r1"}]
+    refused = millrace("retry", "a.r1")
+    assert refused.status == 2
+    assert refused.err.startswith("millrace: job 'a.r1' is queued: only a job that has failed")
+    assert millrace("retry", "nobody").status == 3
+
+
+def test_a_paused_queue_gives_nothing_out(millrace: Command, engine: EngineByHand) -> None:
+    assert millrace("pause").status == 0
+    millrace("submit", "x", "--id", "a")
+    assert engine.claim() == []
+    assert "is paused\tTrue" in millrace("stats").out
+    assert millrace("resume").status == 0
+    assert [job.job_id for job in engine.claim()] == ["a"]
+
+
+def test_get_tells_a_jobs_place(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b", "c"):
+        millrace("submit", "x", "--id", job_id)
+    (job,) = [job for job in engine.claim() if job.job_id == "a"]
+    engine.finish(job, "x")
+    millrace("submit", "x", "--id", "d", "--priority", "1")
+    place = millrace("get", "d", "--json").json_lines()[0]
+    assert place["num_ahead"] == 0
+    assert place["eta_s"] is not None
+    assert millrace("get", "d").out.startswith("d: queued, 0 ahead of it, begins in about ")
+
+
+def test_what_a_full_queue_did_not_take_is_named(
+    millrace: Command, redis_client: redis.Redis, queue_name: str, tmp_path: Path
+) -> None:
+    redis_client.hset(QueueKeys(queue_name).settings, "max_queued_jobs", 2)
+    file = tmp_path / "jobs"
+    file.write_text("".join(json.dumps({"id": f"j{n}", "prompt": "x"}) + "\n" for n in range(4)))
+    ran = millrace("submit", "--file", str(file))
+    assert (ran.status, ran.out.split()) == (1, ["j0", "j1"])
+    assert ran.err.startswith("millrace: line 3 and what follows is not submitted: the queue has as many jobs waiting")
+    assert millrace("submit", "x").status == 1
+
+
+def test_a_server_that_cannot_make_it_durable_is_told(millrace: Command) -> None:
+    ran = millrace("submit", "x", "--id", "a", "--durability", "disk")
+    assert ran.status == 4
+    assert "appendonly" in ran.err
+    assert millrace("get", "a").status == 0

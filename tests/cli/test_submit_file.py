@@ -1,0 +1,87 @@
+"""`millrace submit --file`: a job on each line, bad ones by their number, results as they come."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from results.messages import ClaimedJob
+from tests.cli.command import Command, started
+from tests.cli.conftest import EngineByHand
+
+
+def write_lines(path: Path, *lines: bytes | dict[str, Any]) -> Path:
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
+    return path
+
+
+def test_every_line_becomes_a_job(millrace: Command, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "jobs", *({"id": f"j{n}", "prompt": "x"} for n in range(600)))
+    ran = millrace("submit", "--file", str(file))
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out.split() == [f"j{n}" for n in range(600)]
+    assert millrace("stats", "--json").json_lines()[0]["queued"] == 600
+
+
+def test_a_bad_line_is_named_and_stops_nothing(millrace: Command, tmp_path: Path) -> None:
+    file = write_lines(
+        tmp_path / "jobs",
+        {"id": "a", "prompt": "x"},
+        b"not json",
+        b"",
+        {"id": "b", "prompt": "x", "max_tokens": 0},
+        {"id": "c", "prompt": "x", "colour": "red"},
+        b"[1, 2]",
+        b'{"id": "d", "prompt": "\xff"}',
+        {"id": "e", "prompt": "x" * (1 << 20)},
+        {"id": "a", "prompt": "another"},
+        {"id": "a", "prompt": "x"},
+        b"[" * 20_000,
+        {"id": "f", "prompt": "x"},
+    )
+    ran = millrace("submit", "--file", str(file))
+    assert ran.status == 2
+    assert ran.out.split() == ["a", "a", "f"]
+    *complaints, last = ran.err.splitlines()
+    numbers = [int(line.removeprefix("millrace: line ").partition(":")[0]) for line in complaints]
+    assert sorted(numbers) == [2, 4, 5, 6, 7, 8, 9, 11]
+    assert last == "millrace: 3 jobs submitted, 8 lines refused"
+
+
+def test_the_same_file_twice_is_the_same_jobs(millrace: Command, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "jobs", {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"})
+    for _ in range(2):
+        assert millrace("submit", "--file", str(file)).out.split() == ["a", "b"]
+    assert millrace("stats", "--json").json_lines()[0]["queued"] == 2
+
+
+def test_options_fill_what_a_line_leaves_out(millrace: Command, engine: EngineByHand) -> None:
+    lines = '{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "x", "max_tokens": 5}\n'
+    assert millrace("submit", "--file", "-", "--max-tokens", "9", stdin=lines).status == 0
+    limits = {job.job_id: json.loads(job.body)["max_tokens"] for job in engine.claim()}
+    assert limits == {"a": 9, "b": 5}
+
+
+def test_waiting_prints_each_result_when_it_is_there(millrace: Command, engine: EngineByHand, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "jobs", {"id": "a", "prompt": "x"}, {"prompt": "no id"}, {"id": "c", "prompt": "x"})
+    with started(*millrace.line("submit", "--file", str(file), "--wait")) as waiting:
+        assert waiting.stdout
+        jobs: list[ClaimedJob] = []
+        while len(jobs) < 3:
+            jobs += engine.claim()
+        engine.finish(jobs[2], "three")
+        assert json.loads(waiting.stdout.readline())["id"] == jobs[2].job_id
+        engine.fail(jobs[0], "no luck")
+        engine.finish(jobs[1], "two")
+        rest, words = waiting.communicate(timeout=20)
+    assert {json.loads(line)["state"] for line in rest.splitlines()} == {"failed", "finished"}
+    assert words == f"millrace: {jobs[0].job_id}: failed: no luck\n"
+    assert waiting.returncode == 1
+
+
+def test_waiting_too_long_is_status_5(millrace: Command) -> None:
+    ran = millrace("submit", "--file", "-", "--wait", "--timeout", "0.2", stdin='{"prompt": "x"}')
+    assert (ran.status, ran.out) == (5, "")

@@ -1,0 +1,71 @@
+"""The image, as far as it can be checked without a container engine: what goes in, who runs it, and the wheel inside."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES: list[str] = PROJECT["tool"]["setuptools"]["packages"]
+
+
+def instructions(stage: str) -> list[tuple[str, str]]:
+    lines = re.sub(r"\\\n", " ", stage).splitlines()
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines) if word.isupper()]
+
+
+FINAL_STAGE = instructions(DOCKERFILE[DOCKERFILE.rindex("\nFROM ") :])
+
+
+def test_the_process_does_not_run_as_root() -> None:
+    users = [user for word, user in FINAL_STAGE if word == "USER"]
+    assert users == ["millrace"]
+    assert [word for word, _ in FINAL_STAGE].index("USER") < [word for word, _ in FINAL_STAGE].index("ENTRYPOINT")
+
+
+def test_the_image_is_the_command() -> None:
+    final = dict(FINAL_STAGE)
+    assert final["ENTRYPOINT"] == '["millrace"]'
+    assert "millrace" in final["HEALTHCHECK"]
+    assert final["STOPSIGNAL"] == "SIGTERM"
+
+
+def test_the_build_context_holds_every_package_and_nothing_private() -> None:
+    lines = (ROOT / ".dockerignore").read_text().split()
+    allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
+    folders = {package.partition(".")[0] for package in PACKAGES}
+    assert lines[0] == "*"
+    assert allowed == {*folders, "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+
+
+def test_every_folder_with_modules_is_a_declared_package() -> None:
+    tops = {package.partition(".")[0] for package in PACKAGES}
+    found = {path.parent.relative_to(ROOT).as_posix() for top in tops for path in (ROOT / top).rglob("*.py")}
+    assert {folder.replace("/", ".") for folder in found} == set(PACKAGES)
+
+
+def test_the_wheel_carries_the_scripts_and_only_our_packages(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in {package.partition(".")[0] for package in PACKAGES}:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    ran = subprocess.run([*build, "-w", str(tmp_path), str(tree)], capture_output=True, text=True, timeout=90)
+    assert ran.returncode == 0, ran.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    scripts = {path.relative_to(ROOT).as_posix() for path in (ROOT / "results" / "lua").glob("*.lua")}
+    assert scripts
+    assert scripts <= names
+    assert {name.partition("/")[0] for name in names if not name.startswith("millrace-")} == {
+        package.partition(".")[0] for package in PACKAGES
+    }

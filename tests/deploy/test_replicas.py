@@ -1,0 +1,98 @@
+"""The commands of docker-compose.yml as plain processes: a server with its settings, two replicas of the CPU engine, the
+health checks, and the signal that ends them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace import Client, GenerationRequest, SamplingParams
+from millrace.embedded import EmbeddedServer
+from results.connection import connect
+from tests.cli.command import environment, python
+from tests.deploy.test_compose import ROOT, SERVICES, command_of
+
+START_LIMIT_S = 60.0
+NUM_JOBS = 40
+
+
+@pytest.fixture
+def compose_server() -> Iterator[EmbeddedServer]:
+    """A server with the options of the service `redis`."""
+    program, *words = command_of("redis")
+    assert program == "valkey-server"
+    options = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    with EmbeddedServer(options=options) as server:
+        yield server
+
+
+@pytest.fixture
+def replicas(compose_server: EmbeddedServer, tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two processes with the command of the service `engine-cpu`, the model where it lies in the checkout."""
+    command = [word.replace("/models/", f"{ROOT}/examples/") for word in command_of("engine-cpu")]
+    processes = []
+    for number in range(2):
+        with (tmp_path / f"engine-{number}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "millrace", *command],
+                env=environment(MILLRACE_REDIS_URL=compose_server.url),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        processes.append(process)
+    yield processes
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def is_healthy(service: str, redis_url: str) -> bool:
+    check = SERVICES[service]["healthcheck"]["test"][2:]
+    return python("-P", "-m", "millrace", *check, MILLRACE_REDIS_URL=redis_url).status == 0
+
+
+def wait_for_engines(client: Client, number: int, replicas: list[subprocess.Popen[bytes]]) -> None:
+    limit = time.monotonic() + START_LIMIT_S
+    while client.stats().engines < number:
+        assert all(process.poll() is None for process in replicas)
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
+def test_the_server_keeps_what_it_accepted(compose_server: EmbeddedServer) -> None:
+    with connect(compose_server.url) as connection:
+        settings = {
+            name: connection.config_get(name)[name] for name in ("appendonly", "appendfsync", "maxmemory-policy")
+        }
+    assert settings == {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
+
+
+def test_two_replicas_share_the_queue_and_end_when_they_are_told(
+    compose_server: EmbeddedServer, replicas: list[subprocess.Popen[bytes]]
+) -> None:
+    sampling = SamplingParams(max_tokens=8, temperature=0)
+    requests = [GenerationRequest(id=f"j{n}", prompt=f"{n} + 1 =", sampling=sampling) for n in range(NUM_JOBS)]
+    assert not is_healthy("engine-cpu", compose_server.url)
+    with Client(compose_server.url) as client:
+        wait_for_engines(client, 2, replicas)
+        assert is_healthy("engine-cpu", compose_server.url)
+        assert is_healthy("gateway", compose_server.url)
+        jobs = list(client.as_completed(client.submit_many(requests), timeout_s=60))
+        assert {job.id for job in jobs} == {request.id for request in requests}
+        assert {job.state for job in jobs} == {"finished"}
+        assert client.stats().finished == NUM_JOBS
+    for process in replicas:
+        process.send_signal(signal.Signals[_stop_signal()])
+    assert [process.wait(30) for process in replicas] == [0, 0]
+    assert not is_healthy("engine-cpu", compose_server.url)
+
+
+def _stop_signal() -> str:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("STOPSIGNAL "))

@@ -1,0 +1,231 @@
+"""Bad input gets one clear error that names the field, a terminal record where there is a job, and costs nobody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from millrace import Client, GenerationRequest, SamplingParams
+from millrace.embedded import EmbeddedServer
+from producer.errors import InvalidRequest
+from results.messages import JobConflict
+from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
+from tests.results.invariants import check_all_ended
+from tests.worker.models import make_model
+
+QUEUE = "bad-input"
+INBOX = f"millrace:{{{QUEUE}}}:inbox"
+LIMIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def service(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    log = tmp_path_factory.mktemp("bad-input") / "engine.log"
+    with EngineProcess(log, redis_url, QUEUE, "--served-model-name", "tiny") as engine:
+        yield engine.wait_until_serving()
+
+
+@pytest.fixture
+def client(service: EngineProcess, redis_url: str) -> Iterator[Client]:
+    """A client; whatever the test did, the engine must serve the next job afterwards."""
+    with Client(redis_url, queue=QUEUE) as client:
+        yield client
+        assert client.wait(client.submit(prompt="3 + 4 =", max_tokens=4, temperature=0.0), LIMIT_S).text == " 7"
+
+
+# --- through the open door -----------------------------------------------------------------------------------------
+
+BAD_BODIES: dict[str, tuple[str, bytes]] = {
+    "not JSON": ("body", b'{"id":"ID","prompt":"x",,}'),
+    "an unknown field": ("promt", b'{"id":"ID","promt":"x"}'),
+    "a wrong type": ("max_tokens", b'{"id":"ID","prompt":"x","max_tokens":"8"}'),
+    "a boolean for a number": ("max_tokens", b'{"id":"ID","prompt":"x","max_tokens":true}'),
+    "NaN": ("temperature", b'{"id":"ID","prompt":"x","temperature":NaN}'),
+    "an empty prompt": ("prompt", b'{"id":"ID","prompt":""}'),
+    "no prompt": ("prompt", b'{"id":"ID"}'),
+    "two prompts": ("prompt", b'{"id":"ID","prompt":"x","prompt_token_ids":[7]}'),
+    "max_tokens of 0": ("max_tokens", b'{"id":"ID","prompt":"x","max_tokens":0}'),
+    "negative max_tokens": ("max_tokens", b'{"id":"ID","prompt":"x","max_tokens":-1}'),
+    "max_tokens of 2^63": ("max_tokens", b'{"id":"ID","prompt":"x","max_tokens":9223372036854775808}'),
+    "a field that does not work yet": ("presence_penalty", b'{"id":"ID","prompt":"x","presence_penalty":0.5}'),
+    "deep nesting": ("messages", b'{"id":"ID","messages":' + b"[" * 10_000 + b"]" * 10_000 + b"}"),
+    "deep nesting where anything goes": (
+        "body",
+        b'{"id":"ID","messages":[{"role":"user","content":' + b"[" * 10_000 + b"]" * 10_000 + b"}]}",
+    ),
+    "invalid UTF-8": ("body", b'{"id":"ID","prompt":"\xff\xfe"}'),
+    "too large a payload": ("body", b'{"id":"ID","prompt":"' + b"x" * (1 << 20) + b'"}'),
+    "token ids outside the vocabulary": ("prompt_token_ids", b'{"id":"ID","prompt_token_ids":[5,512]}'),
+    "stop ids outside the vocabulary": ("stop_token_ids", b'{"id":"ID","prompt":"x","stop_token_ids":[512]}'),
+    "a prompt longer than the context": (
+        "prompt",
+        b'{"id":"ID","prompt_token_ids":' + str([7] * 1024).encode() + b"}",
+    ),
+    "another model": ("model", b'{"id":"ID","prompt":"x","model":"large"}'),
+    "messages that the template can't render": ("messages", b'{"id":"ID","messages":[{"role":"user","content":{}}]}'),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BODIES)
+def test_a_bad_entry_of_the_inbox_ends_as_a_failed_record_under_its_id(
+    case: str, client: Client, redis_client: redis.Redis, queue_name: str
+) -> None:
+    field, body = BAD_BODIES[case]
+    job_id = queue_name  # unique
+    redis_client.xadd(INBOX, {"job": body.replace(b"ID", job_id.encode())})
+    wait_until(lambda: redis_client.exists(f"millrace:{{{QUEUE}}}:job:{job_id}") == 1)
+    job = client.wait(job_id, LIMIT_S)
+    assert (job.state, job.finish_reason, job.text) == ("failed", "error", "")
+    assert job.error is not None
+    assert job.error.field == field, job.error
+    assert field in job.error.message
+    check_all_ended(redis_client, QUEUE, [job_id])
+
+
+@pytest.mark.parametrize("body", [b'{"id":"has space","prompt":"x"}', b'{"id":"%s","prompt":"x"}' % (b"x" * 129), b"7"])
+def test_an_entry_without_a_usable_id_is_kept_among_the_rejected(
+    body: bytes, client: Client, redis_client: redis.Redis
+) -> None:
+    rejected = f"millrace:{{{QUEUE}}}:rejected"
+    before = redis_client.xlen(rejected)
+    redis_client.xadd(INBOX, {"job": body})
+    wait_until(lambda: redis_client.xlen(rejected) == before + 1)
+    assert redis_client.xlen(INBOX) == 0
+
+
+# --- through the client --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("max_tokens", {"prompt": "x", "max_tokens": 0}),
+        ("max_tokens", {"prompt": "x", "max_tokens": 2**63}),
+        ("temperature", {"prompt": "x", "temperature": float("nan")}),
+        ("prompt", {"prompt": ""}),
+        ("prompt", {}),
+        ("id", {"prompt": "x", "job_id": "has space"}),
+        ("id", {"prompt": "x", "job_id": "x" * 129}),
+        ("body", {"prompt": "x" * (1 << 20)}),
+        ("logprobs", {"prompt": "x", "logprobs": 3}),
+        ("deadline_s", {"prompt": "x", "deadline_s": -3.0}),
+        ("delay_s", {"prompt": "x", "delay_s": -1.0}),
+        ("priority", {"prompt": "x", "priority": 0.5}),
+        ("tenant", {"prompt": "x", "tenant": "a b"}),
+    ],
+)
+def test_the_client_refuses_before_anything_is_sent(field: str, arguments: dict[str, Any], client: Client) -> None:
+    before = client.stats()
+    with pytest.raises(InvalidRequest) as caught:
+        client.submit(**arguments)
+    assert caught.value.field == field
+    after = client.stats()
+    assert (after.queued, after.finished, after.failed) == (before.queued, before.finished, before.failed)
+
+
+def test_an_unknown_argument_is_named(client: Client) -> None:
+    with pytest.raises((InvalidRequest, TypeError), match="promt"):
+        client.submit(promt="x")
+
+
+def test_the_same_id_with_the_same_body_is_the_same_job_and_with_another_a_conflict(
+    client: Client, queue_name: str
+) -> None:
+    assert client.submit(prompt="3 + 4 =", max_tokens=4, job_id=queue_name) == queue_name
+    assert client.submit(prompt="3 + 4 =", max_tokens=4, job_id=queue_name) == queue_name
+    with pytest.raises(JobConflict, match=queue_name):
+        client.submit(prompt="5 + 4 =", max_tokens=4, job_id=queue_name)
+    assert client.wait(queue_name, LIMIT_S).attempt == 1
+
+
+def test_bad_jobs_in_a_batch_cost_their_neighbours_nothing(client: Client) -> None:
+    good = [GenerationRequest(prompt="3 + 4 =", sampling=SamplingParams(temperature=0.0, max_tokens=4))] * 20
+    bad = [GenerationRequest(prompt_token_ids=[9999])] * 20
+    mixed = [request for pair in zip(good, bad, strict=True) for request in pair]
+    jobs = [client.wait(job_id, LIMIT_S) for job_id in client.submit_many(mixed)]
+    assert [job.text for job in jobs[::2]] == [" 7"] * 20
+    assert {job.state for job in jobs[1::2]} == {"failed"}
+
+
+# --- at the start --------------------------------------------------------------------------------------------------
+
+
+def serve(*options: str, cwd: Path | None = None) -> tuple[int, str]:
+    """(exit status, what it wrote to stderr) of an engine service that must not start."""
+    command = [sys.executable, "-P", "-m", "millrace", "serve", "--device", "cpu", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, cwd=cwd, check=False)
+    return ended.returncode, ended.stderr.strip()
+
+
+def missing(path: Path) -> str:
+    return str(path / "nowhere")
+
+
+def truncated(path: Path) -> str:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    return str(path)
+
+
+def pickled(path: Path) -> str:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    return str(path)
+
+
+def needs_remote_code(path: Path) -> str:
+    change_config(path, model_type="homegrown", auto_map={"AutoModelForCausalLM": "modeling.Homegrown"})
+    return str(path)
+
+
+def unsupported(path: Path) -> str:
+    change_config(path, model_type="t5", architectures=["T5ForConditionalGeneration"])
+    return str(path)
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("spoil", [missing, truncated, pickled, needs_remote_code, unsupported])
+def test_a_model_that_can_not_be_served_ends_the_start_with_one_sentence(
+    spoil: Callable[[Path], str], redis_url: str, tmp_path: Path
+) -> None:
+    make_model("llama", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((TINY / name).read_bytes())
+    status, error = serve("--model", spoil(tmp_path), "--redis", redis_url, "--log-level", "ERROR")
+    assert status == 2
+    assert "Traceback" not in error
+    assert error.splitlines()[-1].startswith("millrace serve: ")
+    assert str(tmp_path) in error or "homegrown" in error or "t5" in error.lower()
+
+
+def test_without_redis_there_is_one_sentence() -> None:
+    status, error = serve("--model", str(TINY), "--redis", "redis://127.0.0.1:1/0")
+    assert status == 4
+    assert "Traceback" not in error
+    assert "cannot be reached" in error
+
+
+def test_a_server_that_evicts_is_refused_by_name_of_the_setting() -> None:
+    with EmbeddedServer(options={"maxmemory-policy": "allkeys-lru"}) as server:
+        status, error = serve("--model", str(TINY), "--redis", server.url)
+    assert status == 4
+    assert "maxmemory-policy" in error
+    assert "noeviction" in error
+
+
+def test_a_bad_option_is_named(redis_url: str) -> None:
+    status, error = serve("--model", str(TINY), "--redis", redis_url, "--kv-cache-memory", "much")
+    assert status == 2
+    assert "kv_cache_memory" in error

@@ -1,0 +1,157 @@
+"""The engine over real worker processes that run the stub: losses, restarts, quarantine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from engine_service.core.scheduler import SchedulerConfig
+from engine_service.core.sequence import Sequence
+from engine_service.engine import Engine, Progress
+from engine_service.errors import ConfigurationError, EngineDead
+from engine_service.generation import Generation, TextRules
+from executor.base import Executor
+from executor.messages import WorkerConfig
+from executor.multiproc import MultiprocExecutor
+from executor.uniproc import UniprocExecutor
+from tests.engine.sequences import make_sequence, stub_output
+
+Build = Callable[..., Engine]
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+    monkeypatch.setattr("engine_service.recovery.RESTART_BACKOFF_S", (0.0, 0.0, 0.0))
+    engines: list[Engine] = []
+
+    def make(
+        faults: str = "", kind: type[Executor] = MultiprocExecutor, num_blocks: int = 64, **options: int
+    ) -> Engine:
+        config = WorkerConfig(model=faults, num_blocks=num_blocks, block_size=4, **options)  # type: ignore[arg-type]
+        executor = kind(config, worker_module="executor.stub")  # type: ignore[call-arg]
+        engines.append(Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.shutdown()
+
+
+def generation(seq_id: int, prompt_len: int = 5, max_tokens: int = 12) -> Generation:
+    sequence = make_sequence(seq_id, prompt_len, max_tokens)
+    return Generation(sequence, TextRules(is_text_wanted=False), tokenizer=None)
+
+
+def run(engine: Engine, generations: list[Generation]) -> list[Progress]:
+    """All that ended, in order."""
+    for one in generations:
+        engine.add(one)
+    ended: list[Progress] = []
+    for _ in range(500):
+        if not engine.has_work:
+            return ended
+        ended += [one for one in engine.step() if one.finish_reason or one.failure]
+        engine.scheduler.check_integrity()
+    raise AssertionError(f"not done: {engine}")
+
+
+def assert_undisturbed(generations: list[Generation]) -> None:
+    for one in generations:
+        sequence: Sequence = one.sequence
+        assert one.token_ids == stub_output(sequence.prompt_token_ids, sequence.stop_rules.max_tokens)
+
+
+@pytest.mark.parametrize("kind", [UniprocExecutor, MultiprocExecutor])
+def test_a_batch_runs_to_its_end(build: Build, kind: type[Executor]) -> None:
+    engine = build(kind=kind)
+    engine.start()
+    generations = [generation(number) for number in range(1, 12)]
+    ended = run(engine, generations)
+    assert {one.finish_reason for one in ended} == {"length"}
+    assert len(ended) == 11
+    assert_undisturbed(generations)
+
+
+def test_a_worker_that_dies_in_a_step_is_replaced_and_the_output_is_the_same(build: Build, tmp_path: Path) -> None:
+    engine = build(f"die-at-step=6,once={tmp_path / 'died'}")
+    engine.start()
+    generations = [generation(number) for number in range(1, 6)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+
+
+@pytest.mark.parametrize("kind", [UniprocExecutor, MultiprocExecutor])
+def test_a_step_that_raises_is_done_again_by_a_fresh_worker(build: Build, kind: type[Executor], tmp_path: Path) -> None:
+    engine = build(f"raise-at-step=6,once={tmp_path / 'raised'}", kind=kind)
+    engine.start()
+    generations = [generation(number) for number in range(1, 6)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+
+
+def test_a_poisonous_prompt_is_quarantined_alone(build: Build) -> None:
+    generations = [generation(number) for number in range(1, 6)]
+    poison = generations[3]
+    engine = build(f"die-on-token={poison.sequence.prompt_token_ids[-1]}")
+    engine.start()
+    ended = run(engine, generations)
+    failed = [one for one in ended if one.failure is not None]
+    assert [one.generation for one in failed] == [poison]
+    assert failed[0].failure is not None
+    assert failed[0].failure.kind == "crashed"
+    assert_undisturbed([one for one in generations if one is not poison])
+
+
+def test_workers_that_die_without_end_stop_the_engine(build: Build) -> None:
+    engine = build("die-at-step=1")
+    engine.start()
+    generations = [generation(number) for number in range(1, 9)]
+    with pytest.raises(EngineDead, match="one token"):
+        run(engine, generations)
+    assert all(one.finish_reason is None for one in generations)
+
+
+def test_a_worker_that_dies_while_idle_is_replaced_by_the_next_check(build: Build) -> None:
+    engine = build()
+    engine.start()
+    executor = engine._executor
+    assert isinstance(executor, MultiprocExecutor)
+    os.kill(executor.worker_pids()[0], signal.SIGKILL)
+    assert executor._handles[0].wait(10)
+    assert engine.check_workers() == []
+    generations = [generation(1)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+
+
+def test_a_start_that_can_never_work_is_not_tried_again(build: Build) -> None:
+    with pytest.raises(ConfigurationError, match="load_model"):
+        build("raise-at-start").start()
+
+
+def test_a_start_that_is_killed_every_time_gives_up(build: Build) -> None:
+    with pytest.raises(EngineDead, match="do not start"):
+        build("die-at-start").start()
+
+
+def test_the_context_is_what_the_pool_can_hold(build: Build) -> None:
+    assert build(num_blocks=11).start().max_model_len == 40
+
+
+def test_an_aborted_generation_gives_its_blocks_back(build: Build) -> None:
+    engine = build()
+    engine.start()
+    aborted, kept = generation(1, max_tokens=50), generation(2)
+    engine.add(aborted)
+    engine.add(kept)
+    engine.step()
+    engine.abort(aborted)
+    engine.abort(aborted)
+    while engine.has_work:
+        engine.step()
+    assert_undisturbed([kept])
+    assert engine.scheduler.stats().num_free_blocks == 63

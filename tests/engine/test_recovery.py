@@ -1,0 +1,157 @@
+"""An engine that gets less than it asked for: less memory, fewer ranks; and one that gives its memory back for a while."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine_service.errors import EngineDead, EngineError
+from engine_service.token_budget import FLOOR_TOKENS, GROW_EVERY_STEPS, TokenBudget
+from executor.base import Executor
+from executor.errors import Asleep
+from executor.multiproc import MultiprocExecutor
+from executor.sizes import smaller_sizes, why_impossible
+from executor.uniproc import UniprocExecutor
+from tests.engine.test_engine import Build, assert_undisturbed, build, generation, run
+
+__all__ = ["build"]
+
+both_kinds = pytest.mark.parametrize("kind", [UniprocExecutor, MultiprocExecutor])
+
+
+# --- memory ---
+
+
+@both_kinds
+def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_ones(build: Build, kind: type[Executor]) -> None:
+    engine = build("most-tokens=20", kind=kind)
+    engine.start()
+    generations = [generation(number, prompt_len=10) for number in range(1, 9)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+    figures = engine.metrics()
+    assert (figures.executor.num_restarts, figures.token_budget) == (0, FLOOR_TOKENS)
+    assert all(one.sequence.crash_count == 0 for one in generations)
+
+
+def test_without_memory_for_the_smallest_step_the_engine_ends(build: Build) -> None:
+    engine = build("most-tokens=0")
+    engine.start()
+    with pytest.raises(EngineDead):
+        run(engine, [generation(1)])
+
+
+def test_a_rank_that_does_not_come_out_of_it_is_restarted(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_service.engine._STILL_ALIVE_S", 0.5)
+    fault = f"oom-at-step=3,on-rank=1,once={tmp_path / 'done'},meet={tmp_path}"
+    engine = build(fault, tensor_parallel_size=2)
+    engine.start()
+    generations = [generation(number) for number in range(1, 4)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+    assert engine.metrics().executor.num_restarts == 1
+
+
+def test_the_budget_halves_and_grows_back_slowly() -> None:
+    budget = TokenBudget(2048)
+    assert budget.shrink(1000)
+    assert budget.tokens == 500
+    for _ in range(GROW_EVERY_STEPS):
+        budget.count_good_step()
+    assert budget.tokens == 625
+    while budget.shrink(budget.tokens):
+        pass
+    assert budget.tokens == FLOOR_TOKENS
+    for _ in range(30 * GROW_EVERY_STEPS):
+        budget.count_good_step()
+    assert budget.tokens == 2048
+
+
+# --- ranks ---
+
+
+def test_when_a_rank_does_not_come_back_fewer_do_the_work(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_service.recovery.GROW_AFTER_S", 0.0)
+    engine = build(f"never-start-rank=1,unless={tmp_path / 'back'}", tensor_parallel_size=2)
+    engine.start()
+    generations = [generation(number) for number in range(1, 4)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+    figures = engine.metrics().executor
+    assert (figures.world_size, figures.wanted_world_size) == (1, 2)
+    (tmp_path / "back").touch()
+    engine.check_workers()
+    assert engine.metrics().executor.world_size == 2
+    more = [generation(number) for number in range(4, 7)]
+    run(engine, more)
+    assert_undisturbed(more)
+
+
+def test_a_rank_that_is_lost_in_a_step_and_stays_away_costs_nobody_a_token(build: Build, tmp_path: Path) -> None:
+    """The file that lets rank 1 start is taken away once it has."""
+    (allowed := tmp_path / "allowed").touch()
+    engine = build(
+        f"never-start-rank=1,unless={allowed},die-at-step=4,on-rank=1,meet={tmp_path}", tensor_parallel_size=2
+    )
+    engine.start()
+    allowed.unlink()
+    generations = [generation(number) for number in range(1, 4)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+    assert engine.metrics().executor.world_size == 1
+
+
+def test_one_rank_alone_has_nothing_to_fall_to(build: Build) -> None:
+    engine = build("die-at-start")
+    with pytest.raises(EngineDead):
+        engine.start()
+
+
+def test_sizes_to_fall_to_begin_with_the_largest_and_divide_the_heads_as_before() -> None:
+    assert smaller_sizes(4, 2) == [(4, 1), (2, 2), (2, 1), (1, 2), (1, 1)]
+    assert smaller_sizes(1, 1) == []
+
+
+def test_impossible_sizes_are_refused_with_what_would_work() -> None:
+    model = {"num_heads": 8, "num_kv_heads": 4, "num_layers": 6}
+    assert why_impossible(4, 6, **model) is None
+    assert "one of 1, 2, 4, got 3" in str(why_impossible(3, 1, **model))
+    assert "at most" in str(why_impossible(1, 7, **model))
+
+
+# --- naps ---
+
+
+@both_kinds
+def test_after_a_nap_everything_goes_on_where_it_was(build: Build, kind: type[Executor]) -> None:
+    engine = build(kind=kind)
+    engine.start()
+    generations = [generation(number) for number in range(1, 4)]
+    for one in generations:
+        engine.add(one)
+    for _ in range(3):
+        engine.step()
+    engine.sleep(1)
+    with pytest.raises(Asleep):
+        engine.step()
+    engine.wake_up()
+    engine.scheduler.check_integrity()
+    while engine.has_work:
+        engine.step()
+    assert_undisturbed(generations)
+    assert all(one.sequence.crash_count == 0 for one in generations)
+
+
+def test_a_rank_that_dies_falling_asleep_is_replaced(build: Build, tmp_path: Path) -> None:
+    engine = build(f"die-at-sleep,once={tmp_path / 'died'}")
+    engine.start()
+    with pytest.raises(EngineError, match="restarted"):
+        engine.sleep()
+    generations = [generation(1)]
+    run(engine, generations)
+    assert_undisturbed(generations)

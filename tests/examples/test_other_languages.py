@@ -1,0 +1,123 @@
+"""The clients in other languages, against a real server: what the page of the protocol says is enough."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.embedded import EmbeddedServer
+from producer.messages import parse_body, to_submission
+from results.connection import connect
+from results.messages import Event, InboxEntry
+from results.queue import JobQueue
+from tests.results.engines import Engine
+from tests.results.invariants import check_queue
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = shutil.which("node")
+BASH = shutil.which("bash")
+LIMIT_S = 30.0
+
+needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine: the Node example is not run")
+needs_bash = pytest.mark.skipif(BASH is None, reason="no bash on this machine: the shell example is not run")
+
+
+@pytest.fixture
+def server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(tcp=True) as running:
+        yield running
+
+
+class Answerer:
+    """An engine that answers one job with three events and a given end."""
+
+    def __init__(self, url: str, state: str = "finished") -> None:
+        self._queue = JobQueue(connect(url), "examples")
+        self._state = state
+        self.body = b""
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+        check_queue(self._queue._client, "examples")
+        self._queue.close()
+
+    def _run(self) -> None:
+        engine, limit_s = Engine(self._queue), time.monotonic() + LIMIT_S
+        while not (jobs := engine.claim(1)):
+            assert time.monotonic() < limit_s
+            for entry in self._queue.read_inbox("0", 10, 50):
+                self._take(entry)
+        self.body = jobs[0].body
+        for offset, text in enumerate(["sev", "en é", ' "quoted"\n']):
+            engine.show(jobs[0], offset, [offset], text)
+        end = Event(offset=3, token_ids=[3], text="end")
+        engine.finish(jobs[0], end, state="failed" if self._state == "failed" else "finished")
+
+    def _take(self, entry: InboxEntry) -> None:
+        assert self._queue.accept(entry.entry_id, to_submission(parse_body(entry.raw))) == "created"
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+TEXT = 'seven é "quoted"\nend'
+PROMPT = 'say "hé"\tand \\ so\non'
+
+
+@needs_node
+def test_a_job_from_node(server: EmbeddedServer) -> None:
+    answerer = Answerer(server.url)
+    ran = run(NODE or "", "examples/node/generate.js", PROMPT, server.url, "examples")
+    answerer.join()
+    assert (ran.returncode, ran.stdout) == (0, TEXT), ran.stderr
+    request = parse_body(answerer.body)
+    assert (request.prompt, request.stream, request.meta) == (PROMPT, True, {"from": "node"})
+    job_id = ran.stderr.split()[1]
+    with connect(server.url) as client:
+        assert JobQueue(client, "examples").get(job_id).meta == {"from": "node"}
+
+
+@needs_node
+def test_node_and_python_agree_on_the_digest(server: EmbeddedServer) -> None:
+    script = """
+    import { Millrace } from "./examples/node/millrace.js";
+    import { Redis } from "./examples/node/redis.js";
+    const redis = await Redis.connect(process.argv[1]);
+    const millrace = new Millrace(redis, { queue: "examples", lua: "results/lua" });
+    const id = await millrace.submit({ id: "same", prompt: "x", max_tokens: 5, delay_s: 3600.5, stop: ["b", "a"] });
+    await redis.command("SCRIPT", "FLUSH");
+    console.log(await millrace.submit({ prompt: "x", max_tokens: 5, id, stop: ["b", "a"], delay_s: 3600.5 }));
+    console.log(await millrace.submit({ id, prompt: "y" }).catch((error) => error.message));
+    console.log(await millrace.state(id), await millrace.cancel(id), (await millrace.wait(id)).state);
+    redis.close();
+    """
+    ran = run(NODE or "", "--input-type=module", "--eval", script, server.url)
+    assert ran.stdout.splitlines() == [
+        "same",
+        "the id same belongs to another job",
+        "delayed cancelled cancelled",
+    ], ran.stderr
+    request = parse_body(b'{"id":"same","prompt":"x","max_tokens":5,"delay_s":3600.5,"stop":["b","a"]}')
+    with connect(server.url) as client:
+        assert JobQueue(client, "examples").submit([to_submission(request)]) == ["exists"]
+
+
+@needs_bash
+@pytest.mark.parametrize(("state", "status"), [("finished", 0), ("failed", 1)])
+def test_a_job_from_the_shell(server: EmbeddedServer, state: str, status: int) -> None:
+    answerer = Answerer(server.url, state)
+    place = server.url.removeprefix("redis://").removesuffix("/0")
+    ran = run(BASH or "", "examples/shell/generate.sh", PROMPT, place, "examples")
+    answerer.join()
+    assert (ran.returncode, ran.stdout) == (status, TEXT + "\n"), ran.stderr
+    assert ran.stderr.splitlines()[-1] == state
+    assert parse_body(answerer.body).prompt == PROMPT

@@ -1,0 +1,31 @@
+"""Executors over the stub worker, stopped at the end of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from executor.base import Executor
+from tests.executor.kinds import KINDS, Make, SharedRay, stub_config
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ray_ends_with_the_run() -> Iterator[None]:
+    yield
+    SharedRay.stop()
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    """Makes executors of the kind that the test is parametrized with, or `mp`, and stops them at the end."""
+    made: list[Executor] = []
+    build, sizes = KINDS[getattr(request, "param", "mp")]
+
+    def make_one(faults: str = "", limits: object = None, **options: object) -> Executor:
+        made.append(build(stub_config(faults, **{**sizes, **options}), limits=limits))
+        return made[-1]
+
+    yield make_one
+    for executor in made:
+        executor.shutdown()

@@ -1,0 +1,178 @@
+"""The kinds of executors that the contract is tested on, each over the stub worker, and small helpers around them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from executor.base import Executor
+from executor.channel import private_directory, socket_address
+from executor.external import MEETING_PLACE, ExternalLauncherExecutor
+from executor.limits import Limits
+from executor.messages import ModelFacts, NewSequence, SeqId, StepId, StepPlan, StepRow, WorkerConfig
+from executor.multiproc import MultiprocExecutor
+from executor.process import python_path
+from executor.ray import LocalRay, RayExecutor
+from executor.uniproc import UniprocExecutor
+from tests.engine.sequences import GREEDY
+
+STUB = "executor.stub"
+
+Make = Callable[..., Executor]
+"""Called with faults for the stub; keywords are options of `WorkerConfig`, and `limits`."""
+
+SHORT = Limits(
+    stuck_s=1.5,
+    first_step_s=1.5,
+    longest_step_s=1.5,
+    heartbeat_s=2.5,
+    busy_heartbeat_s=4.0,
+    shutdown_s=0.5,
+    call_s=20.0,
+)
+
+
+def stub_config(faults: str = "", **options: object) -> WorkerConfig:
+    return WorkerConfig(model=faults, num_blocks=32, block_size=4, **options)  # type: ignore[arg-type]
+
+
+def make_uni(config: WorkerConfig, **options: object) -> Executor:
+    return UniprocExecutor(config, worker_module=STUB, **options)  # type: ignore[arg-type]
+
+
+def make_mp(config: WorkerConfig, **options: object) -> Executor:
+    return MultiprocExecutor(config, worker_module=STUB, **options)
+
+
+class Launched(ExternalLauncherExecutor):
+    """An external executor with the launcher beside it: starts the ranks, as torchrun does, and takes their ends in."""
+
+    processes: list[subprocess.Popen[bytes]]
+
+    def _start_workers(self) -> ModelFacts:
+        if self._num_starts == 1:
+            directory = private_directory()
+            os.environ[MEETING_PLACE] = directory
+            self.processes: list[subprocess.Popen[bytes]] = [
+                self._launch_one(rank, directory) for rank in range(self.world_size)
+            ]
+        try:
+            return super()._start_workers()
+        finally:
+            os.environ.pop(MEETING_PLACE, None)
+
+    def _launch_one(self, rank: int, directory: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", STUB, "--address", socket_address(directory)]
+        command += ["--identity", f"{rank}.1", "--parent-pid", str(os.getpid())]
+        process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path()})
+        Path(directory, f"rank-{rank}").write_text(str(process.pid))
+        return process
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        for process in getattr(self, "processes", []):
+            process.wait(30)
+
+
+def make_external(config: WorkerConfig, **options: object) -> Executor:
+    return Launched(config, worker_module=STUB, **options)  # type: ignore[arg-type]
+
+
+class SharedRay:
+    """One local Ray for all tests of a run; executors find it joined already."""
+
+    _local: LocalRay | None = None
+
+    @classmethod
+    def start(cls) -> None:
+        if cls._local is None:
+            cls._local = LocalRay(num_cpus=4)
+            cls._local.start(importlib.import_module("ray"))
+
+    @classmethod
+    def stop(cls) -> None:
+        if cls._local is not None:
+            cls._local.stop(importlib.import_module("ray"))
+            cls._local = None
+
+
+def make_ray(config: WorkerConfig, **options: object) -> Executor:
+    SharedRay.start()
+    return RayExecutor(config, worker_module=STUB, **options)
+
+
+KINDS: dict[str, tuple[Callable[..., Executor], dict[str, int]]] = {
+    "uni": (make_uni, {}),
+    "mp": (make_mp, {}),
+    "mp-tp2-pp2": (make_mp, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "external": (make_external, {"tensor_parallel_size": 2}),
+    "ray": (make_ray, {"tensor_parallel_size": 2}),
+}
+"""By name: how one is made, and the sizes that it gets."""
+
+_RAY_MARKS = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]")]
+
+
+def kinds(*left_out: str) -> pytest.MarkDecorator:
+    """Parametrizes the fixture `make` with every kind but those left out."""
+    names = [name for name in KINDS if name not in left_out]
+    return pytest.mark.parametrize(
+        "make", [pytest.param(name, marks=_RAY_MARKS if name == "ray" else ()) for name in names], indirect=True
+    )
+
+
+def start(executor: Executor) -> Executor:
+    executor.start()
+    executor.initialize_cache(*executor.determine_num_available_blocks())
+    return executor
+
+
+def first_step(executor: Executor, step_id: int = 1, seq_id: int = 1) -> StepPlan:
+    new = NewSequence(SeqId(seq_id), [5, 6, 7], 3, GREEDY)
+    return StepPlan(StepId(step_id), executor.epoch, 1, [StepRow(SeqId(seq_id), 0, 3, 0, True, [seq_id])], [new])
+
+
+def decode(executor: Executor, step_id: int, seq_id: int = 1) -> StepPlan:
+    """The step after `first_step`."""
+    return StepPlan(StepId(step_id), executor.epoch, 1, [StepRow(SeqId(seq_id), 3, 1, 1, True, [])])
+
+
+def check_health_for(executor: Executor, seconds: float) -> None:
+    """Look at its health as an idle engine does."""
+    deadline_s = time.monotonic() + seconds
+    while time.monotonic() < deadline_s:
+        executor.check_health()
+        time.sleep(0.05)
+
+
+def worker_pids(executor: Executor) -> list[int]:
+    """Of the ranks, in order."""
+    pids: list[int] = executor.worker_pids()  # type: ignore[attr-defined]
+    return pids
+
+
+def wait_until_gone(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            assert select.select([fd], [], [], 10)[0]
+        finally:
+            os.close(fd)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,60 @@
+"""Real models over real ranks: the same tokens whatever the sizes, also after naps and deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from engine_service import LLM
+from executor.multiproc import MultiprocExecutor
+from producer.sampling import SamplingParams
+from tests.e2e.engines import TINY
+
+PROMPTS = ["3 + 4 =", "20 + 22 =", "11 + 7 ="]
+PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+TP2 = {"tensor_parallel_size": 2}
+PP2 = {"pipeline_parallel_size": 2}
+
+
+def make_llm(**options: Any) -> LLM:
+    return LLM(TINY, device="cpu", dtype="float32", **options)
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """Of one rank in this process."""
+    with make_llm() as llm:
+        return generate(llm)
+
+
+@pytest.mark.parametrize("sizes", [TP2, PP2, pytest.param({**TP2, **PP2}, marks=pytest.mark.slow)])
+def test_the_tokens_do_not_depend_on_the_sizes_nor_on_naps(sizes: dict[str, int], expected: list[list[int]]) -> None:
+    with make_llm(**sizes) as llm:
+        assert generate(llm) == expected
+        llm.sleep(2)
+        llm.wake_up(["weights"])
+        llm.wake_up()
+        assert generate(llm) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_killed_or_stopped_costs_no_token(
+    victim: int, number: signal.Signals, expected: list[list[int]]
+) -> None:
+    with make_llm(**TP2) as llm:
+        generate(llm)
+        executor = llm._engine._executor
+        assert isinstance(executor, MultiprocExecutor)
+        os.kill(executor.worker_pids()[victim], number)
+        assert generate(llm) == expected
+        assert llm.metrics().executor.num_restarts == 1

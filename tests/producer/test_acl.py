@@ -1,0 +1,96 @@
+"""The users that the README gives least rights: each can do its part, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace import Client, GenerationRequest, RedisUnavailable
+from millrace.embedded import EmbeddedServer
+from results.connection import connect
+from results.messages import EngineId
+from results.queue import JobQueue
+from results.transport import Transport
+from tests.results.engines import Engine
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+RULES = dict(re.findall(r"^(ACL SETUSER (?:producer|engine|reader)) (.*)$", README, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def url_of() -> Iterator[dict[str, str]]:
+    """By user, the URL; and `admin`, who may do everything."""
+    with EmbeddedServer(appendonly=True) as server:
+        admin = Transport(connect(server.url))
+        for command, rules in RULES.items():
+            admin.send((*command.split(), *rules.split()))
+        path = server.url.removeprefix("unix://").split("?")[0]
+        users = [command.split()[-1] for command in RULES]
+        yield {user: f"unix://{user}:secret@{path}" for user in users} | {"admin": server.url}
+        admin.close()
+
+
+def test_the_readme_has_the_rules_of_all_three() -> None:
+    assert [command.split()[-1] for command in RULES] == ["producer", "engine", "reader"]
+
+
+def test_each_user_can_do_its_part(url_of: dict[str, str]) -> None:
+    with Client(url_of["producer"]) as producer, Client(url_of["reader"]) as reader:
+        meta = {"a": 1}
+        producer.submit("x", job_id="late", delay_s=100, deadline_s=1000, meta=meta, batch="b", durability="disk")
+        producer.submit_many([GenerationRequest(id=f"j{n}", prompt="x") for n in range(6)], batch="b")
+        jobs = JobQueue(connect(url_of["engine"]))
+        jobs.check_server()
+        assert jobs.read_inbox("0", 10) == []
+        engine = Engine(jobs)
+        first, second, third, fourth = engine.claim(4)
+        assert producer.cancel(fourth.job_id) == "cancelling"
+        assert jobs.wait_for_signal(engine.id, 1, include_wake=True) is not None
+        events = reader.stream(first.job_id)
+        assert engine.show(first, 0, [1], "x") == "ok"
+        assert next(events).text == "x"
+        assert engine.finish(first) == "ok"
+        assert [event.state for event in events] == ["finished"]
+        assert engine.finish(second, state="failed", is_retryable=True) == "retrying"
+        assert engine.finish(third, state="failed") == "ok"
+        engine.beat()
+        jobs.recover()
+        assert reader.wait(first.job_id, 5).text == "x"
+        assert [job.id for job in reader.as_completed([first.job_id], 5)] == [first.job_id]
+        assert (reader.get("late").meta, reader.position("j5").state) == (meta, "queued")
+        assert reader.batch_status("b").total == 7
+        assert reader.stats().queued == 2
+        assert producer.retry(third.job_id) == "j2.r1"
+        producer.retry_all()
+        producer.pause()
+        producer.resume()
+        producer.cancel_batch("b")
+        reading = JobQueue(connect(url_of["reader"]))
+        for state in ("queued", "delayed", "running", "failed"):
+            reading.list_jobs(state)
+        jobs.deregister(engine.id)
+
+
+@pytest.mark.parametrize("user", ["producer", "engine", "reader"])
+def test_nobody_can_do_more(url_of: dict[str, str], user: str) -> None:
+    transport = Transport(connect(url_of[user]))
+    for command in (("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*"), ("SET", "mine", "1"), ("ACL", "LIST")):
+        with pytest.raises(RedisUnavailable, match="does not permit this"):
+            transport.send(command)
+    with Client(url_of[user], queue="other") as other, pytest.raises(RedisUnavailable, match="permit"):
+        other.stats()
+
+
+def test_a_reader_cannot_submit_and_a_producer_cannot_claim(url_of: dict[str, str]) -> None:
+    with Client(url_of["producer"]) as producer:
+        producer.submit("x", job_id="theirs")
+    with Client(url_of["reader"]) as reader:
+        with pytest.raises(RedisUnavailable, match="permit"):
+            reader.submit("x", job_id="not-mine")
+        with pytest.raises(RedisUnavailable, match="permit"):
+            reader.cancel("theirs")
+    with pytest.raises(RedisUnavailable, match="permit"):
+        JobQueue(connect(url_of["producer"])).heartbeat(EngineId("thief"), 1000, {})

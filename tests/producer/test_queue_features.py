@@ -1,0 +1,142 @@
+"""Times, limits, batches, retries and pauses, as a client says them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis
+
+from millrace import (
+    AsyncClient,
+    BatchNotFound,
+    CannotRedrive,
+    Client,
+    GenerationRequest,
+    InvalidRequest,
+    JobNotFound,
+    QueueFull,
+)
+from producer.messages import parse_body
+from results.queue import JobQueue
+from tests.results.engines import Engine
+
+
+def requests(num_jobs: int, prefix: str = "j", **fields: Any) -> list[GenerationRequest]:
+    return [GenerationRequest(id=f"{prefix}{i}", prompt="x", **fields) for i in range(num_jobs)]
+
+
+def test_what_a_job_was_given_comes_back(client: Client, engine: Engine) -> None:
+    meta = {"customer": "é", "rows": [1, None, {"a": 2.5}]}
+    client.submit("x", job_id="a", delay_s=3600, deadline_s=7200, max_retries=0, meta=meta, batch="b")
+    job = client.get("a")
+    assert (job.state, job.meta, job.batch) == ("delayed", meta, "b")
+    assert job.timings.due_ms == job.timings.created_ms + 3_600_000
+    assert job.timings.deadline_ms == job.timings.created_ms + 7_200_000
+    client.submit("x", job_id="past", run_at=1.0)
+    assert client.get("past").state == "queued"
+    request = parse_body(engine.claim_one().body)
+    assert (request.run_at, request.meta) == (1.0, None)
+
+
+def test_the_same_request_again_is_the_same_job_whatever_its_times(client: Client) -> None:
+    for delay_s in (5, 5.0):
+        client.submit("x", job_id="a", delay_s=delay_s, meta={"a": 1})
+    assert client.stats().delayed == 1
+
+
+@pytest.mark.parametrize("batch", ["", "a b", "a:b", "é", "x" * 65, 5])
+def test_a_batch_has_a_proper_name(client: Client, batch: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^batch: "):
+        client.submit_many(requests(1), batch=batch)
+
+
+def test_a_full_queue_says_which_limit_and_what_got_in(
+    client: Client, queue: JobQueue, redis_client: redis.Redis
+) -> None:
+    redis_client.hset(queue.keys.settings, "max_queued_jobs", 300)
+    sent = iter(requests(1000))
+    with pytest.raises(
+        QueueFull, match=r"max_queued_jobs allows, 300; 300 jobs of this call are in the queue"
+    ) as caught:
+        client.submit_many(sent)
+    error = caught.value
+    assert (error.limit, error.value, len(error.job_ids)) == ("max_queued_jobs", "300", 300)
+    assert error.refused == [f"j{i}" for i in range(300, 512)]
+    assert next(sent).id == "j512", "nothing more is taken"
+    with pytest.raises(QueueFull, match=r"the queue has as many jobs waiting as max_queued_jobs allows, 300\. Submit"):
+        client.submit("x", job_id="one-more")
+    with pytest.raises(JobNotFound):
+        client.get("one-more")
+    redis_client.hdel(queue.keys.settings, "max_queued_jobs")
+    assert len(client.submit_many(requests(1000))) == 1000
+
+
+def test_two_producers_that_use_one_batch_name_share_the_batch(client: Client, redis_url: str, queue_name: str) -> None:
+    client.submit_many(requests(3), batch="nightly")
+    client.submit_many(requests(3), batch="nightly")
+    with Client(redis_url, queue_name) as other:
+        other.submit_many(requests(2, "other-"), batch="nightly")
+        assert other.batch_status("nightly").total == 5
+    with pytest.raises(BatchNotFound, match="'daily'"):
+        client.batch_status("daily")
+
+
+def test_many_jobs_and_whole_batches_are_cancelled_at_once(client: Client, engine: Engine) -> None:
+    client.submit_many(requests(1200), batch="b")
+    running = engine.claim_one()
+    outcomes = client.cancel_batch("b")
+    assert outcomes.pop(running.job_id) == "cancelling"
+    assert set(outcomes.values()) == {"cancelled"}
+    assert len(outcomes) == 1199
+    assert client.cancel_many(["j5", "nobody"]) == {"j5": "cancelled", "nobody": "unknown"}
+    with pytest.raises(BatchNotFound):
+        client.cancel_batch("nothing")
+
+
+def test_failed_jobs_are_retried_one_by_one_or_all_at_once(client: Client, engine: Engine) -> None:
+    client.submit_many(requests(700))
+    for job in engine.claim(700)[:600]:
+        engine.finish(job, state="failed")
+    assert client.retry("j0") == "j0.r1"
+    with pytest.raises(CannotRedrive, match="'j650' is running"):
+        client.retry("j650")
+    with pytest.raises(JobNotFound):
+        client.retry("nobody")
+    retried = client.retry_all()
+    assert retried == {f"j{i}": f"j{i}.r1" for i in range(1, 600)}
+    assert client.retry_all() == {}
+    assert client.stats().queued == 600
+
+
+def test_a_paused_queue_takes_jobs_in_and_gives_none_out(client: Client, engine: Engine) -> None:
+    client.pause()
+    client.pause()
+    client.submit("x", job_id="a")
+    assert engine.claim_ids() == []
+    assert client.stats().is_paused
+    client.resume()
+    assert engine.claim_ids() == ["a"]
+
+
+def test_a_client_knows_the_place_of_a_job(client: Client) -> None:
+    client.submit_many(requests(10))
+    place = client.position("j7")
+    assert (place.state, place.num_ahead, place.eta_s) == ("queued", 7, None)
+
+
+async def test_the_async_client_has_all_of_it(redis_url: str, queue_name: str, engine: Engine) -> None:
+    async with AsyncClient(redis_url, queue_name) as client:
+        await client.submit_many(requests(5), batch="b")
+        await client.submit("x", job_id="one", batch="b", delay_s=60)
+        assert (await client.batch_status("b")).total == 6
+        assert (await client.position("j3")).num_ahead == 3
+        engine.finish(engine.claim_one(), state="failed")
+        assert await client.retry("j0") == "j0.r1"
+        engine.finish(engine.claim_one(), state="failed")
+        assert await client.retry_all() == {"j1": "j1.r1"}
+        await client.pause()
+        assert (await client.stats()).is_paused
+        await client.resume()
+        assert len(await client.cancel_batch("b")) == 8
+        assert await client.cancel_many(["nobody"]) == {"nobody": "unknown"}

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+
+from millrace import Client
+from results.messages import Event, QueueError, Signal, StreamEvent
+from results.queue import JobQueue
+from tests.results.engines import Engine
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+def text_of(events: list[StreamEvent]) -> str:
+    return "".join(event.text for event in events)
+
+
+def run(engine: Engine, num_events: int) -> str:
+    """Run the one queued job with so many events and the rest at its end; returns the text."""
+    claimed = engine.claim_one()
+    for i in range(num_events):
+        engine.show(claimed, i, [i], f"é{i} ")
+    engine.finish(claimed, Event(offset=num_events, token_ids=[num_events], text="end"))
+    return engine.queue.get(claimed.job_id).text
+
+
+def test_a_stream_of_a_job_that_has_ended_is_its_text_and_its_end(client: Client, engine: Engine) -> None:
+    job_id = client.submit("x")
+    text = run(engine, 3)
+    events = list(client.stream(job_id))
+    assert text_of(events) == text == "é0 é1 é2 end"
+    assert [event.offset for event in events] == [0, 1, 2, 3, 4]
+    assert list(itertools.chain.from_iterable(event.token_ids for event in events)) == [0, 1, 2, 3]
+    assert [event.state for event in events] == [None, None, None, None, "finished"]
+    assert (events[-1].text, events[-1].token_ids) == ("", [])
+
+
+def test_a_stream_of_a_job_that_nobody_watched_is_one_event_and_the_end(client: Client, engine: Engine) -> None:
+    job_id = client.submit("x")
+    text = run(engine, 0)
+    assert [event.text for event in client.stream(job_id)] == [text, ""]
+
+
+def test_a_live_stream_follows_the_job_to_its_end(client: Client, engine: Engine, pool: ThreadPoolExecutor) -> None:
+    job_id = client.submit("x", stream=True)
+    events = client.stream(job_id)
+    first = pool.submit(next, events)
+    claimed = engine.claim_one()
+    engine.show(claimed, 0, [5], "a")
+    assert first.result().text == "a"
+    second = pool.submit(next, events)
+    engine.show(claimed, 1, [6], "b")
+    assert second.result().text == "b"
+    rest = pool.submit(list, events)
+    engine.finish(claimed, Event(offset=2, token_ids=[7], text="c"))
+    assert [event.text for event in rest.result()] == ["c", ""]
+
+
+def test_reading_live_tells_the_engine_once_and_its_heartbeats_from_then_on(
+    client: Client, engine: Engine, queue: JobQueue, pool: ThreadPoolExecutor
+) -> None:
+    job_id = client.submit("x")
+    claimed = engine.claim_one()
+    assert not claimed.is_watched
+    readers = [pool.submit(list, client.stream(job_id)) for _ in range(2)]
+    assert queue.wait_for_signal(engine.id, 5, include_wake=False) == Signal(kind="watch", job_id=claimed.job_id)
+    assert engine.beat().watched == [job_id]
+    assert queue.wait_for_signal(engine.id, 0.05, include_wake=False) is None
+    engine.finish(claimed, Event(offset=0, token_ids=[1], text="x"))
+    assert [text_of(reader.result()) for reader in readers] == ["x", "x"]
+
+
+def test_a_job_that_is_watched_before_it_runs_is_claimed_as_watched(
+    client: Client, engine: Engine, queue: JobQueue, redis_client: redis.Redis, pool: ThreadPoolExecutor
+) -> None:
+    job_id = client.submit("x")
+    reader = pool.submit(list, client.stream(job_id))
+    while not redis_client.hexists(queue.keys.job(job_id), "watched"):
+        pass
+    claimed = engine.claim_one()
+    assert claimed.is_watched
+    engine.finish(claimed)
+    assert [event.state for event in reader.result()] == ["finished"]
+
+
+def test_reading_what_has_ended_watches_nothing(
+    client: Client, engine: Engine, queue: JobQueue, redis_client: redis.Redis
+) -> None:
+    job_id = client.submit("x")
+    run(engine, 1)
+    list(client.stream(job_id))
+    assert not redis_client.hexists(queue.keys.job(job_id), "watched")
+
+
+def test_a_stream_can_be_resumed_after_each_of_its_events(client: Client, engine: Engine) -> None:
+    job_id = client.submit("x")
+    run(engine, 5)
+    events = list(client.stream(job_id))
+    for i, event in enumerate(events):
+        assert list(client.stream(job_id, after=event.id)) == events[i + 1 :]
+
+
+@pytest.mark.parametrize("after", ["", "0"])
+def test_the_beginning_can_be_named(client: Client, engine: Engine, after: str) -> None:
+    job_id = client.submit("x")
+    text = run(engine, 2)
+    assert text_of(list(client.stream(job_id, after=after))) == text
+
+
+def test_what_is_no_event_cannot_be_resumed_after(client: Client) -> None:
+    job_id = client.submit("x")
+    with pytest.raises(QueueError, match="after: not the id of an event"):
+        next(client.stream(job_id, after="yesterday"))
+
+
+# --- streams that lose their oldest entries ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_streams(queue: JobQueue, redis_client: redis.Redis) -> None:
+    redis_client.hset(queue.keys.settings, "max_events", 10)
+
+
+@pytest.mark.usefixtures("short_streams")
+def test_a_trimmed_stream_still_reads_as_the_whole_text(client: Client, engine: Engine) -> None:
+    job_id = client.submit("x")
+    text = run(engine, 50)
+    events = list(client.stream(job_id))
+    assert text_of(events) == text
+    assert list(itertools.chain.from_iterable(event.token_ids for event in events)) == list(range(51))
+    assert not any(event.is_restart for event in events)
+    assert list(client.stream(job_id, after=events[0].id)) == events[1:]
+
+
+@pytest.mark.usefixtures("short_streams")
+def test_a_reader_that_is_too_slow_is_given_what_it_missed(client: Client, engine: Engine) -> None:
+    job_id = client.submit("x", stream=True)
+    claimed = engine.claim_one()
+    engine.show(claimed, 0, [0], "é0 ")
+    events = client.stream(job_id)
+    read = [next(events)]
+    for i in range(1, 60):
+        engine.show(claimed, i, [i], f"é{i} ")
+    engine.finish(claimed, Event(offset=60, token_ids=[60], text="end"))
+    read += events
+    assert text_of(read) == client.get(job_id).text
+    assert [event.offset for event in read] == sorted({event.offset for event in read})
+    assert not any(event.is_restart for event in read)
+
+
+@pytest.mark.usefixtures("short_streams")
+def test_a_reader_that_resumes_after_what_is_gone_is_told_to_start_over(client: Client, engine: Engine) -> None:
+    job_id = client.submit("x", stream=True)
+    claimed = engine.claim_one()
+    engine.show(claimed, 0, [0], "é0 ")
+    events = client.stream(job_id)
+    place = next(events).id
+    for i in range(1, 60):
+        engine.show(claimed, i, [i], f"é{i} ")
+    engine.finish(claimed)
+    resumed = list(client.stream(job_id, after=place))
+    assert [event.is_restart for event in resumed] == [True] + [False] * (len(resumed) - 1)
+    assert text_of(resumed) == client.get(job_id).text
+    assert resumed[0].offset == 0

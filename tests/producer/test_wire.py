@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from producer import GenerationRequest, InvalidRequest, PayloadTooLarge, SamplingParams
+from producer.messages import MAX_BODY_BYTES, canonical_body, estimate_cost, parse_body, to_submission, usable_id
+
+DEEP = b"[" * 10_000 + b"]" * 10_000
+
+
+def test_a_request_is_one_flat_object_without_defaults_and_id() -> None:
+    request = GenerationRequest(id="a", prompt="x", sampling=SamplingParams(temperature=0.5, max_tokens=None))
+    assert canonical_body(request) == b'{"max_tokens":null,"prompt":"x","temperature":0.5}'
+
+
+def test_every_field_comes_back() -> None:
+    sampling = SamplingParams(max_tokens=5, temperature=0, top_p=0.5, stop=["a", "b"], stop_token_ids=[1], seed=-5)
+    chat = [{"role": "user", "content": [{"type": "text", "text": "hé"}]}]
+    for prompt in ({"prompt": "x\0é\U0001f600"}, {"prompt_token_ids": [0, 2**31 - 1]}, {"messages": chat}):
+        request = GenerationRequest(
+            model="m",
+            sampling=sampling,
+            tenant="t-1",
+            priority=-5,
+            stream=True,
+            deadline_s=60,
+            delay_s=1.5,
+            max_retries=0,
+            meta={"customer": [1, {"é": None}]},
+            **prompt,
+        )
+        assert parse_body(canonical_body(request)) == request
+
+
+sampling_fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_tokens": st.none() | st.integers(1, 2**31 - 1),
+        "temperature": st.just(0.0) | st.floats(0.01, 2),
+        "top_p": st.floats(0, 1, exclude_min=True),
+        "top_k": st.integers(-1, 1000),
+        "seed": st.integers(0, 2**63 - 1),
+        "stop": st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1),
+        "ignore_eos": st.booleans(),
+    },
+)
+
+
+@given(prompt=st.text(st.characters(exclude_categories=["Cs"]), min_size=1), fields=sampling_fields)
+def test_any_request_survives_the_wire_and_keeps_its_digest(prompt: str, fields: dict[str, Any]) -> None:
+    request = GenerationRequest(prompt=prompt, sampling=SamplingParams(**fields))
+    body = canonical_body(request)
+    again = parse_body(body)
+    assert again == request
+    assert canonical_body(again) == body
+    spaced = json.dumps({**fields, "prompt": prompt, "id": "x"}, indent=2).encode()
+    assert to_submission(parse_body(spaced)).digest == to_submission(request).digest
+
+
+def test_the_digest_does_not_depend_on_id_order_spaces_or_defaults() -> None:
+    bodies = [
+        b'{"prompt":"x","temperature":1,"max_tokens":5}',
+        b'{ "max_tokens": 5, "id": "b", "prompt": "\\u0078", "top_p": 1.0, "tenant": "default" }',
+    ]
+    assert len({to_submission(parse_body(body)).digest for body in bodies}) == 1
+    other = to_submission(parse_body(b'{"prompt":"x","max_tokens":6}'))
+    assert other.digest != to_submission(parse_body(bodies[0])).digest
+
+
+def test_a_submission_has_what_the_queue_needs() -> None:
+    sampling = SamplingParams(seed=5, max_tokens=20)
+    request = GenerationRequest(id="a", prompt="x" * 9, sampling=sampling, tenant="t", priority=3, stream=True)
+    job = to_submission(request)
+    assert (job.job_id, job.seed, job.tenant, job.priority, job.is_streamed) == ("a", 5, "t", 3, True)
+    assert job.cost == 3 + 20
+
+
+def test_times_and_what_else_the_queue_keeps_apart_are_in_the_submission() -> None:
+    request = GenerationRequest(prompt="x", delay_s=1.5, deadline_s=60, max_retries=5, meta={"b": 1, "a": "x"})
+    job = to_submission(request, batch="nightly")
+    assert (job.delay_ms, job.run_at_ms, job.deadline_ms, job.max_retries) == (1500, None, 60_000, 5)
+    assert (job.meta, job.batch) == (b'{"a":"x","b":1}', "nightly")
+    assert to_submission(GenerationRequest(prompt="x", run_at=1.0)).run_at_ms == 1000
+    assert to_submission(GenerationRequest(prompt="x", max_retries=2)).max_retries is None
+
+
+def test_ids_and_seeds_are_drawn_where_there_are_none() -> None:
+    request = GenerationRequest(prompt="x")
+    jobs = [to_submission(request) for _ in range(100)]
+    assert len({job.job_id for job in jobs}) == len({job.seed for job in jobs}) == 100
+    assert all(0 <= job.seed < 2**63 for job in jobs)
+    assert len({job.digest for job in jobs}) == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "cost"),
+    [
+        (GenerationRequest(prompt="é" * 6), 3 + 16),
+        (GenerationRequest(prompt_token_ids=[1] * 7), 7 + 16),
+        (GenerationRequest(prompt="x", sampling=SamplingParams(max_tokens=None)), 1 + 1024),
+    ],
+)
+def test_a_cost_is_estimated_from_bytes_or_ids_and_what_may_be_generated(
+    request_: GenerationRequest, cost: int
+) -> None:
+    assert estimate_cost(request_) == cost
+
+
+MALFORMED: list[tuple[bytes, str]] = [
+    (b"", "body"),
+    (b"not json", "body"),
+    (b'{"prompt":"x"', "body"),
+    (b'{"prompt":"x"} {}', "body"),
+    (b"[]", "body"),
+    (b"null", "body"),
+    (b'"x"', "body"),
+    (b"\xff\xfe{}", "body"),
+    (b'{"prompt":"\xff"}', "body"),
+    (b'{"prompt":"\\ud800"}', "body"),
+    (DEEP, "body"),
+    (b'{"messages":[{"role":"user","content":' + DEEP + b"}]}", "body"),
+    (b'{"prompt":"x","x":' + DEEP + b"}", "x"),
+    (b"{}", "prompt"),
+    (b'{"prompt":"x","prompt_token_ids":[1]}', "prompt"),
+    (b'{"prompt":"x","messages":[{"role":"user","content":"x"}]}', "prompt"),
+    (b'{"prompt":""}', "prompt"),
+    (b'{"prompt":5}', "prompt"),
+    (b'{"prompt":"x","prompt":"y"}', "prompt"),
+    (b'{"prompt_token_ids":[]}', "prompt_token_ids"),
+    (b'{"prompt_token_ids":[1,"2"]}', "prompt_token_ids"),
+    (b'{"prompt_token_ids":[-1]}', "prompt_token_ids"),
+    (b'{"prompt_token_ids":[2147483648]}', "prompt_token_ids"),
+    (b'{"prompt_token_ids":[1.5]}', "prompt_token_ids"),
+    (b'{"messages":[]}', "messages"),
+    (b'{"messages":["x"]}', "messages"),
+    (b'{"messages":[{"content":"x"}]}', "messages"),
+    (b'{"messages":[{"role":"user"}]}', "messages"),
+    (b'{"prompt":"x","unknown":1}', "unknown"),
+    (b'{"prompt":"x","":1}', "body"),
+    (b'{"prompt":"x","temperature":NaN}', "temperature"),
+    (b'{"prompt":"x","temperature":-Infinity}', "temperature"),
+    (b'{"prompt":"x","temperature":1e999}', "temperature"),
+    (b'{"prompt":"x","temperature":"hot"}', "temperature"),
+    (b'{"prompt":"x","max_tokens":0}', "max_tokens"),
+    (b'{"prompt":"x","max_tokens":-5}', "max_tokens"),
+    (b'{"prompt":"x","max_tokens":9223372036854775808}', "max_tokens"),
+    (b'{"prompt":"x","max_tokens":' + b"9" * 400 + b"}", "max_tokens"),
+    (b'{"prompt":"x","max_tokens":true}', "max_tokens"),
+    (b'{"prompt":"x","stop":[""]}', "stop"),
+    (b'{"prompt":"x","stop":[1]}', "stop"),
+    (b'{"prompt":"x","logprobs":5}', "logprobs"),
+    (b'{"prompt":"x","id":"a b"}', "id"),
+    (b'{"prompt":"x","id":""}', "id"),
+    (b'{"prompt":"x","id":"a:b"}', "id"),
+    (b'{"prompt":"x","id":"' + b"a" * 129 + b'"}', "id"),
+    (b'{"prompt":"x","id":5}', "id"),
+    (b'{"prompt":"x","tenant":"a/b"}', "tenant"),
+    (b'{"prompt":"x","tenant":"' + b"a" * 65 + b'"}', "tenant"),
+    (b'{"prompt":"x","priority":1.5}', "priority"),
+    (b'{"prompt":"x","priority":2147483648}', "priority"),
+    (b'{"prompt":"x","stream":"yes"}', "stream"),
+    (b'{"prompt":"x","model":""}', "model"),
+    (b'{"prompt":"x","priority":"high"}', "priority"),
+    (b'{"prompt":"x","priority":null}', "priority"),
+    (b'{"prompt":"x","tenant":""}', "tenant"),
+    (b'{"prompt":"x","tenant":"a b"}', "tenant"),
+    (b'{"prompt":"x","tenant":"a:jobs"}', "tenant"),
+    (b'{"prompt":"x","tenant":"\xc3\xa9"}', "tenant"),
+    (b'{"prompt":"x","deadline_s":0}', "deadline_s"),
+    (b'{"prompt":"x","deadline_s":-5}', "deadline_s"),
+    (b'{"prompt":"x","deadline_s":"soon"}', "deadline_s"),
+    (b'{"prompt":"x","deadline_s":1e11}', "deadline_s"),
+    (b'{"prompt":"x","deadline_s":5,"delay_s":5}', "deadline_s"),
+    (b'{"prompt":"x","delay_s":-1}', "delay_s"),
+    (b'{"prompt":"x","delay_s":1e308}', "delay_s"),
+    (b'{"prompt":"x","delay_s":true}', "delay_s"),
+    (b'{"prompt":"x","run_at":-1}', "run_at"),
+    (b'{"prompt":"x","run_at":5,"delay_s":5}', "run_at"),
+    (b'{"prompt":"x","max_retries":-1}', "max_retries"),
+    (b'{"prompt":"x","max_retries":101}', "max_retries"),
+    (b'{"prompt":"x","max_retries":null}', "max_retries"),
+    (b'{"prompt":"x","meta":[1]}', "meta"),
+    (b'{"prompt":"x","meta":"text"}', "meta"),
+    (b'{"prompt":"x","meta":{"a":"' + b"x" * 16384 + b'"}}', "meta"),
+]
+
+
+@pytest.mark.parametrize(("raw", "field"), MALFORMED, ids=lambda value: repr(value)[:40])
+def test_a_malformed_body_is_refused_with_the_field_at_fault(raw: bytes, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(raw)
+    assert caught.value.field == field
+    assert len(str(caught.value)) < 300
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_at_all_break_the_parser(raw: bytes) -> None:
+    try:
+        parse_body(raw)
+    except InvalidRequest:
+        usable_id(raw)
+
+
+def test_a_body_over_the_limit_is_refused_unread() -> None:
+    with pytest.raises(PayloadTooLarge, match="1048576"):
+        parse_body(b"x" * (MAX_BODY_BYTES + 1))
+    with pytest.raises(PayloadTooLarge):
+        to_submission(GenerationRequest(prompt="x" * MAX_BODY_BYTES))
+    to_submission(GenerationRequest(prompt="x" * (MAX_BODY_BYTES - 100)))
+
+
+@pytest.mark.parametrize(
+    ("raw", "job_id"),
+    [
+        (b'{"id":"a1","prompt":5}', "a1"),
+        (b'{"id":"a1","x":' + DEEP + b"}", "a1"),
+        (b'{"id": "a1", "temperature": NaN}', "a1"),
+        (b'{"id":"a1","prompt":"\xff"}', "a1"),
+        (b'{"id":"a1","promp', "a1"),
+        (b'{"id":"a b","prompt":5}', None),
+        (b'{"id":"' + b"a" * 129 + b'"}', None),
+        (b'{"id":5}', None),
+        (b'{"prompt":5}', None),
+        (b'{"meta":{"id":"inner"},"prompt":5}', None),
+        (b'{"prompt":"say \\"id\\": \\"quoted\\" now', None),
+        (b"garbage", None),
+        (b"", None),
+        (b"[]", None),
+    ],
+)
+def test_the_id_is_saved_from_a_malformed_body_where_it_has_a_proper_one(raw: bytes, job_id: str | None) -> None:
+    assert usable_id(raw) == job_id
+
+
+def test_requests_made_in_python_are_checked_as_those_on_the_wire() -> None:
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("prompt", {}),
+        ("prompt", {"prompt": "x", "prompt_token_ids": [1]}),
+        ("prompt", {"prompt": b"bytes"}),
+        ("prompt", {"prompt": "\ud800"}),
+        ("prompt_token_ids", {"prompt_token_ids": (1, 2)}),
+        ("prompt_token_ids", {"prompt_token_ids": [True]}),
+        ("messages", {"messages": [{"role": "user", "content": "x", 5: 6}]}),
+        ("id", {"prompt": "x", "id": "a\n"}),
+        ("tenant", {"prompt": "x", "tenant": None}),
+        ("priority", {"prompt": "x", "priority": True}),
+        ("sampling", {"prompt": "x", "sampling": {"max_tokens": 5}}),
+        ("meta", {"prompt": "x", "meta": {"a": object()}}),
+        ("meta", {"prompt": "x", "meta": {1: 2}}),
+        ("delay_s", {"prompt": "x", "delay_s": float("nan")}),
+    ]
+    for field, fields in wrong:
+        with pytest.raises(InvalidRequest) as caught:
+            GenerationRequest(**fields)
+        assert caught.value.field == field
+    unwritable = GenerationRequest(messages=[{"role": "user", "content": object()}])
+    with pytest.raises(InvalidRequest, match="messages: cannot be written as JSON"):
+        to_submission(unwritable)
+
+
+def test_what_means_the_same_is_the_same_job_however_it_was_made() -> None:
+    made = [
+        GenerationRequest(prompt="x", sampling=SamplingParams(temperature=0, top_p=1, max_tokens=16)),
+        GenerationRequest(prompt="x", sampling=SamplingParams(temperature=0.0), tenant="".join(["def", "ault"])),
+        parse_body(b'{"prompt":"x","temperature":0,"top_k":0,"stop_token_ids":[],"stop":[],"seed":-1}'),
+        parse_body(b'{"prompt":"x","temperature":0.0,"max_tokens":16,"priority":0,"stream":false,"model":null}'),
+    ]
+    timed = [GenerationRequest(prompt="x", delay_s=5), parse_body(b'{"prompt":"x","delay_s":5}')]
+    assert {canonical_body(request) for request in timed} == {b'{"delay_s":5.0,"prompt":"x"}'}
+    assert {canonical_body(request) for request in made} == {b'{"prompt":"x","temperature":0.0}'}

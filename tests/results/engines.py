@@ -1,0 +1,130 @@
+"""An engine as the queue sees one, for tests: it claims and writes what it is told to, and computes nothing."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal
+
+from results.messages import (
+    Append,
+    ClaimedJob,
+    EngineId,
+    Event,
+    Finish,
+    FinishReason,
+    JobError,
+    JobId,
+    Lease,
+    Reconciliation,
+    Release,
+    Submission,
+    Usage,
+)
+from results.queue import JobQueue
+
+FINGERPRINT = "model-a"
+_numbers = itertools.count(1)
+
+
+def submission(job_id: str | None = None, *, body: bytes = b'{"prompt":"hi"}', **fields: Any) -> Submission:
+    values = {"digest": f"digest of {body!r}", "cost": 10, "seed": 7, **fields}
+    return Submission(job_id=JobId(job_id or f"job-{next(_numbers)}"), body=body, **values)
+
+
+def submit(queue: JobQueue, *job_ids: str, **fields: Any) -> None:
+    assert queue.submit([submission(job_id, **fields) for job_id in job_ids]) == ["created"] * len(job_ids)
+
+
+class Engine:
+    """Owns one engine id, and what it believes to hold."""
+
+    def __init__(self, queue: JobQueue, name: str = "engine", *, fingerprint: str = FINGERPRINT) -> None:
+        self.id = EngineId(f"{name}-{next(_numbers)}")
+        self.held: dict[JobId, Lease] = {}
+        self.queue = queue
+        self.fingerprint = fingerprint
+        self._claim_numbers = itertools.count(1)
+        self.beat()
+
+    def beat(self, ttl_ms: int = 60_000) -> Reconciliation:
+        return self.queue.heartbeat(self.id, ttl_ms, self.held)
+
+    def claim(
+        self, max_jobs: int = 256, *, budget: int = 10**9, claim_id: str | None = None, num_held: int | None = None
+    ) -> list[ClaimedJob]:
+        claim = self.queue.claim(
+            self.id,
+            claim_id or f"c{next(self._claim_numbers)}",
+            max_jobs=max_jobs,
+            kv_token_budget=budget,
+            num_held=len(self.held) if num_held is None else num_held,
+            fingerprint=self.fingerprint,
+        )
+        assert claim is not None, "not registered"
+        self.held.update((job.job_id, job.lease) for job in claim.jobs)
+        return claim.jobs
+
+    def claim_one(self) -> ClaimedJob:
+        (job,) = self.claim(1)
+        return job
+
+    def claim_ids(self, max_jobs: int = 256, **options: Any) -> list[str]:
+        return [job.job_id for job in self.claim(max_jobs, **options)]
+
+    def append(self, job: ClaimedJob, offset: int, token_ids: list[int], event: Event | None = None) -> str:
+        write = Append(
+            job_id=job.job_id,
+            lease=job.lease,
+            offset=offset,
+            token_ids=token_ids,
+            fingerprint=self.fingerprint,
+            event=event,
+        )
+        return self.queue.write([write])[0]
+
+    def show(self, job: ClaimedJob, offset: int, token_ids: list[int], text: str) -> str:
+        """Keep tokens and show them."""
+        return self.append(job, offset, token_ids, Event(offset=offset, token_ids=token_ids, text=text))
+
+    def finish(self, job: ClaimedJob, event: Event | None = None, **fields: Any) -> str:
+        outcome = self.queue.write([finish_of(job, event, **fields)])[0]
+        self.held.pop(job.job_id, None)
+        return outcome
+
+    def release(self, job: ClaimedJob, offset: int = 0, token_ids: list[int] | None = None, delay_ms: int = 0) -> str:
+        write = Release(
+            job_id=job.job_id,
+            lease=job.lease,
+            offset=offset,
+            token_ids=token_ids or [],
+            fingerprint=self.fingerprint,
+            delay_ms=delay_ms,
+        )
+        self.held.pop(job.job_id, None)
+        return self.queue.write([write])[0]
+
+    def die(self) -> None:
+        """Its heartbeat has run out, in no time."""
+        self.queue._transport.send(("DEL", self.queue.keys.engine(self.id)))
+
+
+def finish_of(
+    job: ClaimedJob,
+    event: Event | None = None,
+    *,
+    state: Literal["finished", "failed", "cancelled", "expired"] = "finished",
+    reason: FinishReason = "stop",
+    usage: Usage | None = None,
+    error: JobError | None = None,
+    is_retryable: bool = False,
+) -> Finish:
+    return Finish(
+        job_id=job.job_id,
+        lease=job.lease,
+        state=state,
+        finish_reason=reason,
+        usage=usage or Usage(prompt_tokens=2, completion_tokens=len(event.token_ids) if event else 0),
+        event=event,
+        error=error,
+        is_retryable=is_retryable,
+    )

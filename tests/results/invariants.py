@@ -1,0 +1,160 @@
+"""What must be true of a queue at any moment, whatever happened to its clients and engines."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import redis
+
+from results.keys import QueueKeys
+from results.messages import TERMINAL_STATES
+
+PLACES = {"queued": "ready", "delayed": "delayed", "running": "leases"}
+"""By state: the kind of set that such a job is in. A job that has ended is in none."""
+
+
+def check_queue(client: redis.Redis, queue: str) -> dict[str, str]:
+    """Check everything that the keys of a queue must agree on. Returns the state of each job."""
+    return _Check(client, QueueKeys(queue)).run()
+
+
+def check_all_ended(client: redis.Redis, queue: str, job_ids: list[str]) -> None:
+    """Check that each of the jobs has ended, in one terminal record, and that nothing is left of them elsewhere."""
+    states = check_queue(client, queue)
+    assert {job_id: states.get(job_id) for job_id in job_ids if states.get(job_id) not in TERMINAL_STATES} == {}
+
+
+class _Check:
+    """Owns one look at a queue, which must be at rest."""
+
+    def __init__(self, client: redis.Redis, keys: QueueKeys) -> None:
+        self._client: Any = client
+        self._keys = keys
+        pattern = keys.prefix.replace("{", "\\{").replace("}", "\\}") + "*"
+        self._all = [key.decode().removeprefix(keys.prefix) for key in self._client.scan_iter(pattern, count=5000)]
+        self._records = {name: self._hash("job:" + name) for name in self._names("job:")}
+
+    def run(self) -> dict[str, str]:
+        places = self._places()
+        for job_id, record in self._records.items():
+            state = record["state"]
+            expected = [PLACES[state]] if state in PLACES else []
+            assert places.pop(job_id, []) == expected, f"{job_id} is {state}, and in {expected}"
+            self._check_output(job_id, record)
+        assert places == {}, "ids without a record"
+        self._check_owners()
+        self._check_counts()
+        self._check_waiting()
+        self._check_deadlines()
+        self._check_batches()
+        self._check_done_feed()
+        return {job_id: record["state"] for job_id, record in self._records.items()}
+
+    def _places(self) -> dict[str, list[str]]:
+        places: dict[str, list[str]] = {}
+        for tenant in self._names("ready:"):
+            for member in self._client.zrange(self._key("ready:" + tenant), 0, -1):
+                serial, _, job_id = member.decode().partition(":")
+                places.setdefault(job_id, []).append("ready")
+                record = self._records[job_id]
+                assert (record["tenant"], int(record["serial"])) == (tenant, int(serial)), job_id
+        for member in self._client.zrange(self._keys.delayed, 0, -1):
+            places.setdefault(member.decode(), []).append("delayed")
+        for engine in self._names("leases:"):
+            for member in self._client.smembers(self._keys.leases(engine)):
+                places.setdefault(member.decode(), []).append("leases")
+                assert self._records[member.decode()]["engine"] == engine
+        return places
+
+    def _check_output(self, job_id: str, record: dict[str, str]) -> None:
+        entries = [_fields(fields) for _, fields in self._client.xrange(self._keys.result(job_id))]
+        terminals = [i for i, fields in enumerate(entries) if "state" in fields]
+        has_ended = record["state"] in TERMINAL_STATES
+        assert terminals == ([len(entries) - 1] if has_ended else []), f"{job_id}: terminal entries at {terminals}"
+        end = int(record.get("trimmed", 0))
+        for fields in entries[: len(entries) - has_ended]:
+            num_tokens = len(json.loads(fields["tokens"]))
+            assert (int(fields["offset"]), int(fields["count"])) == (end, num_tokens), f"{job_id}: gap or overlap"
+            end += num_tokens
+        assert end == int(record.get("published", 0)), f"{job_id}: published"
+        if has_ended:
+            assert entries[-1]["state"] == record["state"]
+            assert self._client.ttl(self._keys.job(job_id)) > 0, f"{job_id} stays for ever"
+        else:
+            assert end <= self._client.strlen(self._keys.tokens(job_id)) / 4, f"{job_id}: visible but not kept"
+            assert self._client.ttl(self._keys.job(job_id)) == -1, f"{job_id} expires before its end"
+
+    def _check_owners(self) -> None:
+        engines = {member.decode() for member in self._client.zrange(self._keys.engines, 0, -1)}
+        assert set(self._names("leases:")) <= engines, "leases of an engine that no reaper looks at"
+        running = [record for record in self._records.values() if record["state"] == "running"]
+        assert len({record["lease"] for record in running}) == len(running), "two jobs with one lease"
+        for job_id, record in self._records.items():
+            if record["state"] in PLACES and record["state"] != "running":
+                assert "lease" not in record, f"{job_id} is {record['state']} and has a lease"
+
+    def _check_counts(self) -> None:
+        counts = self._hash("counts")
+        states = [record["state"] for record in self._records.values()]
+        assert int(counts.get("queued", 0)) == states.count("queued")
+        ready = set(self._names("ready:"))
+        assert {member.decode() for member in self._client.zrange(self._keys.tenants, 0, -1)} == ready
+        for state in TERMINAL_STATES:
+            assert int(counts.get(state, 0)) >= states.count(state), state
+
+    def _check_waiting(self) -> None:
+        expected: dict[str, int] = {}
+        for record in self._records.values():
+            if record["state"] in ("queued", "delayed"):
+                cost = int(record["cost"])
+                for name, more in (
+                    (":tokens", cost),
+                    (f"{record['tenant']}:tokens", cost),
+                    (f"{record['tenant']}:jobs", 1),
+                ):
+                    expected[name] = expected.get(name, 0) + more
+        assert {name: int(value) for name, value in self._hash("waiting").items()} == expected
+
+    def _check_deadlines(self) -> None:
+        swept = {member.decode() for member in self._client.zrange(self._keys.deadlines, 0, -1)}
+        for job_id, record in self._records.items():
+            is_open = "deadline" in record and record["state"] in PLACES and "expire" not in record
+            assert (job_id in swept) == is_open, f"{job_id} is {record['state']}, its deadline is not kept so"
+            assert "expire" not in record or record["state"] != "queued"
+
+    def _check_batches(self) -> None:
+        for batch in self._names("batch:"):
+            members = [member.decode() for member in self._client.lrange(self._keys.members(batch), 0, -1)]
+            assert len(members) == len(set(members)), f"{batch} has a job twice"
+            states = [record["state"] for record in self._records.values() if record.get("batch") == batch]
+            counts = {name: int(value) for name, value in self._hash("batch:" + batch).items() if name != "created"}
+            assert {state: count for state, count in counts.items() if count} == Counter(states), batch
+            is_open = any(state in PLACES for state in states)
+            assert (self._client.ttl(self._keys.batch(batch)) == -1) == is_open, (
+                f"{batch}: lives too long, or not enough"
+            )
+
+    def _check_done_feed(self) -> None:
+        ended = [_fields(fields) for _, fields in self._client.xrange(self._keys.done)]
+        ids = [fields["id"] for fields in ended]
+        assert len(ids) == len(set(ids)), "an end was announced twice"
+        for fields in ended:
+            record = self._records.get(fields["id"])
+            assert record is None or record["state"] == fields["state"]
+        has_ended = {job_id for job_id, record in self._records.items() if record["state"] in TERMINAL_STATES}
+        assert has_ended <= set(ids), "an end was not announced"
+
+    def _key(self, name: str) -> str:
+        return self._keys.prefix + name
+
+    def _names(self, kind: str) -> list[str]:
+        return [name.removeprefix(kind) for name in self._all if name.startswith(kind)]
+
+    def _hash(self, name: str) -> dict[str, str]:
+        return _fields(self._client.hgetall(self._key(name)))
+
+
+def _fields(raw: dict[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in raw.items()}

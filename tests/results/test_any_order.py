@@ -1,0 +1,309 @@
+"""Whatever engines, readers and crashes do to jobs in whatever order, the record agrees with a simple model of it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from millrace.embedded import EmbeddedServer
+from results.connection import connect
+from results.messages import TERMINAL_STATES, CannotRedrive, ClaimedJob, Event
+from results.queue import JobQueue
+from tests.results.engines import Engine, submission
+from tests.results.invariants import check_queue
+
+TENANTS = ("x", "y")
+BATCHES = ("b1", "b2")
+MAX_QUEUED = 12
+engines = st.integers(0, 2)
+picks = st.integers(0, 1000)
+
+
+class ModelJob:
+    """What a job should look like."""
+
+    def __init__(self) -> None:
+        self.state = "queued"
+        self.tokens: list[int] = []
+        self.num_published = 0
+        self.owner: int | None = None
+        self.lease = 0
+        self.has_cancel = False
+        self.has_deadline = False
+        self.is_past_deadline = False
+        self.is_told = False
+        self.num_retries = 0
+        self.max_retries = 2
+        self.is_redriven = False
+
+    @property
+    def text(self) -> str:
+        return "".join(f"{token} " for token in self.tokens[: self.num_published])
+
+    def leave(self) -> None:
+        """Goes back to the queue, unless its end was asked for."""
+        after = "cancelled" if self.has_cancel else "expired" if self.is_past_deadline else "queued"
+        self.state, self.owner, self.lease = after, None, 0
+
+    def sweep(self) -> None:
+        """Some engine has looked at the deadlines."""
+        if self.is_past_deadline and self.state in ("queued", "delayed"):
+            self.state = "expired"
+        self.is_told = self.is_told or self.is_past_deadline
+
+
+class AnyOrder(RuleBasedStateMachine):
+    client: redis.Redis
+
+    @initialize()
+    def open(self) -> None:
+        self.queue = JobQueue(self.client, f"any-{uuid.uuid4().hex[:12]}")
+        self.engines = [Engine(self.queue, f"e{i}") for i in range(3)]
+        self.jobs: dict[str, ModelJob] = {}
+        self.is_paused = False
+        self.client.hset(self.queue.keys.settings, mapping={"max_queued_jobs": MAX_QUEUED, "retry_base_ms": 3_600_000})
+        self.client.hset(self.queue.keys.settings, "retry_max_ms", 3_600_000)
+        self.leases: list[tuple[int, ClaimedJob]] = []  # all that there ever were
+
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        priority=st.integers(-1, 1),
+        cost=st.integers(1, 50),
+        options=st.fixed_dictionaries(
+            {},
+            optional={
+                "delay_ms": st.just(3_600_000),
+                "deadline_ms": st.just(7_200_000),
+                "max_retries": st.integers(0, 1),
+                "batch": st.sampled_from(BATCHES),
+                "meta": st.just(b'{"a":1}'),
+            },
+        ),
+    )
+    def submit(self, tenant: str, priority: int, cost: int, options: dict[str, Any]) -> None:
+        job_id = f"j{len(self.jobs)}"
+        job = submission(job_id, tenant=tenant, priority=priority, cost=cost, **options)
+        num_waiting = sum(model.state in ("queued", "delayed") for model in self.jobs.values())
+        if num_waiting >= MAX_QUEUED:
+            assert self.queue.submit([job]) == [f"full max_queued_jobs {MAX_QUEUED}"]
+            return
+        assert self.queue.submit([job, job]) == ["created", "exists"]
+        self.jobs[job_id] = model = ModelJob()
+        model.state = "delayed" if "delay_ms" in options else "queued"
+        model.has_deadline = "deadline_ms" in options
+        model.max_retries = options.get("max_retries", 2)
+
+    @rule(pick=picks)
+    def become_due(self, pick: int) -> None:
+        """Its time comes, and an engine looks."""
+        if job_id := self._pick(pick, "delayed"):
+            self.client.zadd(self.queue.keys.delayed, {job_id: 1})
+            self._beat(0)
+            if self.jobs[job_id].state == "delayed":
+                self.jobs[job_id].state = "queued"
+
+    @rule(pick=picks)
+    def pass_the_deadline(self, pick: int) -> None:
+        job_id = self._pick(pick, "queued", "delayed", "running")
+        if job_id and self.jobs[job_id].has_deadline and not self.jobs[job_id].is_past_deadline:
+            self.client.hset(self.queue.keys.job(job_id), "deadline", 1)
+            self.client.zadd(self.queue.keys.deadlines, {job_id: 1})
+            self.jobs[job_id].is_past_deadline = True
+
+    @rule(number=engines)
+    def beat(self, number: int) -> None:
+        self._beat(number)
+
+    @rule(is_paused=st.booleans())
+    def pause(self, is_paused: bool) -> None:
+        self.queue.pause(is_paused)
+        self.is_paused = is_paused
+
+    @rule(pick=picks)
+    def redrive(self, pick: int) -> None:
+        if not self.jobs:
+            return
+        job_id = list(self.jobs)[pick % len(self.jobs)]
+        model = self.jobs[job_id]
+        if model.is_redriven or model.state in ("failed", "expired", "cancelled"):
+            new_id = self.queue.redrive(job_id)
+            assert self.queue.redrive(job_id) == new_id
+            assert (new_id in self.jobs) == model.is_redriven
+            if not model.is_redriven:
+                again = self.jobs[new_id] = ModelJob()
+                again.has_deadline, again.max_retries = model.has_deadline, model.max_retries
+                if model.is_past_deadline:  # the test moved it to long ago
+                    again.is_past_deadline = True
+                model.is_redriven = True
+        else:
+            with pytest.raises(CannotRedrive):
+                self.queue.redrive(job_id)
+
+    def _pick(self, pick: int, *states: str) -> str | None:
+        fitting = [job_id for job_id, model in self.jobs.items() if model.state in states]
+        return fitting[pick % len(fitting)] if fitting else None
+
+    def _beat(self, number: int) -> None:
+        engine = self.engines[number]
+        engine.held = {
+            job.job_id: job.lease
+            for owner, job in self.leases
+            if owner == number and self.jobs[job.job_id].lease == job.lease
+        }
+        news = engine.beat()
+        for model in self.jobs.values():
+            model.sweep()
+        told = {id_ for id_, model in self.jobs.items() if model.owner == number and model.state == "running"}
+        assert set(news.expired) == {id_ for id_ in told if self.jobs[id_].is_told}
+        assert set(news.cancelled) == {id_ for id_ in told if self.jobs[id_].has_cancel}
+
+    @rule(number=engines, max_jobs=st.integers(1, 3))
+    def claim(self, number: int, max_jobs: int) -> None:
+        claimed = self.engines[number].claim(max_jobs)
+        for model in self.jobs.values():
+            model.sweep()
+        assert not (claimed and self.is_paused)
+        for job in claimed:
+            model = self.jobs[job.job_id]
+            assert model.state == "queued"
+            assert (job.token_ids, job.num_published) == (model.tokens, model.num_published)
+            assert all(job.lease > old.lease for _, old in self.leases)
+            model.state, model.owner, model.lease = "running", number, job.lease
+            self.leases.append((number, job))
+
+    @rule(pick=picks, num_tokens=st.integers(1, 3), is_shown=st.booleans())
+    def append(self, pick: int, num_tokens: int, is_shown: bool) -> None:
+        if not self.leases:
+            return
+        number, job = self.leases[pick % len(self.leases)]
+        model = self.jobs[job.job_id]
+        offset = len(model.tokens)
+        fresh = list(range(offset, offset + num_tokens))
+        shown = [*model.tokens, *fresh][model.num_published :]
+        text = "".join(f"{token} " for token in shown)
+        event = Event(offset=model.num_published, token_ids=shown, text=text) if is_shown else None
+        outcome = self.engines[number].append(job, offset, fresh, event)
+        is_owned = model.state == "running" and model.lease == job.lease
+        assert outcome == ("ok" if is_owned else "stale")
+        if is_owned:
+            model.tokens += fresh
+            model.num_published = len(model.tokens) if is_shown else model.num_published
+
+    @rule(pick=picks, state=st.sampled_from(["finished", "failed", "cancelled"]))
+    def finish(self, pick: int, state: Any) -> None:
+        if not self.leases:
+            return
+        number, job = self.leases[pick % len(self.leases)]
+        model = self.jobs[job.job_id]
+        rest = model.tokens[model.num_published :]
+        text = "".join(f"{token} " for token in rest)
+        event = Event(offset=model.num_published, token_ids=rest, text=text) if rest else None
+        outcome = self.engines[number].finish(job, event, state=state)
+        if model.lease != job.lease:  # given back, or lost in a crash, since
+            assert outcome == "stale"
+        elif model.state in TERMINAL_STATES:
+            assert outcome == "already"
+        else:
+            assert outcome == "ok"
+            model.state, model.num_published = state, len(model.tokens)
+
+    @rule(pick=picks)
+    def fail_for_now(self, pick: int) -> None:
+        if not self.leases:
+            return
+        number, job = self.leases[pick % len(self.leases)]
+        model = self.jobs[job.job_id]
+        if model.state != "running" or model.lease != job.lease:
+            return
+        outcome = self.engines[number].finish(job, state="failed", is_retryable=True)
+        if model.num_retries < model.max_retries and not model.has_cancel and not model.is_told:
+            assert outcome == "retrying"
+            model.num_retries += 1
+            model.leave()
+            if model.state == "queued":
+                model.state = "delayed"
+        else:
+            assert outcome == "ok"
+            model.state = "failed"
+
+    @rule(pick=picks)
+    def release(self, pick: int) -> None:
+        if not self.leases:
+            return
+        number, job = self.leases[pick % len(self.leases)]
+        model = self.jobs[job.job_id]
+        is_owned = model.state == "running" and model.lease == job.lease
+        assert self.engines[number].release(job) == ("ok" if is_owned else "stale")
+        if is_owned:
+            model.leave()
+
+    @rule(number=engines)
+    def crash(self, number: int) -> None:
+        self.engines[number].die()
+        while self.queue.recover(2):
+            pass
+        for job_id, model in self.jobs.items():
+            if model.state == "running" and model.owner == number:
+                model.leave()
+                if model.state == "queued" and self.queue.get(job_id).state == "failed":  # quarantined
+                    model.state = "failed"
+        self.engines[number] = Engine(self.queue, f"e{number}")
+        for model in self.jobs.values():
+            model.sweep()
+
+    @rule(number=engines)
+    def lose_a_reply(self, number: int) -> None:
+        self.engines[number].held.clear()
+        self.engines[number].beat()
+        self.engines[number].beat()
+        for model in self.jobs.values():
+            model.sweep()
+            if model.state == "running" and model.owner == number:
+                model.leave()
+
+    @rule(pick=picks)
+    def cancel(self, pick: int) -> None:
+        if not self.jobs:
+            return
+        job_id = list(self.jobs)[pick % len(self.jobs)]
+        model = self.jobs[job_id]
+        expected = {"queued": "cancelled", "delayed": "cancelled", "running": "cancelling"}.get(
+            model.state, model.state
+        )
+        assert self.queue.cancel(job_id) == expected
+        if model.state in ("queued", "delayed"):
+            model.state = "cancelled"
+        model.has_cancel = model.has_cancel or model.state == "running"
+
+    @invariant()
+    def the_record_agrees(self) -> None:
+        if hasattr(self, "queue"):
+            states = check_queue(self.client, self.queue.keys.queue)
+            assert states == {job_id: model.state for job_id, model in self.jobs.items()}
+
+    def teardown(self) -> None:
+        for job_id, model in getattr(self, "jobs", {}).items():
+            assert self.queue.get(job_id).text == model.text
+
+
+@pytest.fixture
+def machine() -> Iterator[type[AnyOrder]]:
+    """On a server of its own: the look at the whole queue after each step is quick where there is little else."""
+    with EmbeddedServer() as server, connect(server.url) as client:
+        yield type("AnyOrderHere", (AnyOrder,), {"client": client})
+
+
+@pytest.mark.timeout(120)
+def test_any_order_of_events_keeps_the_record_right(machine: type[AnyOrder]) -> None:
+    checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
+    limits = settings(
+        max_examples=80, stateful_step_count=50, deadline=None, database=None, suppress_health_check=checks
+    )
+    run_state_machine_as_test(machine, settings=limits)

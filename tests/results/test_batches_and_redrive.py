@@ -1,0 +1,185 @@
+"""Batches, places in the queue, redriven jobs, records that outlive results, and producers newer than the engine."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import redis
+
+from results.messages import BatchNotFound, CannotRedrive, Event, JobError, JobNotFound
+from results.queue import JobQueue
+from tests.results.engines import Engine, submission, submit
+
+
+def test_a_batch_counts_its_jobs_by_state(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, *(f"j{i}" for i in range(6)), batch="nightly")
+    submit(queue, "late", batch="nightly", delay_ms=3_600_000)
+    submit(queue, "other", batch="another")
+    jobs = engine.claim(4)
+    engine.finish(jobs[0])
+    engine.finish(jobs[1], state="failed")
+    queue.cancel("j5")
+    status = queue.batch_status("nightly")
+    assert (status.queued, status.delayed, status.running) == (1, 1, 2)
+    assert (status.finished, status.failed, status.cancelled) == (1, 1, 1)
+    assert (status.total, status.num_open, status.is_done) == (7, 4, False)
+    assert queue.get("j0").batch == "nightly"
+    assert queue.get("other").batch == "another"
+
+
+def test_the_same_job_again_is_counted_once_and_stays_in_its_batch(queue: JobQueue) -> None:
+    assert queue.submit([submission("a", batch="b"), submission("a", batch="b")]) == ["created", "exists"]
+    assert queue.submit([submission("a", batch="c")]) == ["exists"]
+    assert queue.batch_status("b").total == 1
+    with pytest.raises(BatchNotFound, match="'c'"):
+        queue.batch_status("c")
+
+
+def test_a_batch_that_has_ended_goes_with_its_records_and_opens_again_for_more(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    submit(queue, "a", batch="b")
+    engine.finish(engine.claim_one())
+    assert queue.batch_status("b").is_done
+    assert queue.batch_status("b").eta_s == 0
+    assert redis_client.ttl(queue.keys.batch("b")) > 0
+    assert redis_client.ttl(queue.keys.members("b")) > 0
+    submit(queue, "b", batch="b")
+    assert redis_client.ttl(queue.keys.batch("b")) == -1
+    assert queue.batch_status("b").total == 2
+
+
+# --- places --------------------------------------------------------------------------------------------------------
+
+
+def test_a_place_counts_who_comes_first(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, *(f"x{i}" for i in range(10)), tenant="x")
+    submit(queue, "urgent", tenant="x", priority=-1)
+    assert queue.position("x0").num_ahead == 1
+    assert queue.position("urgent").num_ahead == 0
+    assert queue.position("x0").eta_s is None, "nothing has ended yet"
+    submit(queue, *(f"y{i}" for i in range(3)), tenant="y")
+    assert queue.position("x5").num_ahead == 6 + 3, "the other tenant is served as much, and has no more"
+    assert queue.position("y2").num_ahead == 2 + 2
+    engine.finish(engine.claim_one())
+    place = queue.position("x9")
+    assert place.eta_s is not None
+    assert place.eta_s >= 0
+    assert queue.position("urgent").num_ahead is None
+    with pytest.raises(JobNotFound):
+        queue.position("nobody")
+
+
+def test_a_delayed_job_begins_when_it_is_due_and_a_paused_queue_never(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "late", delay_ms=3_600_000)
+    place = queue.position("late")
+    assert (place.state, place.num_ahead) == ("delayed", None)
+    assert place.eta_s == pytest.approx(3600, abs=60)
+    submit(queue, "a", "b")
+    engine.finish(engine.claim_one())
+    queue.pause(True)
+    assert queue.position("b").eta_s is None
+
+
+# --- redrive -------------------------------------------------------------------------------------------------------
+
+
+def failed(queue: JobQueue, engine: Engine, job_id: str) -> None:
+    error = JobError(kind="internal", message="no luck")
+    (job,) = [job for job in engine.claim() if job.job_id == job_id]
+    engine.finish(job, state="failed", reason="error", error=error)
+
+
+def test_a_failed_job_runs_again_as_a_new_one_that_both_records_name(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    options = {"tenant": "t", "priority": 3, "batch": "b", "meta": b'{"a":1}', "deadline_ms": 60_000, "max_retries": 5}
+    submit(queue, "a", body=b'{"prompt":"same"}', **options)
+    failed(queue, engine, "a")
+    assert redis_client.zrange(queue.keys.dead, 0, -1) == [b"a"]
+    assert queue.redrive("a") == queue.redrive("a") == "a.r1"
+    assert redis_client.zcard(queue.keys.dead) == 0
+    old, new = queue.get("a"), queue.get("a.r1")
+    assert (old.state, old.redriven_as, new.state, new.redrive_of) == ("failed", "a.r1", "queued", "a")
+    assert (new.batch, new.meta) == ("b", {"a": 1})
+    assert new.timings.deadline_ms == new.timings.created_ms + 60_000
+    assert queue.batch_status("b").total == 2
+    job = engine.claim_one()
+    assert (job.job_id, job.body, job.seed, job.attempt) == ("a.r1", b'{"prompt":"same"}', 7, 1)
+    engine.finish(job, state="failed")
+    assert queue.redrive("a.r1") == "a.r2"
+
+
+def test_only_what_has_ended_badly_can_be_redriven(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a", "b")
+    with pytest.raises(CannotRedrive, match="'a' is queued"):
+        queue.redrive("a")
+    job = engine.claim_one()
+    with pytest.raises(CannotRedrive, match="'a' is running"):
+        queue.redrive("a")
+    engine.finish(job)
+    with pytest.raises(CannotRedrive, match="'a' is finished"):
+        queue.redrive("a")
+    queue.cancel("b")
+    assert queue.redrive("b") == "b.r1"
+    with pytest.raises(JobNotFound):
+        queue.redrive("nobody")
+
+
+def test_what_never_was_a_request_cannot_be_redriven(queue: JobQueue, redis_client: redis.Redis) -> None:
+    entry_id = redis_client.xadd(queue.keys.inbox, {"job": "{"}).decode()  # type: ignore[union-attr]
+    queue.reject(entry_id, submission("a").job_id, b"{", JobError(kind="invalid_request", message="no"))
+    with pytest.raises(CannotRedrive, match="never had a request"):
+        queue.redrive("a")
+    submit(queue, "x" * 127)
+    queue.cancel("x" * 127)
+    with pytest.raises(CannotRedrive, match="too long an id"):
+        queue.redrive("x" * 127)
+
+
+def test_an_id_that_looks_like_a_redrive_is_left_alone(queue: JobQueue) -> None:
+    submit(queue, "a.r1", "a")
+    queue.cancel("a")
+    queue.cancel("a.r1")
+    assert queue.redrive("a") == "a.r2"
+    assert queue.redrive("a.r1") == "a.r1.r1"
+
+
+# --- what is kept, and for how long --------------------------------------------------------------------------------
+
+
+def test_a_record_can_outlive_its_result(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+    redis_client.hset(queue.keys.settings, mapping={"result_ttl_ms": 60_000, "record_ttl_ms": 600_000})
+    submit(queue, "a", meta=b'{"k":"v"}')
+    engine.finish(engine.claim_one(), Event(offset=0, token_ids=[1], text="x"))
+    assert redis_client.ttl(queue.keys.result("a")) <= 60
+    assert all(redis_client.ttl(key("a")) > 60 for key in (queue.keys.job, queue.keys.body, queue.keys.meta))
+    assert queue.get("a").has_result
+    redis_client.rename(queue.keys.result("a"), queue.keys.result("moved"))  # as if its time had passed
+    job = queue.get("a")
+    assert (job.state, job.text, job.has_result, job.meta) == ("finished", "", False, {"k": "v"})
+    redis_client.rename(queue.keys.result("moved"), queue.keys.result("a"))
+
+
+def test_a_short_record_ttl_never_cuts_the_result(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+    redis_client.hset(queue.keys.settings, mapping={"result_ttl_ms": 60_000, "record_ttl_ms": 1})
+    submit(queue, "a")
+    engine.finish(engine.claim_one())
+    assert queue.get("a").state == "finished"
+
+
+def test_a_job_of_a_newer_producer_is_told_from_ours_given_back_and_kept_as_it_was(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    submit(queue, "new", "old")
+    redis_client.hset(queue.keys.job("new"), mapping={"v": "2", "colour": "red"})
+    new, old = engine.claim()
+    assert (new.protocol, old.protocol) == (2, 1)
+    assert engine.release(new, delay_ms=60_000) == "ok"
+    assert queue.get("new").state == "delayed"
+    assert queue.get("new").attempt == 0
+    redis_client.zadd(queue.keys.delayed, {"new": 1})
+    again = engine.claim_one()
+    assert msgspec.structs.replace(again, lease=new.lease) == new
+    engine.finish(again)
+    assert redis_client.hmget(queue.keys.job("new"), "v", "colour") == [b"2", b"red"]

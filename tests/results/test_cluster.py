@@ -1,0 +1,106 @@
+"""A queue in a Redis Cluster of two nodes: every key in one slot, redirections followed."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import redis
+
+from millrace import AsyncClient, Client, GenerationRequest, RedisUnavailable
+from millrace.embedded import EmbeddedServer
+from results.connection import connect
+from results.messages import Event, QueueError
+from results.queue import JobQueue
+from tests.results.engines import Engine
+
+OPTIONS = {"cluster-enabled": "yes", "cluster-node-timeout": "2000", "appendfsync": "always"}
+HALVES = ((0, 8191), (8192, 16383))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[list[redis.Redis]]:
+    """The two nodes."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(start_node()) for _ in HALVES]
+        nodes = [stack.enter_context(connect(server.url)) for server in servers]
+        for node, (first, last) in zip(nodes, HALVES, strict=True):
+            node.execute_command("CLUSTER ADDSLOTSRANGE", first, last)
+        nodes[0].execute_command("CLUSTER MEET", "127.0.0.1", port_of(nodes[1]), bus_of(nodes[1]))
+        limit_s = time.monotonic() + 20
+        while not all(node.cluster("INFO")["cluster_state"] == "ok" for node in nodes):
+            assert time.monotonic() < limit_s, "the nodes did not find each other"
+            time.sleep(0.05)
+        yield nodes
+
+
+def start_node() -> EmbeddedServer:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        bus = str(probe.getsockname()[1])
+    return EmbeddedServer(tcp=True, appendonly=True, options={**OPTIONS, "cluster-port": bus})
+
+
+def bus_of(node: redis.Redis) -> int:
+    return int(node.config_get("cluster-port")["cluster-port"] or 0)
+
+
+def port_of(node: redis.Redis) -> int:
+    return int(node.connection_pool.connection_kwargs["port"])
+
+
+@pytest.fixture
+def url(cluster: list[redis.Redis]) -> str:
+    return f"redis+cluster://127.0.0.1:{port_of(cluster[0])}"
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c", "d"])  # in slots of both nodes
+def test_a_job_lives_in_a_cluster(url: str, name: str) -> None:
+    queue = JobQueue(connect(url), name)
+    assert queue.check_server() == []
+    engine = Engine(queue)
+    with Client(url, queue=name) as client:
+        ids = client.submit_many([GenerationRequest(prompt="x") for _ in range(300)], durability="disk", batch="b")
+        first, second = engine.claim(2)
+        assert engine.show(first, 0, [1], "x") == "ok"
+        assert engine.finish(first, Event(offset=1, token_ids=[2], text="y")) == "ok"
+        assert client.wait(ids[0], 5).text == "xy"
+        assert [event.text for event in client.stream(ids[0])] == ["x", "y", ""]
+        assert engine.finish(second, state="failed") == "ok"
+        assert {job.id for job in client.as_completed(ids[:2], 5)} == set(ids[:2])
+        assert client.retry_all() == {ids[1]: f"{ids[1]}.r1"}
+        assert client.batch_status("b").queued == 299
+        assert len(client.cancel_batch("b")) == 301
+    assert queue.wait_for_signal(engine.id, 0.01, include_wake=True) is not None
+    queue.close()
+
+
+def test_forgotten_scripts_are_loaded_on_the_node_that_needs_them(url: str, cluster: list[redis.Redis]) -> None:
+    for name in ("a", "c"):
+        for node in cluster:
+            node.script_flush()
+        with Client(url, queue=name) as client:
+            client.submit("x", job_id="again")
+            assert client.cancel("again") == "cancelled"
+
+
+async def test_the_async_client_knows_clusters_too(url: str) -> None:
+    async with AsyncClient(url, queue="async") as client:
+        ids = await client.submit_many(GenerationRequest(prompt="x") for _ in range(300))
+        assert set((await client.cancel_many(ids)).values()) == {"cancelled"}
+        assert (await client.wait(ids[0], 5)).state == "cancelled"
+
+
+def test_a_cluster_that_is_not_there_is_told_so() -> None:
+    with pytest.raises(RedisUnavailable, match=r"the cluster at redis://127\.0\.0\.1:1/0 cannot be used"):
+        Client("redis+cluster://127.0.0.1:1")
+
+
+async def test_what_a_cluster_cannot_confirm_under_asyncio_is_refused_before_anything_is_sent(url: str) -> None:
+    async with AsyncClient(url, queue="unsure") as client:
+        with pytest.raises(QueueError, match="use Client in a thread"):
+            await client.submit("x", durability="disk")
+        assert (await client.stats()).queued == 0

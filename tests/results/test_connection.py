@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from millrace.embedded import EmbeddedServer
+from results.connection import connect, connect_async, resolve_url, server_name
+from results.messages import RedisUnavailable
+from results.queue import JobQueue
+from results.transport import Transport
+
+
+def test_the_given_url_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MILLRACE_REDIS_URL", raising=False)
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    assert resolve_url(None) == "redis://localhost:6379/0"
+    monkeypatch.setenv("REDIS_URL", "redis://b")
+    assert resolve_url(None) == "redis://b"
+    monkeypatch.setenv("MILLRACE_REDIS_URL", "redis://a")
+    assert resolve_url(None) == "redis://a"
+    assert resolve_url("redis://c") == "redis://c"
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:6379", "http://localhost", "redis://localhost:port", "redis://h/0?db=x", "x"]
+)
+def test_what_is_no_redis_url_is_told_at_once(url: str) -> None:
+    for opener in (connect, connect_async):
+        with pytest.raises(RedisUnavailable, match="not a Redis URL"):
+            opener(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("redis://:pw@host:1234/5", "redis://:***@host:1234/5"),
+        ("redis://host", "redis://host:6379/0"),
+        ("rediss://user:pw@host", "redis://user:***@host:6379/0"),
+        ("unix:///tmp/x.sock?db=2&password=pw", "unix://:***@/tmp/x.sock"),
+    ],
+)
+def test_a_server_is_named_without_secrets(url: str, name: str) -> None:
+    assert server_name(connect(url)) == name
+
+
+def test_users_of_an_acl_can_log_in_and_others_are_told_why_not() -> None:
+    with EmbeddedServer() as server:
+        admin = Transport(connect(server.url))
+        admin.send(("ACL SETUSER", "app", "on", ">pw", "~millrace:*", "+@all"))
+        admin.send(("ACL SETUSER", "default", "resetpass", "off"))
+        socket = server.url.split("?")[0].removeprefix("unix://")
+        app = JobQueue(connect(f"unix://app@{socket}?password=pw"))
+        assert app.stats().queued == 0
+        with pytest.raises(RedisUnavailable, match="login"):
+            JobQueue(connect(f"unix://app@{socket}?password=wrong")).stats()
+        with pytest.raises(RedisUnavailable, match=r"login|permit|NOAUTH"):
+            JobQueue(connect(f"unix://{socket}")).stats()
+        app.close()
+        admin.close()

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import redis
+
+from results.queue import JobQueue
+from tests.results.engines import Engine, submit
+
+
+def half_done(queue: JobQueue, *, is_published: bool) -> None:
+    """Job "a" with three tokens of one model, queued again."""
+    submit(queue, "a")
+    engine = Engine(queue, "first")
+    job = engine.claim_one()
+    if is_published:
+        engine.show(job, 0, [1, 2], "xy")
+    engine.append(job, 2 if is_published else 0, [1, 2, 3][2 if is_published else 0 :])
+    engine.release(job)
+
+
+def test_an_engine_with_the_same_model_goes_on(queue: JobQueue, engine: Engine) -> None:
+    half_done(queue, is_published=True)
+    assert engine.claim_one().token_ids == [1, 2, 3]
+
+
+def test_an_engine_with_another_model_starts_over_while_nobody_has_seen_anything(queue: JobQueue) -> None:
+    half_done(queue, is_published=False)
+    other = Engine(queue, "other", fingerprint="model-b")
+    job = other.claim_one()
+    assert (job.token_ids, job.num_published) == ([], 0)
+    assert other.append(job, 0, [9]) == "ok"
+    other.release(job)
+    assert Engine(queue, fingerprint="model-b").claim_one().token_ids == [9]
+
+
+def test_what_was_seen_waits_for_an_engine_with_its_model(queue: JobQueue, engine: Engine) -> None:
+    half_done(queue, is_published=True)
+    submit(queue, "b")
+    other = Engine(queue, "other", fingerprint="model-b")
+    assert other.claim_ids() == ["b"]
+    assert queue.get("a").state == "delayed"
+    got: list[str] = []
+    while not got:
+        got = engine.claim_ids()
+    assert got == ["a"]
+
+
+def test_what_no_engine_can_go_on_with_fails_in_the_end_and_keeps_its_text(
+    queue: JobQueue, redis_client: redis.Redis
+) -> None:
+    redis_client.hset(queue.keys.settings, "mismatch_wait_ms", 0)
+    half_done(queue, is_published=True)
+    assert Engine(queue, "other", fingerprint="model-b").claim_ids() == []
+    job = queue.get("a")
+    assert (job.state, job.text, job.token_ids) == ("failed", "xy", [1, 2])
+    assert job.error is not None
+    assert job.error.kind == "fingerprint_mismatch"

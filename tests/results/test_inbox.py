@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from typing import Any
+
+import redis
+
+from results.messages import JobError, JobId
+from results.queue import JobQueue
+from tests.results.engines import Engine, submission, submit
+
+ERROR = JobError(kind="invalid_request", message="prompt: must not be empty", field="prompt")
+
+
+def post(client: redis.Redis, queue: JobQueue, body: bytes) -> str:
+    entry_id = client.xadd(queue.keys.inbox, {"job": body})
+    assert isinstance(entry_id, bytes)
+    return entry_id.decode()
+
+
+def the_rejected(client: Any, queue: JobQueue) -> dict[bytes, bytes]:
+    """The fields of the one rejected entry."""
+    ((_, fields),) = client.xrange(queue.keys.rejected)
+    return dict(fields)
+
+
+def test_the_inbox_is_read_in_order_and_from_a_place(queue: JobQueue, redis_client: redis.Redis) -> None:
+    first, second = (post(redis_client, queue, body) for body in (b"1", b"2"))
+    redis_client.xadd(queue.keys.inbox, {"something": "else"})
+    assert [(entry.entry_id, entry.raw) for entry in queue.read_inbox("0", 2)] == [(first, b"1"), (second, b"2")]
+    assert [entry.raw for entry in queue.read_inbox(first, 10)] == [b"2", b""]
+    assert queue.read_inbox(queue.read_inbox(first, 10)[-1].entry_id, 10, block_ms=1) == []
+
+
+def test_an_accepted_entry_becomes_a_job_once(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+    entry_id = post(redis_client, queue, b"{}")
+    assert [queue.accept(entry_id, submission("a")), queue.accept(entry_id, submission("a"))] == ["created", "taken"]
+    assert redis_client.xlen(queue.keys.inbox) == 0
+    assert queue.wait_for_signal(engine.id, 1, include_wake=True) == "wake"
+    assert engine.claim_ids() == ["a"]
+
+
+def test_an_entry_of_a_known_job_is_that_job(queue: JobQueue, redis_client: redis.Redis) -> None:
+    submit(queue, "a")
+    assert queue.accept(post(redis_client, queue, b"{}"), submission("a")) == "exists"
+    assert redis_client.xlen(queue.keys.rejected) == 0
+
+
+def test_an_entry_with_the_id_of_another_job_is_rejected_and_leaves_that_job_alone(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    submit(queue, "a")
+    entry_id = post(redis_client, queue, b"{}")
+    assert queue.accept(entry_id, submission("a", body=b'{"prompt":"other"}')) == "conflict"
+    fields = the_rejected(redis_client, queue)
+    assert fields[b"id"] == b"a"
+    assert b"another body" in fields[b"error"]
+    assert engine.claim_ids() == ["a"]
+
+
+def test_a_malformed_entry_with_an_id_fails_under_that_id(queue: JobQueue, redis_client: redis.Redis) -> None:
+    entry_id = post(redis_client, queue, b"broken")
+    assert queue.reject(entry_id, JobId("a"), b"broken", ERROR) == "failed"
+    assert queue.reject(entry_id, JobId("a"), b"broken", ERROR) == "taken"
+    job = queue.get("a")
+    assert (job.state, job.error, job.finish_reason, job.text) == ("failed", ERROR, "error", "")
+    assert queue.reject(post(redis_client, queue, b"broken"), JobId("a"), b"broken", ERROR) == "exists"
+    assert redis_client.xlen(queue.keys.inbox) == 0
+
+
+def test_a_malformed_entry_without_an_id_is_put_aside_with_the_reason(
+    queue: JobQueue, redis_client: redis.Redis
+) -> None:
+    raw = b"\xff" * 100_000
+    assert queue.reject(post(redis_client, queue, raw), None, raw, ERROR) == "rejected"
+    fields = the_rejected(redis_client, queue)
+    assert fields[b"raw"] == raw[:4096]
+    assert b"must not be empty" in fields[b"error"]
+
+
+def test_a_malformed_entry_with_the_id_of_a_job_leaves_that_job_alone(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    submit(queue, "a")
+    assert queue.reject(post(redis_client, queue, b"broken"), JobId("a"), b"broken", ERROR) == "rejected"
+    assert queue.get("a").state == "queued"
+    assert engine.claim_ids() == ["a"]
+
+
+def test_the_rejected_entries_are_bounded(queue: JobQueue, redis_client: redis.Redis) -> None:
+    for _ in range(1300):
+        queue.reject(post(redis_client, queue, b"x"), None, b"x", ERROR)
+    assert redis_client.xlen(queue.keys.rejected) < 1200

@@ -1,0 +1,137 @@
+"""Limits on what waits, shares between tenants, and a queue that stands still."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import redis
+
+from millrace.embedded import EmbeddedServer
+from results.connection import connect
+from results.messages import Event
+from results.queue import JobQueue
+from tests.results.engines import Engine, submission, submit
+
+
+def set_setting(queue: JobQueue, client: redis.Redis, name: str, value: float | str) -> None:
+    client.hset(queue.keys.settings, name, value)
+
+
+def test_a_limit_on_jobs_counts_what_waits_and_not_what_runs(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    set_setting(queue, redis_client, "max_queued_jobs", 3)
+    late = submission("late", delay_ms=3_600_000)
+    outcomes = queue.submit([submission("a"), late, submission("b"), submission("c"), submission("a")])
+    assert outcomes == ["created", "created", "created", "full max_queued_jobs 3", "exists"]
+    engine.claim(1)
+    assert queue.submit([submission("c"), submission("d")]) == ["created", "full max_queued_jobs 3"]
+
+
+def test_a_limit_on_tokens_lets_a_smaller_job_in(queue: JobQueue, redis_client: redis.Redis) -> None:
+    set_setting(queue, redis_client, "max_queued_tokens", 100)
+    jobs = [submission(f"j{cost}", cost=cost) for cost in (60, 50, 40)]
+    assert queue.submit(jobs) == ["created", "full max_queued_tokens 100", "created"]
+    assert queue.stats().waiting_tokens == 100
+
+
+def test_each_tenant_has_its_own_part(queue: JobQueue, redis_client: redis.Redis) -> None:
+    set_setting(queue, redis_client, "tenant_max_queued_jobs", 2)
+    set_setting(queue, redis_client, "tenant_max_queued_tokens", 50)
+    jobs = [submission(f"x{i}", tenant="x") for i in range(3)] + [submission("y", tenant="y", cost=51)]
+    outcomes = queue.submit([*jobs, submission("y2", tenant="y", cost=50)])
+    full = ["full tenant_max_queued_jobs 2", "full tenant_max_queued_tokens 50"]
+    assert outcomes == ["created", "created", *full, "created"]
+
+
+def test_what_comes_back_is_taken_in_any_case(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+    submit(queue, "a", "b")
+    a, b = engine.claim()
+    set_setting(queue, redis_client, "max_queued_jobs", 1)
+    submit(queue, "c")
+    assert engine.release(a) == "ok"
+    assert engine.finish(b, state="failed") == "ok"
+    assert queue.redrive("b") == "b.r1"
+    assert queue.stats().queued == 3
+
+
+def test_an_inbox_entry_stays_until_there_is_room(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+    set_setting(queue, redis_client, "max_queued_jobs", 1)
+    submit(queue, "a")
+    entry_id = redis_client.xadd(queue.keys.inbox, {"job": "{}"}).decode()  # type: ignore[union-attr]
+    assert queue.accept(entry_id, submission("b")) == "full max_queued_jobs 1"
+    engine.claim(1)
+    assert queue.accept(entry_id, submission("b")) == "created"
+    assert queue.accept(entry_id, submission("b")) == "taken"
+
+
+def test_weights_share_by_tokens(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+    set_setting(queue, redis_client, "weight:gold", 3)
+    set_setting(queue, redis_client, "weight:broken", "heavy")
+    for tenant in ("gold", "plain", "broken"):
+        queue.submit([submission(f"{tenant}-{i}", tenant=tenant) for i in range(100)])
+    got = Counter(job_id.split("-")[0] for job_id in engine.claim_ids(100))
+    assert got["gold"] == pytest.approx(60, abs=2)
+    assert got["plain"] == pytest.approx(got["broken"], abs=1)
+
+
+def test_the_few_jobs_of_one_tenant_wait_for_about_as_many_of_a_huge_one() -> None:
+    with EmbeddedServer() as server, connect(server.url) as client:
+        queue = JobQueue(client, "fair")
+        for first in range(0, 100_000, 1000):
+            queue.submit([submission(f"huge-{first + i}", tenant="huge") for i in range(1000)])
+        engine = Engine(queue)
+        engine.claim(100)
+        queue.submit([submission(f"small-{i}", tenant="small") for i in range(10)])
+        order = engine.claim_ids(40)
+        last = max(i for i, job_id in enumerate(order) if job_id.startswith("small"))
+        assert last <= 20
+
+
+def test_many_tenants_take_turns_in_one_claim(queue: JobQueue, engine: Engine) -> None:
+    for tenant in range(20):
+        queue.submit([submission(f"{tenant}-{i}", tenant=f"t{tenant:02}") for i in range(10)])
+    turns = [Counter(job_id.split("-")[0] for job_id in engine.claim_ids(40)) for _ in range(5)]
+    for number, turn in enumerate(turns, start=1):
+        total = sum(turns[:number], Counter[str]())
+        assert max(total.values()) - min(total.values()) <= 1, turn
+
+
+# --- pause ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_paused_queue_hands_nothing_out_and_goes_on_where_it_was(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a", "b")
+    running = engine.claim_one()
+    queue.pause(True)
+    assert queue.stats().is_paused
+    submit(queue, "c")
+    claim = queue.claim(engine.id, "p1", max_jobs=9, kv_token_budget=10**6, num_held=1, fingerprint="f")
+    assert claim is not None
+    assert (claim.jobs, claim.num_ready) == ([], 0)
+    assert engine.finish(running, Event(offset=0, token_ids=[1], text="x")) == "ok"
+    engine.beat()
+    assert queue.wait_for_signal(engine.id, 0.01, include_wake=True) is None, "nobody is woken for nothing"
+    queue.pause(False)
+    assert queue.wait_for_signal(engine.id, 1, include_wake=True) == "wake"
+    assert engine.claim_ids() == ["b", "c"]
+
+
+# --- refused writes ------------------------------------------------------------------------------------------------
+
+
+def test_writes_of_a_zombie_are_refused_and_counted(queue: JobQueue) -> None:
+    submit(queue, "a")
+    zombie, heir = Engine(queue, "zombie"), Engine(queue, "heir")
+    old = zombie.claim_one()
+    zombie.die()
+    queue.recover()
+    new = heir.claim_one()
+    assert zombie.show(old, 0, [9], "wrong") == "stale"
+    assert zombie.finish(old, Event(offset=0, token_ids=[9], text="wrong")) == "stale"
+    assert zombie.release(old) == "stale"
+    assert heir.finish(new, Event(offset=0, token_ids=[1], text="right")) == "ok"
+    assert zombie.finish(old) == "stale"
+    assert queue.get("a").text == "right"
+    assert queue.stats().stale_writes == 4

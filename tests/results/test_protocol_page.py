@@ -1,0 +1,79 @@
+"""The page that other languages implement from: complete, and true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from producer.request import GenerationRequest
+from producer.sampling import SamplingParams
+from results import keys
+from results.queue import JobQueue
+from results.scripts import script_source
+from results.transport import Transport
+from tests.results.engines import Engine
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "protocol.md").read_text()
+SCRIPTS = {path.stem: path.read_text() for path in (ROOT / "results" / "lua").glob("*.lua")}
+
+
+def test_every_key_is_on_the_page() -> None:
+    assert keys.__doc__ is not None
+    legend = re.findall(
+        r"^    ([a-z]+(?::<[a-z]+>)?) {2,}(?:hash|string|stream|zset|set|list) ", keys.__doc__, re.MULTILINE
+    )
+    assert len(legend) == 25
+    assert [name for name in legend if f"| `{name}` |" not in PAGE] == []
+
+
+def test_every_script_is_on_the_page_and_says_what_it_does() -> None:
+    for name, source in SCRIPTS.items():
+        if name != "_prelude":
+            assert f"`{name}`" in PAGE
+            assert source.startswith("-- ")
+            assert "\n-- KEYS " in source
+            assert "\n-- Returns " in source
+
+
+def test_every_field_of_a_request_is_on_the_page() -> None:
+    names = {*GenerationRequest.__struct_fields__, *SamplingParams.__struct_fields__} - {"sampling"}
+    assert [name for name in names if f"`{name}`" not in PAGE] == []
+
+
+def test_every_field_of_the_record_is_on_the_page() -> None:
+    table = PAGE.split("### The record")[1].split("### Settings")[0]
+    source = "".join(SCRIPTS.values())
+    fields = {
+        "v",
+        "digest",
+        "serial",
+        "created",
+        "state",
+        "tenant",
+        "cost",
+        "seed",
+        "stream",
+        "lease",
+        "engine",
+        "base",
+        "started",
+        "redrive_of",
+        "redriven_as",
+    }
+    fields |= set(
+        re.findall(r"(?:'HSET'|'HSETNX'|'HINCRBY'), (?:prefix \.\. 'job:' \.\. id|job|key), '([a-z_]+)'", source)
+    )
+    assert fields >= {"published", "attempt", "crashes", "cancel", "mismatch", "started", "trimmed", "fingerprint"}
+    assert [field for field in fields if f"`{field}`" not in table] == []
+
+
+def test_a_client_of_plain_commands_gets_through(queue: JobQueue, engine: Engine, transport: Transport) -> None:
+    prefix = f"millrace:{{{queue.keys.queue}}}:"
+    job = ("a1", "digest", '{"prompt":"3 + 4 ="}', 20, 1, "default", 0, "", "")
+    assert transport.send(("EVAL", script_source("submit"), 1, prefix, *job)) == [b"created"]
+    assert transport.send(("HGET", prefix + "job:a1", "state")) == b"queued"
+    engine.finish(engine.claim_one())
+    ((_, entries),) = transport.send(("XREAD", "STREAMS", prefix + "result:a1", "0"))
+    assert entries[-1][1][b"state"] == b"finished"
+    assert transport.send(("EVAL", script_source("cancel"), 1, prefix, "a1")) == b"finished"

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import threading
+
+from results.connection import connect
+from results.messages import ClaimedJob, Event
+from results.queue import JobQueue
+from tests.results.engines import Engine, submission, submit
+
+
+def crash(queue: JobQueue, *, after_tokens: int = 0) -> ClaimedJob:
+    """An engine claims the job in front, perhaps makes progress, and dies; its jobs are recovered."""
+    engine = Engine(queue, "doomed")
+    job = engine.claim_one()
+    if after_tokens:
+        engine.append(job, len(job.token_ids), list(range(after_tokens)))
+    engine.die()
+    assert queue.recover() == 1
+    return job
+
+
+def test_the_jobs_of_a_dead_engine_go_back_to_the_front(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a", "b")
+    doomed = Engine(queue, "doomed")
+    doomed.claim(1)
+    submit(queue, "c")
+    doomed.die()
+    assert queue.recover() == 1
+    assert engine.claim_ids() == ["a", "b", "c"]
+    assert queue.stats().engines == 1
+
+
+def test_the_jobs_of_a_living_engine_stay_where_they_are(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a")
+    engine.claim(1)
+    assert queue.recover() == 0
+    assert queue.stats().running == 1
+
+
+def test_a_heartbeat_that_runs_out_is_a_death(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a")
+    engine.claim(1)
+    engine.beat(ttl_ms=1)
+    while queue.recover() == 0:
+        pass
+    assert engine.beat().lost == ["a"]
+
+
+def test_a_recovered_job_goes_on_with_its_tokens_and_counts_the_attempt(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a")
+    doomed = Engine(queue, "doomed")
+    job = doomed.claim_one()
+    doomed.show(job, 0, [1, 2], "xy")
+    doomed.append(job, 2, [3])
+    doomed.die()
+    queue.recover()
+    again = engine.claim_one()
+    assert (again.token_ids, again.num_published, again.attempt) == ([1, 2, 3], 2, 2)
+    assert again.seed == job.seed
+
+
+def test_a_zombie_writes_nothing_and_is_told_what_it_lost(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a")
+    zombie = Engine(queue, "zombie")
+    job = zombie.claim_one()
+    zombie.die()
+    queue.recover()
+    new = engine.claim_one()
+    assert zombie.show(job, 0, [9], "zombie") == "stale"
+    assert zombie.queue.write([]) == []
+    assert zombie.beat().lost == ["a"]
+    assert zombie.finish(job, Event(offset=0, token_ids=[9], text="zombie")) == "stale"
+    engine.finish(new, Event(offset=0, token_ids=[1], text="right"))
+    assert queue.get("a").text == "right"
+
+
+def test_an_engine_that_was_only_slow_goes_on(queue: JobQueue) -> None:
+    """Its heartbeat ran out, but it came back before anybody noticed."""
+    submit(queue, "a")
+    slow = Engine(queue, "slow")
+    job = slow.claim_one()
+    slow.die()
+    assert slow.beat().lost == []
+    assert queue.recover() == 0
+    assert slow.finish(job) == "ok"
+
+
+def test_a_job_runs_alone_after_two_deaths_without_progress(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "poison", "b", "c")
+    crash(queue)
+    crash(queue)
+    assert queue.recover() == 0
+    assert engine.claim_ids(num_held=1) == [], "not beside others, and nothing passes it"
+    alone = engine.claim(256)
+    assert [(job.job_id, job.crash_count) for job in alone] == [("poison", 2)]
+    assert engine.claim_ids(num_held=1) == [], "and nothing joins it"
+    assert engine.claim_ids(num_held=0) == [], "whatever the engine says of itself"
+    engine.finish(alone[0])
+    assert engine.claim_ids() == ["b", "c"]
+
+
+def test_three_deaths_alone_quarantine_a_job(queue: JobQueue) -> None:
+    submit(queue, "poison")
+    for _ in range(5):
+        assert queue.get("poison").state == "queued"
+        crash(queue)
+    job = queue.get("poison")
+    assert (job.state, job.finish_reason) == ("failed", "error")
+    assert job.error is not None
+    assert job.error.kind == "crashed"
+
+
+def test_progress_forgives_the_deaths_before_it(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "long")
+    for _ in range(20):
+        crash(queue, after_tokens=3)
+    job = engine.claim_one()
+    assert (job.crash_count, len(job.token_ids), job.attempt) == (0, 60, 21)
+
+
+def test_a_published_text_of_a_quarantined_job_is_kept(queue: JobQueue) -> None:
+    submit(queue, "a")
+    engine = Engine(queue)
+    engine.show(engine.claim_one(), 0, [1], "so far")
+    engine.die()
+    queue.recover()
+    for _ in range(5):
+        crash(queue)
+    job = queue.get("a")
+    assert (job.state, job.text) == ("failed", "so far")
+
+
+def test_a_job_whose_cancellation_was_asked_for_is_not_run_again(queue: JobQueue) -> None:
+    submit(queue, "a")
+    engine = Engine(queue)
+    engine.claim(1)
+    assert queue.cancel("a") == "cancelling"
+    engine.die()
+    queue.recover()
+    assert queue.get("a").state == "cancelled"
+
+
+def test_recovery_comes_in_batches(queue: JobQueue) -> None:
+    queue.submit([submission() for _ in range(25)])
+    doomed = [Engine(queue, "doomed") for _ in range(3)]
+    for engine in doomed:
+        engine.claim(8)
+        engine.die()
+    assert [queue.recover(10) for _ in range(4)] == [10, 10, 4, 0]
+    assert queue.stats().queued == 25
+    assert queue.stats().engines == 0
+
+
+def test_two_reapers_take_each_job_back_once(queue: JobQueue, redis_url: str, queue_name: str) -> None:
+    queue.submit([submission() for _ in range(500)])
+    doomed = Engine(queue, "doomed")
+    doomed.claim(500)
+    doomed.die()
+    counts: list[int] = []
+
+    def reap() -> None:
+        own = JobQueue(connect(redis_url), queue_name)
+        while count := own.recover(7):
+            counts.append(count)
+        own.close()
+
+    reapers = [threading.Thread(target=reap) for _ in range(3)]
+    for reaper in reapers:
+        reaper.start()
+    for reaper in reapers:
+        reaper.join()
+    assert sum(counts) == 500
+    assert queue.stats().queued == 500

@@ -1,0 +1,140 @@
+"""What the server can do to us: forget its scripts, run out of memory, be replaced, be away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from millrace.embedded import EmbeddedServer
+from results import commands
+from results.connection import as_unavailable, connect, connect_async
+from results.messages import Append, Event, QueueError, RedisUnavailable
+from results.queue import JobQueue
+from results.scripts import script_source
+from results.transport import AsyncTransport, Transport
+from tests.results.engines import Engine, finish_of, submission, submit
+from tests.results.invariants import check_queue
+
+
+@pytest.fixture
+def small_server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(options={"maxmemory": "8mb"}) as server:
+        yield server
+
+
+def test_scripts_that_the_server_forgot_are_loaded_again(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    redis_client.script_flush()
+    submit(queue, "a")
+    redis_client.script_flush()
+    assert engine.claim_ids() == ["a"]
+
+
+def test_forgotten_scripts_in_a_pipeline_keep_the_order_of_each_job(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    """`finish` is known again while `append` is not: the text must still come before the end."""
+    submit(queue, "a", "b")
+    a, b = engine.claim()
+    event = Event(offset=0, token_ids=[1], text="x")
+    redis_client.script_flush()
+    redis_client.script_load(script_source("finish"))
+    append = Append(job_id=a.job_id, lease=a.lease, offset=0, token_ids=[1], fingerprint="f", event=event)
+    assert queue.write([append, finish_of(b), finish_of(a)]) == ["ok", "ok", "ok"]
+    assert queue.get("a").text == "x"
+
+
+async def test_forgotten_scripts_are_loaded_again_under_asyncio(
+    queue: JobQueue, redis_url: str, redis_client: redis.Redis
+) -> None:
+    submit(queue, "a")
+    transport = AsyncTransport(connect_async(redis_url))
+    redis_client.script_flush()
+    assert await transport.send(commands.cancel(queue.keys, "a")) == b"cancelled"
+    redis_client.script_flush()
+    replies = await transport.send_many([commands.stats(queue.keys), commands.cancel(queue.keys, "a")])
+    assert replies[1] == b"cancelled"
+    await transport.close()
+
+
+def fill(queue: JobQueue) -> None:
+    for i in range(1000):
+        queue.submit([submission(f"filler-{i}", body=b"x" * 100_000)])
+
+
+def test_out_of_memory_no_job_comes_in_and_all_that_are_in_go_on_to_their_end(small_server: EmbeddedServer) -> None:
+    client = connect(small_server.url)
+    queue = JobQueue(client, "full")
+    submit(queue, *(f"j{i}" for i in range(8)))
+    engine = Engine(queue)
+    first, second, third = engine.claim(3)
+    doomed = Engine(queue, "doomed")
+    doomed.claim(1)
+    doomed.die()
+    with pytest.raises(RedisUnavailable, match="out of memory"):
+        fill(queue)
+    assert engine.show(first, 0, [1], "x") == "ok"
+    assert engine.finish(first, Event(offset=1, token_ids=[2], text="y")) == "ok"
+    assert engine.release(second, 0, [1]) == "ok"
+    assert queue.cancel(third.job_id) == "cancelling"
+    assert engine.beat().cancelled == [third.job_id]
+    assert queue.recover() == 1
+    assert len(engine.claim(2)) == 2
+    assert queue.cancel("j7") == "cancelled"
+    assert queue.deregister(engine.id) == 3
+    assert queue.get("j0").text == "xy"
+    check_queue(client, "full")
+    client.close()
+
+
+def test_a_read_only_replica_is_told_from_a_dead_server(server: EmbeddedServer) -> None:
+    with EmbeddedServer(tcp=True) as primary, EmbeddedServer() as replica:
+        port = primary.url.split(":")[2].split("/")[0]
+        client = connect(replica.url)
+        Transport(client).send(("REPLICAOF", "127.0.0.1", port))
+        with pytest.raises(RedisUnavailable, match="read-only replica"):
+            JobQueue(client).submit([submission()])
+        client.close()
+
+
+def test_a_server_that_is_away_is_named_without_its_password() -> None:
+    queue = JobQueue(connect("redis://user:secret@127.0.0.1:1/3"))
+    with pytest.raises(RedisUnavailable, match=r"redis://user:\*\*\*@127.0.0.1:1/3 cannot be reached") as caught:
+        queue.stats()
+    assert "secret" not in str(caught.value)
+
+
+def test_a_command_at_fault_is_an_error_of_its_own(queue: JobQueue, redis_url: str, redis_client: redis.Redis) -> None:
+    with pytest.raises(QueueError, match="refused a command"):
+        Transport(redis_client).send(("NO-SUCH-COMMAND",))
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("LOADING Redis is loading the dataset in memory", "cannot do this now: LOADING"),
+        ("MISCONF Redis is configured to save RDB snapshots", "cannot do this now: MISCONF"),
+        ("NOREPLICAS Not enough good replicas to write.", "cannot do this now: NOREPLICAS"),
+        ("MOVED 3999 127.0.0.1:6381", "cannot do this now: MOVED"),
+        ("CLUSTERDOWN The cluster is down", "cannot do this now: CLUSTERDOWN"),
+        ("ERR Error running script: -OOM command not allowed", "cannot do this now"),
+        ("ERR wrong number of arguments", None),
+        ("ACL failure in script: User app has no permissions", "does not permit this"),
+    ],
+)
+def test_states_of_the_server_are_told_from_commands_at_fault(answer: str, words: str | None) -> None:
+    told = as_unavailable(redis.ResponseError(answer), "redis://here")
+    assert (told is None) == (words is None)
+    assert words is None or words in str(told)
+
+
+def test_a_server_that_takes_no_more_clients_says_so() -> None:
+    with EmbeddedServer(options={"maxclients": "1"}) as server:
+        first, second = connect(server.url), connect(server.url, blocking=True)
+        first.ping()
+        with pytest.raises(RedisUnavailable, match=r"does it take more clients|max number of clients"):
+            JobQueue(second).stats()
+        first.close()

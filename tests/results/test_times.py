@@ -1,0 +1,210 @@
+"""Delays, deadlines and retries: what time does to a job."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import redis
+
+from results.messages import Event, JobError, Signal
+from results.queue import JobQueue
+from tests.results.engines import Engine, submission, submit
+
+LATER_MS = 3_600_000
+
+
+@pytest.fixture
+def keys_of(queue: JobQueue, redis_client: redis.Redis) -> Any:
+    """Moves the times of a job into the past, so that nobody has to wait for them."""
+
+    class Clock:
+        def is_due(self, job_id: str) -> None:
+            redis_client.zadd(queue.keys.delayed, {job_id: 1}, xx=True)
+
+        def is_past_deadline(self, job_id: str) -> None:
+            redis_client.hset(queue.keys.job(job_id), "deadline", 1)
+            redis_client.zadd(queue.keys.deadlines, {job_id: 1}, xx=True)
+
+    return Clock()
+
+
+def test_a_delayed_job_waits_and_then_has_the_age_of_its_submission(
+    queue: JobQueue, engine: Engine, keys_of: Any
+) -> None:
+    submit(queue, "later", delay_ms=LATER_MS)
+    submit(queue, "now")
+    job = queue.get("later")
+    assert job.state == "delayed"
+    assert job.timings.due_ms == job.timings.created_ms + LATER_MS
+    assert queue.stats().delayed == 1
+    submit(queue, "now-too")
+    assert engine.claim_ids(1) == ["now"]
+    keys_of.is_due("later")
+    assert engine.claim_ids() == ["later", "now-too"]
+
+
+def test_a_time_that_is_past_is_now(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a", run_at_ms=1000)
+    submit(queue, "b", run_at_ms=2**42)
+    assert queue.get("b").timings.due_ms == 2**42
+    assert engine.claim_ids() == ["a"]
+
+
+def test_a_heartbeat_promotes_what_is_due_and_wakes_an_engine(queue: JobQueue, engine: Engine, keys_of: Any) -> None:
+    submit(queue, "a", delay_ms=LATER_MS)
+    keys_of.is_due("a")
+    engine.beat()
+    assert queue.wait_for_signal(engine.id, 1, include_wake=True) == "wake"
+    assert engine.claim_ids() == ["a"]
+
+
+# --- deadlines -----------------------------------------------------------------------------------------------------
+
+
+def test_queued_and_delayed_jobs_expire_at_their_deadline(queue: JobQueue, engine: Engine, keys_of: Any) -> None:
+    submit(queue, "queued", deadline_ms=LATER_MS)
+    submit(queue, "delayed", deadline_ms=2 * LATER_MS, delay_ms=LATER_MS)
+    submit(queue, "neither")
+    job = queue.get("queued")
+    assert job.timings.deadline_ms == job.timings.created_ms + LATER_MS
+    keys_of.is_past_deadline("queued")
+    keys_of.is_past_deadline("delayed")
+    assert engine.claim_ids() == ["neither"]
+    for job_id in ("queued", "delayed"):
+        job = queue.get(job_id)
+        assert (job.state, job.finish_reason) == ("expired", "expired")
+    assert queue.stats().expired == 2
+
+
+def test_the_engine_of_a_running_job_is_told_of_its_deadline_and_ends_it(
+    queue: JobQueue, engine: Engine, keys_of: Any
+) -> None:
+    submit(queue, "a", deadline_ms=LATER_MS)
+    job = engine.claim_one()
+    keys_of.is_past_deadline("a")
+    Engine(queue, "another")
+    assert queue.wait_for_signal(engine.id, 1, include_wake=False) == Signal(kind="expire", job_id=job.job_id)
+    assert engine.beat().expired == ["a"]
+    assert engine.beat().expired == ["a"], "until it has ended"
+    event = Event(offset=0, token_ids=[1], text="so far")
+    assert engine.finish(job, event, state="expired", reason="expired") == "ok"
+    assert (queue.get("a").state, queue.get("a").text) == ("expired", "so far")
+
+
+@pytest.mark.parametrize("way", ["release", "recover", "deregister", "retry"])
+def test_a_job_that_goes_back_after_its_deadline_expires(
+    queue: JobQueue, engine: Engine, keys_of: Any, way: str
+) -> None:
+    submit(queue, "a", deadline_ms=LATER_MS)
+    job = engine.claim_one()
+    engine.show(job, 0, [1], "x")
+    keys_of.is_past_deadline("a")
+    if way == "release":
+        engine.release(job)
+    elif way == "recover":
+        engine.die()
+        queue.recover()
+    elif way == "deregister":
+        queue.deregister(engine.id)
+    else:
+        assert engine.finish(job, state="failed", is_retryable=True) == "retrying"
+    assert (queue.get("a").state, queue.get("a").text) == ("expired", "x")
+
+
+def test_an_end_before_the_deadline_is_the_end(
+    queue: JobQueue, engine: Engine, keys_of: Any, redis_client: redis.Redis
+) -> None:
+    submit(queue, "a", deadline_ms=LATER_MS)
+    engine.finish(engine.claim_one())
+    assert redis_client.zcard(queue.keys.deadlines) == 0
+    engine.beat()
+    assert queue.get("a").state == "finished"
+
+
+def test_a_sweep_is_bounded(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+    queue.submit([submission(f"j{i}", deadline_ms=1) for i in range(600)])
+    expired = [queue.stats().expired]
+    while expired[-1] < 600:
+        engine.beat()
+        expired.append(queue.stats().expired)
+    assert max(later - earlier for earlier, later in pairwise(expired)) <= 256
+
+
+# --- retries -------------------------------------------------------------------------------------------------------
+
+
+def fail_for_now(engine: Engine, kind: str = "internal") -> str:
+    error = JobError(kind=kind, message="it may pass")
+    return engine.finish(engine.claim_one(), state="failed", reason="error", error=error, is_retryable=True)
+
+
+def test_a_failure_that_may_pass_is_tried_again_with_growing_pauses(
+    queue: JobQueue, engine: Engine, keys_of: Any, redis_client: redis.Redis
+) -> None:
+    submit(queue, "a", max_retries=3)
+    pauses_ms = []
+    for number in range(3):
+        assert fail_for_now(engine) == "retrying"
+        job = queue.get("a")
+        assert (job.state, job.num_retries, job.attempt) == ("delayed", number + 1, number + 1)
+        assert job.timings.due_ms is not None
+        seconds, micros = redis_client.time()
+        pauses_ms.append(job.timings.due_ms - (seconds * 1000 + micros // 1000))
+        keys_of.is_due("a")
+    for number, pause_ms in enumerate(pauses_ms):
+        assert 0.5 * 1000 * 2**number - 200 <= pause_ms <= 1000 * 2**number
+    assert fail_for_now(engine) == "ok"
+    job = queue.get("a")
+    assert (job.state, job.error.message if job.error else "") == ("failed", "it may pass")
+
+
+def test_without_a_word_a_job_has_two_retries_and_with_none_it_has_none(
+    queue: JobQueue, engine: Engine, keys_of: Any
+) -> None:
+    submit(queue, "a")
+    for expected in ("retrying", "retrying", "ok"):
+        assert fail_for_now(engine) == expected
+        keys_of.is_due("a")
+    submit(queue, "b", max_retries=0)
+    assert fail_for_now(engine) == "ok"
+
+
+def test_a_failure_that_will_not_pass_is_final(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a")
+    assert engine.finish(engine.claim_one(), state="failed", reason="error") == "ok"
+    assert queue.get("a").state == "failed"
+
+
+def test_a_retry_goes_on_after_the_last_token_and_revises_nothing(
+    queue: JobQueue, engine: Engine, keys_of: Any
+) -> None:
+    submit(queue, "a")
+    job = engine.claim_one()
+    engine.show(job, 0, [1, 2], "xy")
+    engine.append(job, 2, [3])
+    unseen = Event(offset=2, token_ids=[3, 4], text="zw")
+    assert engine.finish(job, unseen, state="failed", is_retryable=True) == "retrying"
+    assert queue.get("a").text == "xy"
+    keys_of.is_due("a")
+    again = engine.claim_one()
+    assert (again.token_ids, again.num_published) == ([1, 2, 3], 2)
+    engine.finish(again, Event(offset=2, token_ids=[3, 5], text="zv"))
+    assert queue.get("a").text == "xyzv"
+
+
+def test_a_job_whose_end_was_asked_for_is_not_tried_again(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a")
+    job = engine.claim_one()
+    queue.cancel("a")
+    assert engine.finish(job, state="failed", is_retryable=True) == "ok"
+    assert queue.get("a").state == "failed"
+
+
+def test_jobs_that_fail_together_come_back_apart(queue: JobQueue, engine: Engine) -> None:
+    queue.submit([submission(f"j{i}") for i in range(50)])
+    for _ in range(50):
+        fail_for_now(engine)
+    due = [queue.get(f"j{i}").timings.due_ms or 0 for i in range(50)]
+    assert max(due) - min(due) > 100

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from millrace.embedded import EmbeddedServer
+from results.connection import connect
+from results.messages import Append, ClaimedJob, Event, JobId, Lease
+from results.queue import JobQueue
+from results.writer import Writer
+from tests.results.engines import FINGERPRINT, Engine, finish_of, submission, submit
+from tests.results.invariants import check_all_ended
+
+
+class Stale:
+    """Collects the jobs that a writer reports as stale."""
+
+    def __init__(self) -> None:
+        self.job_ids: list[JobId] = []
+        self.came = threading.Event()
+
+    def __call__(self, job_id: JobId, lease: Lease) -> None:
+        self.job_ids.append(job_id)
+        self.came.set()
+
+
+@pytest.fixture
+def stale() -> Stale:
+    return Stale()
+
+
+@pytest.fixture
+def writer(redis_url: str, queue_name: str, stale: Stale) -> Iterator[Writer]:
+    queue = JobQueue(connect(redis_url), queue_name)
+    writer = Writer(queue, stale)
+    yield writer
+    writer.close()
+    queue.close()
+
+
+def append_of(job: ClaimedJob, offset: int, text: str = "x") -> Append:
+    event = Event(offset=offset, token_ids=[offset], text=text)
+    return Append(
+        job_id=job.job_id, lease=job.lease, offset=offset, token_ids=[offset], fingerprint=FINGERPRINT, event=event
+    )
+
+
+def test_writes_arrive_in_order(queue: JobQueue, engine: Engine, writer: Writer) -> None:
+    queue.submit([submission(f"j{i}") for i in range(20)])
+    jobs = engine.claim()
+    for offset in range(50):
+        for job in jobs:
+            writer.put(append_of(job, offset, f"{offset} "))
+    for job in jobs:
+        writer.put(finish_of(job))
+    assert writer.flush(10)
+    text = "".join(f"{offset} " for offset in range(50))
+    assert {queue.get(job.job_id).text for job in jobs} == {text}
+    stats = writer.stats()
+    assert (stats.num_written, stats.num_pending, stats.pending_bytes) == (1020, 0, 0)
+
+
+def test_a_stale_write_is_reported_and_later_ones_of_its_lease_are_dropped(
+    queue: JobQueue, engine: Engine, writer: Writer, stale: Stale
+) -> None:
+    submit(queue, "a", "b")
+    a, b = engine.claim()
+    engine.release(a)
+    for offset in range(300):
+        writer.put(append_of(a, offset))
+    writer.put(finish_of(b))
+    assert writer.flush(10)
+    assert stale.came.wait(10)
+    writer.put(finish_of(a))
+    assert writer.flush(10)
+    assert set(stale.job_ids) == {"a"}
+    assert queue.get("b").state == "finished"
+    assert queue.get("a").state == "queued"
+    assert not writer.pending()
+
+
+def test_a_new_lease_of_a_job_that_was_stale_is_written(
+    queue: JobQueue, engine: Engine, writer: Writer, stale: Stale
+) -> None:
+    submit(queue, "a")
+    old = engine.claim_one()
+    engine.release(old)
+    writer.put(append_of(old, 0))
+    assert stale.came.wait(10)
+    writer.put(finish_of(engine.claim_one()))
+    assert writer.flush(10)
+    assert queue.get("a").state == "finished"
+
+
+def test_a_write_at_fault_is_reported_like_a_stale_one(
+    queue: JobQueue, engine: Engine, writer: Writer, stale: Stale
+) -> None:
+    submit(queue, "a")
+    job = engine.claim_one()
+    writer.put(Append(job_id=job.job_id, lease=job.lease, offset=0, token_ids=[-5], fingerprint="f"))
+    assert stale.came.wait(10)
+    assert stale.job_ids == ["a"]
+
+
+def test_an_engine_that_cannot_be_told_does_not_stop_the_writer(queue: JobQueue, engine: Engine) -> None:
+    def fail(job_id: JobId, lease: Lease) -> None:
+        raise RuntimeError("the engine has a bug")
+
+    submit(queue, "a", "b")
+    a, b = engine.claim()
+    engine.release(a)
+    writer = Writer(queue, fail)
+    writer.put(finish_of(a))
+    assert writer.flush(10)
+    writer.put(finish_of(b))
+    assert writer.close()
+    assert queue.get("b").state == "finished"
+
+
+def test_what_is_on_its_way_is_still_held(queue: JobQueue, engine: Engine, stale: Stale) -> None:
+    with EmbeddedServer() as server:
+        own = JobQueue(connect(server.url), "q")
+        submit(own, "a")
+        job = Engine(own).claim_one()
+        writer = Writer(own, stale, max_pending_bytes=1000)
+        server.stop()
+        assert not writer.is_full
+        for offset in range(3):
+            writer.put(append_of(job, offset, "x" * 500))
+        assert writer.pending() == {job.job_id: job.lease}
+        assert writer.is_full
+        assert not writer.flush(0.05)
+        assert not writer.close(0.05)
+        own.close()
+
+
+def test_nothing_is_lost_while_the_server_is_away(stale: Stale) -> None:
+    with EmbeddedServer(appendonly=True, options={"appendfsync": "always"}) as server:
+        client = connect(server.url)
+        queue = JobQueue(client, "q")
+        ids = [f"j{i}" for i in range(50)]
+        submit(queue, *ids)
+        jobs = Engine(queue).claim()
+        writer = Writer(queue, stale)
+        for job in jobs[:25]:
+            writer.put(append_of(job, 0))
+        assert writer.flush(10)
+        server.kill()
+        for job in jobs:
+            writer.put(append_of(job, 0) if job in jobs[25:] else append_of(job, 1))
+            writer.put(finish_of(job))
+        server.start()
+        assert writer.flush(30)
+        assert writer.close()
+        assert stale.job_ids == []
+        check_all_ended(client, "q", ids)
+        assert [queue.get(job_id).text for job_id in ids] == ["xx"] * 25 + ["x"] * 25
+        client.close()
+
+
+def test_a_closed_writer_takes_nothing(queue: JobQueue, engine: Engine, stale: Stale) -> None:
+    submit(queue, "a")
+    job = engine.claim_one()
+    writer = Writer(queue, stale)
+    writer.put(finish_of(job))
+    assert writer.close()
+    assert queue.get("a").state == "finished"
+    with pytest.raises(RuntimeError, match="closed"):
+        writer.put(finish_of(job))

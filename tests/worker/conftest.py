@@ -1,0 +1,18 @@
+"""Tiny models gain nothing from a second thread, and on a busy machine two threads wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers.utils import logging
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,86 @@
+"""Tiny models with random weights, for every test that needs a real one. Token ids only: there is no tokenizer.
+
+Linear layers get a standard deviation of 1/sqrt(fan_in), so that each of them moves the residual stream: a wrong
+position, mask or KV slot then changes the greedy tokens. Embeddings that are tied to the head are small against that, or
+the continuation would be the last token for ever, which checks nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 512
+WINDOW = 24
+TIED_STD = 0.02
+TIED_NORM = 10.0
+
+_SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": False},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "tie_word_embeddings": True},
+    "mistral": {"model_type": "mistral", "sliding_window": WINDOW, "tie_word_embeddings": False},
+    "gemma2": {"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW},
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}
+"""The families that have their own tests, by name: `make_model(name, ...)`."""
+
+
+def make_model(arch: str, path: Path, seed: int = 0, **overrides: Any) -> None:
+    """Save a model of the family `arch` in `path`: config.json and safetensors."""
+    build_model(arch, seed, **overrides).save_pretrained(path)
+
+
+def build_model(arch: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A float32 model in memory, ready to run."""
+    settings = _SIZES | CONFIGS[arch] | overrides
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    randomize(model, seed)
+    return model.eval()
+
+
+def randomize(model: PreTrainedModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    is_tied = model.config.tie_word_embeddings
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and not (is_tied and module is model.get_output_embeddings()):
+                module.weight.normal_(0.0, module.in_features**-0.5, generator=generator)
+            elif isinstance(module, torch.nn.Embedding):
+                module.weight.normal_(0.0, TIED_STD if is_tied else module.embedding_dim**-0.5, generator=generator)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        if is_tied:
+            model.get_decoder().norm.weight.add_(TIED_NORM)  # spreads the logits

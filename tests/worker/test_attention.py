@@ -1,0 +1,119 @@
+"""The CPU path against the reference, and the reference against a mask written out for all positions at once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from worker.attention.cpu import CPUAttention
+from worker.attention.interface import Attention
+from worker.attention.reference import ReferenceAttention
+from worker.input_batch import StepBatch
+from worker.kv_pool import KVPool, LayerCache, LayerSpec
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 400
+HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 16, 8
+CPU = torch.device("cpu")
+
+
+def make_batch(rows: list[tuple[int, int]], seed: int) -> StepBatch:
+    """Rows of (length with this step, tokens fed), in blocks taken at random."""
+    free = random.Random(seed).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
+    width = max(-(-length // BLOCK_SIZE) for length, _ in rows)
+    tables = torch.zeros(len(rows), width, dtype=torch.int64)
+    positions, slots, starts = [], [], [0]
+    for index, (length, count) in enumerate(rows):
+        num_blocks = -(-length // BLOCK_SIZE)
+        tables[index, :num_blocks] = torch.tensor([free.pop() for _ in range(num_blocks)])
+        fed = torch.arange(length - count, length)
+        positions.append(fed)
+        slots.append(tables[index, fed // BLOCK_SIZE] * BLOCK_SIZE + fed % BLOCK_SIZE)
+        starts.append(starts[-1] + count)
+    return StepBatch(
+        input_ids=torch.zeros(1, starts[-1], dtype=torch.int64),
+        positions=torch.cat(positions).unsqueeze(0),
+        slot_mapping=torch.cat(slots),
+        block_tables=tables,
+        sample_indices=torch.tensor(starts[1:]) - 1,
+        query_starts=starts,
+        kv_lens=[length for length, _ in rows],
+        sampled_rows=[],
+    )
+
+
+def make_layer(batch: StepBatch, seed: int) -> LayerCache:
+    """A pool with the rows' earlier tokens in it, and NaN everywhere else."""
+    generator = torch.Generator().manual_seed(seed)
+    spec = LayerSpec(0, KV_HEADS, KEY_DIM, VALUE_DIM, None)
+    layer = KVPool([spec], NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU).layers[0]
+    for pool in (layer.keys, layer.values):
+        pool.fill_(float("nan"))
+        for row, length in enumerate(batch.kv_lens):
+            past = torch.arange(length - batch.query_starts[row + 1] + batch.query_starts[row])
+            slots = batch.block_tables[row, past // BLOCK_SIZE] * BLOCK_SIZE + past % BLOCK_SIZE
+            pool.flatten(0, 1)[slots] = torch.randn(len(past), KV_HEADS, pool.shape[-1], generator=generator)
+    return layer
+
+
+def attend(
+    attention: Attention, rows: list[tuple[int, int]], seed: int, window: int | None, softcap: float | None = None
+) -> torch.Tensor:
+    batch = make_batch(rows, seed)
+    layer = make_layer(batch, seed)
+    query, key, value = new_tokens(batch.query_starts[-1], seed)
+    return attention.forward(query, key, value, layer, 0.3, window, softcap, batch)
+
+
+def new_tokens(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed + 1)
+    shapes = ((HEADS, KEY_DIM), (KV_HEADS, KEY_DIM), (KV_HEADS, VALUE_DIM))
+    query, key, value = (torch.randn(heads, num_tokens, size, generator=generator) for heads, size in shapes)
+    return query, key, value
+
+
+def random_rows(seed: int) -> list[tuple[int, int]]:
+    source = random.Random(seed)
+    lengths = [source.choice([1, 2, 3, 4, 5, 8, 13, 29, 64, 90]) for _ in range(12)]
+    return [(length, source.choice([1, 1, length, source.randint(1, length)])) for length in lengths]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 4, 17, 500])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_cpu_path_equals_the_reference(seed: int, window: int | None) -> None:
+    expected = attend(ReferenceAttention(), random_rows(seed), seed, window)
+    assert bool(expected.isfinite().all())
+    torch.testing.assert_close(attend(CPUAttention(), random_rows(seed), seed, window), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_the_cpu_path_equals_the_reference_with_capped_scores() -> None:
+    expected = attend(ReferenceAttention(), random_rows(3), 3, 5, softcap=2.0)
+    torch.testing.assert_close(attend(CPUAttention(), random_rows(3), 3, 5, softcap=2.0), expected)
+
+
+def test_a_batch_of_decodes_is_computed_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(length, 1) for length in range(1, 91, 3)]
+    expected = attend(ReferenceAttention(), rows, 1, None)
+    for elements in (1, 1 << 10, 1 << 13, 1 << 30):
+        monkeypatch.setattr("worker.attention.cpu.GATHERED_ELEMENTS", elements)
+        torch.testing.assert_close(attend(CPUAttention(), rows, 1, None), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_a_low_cap_makes_all_positions_count_alike() -> None:
+    _, _, value = new_tokens(30, seed=5)
+    mean = value.cumsum(1) / torch.arange(1, 31).view(1, -1, 1)
+    capped = attend(ReferenceAttention(), [(30, 30)], 5, None, softcap=1e-4)
+    torch.testing.assert_close(capped[:, 0], mean[0], rtol=1e-3, atol=1e-3)
+
+
+def test_each_sequence_sees_only_its_own_window_of_the_past() -> None:
+    """One call over all positions, with a mask that is written out, for a sequence that was fed in one row."""
+    query, key, value = new_tokens(20, seed=5)
+    mask = torch.tensor([[0 <= i - j < 7 for j in range(20)] for i in range(20)])
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query, key.repeat_interleave(3, 0), value.repeat_interleave(3, 0), attn_mask=mask, scale=0.3
+    )
+    actual = attend(ReferenceAttention(), [(20, 20)], 5, 7)
+    torch.testing.assert_close(actual, expected.transpose(0, 1), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,82 @@
+"""Whatever the plans look like, the worker computes what transformers computes for each sequence alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from executor.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
+from tests.worker.driver import GREEDY, Driver, Request, start_worker
+from tests.worker.models import CONFIGS, VOCAB_SIZE, make_model
+
+NEAR_TIE = 1e-3
+LENGTHS = (1, 5, 16, 30, 47, 70, 71)
+MAX_TOKENS = 16
+
+CASES = [("cpu", "cpu"), ("cpu", "reference")]
+GPU_CASE = pytest.param("cuda", "auto", marks=[pytest.mark.gpu])
+
+
+def prompts(seed: int) -> list[list[int]]:
+    source = random.Random(seed)
+    return [[source.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+def agreed_length(expected: list[int], logits: torch.Tensor) -> int:
+    """Tokens to compare: up to the first whose two best logits [length, V] are nearly equal."""
+    best = logits.topk(2, dim=-1).values
+    near = (best[:, 0] - best[:, 1] < NEAR_TIE).nonzero()
+    return int(near[0]) if len(near) else len(expected)
+
+
+def check_against_transformers(path: Path, requests: list[Request]) -> None:
+    # eager: the one implementation that caps Gemma 2's scores in every version of transformers
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    for request in requests:
+        length = len(request.prompt)
+        with torch.no_grad():
+            generated = model.generate(torch.tensor([request.prompt]), max_new_tokens=MAX_TOKENS, do_sample=False)
+            logits = model(torch.tensor([request.tokens])).logits[0, length - 1 : -1]
+        expected = generated[0, length:].tolist()
+        compared = agreed_length(expected, logits)
+        assert compared >= MAX_TOKENS // 2, "the model's choices are too close to compare"
+        assert request.output[:compared] == expected[:compared]
+        ours = torch.stack(request.logits).log_softmax(-1)
+        torch.testing.assert_close(ours, logits.log_softmax(-1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("arch", CONFIGS)
+@pytest.mark.parametrize(("device", "attention"), [*CASES, GPU_CASE])
+def test_mixed_chunked_and_preempted_sequences_match_transformers(
+    arch: str, device: str, attention: str, tmp_path: Path
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    make_model(arch, tmp_path)
+    driver = Driver(start_worker(tmp_path, device=device, attention=attention), seed=1)
+    check_against_transformers(tmp_path, driver.run(prompts(1), MAX_TOKENS))
+    assert driver.num_preemptions > 3
+
+
+def test_two_models_in_one_process_do_not_meet(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    make_model("qwen3", first)
+    make_model("mistral", second)
+    drivers = [Driver(start_worker(path, attention=kind), 2) for path, kind in ((first, "cpu"), (second, "reference"))]
+    for path, driver in zip((first, second), drivers, strict=True):
+        check_against_transformers(path, driver.run(prompts(3)[:2], MAX_TOKENS))
+
+
+def test_a_plan_with_rows_that_do_not_sample_yields_nothing(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    worker = start_worker(tmp_path)
+    new = NewSequence(SeqId(0), [1, 2, 3, 4], 4, GREEDY)
+    result = worker.execute_model(StepPlan(StepId(1), 1, 1, [StepRow(SeqId(0), 0, 3, 0, False, [7])], [new]))
+    assert (result.seq_ids, result.token_ids, result.failures) == ([], [], [])
+    result = worker.execute_model(StepPlan(StepId(2), 1, 1, [StepRow(SeqId(0), 3, 1, 0, True, [])]))
+    assert result.seq_ids == [0] and result.num_tokens == [1] and len(result.token_ids) == 1

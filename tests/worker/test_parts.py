@@ -1,0 +1,171 @@
+"""Which part of a model a rank gets: the layers, the slices, what is read of the files, and what cannot be divided."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from executor.messages import WorkerConfig
+from tests.worker.models import CONFIGS, build_model, make_model
+from worker.checkpoint import find_weights, open_weights
+from worker.errors import ConfigError, ModelError, RendezvousError
+from worker.model import build_empty, read_config
+from worker.parallel.part import ModelPart
+from worker.parallel.topology import Topology
+from worker.probe import probe_layers
+from worker.rank import Rank
+from worker.weights import load_weights
+
+CPU = torch.device("cpu")
+
+
+def test_layers_are_balanced_and_the_last_stage_has_no_more_than_others() -> None:
+    def counts(num_layers: int, num_stages: int) -> list[int]:
+        ranges = [Topology(stage, 1, num_stages).layers(num_layers) for stage in range(num_stages)]
+        assert [index for layers in ranges for index in layers] == list(range(num_layers))
+        return [len(layers) for layers in ranges]
+
+    assert counts(3, 2) == [2, 1]
+    assert counts(28, 3) == [10, 9, 9]
+    assert counts(4, 4) == [1, 1, 1, 1]
+    assert counts(7, 1) == [7]
+
+
+@pytest.mark.parametrize(("size", "shares"), [(8, [4, 4]), (9, [5, 4]), (1, [1, 0])])
+def test_a_dimension_is_shared_without_gaps(size: int, shares: list[int]) -> None:
+    ranges = [Topology(rank, 2, 1).share(size) for rank in range(2)]
+    assert [len(share) for share in ranges] == shares
+    assert [index for share in ranges for index in share] == list(range(size))
+
+
+def test_places_in_the_grid() -> None:
+    places = [Topology(rank, 2, 3) for rank in range(6)]
+    assert [(place.stage, place.tp_rank) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [place.rank for place in places if place.is_output_rank] == [4]
+
+
+def load_part(path: Path, topology: Topology) -> tuple[Any, ModelPart]:
+    model = build_empty(read_config(path), torch.float32)
+    part = ModelPart(model, topology)
+    load_weights(model, part, find_weights(path), CPU)
+    return model, part
+
+
+@pytest.mark.parametrize("arch", CONFIGS)
+def test_the_ranks_parts_make_up_the_whole_model(arch: str, tmp_path: Path) -> None:
+    make_model(arch, tmp_path)
+    whole, _ = load_part(tmp_path, Topology(0, 1, 1))
+    seen: dict[str, torch.Tensor] = {}
+    for rank in range(4):
+        model, part = load_part(tmp_path, Topology(rank, 2, 2))
+        for name, tensor in model.state_dict().items():
+            expected = whole.state_dict()[name]
+            where = part.slices[name].index if name in part.slices else (...,)
+            assert torch.equal(tensor, expected[where]), name
+            seen.setdefault(name, torch.zeros_like(expected, dtype=torch.bool))[where] = True
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, whole.get_buffer(name)), name
+    assert seen.keys() == whole.state_dict().keys()
+    assert all(bool(parts.all()) for parts in seen.values())
+
+
+def test_only_this_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("llama", tmp_path)
+    whole_reads: list[str] = []
+
+    class Spy:
+        def __init__(self, file: Any) -> None:
+            self._file = file
+
+        def __enter__(self) -> Spy:
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *error: Any) -> None:
+            self._file.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+        def get_tensor(self, name: str) -> torch.Tensor:
+            whole_reads.append(name)
+            return self._file.get_tensor(name)
+
+    monkeypatch.setattr("worker.weights.open_weights", lambda path: Spy(open_weights(path)))
+    model, _ = load_part(tmp_path, Topology(3, 2, 2))
+    assert sorted(whole_reads) == [
+        "model.layers.2.input_layernorm.weight",
+        "model.layers.2.post_attention_layernorm.weight",
+        "model.norm.weight",
+    ]
+    assert sorted(name for name, _ in model.named_parameters() if "layers.1" in name or "embed" in name) == []
+
+
+# --- what cannot be divided ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp_size", "pp_size", "message"),
+    [
+        ({}, 3, 1, "tensor_parallel_size 3 does not divide the 4 attention heads of llama: use 1 or 2,"),
+        ({}, 4, 1, "tensor_parallel_size 4 does not divide the 2 key and value heads of llama: use 1 or 2,"),
+        ({"intermediate_size": 129}, 2, 1, "divide the 129 features of model.layers.0.mlp.gate_proj of llama: use 1,"),
+        ({}, 1, 4, "llama has 3 layers, too few for 4 stages: use a pipeline_parallel_size of at most 3"),
+        ({"model_type": "gpt2"}, 2, 1, "no tensor parallel plan for gpt2: run it on one rank"),
+        ({"model_type": "gpt2"}, 1, 2, "no pipeline parallel plan for gpt2: run it on one rank"),
+        ({"model_type": "nanochat"}, 1, 2, "no pipeline parallel plan for nanochat: use tensor_parallel_size instead"),
+        (
+            {"model_type": "mixtral"},
+            *(2, 1),
+            'layers.0.mlp.experts of mixtral is to be divided as "moe_tp_experts", which is not supported: use pipeline',
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_with_what_works(
+    changes: dict[str, Any], tp_size: int, pp_size: int, message: str
+) -> None:
+    settings = build_model("llama").config.to_dict() | {"rope_parameters": None, "head_dim": 16} | changes
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = build_empty(config, torch.float32)
+    with pytest.raises(ModelError, match=re.escape(message)):
+        ModelPart(model, Topology(0, tp_size, pp_size))
+
+
+def test_attention_that_does_not_see_fewer_heads_is_refused(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    model = build_empty(read_config(tmp_path), torch.float32)
+    part = ModelPart(model, Topology(0, 2, 1))
+    specs = probe_layers(model)
+    assert part.whole_layer(model, specs).num_kv_heads == 2 * specs[0].num_kv_heads
+    specs[1] = replace(specs[1], num_kv_heads=2, key_dim=specs[1].key_dim // 2)
+    with pytest.raises(ModelError, match="llama does not work on a part of its heads"):
+        part.whole_layer(model, specs)
+
+
+def test_the_parallel_sizes_have_to_make_up_the_ranks(tmp_path: Path) -> None:
+    def rank(world_size: int, tp_size: int, pp_size: int, rendezvous: str = "") -> Rank:
+        config = WorkerConfig(
+            model=str(tmp_path), device="cpu", tensor_parallel_size=tp_size, pipeline_parallel_size=pp_size
+        )
+        return Rank(0, world_size, 1, config, rendezvous)
+
+    with pytest.raises(ConfigError, match="size 2 times pipeline_parallel_size 2 needs 4 ranks, but there are 2"):
+        rank(2, 2, 2, "tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="both start at 1"):
+        rank(1, 0, 1)
+    with pytest.raises(ConfigError, match="2 ranks need a rendezvous"):
+        rank(2, 2, 1)
+    with pytest.raises(RendezvousError, match="rank 0 of 2 did not meet the others at 'nowhere': it has to look like"):
+        rank(2, 2, 1, "nowhere").start(lambda _: None)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as occupied,
+        pytest.raises(RendezvousError, match="Address already in use"),
+    ):
+        rank(2, 2, 1, f"tcp://127.0.0.1:{occupied.getsockname()[1]}").start(lambda _: None)

@@ -1,0 +1,213 @@
+"""A rank's life, its KV pool, and what it does with plans that are out of the ordinary."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from executor.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow, WorkerConfig
+from tests.worker.driver import GREEDY, Driver, start_worker
+from tests.worker.models import make_model
+from worker import create_worker
+from worker.errors import ConfigError, ModelError, PlanError
+from worker.input_batch import SampledRow
+from worker.rank import Rank
+from worker.runner import largest_prefill
+from worker.sampler import sample
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    make_model("llama", path)
+    return path
+
+
+def new(seq_id: int = 0, tokens: list[int] = PROMPT, sampling: RowSampling = GREEDY) -> NewSequence:
+    return NewSequence(SeqId(seq_id), tokens, len(PROMPT), sampling)
+
+
+def prefill(seq_id: int = 0, blocks: tuple[int, ...] = (3, 1), count: int = len(PROMPT)) -> StepRow:
+    return StepRow(SeqId(seq_id), 0, count, 0, True, list(blocks))
+
+
+def decode(seq_id: int, start: int, lag: int = 1) -> StepRow:
+    return StepRow(SeqId(seq_id), start, 1, lag, True, [])
+
+
+def run(worker: Rank, step_id: int, rows: list[StepRow], **changes: list) -> tuple[list[int], list[str]]:
+    result = worker.execute_model(StepPlan(StepId(step_id), 1, 1, rows, **changes))
+    assert (result.step_id, result.epoch) == (step_id, 1)
+    assert result.num_tokens == [1] * len(result.seq_ids)
+    return result.token_ids, [failure.kind for failure in result.failures]
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, worker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_rank_announces_its_phases_and_lives_to_its_shutdown(model: Path) -> None:
+    worker = create_worker(0, 1, 1, WorkerConfig(model=str(model), device="cpu", num_blocks=10), "")
+    phases: list[str] = []
+    worker.start(phases.append)
+    assert phases == ["device", "load_model"]
+    with pytest.raises(PlanError, match="no KV pool yet"):
+        worker.execute_model(StepPlan(StepId(1), 1, 1, []))
+    assert worker.determine_num_available_blocks() == (10, 0)
+    worker.initialize_cache(10, 0)
+    worker.check_health()
+    assert worker.stats()["num_blocks"] == 10
+    worker.shutdown()
+
+
+def test_plans_of_another_epoch_are_refused(model: Path) -> None:
+    worker = start_worker(model)
+    with pytest.raises(PlanError, match="epoch 2, this rank lives in epoch 1"):
+        worker.execute_model(StepPlan(StepId(1), 2, 1, []))
+
+
+def test_swaps_are_refused_and_not_ignored(model: Path) -> None:
+    worker = start_worker(model)
+    for plan in (
+        StepPlan(StepId(1), 1, 1, [], swap_in=[(0, 1)]),
+        StepPlan(StepId(1), 1, 1, [], swap_out=[(1, 0)]),
+    ):
+        with pytest.raises(PlanError, match="no host memory tier"):
+            worker.execute_model(plan)
+    with pytest.raises(ConfigError, match="no host memory tier"):
+        worker.initialize_cache(10, 5)
+
+
+def test_an_empty_plan_is_answered(model: Path) -> None:
+    worker = start_worker(model)
+    assert run(worker, 1, []) == ([], [])
+    assert run(worker, 2, [prefill()], new=[new()])[1] == []
+    assert worker.stats()["num_sequences"] == 1
+    assert run(worker, 3, [], finished=[0]) == ([], [])
+    assert worker.stats()["num_sequences"] == 0
+
+
+def test_sampled_tokens_are_fed_back_by_lag_or_by_id(model: Path) -> None:
+    worker = start_worker(model)
+    first = run(worker, 1, [prefill()], new=[new()])[0]
+    by_lag = run(worker, 4, [decode(0, 5, lag=3)])[0]
+    run(worker, 5, [], finished=[0])
+    assert run(worker, 6, [prefill()], new=[new()])[0] == first
+    by_id = run(worker, 7, [StepRow(SeqId(0), 5, 1, 0, True, [], first)])[0]
+    assert by_id == by_lag
+    with pytest.raises(AssertionError):
+        run(worker, 9, [decode(0, 6, lag=1)])
+
+
+def test_a_preempted_sequence_returns_in_the_plan_that_ends_it(model: Path) -> None:
+    worker = start_worker(model)
+    outputs = run(worker, 1, [prefill()], new=[new()])[0]
+    outputs += run(worker, 2, [decode(0, 5)])[0]
+    again = new(tokens=PROMPT + outputs)
+    resumed = run(worker, 3, [prefill(blocks=(7, 2), count=7)], finished=[0], new=[again])[0]
+    undisturbed = Driver(start_worker(model), 1, preempts=False).run([PROMPT], 3)[0].output
+    assert outputs + resumed == undisturbed
+
+
+def test_copied_blocks_hold_the_same_keys_and_values(model: Path) -> None:
+    worker = start_worker(model)
+    first = run(worker, 1, [prefill(blocks=(3, 1))], new=[new()])[0]
+    expected = run(worker, 2, [decode(0, 5)])[0]
+    # A second sequence starts from copies of the first one's blocks, through a chain: 3 -> 10 -> 11.
+    row = StepRow(SeqId(1), 5, 1, 0, True, [11, 12])
+    actual = run(worker, 3, [row], new=[new(1, PROMPT + first)], copy=[(3, 10), (10, 11), (1, 12)])[0]
+    assert actual == expected
+
+
+def test_a_row_without_finite_logits_fails_alone_and_stays_failed(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    worker = start_worker(tmp_path)
+    poison = 500
+    worker._model.model.embed_tokens.weight[poison] = float("nan")
+    healthy = Driver(start_worker(tmp_path), 1, preempts=False).run([PROMPT], 4)[0].output
+    rows = [prefill(0, (3, 1)), prefill(1, (5, 6), count=8)]
+    tokens, failures = run(worker, 1, rows, new=[new(0), new(1, [1, 2, poison, 3, 4, 5, 6, 7])])
+    assert (tokens, failures) == (healthy[:1], ["nan_logits"])
+    # The next plan was already under way when the row failed.
+    tokens, failures = run(worker, 2, [decode(1, 8), decode(0, 5)])
+    assert (tokens, failures) == (healthy[1:2], ["nan_logits"])
+    assert run(worker, 3, [decode(1, 9)]) == ([], ["nan_logits"])
+    # Its blocks hold NaN, and do no harm to the next owner.
+    tokens, failures = run(worker, 4, [prefill(2, (5, 6)), decode(0, 6, lag=2)], finished=[1], new=[new(2)])
+    assert (tokens, failures) == ([healthy[0], healthy[2]], [])
+    assert run(worker, 5, [decode(2, 5)]) == ([healthy[1]], [])
+
+
+def test_more_sequences_than_promised_are_taken(model: Path) -> None:
+    worker = start_worker(model, max_num_seqs=1)
+    blocks = [(2 * index + 1, 2 * index + 2) for index in range(5)]
+    rows = [prefill(index, blocks[index]) for index in range(5)]
+    tokens, _ = run(worker, 1, rows, new=[new(index) for index in range(5)])
+    assert len(set(tokens)) == 1
+
+
+def test_seeded_draws_do_not_depend_on_chunks_or_neighbours(model: Path) -> None:
+    sampling = [RowSampling(1.0, 0, 1.0, 0.0, seed, 0, 0, []) for seed in range(4)]
+    prompts = [[*PROMPT, index] for index in range(4)]
+    together = Driver(start_worker(model), 1).run(prompts, 10, sampling)
+    for index in range(4):
+        alone = Driver(start_worker(model), 2 + index).run([prompts[index]], 10, [sampling[index]])[0]
+        assert alone.output == together[index].output
+        rows = [SampledRow(SeqId(index), sampling[index], position) for position in range(10)]
+        assert sample(torch.stack(alone.logits), rows).token_ids == alone.output
+
+
+def blocks_of(model: Path, **options: object) -> int:
+    worker = Rank(0, 1, 1, WorkerConfig(model=str(model), device="cpu", **options))  # type: ignore[arg-type]
+    worker.start(lambda _: None)
+    return worker.determine_num_available_blocks()[0]
+
+
+def test_the_pool_is_sized_by_what_the_configuration_says(model: Path) -> None:
+    block_bytes = 16 * 3 * 2 * 2 * 16 * 4
+    assert blocks_of(model, num_blocks=7, kv_cache_memory_bytes=1 << 30) == 7
+    assert blocks_of(model, kv_cache_memory_bytes=100 * block_bytes + 5) == 100
+    assert blocks_of(model, max_num_seqs=8) == 8 * 512 // 16 + 1
+    assert blocks_of(model, max_num_seqs=8, max_model_len=20) == 8 * 2 + 1
+
+
+def test_the_default_pool_leaves_most_of_the_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block_bytes = 16 * 3 * 2 * 2 * 16 * 4
+    monkeypatch.setattr("worker.kv_budget.free_host_bytes", lambda: 400 * block_bytes)
+    assert blocks_of(model, max_num_seqs=256) == 100
+
+
+def test_a_pool_too_small_for_one_sequence_is_refused_with_numbers(model: Path) -> None:
+    block_bytes = 16 * 3 * 2 * 2 * 16 * 4
+    with pytest.raises(ModelError, match=r"one sequence of 512 tokens needs .* set max_model_len to at most 144"):
+        blocks_of(model, kv_cache_memory_bytes=10 * block_bytes)
+    with pytest.raises(ConfigError, match="at least 2"):
+        blocks_of(model, num_blocks=1)
+
+
+def test_the_profiled_step_is_as_heavy_as_a_step_can_be(model: Path) -> None:
+    plan = largest_prefill(num_tokens=100, max_num_seqs=6, max_model_len=60, block_size=4)
+    assert sum(row.num_tokens for row in plan.rows) == 100
+    assert [row.num_tokens for row in plan.rows] == [60, 36, 1, 1, 1, 1]
+    worker = start_worker(model, num_blocks=60)
+    assert worker.runner is not None
+    assert len(worker.runner.execute_model(plan).token_ids) == 6
+
+
+@pytest.mark.gpu
+def test_the_gpu_pool_fills_the_share_that_it_may_take(model: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    worker = Rank(0, 1, 1, WorkerConfig(model=str(model), device="cuda", gpu_memory_utilization=0.3))
+    worker.start(lambda _: None)
+    worker.initialize_cache(*worker.determine_num_available_blocks())
+    total = torch.cuda.mem_get_info()[1]
+    assert 0.2 * total < worker.stats()["kv_pool_bytes"] < 0.3 * total
+    assert run(worker, 1, [prefill(blocks=(1,))], new=[new()])[1] == []

@@ -1,0 +1,117 @@
+"""A rank gives its memory back, and wakes up as it was or says what is different."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from executor.messages import StepId, StepPlan
+from tests.worker.driver import Driver, start_worker
+from tests.worker.models import make_model
+from worker.errors import ConfigError, PlanError, WeightsChanged
+from worker.rank import Rank
+
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12]]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    make_model("qwen3", tmp_path)
+    return tmp_path
+
+
+def generate(worker: Rank) -> list[list[int]]:
+    return [request.output for request in Driver(worker, 1).run(PROMPTS, 6)]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_rank_that_woke_up_generates_the_same(level: int, model: Path) -> None:
+    worker = start_worker(model)
+    before = generate(worker)
+    worker.sleep(level)
+    assert worker.stats()["kv_pool_bytes"] == worker.stats()["num_sequences"] == 0
+    assert (worker._model is None) == (level == 2)
+    worker.wake_up()
+    assert worker.stats()["num_blocks"] == 200
+    assert generate(worker) == before
+
+
+def test_weights_and_pool_wake_up_apart_in_any_order(model: Path) -> None:
+    worker = start_worker(model)
+    before = generate(worker)
+    for tags in (["weights"], ["kv_cache"]), (["kv_cache"], ["weights"]):
+        worker.sleep(2)
+        worker.wake_up(tags[0], 1)
+        with pytest.raises(PlanError, match="it sleeps: call wake_up first"):
+            worker.execute_model(StepPlan(StepId(1), 1, 1, []))
+        worker.wake_up(tags[1], 1)
+        assert generate(worker) == before
+
+
+def test_the_new_pool_begins_a_new_epoch(model: Path) -> None:
+    worker = start_worker(model)
+    worker.sleep(1)
+    worker.wake_up(["weights", "kv_cache"], 2)
+    with pytest.raises(PlanError, match="epoch 1, this rank lives in epoch 2"):
+        worker.execute_model(StepPlan(StepId(1), 1, 1, []))
+    assert worker.execute_model(StepPlan(StepId(1), 2, 1, [])).epoch == 2
+
+
+def test_deeper_sleep_and_repeated_calls(model: Path) -> None:
+    worker = start_worker(model)
+    before = generate(worker)
+    for level in (1, 1, 2, 2, 1):
+        worker.sleep(level)
+    assert worker.stats()["weights_on"] == "disk"
+    worker.wake_up()
+    worker.wake_up()
+    assert worker.stats()["weights_on"] == "device"
+    assert generate(worker) == before
+
+
+def test_a_rank_without_pool_sleeps_too(model: Path) -> None:
+    worker = start_worker(model)
+    worker._drop_pool()
+    worker._num_blocks = None
+    worker.sleep(1)
+    worker.wake_up()
+    worker.initialize_cache(200, 0)
+    assert len(generate(worker)[0]) == 6
+
+
+def change_file(model: Path, worker: Rank) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"] += 1
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_memory(model: Path, worker: Rank) -> None:
+    worker._model.model.layers[1].mlp.up_proj.weight += 1
+
+
+@pytest.mark.parametrize(("level", "change"), [(1, change_memory), (2, change_file)])
+def test_weights_that_changed_meanwhile_are_noticed(
+    level: int, change: Callable[[Path, Rank], None], model: Path
+) -> None:
+    worker = start_worker(model)
+    worker.sleep(level)
+    with torch.no_grad():
+        change(model, worker)
+    with pytest.raises(WeightsChanged, match=r"1 of 37 tensors .* first of all model\.layers\.1\.mlp\.up_proj\.weight"):
+        worker.wake_up()
+    with pytest.raises(PlanError, match="it sleeps"):
+        worker.execute_model(StepPlan(StepId(1), 1, 1, []))
+
+
+def test_unknown_levels_and_tags_are_refused(model: Path) -> None:
+    worker = start_worker(model)
+    for level in (0, 3):
+        with pytest.raises(ConfigError, match=f"sleep level {level} is unknown"):
+            worker.sleep(level)
+    with pytest.raises(ConfigError, match="there is no kv to wake up: use weights or kv_cache"):
+        worker.wake_up(["kv"])
+    assert len(generate(worker)) == 2

@@ -1,0 +1,205 @@
+"""The CPU's fast path: cost grows with the sum of the rows' lengths, and gathered keys and values stay in the cache.
+
+Decode rows are computed in groups of about equal length, one call for each group; the query heads that share a key head
+are folded into query positions, so that no key is repeated. A row with several tokens is a call of its own. Gathers are
+kept small for a second reason: large buffers are mapped and page-faulted anew at each use, which was seen to cost five
+times the arithmetic.
+
+Shapes: T tokens of the step, Q tokens of one row, L positions looked at, B rows of a group, P blocks of the longest of
+them, S tokens in a block, Hq query heads, Hkv key and value heads, G = Hq / Hkv, D size of a key head, Dv size of a
+value head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from worker.attention.reference import ReferenceAttention, visible_positions
+from worker.input_batch import StepBatch
+from worker.kv_pool import LayerCache
+
+GATHERED_ELEMENTS = 1 << 20
+"""Elements of keys that one decode group gathers at most; few enough to stay in a CPU's cache."""
+LARGEST_WASTE = 2
+"""The longest row of a decode group has at most so many times the blocks of its shortest."""
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Rows of one token each."""
+
+    tokens: Tensor  # [B], among the step's T
+    blocks: Tensor  # [B * P]
+    empty_slots: Tensor  # among the B * P * S gathered: those that no visible token is in, to be zeroed
+    mask: Tensor  # [B, 1, 1, P * S], added to the scores
+
+
+@dataclass(frozen=True)
+class ChunkRow:
+    """One row of several tokens."""
+
+    first_token: int
+    last_token: int
+    """One past the end, among the step's T."""
+    blocks: Tensor | None
+    """None when the row is its whole sequence so far: the keys at hand are all there are."""
+    length: int
+    """Positions looked at, from the start of the first block on."""
+    mask: Tensor | None
+    """[Q, L], or None for plain causal attention."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A step's rows, cut for one size of window and of keys. The same for all layers that agree in these."""
+
+    decode: list[DecodeGroup]
+    chunks: list[ChunkRow]
+
+
+class CPUAttention:
+    """Grouped decode and row-wise prefill on torch's fused CPU attention; capped scores are left to the reference."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._reference = ReferenceAttention()
+
+    def forward(
+        self,
+        query: Tensor,  # [Hq, T, D]
+        key: Tensor,  # [Hkv, T, D]
+        value: Tensor,  # [Hkv, T, Dv]
+        layer: LayerCache,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        batch: StepBatch,
+    ) -> Tensor:  # [T, Hq, Dv]
+        if softcap is not None:
+            return self._reference.forward(query, key, value, layer, scaling, sliding_window, softcap, batch)
+        layer.write(key, value, batch.slot_mapping)
+        layout = _layout(batch, layer, sliding_window, query.dtype)
+        output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
+        for group in layout.decode:
+            output.index_copy_(0, group.tokens, _decode(query, layer, group, scaling))
+        for row in layout.chunks:
+            output[row.first_token : row.last_token] = _attend_chunk(query, key, value, layer, row, scaling)
+        return output
+
+
+def _decode(query: Tensor, layer: LayerCache, group: DecodeGroup, scaling: float) -> Tensor:  # [B, Hq, Dv]
+    num_rows, num_heads = len(group.tokens), query.shape[0]
+    keys, values = (
+        pool.index_select(0, group.blocks).flatten(0, 1).index_fill_(0, group.empty_slots, 0.0)
+        for pool in (layer.keys, layer.values)
+    )  # [B * P * S, Hkv, D], [B * P * S, Hkv, Dv]
+    num_kv_heads = keys.shape[1]
+    queries = query.index_select(1, group.tokens).transpose(0, 1)  # [B, Hq, D]
+    attended = scaled_dot_product_attention(
+        queries.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, -1),  # [B, Hkv, G, D]
+        keys.unflatten(0, (num_rows, -1)).transpose(1, 2),  # [B, Hkv, P * S, D]
+        values.unflatten(0, (num_rows, -1)).transpose(1, 2),
+        attn_mask=group.mask,
+        scale=scaling,
+    )  # [B, Hkv, G, Dv]
+    return attended.reshape(num_rows, num_heads, -1)
+
+
+def _attend_chunk(
+    query: Tensor, key: Tensor, value: Tensor, layer: LayerCache, row: ChunkRow, scaling: float
+) -> Tensor:  # [Q, Hq, Dv]
+    tokens = slice(row.first_token, row.last_token)
+    keys, values = key[:, tokens], value[:, tokens]  # [Hkv, Q, D], [Hkv, Q, Dv]
+    if row.blocks is not None:
+        keys, values = (
+            pool.index_select(0, row.blocks).flatten(0, 1)[: row.length].transpose(0, 1)
+            for pool in (layer.keys, layer.values)
+        )  # [Hkv, L, D], [Hkv, L, Dv]
+    attended = scaled_dot_product_attention(
+        query[:, tokens].unsqueeze(0),
+        keys.unsqueeze(0),
+        values.unsqueeze(0),
+        attn_mask=row.mask,
+        is_causal=row.mask is None,
+        scale=scaling,
+        enable_gqa=True,
+    )  # [1, Hq, Q, Dv]
+    return attended[0].transpose(0, 1)
+
+
+def _layout(batch: StepBatch, layer: LayerCache, sliding_window: int | None, dtype: torch.dtype) -> Layout:
+    """The batch's layout for this kind of layer, worked out by the first layer that asks."""
+    _, block_size, num_kv_heads, key_dim = layer.keys.shape
+    kind = (sliding_window, num_kv_heads * key_dim)
+    if kind not in batch.derived:
+        blocks_at_once = GATHERED_ELEMENTS // (block_size * num_kv_heads * key_dim)
+        batch.derived[kind] = _lay_out(batch, sliding_window, block_size, blocks_at_once, dtype)
+    layout: Layout = batch.derived[kind]
+    return layout
+
+
+def _lay_out(
+    batch: StepBatch, sliding_window: int | None, block_size: int, blocks_at_once: int, dtype: torch.dtype
+) -> Layout:
+    chunks: list[ChunkRow] = []
+    spans: list[tuple[int, int, int]] = []
+    """Decode rows: (blocks looked at, first block, row)."""
+    for row, kv_len in enumerate(batch.kv_lens):
+        num_tokens = batch.query_starts[row + 1] - batch.query_starts[row]
+        first_seen = 0 if sliding_window is None else max(0, kv_len - num_tokens + 1 - sliding_window)
+        first_block, end_block = first_seen // block_size, (kv_len - 1) // block_size + 1
+        if num_tokens == 1:
+            spans.append((end_block - first_block, first_block, row))
+        else:
+            chunks.append(_chunk_row(batch, row, first_block * block_size, sliding_window, block_size))
+    spans.sort(reverse=True)
+    groups: list[DecodeGroup] = []
+    begin = 0
+    for end in range(1, len(spans) + 1):
+        most = spans[begin][0]
+        if end < len(spans) and (end - begin + 1) * most <= blocks_at_once and spans[end][0] * LARGEST_WASTE >= most:
+            continue
+        groups.append(_decode_group(batch, spans[begin:end], sliding_window, block_size, dtype))
+        begin = end
+    return Layout(groups, chunks)
+
+
+def _decode_group(
+    batch: StepBatch, spans: list[tuple[int, int, int]], sliding_window: int | None, block_size: int, dtype: torch.dtype
+) -> DecodeGroup:
+    most = spans[0][0]
+    width = most * block_size
+    hidden: list[int] = []
+    for index, (_, first_block, row) in enumerate(spans):
+        base, kv_len = index * width - first_block * block_size, batch.kv_lens[row]  # base: where position 0 would be
+        if sliding_window is not None:
+            hidden += range(index * width, base + kv_len - sliding_window)
+        hidden += range(base + kv_len, (index + 1) * width)
+    rows = torch.tensor([[row] for _, _, row in spans])
+    columns = torch.tensor([[first_block] for _, first_block, _ in spans]) + torch.arange(most)  # [B, P]
+    empty_slots = torch.tensor(hidden, dtype=torch.int64)
+    mask = torch.zeros(len(spans) * width, dtype=dtype).index_fill_(0, empty_slots, float("-inf"))
+    return DecodeGroup(
+        tokens=torch.tensor([batch.query_starts[row] for _, _, row in spans]),
+        blocks=batch.block_tables[rows, columns.clamp(max=batch.block_tables.shape[1] - 1)].flatten(),
+        empty_slots=empty_slots,
+        mask=mask.view(len(spans), 1, 1, width),
+    )
+
+
+def _chunk_row(
+    batch: StepBatch, row: int, first_position: int, sliding_window: int | None, block_size: int
+) -> ChunkRow:
+    first, last, kv_len = batch.query_starts[row], batch.query_starts[row + 1], batch.kv_lens[row]
+    is_whole = last - first == kv_len
+    is_causal = is_whole and (sliding_window is None or sliding_window >= kv_len)
+    length = kv_len if is_whole else kv_len - first_position
+    mask = None if is_causal else visible_positions(last - first, length, sliding_window, batch.block_tables.device)
+    end_block = (kv_len - 1) // block_size + 1
+    blocks = None if is_whole else batch.block_tables[row, first_position // block_size : end_block]
+    return ChunkRow(first, last, blocks, length, mask)

@@ -1,0 +1,23 @@
+"""Which attention a rank uses."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.attention.cpu import CPUAttention
+from worker.attention.interface import Attention
+from worker.attention.reference import ReferenceAttention
+from worker.errors import ConfigError
+
+
+def choose_attention(name: str, device: torch.device) -> Attention:
+    """The implementation called `name`; "auto" is the fastest that runs on the device."""
+    if name == "auto":
+        name = "cpu" if device.type == "cpu" else "reference"
+    if name == "reference":
+        return ReferenceAttention()
+    if name == "cpu" and device.type == "cpu":
+        return CPUAttention()
+    if name == "cpu":
+        raise ConfigError(f'attention "cpu" does not run on {device}: use "auto" or "reference"')
+    raise ConfigError(f'unknown attention "{name}": use "auto", "reference" or "cpu"')

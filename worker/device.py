@@ -1,0 +1,67 @@
+"""Which device and number format a rank uses, and how much memory is free there."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from worker.errors import ConfigError, DeviceError
+
+logger = logging.getLogger("millrace.worker")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """The device for "auto", "cpu", "cuda" or "cuda:N", made current when it is a GPU.
+
+    Without a number, the ranks take the visible GPUs one after the other, on each host from the first one on.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if name != "cuda" and not (name.startswith("cuda:") and name[5:].isdecimal()):
+        raise ConfigError(f'unknown device "{name}": use "auto", "cpu", "cuda" or "cuda:N"')
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f'device "{name}" was asked for, but torch sees no GPU: check the driver, or use device "cpu"'
+        )
+    device = torch.device(name if ":" in name else f"cuda:{rank % torch.cuda.device_count()}")
+    if device.index >= torch.cuda.device_count():
+        raise DeviceError(f'device "{name}" does not exist: torch sees {torch.cuda.device_count()} GPUs')
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The number format of weights and activations; "auto" follows the checkpoint where the device computes in it."""
+    if name != "auto":
+        if name not in DTYPES:
+            raise ConfigError(f'unknown dtype "{name}": use "auto", {", ".join(map(repr, DTYPES))}'.replace("'", '"'))
+        return DTYPES[name]
+    if device.type == "cpu" and checkpoint_dtype == torch.float16:
+        logger.info("the checkpoint is float16, which a CPU computes slowly: running in float32")
+        return torch.float32
+    return checkpoint_dtype
+
+
+def free_host_bytes() -> int:
+    """Memory that this process could still take: the machine's, or its container's when that is less."""
+    free = [torch.iinfo(torch.int64).max]
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            free.append(int(line.split()[1]) * 1024)
+    for limit, used in zip(_lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current"), strict=False):
+        if limit.isdecimal():
+            free.append(max(int(limit) - int(used), 0))
+    return min(free)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().split("\n")
+    except OSError:
+        return []

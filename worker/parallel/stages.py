@@ -1,0 +1,79 @@
+"""Pipeline parallel: a stage keeps its own layers and lets the rest of the model go.
+
+The list of layers keeps its length, so that every layer finds its own index, kind and rotary frequencies; what another
+stage holds is replaced by a `StandIn` without weights. For 5 layers on 2 stages:
+
+    stage 0    embedding   0    1    2    -    -    (identity)  (identity)      - StandIn     < Inlet
+    stage 1    (identity)  -    -    <    3    4    norm        head
+
+A later stage feeds what it received as `inputs_embeds`. Since some models scale or normalise that before their first
+layer, it goes in a second time, unchanged, at the `Inlet` in front of the stage's own first layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from worker.errors import ModelError
+from worker.parallel.topology import Topology
+
+
+class StandIn(nn.Module):
+    """In the place of a layer that another stage has: hands its input on."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():  # such as `attention_type`, which some models read from their layers
+            if isinstance(value, int | str) and name != "training":
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # [1, T, H]
+        return hidden_states
+
+
+class Inlet(StandIn):
+    """In the place of the last layer of the stage before: hands in what that stage has sent."""
+
+    received: Tensor | None = None  # [1, T, H]
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.received is not None
+        return self.received
+
+
+def cut_stages(model: PreTrainedModel, topology: Topology) -> None:
+    """Leave in a meta model what this rank's stage holds. Raises `ModelError` when the model cannot be divided so."""
+    parts = list(model.config.base_model_pp_plan or {})
+    name = model.config.model_type
+    layers = getattr(model.base_model, "layers", None)
+    if "layers" not in parts or not isinstance(layers, nn.ModuleList):
+        instead = "use tensor_parallel_size instead" if model.tp_plan else "run it on one rank"
+        raise ModelError(f"transformers has no pipeline parallel plan for {name}: {instead}")
+    if len(layers) < topology.pp_size:
+        raise ModelError(
+            f"{name} has {len(layers)} layers, too few for {topology.pp_size} stages: "
+            f"use a pipeline_parallel_size of at most {len(layers)}"
+        )
+    own = topology.layers(len(layers))
+    for index, layer in enumerate(layers):
+        if index not in own:
+            layers[index] = Inlet(layer) if index == own.start - 1 else StandIn(layer)
+    middle = parts.index("layers")
+    if not topology.is_first_stage:
+        _drop(model.base_model, parts[:middle])
+    if not topology.is_last_stage:
+        _drop(model.base_model, parts[middle + 1 :])
+        _drop(model, [name for name, module in model.named_children() if module is model.get_output_embeddings()])
+
+
+def find_inlet(model: PreTrainedModel) -> Inlet | None:
+    """Where a later stage takes in what it received. None on the first stage, and in a whole model."""
+    return next((module for module in model.modules() if isinstance(module, Inlet)), None)
+
+
+def _drop(parent: nn.Module, names: list[str]) -> None:
+    for name in names:
+        setattr(parent, name, nn.Identity())
