@@ -107,9 +107,17 @@ class Gateway:
         ]
         self._thread("commands", self._ear.listen)
         logger.info("gateway %s: RQ queues %s", self.name, self._title)
-        self._stop_requests.get()
+        self._wait_for_stop()
         self._stopping.set()
         self._close(threads)
+
+    def _wait_for_stop(self) -> None:
+        """In turns: a signal that arrives while Python is on its way into a wait is only handled after that wait."""
+        while True:
+            try:
+                return self._stop_requests.get(timeout=_WAIT_S)
+            except queue.Empty:
+                continue
 
     def _adopt(self) -> None:
         """Before anything is taken: RQ may have put an adopted job back into its queue."""
