@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import generation, queueing
+from benchmarks import checkpoints, generation, queueing
 from benchmarks.environment import ROOT, describe
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
@@ -24,7 +24,9 @@ def main() -> None:
     with EmbeddedServer() as server, tempfile.TemporaryDirectory() as directory:
         result = {"seed": SEED, **describe(dict(connect(server.url).info("server")))}
         result["queue"] = queueing.measure(server.url)
-        result["generation"] = generation.measure(server.url, generation.make_model(Path(directory)))
+        model = generation.make_model(Path(directory))
+        result["generation"] = generation.measure(server.url, model)
+        result["checkpoints"] = checkpoints.measure(server.url, model)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     _show(result, options.out)
@@ -32,7 +34,7 @@ def main() -> None:
 
 def _show(result: dict[str, dict[str, object]], out: Path) -> None:
     table = Table("figure", "value", title=f"Millrace on {result['machine']}")
-    for part in ("queue", "generation"):
+    for part in ("queue", "generation", "checkpoints"):
         for name, value in result[part].items():
             table.add_row(f"{part}: {name}", str(value))
     console = Console()

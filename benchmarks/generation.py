@@ -12,15 +12,14 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT
+from benchmarks.service import Service
 from engine_service import LLM
-from millrace import Client, GenerationRequest, SamplingParams
+from millrace import GenerationRequest, SamplingParams
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -44,10 +43,10 @@ def make_work(seed: int) -> list[GenerationRequest]:
 
 def measure(url: str, model: Path) -> dict[str, Any]:
     """All figures of this file."""
-    service = Service(url, model)
+    service = Service(url, model, queue="bench")
     try:
         first_token_s = service.seconds_to_first_token()
-        idle_share = service.idle_cpu_share()
+        idle_share = service.idle_cpu_share(IDLE_S)
         offline, through, ratios = _pairs(service, model)
     finally:
         service.stop()
@@ -70,10 +69,10 @@ def _pairs(service: Service, model: Path) -> tuple[list[float], list[float], lis
     offline, through = [], []
     with LLM(model=model, device="cpu", executor="mp") as llm:
         _run_offline(llm, seed=100)
-        service.run(seed=101)
+        service.run(make_work(101))
         for pair in range(NUM_PAIRS):
             offline.append(_run_offline(llm, seed=2 * pair))
-            through.append(service.run(seed=2 * pair + 1))
+            through.append(service.run(make_work(2 * pair + 1)))
     return offline, through, [one / other for one, other in zip(offline, through, strict=True)]
 
 
@@ -83,54 +82,6 @@ def _run_offline(llm: LLM, seed: int) -> float:
     begin_s = time.perf_counter()
     llm.generate(prompts, [request.sampling for request in work], use_tqdm=False)
     return time.perf_counter() - begin_s
-
-
-class Service:
-    """Owns one engine service and a client of it."""
-
-    def __init__(self, url: str, model: Path) -> None:
-        self._client = Client(url, queue="bench")
-        self._begin_s = time.perf_counter()
-        command = [sys.executable, "-P", "-m", "engine_service", "--model", str(model), "--redis", url]
-        command += ["--queue", "bench", "--device", "cpu", "--executor", "mp", "--log-level", "WARNING"]
-        self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
-
-    def seconds_to_first_token(self) -> float:
-        """From the start of the process until a waiting job's first token can be read."""
-        job_id = self._client.submit(prompt="3 + 4 =", max_tokens=4, stream=True)
-        next(iter(self._client.stream(job_id)))
-        return time.perf_counter() - self._begin_s
-
-    def idle_cpu_share(self) -> float:
-        """CPU seconds per second of the service and its worker while there is nothing to do."""
-        time.sleep(1.0)
-        begin_s, begin_cpu_s = time.perf_counter(), self._cpu_s()
-        time.sleep(IDLE_S)
-        return (self._cpu_s() - begin_cpu_s) / (time.perf_counter() - begin_s)
-
-    def run(self, seed: int) -> float:
-        """Seconds from the first submit to the last result in hand."""
-        work = make_work(seed)
-        begin_s = time.perf_counter()
-        ids = self._client.submit_many(work)
-        num_done = sum(job.state == "finished" for job in self._client.as_completed(ids))
-        seconds = time.perf_counter() - begin_s
-        assert num_done == NUM_REQUESTS, f"{num_done} of {NUM_REQUESTS} finished"
-        return seconds
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-        self._client.close()
-
-    def _cpu_s(self) -> float:
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        return sum(map(_process_cpu_s, [str(self._process.pid), *children]))
-
-
-def _process_cpu_s(pid: str) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def make_model(path: Path) -> Path:
