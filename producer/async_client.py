@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from producer.batches import SubmitCall, build_request
-from producer.client import CANCEL_BATCH, READ_BATCH, batched, queue_keys
+from producer.client import CANCEL_BATCH, READ_BATCH, batched, check_sleep_level, queue_keys
 from producer.request import GenerationRequest
 from results import commands, replies
 from results.connection import connect_async
@@ -118,6 +118,16 @@ class AsyncClient:
 
     async def resume(self) -> None:
         await self._transport.send(commands.pause(self._keys, False))
+
+    async def sleep(self, level: int = 1, *, engine_id: str | None = None) -> list[str]:
+        return await self._tell_engines(check_sleep_level(level), engine_id)
+
+    async def wake(self, *, engine_id: str | None = None) -> list[str]:
+        return await self._tell_engines(0, engine_id)
+
+    async def _tell_engines(self, sleep_level: int, engine_id: str | None) -> list[str]:
+        reply = await self._transport.send(commands.sleep(self._keys, sleep_level, engine_id))
+        return replies.engines_told(engine_id, self._keys.queue, reply)
 
     # --- results out -----------------------------------------------------------------------------------------------
 

@@ -152,6 +152,22 @@ class Client:
         """Let engines claim again."""
         self._transport.send(commands.pause(self._keys, False))
 
+    def sleep(self, level: int = 1, *, engine_id: str | None = None) -> list[str]:
+        """Have one engine, or all that run now, give their devices back until `wake`; returns who was told.
+
+        Level 1 keeps the weights in host memory, level 2 drops them. The jobs wait, or go to other engines, with their
+        tokens so far. `stats().sleep_levels` shows who sleeps. Raises EngineNotFound.
+        """
+        return self._tell_engines(check_sleep_level(level), engine_id)
+
+    def wake(self, *, engine_id: str | None = None) -> list[str]:
+        """Have one engine, or all, take their devices back and claim again; returns who was told. Raises EngineNotFound."""
+        return self._tell_engines(0, engine_id)
+
+    def _tell_engines(self, sleep_level: int, engine_id: str | None) -> list[str]:
+        reply = self._transport.send(commands.sleep(self._keys, sleep_level, engine_id))
+        return replies.engines_told(engine_id, self._keys.queue, reply)
+
     # --- results out -----------------------------------------------------------------------------------------------
 
     def get(self, job_id: str) -> Job:
@@ -205,6 +221,13 @@ def batched(job_ids: Iterable[str], size: int) -> Iterator[list[str]]:
     remaining = iter(job_ids)
     while some := list(islice(remaining, size)):
         yield some
+
+
+def check_sleep_level(level: int) -> int:
+    """The level. Raises InvalidRequest for one that there is not."""
+    if level not in (1, 2):
+        raise InvalidRequest("level", f"must be 1 or 2, got {level!r}")
+    return level
 
 
 def queue_keys(queue: str) -> QueueKeys:

@@ -52,6 +52,10 @@ def pause(keys: QueueKeys, is_paused: bool) -> Command:
     return script_command("pause", keys.prefix, "1" if is_paused else "")
 
 
+def sleep(keys: QueueKeys, level: int, engine_id: str | None) -> Command:
+    return script_command("sleep", keys.prefix, level, engine_id or "")
+
+
 def position(keys: QueueKeys, job_id: str) -> Command:
     return script_command("position", keys.prefix, job_id)
 
@@ -146,11 +150,13 @@ def write(keys: QueueKeys, item: Write) -> Command:
             return script_command("release", keys.prefix, *head)
 
 
-def heartbeat(keys: QueueKeys, engine_id: EngineId, ttl_ms: int, held: Mapping[JobId, Lease]) -> Command:
+def heartbeat(
+    keys: QueueKeys, engine_id: EngineId, ttl_ms: int, held: Mapping[JobId, Lease], sleep_level: int
+) -> Command:
     pairs: list[Argument] = []
     for pair in held.items():
         pairs += pair
-    return script_command("heartbeat", keys.prefix, engine_id, ttl_ms, *pairs)
+    return script_command("heartbeat", keys.prefix, engine_id, ttl_ms, sleep_level, *pairs)
 
 
 def deregister(keys: QueueKeys, engine_id: EngineId) -> Command:

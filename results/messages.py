@@ -161,12 +161,17 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
     """Somebody reads them live."""
     expired: list[JobId] = []
     """Their deadline has passed: end them as expired."""
+    sleep_level: int = 0
+    """How the engine shall sleep: 0 (not at all), 1 or 2."""
+
+
+SignalKind = Literal["cancel", "watch", "expire"]
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True):
     """A word to the engine that runs a job, faster than its next heartbeat."""
 
-    kind: Literal["cancel", "watch", "expire"]
+    kind: SignalKind
     job_id: JobId
 
 
@@ -255,6 +260,8 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_tokens: int = 0
     """What the queued and the delayed jobs are expected to take."""
     is_paused: bool = False
+    sleep_levels: dict[str, int] = {}
+    """By the id of each engine alive: 0 awake, 1 asleep with its weights in host memory, 2 without them."""
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
@@ -329,6 +336,15 @@ class BatchNotFound(QueueError):
     def __init__(self, batch: str, queue: str) -> None:
         super().__init__(f"no batch {batch!r} in queue {queue!r}: never submitted, or its records have expired")
         self.batch = batch
+
+
+class EngineNotFound(QueueError):
+    """Raised when no engine with this id, or none at all, has a heartbeat on the queue."""
+
+    def __init__(self, engine_id: str | None, queue: str) -> None:
+        who = "no engine" if engine_id is None else f"no engine {engine_id!r}"
+        super().__init__(f"{who} runs on queue {queue!r}; `millrace stats` names those that do")
+        self.engine_id = engine_id
 
 
 class QueueFull(QueueError):

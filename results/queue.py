@@ -112,10 +112,14 @@ class JobQueue:
                 outcomes[i] = reply.decode() if isinstance(reply, bytes) else f"error: {reply}"
         return [outcomes[i] for i in range(len(writes))]
 
-    def heartbeat(self, engine_id: EngineId, ttl_ms: int, held: Mapping[JobId, Lease]) -> Reconciliation:
+    def heartbeat(
+        self, engine_id: EngineId, ttl_ms: int, held: Mapping[JobId, Lease], sleep_level: int = 0
+    ) -> Reconciliation:
         """Stay alive for `ttl_ms`, and say which jobs the engine holds: all that it runs, and all whose writes are
-        still on their way. A job that is missing from two heartbeats in a row goes back to the queue."""
-        return replies.reconciliation(self._transport.send(commands.heartbeat(self.keys, engine_id, ttl_ms, held)))
+        still on their way. A job that is missing from two heartbeats in a row goes back to the queue.
+        `sleep_level` is how the engine sleeps, 0 when it does not."""
+        command = commands.heartbeat(self.keys, engine_id, ttl_ms, held, sleep_level)
+        return replies.reconciliation(self._transport.send(command))
 
     def deregister(self, engine_id: EngineId) -> int:
         """Leave. Jobs that the engine had not released go back to the queue; returns how many there were."""
@@ -127,9 +131,9 @@ class JobQueue:
 
     def wait_for_signal(
         self, engine_id: EngineId, timeout_s: float, *, include_wake: bool
-    ) -> Signal | Literal["wake"] | None:
-        """The next word to this engine; with `include_wake` also "wake" when there is work. None after the timeout,
-        which is at most BLOCK_LIMIT_S."""
+    ) -> Signal | Literal["wake", "beat"] | None:
+        """The next word to this engine, where "beat" asks for a heartbeat; with `include_wake` also "wake" when there is
+        work. None after the timeout, which is at most BLOCK_LIMIT_S, and for a word of a newer version."""
         command = commands.wait_for_signal(self.keys, engine_id, min(timeout_s, BLOCK_LIMIT_S), include_wake)
         return replies.signal(self._transport.send(command), self.keys.wake)
 
@@ -153,6 +157,12 @@ class JobQueue:
     def pause(self, is_paused: bool) -> None:
         """Hand out nothing more, or go on."""
         self._transport.send(commands.pause(self.keys, is_paused))
+
+    def sleep(self, level: int, engine_id: str | None = None) -> list[str]:
+        """Have one engine, or all, sleep (1: weights in host memory, 2: dropped) or wake up (0); returns who was told.
+        Raises EngineNotFound when nobody was."""
+        reply = self._transport.send(commands.sleep(self.keys, level, engine_id))
+        return replies.engines_told(engine_id, self.keys.queue, reply)
 
     def position(self, job_id: str) -> Position:
         """How many jobs are likely to begin before this one, and when it begins. Raises JobNotFound."""

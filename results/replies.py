@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -14,6 +14,7 @@ from results.messages import (
     CannotRedrive,
     Claim,
     ClaimedJob,
+    EngineNotFound,
     InboxEntry,
     Job,
     JobError,
@@ -24,6 +25,7 @@ from results.messages import (
     QueueStats,
     Reconciliation,
     Signal,
+    SignalKind,
     StreamEvent,
     Timings,
     Usage,
@@ -79,18 +81,23 @@ def _claimed_job(
     )
 
 
-def reconciliation(reply: list[list[bytes]]) -> Reconciliation:
-    lost, cancelled, watched, expired = ([JobId(job_id) for job_id in words(part)] for part in reply)
-    return Reconciliation(lost=lost, cancelled=cancelled, watched=watched, expired=expired)
+def reconciliation(reply: list[Any]) -> Reconciliation:
+    *jobs, sleep_level = reply
+    lost, cancelled, watched, expired = ([JobId(job_id) for job_id in words(part)] for part in jobs)
+    return Reconciliation(lost=lost, cancelled=cancelled, watched=watched, expired=expired, sleep_level=sleep_level)
 
 
-def signal(reply: tuple[bytes, bytes] | None, wake_key: str) -> Signal | Literal["wake"] | None:
+def signal(reply: tuple[bytes, bytes] | None, wake_key: str) -> Signal | Literal["wake", "beat"] | None:
     if reply is None:
         return None
     key, value = reply
     if key.decode() == wake_key:
         return "wake"
     kind, _, job_id = value.decode().partition(" ")
+    if kind == "beat":
+        return "beat"
+    if kind not in get_args(SignalKind):
+        return None  # a word of a newer version
     return msgspec.convert({"kind": kind, "job_id": job_id}, Signal)
 
 
@@ -101,9 +108,18 @@ def inbox_entries(reply: Any) -> list[InboxEntry]:
 # --- reader side ---------------------------------------------------------------------------------------------------
 
 
-def queue_stats(reply: list[int]) -> QueueStats:
-    *counts, is_paused = reply
-    return QueueStats(**dict(zip(QueueStats.__struct_fields__, counts, strict=False)), is_paused=bool(is_paused))
+def queue_stats(reply: list[Any]) -> QueueStats:
+    *counts, is_paused, pairs = reply
+    asleep = {engine_id.decode(): level for engine_id, level in zip(pairs[::2], pairs[1::2], strict=True)}
+    named = dict(zip(QueueStats.__struct_fields__, counts, strict=False))
+    return QueueStats(**named, is_paused=bool(is_paused), sleep_levels=asleep)
+
+
+def engines_told(engine_id: str | None, queue: str, reply: list[bytes]) -> list[str]:
+    """Whom the script `sleep` has told. Raises EngineNotFound."""
+    if not reply:
+        raise EngineNotFound(engine_id, queue)
+    return words(reply)
 
 
 def position(job_id: str, queue: str, reply: list[Any] | None) -> Position:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from millrace import __version__
-from millrace.cli import batch, demo, gateway, jobs, pause, retry, serve, stats, submit
+from millrace.cli import batch, demo, gateway, jobs, pause, retry, serve, sleep, stats, submit
 from millrace.cli.exits import INTERRUPTED, OTHER, as_exit
 
 _DESCRIPTION = "Jobs in, tokens out: an LLM generation service on a Redis that you already run."
@@ -19,7 +19,7 @@ _EPILOG = """\
 The server is --redis, else MILLRACE_REDIS_URL, else REDIS_URL, else redis://localhost:6379/0.
 
 Exit status: 0 all went well, 1 a job or the program failed, 2 the command or a request is not valid,
-3 no such job, 4 the Redis server cannot be used, 5 the time was up, 130 interrupted."""
+3 no such job, batch or engine, 4 the Redis server cannot be used, 5 the time was up, 130 interrupted."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +53,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"millrace {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for module in (demo, serve, submit, jobs, retry, batch, stats, pause, gateway):
+    for module in (demo, serve, submit, jobs, retry, batch, stats, pause, sleep, gateway):
         module.add_parsers(verbs)
     return parser

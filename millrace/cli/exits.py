@@ -44,6 +44,7 @@ def _status_of(error: Exception) -> int | None:
     from millrace import (
         BatchNotFound,
         CannotRedrive,
+        EngineNotFound,
         InvalidRequest,
         JobConflict,
         JobNotFound,
@@ -57,7 +58,7 @@ def _status_of(error: Exception) -> int | None:
     match error:
         case InvalidRequest() | JobConflict() | CannotRedrive():
             return INVALID
-        case JobNotFound() | BatchNotFound():
+        case JobNotFound() | BatchNotFound() | EngineNotFound():
             return NOT_FOUND
         case RedisUnavailable() | ServerUnsuitable() | NotDurable():
             return NO_REDIS

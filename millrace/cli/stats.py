@@ -1,4 +1,4 @@
-"""`millrace stats`: the counts of one queue."""
+"""`millrace stats`: the counts of one queue, and who drains it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from millrace.cli.exits import OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, counted, open_client
 from millrace.cli.output import print_json, print_table
 
+_STATES = ("awake", "asleep, weights in host memory", "asleep, weights dropped")
+"""By sleep level."""
+
 
 def add_parsers(verbs: Verbs) -> None:
-    stats = add_verb(verbs, "stats", "count a queue's jobs, engines and generated tokens")
+    stats = add_verb(verbs, "stats", "count a queue's jobs and generated tokens, and name its engines")
     stats.add_argument(
         "--min-engines", type=counted, metavar="N", help="fail when fewer engines have a heartbeat, for health checks"
     )
@@ -24,7 +27,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(counts)
     else:
-        rows = [(name.replace("_", " "), str(getattr(counts, name))) for name in counts.__struct_fields__]
+        names = [name for name in counts.__struct_fields__ if name != "sleep_levels"]
+        rows = [(name.replace("_", " "), str(getattr(counts, name))) for name in names]
+        rows += [(f"engine {engine_id}", _STATES[level]) for engine_id, level in sorted(counts.sleep_levels.items())]
         print_table(("what", "count"), rows)
     if args.min_engines and counts.engines < args.min_engines:
         raise CommandError(f"queue {args.queue}: {counts.engines} engines have a heartbeat, not {args.min_engines}")

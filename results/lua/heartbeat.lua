@@ -3,19 +3,23 @@
 -- claim may have been on its way.) Also: delayed jobs that are due -> queued; queued, delayed -> expired after their
 -- deadline.
 -- KEYS  1 the queue's prefix
--- ARGV  1 engine id, 2 how long the engine counts as alive in ms, then for each job it holds 2 values: id, lease
--- Returns an array of four arrays of job ids: lost, to be cancelled, watched, past their deadline
+-- ARGV  1 engine id, 2 how long the engine counts as alive in ms, 3 how it sleeps: "0" (not at all), "1" or "2", then for
+--       each job it holds 2 values: id, lease
+-- Returns an array: four arrays of job ids (lost, to be cancelled, watched, past their deadline), then how the engine
+--       shall sleep, 0 to 2
 
 go_on_when_out_of_memory()
 local engine = ARGV[1]
 local heartbeat = prefix .. 'engine:' .. engine
-redis.call('HSETNX', heartbeat, 'since', now)
+if redis.call('HSETNX', heartbeat, 'since', now) == 1 then
+  redis.call('HSET', heartbeat, 'sleep', ARGV[3])  -- a heartbeat that had lapsed wakes nobody
+end
 redis.call('PEXPIRE', heartbeat, ARGV[2])
 redis.call('ZADD', prefix .. 'engines', now, engine)
 expire_due()
 
 local held, lost, cancelled, watched, expired = {}, {}, {}, {}, {}
-for i = 3, #ARGV, 2 do
+for i = 4, #ARGV, 2 do
   local id, lease = ARGV[i], ARGV[i + 1]
   held[id] = true
   local stand = standing(id, lease)
@@ -42,8 +46,8 @@ for _, id in ipairs(redis.call('SMEMBERS', prefix .. 'leases:' .. engine)) do
     end
   end
 end
-redis.call('HSET', heartbeat, 'missed', table.concat(missed))
+redis.call('HSET', heartbeat, 'missed', table.concat(missed), 'asleep', ARGV[3])
 
 promote_due()
 if num_ready() > 0 and not is_paused() and redis.call('EXISTS', prefix .. 'wake') == 0 then wake(1) end
-return {lost, cancelled, watched, expired}
+return {lost, cancelled, watched, expired, tonumber(redis.call('HGET', heartbeat, 'sleep') or 0)}

@@ -1,18 +1,23 @@
 -- Counts the jobs of a queue. No transition.
 -- KEYS  1 the queue's prefix
 -- Returns an array: queued, delayed, running, engines alive, finished, failed, cancelled, expired, generated tokens,
---       stale writes, tokens that the queued and delayed jobs are expected to take, 1 when paused or 0
+--       stale writes, tokens that the queued and delayed jobs are expected to take, 1 when paused or 0, and an array: for
+--       each engine alive its id and how it sleeps, 0 (not at all) to 2
 
-local num_running, num_engines = 0, 0
+local num_running, engines = 0, {}
 for _, engine in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do
   num_running = num_running + redis.call('SCARD', prefix .. 'leases:' .. engine)
-  num_engines = num_engines + redis.call('EXISTS', prefix .. 'engine:' .. engine)
+  if redis.call('EXISTS', prefix .. 'engine:' .. engine) == 1 then
+    engines[#engines + 1] = engine
+    engines[#engines + 1] = tonumber(redis.call('HGET', prefix .. 'engine:' .. engine, 'asleep') or 0)
+  end
 end
-local reply = {num_ready(), redis.call('ZCARD', prefix .. 'delayed'), num_running, num_engines}
+local reply = {num_ready(), redis.call('ZCARD', prefix .. 'delayed'), num_running, #engines / 2}
 local names = {'finished', 'failed', 'cancelled', 'expired', 'generated_tokens', 'stale_writes'}
 for i, count in ipairs(redis.call('HMGET', prefix .. 'counts', unpack(names))) do
   reply[4 + i] = tonumber(count or 0)
 end
 reply[11] = tonumber(redis.call('HGET', prefix .. 'waiting', ':tokens') or 0)
 reply[12] = is_paused() and 1 or 0
+reply[13] = engines
 return reply

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from results.connection import connect
-from results.messages import ClaimedJob, EngineId, Event, Finish, JobError, Usage
+from results.messages import ClaimedJob, EngineId, Event, Finish, JobError, Reconciliation, Usage
 from results.queue import JobQueue
 from tests.cli.command import Command
 
@@ -29,6 +29,12 @@ class EngineByHand:
         )
         assert claim
         return claim.jobs
+
+    def beat(self, sleep_level: int) -> Reconciliation:
+        return self._queue.heartbeat(ENGINE, 60_000, {}, sleep_level)
+
+    def hear(self) -> object:
+        return self._queue.wait_for_signal(ENGINE, 1.0, include_wake=False)
 
     def finish(self, job: ClaimedJob, text: str) -> None:
         token_ids = list(text.encode())

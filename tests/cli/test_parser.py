@@ -24,6 +24,8 @@ VERBS = (
     "stats",
     "pause",
     "resume",
+    "sleep",
+    "wake",
     "gateway",
 )
 
@@ -84,6 +86,8 @@ def test_the_version_is_printed() -> None:
         ("submit", "hello", "--priority", "1.5"),
         ("ls", "--state", "sleeping"),
         ("ls", "--limit", "0"),
+        ("sleep", "--level", "3"),
+        ("sleep", "engine"),
         ("gateway",),
         ("gateway", "rq"),
         ("gateway", "rq", "--queues", ","),

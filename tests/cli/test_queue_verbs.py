@@ -84,3 +84,39 @@ def test_a_server_that_cannot_make_it_durable_is_told(millrace: Command) -> None
     assert ran.status == 4
     assert "appendonly" in ran.err
     assert millrace("get", "a").status == 0
+
+
+def test_engines_are_told_to_sleep_and_to_wake(millrace: Command, engine: EngineByHand) -> None:
+    engine.claim()
+    assert millrace("sleep", "--level", "2", "--timeout-s", "0").out == "by-hand\n"
+    assert engine.hear() == "beat"
+    assert engine.beat(sleep_level=0).sleep_level == 2
+    assert "engine by-hand\tawake" in millrace("stats").out
+    late = millrace("sleep", "--level", "2", "--timeout-s", "0.1")
+    assert (late.status, late.out) == (5, "")
+    assert late.err.startswith("millrace: not asleep yet: by-hand")
+    engine.beat(sleep_level=2)
+    assert millrace("sleep", "--engine", "by-hand").out == "by-hand\n", "it sleeps deep enough"
+    assert "engine by-hand\tasleep, weights dropped" in millrace("stats").out
+    assert millrace("stats", "--json").json_lines()[0]["sleep_levels"] == {"by-hand": 2}
+    assert millrace("wake", "--engine", "by-hand", "--timeout-s", "0").status == 0
+    assert engine.beat(sleep_level=2).sleep_level == 0
+
+
+def test_a_heartbeat_that_had_lapsed_wakes_nobody(
+    millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
+) -> None:
+    engine.beat(sleep_level=1)
+    redis_client.delete(QueueKeys(queue_name).engine("by-hand"))
+    assert millrace("sleep").status == 3
+    assert engine.beat(sleep_level=1).sleep_level == 1
+
+
+def test_engines_that_are_not_there_cannot_be_told(millrace: Command, engine: EngineByHand, queue_name: str) -> None:
+    ran = millrace("wake")
+    assert (ran.status, ran.out) == (3, "")
+    assert ran.err == f"millrace: no engine runs on queue '{queue_name}'; `millrace stats` names those that do\n"
+    engine.beat(sleep_level=0)
+    ran = millrace("sleep", "--engine", "nobody")
+    assert ran.status == 3
+    assert ran.err.startswith("millrace: no engine 'nobody' runs on queue ")

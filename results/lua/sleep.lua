@@ -1,0 +1,18 @@
+-- Has engines sleep or wake up: writes the wish into their heartbeats and tells them to send the next one at once. No
+-- transition by itself; an engine that falls asleep releases what it runs, and claims nothing while it sleeps.
+-- KEYS  1 the queue's prefix
+-- ARGV  1 "1" to sleep with the weights in host memory, "2" without them, "0" to wake up
+--       2 engine id, or "" for every engine of the queue
+-- Returns the ids of the engines that were told: those with a heartbeat
+
+go_on_when_out_of_memory()
+local told = {}
+for _, engine in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do
+  local heartbeat = prefix .. 'engine:' .. engine
+  if (ARGV[2] == '' or ARGV[2] == engine) and redis.call('EXISTS', heartbeat) == 1 then
+    redis.call('HSET', heartbeat, 'sleep', ARGV[1])
+    signal(engine, 'beat', 'now')
+    told[#told + 1] = engine
+  end
+end
+return told
