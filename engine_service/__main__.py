@@ -120,8 +120,10 @@ class _Process:
             config.heartbeat,
             pending=writer.pending,
             on_news=lambda news: service.tell_news(news),
+            sleep_level=lambda: engine.sleep_level,
         )
-        service = Service(engine, room, Output(writer.put, mark), writer, on_over=leases.drop)
+        output = Output(writer.put, mark)
+        service = Service(engine, room, output, writer, on_over=leases.drop, on_nap=leases.beat_soon)
         intake = Intake(
             self._connect,
             leases,

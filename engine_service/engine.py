@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 
 import msgspec
 
-from engine_service.core.block_pool import BlockPool
-from engine_service.core.scheduler import ALONE_AFTER_CRASHES, Advance, Scheduler, SchedulerConfig, SchedulerStats
-from engine_service.core.sequence import FinishReason, Sequence, StopRules
-from engine_service.errors import EngineDead, EngineError
+from engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig, SchedulerStats
+from engine_service.core.sequence import FinishReason
+from engine_service.epochs import Casualty, Epochs, Failure, too_large
+from engine_service.errors import EngineError
 from engine_service.generation import Generation
-from engine_service.recovery import Recovery
 from engine_service.token_budget import TokenBudget
 from executor.base import Executor
 from executor.errors import Asleep, ExecutorError, WorkerError
-from executor.messages import ModelFacts, RowSampling, SeqId, StepPlan
+from executor.messages import ModelFacts, SeqId, StepPlan, StepResult
 from executor.metrics import ExecutorMetrics
 
 logger = logging.getLogger("millrace.engine")
 
-MAX_FRUITLESS_RESTARTS = 10
-"""Losses of the workers in a row, without one new token from anybody, after which it must be the machine."""
-
-
 _STILL_ALIVE_S = 10.0
 """What workers get to show that they can go on after one of them ran out of memory."""
-
-_PROBE_ID = SeqId(0)
-"""Requests count from 1."""
-_GREEDY = RowSampling(
-    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, candidate=0, min_tokens=0, end_token_ids=[]
-)
-
-
-class Failure(msgspec.Struct, frozen=True):
-    """Why a generation ended without a result."""
-
-    kind: str
-    message: str
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -64,18 +47,19 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine:
-    """Owns the executor, the scheduler and the generations under way. Used by one thread."""
+    """Owns the executor, the scheduler and the generations under way. Used by one thread, but for what says otherwise."""
 
     def __init__(self, executor: Executor, config: SchedulerConfig, block_size: int) -> None:
         self._executor = executor
         self._config = config
-        self._block_size = block_size
         self._generations: dict[SeqId, Generation] = {}
-        self._recovery = Recovery(executor)
+        self._epochs = Epochs(executor, config, block_size)
         self._budget = TokenBudget(config.max_num_batched_tokens)
-        self._misfits: list[Generation] = []
-        """Came while the pool is smaller than it was promised to be; they fail with the next step."""
-        self._fruitless_restarts = 0
+        self._failed: list[Progress] = []
+        """Came to nothing outside of a step; told with the next one."""
+        self._deepest_sleep = 0
+        self._step_limits: tuple[float, float] | None = None
+        """Of the step under way: when it began, and when it is stuck, by the monotonic clock."""
         self._facts: ModelFacts | None = None
         self._scheduler: Scheduler | None = None
 
@@ -86,56 +70,42 @@ class Engine:
 
     def start(self) -> ModelFacts:
         """Start the workers and make the KV pool. Raises `ConfigurationError` when this can't work, else `EngineDead`."""
-        self._recovery.start()
-        facts, pool = self._executor.facts, self._make_pool()
-        self._facts = msgspec.structs.replace(facts, max_model_len=min(facts.max_model_len, pool.capacity_tokens))
-        self._scheduler = Scheduler(self._config, pool, self._executor.epoch)
-        self._log_start(facts, pool)
-        return self._facts
-
-    def _make_pool(self) -> BlockPool:
-        device_blocks, host_blocks = self._executor.determine_num_available_blocks()
-        self._executor.initialize_cache(device_blocks, host_blocks)
-        return BlockPool(device_blocks, self._block_size)
-
-    def _log_start(self, facts: ModelFacts, pool: BlockPool) -> None:
-        if pool.capacity_tokens < facts.max_model_len:
+        self._scheduler = self._epochs.start()
+        facts, capacity = self._executor.facts, self._scheduler.pool.capacity_tokens
+        self._facts = msgspec.structs.replace(facts, max_model_len=min(facts.max_model_len, capacity))
+        if capacity < facts.max_model_len:
             logger.warning(
                 "the KV pool holds %d tokens, so sequences end there and not at the model's %d; give it more memory",
-                pool.capacity_tokens,
+                capacity,
                 facts.max_model_len,
             )
+        return self._facts
 
     def shutdown(self) -> None:
         self._executor.shutdown()
 
     def sleep(self, level: int = 1) -> None:
         """Give the device's memory back until `wake_up`; see `Executor.sleep`. What is under way waits with its tokens."""
+        before = self.sleep_level
         try:
             self._executor.sleep(level)
+            self._executor.worker_stats()
         except ExecutorError as error:
-            self._restart(error)
+            self._failed += self._restart(error)
             raise EngineError(f"the workers did not fall asleep and were restarted: {error}") from error
+        self._deepest_sleep = max(level, before)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take it back, all or what `tags` name; see `Executor.wake_up`."""
+        """Take it back, all or what `tags` name; see `Executor.wake_up`. Workers that were lost meanwhile are replaced."""
+        if not self._executor.is_asleep:
+            return
         try:
             self._executor.wake_up(tags)
+            self._executor.worker_stats()
         except ExecutorError as error:
-            self._restart(error)
+            self._failed += self._restart(error)
         else:
             self.scheduler.restart(self._executor.epoch)
-
-    def metrics(self) -> EngineMetrics:
-        """Figures for logs and metrics; asks nobody and never blocks."""
-        scheduler = self.scheduler.stats()
-        return EngineMetrics(
-            executor=self._executor.stats(),
-            scheduler=scheduler,
-            pool_use=1 - scheduler.num_free_blocks / max(1, self.scheduler.pool.num_blocks - 1),
-            token_budget=self._budget.tokens,
-            is_asleep=self._executor.is_asleep,
-        )
 
     # --- work ---
 
@@ -151,21 +121,20 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._misfits) or self.scheduler.has_work
+        return bool(self._failed) or self.scheduler.has_work
 
     def add(self, generation: Generation) -> None:
         """Queue a generation that is not over yet."""
         assert generation.finish_reason is None
         if not self.scheduler.fits(generation.sequence):
-            self._misfits.append(generation)
+            self._failed.append(Progress(generation, None, too_large(self.scheduler.pool)))
             return
         self._generations[generation.sequence.seq_id] = generation
         self.scheduler.add(generation.sequence)
 
     def abort(self, generation: Generation) -> None:
         """Drop a generation; its blocks are free for the next step. Harmless when it is over."""
-        if generation in self._misfits:
-            self._misfits.remove(generation)
+        self._failed = [one for one in self._failed if one.generation is not generation]
         if self._generations.pop(generation.sequence.seq_id, None) is not None:
             self.scheduler.remove(generation.sequence)
 
@@ -173,25 +142,34 @@ class Engine:
         """One step of the batch: what it brought. Empty when there was nothing to run. Raises `Asleep` while it sleeps."""
         if self._executor.is_asleep:
             raise Asleep("the engine sleeps: call wake_up first")
-        failed = self._refuse_misfits() + self._grow_when_due()
+        failed = self._take_failed() + self._bury(self._epochs.grow_when_due())
         plan = self.scheduler.schedule()
         if plan is None:
             return failed
         try:
-            result = self._executor.execute_model(plan).result()
+            result = self._execute(plan)
         except ExecutorError as error:
             return failed + self._recover(error, plan)
-        self._fruitless_restarts = 0
+        self._epochs.count_good_step()
         self._count_good_step()
         return failed + [self._take(advance) for advance in self.scheduler.apply(result)]
 
     def check_workers(self) -> list[Progress]:
-        """For idle times: bring the workers back when they have died, all of them when some were missing."""
+        """For idle times: bring the workers back when they have died, all of them when some were missing. Those that die
+        asleep are only replaced by `wake_up`, since the device may be somebody else's until then."""
         try:
             self._executor.check_health()
         except ExecutorError as error:
-            return self._restart(error)
-        return self._grow_when_due()
+            return [] if self._executor.is_asleep else self._restart(error)
+        return [] if self._executor.is_asleep else self._bury(self._epochs.grow_when_due())
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        now_s = time.monotonic()
+        self._step_limits = (now_s, now_s + self._executor.step_limit_s(sum(row.num_tokens for row in plan.rows)))
+        try:
+            return self._executor.execute_model(plan).result()
+        finally:
+            self._step_limits = None
 
     def _take(self, advance: Advance) -> Progress:
         generation = self._generations[advance.sequence.seq_id]
@@ -203,7 +181,11 @@ class Engine:
             self.abort(generation)
         return Progress(generation, reason)
 
-    # --- too little memory ---
+    def _take_failed(self) -> list[Progress]:
+        failed, self._failed = self._failed, []
+        return failed
+
+    # --- too little memory, lost workers ---
 
     def _recover(self, error: ExecutorError, plan: StepPlan) -> list[Progress]:
         if isinstance(error, WorkerError) and error.failure.cause == "out_of_memory" and self._shrink(plan):
@@ -235,57 +217,39 @@ class Engine:
     def _set_budget(self) -> None:
         self.scheduler.config = msgspec.structs.replace(self._config, max_num_batched_tokens=self._budget.tokens)
 
-    # --- loss of the workers ---
-
     def _restart(self, error: ExecutorError) -> list[Progress]:
-        if not self._executor.can_restart:
-            raise EngineDead(f"{error}; who started the workers has to start them again") from error
-        logger.error("%s; restarting the workers", error)
-        self._fruitless_restarts += 1
-        if self._fruitless_restarts > MAX_FRUITLESS_RESTARTS:
-            raise EngineDead(f"the workers were lost {MAX_FRUITLESS_RESTARTS} times without a token between") from error
-        self._recovery.restart()
-        return self._begin_epoch()
+        return self._bury(self._epochs.restart(error))
 
-    def _grow_when_due(self) -> list[Progress]:
-        """With ranks missing, see from time to time whether they are back."""
-        if not self._recovery.is_time_to_grow():
-            return []
-        self._recovery.grow()
-        return self._begin_epoch()
+    def _bury(self, casualties: list[Casualty]) -> list[Progress]:
+        return [Progress(self._generations.pop(one.sequence.seq_id), None, one.failure) for one in casualties]
 
-    def _begin_epoch(self) -> list[Progress]:
-        """The workers are new: whoever is blamed for that too often, or fits no more, is over."""
-        quarantined = self.scheduler.restart(self._executor.epoch)
-        misfits = [] if self._executor.has_cache else self.scheduler.replace_pool(self._make_pool())
-        if quarantined:
-            self._require_sound_machine()
-        return [self._quarantine(sequence) for sequence in quarantined] + [
-            self._too_large(self._generations.pop(sequence.seq_id)) for sequence in misfits
-        ]
+    # --- for other threads too ---
 
-    def _refuse_misfits(self) -> list[Progress]:
-        misfits, self._misfits = self._misfits, []
-        return [self._too_large(generation) for generation in misfits]
+    @property
+    def sleep_level(self) -> int:
+        """0: awake, 1: asleep with the weights in host memory, 2: without them."""
+        return self._deepest_sleep if self._executor.is_asleep else 0
 
-    def _too_large(self, generation: Generation) -> Progress:
-        capacity = self.scheduler.pool.capacity_tokens
-        message = f"with the ranks that are left the KV pool holds {capacity} tokens, too few for this job"
-        return Progress(generation, None, Failure("too_large", message))
+    @property
+    def is_started(self) -> bool:
+        return self._facts is not None
 
-    def _require_sound_machine(self) -> None:
-        """Before a sequence is blamed: one token of a harmless one. When that is lost too, it is not the sequence."""
-        rules = StopRules(max_tokens=1, min_tokens=0, end_token_ids=frozenset())
-        self.scheduler.add_alone(Sequence(_PROBE_ID, [0], _GREEDY, rules, crash_count=ALONE_AFTER_CRASHES))
-        plan = self.scheduler.schedule()
-        assert plan is not None
-        try:
-            self.scheduler.apply(self._executor.execute_model(plan).result())
-        except ExecutorError as error:
-            raise EngineDead(f"the workers can't even compute one token: {error}") from error
-
-    def _quarantine(self, sequence: Sequence) -> Progress:
-        message = (
-            f"the workers were lost {sequence.crash_count} times while they computed this job, the last times alone"
+    def metrics(self) -> EngineMetrics:
+        """Figures for logs and metrics; asks nobody and never blocks."""
+        scheduler = self.scheduler.stats()
+        return EngineMetrics(
+            executor=self._executor.stats(),
+            scheduler=scheduler,
+            pool_use=1 - scheduler.num_free_blocks / max(1, self.scheduler.pool.num_blocks - 1),
+            token_budget=self._budget.tokens,
+            is_asleep=self._executor.is_asleep,
         )
-        return Progress(self._generations.pop(sequence.seq_id), None, Failure("crashed", message))
+
+    def trouble(self, now_s: float) -> str | None:
+        """Why the engine does not move though it should, in one line; None when all is well. Never blocks."""
+        repair, limits = self._epochs.repair, self._step_limits
+        if repair is not None:
+            return f"the workers are being restarted: {repair}"
+        if limits is not None and now_s > limits[1]:
+            return f"a step has lasted {now_s - limits[0]:.0f} s"
+        return None

@@ -133,3 +133,7 @@ class Intake:
                 self._tell(CutShort(job_id, "expired"))
             case Signal(kind="watch", job_id=job_id):
                 self._tell(Watch(job_id))
+            case "beat":
+                self._leases.beat_soon()
+            case "wake" if self._room.is_shut:  # for another engine: a heartbeat has one woken where jobs are ready
+                self._leases.beat_soon()

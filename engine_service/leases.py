@@ -39,16 +39,22 @@ class Leases:
         *,
         pending: Callable[[], dict[JobId, Lease]],
         on_news: Callable[[Reconciliation], None],
+        sleep_level: Callable[[], int],
     ) -> None:
-        """`pending` names the jobs whose last writes are still on their way; `on_news` hears what heartbeats find out."""
+        """`pending` names the jobs whose last writes are still on their way; `on_news` hears what heartbeats find out;
+        `sleep_level` is what they say of the engine."""
         self.engine_id = engine_id
         self._queue = queue
         self._ttl_ms = int(ttl_s * 1000)
         self._pending = pending
         self._on_news = on_news
+        self._sleep_level = sleep_level
         self._held: dict[JobId, Lease] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
+        self._hurry = threading.Event()
+        """Ends the wait for the next heartbeat."""
+        self._beat_at_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __repr__(self) -> str:
@@ -62,11 +68,23 @@ class Leases:
     def stop(self) -> None:
         """No more heartbeats; the engine is off the list when nothing is held."""
         self._stopping.set()
+        self._hurry.set()
         self._thread.join(_STOP_S)
         try:
             self._queue.deregister(self.engine_id)
         except QueueError as error:
             logger.warning("could not sign off: %s; the heartbeat will expire", error)
+
+    def beat_soon(self) -> None:
+        """Send the next heartbeat now."""
+        self._hurry.set()
+
+    def trouble(self, now_s: float) -> str | None:
+        """Whether other engines may take this one's jobs by now, in one line; None when they may not. Never blocks."""
+        silence_s = now_s - self._beat_at_s
+        if silence_s <= self._ttl_ms / 1000:
+            return None
+        return f"Redis has not taken a heartbeat for {silence_s:.1f} s, the limit is {self._ttl_ms / 1000:g} s"
 
     @property
     def num_held(self) -> int:
@@ -102,7 +120,11 @@ class Leases:
     def _run(self) -> None:
         interval_s = self._ttl_ms / 4000
         next_beat = time.monotonic() + interval_s
-        while not self._stopping.wait(max(0.0, next_beat - time.monotonic())):
+        while True:
+            self._hurry.wait(max(0.0, next_beat - time.monotonic()))
+            if self._stopping.is_set():
+                return
+            self._hurry.clear()
             next_beat = time.monotonic() + interval_s
             try:
                 self._beat()
@@ -117,9 +139,11 @@ class Leases:
             news = self._heartbeat()
             for job_id in news.lost:
                 self._held.pop(job_id, None)
-            if news.lost or news.cancelled or news.watched:
-                self._on_news(news)  # before the next claim can bring one of them back
+            self._on_news(news)  # before the next claim can bring one of them back
 
     def _heartbeat(self) -> Reconciliation:
         held = dict(self._held)  # before `pending`: a job leaves the table only after its last write is pending
-        return self._queue.heartbeat(self.engine_id, self._ttl_ms, {**self._pending(), **held})
+        held = {**self._pending(), **held}
+        news = self._queue.heartbeat(self.engine_id, self._ttl_ms, held, self._sleep_level())
+        self._beat_at_s = time.monotonic()
+        return news

@@ -23,6 +23,7 @@ class Room:
         self._changed = threading.Condition()
         self._num_open = 0
         self._num_alone = 0
+        self._is_shut = False
         self._free_tokens = capacity_tokens
         self._tokens_on_the_way = 0
 
@@ -53,6 +54,17 @@ class Room:
 
     # --- engine loop ---
 
+    @property
+    def is_shut(self) -> bool:
+        """Whether nothing is taken in, however much fits."""
+        return self._is_shut
+
+    def shut(self, is_shut: bool) -> None:
+        """The engine falls asleep, or is awake again. A claim that is under way may still bring jobs."""
+        with self._changed:
+            self._is_shut = is_shut
+            self._changed.notify_all()
+
     def arrive(self, cost_tokens: int) -> None:
         """The engine loop has taken a job in: from now on its tokens are in `update`."""
         with self._changed:
@@ -76,7 +88,7 @@ class Room:
 
     def _has_room(self) -> bool:
         """A job that runs alone, because engines have died with it, keeps others out until it is over."""
-        if self._num_alone:
+        if self._num_alone or self._is_shut:
             return False
         if self._num_open == 0:
             return True

@@ -11,7 +11,8 @@ from typing import Literal
 
 from engine_service.core.sequence import FinishReason
 from engine_service.engine import Engine, Progress
-from engine_service.jobs import Arrived, CutShort, Deferred, Lost, Refused, ServedJob, Watch, Word, is_alone
+from engine_service.errors import EngineDead, EngineError
+from engine_service.jobs import Arrived, CutShort, Deferred, Lost, Nap, Refused, ServedJob, Watch, Word, is_alone
 from engine_service.output import Output
 from engine_service.room import Room
 from executor.messages import SeqId
@@ -28,14 +29,22 @@ class Service:
     """Owns the jobs that this engine runs. Its loop is the only thread that touches the engine."""
 
     def __init__(
-        self, engine: Engine, room: Room, output: Output, writer: Writer, on_over: Callable[[JobId, Lease], None]
+        self,
+        engine: Engine,
+        room: Room,
+        output: Output,
+        writer: Writer,
+        *,
+        on_over: Callable[[JobId, Lease], None],
+        on_nap: Callable[[], None],
     ) -> None:
-        """`on_over` hears of every lease that this engine is through with."""
+        """`on_over` hears of every lease that this engine is through with, `on_nap` when it fell asleep or woke up."""
         self._engine = engine
         self._room = room
         self._output = output
         self._writer = writer
         self._on_over = on_over
+        self._on_nap = on_nap
         self._jobs: dict[JobId, ServedJob] = {}
         self._by_sequence: dict[SeqId, ServedJob] = {}
         self._words: queue.SimpleQueue[Word | None] = queue.SimpleQueue()
@@ -61,6 +70,7 @@ class Service:
             self.tell(CutShort(job_id, "expired"))
         for job_id in news.watched:
             self.tell(Watch(job_id))
+        self.tell(Nap(news.sleep_level))
 
     def drain(self) -> None:
         """Finish what runs and take nothing new; the second time, do not even finish. For signal handlers too."""
@@ -123,6 +133,8 @@ class Service:
         """Take in what the other threads have to say; with nothing to compute, wait for it."""
         for word in self._heard():
             match word:
+                case Arrived(job) if self._room.is_shut:  # claimed on the way into sleep
+                    self._hand_back(job)
                 case Arrived(job):
                     self._start(job)
                 case Refused(claimed, error):
@@ -137,6 +149,8 @@ class Service:
                     self._watch(job_id)
                 case Lost(job_id, lease):
                     self._lose(job_id, lease)
+                case Nap(level) if not self._draining.is_set():
+                    self._nap(level)
 
     def _heard(self) -> Iterable[Word | None]:
         try:
@@ -190,6 +204,41 @@ class Service:
             self._engine.abort(job.generation)
             self._output.release(job)
             self._forget(job)
+
+    def _hand_back(self, job: ServedJob) -> None:
+        self._output.release(job)
+        self._room.arrive(job.cost)
+        self._room.close(is_alone=job.is_alone)
+        self._on_over(job.job_id, job.lease)
+
+    # --- sleep ---
+
+    def _nap(self, level: int) -> None:
+        """Sleep as deep as this, or be awake; mostly it is so already. What fails is tried again at the next heartbeat."""
+        if level > self._engine.sleep_level:
+            self._fall_asleep(level)
+        elif level == 0 and self._room.is_shut:
+            self._wake_up()
+
+    def _fall_asleep(self, level: int) -> None:
+        self._room.shut(True)
+        self._release(list(self._jobs.values()))
+        try:
+            self._engine.sleep(level)
+        except EngineDead:
+            raise
+        except EngineError as error:
+            logger.error("%s; trying again", error)
+            return
+        logger.info("asleep, level %d; jobs wait, or go to other engines", level)
+        self._on_nap()
+
+    def _wake_up(self) -> None:
+        self._engine.wake_up()
+        self._room.shut(False)
+        self._tell_room()
+        logger.info("awake")
+        self._on_nap()
 
     # --- bookkeeping ---
 

@@ -215,6 +215,10 @@ class Executor(ABC):
         The result is the output rank's; an error or the death of any rank ends the wait for it.
         """
 
+    def step_limit_s(self, num_tokens: int) -> float:
+        """How long a step of so many tokens may take before it counts as stuck."""
+        return self._limits.longest_step_s
+
     @abstractmethod
     def collective_rpc(
         self,
@@ -238,7 +242,7 @@ class Executor(ABC):
         """Raise `WorkerDied` when a worker is gone, stands still or gives no sign of life; cheap enough for every second."""
 
     def stats(self) -> ExecutorMetrics:
-        """Figures since the executor was made. Asks nobody and never blocks."""
+        """Figures since the executor was made. Asks nobody and never blocks; any thread may call it."""
         return self._recorder.metrics(
             name=self.name,
             world_size=self.world_size,

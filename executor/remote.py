@@ -9,6 +9,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from executor.base import Executor
 from executor.calls import PendingCall
 from executor.channel import Channel
@@ -159,6 +161,9 @@ class RemoteExecutor(Executor):
         self._send(payload)
         return pending
 
+    def step_limit_s(self, num_tokens: int) -> float:
+        return super().step_limit_s(num_tokens) if self._watch is None else self._watch.limit_s(num_tokens)
+
     def _register(self, wanted: Sequence[int], *, is_step: bool, is_list: bool) -> PendingCall:
         self._last_call_id += 1
         limit_s = self._limits.step_s if is_step else self._limits.call_s
@@ -178,8 +183,9 @@ class RemoteExecutor(Executor):
         self.require_workers()
 
     def stats(self) -> ExecutorMetrics:
-        self._count_dropped()
-        return super().stats()
+        metrics, channel = super().stats(), self._channel
+        num_dropped = channel.num_dropped if channel is not None else 0
+        return msgspec.structs.replace(metrics, num_stale_replies=metrics.num_stale_replies + num_dropped)
 
     def _count_dropped(self) -> None:
         if self._channel is not None:

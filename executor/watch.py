@@ -93,9 +93,13 @@ class Watch:
         return now_s - max(under_way[0].at_s, self._answered_s[rank]) if under_way else 0.0
 
     def _limit_s(self, rank: int) -> float:
-        if self._num_measured < _MEASURED_STEPS or not self._under_way[rank]:
+        return self.limit_s(self._under_way[rank][0].num_tokens) if self._under_way[rank] else self._first_step_s
+
+    def limit_s(self, num_tokens: int) -> float:
+        """How long a step of so many tokens may take before it is stuck."""
+        if self._num_measured < _MEASURED_STEPS:
             return self._first_step_s
-        expected_s = max(self._usual_s, self._under_way[rank][0].num_tokens * self._token_s)
+        expected_s = max(self._usual_s, num_tokens * self._token_s)
         return min(self._limits.longest_step_s, max(self._limits.stuck_s, self._limits.stuck_factor * expected_s))
 
     def _forgive(self, now_s: float) -> None:

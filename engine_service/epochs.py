@@ -1,0 +1,123 @@
+"""The workers' lives, one after the other: the KV pool of each, how it ended, and who is to blame for that."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from engine_service.core.block_pool import BlockPool
+from engine_service.core.scheduler import ALONE_AFTER_CRASHES, Scheduler, SchedulerConfig
+from engine_service.core.sequence import Sequence, StopRules
+from engine_service.errors import EngineDead
+from engine_service.recovery import Recovery
+from executor.base import Executor
+from executor.errors import ExecutorError
+from executor.messages import RowSampling, SeqId
+
+logger = logging.getLogger("millrace.engine")
+
+MAX_FRUITLESS_RESTARTS = 10
+"""Losses of the workers in a row, without one new token from anybody, after which it must be the machine."""
+
+_PROBE_ID = SeqId(0)
+"""Requests count from 1."""
+_GREEDY = RowSampling(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, candidate=0, min_tokens=0, end_token_ids=[]
+)
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Why a generation ended without a result."""
+
+    kind: str
+    message: str
+
+
+class Casualty(msgspec.Struct, frozen=True):
+    """A sequence that did not survive the end of an epoch; it is gone from the scheduler."""
+
+    sequence: Sequence
+    failure: Failure
+
+
+class Epochs:
+    """Owns the decision when the workers are replaced. Every epoch but the first begins with the sequences of the last."""
+
+    def __init__(self, executor: Executor, config: SchedulerConfig, block_size: int) -> None:
+        self._executor = executor
+        self._config = config
+        self._block_size = block_size
+        self._recovery = Recovery(executor)
+        self._num_fruitless = 0
+        self.scheduler: Scheduler
+        self.repair: str | None = None
+        """While the workers are replaced: why, for those who watch from other threads."""
+
+    def start(self) -> Scheduler:
+        """The first epoch. Raises `ConfigurationError` when this can't work, else `EngineDead`."""
+        self._recovery.start()
+        self.scheduler = Scheduler(self._config, self._make_pool(), self._executor.epoch)
+        return self.scheduler
+
+    def restart(self, error: ExecutorError) -> list[Casualty]:
+        """Replace the workers after this error. Raises `EngineDead` when that can't be done or does not help."""
+        if not self._executor.can_restart:
+            raise EngineDead(f"{error}; who started the workers has to start them again") from error
+        logger.error("%s; restarting the workers", error)
+        self._num_fruitless += 1
+        if self._num_fruitless > MAX_FRUITLESS_RESTARTS:
+            raise EngineDead(f"the workers were lost {MAX_FRUITLESS_RESTARTS} times without a token between") from error
+        self.repair = str(error)
+        self._recovery.restart()
+        casualties = self._begin()
+        self.repair = None
+        return casualties
+
+    def grow_when_due(self) -> list[Casualty]:
+        """With ranks missing, see from time to time whether they are back."""
+        if not self._recovery.is_time_to_grow():
+            return []
+        self._recovery.grow()
+        return self._begin()
+
+    def count_good_step(self) -> None:
+        """The workers have brought somebody a token."""
+        self._num_fruitless = 0
+
+    def _begin(self) -> list[Casualty]:
+        """The workers are new: whoever is blamed for that too often, or fits no more, is over."""
+        quarantined = self.scheduler.restart(self._executor.epoch)
+        misfits = [] if self._executor.has_cache else self.scheduler.replace_pool(self._make_pool())
+        if quarantined:
+            self._require_sound_machine()
+        return [Casualty(sequence, _crashed(sequence)) for sequence in quarantined] + [
+            Casualty(sequence, too_large(self.scheduler.pool)) for sequence in misfits
+        ]
+
+    def _make_pool(self) -> BlockPool:
+        device_blocks, host_blocks = self._executor.determine_num_available_blocks()
+        self._executor.initialize_cache(device_blocks, host_blocks)
+        return BlockPool(device_blocks, self._block_size)
+
+    def _require_sound_machine(self) -> None:
+        """Before a sequence is blamed: one token of a harmless one. When that is lost too, it is not the sequence."""
+        rules = StopRules(max_tokens=1, min_tokens=0, end_token_ids=frozenset())
+        self.scheduler.add_alone(Sequence(_PROBE_ID, [0], _GREEDY, rules, crash_count=ALONE_AFTER_CRASHES))
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        try:
+            self.scheduler.apply(self._executor.execute_model(plan).result())
+        except ExecutorError as error:
+            raise EngineDead(f"the workers can't even compute one token: {error}") from error
+
+
+def too_large(pool: BlockPool) -> Failure:
+    """For a sequence that fitted when it came, before ranks were lost."""
+    message = f"with the ranks that are left the KV pool holds {pool.capacity_tokens} tokens, too few for this job"
+    return Failure("too_large", message)
+
+
+def _crashed(sequence: Sequence) -> Failure:
+    message = f"the workers were lost {sequence.crash_count} times while they computed this job, the last times alone"
+    return Failure("crashed", message)
