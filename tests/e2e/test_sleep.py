@@ -1,0 +1,139 @@
+"""Engines that give their devices back for a while, as an operator has them do; the jobs wait, and none is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import redis
+
+from millrace import Client
+from tests.e2e.conftest import StartEngine
+from tests.e2e.engines import EngineProcess, wait_until
+from tests.e2e.models import make_servable
+from tests.e2e.test_faults import assert_all_whole, long_jobs, undisturbed
+from tests.results.invariants import check_all_ended
+from tests.worker.models import make_model
+
+LIMIT_S = 90.0
+
+
+def wait_for_level(client: Client, *levels: int) -> None:
+    """Until the engines of the queue sleep so."""
+    wait_until(lambda: sorted(client.stats().sleep_levels.values()) == sorted(levels), LIMIT_S, f"sleep {levels}")
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process that no file stands behind."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_jobs_wait_while_the_engine_sleeps_and_go_on_where_they_were(
+    level: int, start_engine: StartEngine, client: Client, redis_client: redis.Redis, queue_name: str
+) -> None:
+    requests = long_jobs(24, max_tokens=300)
+    engine = start_engine("--max-num-seqs", "8")
+    ids = client.submit_many(requests[:16])
+    wait_until(lambda: any(client.get(job_id).token_ids for job_id in ids))
+    (engine_id,) = client.sleep(level)
+    wait_for_level(client, level)
+    ids += client.submit_many(requests[16:])
+    wait_until(lambda: client.stats().running == 0)
+    waiting = [client.get(job_id) for job_id in ids]
+    assert {job.state for job in waiting} <= {"queued", "finished"}
+    assert any(job.state == "queued" and job.token_ids for job in waiting), "tokens so far are kept"
+    assert [job.state for job in waiting[16:]] == ["queued"] * 8
+    num_finished = client.stats().finished
+    (pid,) = engine.worker_pids()
+    assert client.wake() == [engine_id]
+    assert_all_whole(client, ids, undisturbed(requests))
+    assert num_finished < len(ids)
+    assert {client.get(job_id).attempt for job_id in ids} == {1}
+    assert engine.worker_pids() == [pid]
+    check_all_ended(redis_client, queue_name, ids)
+    assert engine.terminate() == 0
+
+
+def test_another_engine_goes_on_with_the_jobs_of_one_that_sleeps(start_engine: StartEngine, client: Client) -> None:
+    requests = long_jobs(16, max_tokens=400)
+    start_engine("--max-num-seqs", "8")
+    (first,) = client.stats().sleep_levels
+    ids = client.submit_many(requests)
+    wait_until(lambda: any(client.get(job_id).token_ids for job_id in ids))
+    start_engine("--max-num-seqs", "8")
+    assert client.sleep(engine_id=first) == [first]
+    assert_all_whole(client, ids, undisturbed(requests))
+    assert client.stats().sleep_levels[first] == 1
+    assert sorted(client.stats().sleep_levels.values()) == [0, 1]
+
+
+def test_memory_is_given_back_and_taken_again(start_engine: StartEngine, client: Client, tmp_path: Path) -> None:
+    """Weights of about 190 MB, and a KV pool that jobs have filled in part."""
+    model = make_servable("llama", tmp_path)
+    make_model("llama", model, hidden_size=1024, intermediate_size=4096, num_attention_heads=16)
+    engine = start_engine("--max-model-len", "512", model=model)
+    job = {"prompt_token_ids": [7, 8, 9], "max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    expected = client.wait(client.submit(**job), LIMIT_S).token_ids  # type: ignore[arg-type]
+    (pid,) = engine.worker_pids()
+    awake = resident_bytes(pid)
+    client.sleep(1)
+    wait_for_level(client, 1)
+    assert resident_bytes(pid) <= awake
+    client.sleep(2)
+    wait_for_level(client, 2)
+    assert resident_bytes(pid) < awake - 100_000_000
+    client.wake()
+    assert client.wait(client.submit(**job), LIMIT_S).token_ids == expected  # type: ignore[arg-type]
+    assert resident_bytes(pid) > awake - 50_000_000
+
+
+def test_sigterm_ends_a_sleeping_engine_well(start_engine: StartEngine, client: Client) -> None:
+    engine = start_engine()
+    client.sleep()
+    wait_for_level(client, 1)
+    job_id = client.submit(prompt="3 + 4 =", max_tokens=4)
+    pids = engine.worker_pids()
+    assert engine.terminate() == 0
+    assert client.stats().engines == 0
+    assert client.get(job_id).state == "queued"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_a_worker_that_dies_asleep_is_replaced_on_waking(start_engine: StartEngine, client: Client) -> None:
+    engine = start_engine()
+    client.sleep(2)
+    wait_for_level(client, 2)
+    (pid,) = engine.worker_pids()
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: "State:\tZ" in status(pid) or not status(pid))
+    job_id = client.submit(prompt="3 + 4 =", max_tokens=4, temperature=0.0)
+    client.wake()
+    assert client.wait(job_id, LIMIT_S).text == " 7"
+    assert engine.worker_pids() != [pid]
+    wait_for_level(client, 0)
+
+
+def status(pid: int) -> str:
+    file = Path(f"/proc/{pid}/status")
+    return file.read_text() if file.exists() else ""
+
+
+def test_an_engine_that_could_not_reach_redis_sleeps_on(
+    launch: StartEngine, client: Client, redis_client: redis.Redis, queue_name: str
+) -> None:
+    engine = launch().wait_until_serving()
+    (engine_id,) = client.sleep()
+    wait_for_level(client, 1)
+    engine.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: client.stats().engines == 0)
+    engine.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: client.stats().engines == 1)
+    assert client.stats().sleep_levels == {engine_id: 1}
+    assert redis_client.hget(f"millrace:{{{queue_name}}}:engine:{engine_id}", "sleep") == b"1"
+    assert isinstance(engine, EngineProcess)
+    assert engine.text().count("asleep, level") == 1
+    assert "awake" not in engine.text()
