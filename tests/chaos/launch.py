@@ -22,7 +22,9 @@ from engine_service import offline
 from engine_service.engine import Engine, Progress
 from engine_service.generation import Generation
 from engine_service.leases import Leases
-from tests.chaos.poisoned_worker import POISON_VARIABLE
+from executor import base
+from executor.limits import Limits
+from tests.chaos.faulty_worker import VARIABLE, WorkerFaults
 
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -36,14 +38,22 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The service itself dies when it is to compute a sequence that begins with these tokens."""
     lives_for_steps: int = 0
     """The service dies after so many steps with work in them, whatever it computes; 0: it does not."""
+    hangs_at_step: int = 0
+    """This step of the first worker's life does not end; 0: each of them does."""
+    has_hung: str = ""
+    """A path for the worker's note that it has hung."""
+    stuck_s: float = 0.0
+    """A shorter limit for a step than the product's; 0: that one."""
     serves_when: str = ""
     """Do all that a start needs, but take no part in the queue before this file exists."""
 
 
 def main(faults: Faults, arguments: list[str]) -> int:
     _shift_clock(faults.clock_offset_s)
-    if faults.poison:
-        _poison_workers(faults.poison)
+    if faults.poison or faults.hangs_at_step:
+        _spoil_workers(faults)
+    if faults.stuck_s:
+        _patch(base, "Limits", lambda: Limits(stuck_s=faults.stuck_s))
     if faults.fatal:
         _die_of(faults.fatal)
     if faults.lives_for_steps:
@@ -67,10 +77,11 @@ def _shift_clock(offset_s: float) -> None:
     time.time = lambda: true_time() + offset_s
 
 
-def _poison_workers(prompt: list[int]) -> None:
-    os.environ[POISON_VARIABLE] = msgspec.json.encode(prompt).decode()
+def _spoil_workers(faults: Faults) -> None:
+    wrong = WorkerFaults(poison=faults.poison, hangs_at_step=faults.hangs_at_step, has_hung=faults.has_hung)
+    os.environ[VARIABLE] = msgspec.json.encode(wrong).decode()
     make = getattr(offline, "make_executor")  # noqa: B009
-    _patch(offline, "make_executor", lambda *args, **kw: make(*args, worker_module="tests.chaos.poisoned_worker", **kw))
+    _patch(offline, "make_executor", lambda *args, **kw: make(*args, worker_module="tests.chaos.faulty_worker", **kw))
 
 
 def _die_of(prompt: list[int]) -> None:

@@ -1,0 +1,60 @@
+"""The real worker with one thing wrong: it dies of a prompt, as of a kernel that crashes on it, or it hangs in a step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from executor.messages import WorkerConfig
+
+VARIABLE = "CHAOS_WORKER_FAULTS"
+"""The `WorkerFaults` as JSON."""
+
+
+class WorkerFaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wrong with the workers of one engine."""
+
+    poison: list[int] = []
+    """The worker dies when it is to compute a sequence that begins with these tokens."""
+    hangs_at_step: int = 0
+    """The step of its life that does not end; 0: none."""
+    has_hung: str = ""
+    """The file that says that one has hung already: only the first one does."""
+
+
+def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> Any:
+    from worker import create_worker as create_real_worker
+
+    faults = msgspec.json.decode(os.environ[VARIABLE], type=WorkerFaults)
+    worker: Any = create_real_worker(rank, world_size, epoch, config, rendezvous)
+    execute_model, numbers = worker.execute_model, itertools.count(1)
+
+    def execute_or_fail(plan: Any) -> Any:
+        if faults.poison and any(new.token_ids[: len(faults.poison)] == faults.poison for new in plan.new):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if next(numbers) == faults.hangs_at_step and not Path(faults.has_hung).exists():
+            Path(faults.has_hung).touch()
+            hang_as_in_a_collective()
+        return execute_model(plan)
+
+    worker.execute_model = execute_or_fail
+    return worker
+
+
+def hang_as_in_a_collective() -> None:
+    """Its heart beats on in another thread; only the step does not end."""
+    while True:
+        time.sleep(1.0)
+
+
+if __name__ == "__main__":
+    from executor.rank import serve_rank
+
+    sys.exit(serve_rank(create_worker))

@@ -1,0 +1,63 @@
+"""A worker that lives and computes nothing, in the middle of a step: it is noticed, killed and replaced, and its engine goes on
+with the same jobs. All five invariants hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.checker import ALL
+from tests.chaos.conftest import TEST_LIMIT, Place
+from tests.chaos.processes import ChaosEngine, wait_until
+from tests.chaos.workload import make_jobs
+
+pytestmark = TEST_LIMIT
+
+SHORT_S = 4.0
+"""A limit for steps that usually take milliseconds: long enough for a busy machine."""
+
+
+def check_replaced_once(place: Place, engine: ChaosEngine) -> None:
+    """One stuck worker, one new one, and jobs that never left their engine."""
+    place.wait_all()
+    place.check(ALL, engine)
+    text = engine.text()
+    assert text.count("the stacks of all ranks follow, then they are killed") == 1
+    assert text.count("restarting the workers") == 1
+    assert {place.record(job_id)["attempt"] for job_id in place.accepted} == {"1"}
+
+
+def test_a_step_that_hangs_while_the_heart_beats(place: Place, tmp_path: Path) -> None:
+    faults = {"hangs_at_step": 30, "has_hung": str(tmp_path / "has-hung"), "stuck_s": SHORT_S}
+    engine = place.engine(heartbeat_s=20.0, faults=faults)
+    place.submit(make_jobs(8, max_tokens=80))
+    check_replaced_once(place, engine)
+    assert "stuck: a step has lasted" in engine.text()
+    assert "hang_as_in_a_collective" in engine.text(), "where it hung is in the log"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heartbeat_s", [20.0, 0.5])
+def test_a_worker_that_is_stopped_in_mid_decode(place: Place, heartbeat_s: float) -> None:
+    """With the product's own limits. However short the lease is: it is the engine's, and the engine lives."""
+    engine = place.engine(heartbeat_s=heartbeat_s)
+    place.submit(make_jobs(8, max_tokens=900))
+    wait_until(lambda: place.num_tokens_kept() > 8 * 64)
+    engine.freeze_worker()
+    check_replaced_once(place, engine)
+
+
+@pytest.mark.slow
+def test_a_stuck_worker_of_an_engine_that_is_told_to_go(place: Place) -> None:
+    """SIGTERM while the step hangs: the engine ends in order once the step has been ended, and another serves what it held."""
+    reserve = place.reserve()
+    engine = place.engine("--drain-grace", "1")
+    place.submit(make_jobs(8, max_tokens=900))
+    wait_until(lambda: place.num_tokens_kept() > 8 * 64)
+    engine.freeze_worker()
+    assert engine.terminate() == 0, engine.text()
+    engine.check_kv_returned()
+    heir = reserve.call()
+    place.wait_all()
+    place.check(ALL, heir)
