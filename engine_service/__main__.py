@@ -10,11 +10,16 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from prometheus_client import CollectorRegistry, ProcessCollector
+
 from engine_service.admission import Admission
 from engine_service.config import ServeConfig, parse
 from engine_service.doors.inbox import Inbox
+from engine_service.endpoint import Endpoint
 from engine_service.engine import Engine
 from engine_service.errors import ConfigurationError, EngineDead
+from engine_service.exposition import Exposition
+from engine_service.health import Health
 from engine_service.intake import Intake
 from engine_service.jobs import Lost
 from engine_service.leases import Leases, new_engine_id
@@ -98,6 +103,9 @@ class _Process:
         for warning in self._connect().check_server():
             logger.warning("redis: %s", warning)
         self._engine = build_engine(config, self._path, is_service=True, log_level=config.log_level)
+        self._health = Health(self._engine)
+        self._exposition = Exposition(self._engine, self._health)
+        self._endpoint = self._open_endpoint()
 
     def run(self) -> int:
         try:
@@ -105,6 +113,8 @@ class _Process:
             is_all_written = self._serve(self._engine, Admission(facts, self._tokenizer, eos_token_ids(self._path)))
         finally:
             self._engine.shutdown()
+            if self._endpoint is not None:
+                self._endpoint.close()
         logger.info("done")
         return 0 if is_all_written else EXIT_REDIS
 
@@ -139,6 +149,8 @@ class _Process:
         _drain_on_signal(service)
         intake.start()
         inbox.start()
+        self._health.watch(leases)
+        self._exposition.watch(service, engine=leases.engine_id, model=config.model_name, queue=config.queue)
         logger.info("engine %s serves %s on queue %s", leases.engine_id, config.model_name, config.queue)
         try:
             service.serve()
@@ -153,6 +165,14 @@ class _Process:
                 logger.error("Redis does not take the last writes; their jobs will be recovered by another engine")
             leases.stop()
         return is_all_written
+
+    def _open_endpoint(self) -> Endpoint | None:
+        if self._config.metrics_port is None:
+            return None
+        registry = CollectorRegistry()
+        registry.register(self._exposition)
+        ProcessCollector(registry=registry)
+        return Endpoint(self._config.metrics_host, self._config.metrics_port, registry, self._health)
 
     def _connect(self) -> JobQueue:
         """A connection of its own for each thread."""

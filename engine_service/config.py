@@ -17,6 +17,11 @@ from executor.select import NAMES as EXECUTOR_NAMES
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
+_EXITS = """\
+Exit status: 0 after SIGTERM or SIGINT, 1 for a failure of the program, 2 when an option or the model can't work,
+4 when Redis cannot be used or did not take the last results, 6 when the workers are lost for good, 7 when the device
+is, 8 when the device's memory is too small."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an engine is made from; the same for `LLM` and for a service."""
@@ -95,11 +100,16 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     heartbeat: float = 10.0
     """Seconds without a heartbeat after which another engine takes this one's jobs."""
     log_level: str = "INFO"
+    metrics_port: int | None = None
+    """Serves /metrics and /health over HTTP; 0: on any free port, which the log names. None: not at all."""
+    metrics_host: str = "127.0.0.1"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _require(self.drain_grace >= 0, "drain_grace", "must not be negative", self.drain_grace)
         _require(self.heartbeat >= 0.2, "heartbeat", "must be at least 0.2 s", self.heartbeat)
+        port = self.metrics_port
+        _require(port is None or 0 <= port <= 65535, "metrics_port", "must be 0 to 65535", port)
 
     @property
     def model_name(self) -> str:
@@ -137,13 +147,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drain-grace", type=float, metavar="SECONDS", help="for running jobs at SIGTERM (default: 25)"
     )
     parser.add_argument("--heartbeat", type=float, metavar="SECONDS", help="limit for a dead engine (default: 10)")
+    parser.add_argument(
+        "--metrics-port", type=int, metavar="PORT", help="serve /metrics and /health over HTTP (default: off)"
+    )
+    parser.add_argument("--metrics-host", metavar="ADDRESS", help="where to serve them (default: 127.0.0.1)")
     parser.add_argument("--log-level", choices=("DEBUG", "INFO", "WARNING", "ERROR"), help="default: INFO")
     parser.add_argument("--config", metavar="FILE", help="TOML file with the same names, as max_model_len = 4096")
 
 
 def parse(argv: list[str] | None = None) -> ServeConfig:
     """The options from the command line and its --config. Raises `ConfigurationError` naming the option."""
-    parser = argparse.ArgumentParser(prog="millrace serve", description="Run an engine that drains a queue.")
+    parser = argparse.ArgumentParser(
+        prog="millrace serve",
+        description="Run an engine that drains a queue.",
+        epilog=_EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_arguments(parser)
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     file = given.pop("config", None)

@@ -15,6 +15,7 @@ class ServedJob:
     """Owns what the engine loop knows of one claimed job besides its generation: how much of it is safe and visible."""
 
     __slots__ = (
+        "arrived_s",
         "cost",
         "generation",
         "is_alone",
@@ -38,6 +39,7 @@ class ServedJob:
         self.num_published = claimed.num_published
         """Output tokens that readers have seen."""
         self.saved_at_s = 0.0
+        self.arrived_s = 0.0
 
     def __repr__(self) -> str:
         return f"ServedJob({self.job_id}, lease {self.lease}, {self.num_saved} saved, {self.num_published} published)"

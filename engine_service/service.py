@@ -15,6 +15,7 @@ from engine_service.errors import EngineDead, EngineError
 from engine_service.jobs import Arrived, CutShort, Deferred, Lost, Nap, Refused, ServedJob, Watch, Word, is_alone
 from engine_service.output import Output
 from engine_service.room import Room
+from engine_service.tally import Outcome, ServiceMetrics, Tally
 from executor.messages import SeqId
 from results.messages import ClaimedJob, JobError, JobId, Lease, Reconciliation
 from results.writer import Writer
@@ -47,6 +48,7 @@ class Service:
         self._on_nap = on_nap
         self._jobs: dict[JobId, ServedJob] = {}
         self._by_sequence: dict[SeqId, ServedJob] = {}
+        self._tally = Tally()
         self._words: queue.SimpleQueue[Word | None] = queue.SimpleQueue()
         self._draining = threading.Event()
         self._hurrying = threading.Event()
@@ -71,6 +73,10 @@ class Service:
         for job_id in news.watched:
             self.tell(Watch(job_id))
         self.tell(Nap(news.sleep_level))
+
+    def metrics(self) -> ServiceMetrics:
+        """Asks nobody and never blocks."""
+        return self._tally.metrics(num_open=len(self._jobs))
 
     def drain(self) -> None:
         """Finish what runs and take nothing new; the second time, do not even finish. For signal handlers too."""
@@ -117,7 +123,7 @@ class Service:
         job = self._by_sequence[progress.generation.sequence.seq_id]
         if progress.failure is not None:
             self._output.fail(job, JobError(kind=progress.failure.kind, message=progress.failure.message))
-            self._forget(job)
+            self._forget(job, "failed")
         elif progress.finish_reason is not None:
             self._finish(job, progress.finish_reason)
         else:
@@ -125,7 +131,7 @@ class Service:
 
     def _finish(self, job: ServedJob, reason: FinishReason) -> None:
         self._output.finish(job, reason)
-        self._forget(job)
+        self._forget(job, "finished")
 
     # --- words ---
 
@@ -139,10 +145,10 @@ class Service:
                     self._start(job)
                 case Refused(claimed, error):
                     self._output.refuse(claimed, error)
-                    self._turn_away(claimed)
+                    self._turn_away(claimed, "failed")
                 case Deferred(claimed):
                     self._output.defer(claimed)
-                    self._turn_away(claimed)
+                    self._turn_away(claimed, "released")
                 case CutShort(job_id, state):
                     self._cut_short(job_id, state)
                 case Watch(job_id):
@@ -167,14 +173,15 @@ class Service:
         self._room.arrive(job.cost)
         self._jobs[job.job_id] = job
         self._by_sequence[job.generation.sequence.seq_id] = job
-        job.saved_at_s = time.monotonic()
+        job.arrived_s = job.saved_at_s = time.monotonic()
         reason = job.generation.finish_reason
         if reason is not None:  # the checkpoint was already the whole output
             self._finish(job, reason)
         else:
             self._engine.add(job.generation)
 
-    def _turn_away(self, claimed: ClaimedJob) -> None:
+    def _turn_away(self, claimed: ClaimedJob, outcome: Outcome) -> None:
+        self._tally.count(outcome)
         self._room.arrive(claimed.cost)
         self._room.close(is_alone=is_alone(claimed))
         self._on_over(claimed.job_id, claimed.lease)
@@ -184,7 +191,7 @@ class Service:
         if job is not None:
             self._engine.abort(job.generation)
             self._output.cut_short(job, state)
-            self._forget(job)
+            self._forget(job, state)
 
     def _watch(self, job_id: JobId) -> None:
         job = self._jobs.get(job_id)
@@ -197,15 +204,16 @@ class Service:
         if job is not None and lease in (None, job.lease):
             logger.warning("job %s is not ours any more", job_id)
             self._engine.abort(job.generation)
-            self._forget(job)
+            self._forget(job, "lost")
 
     def _release(self, jobs: Iterable[ServedJob]) -> None:
         for job in jobs:
             self._engine.abort(job.generation)
             self._output.release(job)
-            self._forget(job)
+            self._forget(job, "released")
 
     def _hand_back(self, job: ServedJob) -> None:
+        self._tally.count("released")
         self._output.release(job)
         self._room.arrive(job.cost)
         self._room.close(is_alone=job.is_alone)
@@ -242,7 +250,8 @@ class Service:
 
     # --- bookkeeping ---
 
-    def _forget(self, job: ServedJob) -> None:
+    def _forget(self, job: ServedJob, outcome: Outcome) -> None:
+        self._tally.count(outcome, time.monotonic() - job.arrived_s)
         del self._jobs[job.job_id]
         del self._by_sequence[job.generation.sequence.seq_id]
         self._room.close(is_alone=job.is_alone)

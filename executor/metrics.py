@@ -16,6 +16,9 @@ class Percentiles(msgspec.Struct, frozen=True):
     p50: float = 0.0
     p95: float = 0.0
     p99: float = 0.0
+    count: int = 0
+    """Of all samples so far, as is the next."""
+    sum_s: float = 0.0
 
 
 class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,10 +71,10 @@ class Recorder:
         self.plan_bytes = 0
         self.recovery_s = 0.0
         self.device_bytes: list[int | None] = []
-        self.latency_s = _Ring()
-        self.step_s = _Ring()
-        self.host_s = _Ring()
-        self.rpc_s = _Ring()
+        self.latency_s = Samples()
+        self.step_s = Samples()
+        self.host_s = Samples()
+        self.rpc_s = Samples()
         self._first_s: float | None = None
         self._last_s = 0.0
         self._step_ended_s: float | None = None
@@ -130,14 +133,18 @@ class Recorder:
         )
 
 
-class _Ring:
-    """The last samples of one figure."""
+class Samples:
+    """Owns the last samples of one figure, and the count and sum of all."""
 
     def __init__(self) -> None:
         self._samples: list[float] = []
         self._next = 0
+        self._count = 0
+        self._sum_s = 0.0
 
     def add(self, value: float) -> None:
+        self._count += 1
+        self._sum_s += value
         if len(self._samples) < _WINDOW:
             self._samples.append(value)
         else:
@@ -148,4 +155,5 @@ class _Ring:
         if not self._samples:
             return Percentiles()
         ordered = sorted(self._samples)
-        return Percentiles(*(ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.95, 0.99)))
+        p50, p95, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.95, 0.99))
+        return Percentiles(p50, p95, p99, self._count, self._sum_s)

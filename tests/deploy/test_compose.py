@@ -58,13 +58,17 @@ def test_every_command_parses_with_our_own_parser(name: str) -> None:
         assert build_parser().parse_args([verb, *arguments]).run
 
 
-@pytest.mark.parametrize("name", OURS)
-def test_every_health_check_parses_with_our_own_parser(name: str) -> None:
-    kind, program, *arguments = SERVICES[name]["healthcheck"]["test"]
+def test_the_gateways_health_check_parses_with_our_own_parser() -> None:
+    kind, program, *arguments = SERVICES["gateway"]["healthcheck"]["test"]
     assert (kind, program) == ("CMD", "millrace")
-    args = build_parser().parse_args(arguments)
-    assert args.queue == "default"
-    assert args.min_engines == (1 if name in ENGINES else None)
+    assert build_parser().parse_args(arguments).queue == "default"
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engines_health_check_asks_that_engine(name: str) -> None:
+    config = parse(command_of(name)[1:])
+    assert config.metrics_host == "0.0.0.0", "for a Prometheus in another container"
+    assert f"http://127.0.0.1:{config.metrics_port}/health" in SERVICES[name]["healthcheck"]["test"][-1]
 
 
 @pytest.mark.parametrize("name", OURS)

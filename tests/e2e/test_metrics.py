@@ -1,0 +1,203 @@
+"""What an engine tells over HTTP: figures that a Prometheus reads, and whether it does its work."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from millrace import Client
+from millrace.embedded import EmbeddedServer
+from tests.deploy.test_compose import SERVICES
+from tests.e2e.conftest import StartEngine
+from tests.e2e.engines import EngineProcess, wait_until
+
+LIMIT_S = 90.0
+ANY_PORT = ("--metrics-port", "0")
+
+
+def address_of(engine: EngineProcess) -> str:
+    found = re.search(r"metrics and health on http://(\S+)", engine.text())
+    assert found, engine.text()
+    return found[1]
+
+
+def fetch(engine: EngineProcess, path: str, accept: str = "") -> tuple[int, str]:
+    """(status, body)."""
+    request = urllib.request.Request(f"http://{address_of(engine)}{path}", headers={"Accept": accept})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def figures(engine: EngineProcess) -> dict[str, float]:
+    """By name and labels, as they stand on the page."""
+    status, page = fetch(engine, "/metrics")
+    assert status == 200
+    families = list(text_string_to_metric_families(page))
+    assert len({family.name for family in families}) == len(families)
+    return {
+        sample.name + "".join(f"[{value}]" for _, value in sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def run_a_few(client: Client, num_jobs: int = 3) -> None:
+    ids = [client.submit(prompt=f"{n} + 4 =", max_tokens=4, temperature=0.0) for n in range(num_jobs)]
+    assert {client.wait(job_id, LIMIT_S).state for job_id in ids} == {"finished"}
+
+
+def test_the_figures_are_those_of_the_work_that_was_done(start_engine: StartEngine, client: Client) -> None:
+    engine = start_engine(*ANY_PORT)
+    assert figures(engine)["millrace_jobs_total[finished]"] == 0
+    run_a_few(client)
+    client.wait(client.submit(prompt="x", max_tokens=100_000, deadline_s=0.3, ignore_eos=True), LIMIT_S)
+    client.wait(client.submit(prompt_token_ids=[100_000]), LIMIT_S)
+    wait_until(lambda: figures(engine)["millrace_jobs_open"] == 0)
+    now = figures(engine)
+    outcomes = {name: now[f"millrace_jobs_total[{name}]"] for name in ("finished", "expired", "failed", "lost")}
+    assert outcomes == {"finished": 3, "expired": 1, "failed": 1, "lost": 0}
+    assert now["millrace_job_seconds_count"] == 4
+    assert now["millrace_job_seconds_sum"] >= 0.3
+    assert now["millrace_generated_tokens_total"] >= client.stats().generated_tokens > 0
+    steps = now["millrace_executor_steps_total"]
+    assert now["millrace_step_seconds_count"] == steps > 4
+    assert now["millrace_executor_requests_completed_total"] == now["millrace_executor_requests_total"] > steps
+    assert 0 < now["millrace_step_seconds[0.5]"] <= now["millrace_step_seconds[0.99]"]
+    assert now["millrace_rpc_seconds[0.95]"] > 0
+    assert now["millrace_executor_plan_bytes_total"] > 0
+    assert (now["millrace_workers_active"], now["millrace_ranks"], now["millrace_ranks_wanted"]) == (1, 1, 1)
+    assert (now["millrace_kv_pool_used_ratio"], now["millrace_healthy"], now["millrace_sleep_level"]) == (0, 1, 0)
+    (engine_id,) = client.stats().sleep_levels
+    assert any(name.startswith(f"millrace_engine_info[{engine_id}]") for name in now)
+    assert now["process_resident_memory_bytes"] > 0
+
+
+def test_names_follow_the_rules_of_prometheus(start_engine: StartEngine, client: Client) -> None:
+    engine = start_engine(*ANY_PORT)
+    run_a_few(client, 1)
+    _, page = fetch(engine, "/metrics")
+    for family in text_string_to_metric_families(page):
+        if family.name.startswith("process_"):
+            continue
+        assert re.fullmatch(r"millrace_[a-z_]+", family.name)
+        assert family.documentation.endswith("."), family
+        assert len(re.findall(rf"^# HELP {family.name}(?:_total)? ", page, re.MULTILINE)) == 1
+        assert not re.search(r"_(ms|percent|s|kb)$", family.name)
+        if family.type == "counter":
+            assert all(sample.name.endswith("_total") for sample in family.samples)
+        if family.type == "summary":
+            assert family.name.endswith("_seconds")
+    _, open_metrics = fetch(engine, "/metrics", accept="application/openmetrics-text; version=1.0.0")
+    assert open_metrics.endswith("# EOF\n")
+    assert fetch(engine, "/")[0] == 404
+
+
+def test_a_killed_worker_is_counted(start_engine: StartEngine, client: Client) -> None:
+    engine = start_engine(*ANY_PORT)
+    run_a_few(client)
+    before = figures(engine)
+    assert (before["millrace_worker_restarts_total"], before["millrace_worker_recovery_seconds"]) == (0, 0)
+    os.kill(engine.worker_pids()[0], signal.SIGKILL)
+    wait_until(lambda: fetch(engine, "/health")[0] == 503)
+    assert fetch(engine, "/health")[1] == "the workers are being restarted: rank 0 is gone: killed by SIGKILL\n"
+    run_a_few(client)
+    after = figures(engine)
+    assert (after["millrace_worker_restarts_total"], after["millrace_worker_failures_total"]) == (1, 1)
+    assert after["millrace_worker_recovery_seconds"] > 0
+    assert after["millrace_executor_steps_total"] > before["millrace_executor_steps_total"]
+    assert after["millrace_kv_pool_epoch"] == before["millrace_kv_pool_epoch"] + 1
+    assert fetch(engine, "/health") == (200, "serving\n")
+
+
+def test_a_frozen_worker_makes_the_engine_unhealthy_until_it_is_replaced(
+    start_engine: StartEngine, client: Client
+) -> None:
+    engine = start_engine(*ANY_PORT)
+    run_a_few(client)
+    job_id = client.submit(prompt="A story:", max_tokens=900, ignore_eos=True, stream=True)
+    next(iter(client.stream(job_id)))
+    assert fetch(engine, "/health") == (200, "serving\n")
+    os.kill(engine.worker_pids()[0], signal.SIGSTOP)
+    wait_until(lambda: fetch(engine, "/health")[0] == 503, LIMIT_S, "trouble")
+    assert figures(engine)["millrace_healthy"] == 0
+    wait_until(lambda: fetch(engine, "/health")[0] == 200, LIMIT_S, "health")
+    assert client.wait(job_id, LIMIT_S).state == "finished"
+
+
+def test_a_sleeping_engine_is_healthy_and_says_so(start_engine: StartEngine, client: Client) -> None:
+    engine = start_engine(*ANY_PORT)
+    client.sleep(2)
+    wait_until(lambda: fetch(engine, "/health") == (200, "asleep, level 2\n"))
+    assert figures(engine)["millrace_sleep_level"] == 2
+    os.kill(engine.worker_pids()[0], signal.SIGKILL)
+    wait_until(lambda: figures(engine)["millrace_worker_failures_total"] == 1)
+    assert figures(engine)["millrace_workers_active"] == 0
+    client.wake()
+    wait_until(lambda: fetch(engine, "/health") == (200, "serving\n"), LIMIT_S)
+    assert figures(engine)["millrace_workers_active"] == 1
+
+
+def test_an_engine_that_redis_does_not_hear_is_unhealthy(tmp_path: Path) -> None:
+    with EmbeddedServer() as server, EngineProcess(tmp_path / "log", server.url, "away", *ANY_PORT) as engine:
+        engine.wait_until_serving()
+        assert fetch(engine, "/health")[0] == 200
+        server.kill()
+        wait_until(lambda: fetch(engine, "/health")[0] == 503)
+        assert re.fullmatch(
+            r"Redis has not taken a heartbeat for .* the limit is 0\.5 s\n", fetch(engine, "/health")[1]
+        )
+        server.start()
+        wait_until(lambda: fetch(engine, "/health")[0] == 200)
+
+
+def test_it_answers_while_the_model_is_loaded(launch: StartEngine, client: Client) -> None:
+    engine = launch(*ANY_PORT)
+    engine.wait_until_it_says("metrics and health on", LIMIT_S)
+    assert fetch(engine, "/health") == (503, "the engine is starting\n")
+    assert figures(engine)["millrace_healthy"] == 0
+    assert container_check(engine) == 1
+    engine.wait_until_serving()
+    assert container_check(engine) == 0
+
+
+def container_check(engine: EngineProcess) -> int:
+    """What the compose file's health check says of it."""
+    kind, program, *arguments = SERVICES["engine-cpu"]["healthcheck"]["test"]
+    assert (kind, program) == ("CMD", "python")
+    arguments = [argument.replace("127.0.0.1:9400", address_of(engine)) for argument in arguments]
+    return subprocess.run([sys.executable, *arguments], capture_output=True, timeout=30).returncode
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--metrics-port", "TAKEN"), "metrics_port: can't listen on 127.0.0.1 port TAKEN: Address already in use"),
+        (("--metrics-port", "70000"), "metrics_port: must be 0 to 65535, got 70000"),
+        (("--metrics-port", "0", "--metrics-host", "256.1.1.1"), "metrics_port: can't listen on 256.1.1.1 port 0"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_one_clear_error(
+    launch: StartEngine, options: tuple[str, ...], complaint: str
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        engine = launch(*(option.replace("TAKEN", port) for option in options))
+        assert engine.process.wait(LIMIT_S) == 2
+    assert engine.text().splitlines()[-1].startswith("millrace serve: " + complaint.replace("TAKEN", port))
+    assert "Traceback" not in engine.text()
