@@ -52,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit status."""
     try:
         signal.signal(signal.SIGTERM, _stop_starting)
+        signal.signal(signal.SIGINT, _stop_starting)
         config = parse(argv)
         logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         if config.executor in ("auto", "external") and is_torchrun_rank(os.environ):
@@ -83,7 +84,7 @@ def _become_rank(config: ServeConfig, arguments: list[str]) -> NoReturn:
 
 
 def _stop_starting(number: int, frame: FrameType | None) -> None:
-    """SIGTERM before there is anything to drain: end in order, so that nothing is left behind."""
+    """A signal before there is anything to drain: end in order, so that nothing is left behind."""
     raise SystemExit(0)
 
 

@@ -12,7 +12,7 @@ from engine_service.core.sequence import Sequence, StopRules
 from engine_service.errors import EngineDead
 from engine_service.recovery import Recovery
 from executor.base import Executor
-from executor.errors import ExecutorError
+from executor.errors import ExecutorError, WorkerError
 from executor.messages import RowSampling, SeqId
 
 logger = logging.getLogger("millrace.engine")
@@ -63,11 +63,11 @@ class Epochs:
     def restart(self, error: ExecutorError) -> list[Casualty]:
         """Replace the workers after this error. Raises `EngineDead` when that can't be done or does not help."""
         if not self._executor.can_restart:
-            raise EngineDead(f"{error}; who started the workers has to start them again") from error
+            raise _dead(f"{error}; who started the workers has to start them again", error) from error
         logger.error("%s; restarting the workers", error)
         self._num_fruitless += 1
         if self._num_fruitless > MAX_FRUITLESS_RESTARTS:
-            raise EngineDead(f"the workers were lost {MAX_FRUITLESS_RESTARTS} times without a token between") from error
+            raise _dead(f"{error}, the {self._num_fruitless}th loss without a token between", error) from error
         self.repair = str(error)
         self._recovery.restart()
         casualties = self._begin()
@@ -88,7 +88,8 @@ class Epochs:
     def _begin(self) -> list[Casualty]:
         """The workers are new: whoever is blamed for that too often, or fits no more, is over."""
         quarantined = self.scheduler.restart(self._executor.epoch)
-        misfits = [] if self._executor.has_cache else self.scheduler.replace_pool(self._make_pool())
+        is_same_size = self._executor.num_device_blocks == self.scheduler.pool.num_blocks
+        misfits = [] if is_same_size else self.scheduler.replace_pool(self._make_pool())
         if quarantined:
             self._require_sound_machine()
         return [Casualty(sequence, _crashed(sequence)) for sequence in quarantined] + [
@@ -96,9 +97,7 @@ class Epochs:
         ]
 
     def _make_pool(self) -> BlockPool:
-        device_blocks, host_blocks = self._executor.determine_num_available_blocks()
-        self._executor.initialize_cache(device_blocks, host_blocks)
-        return BlockPool(device_blocks, self._block_size)
+        return BlockPool(self._executor.num_device_blocks, self._block_size)
 
     def _require_sound_machine(self) -> None:
         """Before a sequence is blamed: one token of a harmless one. When that is lost too, it is not the sequence."""
@@ -109,7 +108,11 @@ class Epochs:
         try:
             self.scheduler.apply(self._executor.execute_model(plan).result())
         except ExecutorError as error:
-            raise EngineDead(f"the workers can't even compute one token: {error}") from error
+            raise _dead(f"the workers can't even compute one token: {error}", error) from error
+
+
+def _dead(message: str, error: ExecutorError) -> EngineDead:
+    return EngineDead(message, error.failure.cause if isinstance(error, WorkerError) else "error")
 
 
 def too_large(pool: BlockPool) -> Failure:

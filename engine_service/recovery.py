@@ -1,4 +1,5 @@
-"""Brings the workers up, and up again: pauses between attempts, fewer ranks when some do not come back, more later."""
+"""Brings the workers up with their KV pool, and up again: pauses between attempts, fewer ranks when some do not come back,
+more later."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from engine_service.errors import ConfigurationError, EngineDead
 from executor.base import Executor
-from executor.errors import StartError
+from executor.errors import ExecutorTimeout, StartError, WorkerDied, WorkerError
 from executor.sizes import smaller_sizes
 
 logger = logging.getLogger("millrace.engine")
@@ -51,7 +52,7 @@ class Recovery:
         logger.info("trying whether all %s ranks are back", _say(self._wanted))
         self._executor.resize(*self._wanted)
         try:
-            self._executor.restart()
+            self._attempt(self._executor.restart)
         except StartError as error:
             logger.warning("%s; going on with %s ranks", error, _say(small))
             self._grow_after_s = min(2 * self._grow_after_s, MAX_GROW_AFTER_S)
@@ -88,14 +89,29 @@ class Recovery:
         for pause_s in RESTART_BACKOFF_S:
             time.sleep(pause_s)
             try:
-                attempt()
+                self._attempt(attempt)
                 return None
             except StartError as error:
                 if not error.is_retryable:
                     raise ConfigurationError(str(error)) from error
                 logger.error("%s; trying again", error)
                 last_error = error
+                attempt = self._executor.restart  # the workers may be up, without a pool
         return last_error
+
+    def _attempt(self, attempt: Callable[[], object]) -> None:
+        """The workers and their pool. Raises `StartError`, whatever went wrong."""
+        try:
+            attempt()
+            if not self._executor.has_cache:
+                self._executor.initialize_cache(*self._executor.determine_num_available_blocks())
+        except WorkerError as error:
+            retryable, failure = error.failure.is_retryable, error.failure
+            raise StartError("kv_pool", error.rank, failure.message, is_retryable=retryable, failure=failure) from error
+        except WorkerDied as error:
+            raise StartError("kv_pool", error.rank, error.reason, is_retryable=True) from error
+        except ExecutorTimeout as error:
+            raise StartError("kv_pool", 0, str(error), is_retryable=True) from error
 
 
 def _dead(error: StartError) -> EngineDead:

@@ -104,6 +104,11 @@ class Executor(ABC):
         return self._cache_size is not None
 
     @property
+    def num_device_blocks(self) -> int:
+        """Size of the KV pool, 0 before it is allocated."""
+        return self._cache_size[0] if self._cache_size is not None else 0
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
         return self._config.tensor_parallel_size * self._config.pipeline_parallel_size
@@ -250,7 +255,7 @@ class Executor(ABC):
             epoch=self._epoch,
             num_active_workers=self._num_active_workers(),
             num_restarts=max(0, self._num_starts - 1),
-            num_blocks=self._cache_size[0] if self._cache_size else 0,
+            num_blocks=self.num_device_blocks,
         )
 
     # --- what the kinds differ in ---

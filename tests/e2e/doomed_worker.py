@@ -1,0 +1,59 @@
+"""The real worker on a machine that is out of order. Ran as the engine service itself, this module starts one with such
+workers, whose restarts follow each other without pauses; its first argument is what is wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+from executor.messages import WorkerConfig
+
+VARIABLE = "DOOM"
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's."""
+
+
+class AcceleratorError(RuntimeError):
+    """Named like torch's."""
+
+
+def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> Any:
+    from worker import create_worker as create_real_worker
+
+    worker: Any = create_real_worker(rank, world_size, epoch, config, rendezvous)
+    where, _, what = os.environ[VARIABLE].partition(":")
+
+    def fail(*args: object) -> None:
+        match what:
+            case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "device":
+                raise AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+            case "memory":
+                raise OutOfMemoryError("CUDA out of memory")
+
+    setattr(worker, where, fail)
+    return worker
+
+
+def main(doom: str, arguments: list[str]) -> int:
+    from engine_service import __main__ as service
+    from engine_service import offline, recovery
+
+    os.environ[VARIABLE] = doom
+    recovery.RESTART_BACKOFF_S = (0.0, 0.0)  # type: ignore[assignment]
+    make = offline.make_executor  # type: ignore[attr-defined]
+    offline.make_executor = lambda *args, **kw: make(*args, worker_module="tests.e2e.doomed_worker", **kw)  # type: ignore[attr-defined]
+    return service.main(arguments)
+
+
+if __name__ == "__main__":
+    if "--identity" in sys.argv:
+        from executor.rank import serve_rank
+
+        sys.exit(serve_rank(create_worker))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -1,0 +1,69 @@
+"""With what an engine service ends, so that a supervisor can tell what to do about it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from millrace import Client
+from tests.cli.command import python
+from tests.e2e.conftest import StartEngine
+from tests.e2e.engines import ROOT, EngineProcess
+
+LIMIT_S = 100.0
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("doom", "status", "last_words"),
+    [
+        ("start:killed", 6, "the workers do not start: rank 0"),
+        ("start:device", 7, "uncorrectable ECC error"),
+        ("start:memory", 8, "CUDA out of memory"),
+        ("determine_num_available_blocks:memory", 8, "CUDA out of memory"),
+    ],
+)
+def test_workers_that_do_not_start(
+    doom: str, status: int, last_words: str, redis_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    with doomed(tmp_path, redis_url, queue_name, doom) as engine:
+        assert engine.process.wait(LIMIT_S) == status
+        assert engine.text().splitlines()[-1].startswith("millrace serve: ")
+        assert last_words in engine.text().splitlines()[-1]
+        assert "Traceback (most recent call last)" not in engine.text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(("doom", "status"), [("execute_model:killed", 6), ("execute_model:memory", 8)])
+def test_workers_that_cannot_compute(
+    doom: str, status: int, redis_url: str, queue_name: str, tmp_path: Path, client: Client
+) -> None:
+    """The job goes back to the queue: it is the machine's fault."""
+    with doomed(tmp_path, redis_url, queue_name, doom) as engine:
+        engine.wait_until_serving()
+        job_id = client.submit(prompt="3 + 4 =", max_tokens=4)
+        assert engine.process.wait(LIMIT_S) == status
+        assert engine.text().splitlines()[-1].startswith("millrace serve: ")
+    assert (client.get(job_id).state, client.stats().engines) == ("queued", 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_engine_that_is_told_to_stop_ends_with_0(launch: StartEngine, number: signal.Signals) -> None:
+    for words in ("metrics and health", "serves"):
+        engine = launch("--metrics-port", "0").wait_until_it_says(words, LIMIT_S)
+        engine.process.send_signal(number)
+        assert engine.process.wait(LIMIT_S) == 0
+        assert "Traceback" not in engine.text()
+
+
+def test_every_status_is_in_the_help_and_in_the_readme() -> None:
+    table = README.split("## Operating an engine")[1].split("**Metrics")[0]
+    words = " ".join(python("-m", "millrace", "serve", "--help").out.split("Exit status:")[1].split())
+    for status in (0, 1, 2, 4, 6, 7, 8):
+        assert f"| {status} |" in table
+        assert f" {status} " in f" {words}"
+
+
+def doomed(directory: Path, redis_url: str, queue: str, doom: str) -> EngineProcess:
+    return EngineProcess(directory / "engine.log", redis_url, queue, module="tests.e2e.doomed_worker", before=(doom,))
