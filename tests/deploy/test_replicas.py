@@ -4,6 +4,7 @@ health checks, and the signal that ends them."""
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -33,14 +34,25 @@ def compose_server() -> Iterator[EmbeddedServer]:
 
 
 @pytest.fixture
-def replicas(compose_server: EmbeddedServer, tmp_path: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
+def ports() -> list[int]:
+    """What 9400 is in the containers of two replicas, each of which has a network of its own."""
+    with socket.socket() as first, socket.socket() as second:
+        for one in (first, second):
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in (first, second)]
+
+
+@pytest.fixture
+def replicas(
+    compose_server: EmbeddedServer, ports: list[int], tmp_path: Path
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two processes with the command of the service `engine-cpu`, the model where it lies in the checkout."""
     command = [word.replace("/models/", f"{ROOT}/examples/") for word in command_of("engine-cpu")]
     processes = []
-    for number in range(2):
-        with (tmp_path / f"engine-{number}.log").open("wb") as log:
+    for port in ports:
+        with (tmp_path / f"engine-{port}.log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "millrace", *command],
+                [sys.executable, "-P", "-m", "millrace", *(word.replace("9400", str(port)) for word in command)],
                 env=environment(MILLRACE_REDIS_URL=compose_server.url),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -52,9 +64,14 @@ def replicas(compose_server: EmbeddedServer, tmp_path: Path) -> Iterator[list[su
         process.wait()
 
 
-def is_healthy(service: str, redis_url: str) -> bool:
-    check = SERVICES[service]["healthcheck"]["test"][2:]
+def is_gateway_healthy(redis_url: str) -> bool:
+    check = SERVICES["gateway"]["healthcheck"]["test"][2:]
     return python("-P", "-m", "millrace", *check, MILLRACE_REDIS_URL=redis_url).status == 0
+
+
+def are_healthy(ports: list[int]) -> list[bool]:
+    check = SERVICES["engine-cpu"]["healthcheck"]["test"][2:]
+    return [python(*(word.replace("9400", str(port)) for word in check)).status == 0 for port in ports]
 
 
 def wait_for_engines(client: Client, number: int, replicas: list[subprocess.Popen[bytes]]) -> None:
@@ -74,15 +91,15 @@ def test_the_server_keeps_what_it_accepted(compose_server: EmbeddedServer) -> No
 
 
 def test_two_replicas_share_the_queue_and_end_when_they_are_told(
-    compose_server: EmbeddedServer, replicas: list[subprocess.Popen[bytes]]
+    compose_server: EmbeddedServer, ports: list[int], replicas: list[subprocess.Popen[bytes]]
 ) -> None:
     sampling = SamplingParams(max_tokens=8, temperature=0)
     requests = [GenerationRequest(id=f"j{n}", prompt=f"{n} + 1 =", sampling=sampling) for n in range(NUM_JOBS)]
-    assert not is_healthy("engine-cpu", compose_server.url)
+    assert are_healthy(ports) == [False, False], "they are still starting"
     with Client(compose_server.url) as client:
         wait_for_engines(client, 2, replicas)
-        assert is_healthy("engine-cpu", compose_server.url)
-        assert is_healthy("gateway", compose_server.url)
+        assert are_healthy(ports) == [True, True]
+        assert is_gateway_healthy(compose_server.url)
         jobs = list(client.as_completed(client.submit_many(requests), timeout_s=60))
         assert {job.id for job in jobs} == {request.id for request in requests}
         assert {job.state for job in jobs} == {"finished"}
@@ -90,7 +107,7 @@ def test_two_replicas_share_the_queue_and_end_when_they_are_told(
     for process in replicas:
         process.send_signal(signal.Signals[_stop_signal()])
     assert [process.wait(30) for process in replicas] == [0, 0]
-    assert not is_healthy("engine-cpu", compose_server.url)
+    assert are_healthy(ports) == [False, False]
 
 
 def _stop_signal() -> str:

@@ -1,11 +1,13 @@
-"""The real worker on a machine that is out of order. Ran as the engine service itself, this module starts one with such
-workers, whose restarts follow each other without pauses; its first argument is what is wrong."""
+"""The real worker on a machine that is out of order. Run as the engine service itself, this module starts one with such
+workers, whose restarts follow each other without pauses. Its first argument is what is wrong: METHOD:FAULT, or, for once
+only, METHOD:FAULT:FILE, which makes the file."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 from executor.messages import WorkerConfig
@@ -25,9 +27,14 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
     from worker import create_worker as create_real_worker
 
     worker: Any = create_real_worker(rank, world_size, epoch, config, rendezvous)
-    where, _, what = os.environ[VARIABLE].partition(":")
+    where, what, *once = os.environ[VARIABLE].split(":")
+    method = getattr(worker, where)
 
-    def fail(*args: object) -> None:
+    def fail(*args: object) -> object:
+        if once and Path(once[0]).exists():
+            return method(*args)
+        for mark in once:
+            Path(mark).touch()
         match what:
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -35,6 +42,7 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
                 raise AcceleratorError("CUDA error: uncorrectable ECC error encountered")
             case "memory":
                 raise OutOfMemoryError("CUDA out of memory")
+        raise AssertionError(what)
 
     setattr(worker, where, fail)
     return worker

@@ -117,6 +117,21 @@ def test_a_worker_that_dies_asleep_is_replaced_on_waking(start_engine: StartEngi
     wait_for_level(client, 0)
 
 
+def test_an_engine_that_loses_its_worker_on_the_way_into_sleep_tries_again(
+    redis_url: str, queue_name: str, client: Client, tmp_path: Path
+) -> None:
+    doom = f"sleep:killed:{tmp_path / 'done'}"
+    where = (tmp_path / "engine.log", redis_url, queue_name)
+    with EngineProcess(*where, module="tests.e2e.doomed_worker", before=(doom,)) as engine:
+        engine.wait_until_serving()
+        client.sleep()
+        wait_for_level(client, 1)
+        assert "trying again" in engine.text()
+        client.wake()
+        job_id = client.submit(prompt="3 + 4 =", max_tokens=4, temperature=0.0)
+        assert client.wait(job_id, LIMIT_S).text == " 7"
+
+
 def status(pid: int) -> str:
     file = Path(f"/proc/{pid}/status")
     return file.read_text() if file.exists() else ""
