@@ -11,7 +11,7 @@ import msgspec
 from engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig, SchedulerStats
 from engine_service.core.sequence import FinishReason
 from engine_service.epochs import Casualty, Epochs, Failure, too_large
-from engine_service.errors import EngineError
+from engine_service.errors import EngineDead, EngineError
 from engine_service.generation import Generation
 from engine_service.token_budget import TokenBudget
 from executor.base import Executor
@@ -23,6 +23,9 @@ logger = logging.getLogger("millrace.engine")
 
 _STILL_ALIVE_S = 10.0
 """What workers get to show that they can go on after one of them ran out of memory."""
+
+_WEIGHTS_CHANGED = "WeightsChanged"
+"""The worker's error, by name: this side does not import it."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -96,13 +99,18 @@ class Engine:
         self._deepest_sleep = max(level, before)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take it back, all or what `tags` name; see `Executor.wake_up`. Workers that were lost meanwhile are replaced."""
+        """Take it back, all or what `tags` name; see `Executor.wake_up`. Workers that were lost meanwhile are replaced.
+
+        Raises `EngineDead` when the weights are not those of before: what is under way can't go on with others.
+        """
         if not self._executor.is_asleep:
             return
         try:
             self._executor.wake_up(tags)
             self._executor.worker_stats()
         except ExecutorError as error:
+            if isinstance(error, WorkerError) and error.failure.kind == _WEIGHTS_CHANGED:
+                raise EngineDead(str(error)) from error
             self._failed += self._restart(error)
         else:
             self.scheduler.restart(self._executor.epoch)

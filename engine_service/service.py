@@ -103,7 +103,8 @@ class Service:
             self._step()
 
     def release_all(self) -> None:
-        """Whatever is left goes back to the queue with its tokens so far."""
+        """Whatever is left goes back to the queue with its tokens so far; also after the engine has died."""
+        self._draining.set()
         self._listen()
         self._release(list(self._jobs.values()))
 

@@ -117,6 +117,21 @@ def test_a_worker_that_dies_asleep_is_replaced_on_waking(start_engine: StartEngi
     wait_for_level(client, 0)
 
 
+def test_an_engine_does_not_wake_up_with_other_weights(
+    start_engine: StartEngine, client: Client, tmp_path: Path
+) -> None:
+    model = make_servable("llama", tmp_path)
+    engine = start_engine(model=model)
+    client.sleep(2)
+    wait_for_level(client, 2)
+    job_id = client.submit(prompt="x", max_tokens=4)
+    make_model("llama", model, seed=1)
+    client.wake()
+    assert engine.process.wait(LIMIT_S) == 6
+    assert "tensors are not what they were before the sleep" in engine.text().splitlines()[-1]
+    assert (client.get(job_id).state, client.stats().engines) == ("queued", 0)
+
+
 def test_an_engine_that_loses_its_worker_on_the_way_into_sleep_tries_again(
     redis_url: str, queue_name: str, client: Client, tmp_path: Path
 ) -> None:
