@@ -26,19 +26,27 @@ _OUT_OF_MEMORY_KINDS = frozenset({"OutOfMemoryError", "MemoryError"})
 _DEVICE_LOST_KINDS = frozenset({"AcceleratorError"})
 _PEER_LOST_KINDS = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "RendezvousError"})
 """Class names, since this side must not import torch. A lost peer is retryable: the other rank says what happened."""
+_PEER_LOST_WORDS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe")
+"""What gloo says then, in a plain RuntimeError that also names the file of gloo's source that it comes from."""
+_GLOO_SOURCES = "gloo/transport/"
 
 
 def to_failure(error: BaseException) -> Failure:
     """Name, message, traceback and cause of `error`."""
     names = {cls.__name__ for cls in type(error).__mro__}
     cause = _cause(names, str(error))
+    is_peer_lost = bool(names & _PEER_LOST_KINDS) or _has_gloo_lost_a_peer(str(error))
     return Failure(
         kind=type(error).__name__,
         message=str(error) or type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
-        is_retryable=cause != "error" or bool(names & _PEER_LOST_KINDS),
+        is_retryable=cause != "error" or is_peer_lost,
         cause=cause,
     )
+
+
+def _has_gloo_lost_a_peer(message: str) -> bool:
+    return _GLOO_SOURCES in message and any(words in message.lower() for words in _PEER_LOST_WORDS)
 
 
 def _cause(names: set[str], message: str) -> Literal["error", "out_of_memory", "device_lost"]:
