@@ -6,6 +6,8 @@ architecture, and refuses a model whose attention asks for something that would 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,7 +66,7 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
     probe = ProbeStep()
     positions = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), _experts_of_any_device(model):
             model(
                 **_inputs(model),
                 position_ids=positions,
@@ -85,6 +87,18 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
         )
     _check_windows(model.config, specs)
     return specs
+
+
+@contextlib.contextmanager
+def _experts_of_any_device(model: PreTrainedModel) -> Iterator[None]:
+    """On the meta device, have the experts of a mixture multiplied one by one: the grouped product is not there."""
+    chosen = getattr(model.config, "_experts_implementation", None)
+    if model.device.type == "meta":
+        model.config._experts_implementation = "batched_mm"
+    try:
+        yield
+    finally:
+        model.config._experts_implementation = chosen
 
 
 def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:

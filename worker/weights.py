@@ -53,7 +53,7 @@ def take_weights(model: PreTrainedModel, part: ModelPart, whole: PreTrainedModel
     """Fill a meta model with this rank's part of a model that is loaded as a whole."""
     for name, tensor in whole.state_dict().items():
         if name in part.names:
-            _assign(model, name, tensor[part.slices[name].index] if name in part.slices else tensor, device)
+            _assign(model, name, part.slices[name].of(tensor) if name in part.slices else tensor, device)
     _make_ready(model, set(part.names), device)
 
 
@@ -148,7 +148,7 @@ def _read(file: Any, target: str, source: str, part: Slice | None, declared: tor
             f"{target} is stored as {list(shape)}, but config.json makes it {list(expected)}: "
             "use the checkpoint that belongs to this config.json"
         )
-    return file.get_slice(source)[part.index] if part else file.get_tensor(source)
+    return part.of(file.get_slice(source)) if part else file.get_tensor(source)
 
 
 def _assign(model: PreTrainedModel, name: str, tensor: Tensor, device: torch.device) -> None:

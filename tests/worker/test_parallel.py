@@ -28,6 +28,13 @@ SAMPLING = [
     RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 3, list(range(100))),
     GREEDY,
 ]
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 LISTENS = "0A"
 """The state of a waiting socket in /proc/net/tcp."""
 SIZES = {"TP 2": (2, 1), "PP 2": (1, 2), "TP 2 x PP 2": (2, 2)}
@@ -90,23 +97,18 @@ def test_ranks_together_generate_what_one_rank_does(
         ("llama", 1, 2, {"model_type": "granite", "rope_parameters": None, "embedding_multiplier": 12.0}),
         ("qwen3", 2, 1, {"model_type": "phi3", "rope_parameters": None, "tie_word_embeddings": False}),
         ("qwen3", 2, 1, {"model_type": "olmo2", "tie_word_embeddings": False}),
-        (
-            "qwen3",
-            1,
-            2,
-            {
-                "model_type": "qwen3_moe",
-                "tie_word_embeddings": False,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 32,
-            },
-        ),
+        ("qwen3", 1, 2, EXPERTS),
+        ("qwen3", 2, 1, EXPERTS),
+        ("qwen3", 2, 2, {**EXPERTS, "mlp_only_layers": [1]}),
+        ("qwen3", 4, 1, {**EXPERTS, "num_key_value_heads": 4}),
+        ("mistral", 2, 1, {"model_type": "mixtral", "num_local_experts": 4}),
+        ("mistral", 2, 2, {"model_type": "mixtral", "num_local_experts": 4}),
     ],
     ids=[
         *("three stages", "three stages, tied", "biases", "odd vocabulary", "four ranks of a stage", "one layer each"),
         "input scaled before the layers",
         *("outputs gathered, inputs split", "norm over all heads", "experts converted while loading"),
+        *("experts divided", "experts in some layers", "experts over four ranks", "mixtral", "mixtral in stages"),
     ],
 )
 def test_models_of_other_shapes(

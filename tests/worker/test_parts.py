@@ -67,9 +67,10 @@ def test_the_ranks_parts_make_up_the_whole_model(arch: str, tmp_path: Path) -> N
         model, part = load_part(tmp_path, Topology(rank, 2, 2))
         for name, tensor in model.state_dict().items():
             expected = whole.state_dict()[name]
-            where = part.slices[name].index if name in part.slices else (...,)
-            assert torch.equal(tensor, expected[where]), name
-            seen.setdefault(name, torch.zeros_like(expected, dtype=torch.bool))[where] = True
+            places = torch.arange(expected.numel()).view_as(expected)
+            own = part.slices[name].of(places) if name in part.slices else places
+            assert torch.equal(tensor, expected.flatten()[own]), name
+            seen.setdefault(name, torch.zeros(expected.numel(), dtype=torch.bool))[own] = True
         for name, buffer in model.named_buffers():
             assert torch.equal(buffer, whole.get_buffer(name)), name
     assert seen.keys() == whole.state_dict().keys()
@@ -122,9 +123,14 @@ def test_only_this_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.Mon
         ({"model_type": "gpt2"}, 1, 2, "no pipeline parallel plan for gpt2: run it on one rank"),
         ({"model_type": "nanochat"}, 1, 2, "no pipeline parallel plan for nanochat: use tensor_parallel_size instead"),
         (
-            {"model_type": "mixtral"},
+            {"model_type": "mixtral", "intermediate_size": 33, "num_local_experts": 2},
             *(2, 1),
-            'layers.0.mlp.experts of mixtral is to be divided as "moe_tp_experts", which is not supported: use pipeline',
+            "divide the 33 features of model.layers.0.mlp.experts.gate_up_proj of mixtral: use 1,",
+        ),
+        (
+            {"model_type": "deepseek_v2", "n_routed_experts": 4},
+            *(2, 1),
+            'kv_a_proj_with_mqa of deepseek_v2 is to be divided as "mla_kv_a_proj", which is not supported: use pipeline',
         ),
     ],
 )

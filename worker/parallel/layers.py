@@ -53,6 +53,18 @@ class GatheredLinear(nn.Module):
         return torch.cat(self._peers.gather(F.linear(inputs, self.weight, self.bias)), dim=-1)
 
 
+class SummedExperts(nn.Module):
+    """The experts of a mixture, of each of which every rank has a part of the inner width: a part of every sum."""
+
+    def __init__(self, experts: nn.Module, topology: Topology, peers: Peers) -> None:
+        super().__init__()
+        self.own = experts
+        self._peers = peers
+
+    def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:  # [T, H] -> [T, H]
+        return self._peers.sum(self.own(hidden_states, *routing))
+
+
 class SharedEmbedding(nn.Module):
     """An embedding whose vocabulary is divided: each rank looks up the ids that it has, and the rest are zeros."""
 

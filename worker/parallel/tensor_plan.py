@@ -3,21 +3,29 @@
 The plan names a kind for each module. `colwise` divides a linear layer's outputs, such as the heads of attention or the
 inner width of an MLP, `rowwise` the inputs of the layer that takes those in. Embedding and head are divided by
 vocabulary whatever the plan says: each rank then has the logits of its own ids (see `worker.parallel.vocabulary`).
+
+The experts of a mixture are no linear layers but stacked tensors in one module. Each rank has a part of the inner width of
+every expert, so that all do the same work whatever the router chooses; gate and up lie packed behind each other:
+
+    gate_up_proj [E, 2 I, H]    gate 0 .. I | up 0 .. I, of each half the rank's part    "packed_colwise"
+    down_proj [E, H, I]         the rank's part of the inputs                            "rowwise"
+    the module's output         a part of every sum                                      "moe_tp_experts"
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from worker.errors import ModelError
-from worker.parallel.layers import GatheredLinear, SharedEmbedding, SplitLinear, SummedLinear
+from worker.parallel.layers import GatheredLinear, SharedEmbedding, SplitLinear, SummedExperts, SummedLinear
 from worker.parallel.peers import Peers
 from worker.parallel.topology import Topology
 
@@ -35,6 +43,8 @@ class Kind:
     joined: Callable[..., nn.Module] | None = None
     """What stands in the module's place once it is loaded. None: the module itself."""
     may_be_uneven: bool = False
+    num_packed: int = 1
+    """Matrices that lie behind each other in the divided dimension; of each the rank has its part."""
 
 
 KINDS = {
@@ -46,8 +56,19 @@ KINDS = {
     "rowwise_rep": Kind(1, None, SplitLinear),
     "replicate": Kind(),
     "replicated_with_grad_allreduce": Kind(),
+    "moe_tp_experts": Kind(joined=SummedExperts),
 }
 """Those of transformers that are understood; some have two names."""
+
+TENSOR_KINDS = {
+    "packed_colwise": Kind(-2, num_packed=2),
+    "rowwise": Kind(-1),
+    "replicate": Kind(),
+    "replicated_with_grad_allreduce": Kind(),
+}
+"""The same for what the plan names that is a tensor and no module: the stacked experts, [E, outputs, inputs]."""
+
+EXPERTS_DIM = 3
 
 EMBEDDING = Kind(0, None, SharedEmbedding, may_be_uneven=True)
 HEAD = Kind(0, 0, may_be_uneven=True)
@@ -55,16 +76,22 @@ HEAD = Kind(0, 0, may_be_uneven=True)
 
 @dataclass(frozen=True)
 class Slice:
-    """Which part of a stored tensor a rank holds: [begin, end) of one dimension."""
+    """Which part of a stored tensor a rank holds: [begin, end) of one dimension, of each matrix that is packed in it."""
 
     dim: int
     begin: int
     end: int
     whole_size: int
+    num_packed: int = 1
 
-    @property
-    def index(self) -> tuple[slice, ...]:
-        return (slice(None),) * self.dim + (slice(self.begin, self.end),)
+    def of(self, whole: Any) -> Tensor:
+        """The part of a tensor, or of one that is still in its file."""
+        each = self.whole_size // self.num_packed
+        parts = [whole[self._index(packed * each)] for packed in range(self.num_packed)]
+        return parts[0] if self.num_packed == 1 else torch.cat(parts, self.dim)
+
+    def _index(self, offset: int) -> tuple[slice, ...]:
+        return (slice(None),) * self.dim + (slice(offset + self.begin, offset + self.end),)
 
     def whole_shape(self, shape: torch.Size) -> torch.Size:
         return torch.Size((*shape[: self.dim], self.whole_size, *shape[self.dim + 1 :]))
@@ -76,6 +103,8 @@ class TensorPlan:
     def __init__(self, model: PreTrainedModel, topology: Topology) -> None:
         self._topology = topology
         self._kinds = _read_plan(model) | _vocabulary(model)
+        self._tensor_kinds = _read_tensor_plan(model)
+        self._check_experts(model)
         self._check_sizes(model)
 
     def cut(self, model: PreTrainedModel) -> dict[str, Slice]:
@@ -86,6 +115,11 @@ class TensorPlan:
             for leaf, dim in (("weight", kind.weight_dim), ("bias", kind.bias_dim)):
                 if dim is not None and getattr(module, leaf, None) is not None:
                     slices[f"{name}.{leaf}"] = self._narrow(module, leaf, dim)
+        for name, kind in self._tensor_kinds.items():
+            if kind.weight_dim is not None:
+                module, leaf = model.get_submodule(_parent(name)), name.rpartition(".")[2]
+                dim = model.get_parameter(name).dim() + kind.weight_dim
+                slices[name] = self._narrow(module, leaf, dim, kind.num_packed)
         return slices
 
     def join(self, model: PreTrainedModel, peers: Peers) -> None:
@@ -94,12 +128,24 @@ class TensorPlan:
             if kind.joined is not None:
                 model.set_submodule(name, kind.joined(model.get_submodule(name), self._topology, peers))
 
-    def _narrow(self, module: nn.Module, leaf: str, dim: int) -> Slice:
-        whole = getattr(module, leaf)
-        share = self._topology.share(whole.shape[dim])
-        part = whole.detach().narrow(dim, share.start, len(share))
-        setattr(module, leaf, nn.Parameter(torch.empty_like(part), requires_grad=False))
-        return Slice(dim, share.start, share.stop, whole.shape[dim])
+    def _narrow(self, module: nn.Module, leaf: str, dim: int, num_packed: int = 1) -> Slice:
+        whole = getattr(module, leaf).detach()
+        share = self._topology.share(whole.shape[dim] // num_packed)
+        part = Slice(dim, share.start, share.stop, whole.shape[dim], num_packed)
+        setattr(module, leaf, nn.Parameter(torch.empty_like(part.of(whole)), requires_grad=False))
+        return part
+
+    def _check_experts(self, model: PreTrainedModel) -> None:
+        """What is summed over the ranks has to be divided completely: an undivided bias would count several times."""
+        for name in self._named("moe_tp_experts"):
+            whole = {f"{name}.{leaf}" for leaf, _ in model.get_submodule(name).named_parameters()} - {
+                tensor for tensor, kind in self._tensor_kinds.items() if kind.weight_dim is not None
+            }
+            if whole:
+                raise ModelError(
+                    f"{min(whole)} of {model.config.model_type} is not divided by transformers' plan, which is not "
+                    f"supported: {_instead(model)}"
+                )
 
     def _check_sizes(self, model: PreTrainedModel) -> None:
         sizes = list(self._divided_sizes(model))
@@ -122,6 +168,9 @@ class TensorPlan:
         for name, kind in self._kinds.items():
             if kind.weight_dim is not None and not kind.may_be_uneven:
                 yield f"features of {name}", model.get_parameter(f"{name}.weight").shape[kind.weight_dim]
+        for name, kind in self._tensor_kinds.items():
+            if kind.weight_dim is not None:
+                yield f"features of {name}", model.get_parameter(name).shape[kind.weight_dim] // kind.num_packed
 
     def _named(self, kind_name: str) -> list[str]:
         return [name for name, kind in self._kinds.items() if kind is KINDS[kind_name]]
@@ -129,29 +178,44 @@ class TensorPlan:
 
 def _read_plan(model: PreTrainedModel) -> dict[str, Kind]:
     """The kind of each module that the plan names, except embedding and head."""
-    patterns: dict[str, str] = model.tp_plan or {}
     vocabulary = {model.get_input_embeddings(), model.get_output_embeddings()}
     modules = {name: module for name, module in model.named_modules() if module not in vocabulary}
-    tensors = dict(model.named_parameters())
     kinds: dict[str, Kind] = {}
-    for name in (*modules, *tensors):
-        kind_name = patterns.get(NUMBERS.sub(".*", name))
-        if kind_name is not None:
-            kinds[name] = _understood(model, name, kind_name, is_linear=isinstance(modules.get(name), nn.Linear))
+    for name, kind_name in _planned(model, modules):
+        kind = KINDS.get(kind_name)
+        if kind is None or (kind.weight_dim is not None and not isinstance(modules[name], nn.Linear)):
+            raise _not_understood(model, name, kind_name)
+        kinds[name] = kind
     if not kinds:
         name = model.config.model_type
         raise ModelError(f"transformers has no tensor parallel plan for {name}: {_instead(model)}")
     return kinds
 
 
-def _understood(model: PreTrainedModel, name: str, kind_name: str, *, is_linear: bool) -> Kind:
-    kind = KINDS.get(kind_name)
-    if kind is None or (kind.weight_dim is not None and not is_linear):
-        raise ModelError(
-            f'{name} of {model.config.model_type} is to be divided as "{kind_name}", which is not supported: '
-            f"{_instead(model)}"
-        )
-    return kind
+def _read_tensor_plan(model: PreTrainedModel) -> dict[str, Kind]:
+    """The kind of each tensor that the plan names itself."""
+    tensors = dict(model.named_parameters())
+    kinds: dict[str, Kind] = {}
+    for name, kind_name in _planned(model, tensors):
+        kind = TENSOR_KINDS.get(kind_name)
+        if kind is None or (kind.weight_dim is not None and tensors[name].dim() != EXPERTS_DIM):
+            raise _not_understood(model, name, kind_name)
+        kinds[name] = kind
+    return kinds
+
+
+def _planned(model: PreTrainedModel, names: Iterable[str]) -> list[tuple[str, str]]:
+    """(name, name of the kind) of those that the plan knows."""
+    patterns: dict[str, str] = model.tp_plan or {}
+    found = ((name, patterns.get(NUMBERS.sub(".*", name))) for name in names)
+    return [(name, kind_name) for name, kind_name in found if kind_name is not None]
+
+
+def _not_understood(model: PreTrainedModel, name: str, kind_name: str) -> ModelError:
+    return ModelError(
+        f'{name} of {model.config.model_type} is to be divided as "{kind_name}", which is not supported: '
+        f"{_instead(model)}"
+    )
 
 
 def _instead(model: PreTrainedModel) -> str:
