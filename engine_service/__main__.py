@@ -31,7 +31,7 @@ from engine_service.service import Service
 from engine_service.text import TextError, Tokenizer
 from executor.external import become_rank, die_with_rank_0, is_torchrun_rank
 from results.connection import connect
-from results.messages import QueueError
+from results.errors import QueueError
 from results.queue import JobQueue
 from results.writer import Writer
 

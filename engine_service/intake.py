@@ -17,7 +17,8 @@ from engine_service.leases import Leases
 from engine_service.room import Offer, Room
 from producer.messages import InvalidRequest
 from producer.wire import parse_body
-from results.messages import PROTOCOL, ClaimedJob, JobError, QueueError, Signal
+from results.errors import QueueError
+from results.messages import PROTOCOL, ClaimedJob, JobError, Signal
 from results.queue import JobQueue
 
 logger = logging.getLogger("millrace.engine")

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from results.messages import Claim, EngineId, JobId, Lease, QueueError, Reconciliation
+from results.errors import QueueError
+from results.messages import Claim, EngineId, JobId, Lease, Reconciliation
 from results.queue import JobQueue
 
 logger = logging.getLogger("millrace.engine")

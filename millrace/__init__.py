@@ -16,27 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from producer import AsyncClient, Client, GenerationRequest, InvalidRequest, SamplingParams
-    from results.messages import (
+    from results.errors import (
         BatchNotFound,
-        BatchStatus,
         CannotRedrive,
         EngineNotFound,
-        Job,
         JobConflict,
-        JobError,
         JobNotFound,
         MillraceError,
         NotDurable,
-        Position,
         QueueError,
         QueueFull,
-        QueueStats,
         RedisUnavailable,
         ServerUnsuitable,
-        StreamEvent,
-        Usage,
         WaitTimeout,
     )
+    from results.messages import BatchStatus, Job, JobError, Position, QueueStats, StreamEvent, Usage
 
 __version__ = "0.1.0"
 
@@ -68,7 +62,11 @@ __all__ = [
     "__version__",
 ]
 
-_FROM_PRODUCER = {"AsyncClient", "Client", "GenerationRequest", "InvalidRequest", "SamplingParams"}
+_HOMES = {
+    "producer": {"AsyncClient", "Client", "GenerationRequest", "InvalidRequest", "SamplingParams"},
+    "results.messages": {"BatchStatus", "Job", "JobError", "Position", "QueueStats", "StreamEvent", "Usage"},
+}
+"""Everything else is an error."""
 
 
 def __getattr__(name: str) -> Any:
@@ -77,8 +75,8 @@ def __getattr__(name: str) -> Any:
     from millrace.shadowing import CLIENT_PACKAGES, check_packages
 
     check_packages(CLIENT_PACKAGES)
-    module = import_module("producer" if name in _FROM_PRODUCER else "results.messages")
-    value = globals()[name] = getattr(module, name)
+    home = next((module for module, names in _HOMES.items() if name in names), "results.errors")
+    value = globals()[name] = getattr(import_module(home), name)
     return value
 
 

@@ -7,26 +7,20 @@ from producer.client import Client
 from producer.errors import InvalidRequest, PayloadTooLarge
 from producer.request import GenerationRequest
 from producer.sampling import SamplingParams
-from results.messages import (
+from results.errors import (
     BatchNotFound,
-    BatchStatus,
     CannotRedrive,
-    Job,
     JobConflict,
-    JobError,
     JobNotFound,
     MillraceError,
     NotDurable,
-    Position,
     QueueError,
     QueueFull,
-    QueueStats,
     RedisUnavailable,
     ServerUnsuitable,
-    StreamEvent,
-    Usage,
     WaitTimeout,
 )
+from results.messages import BatchStatus, Job, JobError, Position, QueueStats, StreamEvent, Usage
 
 __all__ = [
     "AsyncClient",

@@ -12,7 +12,8 @@ from producer.request import GenerationRequest
 from results import commands, replies
 from results.connection import connect_async
 from results.durability import Durability
-from results.messages import BatchNotFound, BatchStatus, Job, Position, QueueStats, StreamEvent
+from results.errors import BatchNotFound
+from results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
 from results.reader import CompletionFollower, EndFollower, EventFollower
 from results.transport import AsyncTransport
 

@@ -14,8 +14,9 @@ from producer.sampling import SamplingParams
 from producer.wire import to_submission
 from results import commands, replies
 from results.durability import DURABILITIES, check_confirmed, confirmation
+from results.errors import JobConflict, QueueFull
 from results.keys import QueueKeys
-from results.messages import JobConflict, QueueFull, Submission
+from results.messages import Submission
 from results.scripts import Command
 from results.transport import Reply
 

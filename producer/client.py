@@ -13,8 +13,9 @@ from producer.request import GenerationRequest
 from results import commands, replies
 from results.connection import connect
 from results.durability import Durability
+from results.errors import BatchNotFound
 from results.keys import QueueKeys
-from results.messages import BatchNotFound, BatchStatus, Job, Position, QueueStats, StreamEvent
+from results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
 from results.reader import CompletionFollower, EndFollower, EventFollower
 from results.transport import Transport
 

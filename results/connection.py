@@ -11,7 +11,7 @@ import redis.asyncio.retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from results.messages import RedisUnavailable
+from results.errors import RedisUnavailable
 
 CLIENT_ERRORS = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
 """What redis-py raises."""

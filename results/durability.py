@@ -6,7 +6,7 @@ from typing import Literal
 
 import redis
 
-from results.messages import NotDurable
+from results.errors import NotDurable
 from results.scripts import Command
 from results.transport import Reply
 

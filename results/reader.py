@@ -16,8 +16,9 @@ from typing import Literal
 
 from results import commands, replies
 from results.connection import BLOCK_LIMIT_S
+from results.errors import JobNotFound, QueueError, WaitTimeout
 from results.keys import QueueKeys
-from results.messages import JobNotFound, QueueError, StreamEvent, WaitTimeout
+from results.messages import StreamEvent
 from results.scripts import Command
 from results.tokens import unpack_tokens
 from results.transport import Reply

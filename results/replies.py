@@ -7,19 +7,16 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from results.errors import BatchNotFound, CannotRedrive, EngineNotFound, JobNotFound
 from results.messages import (
     TERMINAL_STATES,
-    BatchNotFound,
     BatchStatus,
-    CannotRedrive,
     Claim,
     ClaimedJob,
-    EngineNotFound,
     InboxEntry,
     Job,
     JobError,
     JobId,
-    JobNotFound,
     Lease,
     Position,
     QueueStats,

@@ -11,7 +11,7 @@ import redis.asyncio
 from redis.exceptions import NoScriptError
 
 from results.connection import CLIENT_ERRORS, as_unavailable, node_of, server_name
-from results.messages import QueueError
+from results.errors import QueueError
 from results.scripts import Command, source_of
 
 Reply = Any

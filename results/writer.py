@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from results.messages import Append, Finish, JobId, Lease, QueueError, Release, Write
+from results.errors import QueueError
+from results.messages import Append, Finish, JobId, Lease, Release, Write
 from results.queue import JobQueue
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ import threading
 
 from producer.messages import InvalidRequest
 from producer.wire import parse_body, to_submission, usable_id
-from results.messages import InboxEntry, JobError, QueueError
+from results.errors import QueueError
+from results.messages import InboxEntry, JobError
 from results.queue import JobQueue
 
 logger = logging.getLogger("millrace.engine")

@@ -33,7 +33,7 @@ from engine_service.doors.rq_presence import Ear, Presence
 from engine_service.doors.rq_runs import GatewayJob
 from engine_service.doors.rq_settler import Settler
 from results.connection import as_unavailable, connect, server_name
-from results.messages import QueueError
+from results.errors import QueueError
 
 logger = logging.getLogger("millrace.gateway")
 

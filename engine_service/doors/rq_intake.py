@@ -37,7 +37,8 @@ from engine_service.doors.rq_runs import (
     write_start,
 )
 from engine_service.doors.rq_settler import Settler
-from results.messages import QueueError, Submission
+from results.errors import QueueError
+from results.messages import Submission
 
 logger = logging.getLogger("millrace.gateway")
 

@@ -9,7 +9,8 @@ import redis
 
 from producer.client import queue_keys
 from results import commands, replies
-from results.messages import TERMINAL_STATES, Job, JobNotFound, Submission
+from results.errors import JobNotFound
+from results.messages import TERMINAL_STATES, Job, Submission
 from results.queue import JobQueue
 from results.transport import Transport
 

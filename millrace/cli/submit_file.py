@@ -19,7 +19,7 @@ from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.output import end_of, print_json, progress_bar, remark
 from producer import Client
 from producer.messages import GenerationRequest, InvalidRequest, parse_body
-from results.messages import JobConflict, QueueFull
+from results.errors import JobConflict, QueueFull
 
 _BATCH_LINES = 500
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from millrace import Client, GenerationRequest
-from results.messages import JobConflict, JobNotFound
+from results.errors import JobConflict, JobNotFound
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import ProducerProcess, wait_until

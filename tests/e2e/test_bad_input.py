@@ -16,7 +16,7 @@ import redis
 from millrace import Client, GenerationRequest, SamplingParams
 from millrace.embedded import EmbeddedServer
 from producer.errors import InvalidRequest
-from results.messages import JobConflict
+from results.errors import JobConflict
 from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
 from tests.results.invariants import check_all_ended
 from tests.worker.models import make_model

@@ -17,7 +17,8 @@ from rq.job import Job
 
 from engine_service.leases import new_engine_id
 from results.connection import connect
-from results.messages import Claim, ClaimedJob, Event, Finish, JobError, JobId, Lease, QueueError, Usage
+from results.errors import QueueError
+from results.messages import Claim, ClaimedJob, Event, Finish, JobError, JobId, Lease, Usage
 from results.queue import JobQueue
 from tests.processes import LoggedProcess, wait_until
 

@@ -20,7 +20,7 @@ from engine_service.doors.rq_gateway import Gateway
 from engine_service.doors.rq_ledger import Ledger
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
-from results.messages import RedisUnavailable
+from results.errors import RedisUnavailable
 from tests.gateway.parts import (
     EchoEngine,
     GatewayProcess,

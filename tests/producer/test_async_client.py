@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from millrace import AsyncClient, GenerationRequest, InvalidRequest
-from results.messages import Event, JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
+from results.errors import JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
+from results.messages import Event
 from tests.results.engines import Engine
 
 

@@ -12,7 +12,8 @@ import redis
 from millrace import Client, GenerationRequest, InvalidRequest, SamplingParams
 from producer.batches import batches
 from producer.messages import parse_body
-from results.messages import Event, JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
+from results.errors import JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
+from results.messages import Event
 from results.queue import JobQueue
 from tests.results.engines import Engine
 

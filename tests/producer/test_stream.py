@@ -8,7 +8,8 @@ import pytest
 import redis
 
 from millrace import Client
-from results.messages import Event, QueueError, Signal, StreamEvent
+from results.errors import QueueError
+from results.messages import Event, Signal, StreamEvent
 from results.queue import JobQueue
 from tests.results.engines import Engine
 

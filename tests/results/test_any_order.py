@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
-from results.messages import TERMINAL_STATES, CannotRedrive, ClaimedJob, Event
+from results.errors import CannotRedrive
+from results.messages import TERMINAL_STATES, ClaimedJob, Event
 from results.queue import JobQueue
 from tests.results.engines import Engine, submission
 from tests.results.invariants import check_queue

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 import redis
 
-from results.messages import BatchNotFound, CannotRedrive, Event, JobError, JobNotFound
+from results.errors import BatchNotFound, CannotRedrive, JobNotFound
+from results.messages import Event, JobError
 from results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
 

@@ -6,7 +6,8 @@ import pytest
 import redis
 
 from results.connection import connect
-from results.messages import Event, JobNotFound, Signal
+from results.errors import JobNotFound
+from results.messages import Event, Signal
 from results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
 

@@ -13,7 +13,8 @@ import redis
 from millrace import AsyncClient, Client, GenerationRequest, RedisUnavailable
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
-from results.messages import Event, QueueError
+from results.errors import QueueError
+from results.messages import Event
 from results.queue import JobQueue
 from tests.results.engines import Engine
 

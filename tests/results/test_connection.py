@@ -4,7 +4,7 @@ import pytest
 
 from millrace.embedded import EmbeddedServer
 from results.connection import connect, connect_async, resolve_url, server_name
-from results.messages import RedisUnavailable
+from results.errors import RedisUnavailable
 from results.queue import JobQueue
 from results.transport import Transport
 

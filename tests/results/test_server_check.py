@@ -6,7 +6,7 @@ import pytest
 
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
-from results.messages import RedisUnavailable, ServerUnsuitable
+from results.errors import RedisUnavailable, ServerUnsuitable
 from results.queue import JobQueue
 from results.server_check import check_server
 from results.transport import Transport

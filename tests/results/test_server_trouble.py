@@ -10,7 +10,8 @@ import redis
 from millrace.embedded import EmbeddedServer
 from results import commands
 from results.connection import as_unavailable, connect, connect_async
-from results.messages import Append, Event, QueueError, RedisUnavailable
+from results.errors import QueueError, RedisUnavailable
+from results.messages import Append, Event
 from results.queue import JobQueue
 from results.scripts import script_source
 from results.transport import AsyncTransport, Transport

@@ -1,0 +1,89 @@
+"""What may go wrong between a caller and the queue; each error says what to do."""
+
+from __future__ import annotations
+
+
+class MillraceError(Exception):
+    """Base of every error that Millrace raises on purpose."""
+
+
+class QueueError(MillraceError):
+    """Base of the errors of the queue in Redis."""
+
+
+class JobNotFound(QueueError):
+    """Raised when no record has this id: never submitted, or its result has expired."""
+
+    def __init__(self, job_id: str, queue: str) -> None:
+        super().__init__(f"no job {job_id!r} in queue {queue!r}: never submitted, or its result has expired")
+        self.job_id = job_id
+
+
+class JobConflict(QueueError):
+    """Raised when ids are taken by jobs with other bodies; jobs submitted with them are in the queue."""
+
+    def __init__(self, job_ids: list[str]) -> None:
+        shown = ", ".join(job_ids[:5]) + (f" and {len(job_ids) - 5} more" if len(job_ids) > 5 else "")
+        super().__init__(f"id: already taken by a job with another body: {shown}. Use another id, or none")
+        self.job_ids = job_ids
+
+
+class BatchNotFound(QueueError):
+    """Raised when no job of a batch of this name is known: never submitted, or its records have expired."""
+
+    def __init__(self, batch: str, queue: str) -> None:
+        super().__init__(f"no batch {batch!r} in queue {queue!r}: never submitted, or its records have expired")
+        self.batch = batch
+
+
+class EngineNotFound(QueueError):
+    """Raised when no engine with this id, or none at all, has a heartbeat on the queue."""
+
+    def __init__(self, engine_id: str | None, queue: str) -> None:
+        who = "no engine" if engine_id is None else f"no engine {engine_id!r}"
+        super().__init__(f"{who} runs on queue {queue!r}; `millrace stats` names those that do")
+        self.engine_id = engine_id
+
+
+class QueueFull(QueueError):
+    """Raised when a limit of the queue, or of a tenant's part of it, keeps jobs out; says which, and what did get in."""
+
+    def __init__(self, limit: str, value: str, job_ids: list[str], refused: list[str]) -> None:
+        whose = "the tenant has" if limit.startswith("tenant_") else "the queue has"
+        what = "tokens" if limit.endswith("_tokens") else "jobs"
+        accepted = f"; {len(job_ids)} jobs of this call are in the queue" if job_ids else ""
+        super().__init__(
+            f"{whose} as many {what} waiting as {limit} allows, {value}{accepted}. "
+            f"Submit the rest again, under the same ids, when some have ended; or raise {limit} in the queue's settings"
+        )
+        self.limit = limit
+        self.value = value
+        self.job_ids = job_ids
+        """In the queue, in the order of the call."""
+        self.refused = refused
+        """Not in the queue, of those that were sent before the call stopped."""
+
+
+class NotDurable(QueueError):
+    """Raised when jobs are in the queue, but the server does not confirm the durability that was asked for."""
+
+    def __init__(self, reason: str, job_ids: list[str]) -> None:
+        shown = ", ".join(job_ids[:5]) + (f" and {len(job_ids) - 5} more" if len(job_ids) > 5 else "")
+        super().__init__(f"{reason}. The jobs are in the queue all the same: {shown}")
+        self.job_ids = job_ids
+
+
+class CannotRedrive(QueueError):
+    """Raised when a job cannot be run again: it has not ended, or has finished well, or its body is gone."""
+
+
+class RedisUnavailable(QueueError):
+    """Raised when the server cannot be reached or does not answer in time."""
+
+
+class ServerUnsuitable(QueueError):
+    """Raised when the server would lose jobs or is too old; says which setting to change."""
+
+
+class WaitTimeout(QueueError, TimeoutError):
+    """Raised when a job is not done within the time given to `wait`. The job goes on."""
