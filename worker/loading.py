@@ -19,6 +19,7 @@ from worker.parallel.part import ModelPart
 from worker.parallel.peers import Peers
 from worker.parallel.topology import Topology
 from worker.probe import probe_layers
+from worker.rope import fix_frequencies
 from worker.weights import load_converted, load_weights, take_weights
 
 logger = logging.getLogger("millrace.worker")
@@ -52,6 +53,7 @@ def load_model(
     except WeightsDiffer as difference:
         logger.info("asking transformers to convert the checkpoint: %s", difference)
         model = _load_converted(model, part, directory, topology, device)
+    fix_frequencies(model, max_model_len)
     specs = _probe(model, part, peers)
     whole_layer = part.whole_layer(model, specs)
     parameters = list(model.parameters())

@@ -18,6 +18,7 @@ from worker.attention.interface import STEP_KEYWORD
 from worker.errors import ModelError
 from worker.kv_pool import LayerSpec
 from worker.parallel.stages import find_inlet
+from worker.rope import unchanged_frequencies
 
 PROBE_TOKENS = 2
 
@@ -66,7 +67,7 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
     probe = ProbeStep()
     positions = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
     try:
-        with torch.inference_mode(), _experts_of_any_device(model):
+        with torch.inference_mode(), _shapes_only(model):
             model(
                 **_inputs(model),
                 position_ids=positions,
@@ -90,13 +91,16 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
 
 
 @contextlib.contextmanager
-def _experts_of_any_device(model: PreTrainedModel) -> Iterator[None]:
-    """On the meta device, have the experts of a mixture multiplied one by one: the grouped product is not there."""
-    chosen = getattr(model.config, "_experts_implementation", None)
-    if model.device.type == "meta":
-        model.config._experts_implementation = "batched_mm"
-    try:
+def _shapes_only(model: PreTrainedModel) -> Iterator[None]:
+    """On the meta device, avoid what needs values: positions that are looked at, and the grouped product of experts, which
+    are multiplied one by one meanwhile."""
+    if model.device.type != "meta":
         yield
+        return
+    chosen, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"
+    try:
+        with unchanged_frequencies(model):
+            yield
     finally:
         model.config._experts_implementation = chosen
 

@@ -38,6 +38,14 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 8,
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0],
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": _LLAMA3_ROPE, "tie_word_embeddings": False},

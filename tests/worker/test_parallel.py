@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from executor.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepResult, StepRow
 from tests.worker.driver import GREEDY, Driver, Request, start_worker
-from tests.worker.models import CONFIGS, VOCAB_SIZE, build_model, make_model
+from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
 from tests.worker.ranks import RankFailed, RankGroup, RankProcesses
 from worker.rank import Rank
 
@@ -97,6 +97,8 @@ def test_ranks_together_generate_what_one_rank_does(
         ("llama", 1, 2, {"model_type": "granite", "rope_parameters": None, "embedding_multiplier": 12.0}),
         ("qwen3", 2, 1, {"model_type": "phi3", "rope_parameters": None, "tie_word_embeddings": False}),
         ("qwen3", 2, 1, {"model_type": "olmo2", "tie_word_embeddings": False}),
+        ("llama", 2, 1, {"rope_parameters": DYNAMIC_ROPE}),
+        ("llama", 2, 2, {"rope_parameters": LONG_ROPE}),
         ("qwen3", 1, 2, EXPERTS),
         ("qwen3", 2, 1, EXPERTS),
         ("qwen3", 2, 2, {**EXPERTS, "mlp_only_layers": [1]}),
@@ -107,7 +109,13 @@ def test_ranks_together_generate_what_one_rank_does(
     ids=[
         *("three stages", "three stages, tied", "biases", "odd vocabulary", "four ranks of a stage", "one layer each"),
         "input scaled before the layers",
-        *("outputs gathered, inputs split", "norm over all heads", "experts converted while loading"),
+        *(
+            "outputs gathered, inputs split",
+            "norm over all heads",
+            "dynamic rope",
+            "long rope",
+            "experts converted while loading",
+        ),
         *("experts divided", "experts in some layers", "experts over four ranks", "mixtral", "mixtral in stages"),
     ],
 )

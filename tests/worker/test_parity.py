@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from executor.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
 from tests.worker.driver import GREEDY, Driver, Request, start_worker
-from tests.worker.models import CONFIGS, VOCAB_SIZE, make_model
+from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, make_model
 
 NEAR_TIE = 1e-3
 LENGTHS = (1, 5, 16, 30, 47, 70, 71)
@@ -61,6 +61,23 @@ def test_mixed_chunked_and_preempted_sequences_match_transformers(
     driver = Driver(start_worker(tmp_path, device=device, attention=attention), seed=1)
     check_against_transformers(tmp_path, driver.run(prompts(1), MAX_TOKENS))
     assert driver.num_preemptions > 3
+
+
+def test_dynamic_rope_is_what_transformers_computes(tmp_path: Path) -> None:
+    make_model("llama", tmp_path, rope_parameters=DYNAMIC_ROPE)
+    check_against_transformers(tmp_path, Driver(start_worker(tmp_path), seed=1).run(prompts(1), MAX_TOKENS))
+
+
+@pytest.mark.parametrize("max_model_len", [32, 128])
+def test_long_rope_does_not_let_a_sequence_depend_on_longer_ones(max_model_len: int, tmp_path: Path) -> None:
+    """All have the frequencies that transformers would choose for a sequence of max_model_len tokens."""
+    make_model("llama", tmp_path, rope_parameters=LONG_ROPE)
+    given = [prompt for prompt in prompts(1) if len(prompt) + MAX_TOKENS <= max_model_len]
+    alone = Driver(start_worker(tmp_path, max_model_len=max_model_len), seed=1).run(given[:1], MAX_TOKENS)
+    together = Driver(start_worker(tmp_path, max_model_len=max_model_len), seed=2).run(given, MAX_TOKENS)
+    assert alone[0].output == together[0].output
+    torch.testing.assert_close(alone[0].logits, together[0].logits, atol=1e-4, rtol=1e-4)
+    check_against_transformers(tmp_path, together[-1:])
 
 
 def test_two_models_in_one_process_do_not_meet(tmp_path: Path) -> None:
