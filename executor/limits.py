@@ -12,6 +12,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         default_factory=lambda: {"spawn": 60.0, "import": 120.0, "device": 120.0, "load_model": 1800.0}
     )
     """How long a phase of the start may take. The first, "spawn", lasts until `Hello`."""
+    placement_s: float = 120.0
+    """What Ray gets to place the ranks, or to make room for them by adding nodes."""
+    replacement_s: float = 20.0
+    """The same when ranks were lost: with what is not back by then, others may go on meanwhile."""
     call_s: float = 60.0
     """For a call without a limit of its own."""
     pool_call_s: float = 900.0

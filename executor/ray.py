@@ -13,37 +13,33 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import secrets
-import shutil
-import socket
+import re
 import sys
-import tempfile
-import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from executor.channel import Channel
 from executor.errors import StartError
-from executor.failures import describe_exit, is_retryable_exit
-from executor.messages import DumpStacks, WorkerConfig
-from executor.process import End, python_path
-from executor.rank import Invitation, accept
+from executor.messages import WorkerConfig
+from executor.process import python_path
+from executor.rank import Invitation
+from executor.ray_cluster import LocalRay, does_answer, known_address
+from executor.ray_rank import RankActor, RayRank
 from executor.remote import RemoteExecutor
 from executor.select import num_visible_gpus
 
 logger = logging.getLogger("millrace.executor")
 
-_PLACEMENT_LIMIT_S = 120.0
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
 }
-_LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Has a local Ray listen on 127.0.0.1 and nowhere else; must be there before `import ray`."""
+
+
+_ANY_BUNDLE = -1
+_HOST_AND_PORT = re.compile(r"[^/]+:\d+")
 
 
 class RayExecutor(RemoteExecutor):
@@ -60,6 +56,8 @@ class RayExecutor(RemoteExecutor):
         self._local: LocalRay | None = None
         self._group: Any = None
         self._is_group_ours = False
+        self._is_connection_ours = False
+        """Whether we have joined the cluster, and not who uses us."""
         self._rendezvous_address = ""
 
     # --- placement ---
@@ -74,57 +72,79 @@ class RayExecutor(RemoteExecutor):
             return
         os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
         is_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
-        if not is_joined and not _is_cluster_known():
-            self._local = LocalRay(self.world_size)
-        self._ray = importlib.import_module("ray")
+        address = None if is_joined else known_address()
+        if not is_joined and address is None:
+            self._local = LocalRay(self.world_size, num_visible_gpus() or 0)
+        ray = importlib.import_module("ray")
         importlib.import_module("ray.util")
         if self._local is not None:
-            self._local.start(self._ray)
-        elif not is_joined:
-            self._ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+            self._local.start(ray)
+        elif address is not None:
+            _connect(ray, address)
+            self._is_connection_ours = True
+        self._ray = ray
 
     def _launch(self, channel: Channel) -> list[RayRank]:
         self._group = self._place()
-        actors = [self._make_actor(rank) for rank in range(self.world_size)]
-        assert channel.keys is not None
+        actors = [self._make_actor(index) for index in range(self.world_size)]
         try:
-            places = self._ray.get([actor.introduce.remote() for actor in actors], timeout=_PLACEMENT_LIMIT_S)
+            places = self._ray.get([actor.introduce.remote() for actor in actors], timeout=self._placement_limit_s)
         except Exception as error:
             for actor in actors:
                 self._ray.kill(actor)
+            if isinstance(error, self._ray.exceptions.GetTimeoutError):
+                raise self._no_room(f"the placement group has {self._group.bundle_specs}") from error
             raise StartError("spawn", 0, f"Ray did not start the ranks: {error}", is_retryable=True) from error
-        self._rendezvous_address = places[0][0]
-        pids = [pid for _, pid in places]
-        return [
-            self._invite(rank, actor, pid, channel) for rank, (actor, pid) in enumerate(zip(actors, pids, strict=True))
-        ]
+        here = self._ray.util.get_node_ip_address()
+        # Ranks of one host stand together, those of this host first: ranks of one stage are to be neighbours.
+        placed = sorted(zip(places, actors, strict=True), key=lambda one: (one[0].host != here, one[0].host))
+        self._rendezvous_address = f"{placed[0][0].host}:{placed[0][0].port}"
+        return [self._invite(rank, actor, place.pid, channel) for rank, (place, actor) in enumerate(placed)]
 
     def _place(self) -> Any:
         """The placement group that this process runs in, else one of our own."""
         group = self._ray.util.get_current_placement_group()
         if group is not None:
             return group
+        self._require_nodes()
         if self._group is not None and len(self._group.bundle_specs) == self.world_size:
             return self._group
         self._give_back_group()
         group = self._ray.util.placement_group([self._resources()] * self.world_size, strategy="PACK")
-        self._is_group_ours = True
-        if not group.wait(_PLACEMENT_LIMIT_S):
+        if not group.wait(self._placement_limit_s):
             self._ray.util.remove_placement_group(group)
-            wanted, there = [self._resources()] * self.world_size, self._ray.cluster_resources()
-            message = f"Ray has no room for {wanted} within {_PLACEMENT_LIMIT_S:g} s; the cluster has {there}"
-            raise StartError("spawn", 0, message, is_retryable=True)
+            raise self._no_room(f"the cluster has {self._ray.cluster_resources()}")
+        self._is_group_ours = True
         return group
+
+    @property
+    def _placement_limit_s(self) -> float:
+        return self._limits.placement_s if self._num_starts == 1 else self._limits.replacement_s
+
+    def _require_nodes(self) -> None:
+        """After a loss, don't wait for room that the nodes that are left do not have."""
+        there = self._ray.cluster_resources()
+        if self._num_starts > 1 and any(
+            there.get(name, 0) < amount * self.world_size for name, amount in self._resources().items()
+        ):
+            raise self._no_room(f"the nodes that are left have {there}")
+
+    def _no_room(self, what_there_is: str) -> StartError:
+        wanted = [self._resources()] * self.world_size
+        message = f"Ray has no room for {wanted} within {self._placement_limit_s:g} s; {what_there_is}"
+        return StartError("spawn", self.world_size - 1, message, is_retryable=True)
 
     def _resources(self) -> dict[str, float]:
         """Of one rank. A GPU where the cluster has any and the ranks may use them."""
         has_gpus = self._ray.cluster_resources().get("GPU", 0) > 0 and self._config.device != "cpu"
         return {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}
 
-    def _make_actor(self, rank: int) -> Any:
+    def _make_actor(self, index: int) -> Any:
+        """One for each bundle of our group; in somebody else's, where there is room."""
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         resources = self._resources()
-        place = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        bundle = index if self._is_group_ours else _ANY_BUNDLE
+        place = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         actor_class = self._ray.remote(RankActor).options(
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
@@ -134,6 +154,7 @@ class RayExecutor(RemoteExecutor):
         return actor_class.remote()
 
     def _invite(self, rank: int, actor: Any, pid: int, channel: Channel) -> RayRank:
+        assert channel.keys is not None
         invitation = Invitation(
             address=channel.address,
             identity=channel.identity(rank),
@@ -149,14 +170,15 @@ class RayExecutor(RemoteExecutor):
     # --- life ---
 
     def shutdown(self) -> None:
+        """Leaves a cluster that was there before as it was."""
         super().shutdown()
-        if self._ray is None:
-            return
-        self._give_back_group()
+        if self._ray is not None:
+            self._give_back_group()
         if self._local is not None:
             self._local.stop(self._ray)
-            self._local = None
-        self._ray = None
+        elif self._is_connection_ours:
+            self._ray.shutdown()
+        self._ray, self._local, self._is_connection_ours = None, None, False
 
     def _give_back_group(self) -> None:
         if self._group is not None and self._is_group_ours:
@@ -168,115 +190,11 @@ class RayExecutor(RemoteExecutor):
         return [rank.pid for rank in self._handles if isinstance(rank, RayRank)]
 
 
-class RankActor:
-    """What Ray starts: a process that becomes a rank."""
-
-    def introduce(self) -> tuple[str, int]:
-        """("host:port" for the rendezvous of the ranks should this be rank 0, process id)."""
-        host = importlib.import_module("ray.util").get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}", os.getpid()
-
-    def serve(self, worker_module: str, invitation: bytes) -> int:
-        """Be a rank until the end; returns the exit status that a process of its own would have."""
-        create_worker = importlib.import_module(worker_module).create_worker
-        return accept(msgspec.json.decode(invitation, type=Invitation), create_worker)
-
-
-class RayRank:
-    """One actor, and the thread that waits for the end of its never-ending call. Implements `RankHandle`."""
-
-    def __init__(self, ray: Any, rank: int, pid: int, actor: Any, ending: Any, channel: Channel) -> None:
-        self.rank = rank
-        self.pid = pid
-        self._ray = ray
-        self._actor = actor
-        self._ending = ending
-        self._channel = channel
-        self._end: End | None = None
-        self._has_ended = threading.Event()
-        self._event_fd = os.eventfd(0)
-        self._watcher = threading.Thread(target=self._watch, name=f"ray-rank-{rank}", daemon=True)
-        self._watcher.start()
-
-    def __repr__(self) -> str:
-        return f"RayRank(rank={self.rank}, end={self._end})"
-
-    def _watch(self) -> None:
-        try:
-            status = self._ray.get(self._ending)
-            self._end = End(describe_exit(status), is_killed=False, is_retryable=is_retryable_exit(status))
-        except Exception as error:  # the actor, its node or Ray itself is gone
-            self._end = End(f"lost by Ray: {_first_line(error)}", is_killed=True, is_retryable=True)
-        self._has_ended.set()
-        os.eventfd_write(self._event_fd, 1)
-
-    def fileno(self) -> int:
-        return self._event_fd
-
-    def end(self) -> End | None:
-        return self._end
-
-    def dump_stacks(self) -> None:
-        self._channel.send_to_heart(self.rank, DumpStacks())
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._has_ended.wait(timeout_s)
-
-    def terminate(self) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        self._ray.kill(self._actor)
-
-    def close(self) -> None:
-        self.kill()  # its rank has ended; the process that it ran in goes as well
-        self._watcher.join()
-        os.close(self._event_fd)
-
-
-class LocalRay:
-    """Owns a Ray on this host for this process alone: on the loopback interface, with a token that only this user reads."""
-
-    def __init__(self, num_cpus: int) -> None:
-        """Before `import ray`, which reads the environment."""
-        self._num_cpus = num_cpus
-        self._directory = tempfile.mkdtemp(prefix="mr-ray-", dir="/tmp")  # Ray's socket paths are long already
-        token = Path(self._directory, "token")
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
-        os.environ.update(_LOOPBACK_ONLY)
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-
-    def start(self, ray: Any) -> None:
-        began_s = time.monotonic()
-        ray.init(
-            address="local",
-            num_cpus=self._num_cpus,
-            num_gpus=num_visible_gpus() or 0,
-            include_dashboard=False,
-            configure_logging=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            object_store_memory=80 << 20,
-            _temp_dir=self._directory,
-        )
-        logger.info(
-            "started a local Ray in %.1f s; ranks on several hosts need RAY_ADDRESS", time.monotonic() - began_s
-        )
-
-    def stop(self, ray: Any) -> None:
-        ray.shutdown()
-        shutil.rmtree(self._directory, ignore_errors=True)
-        os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
-
-
-def _is_cluster_known() -> bool:
-    started_here = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
-    return "RAY_ADDRESS" in os.environ or started_here.exists()
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+def _connect(ray: Any, address: str) -> None:
+    try:
+        if _HOST_AND_PORT.fullmatch(address) and not does_answer(address):
+            raise ConnectionError("nobody listens there")
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        message = f"Ray at {address} can't be joined: {error}; start it, or correct RAY_ADDRESS"
+        raise StartError("spawn", 0, message, is_retryable=True) from error

@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from executor.base import Executor
 from executor.external import MEETING_PLACE, ExternalLauncherExecutor
 from executor.messages import WorkerConfig
 from executor.multiproc import MultiprocExecutor
+from executor.ray_cluster import known_address
 from executor.uniproc import UniprocExecutor
 
 logger = logging.getLogger("millrace.executor")
@@ -50,8 +50,7 @@ def is_ray_reachable() -> bool:
     """Whether Ray is installed and a cluster is known: named by RAY_ADDRESS, started on this host, or joined already."""
     if find_spec("ray") is None:
         return False
-    started_here = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
-    return "RAY_ADDRESS" in os.environ or started_here.exists() or _is_ray_joined()
+    return _is_ray_joined() or known_address() is not None
 
 
 def _choose(world_size: int, num_gpus: int | None, *, is_service: bool) -> tuple[str, str]:

@@ -22,7 +22,8 @@ from executor.limits import Limits
 from executor.messages import ModelFacts, NewSequence, SeqId, StepId, StepPlan, StepRow, WorkerConfig
 from executor.multiproc import MultiprocExecutor
 from executor.process import python_path
-from executor.ray import LocalRay, RayExecutor
+from executor.ray import RayExecutor
+from executor.ray_cluster import LocalRay
 from executor.uniproc import UniprocExecutor
 from tests.engine.sequences import GREEDY
 
@@ -120,7 +121,7 @@ KINDS: dict[str, tuple[Callable[..., Executor], dict[str, int]]] = {
 }
 """By name: how one is made, and the sizes that it gets."""
 
-_RAY_MARKS = [pytest.mark.slow, pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]")]
+_RAY_MARKS = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]")]
 
 
 def kinds(*left_out: str) -> pytest.MarkDecorator:

@@ -1,0 +1,209 @@
+"""Ranks on a Ray that was there before, over several nodes, some of which die; and what becomes of a Ray of our own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from engine_service.recovery import Recovery
+from executor.base import Executor
+from executor.errors import StartError, WorkerDied
+from executor.limits import Limits
+from executor.messages import SeqId
+from executor.ray import RayExecutor
+from executor.ray_cluster import users_of
+from executor.select import make_executor
+from tests.executor.kinds import STUB, check_health_for, first_step, start, stub_config, wait_until_gone
+from tests.executor.ray_nodes import Process, RayNodes, ray_nodes
+from tests.processes import ROOT, wait_until
+
+LIMITS = Limits(heartbeat_s=4.0, busy_heartbeat_s=20.0, replacement_s=30.0)
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"),
+]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    """Two nodes with room for one rank each; who kills one brings another."""
+    with ray_nodes(2) as started:
+        yield started
+
+
+@pytest.fixture
+def user(nodes: RayNodes) -> Iterator[Process]:
+    process = nodes.user()
+    yield process
+    process.end()
+
+
+# --- in the process that uses the cluster ---
+
+_executor: Executor
+
+
+def begin(num_ranks: int) -> list[SeqId]:
+    """Start an executor, which stays, and have it run a step."""
+    global _executor
+    config = stub_config(tensor_parallel_size=num_ranks)
+    _executor = start(RayExecutor(config, worker_module=STUB, limits=LIMITS))
+    return step(1)
+
+
+def step(step_id: int) -> list[SeqId]:
+    """The sequences that it brings a token."""
+    return _executor.execute_model(first_step(_executor, step_id)).result().seq_ids
+
+
+def nodes_of_ranks() -> set[str]:
+    import ray
+
+    (group,) = (each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED")
+    return set(group["bundles_to_node_id"].values())
+
+
+def wait_for_a_loss() -> str:
+    """What the executor says of it."""
+    with pytest.raises(WorkerDied) as caught:
+        check_health_for(_executor, seconds=60)
+    return caught.value.reason
+
+
+def restart() -> list[SeqId]:
+    _executor.restart()
+    return step(2)
+
+
+def recover() -> tuple[int, list[SeqId]]:
+    """As the engine does it. (number of ranks, sequences that a step brings a token)"""
+    Recovery(_executor).restart()
+    _executor.initialize_cache(*_executor.determine_num_available_blocks())
+    return _executor.world_size, step(3)
+
+
+def end() -> bool:
+    """Whether this process is a part of the cluster after that."""
+    import ray
+
+    _executor.shutdown()
+    return bool(ray.is_initialized())
+
+
+def run_inside_a_group() -> tuple[list[SeqId], int]:
+    """From an actor in a placement group: (sequences that a step brings a token, groups that the cluster has)."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    ray.init(log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
+    group = ray.util.placement_group([{"CPU": 1}] * 2)
+    ray.get(group.ready(), timeout=60)
+    place = PlacementGroupSchedulingStrategy(group)
+    answer = ray.remote(num_cpus=0)(choose_and_step).options(scheduling_strategy=place).remote()
+    result: tuple[list[SeqId], int] = ray.get(answer, timeout=80)
+    ray.shutdown()
+    return result
+
+
+def choose_and_step() -> tuple[list[SeqId], int]:
+    import ray
+
+    executor = make_executor("auto", stub_config(tensor_parallel_size=2), is_service=True, worker_module=STUB)
+    assert executor.name == "ray"
+    try:
+        start(executor)
+        seq_ids = executor.execute_model(first_step(executor)).result().seq_ids
+        return seq_ids, sum(each["state"] == "CREATED" for each in ray.util.placement_group_table().values())
+    finally:
+        executor.shutdown()
+
+
+def join() -> str:
+    """Why the executor did not start."""
+    with pytest.raises(StartError) as caught:
+        RayExecutor(stub_config(), worker_module=STUB).start()
+    assert caught.value.is_retryable
+    return str(caught.value)
+
+
+# --- a cluster that was there before ---
+
+
+def test_ranks_stand_on_two_nodes_of_a_cluster_that_is_left_as_it_was(nodes: RayNodes, user: Process) -> None:
+    assert user.run(begin, 2) == [1]
+    assert len(user.run(nodes_of_ranks)) == 2
+    assert not user.run(end)
+    assert nodes.count() == 3
+
+
+def test_who_runs_in_a_placement_group_has_its_ranks_there(user: Process) -> None:
+    assert user.run(run_inside_a_group) == ([1], 1)
+
+
+def test_a_lost_node_is_noticed_and_another_takes_its_rank(nodes: RayNodes, user: Process) -> None:
+    user.run(begin, 2)
+    nodes.kill(-1)
+    assert user.run(wait_for_a_loss)
+    nodes.add()
+    assert user.run(restart) == [1]
+    assert not user.run(end)
+
+
+def test_when_no_other_node_comes_the_engine_falls_to_fewer_ranks(nodes: RayNodes, user: Process) -> None:
+    user.run(begin, 2)
+    nodes.kill(-1)
+    try:
+        assert user.run(wait_for_a_loss)
+        assert user.run(recover) == (1, [1])
+        assert not user.run(end)
+    finally:
+        nodes.add()
+
+
+def test_a_cluster_that_does_not_answer_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+    process = Process({"RAY_ADDRESS": nobody})
+    try:
+        assert f"Ray at {nobody} can't be joined" in process.run(join)
+    finally:
+        process.end()
+
+
+# --- a Ray of our own ---
+
+OWNER = """
+import sys, time
+from executor.ray import RayExecutor
+from executor.ray_cluster import users_of
+from tests.executor.kinds import STUB, start, stub_config
+executor = start(RayExecutor(stub_config(tensor_parallel_size=2), worker_module=STUB))
+print(executor._local.directory, *executor.worker_pids(), flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_local_ray_whose_owner_is_killed_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")  # a cluster that was killed has left this
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": str(tmp_path)}
+    owner = subprocess.Popen([sys.executable, "-P", "-c", OWNER], stdout=subprocess.PIPE, text=True, env=environment)
+    assert owner.stdout is not None
+    directory, *pids = owner.stdout.readline().split()
+    assert len(pids) == 2
+    assert users_of(directory) > {owner.pid}
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    wait_until(lambda: not Path(directory).exists(), 30, f"the end of {directory}")
+    assert users_of(directory) == set()
+    for pid in pids:
+        wait_until_gone(int(pid))
