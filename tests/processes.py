@@ -29,15 +29,15 @@ class LoggedProcess:
 
     def __init__(self, log: Path, module: str, arguments: Sequence[str]) -> None:
         self.log = log
-        self._file = log.open("w")
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
-            stdout=self._file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path},
-            cwd="/",
-        )
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *arguments],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": path},
+                cwd="/",
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -49,7 +49,6 @@ class LoggedProcess:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
         self.process.wait()
-        self._file.close()
         if error is not None:
             print(f"--- {self.log.name} ---\n{self.text()}")
 
