@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -16,13 +17,25 @@ from millrace import Client, GenerationRequest
 class Service:
     """Owns one engine service and a client of it."""
 
-    def __init__(self, url: str, model: Path, queue: str, start: Sequence[str] = ("-m", "engine_service")) -> None:
-        """`start`: how Python starts the service, for one that is not quite as users have it."""
+    def __init__(
+        self,
+        url: str,
+        model: Path,
+        queue: str,
+        start: Sequence[str] = ("-m", "engine_service"),
+        log: Path | None = None,
+    ) -> None:
+        """`start`: how Python starts the service, for one that is not quite as users have it. `log`: a file that takes all
+        that it says, down to INFO."""
         self._client = Client(url, queue=queue)
         self._begin_s = time.perf_counter()
         command = [sys.executable, "-P", *start, "--model", str(model), "--redis", url]
-        command += ["--queue", queue, "--device", "cpu", "--executor", "mp", "--log-level", "WARNING"]
-        self._process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        command += ["--queue", queue, "--device", "cpu", "--executor", "mp"]
+        command += ["--log-level", "WARNING" if log is None else "INFO"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with contextlib.ExitStack() as opened:
+            output = None if log is None else opened.enter_context(log.open("w"))
+            self._process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 
     def seconds_to_first_token(self) -> float:
         """From the start of the process until a waiting job's first token can be read."""
@@ -55,8 +68,11 @@ class Service:
         """CPU seconds so far of the service process, and of its workers when they are asked for."""
         if not with_workers:
             return _process_cpu_s(str(self._process.pid))
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        return sum(map(_process_cpu_s, [str(self._process.pid), *children]))
+        return sum(map(_process_cpu_s, [str(self._process.pid), *self.worker_pids()]))
+
+    def worker_pids(self) -> list[str]:
+        """Of the processes that it has started."""
+        return Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
 
 
 def _process_cpu_s(pid: str) -> float:

@@ -59,6 +59,9 @@ class Handshake:
         self._loading: set[int] = set()
         self._phases = {handle.rank: "spawn" for handle in handles}
         self._deadlines_s = {handle.rank: time.monotonic() + limits.phase_s["spawn"] for handle in handles}
+        self._entered_s = {handle.rank: time.monotonic() for handle in handles}
+        self._took_s: dict[int, list[str]] = {handle.rank: [] for handle in handles}
+        """By rank: the phases that are over, in words."""
         self._heard_s: dict[int, float] = {}
         self._facts: dict[int, ModelFacts] = {}
         self._failed: StartError | None = None
@@ -79,6 +82,8 @@ class Handshake:
             case Phase(name=name) if name in self._limits.phase_s:
                 self._enter(rank, name)
             case Ready(facts=facts):
+                self._leave_phase(rank)
+                logger.info("rank %d is ready: %s", rank, ", ".join(self._took_s[rank]))
                 self._facts[rank] = facts
                 self._deadlines_s[rank] = _FOREVER
                 self._loading.discard(rank)
@@ -110,7 +115,13 @@ class Handshake:
     def _has_queue(self) -> bool:
         return self._max_loading < len(self._handles)
 
+    def _leave_phase(self, rank: int) -> None:
+        now_s = time.monotonic()
+        self._took_s[rank].append(f"{self._phases[rank]} {now_s - self._entered_s[rank]:.2f} s")
+        self._entered_s[rank] = now_s
+
     def _enter(self, rank: int, phase: str) -> None:
+        self._leave_phase(rank)
         self._phases[rank] = phase
         self._deadlines_s[rank] = time.monotonic() + self._limits.phase_s[phase]
         if phase == "load_model" and self._has_queue:
