@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -58,3 +59,44 @@ def test_a_rank_that_is_killed_or_stopped_costs_no_token(
         os.kill(executor.worker_pids()[victim], number)
         assert generate(llm) == expected
         assert llm.metrics().executor.num_restarts == 1
+
+
+class Left(NamedTuple):
+    """What there is of us on this machine."""
+
+    processes: set[str]
+    open_files: int
+    shared_memory: set[str]
+    temporary_files: set[str]
+    resident_bytes: int
+
+
+def look(temporary: Path) -> Left:
+    return Left(
+        processes=set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
+        open_files=len(os.listdir("/proc/self/fd")),
+        shared_memory={
+            name for name in os.listdir("/dev/shm") if name.startswith(("torch", "gloo", "nccl", "millrace"))
+        },
+        temporary_files=set(os.listdir(temporary)),
+        resident_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ten_lives_of_real_ranks_leave_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    seen: list[Left] = []
+    for number in range(10):
+        with make_llm(executor="mp", **(TP2 if number % 2 else {})) as llm:
+            generate(llm)
+            executor = llm._engine._executor
+            assert isinstance(executor, MultiprocExecutor)
+            if number % 3 == 2:
+                os.kill(executor.worker_pids()[-1], signal.SIGKILL)
+        seen.append(look(tmp_path))
+    first, last = seen[2], seen[-1]
+    assert last[:4] == first[:4]
+    assert last.temporary_files == set()
+    assert last.resident_bytes - first.resident_bytes < 16 * 2**20
