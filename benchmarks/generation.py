@@ -68,15 +68,16 @@ def _pairs(service: Service, model: Path) -> tuple[list[float], list[float], lis
     """Seconds of each offline run, of each run through Redis, and offline / through for each pair."""
     offline, through = [], []
     with LLM(model=model, device="cpu", executor="mp") as llm:
-        _run_offline(llm, seed=100)
+        run_offline(llm, seed=100)
         service.run(make_work(101))
         for pair in range(NUM_PAIRS):
-            offline.append(_run_offline(llm, seed=2 * pair))
+            offline.append(run_offline(llm, seed=2 * pair))
             through.append(service.run(make_work(2 * pair + 1)))
     return offline, through, [one / other for one, other in zip(offline, through, strict=True)]
 
 
-def _run_offline(llm: LLM, seed: int) -> float:
+def run_offline(llm: LLM, seed: int) -> float:
+    """Seconds of one run without Redis."""
     work = make_work(seed)
     prompts = [request.prompt_token_ids or [] for request in work]
     begin_s = time.perf_counter()
