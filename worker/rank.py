@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 from worker.attention.select import choose_attention
-from worker.device import choose_device
+from worker.device import choose_device, keep_freed_memory
 from worker.errors import ConfigError, PlanError
 from worker.kv_budget import fixed_num_blocks, host_pool_bytes, num_blocks_within
 from worker.kv_pool import KVPool
@@ -57,6 +57,8 @@ class Rank:
         that they may enter "load_model" one after the other."""
         on_phase("device")
         self._device = choose_device(self._config.device, self._rank)
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self._attention = choose_attention(self._config.attention, self._device)
         if self._topology.world_size > 1:
             self._peers = Peers(self._topology, self._device, self._rendezvous)
