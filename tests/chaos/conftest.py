@@ -15,6 +15,7 @@ import redis
 from millrace import Client, GenerationRequest
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
+from results.durability import Durability
 from results.scripts import script_source
 from tests.chaos.checker import ALL, Checker, Invariant
 from tests.chaos.processes import HEARTBEAT_S, LIMIT_S, ChaosEngine
@@ -85,9 +86,9 @@ class Place:
 
     # --- jobs ------------------------------------------------------------------------------------------------------
 
-    def submit(self, requests: list[GenerationRequest]) -> list[str]:
+    def submit(self, requests: list[GenerationRequest], durability: Durability = "memory") -> list[str]:
         """Submit, and answer for them from now on."""
-        ids = self.client.submit_many(requests)
+        ids = self.client.submit_many(requests, durability=durability)
         self.accepted.update(zip(ids, requests, strict=True))
         return ids
 

@@ -1,5 +1,5 @@
-"""A worker that lives and computes nothing, in the middle of a step: it is noticed, killed and replaced, and its engine goes on
-with the same jobs. All five invariants hold."""
+"""A worker that lives and computes nothing, in the middle of a step: it is noticed, killed and replaced, and its engine goes
+on with the same jobs. All five invariants hold."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_worker_that_is_stopped_in_mid_decode(place: Place, heartbeat_s: float
 
 @pytest.mark.slow
 def test_a_stuck_worker_of_an_engine_that_is_told_to_go(place: Place) -> None:
-    """SIGTERM while the step hangs: the engine ends in order once the step has been ended, and another serves what it held."""
+    """SIGTERM while the step hangs: the engine ends in order once the step has been ended. Another serves its jobs."""
     reserve = place.reserve()
     engine = place.engine("--drain-grace", "1")
     place.submit(make_jobs(8, max_tokens=900))
