@@ -79,10 +79,10 @@ class Place:
         engine.wait_until_serving()
         return engine
 
-    def reserve(self, *options: str, **settings: Any) -> Reserve:
+    def reserve(self, *options: str, faults: dict[str, Any] | None = None, **settings: Any) -> Reserve:
         """An engine that is ready, and takes no part before it is called."""
         mark = self._folder / f"go-{next(self._numbers)}"
-        return Reserve(self.launch(*options, faults={"serves_when": str(mark)}, **settings), mark)
+        return Reserve(self.launch(*options, faults={"serves_when": str(mark), **(faults or {})}, **settings), mark)
 
     # --- jobs ------------------------------------------------------------------------------------------------------
 

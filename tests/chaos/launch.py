@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 import engine_service.__main__ as service
-from engine_service import offline
+from engine_service import intake, offline
 from engine_service.engine import Engine, Progress
 from engine_service.generation import Generation
 from engine_service.leases import Leases
@@ -38,6 +38,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The service itself dies when it is to compute a sequence that begins with these tokens."""
     lives_for_steps: int = 0
     """The service dies after so many steps with work in them, whatever it computes; 0: it does not."""
+    protocol: int = 0
+    """The version of the queue's protocol that it speaks; 0: the product's."""
     hangs_at_step: int = 0
     """This step of the first worker's life does not end; 0: each of them does."""
     has_hung: str = ""
@@ -50,6 +52,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 def main(faults: Faults, arguments: list[str]) -> int:
     _shift_clock(faults.clock_offset_s)
+    if faults.protocol:
+        _patch(intake, "PROTOCOL", faults.protocol)
     if faults.poison or faults.hangs_at_step:
         _spoil_workers(faults)
     if faults.stuck_s:

@@ -105,3 +105,23 @@ def test_a_body_of_a_newer_version_is_left_to_a_newer_engine(place: Place) -> No
     assert record["not_known_here"] == "kept"
     assert engine.terminate() == 0
     assert place.record(newer)["state"] in ("queued", "delayed")
+
+
+def test_an_old_and_a_new_engine_at_one_queue_and_then_only_the_new_one(place: Place) -> None:
+    """A rolling upgrade: the old one does what it can and gives back what it cannot, and is told to go in the middle of it.
+    Every second job is of version 2 and has a field in its record that the old one does not know."""
+    ids = place.submit(make_jobs(24, max_tokens=300))
+    newer = ids[1::2]
+    for job_id in newer:
+        place.redis.hset(place.client._keys.job(job_id), mapping={"v": "2", "not_known_to_all": "kept"})
+    old, new = place.launch("--max-num-seqs", "8"), place.reserve("--max-num-seqs", "8", faults={"protocol": 2})
+    old.wait_until_serving()
+    wait_until(lambda: place.client.stats().delayed > 0)
+    newest = new.call()
+    wait_until(lambda: place.client.stats().finished > 0)
+    assert old.terminate() == 0
+    place.wait_all()
+    place.check(ALL, newest)
+    old.check_kv_returned()
+    assert {place.record(job_id)["not_known_to_all"] for job_id in newer} == {"kept"}
+    assert {place.record(job_id)["engine"] for job_id in newer} == {newest.engine_id}
