@@ -15,7 +15,7 @@ from typing import Literal
 
 from engine_service.core.sequence import FinishReason
 from engine_service.jobs import ServedJob
-from results.messages import Append, ClaimedJob, Event, Finish, JobError, Release, Usage, Write
+from results.messages import Append, Begin, ClaimedJob, Event, Finish, JobError, Release, Usage, Write
 
 EVENT_INTERVAL_S = 0.05
 """A watched job shows what it has this often; the first token at once."""
@@ -35,6 +35,10 @@ class Output:
     def __init__(self, put: Callable[[Write], None], fingerprint: str) -> None:
         self._put = put
         self._fingerprint = fingerprint
+
+    def begin(self, job: ServedJob) -> None:
+        """The job runs alone and is about to be computed."""
+        self._put(Begin(job_id=job.job_id, lease=job.lease))
 
     def advance(self, job: ServedJob, now_s: float) -> None:
         """The job has new tokens: write when it is time to."""

@@ -178,8 +178,25 @@ class Service:
         reason = job.generation.finish_reason
         if reason is not None:  # the checkpoint was already the whole output
             self._finish(job, reason)
+        elif job.is_alone and not self._has_begun(job):
+            self._release([job])
         else:
             self._engine.add(job.generation)
+
+    def _has_begun(self, job: ServedJob) -> bool:
+        """Have it in Redis that a job that engines have died with begins: from then on this one's death counts against it.
+
+        Such a job runs alone, so while Redis is away there is nothing else to do. False: told to drain before that.
+        """
+        if self._draining.is_set():
+            return False
+        if not self._engine.has_work:
+            self._engine.check_workers()  # before it begins: what happens while they start again is not its doing
+        self._output.begin(job)
+        while not self._draining.is_set():
+            if self._writer.flush(_FULL_WRITER_S):
+                return True
+        return False
 
     def _turn_away(self, claimed: ClaimedJob, outcome: Outcome) -> None:
         self._tally.count(outcome)

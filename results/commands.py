@@ -11,7 +11,7 @@ from hashlib import sha256
 import msgspec
 
 from results.keys import QueueKeys
-from results.messages import Append, EngineId, Event, Finish, JobError, JobId, Lease, Release, Submission, Write
+from results.messages import Append, Begin, EngineId, Event, Finish, JobError, JobId, Lease, Release, Submission, Write
 from results.scripts import Argument, Command, script_command
 from results.tokens import pack_tokens
 
@@ -120,8 +120,9 @@ def claim(
     kv_token_budget: int,
     num_held: int,
     fingerprint: str,
+    says_begin: bool,
 ) -> Command:
-    limits = (max_jobs, kv_token_budget, fingerprint, num_held)
+    limits = (max_jobs, kv_token_budget, fingerprint, num_held, "1" if says_begin else "")
     return script_command("claim", keys.prefix, engine_id, claim_id, *limits)
 
 
@@ -131,6 +132,8 @@ def write(keys: QueueKeys, item: Write) -> Command:
             tokens = pack_tokens(item.token_ids)
             head: tuple[Argument, ...] = (item.job_id, item.lease, item.offset, tokens, item.fingerprint)
             return script_command("append", keys.prefix, *head, *_event_arguments(item.event))
+        case Begin():
+            return script_command("begin", keys.prefix, item.job_id, item.lease)
         case Finish():
             error = _encode_json(item.error) if item.error else b""
             usage = (item.usage.prompt_tokens, item.usage.completion_tokens)

@@ -119,6 +119,13 @@ class Append(msgspec.Struct, frozen=True, kw_only=True):
     event: Event | None = None
 
 
+class Begin(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine begins to compute a job that runs alone: from here on its death counts against the job. Idempotent."""
+
+    job_id: JobId
+    lease: Lease
+
+
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """End the job: the last event (what was not yet shown), then the terminal entry.
 
@@ -147,7 +154,7 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
     delay_ms: int = 0
 
 
-Write = Append | Finish | Release
+Write = Append | Begin | Finish | Release
 
 
 class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):

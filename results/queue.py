@@ -80,9 +80,10 @@ class JobQueue:
         kv_token_budget: int,
         num_held: int,
         fingerprint: str,
+        says_begin: bool = False,
     ) -> Claim | None:
         """Ready jobs for this engine. A repeated claim id returns the same jobs again. None: the engine's heartbeat is
-        gone; send one, then claim again."""
+        gone; send one, then claim again. `says_begin` promises a `Begin` before a job that runs alone is computed."""
         command = commands.claim(
             self.keys,
             engine_id,
@@ -91,6 +92,7 @@ class JobQueue:
             kv_token_budget=kv_token_budget,
             num_held=num_held,
             fingerprint=fingerprint,
+            says_begin=says_begin,
         )
         reply = self._transport.send(command)
         return None if reply is None else replies.claim(reply)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from results.errors import QueueError
-from results.messages import Append, Finish, JobId, Lease, Release, Write
+from results.messages import Append, Begin, Finish, JobId, Lease, Release, Write
 from results.queue import JobQueue
 
 log = logging.getLogger(__name__)
@@ -176,6 +176,8 @@ def _size(write: Write) -> int:
     match write:
         case Append():
             shown, num_tokens = write.event, len(write.token_ids)
+        case Begin():
+            shown, num_tokens = None, 0
         case Finish():
             shown, num_tokens = write.event, 0
         case Release():

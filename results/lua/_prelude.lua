@@ -365,7 +365,7 @@ local function give_back(id, engine, delay_ms)
   local tenant, priority, serial, cost, cancel, deadline, batch =
     unpack(record(id, 'tenant', 'priority', 'serial', 'cost', 'cancel', 'deadline', 'batch'))
   if not tenant then return end  -- the record is gone: somebody has deleted it
-  redis.call('HDEL', prefix .. 'job:' .. id, 'lease', 'engine', 'base')
+  redis.call('HDEL', prefix .. 'job:' .. id, 'lease', 'engine', 'base', 'unbegun')
   if cancel then return end_job(id, 'cancelled', 'cancelled') end
   if deadline and tonumber(deadline) <= now then return end_job(id, 'expired', 'expired') end
   charge(tenant, -cost)

@@ -3,7 +3,8 @@
 -- queue hands out nothing.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 engine id, 2 claim id (repeating it returns the same jobs), 3 most jobs, 4 KV budget in tokens,
---       5 fingerprint of the engine's model, 6 jobs that the engine holds already
+--       5 fingerprint of the engine's model, 6 jobs that the engine holds already, 7 "1" when the engine says `begin` before
+--       it computes a job that runs alone (may be left out)
 -- Returns nil when the engine's heartbeat is gone, else an array: jobs still ready (0 while the queue is paused), then for
 --       each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token), tokens published,
 --       1 when watched or 0, created ms, the record's protocol version
@@ -12,7 +13,7 @@
 
 go_on_when_out_of_memory()
 local engine, claim_id, max_jobs, budget = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local fingerprint, is_idle = ARGV[5], ARGV[6] == '0'
+local fingerprint, is_idle, says_begin = ARGV[5], ARGV[6] == '0', ARGV[7] == '1'
 local heartbeat = prefix .. 'engine:' .. engine
 local leases = prefix .. 'leases:' .. engine
 
@@ -64,21 +65,22 @@ local function fits_this_model(job)
   return false
 end
 
+local function must_be_alone(job)
+  return job.crashes >= ALONE_FROM
+end
+
 local function take(job)
   local lease = next_serial()
   job.attempt = job.attempt + 1
   set_state(job.id, job.batch, 'queued', 'running', 'lease', lease, 'engine', engine, 'base', #job.tokens / 4,
     'attempt', job.attempt, 'started', job.started or now)
+  if says_begin and must_be_alone(job) then redis.call('HSET', prefix .. 'job:' .. job.id, 'unbegun', lease) end
   if job.fingerprint then redis.call('HDEL', prefix .. 'job:' .. job.id, 'mismatch') end
   redis.call('SADD', leases, job.id)
   return lease
 end
 
 local jobs, claimed, alone, num_set_aside = {0}, {}, nil, 0
-
-local function must_be_alone(job)
-  return job.crashes >= ALONE_FROM
-end
 
 local function may_take(job)
   local can_be_alone = is_idle and #claimed == 0

@@ -4,28 +4,46 @@
 --
 -- The crash rule: `crashes` counts the engines that died with the job since it last made progress. From 2 on the job runs
 -- alone (claim sees to that), so that it takes no batch-mates with it, and after 3 deaths alone, at 5, it has failed.
+-- An engine that died before it had begun to compute the job (claim has noted its lease as `unbegun`, begin removes it) was
+-- killed by something else: `false_starts` counts those. They have a limit too, since a prompt may be poison to what reads it.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 most jobs to take back in this call
 -- Returns the number of jobs taken back; call again while it is the most
 
 go_on_when_out_of_memory()
 local QUARANTINED_FROM = 5
+local MAX_FALSE_STARTS = 20
 local num_left = tonumber(ARGV[1])
 
+local function why_quarantined(crashes, false_starts)
+  if crashes >= QUARANTINED_FROM then
+    return crashes .. ' engines in a row died while they ran this job, the last 3 with nothing else to do'
+  elseif false_starts >= MAX_FALSE_STARTS then
+    return false_starts .. ' engines died between the claim of this job, alone, and its first step'
+  end
+end
+
 local function take_back(id, engine)
-  local fields = record(id, 'engine', 'state', 'base', 'crashes', 'cancel')
+  local fields = record(id, 'engine', 'state', 'base', 'crashes', 'cancel', 'lease', 'unbegun', 'false_starts')
   if fields[1] ~= engine or fields[2] ~= 'running' then
     redis.call('SREM', prefix .. 'leases:' .. engine, id)
     return
   end
   local has_advanced = redis.call('STRLEN', prefix .. 'tokens:' .. id) / 4 > tonumber(fields[3])
-  local crashes = has_advanced and 0 or tonumber(fields[4] or 0) + 1
-  redis.call('HSET', prefix .. 'job:' .. id, 'crashes', crashes)
-  if crashes < QUARANTINED_FROM or fields[5] then return give_back(id, engine, 0) end
+  local crashes, false_starts = tonumber(fields[4] or 0), tonumber(fields[8] or 0)
+  if has_advanced then
+    crashes, false_starts = 0, 0
+  elseif fields[7] == fields[6] then
+    false_starts = false_starts + 1
+  else
+    crashes = crashes + 1
+  end
+  redis.call('HSET', prefix .. 'job:' .. id, 'crashes', crashes, 'false_starts', false_starts)
+  local verdict = why_quarantined(crashes, false_starts)
+  if not verdict or fields[5] then return give_back(id, engine, 0) end
   redis.call('SREM', prefix .. 'leases:' .. engine, id)
-  redis.call('HDEL', prefix .. 'job:' .. id, 'lease', 'engine')
-  end_job(id, 'failed', 'error', nil, 'error', '{"kind":"crashed","message":"' .. crashes .. ' engines in a row died while '
-    .. 'they ran this job, the last 3 with nothing else to do; it is not tried again"}')
+  redis.call('HDEL', prefix .. 'job:' .. id, 'lease', 'engine', 'unbegun')
+  end_job(id, 'failed', 'error', nil, 'error', '{"kind":"crashed","message":"' .. verdict .. '; it is not tried again"}')
 end
 
 local num_back = 0

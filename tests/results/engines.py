@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from results.messages import (
     Append,
+    Begin,
     ClaimedJob,
     EngineId,
     Event,
@@ -38,11 +39,14 @@ def submit(queue: JobQueue, *job_ids: str, **fields: Any) -> None:
 class Engine:
     """Owns one engine id, and what it believes to hold."""
 
-    def __init__(self, queue: JobQueue, name: str = "engine", *, fingerprint: str = FINGERPRINT) -> None:
+    def __init__(
+        self, queue: JobQueue, name: str = "engine", *, fingerprint: str = FINGERPRINT, says_begin: bool = True
+    ) -> None:
         self.id = EngineId(f"{name}-{next(_numbers)}")
         self.held: dict[JobId, Lease] = {}
         self.queue = queue
         self.fingerprint = fingerprint
+        self.says_begin = says_begin
         self._claim_numbers = itertools.count(1)
         self.beat()
 
@@ -59,6 +63,7 @@ class Engine:
             kv_token_budget=budget,
             num_held=len(self.held) if num_held is None else num_held,
             fingerprint=self.fingerprint,
+            says_begin=self.says_begin,
         )
         assert claim is not None, "not registered"
         self.held.update((job.job_id, job.lease) for job in claim.jobs)
@@ -70,6 +75,9 @@ class Engine:
 
     def claim_ids(self, max_jobs: int = 256, **options: Any) -> list[str]:
         return [job.job_id for job in self.claim(max_jobs, **options)]
+
+    def begin(self, job: ClaimedJob) -> str:
+        return self.queue.write([Begin(job_id=job.job_id, lease=job.lease)])[0]
 
     def append(self, job: ClaimedJob, offset: int, token_ids: list[int], event: Event | None = None) -> str:
         write = Append(

@@ -10,7 +10,14 @@ import pytest
 import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
@@ -21,8 +28,12 @@ from tests.results.engines import Engine, submission
 from tests.results.invariants import check_queue
 
 TENANTS = ("x", "y")
+PASTS = ((0, 0), (1, 0), (4, 0), (2, 19))
+"""What engines have died of a job before: the crash rule ends at 5, or at 20."""
 BATCHES = ("b1", "b2")
 MAX_QUEUED = 12
+NUM_AT_FIRST = 6
+"""Jobs that are there from the beginning: what happens to an empty queue is soon told."""
 engines = st.integers(0, 2)
 picks = st.integers(0, 1000)
 
@@ -43,6 +54,10 @@ class ModelJob:
         self.num_retries = 0
         self.max_retries = 2
         self.is_redriven = False
+        self.num_tokens_at_claim = 0
+        self.is_unbegun = False
+        self.crashes = 0
+        self.false_starts = 0
 
     @property
     def text(self) -> str:
@@ -52,6 +67,19 @@ class ModelJob:
         """Goes back to the queue, unless its end was asked for."""
         after = "cancelled" if self.has_cancel else "expired" if self.is_past_deadline else "queued"
         self.state, self.owner, self.lease = after, None, 0
+
+    def lose_engine(self) -> None:
+        """The crash rule."""
+        if len(self.tokens) > self.num_tokens_at_claim:
+            self.crashes = self.false_starts = 0
+        elif self.is_unbegun:
+            self.false_starts += 1
+        else:
+            self.crashes += 1
+        if (self.crashes >= 5 or self.false_starts >= 20) and not self.has_cancel:
+            self.state, self.owner, self.lease = "failed", None, 0
+        else:
+            self.leave()
 
     def sweep(self) -> None:
         """Some engine has looked at the deadlines."""
@@ -72,6 +100,8 @@ class AnyOrder(RuleBasedStateMachine):
         self.client.hset(self.queue.keys.settings, mapping={"max_queued_jobs": MAX_QUEUED, "retry_base_ms": 3_600_000})
         self.client.hset(self.queue.keys.settings, "retry_max_ms", 3_600_000)
         self.leases: list[tuple[int, ClaimedJob]] = []  # all that there ever were
+        for priority in range(NUM_AT_FIRST):
+            self.submit(TENANTS[priority % 2], priority, 10, {}, PASTS[priority % len(PASTS)])
 
     @rule(
         tenant=st.sampled_from(TENANTS),
@@ -87,8 +117,9 @@ class AnyOrder(RuleBasedStateMachine):
                 "meta": st.just(b'{"a":1}'),
             },
         ),
+        past=st.sampled_from(PASTS),
     )
-    def submit(self, tenant: str, priority: int, cost: int, options: dict[str, Any]) -> None:
+    def submit(self, tenant: str, priority: int, cost: int, options: dict[str, Any], past: tuple[int, int]) -> None:
         job_id = f"j{len(self.jobs)}"
         job = submission(job_id, tenant=tenant, priority=priority, cost=cost, **options)
         num_waiting = sum(model.state in ("queued", "delayed") for model in self.jobs.values())
@@ -100,7 +131,11 @@ class AnyOrder(RuleBasedStateMachine):
         model.state = "delayed" if "delay_ms" in options else "queued"
         model.has_deadline = "deadline_ms" in options
         model.max_retries = options.get("max_retries", 2)
+        model.crashes, model.false_starts = past
+        key = self.queue.keys.job(job_id)
+        self.client.hset(key, mapping={"crashes": model.crashes, "false_starts": model.false_starts})
 
+    @precondition(lambda self: self.has("delayed"))
     @rule(pick=picks)
     def become_due(self, pick: int) -> None:
         """Its time comes, and an engine looks."""
@@ -110,6 +145,7 @@ class AnyOrder(RuleBasedStateMachine):
             if self.jobs[job_id].state == "delayed":
                 self.jobs[job_id].state = "queued"
 
+    @precondition(lambda self: self.has("queued", "delayed", "running"))
     @rule(pick=picks)
     def pass_the_deadline(self, pick: int) -> None:
         job_id = self._pick(pick, "queued", "delayed", "running")
@@ -118,19 +154,20 @@ class AnyOrder(RuleBasedStateMachine):
             self.client.zadd(self.queue.keys.deadlines, {job_id: 1})
             self.jobs[job_id].is_past_deadline = True
 
+    @precondition(lambda self: self.has("queued", "delayed", "running"))
     @rule(number=engines)
     def beat(self, number: int) -> None:
         self._beat(number)
 
+    @precondition(lambda self: self.has("queued", "delayed", "running"))
     @rule(is_paused=st.booleans())
     def pause(self, is_paused: bool) -> None:
         self.queue.pause(is_paused)
         self.is_paused = is_paused
 
+    @precondition(lambda self: self.jobs)
     @rule(pick=picks)
     def redrive(self, pick: int) -> None:
-        if not self.jobs:
-            return
         job_id = list(self.jobs)[pick % len(self.jobs)]
         model = self.jobs[job_id]
         if model.is_redriven or model.state in ("failed", "expired", "cancelled"):
@@ -146,6 +183,9 @@ class AnyOrder(RuleBasedStateMachine):
         else:
             with pytest.raises(CannotRedrive):
                 self.queue.redrive(job_id)
+
+    def has(self, *states: str) -> bool:
+        return any(model.state in states for model in self.jobs.values())
 
     def _pick(self, pick: int, *states: str) -> str | None:
         fitting = [job_id for job_id, model in self.jobs.items() if model.state in states]
@@ -165,6 +205,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert set(news.expired) == {id_ for id_ in told if self.jobs[id_].is_told}
         assert set(news.cancelled) == {id_ for id_ in told if self.jobs[id_].has_cancel}
 
+    @precondition(lambda self: self.has("queued"))
     @rule(number=engines, max_jobs=st.integers(1, 3))
     def claim(self, number: int, max_jobs: int) -> None:
         claimed = self.engines[number].claim(max_jobs)
@@ -176,13 +217,24 @@ class AnyOrder(RuleBasedStateMachine):
             assert model.state == "queued"
             assert (job.token_ids, job.num_published) == (model.tokens, model.num_published)
             assert all(job.lease > old.lease for _, old in self.leases)
+            assert job.crash_count == model.crashes
             model.state, model.owner, model.lease = "running", number, job.lease
+            model.num_tokens_at_claim, model.is_unbegun = len(model.tokens), model.crashes >= 2
             self.leases.append((number, job))
 
+    @precondition(lambda self: self.leases)
+    @rule(pick=picks)
+    def begin(self, pick: int) -> None:
+        number, job = self.leases[pick % len(self.leases)]
+        model = self.jobs[job.job_id]
+        is_owned = model.state == "running" and model.lease == job.lease
+        assert self.engines[number].begin(job) == ("ok" if is_owned else "stale")
+        if is_owned:
+            model.is_unbegun = False
+
+    @precondition(lambda self: self.leases)
     @rule(pick=picks, num_tokens=st.integers(1, 3), is_shown=st.booleans())
     def append(self, pick: int, num_tokens: int, is_shown: bool) -> None:
-        if not self.leases:
-            return
         number, job = self.leases[pick % len(self.leases)]
         model = self.jobs[job.job_id]
         offset = len(model.tokens)
@@ -197,10 +249,9 @@ class AnyOrder(RuleBasedStateMachine):
             model.tokens += fresh
             model.num_published = len(model.tokens) if is_shown else model.num_published
 
+    @precondition(lambda self: self.leases)
     @rule(pick=picks, state=st.sampled_from(["finished", "failed", "cancelled"]))
     def finish(self, pick: int, state: Any) -> None:
-        if not self.leases:
-            return
         number, job = self.leases[pick % len(self.leases)]
         model = self.jobs[job.job_id]
         rest = model.tokens[model.num_published :]
@@ -215,10 +266,9 @@ class AnyOrder(RuleBasedStateMachine):
             assert outcome == "ok"
             model.state, model.num_published = state, len(model.tokens)
 
+    @precondition(lambda self: self.leases)
     @rule(pick=picks)
     def fail_for_now(self, pick: int) -> None:
-        if not self.leases:
-            return
         number, job = self.leases[pick % len(self.leases)]
         model = self.jobs[job.job_id]
         if model.state != "running" or model.lease != job.lease:
@@ -234,10 +284,9 @@ class AnyOrder(RuleBasedStateMachine):
             assert outcome == "ok"
             model.state = "failed"
 
+    @precondition(lambda self: self.leases)
     @rule(pick=picks)
     def release(self, pick: int) -> None:
-        if not self.leases:
-            return
         number, job = self.leases[pick % len(self.leases)]
         model = self.jobs[job.job_id]
         is_owned = model.state == "running" and model.lease == job.lease
@@ -245,20 +294,31 @@ class AnyOrder(RuleBasedStateMachine):
         if is_owned:
             model.leave()
 
+    @precondition(lambda self: self.has("running"))
     @rule(number=engines)
     def crash(self, number: int) -> None:
         self.engines[number].die()
         while self.queue.recover(2):
             pass
-        for job_id, model in self.jobs.items():
+        for model in self.jobs.values():
             if model.state == "running" and model.owner == number:
-                model.leave()
-                if model.state == "queued" and self.queue.get(job_id).state == "failed":  # quarantined
-                    model.state = "failed"
+                model.lose_engine()
         self.engines[number] = Engine(self.queue, f"e{number}")
         for model in self.jobs.values():
             model.sweep()
 
+    @precondition(lambda self: self.has("queued"))
+    @rule(number=engines, has_begun=st.booleans())
+    def claim_and_crash(self, number: int, has_begun: bool) -> None:
+        """The shortest life of an engine, so that the crash rule comes to its end."""
+        num_before = len(self.leases)
+        self.claim(number, 1)
+        for _, job in self.leases[num_before:] if has_begun else []:
+            assert self.engines[number].begin(job) == "ok"
+            self.jobs[job.job_id].is_unbegun = False
+        self.crash(number)
+
+    @precondition(lambda self: self.has("running"))
     @rule(number=engines)
     def lose_a_reply(self, number: int) -> None:
         self.engines[number].held.clear()
@@ -269,10 +329,9 @@ class AnyOrder(RuleBasedStateMachine):
             if model.state == "running" and model.owner == number:
                 model.leave()
 
+    @precondition(lambda self: self.jobs)
     @rule(pick=picks)
     def cancel(self, pick: int) -> None:
-        if not self.jobs:
-            return
         job_id = list(self.jobs)[pick % len(self.jobs)]
         model = self.jobs[job_id]
         expected = {"queued": "cancelled", "delayed": "cancelled", "running": "cancelling"}.get(

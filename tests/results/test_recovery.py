@@ -3,20 +3,9 @@ from __future__ import annotations
 import threading
 
 from results.connection import connect
-from results.messages import ClaimedJob, Event
+from results.messages import Event
 from results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
-
-
-def crash(queue: JobQueue, *, after_tokens: int = 0) -> ClaimedJob:
-    """An engine claims the job in front, perhaps makes progress, and dies; its jobs are recovered."""
-    engine = Engine(queue, "doomed")
-    job = engine.claim_one()
-    if after_tokens:
-        engine.append(job, len(job.token_ids), list(range(after_tokens)))
-    engine.die()
-    assert queue.recover() == 1
-    return job
 
 
 def test_the_jobs_of_a_dead_engine_go_back_to_the_front(queue: JobQueue, engine: Engine) -> None:
@@ -83,51 +72,6 @@ def test_an_engine_that_was_only_slow_goes_on(queue: JobQueue) -> None:
     assert slow.beat().lost == []
     assert queue.recover() == 0
     assert slow.finish(job) == "ok"
-
-
-def test_a_job_runs_alone_after_two_deaths_without_progress(queue: JobQueue, engine: Engine) -> None:
-    submit(queue, "poison", "b", "c")
-    crash(queue)
-    crash(queue)
-    assert queue.recover() == 0
-    assert engine.claim_ids(num_held=1) == [], "not beside others, and nothing passes it"
-    alone = engine.claim(256)
-    assert [(job.job_id, job.crash_count) for job in alone] == [("poison", 2)]
-    assert engine.claim_ids(num_held=1) == [], "and nothing joins it"
-    assert engine.claim_ids(num_held=0) == [], "whatever the engine says of itself"
-    engine.finish(alone[0])
-    assert engine.claim_ids() == ["b", "c"]
-
-
-def test_three_deaths_alone_quarantine_a_job(queue: JobQueue) -> None:
-    submit(queue, "poison")
-    for _ in range(5):
-        assert queue.get("poison").state == "queued"
-        crash(queue)
-    job = queue.get("poison")
-    assert (job.state, job.finish_reason) == ("failed", "error")
-    assert job.error is not None
-    assert job.error.kind == "crashed"
-
-
-def test_progress_forgives_the_deaths_before_it(queue: JobQueue, engine: Engine) -> None:
-    submit(queue, "long")
-    for _ in range(20):
-        crash(queue, after_tokens=3)
-    job = engine.claim_one()
-    assert (job.crash_count, len(job.token_ids), job.attempt) == (0, 60, 21)
-
-
-def test_a_published_text_of_a_quarantined_job_is_kept(queue: JobQueue) -> None:
-    submit(queue, "a")
-    engine = Engine(queue)
-    engine.show(engine.claim_one(), 0, [1], "so far")
-    engine.die()
-    queue.recover()
-    for _ in range(5):
-        crash(queue)
-    job = queue.get("a")
-    assert (job.state, job.text) == ("failed", "so far")
 
 
 def test_a_job_whose_cancellation_was_asked_for_is_not_run_again(queue: JobQueue) -> None:

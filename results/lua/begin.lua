@@ -1,0 +1,11 @@
+-- Notes that an engine begins to compute a job that runs alone: running -> running. Until then the engine's death is not
+-- held against the job (recover has the rule). Safe to repeat.
+-- KEYS  1 the queue's prefix
+-- ARGV  1 job id, 2 lease
+-- Returns "ok" or "stale" (the lease is not, or no longer, the job's)
+
+go_on_when_out_of_memory()
+local id, lease = ARGV[1], ARGV[2]
+if standing(id, lease) ~= 'owned' then return refuse_stale_write() end
+redis.call('HDEL', prefix .. 'job:' .. id, 'unbegun')
+return 'ok'
