@@ -130,11 +130,15 @@ class Leases:
             next_beat = time.monotonic() + interval_s
             try:
                 self._beat()
-                recovered = self._queue.recover(_RECOVER_AT_ONCE)
-                if recovered:
-                    logger.warning("recovered %d jobs of dead engines", recovered)
+                self._recover()
             except QueueError as error:
                 logger.warning("heartbeat failed: %s", error)
+
+    def _recover(self) -> None:
+        with self._lock:  # a claim at the same time would need a second connection, which a full server refuses
+            recovered = self._queue.recover(_RECOVER_AT_ONCE)
+        if recovered:
+            logger.warning("recovered %d jobs of dead engines", recovered)
 
     def _beat(self) -> None:
         with self._lock:

@@ -17,8 +17,8 @@ from tests.chaos.workload import make_jobs
 
 pytestmark = [pytest.mark.slow, TEST_LIMIT]
 
-CONNECTIONS_OF_AN_ENGINE = 6
-"""What docs/reliability.md says: one each for claims, signals, the inbox and results, two for heartbeats and recovery."""
+CONNECTIONS_OF_AN_ENGINE = 5
+"""What docs/reliability.md says: one each for leases, the wait for jobs, signals, the inbox and results."""
 
 REFUSED = "does it take more clients"
 
