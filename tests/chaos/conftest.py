@@ -25,7 +25,19 @@ from tests.chaos.workload import Undisturbed
 TEST_LIMIT = pytest.mark.timeout(400)
 """A test here starts several processes, and the machine may be busy with others."""
 
-SCRIPTS = ("submit", "claim", "append", "finish", "heartbeat", "recover", "release", "deregister", "get", "stats")
+SCRIPTS = (
+    "submit",
+    "claim",
+    "begin",
+    "append",
+    "finish",
+    "heartbeat",
+    "recover",
+    "release",
+    "deregister",
+    "get",
+    "stats",
+)
 
 
 @pytest.fixture(scope="session")

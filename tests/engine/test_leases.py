@@ -1,0 +1,71 @@
+"""What an engine hears of its jobs through its heartbeats."""
+
+from __future__ import annotations
+
+import queue as queues
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from engine_service.leases import Leases, new_engine_id
+from results.connection import connect
+from results.messages import Reconciliation
+from results.queue import JobQueue
+from tests.results.engines import FINGERPRINT, submit
+
+News = queues.SimpleQueue[Reconciliation]
+
+
+@pytest.fixture
+def queue(redis_url: str, queue_name: str) -> Iterator[JobQueue]:
+    queue = JobQueue(connect(redis_url), queue_name)
+    yield queue
+    queue.close()
+
+
+@pytest.fixture
+def news() -> News:
+    return queues.SimpleQueue()
+
+
+@pytest.fixture
+def leases(queue: JobQueue, news: News) -> Iterator[Leases]:
+    leases = Leases(queue, new_engine_id(), 0.4, pending=dict, on_news=news.put, sleep_level=lambda: 0)
+    leases.start()
+    yield leases
+    leases.stop()
+
+
+def hear(news: News, kind: str) -> list[str]:
+    """The jobs of the first heartbeat that has something of this kind to say."""
+    while not (found := getattr(news.get(timeout=30), kind)):
+        pass
+    return list(found)
+
+
+def test_a_deadline_that_passes_is_told_by_the_heartbeat_alone(
+    queue: JobQueue, leases: Leases, news: News, redis_client: redis.Redis
+) -> None:
+    """Nobody listens to the signals here: the word may be lost, the heartbeat's news come again."""
+    submit(queue, "late", deadline_ms=3_600_000)
+    assert [job.job_id for job in leases.claim("c1", 1, 1000, FINGERPRINT).jobs] == ["late"]
+    redis_client.zadd(queue.keys.deadlines, {"late": 1})
+    assert hear(news, "expired") == hear(news, "expired") == ["late"]
+
+
+def test_a_cancellation_and_a_reader_are_told_too(queue: JobQueue, leases: Leases, news: News) -> None:
+    submit(queue, "a")
+    submit(queue, "b", is_streamed=True)
+    leases.claim("c1", 2, 1000, FINGERPRINT)
+    queue.cancel("a")
+    assert hear(news, "cancelled") == ["a"]
+    assert hear(news, "watched") == ["b"]
+
+
+def test_a_job_that_was_lost_is_held_no_longer(queue: JobQueue, leases: Leases, news: News) -> None:
+    submit(queue, "a")
+    (job,) = leases.claim("c1", 1, 1000, FINGERPRINT).jobs
+    queue.deregister(leases.engine_id)
+    assert hear(news, "lost") == [job.job_id]
+    assert leases.num_held == 0
