@@ -10,7 +10,7 @@ from producer.batches import SubmitCall, build_request
 from producer.client import CANCEL_BATCH, READ_BATCH, batched, check_sleep_level, queue_keys
 from producer.request import GenerationRequest
 from results import commands, replies
-from results.connection import connect_async
+from results.connection import AsyncConnection
 from results.durability import Durability
 from results.errors import BatchNotFound
 from results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
@@ -19,11 +19,14 @@ from results.transport import AsyncTransport
 
 
 class AsyncClient:
-    """`Client` for asyncio; what the methods do stands there. Belongs to the event loop that uses it first."""
+    """`Client` for asyncio; what the methods do stands there. Belongs to the event loop that uses it first.
 
-    def __init__(self, url: str | None = None, queue: str = "default") -> None:
+    An existing connection is a `redis.asyncio.Redis` or `redis.asyncio.RedisCluster` here.
+    """
+
+    def __init__(self, url: str | AsyncConnection | None = None, queue: str = "default") -> None:
         self._keys = queue_keys(queue)
-        self._transport = AsyncTransport(connect_async(url))
+        self._transport = AsyncTransport.to(url)
 
     async def __aenter__(self) -> AsyncClient:
         return self

@@ -11,7 +11,7 @@ from producer.batches import SubmitCall, build_request
 from producer.errors import InvalidRequest
 from producer.request import GenerationRequest
 from results import commands, replies
-from results.connection import connect
+from results.connection import Connection
 from results.durability import Durability
 from results.errors import BatchNotFound
 from results.keys import QueueKeys
@@ -28,13 +28,15 @@ CANCEL_BATCH = 500
 class Client:
     """A queue as a producer sees it. Connects on first use; may be used by several threads.
 
-    `url` is any that redis-py knows; without it MILLRACE_REDIS_URL, then REDIS_URL, then redis://localhost:6379/0 count.
+    `url` is any that redis-py knows, and redis+cluster://; without it MILLRACE_REDIS_URL, then REDIS_URL, then
+    redis://localhost:6379/0 count. It may be a `redis.Redis` or `redis.RedisCluster` instead, with a socket_timeout of at
+    least 10 s, without decode_responses and protocol 3 (else QueueError says so); closing the Client leaves it open.
     Every method raises RedisUnavailable when the server cannot be reached, or cannot do it now.
     """
 
-    def __init__(self, url: str | None = None, queue: str = "default") -> None:
+    def __init__(self, url: str | Connection | None = None, queue: str = "default") -> None:
         self._keys = queue_keys(queue)
-        self._transport = Transport(connect(url))
+        self._transport = Transport.to(url)
 
     def __enter__(self) -> Client:
         return self

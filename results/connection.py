@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import redis
 import redis.asyncio
@@ -11,7 +11,7 @@ import redis.asyncio.retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from results.errors import RedisUnavailable
+from results.errors import QueueError, RedisUnavailable
 
 CLIENT_ERRORS = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
 """What redis-py raises."""
@@ -22,6 +22,11 @@ SOCKET_TIMEOUT_S = 10.0
 BLOCK_LIMIT_S = 5.0
 NUM_RETRIES = 2
 """Every call of ours may be repeated, so a connection that was lost is opened again and the call sent again."""
+
+
+Connection: TypeAlias = redis.Redis | redis.RedisCluster
+AsyncConnection: TypeAlias = redis.asyncio.Redis | redis.asyncio.RedisCluster
+_AnyClient = TypeVar("_AnyClient", redis.Redis, redis.asyncio.Redis)
 
 
 def resolve_url(url: str | None) -> str:
@@ -61,6 +66,39 @@ def connect_async(url: str | None = None) -> redis.asyncio.Redis:
         return redis.asyncio.Redis.from_url(resolved, retry=retry, **_OPTIONS)
     except (ValueError, TypeError, AttributeError) as error:
         raise _bad_url(resolved, error) from error
+
+
+def borrow(connection: Connection) -> redis.Redis:
+    """A client that the caller has made, as one that all of ours takes. Raises QueueError when its options do not allow
+    that: replies have to come as bytes in the shapes of RESP2, and may take as long as SOCKET_TIMEOUT_S."""
+    if not isinstance(connection, redis.Redis | redis.RedisCluster):
+        raise QueueError(f"a URL, a redis.Redis or a redis.RedisCluster is needed, not {type(connection).__name__}")
+    return _checked(cast(redis.Redis, connection))
+
+
+def borrow_async(connection: AsyncConnection) -> redis.asyncio.Redis:
+    """The same for asyncio."""
+    if not isinstance(connection, redis.asyncio.Redis | redis.asyncio.RedisCluster):
+        needed = "a URL, a redis.asyncio.Redis or a redis.asyncio.RedisCluster"
+        raise QueueError(f"{needed} is needed, not {type(connection).__name__}")
+    return _checked(cast(redis.asyncio.Redis, connection))
+
+
+def _checked(client: _AnyClient) -> _AnyClient:
+    options: dict[str, Any] = cast(Any, client).get_connection_kwargs()
+    wrong: list[str] = []
+    if options.get("decode_responses"):
+        wrong.append("decode_responses=False")
+    if str(options.get("protocol")) == "3":
+        wrong.append("protocol=2")
+    timeout_s = options.get("socket_timeout")
+    if timeout_s is not None and timeout_s < SOCKET_TIMEOUT_S:
+        wrong.append(f"socket_timeout={SOCKET_TIMEOUT_S:g} or more, not {timeout_s:g}")
+    if wrong:
+        raise QueueError(
+            f"this connection cannot be shared with Millrace: make it with {', '.join(wrong)}; or give its URL"
+        )
+    return client
 
 
 _CLUSTER = "+cluster://"
@@ -113,6 +151,16 @@ def node_of(client: redis.Redis, key: str) -> redis.Redis:
         return client
     node: redis.Redis = client.get_redis_connection(client.get_node_from_key(key))
     return node
+
+
+async def node_of_async(client: redis.asyncio.Redis, key: str) -> redis.asyncio.Redis:
+    """The same for asyncio. In a cluster it is a new client, for the caller to close: its nodes have none of their own."""
+    if not isinstance(client, redis.asyncio.RedisCluster):
+        return client
+    await client.initialize()
+    node = client.get_node_from_key(key)
+    pool = redis.asyncio.ConnectionPool(node.connection_class, **node.connection_kwargs)
+    return redis.asyncio.Redis.from_pool(pool)
 
 
 def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:

@@ -10,7 +10,19 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from results.connection import CLIENT_ERRORS, as_unavailable, node_of, server_name
+from results.connection import (
+    CLIENT_ERRORS,
+    AsyncConnection,
+    Connection,
+    as_unavailable,
+    borrow,
+    borrow_async,
+    connect,
+    connect_async,
+    node_of,
+    node_of_async,
+    server_name,
+)
 from results.errors import QueueError
 from results.scripts import Command, source_of
 
@@ -25,10 +37,19 @@ _KEY = 3
 class Transport:
     """Sends commands through a client of `connection.connect`. May be used by several threads."""
 
-    def __init__(self, client: redis.Redis) -> None:
+    def __init__(self, client: redis.Redis, *, is_borrowed: bool = False) -> None:
+        """A borrowed client stays open when this is closed."""
         self._client = client
+        self._is_borrowed = is_borrowed
         self._execute: Callable[..., Reply] = client.execute_command
         self._server = server_name(client)
+
+    @classmethod
+    def to(cls, server: str | Connection | None) -> Transport:
+        """Over a client of our own for a URL (None: that of the environment), or over one that is there already."""
+        if server is None or isinstance(server, str):
+            return cls(connect(server))
+        return cls(borrow(server), is_borrowed=True)
 
     def send(self, command: Command) -> Reply:
         """The reply to one command. Raises RedisUnavailable, or QueueError where the command is at fault."""
@@ -73,7 +94,8 @@ class Transport:
         return _all_good(_raise_unavailable(replies, self._server), self._server), answer
 
     def close(self) -> None:
-        self._client.close()
+        if not self._is_borrowed:
+            self._client.close()
 
     def _load(self, *commands: Command) -> None:
         for source in {source_of(command) for command in commands}:
@@ -94,10 +116,17 @@ def _pipeline(client: redis.Redis, commands: Sequence[Command]) -> list[Reply]:
 class AsyncTransport:
     """The same for asyncio."""
 
-    def __init__(self, client: redis.asyncio.Redis) -> None:
+    def __init__(self, client: redis.asyncio.Redis, *, is_borrowed: bool = False) -> None:
         self._client = client
+        self._is_borrowed = is_borrowed
         self._execute: Callable[..., Awaitable[Reply]] = client.execute_command
         self._server = server_name(client)
+
+    @classmethod
+    def to(cls, server: str | AsyncConnection | None) -> AsyncTransport:
+        if server is None or isinstance(server, str):
+            return cls(connect_async(server))
+        return cls(borrow_async(server), is_borrowed=True)
 
     async def send(self, command: Command) -> Reply:
         with _our_errors(self._server):
@@ -118,28 +147,36 @@ class AsyncTransport:
         return _all_good(_raise_unavailable(replies, self._server), self._server)
 
     async def send_together(self, commands: Sequence[Command], last: Command) -> tuple[list[Reply], Reply]:
-        if isinstance(self._client, redis.asyncio.RedisCluster):
-            raise QueueError("durability: under asyncio a cluster cannot confirm it; use Client in a thread")
         with _our_errors(self._server):
-            *replies, answer = await self._pipeline([*commands, last])
-            if _forgotten(replies):
-                await self._load(commands[0])
-                *replies, answer = await self._pipeline([*commands, last])
+            node = await node_of_async(self._client, str(commands[0][_KEY]))
+            try:
+                *replies, answer = await _pipeline_async(node, [*commands, last])
+                if _forgotten(replies):
+                    await self._load(commands[0])
+                    *replies, answer = await _pipeline_async(node, [*commands, last])
+            finally:
+                if node is not self._client:
+                    await node.aclose()
         return _all_good(_raise_unavailable(replies, self._server), self._server), answer
 
     async def close(self) -> None:
-        await self._client.aclose()
+        if not self._is_borrowed:
+            await self._client.aclose()
 
     async def _load(self, *commands: Command) -> None:
         for source in {source_of(command) for command in commands}:
             await self._execute("SCRIPT LOAD", source)
 
     async def _pipeline(self, commands: Sequence[Command]) -> list[Reply]:
-        async with self._client.pipeline(transaction=False) as pipe:
-            enqueue: Callable[..., Any] = pipe.execute_command
-            for command in commands:
-                enqueue(*command)
-            return await pipe.execute(raise_on_error=False)
+        return await _pipeline_async(self._client, commands)
+
+
+async def _pipeline_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Reply]:
+    async with client.pipeline(transaction=False) as pipe:
+        enqueue: Callable[..., Any] = pipe.execute_command
+        for command in commands:
+            enqueue(*command)
+        return await pipe.execute(raise_on_error=False)
 
 
 @contextmanager

@@ -9,11 +9,12 @@ from contextlib import ExitStack
 
 import pytest
 import redis
+import redis.asyncio
 
 from millrace import AsyncClient, Client, GenerationRequest, RedisUnavailable
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
-from results.errors import QueueError
+from results.errors import NotDurable
 from results.messages import Event
 from results.queue import JobQueue
 from tests.results.engines import Engine
@@ -100,8 +101,32 @@ def test_a_cluster_that_is_not_there_is_told_so() -> None:
         Client("redis+cluster://127.0.0.1:1")
 
 
-async def test_what_a_cluster_cannot_confirm_under_asyncio_is_refused_before_anything_is_sent(url: str) -> None:
-    async with AsyncClient(url, queue="unsure") as client:
-        with pytest.raises(QueueError, match="use Client in a thread"):
-            await client.submit("x", durability="disk")
-        assert (await client.stats()).queued == 0
+@pytest.mark.parametrize("name", ["a", "b", "c", "d"])
+async def test_a_cluster_confirms_under_asyncio_too(url: str, cluster: list[redis.Redis], name: str) -> None:
+    for node in cluster:
+        node.script_flush()
+    async with AsyncClient(url, queue=f"safe-{name}") as client:
+        await client.submit("x", durability="disk")
+        ids = await client.submit_many((GenerationRequest(prompt="x") for _ in range(600)), durability="disk")
+        assert len(ids) == 600
+        assert (await client.stats()).queued == 601
+        with pytest.raises(NotDurable, match="no replica has confirmed"):
+            await client.submit("x", durability="replica")
+
+
+def test_a_cluster_client_that_is_there_already_is_shared(cluster: list[redis.Redis]) -> None:
+    with redis.RedisCluster("127.0.0.1", port_of(cluster[1]), socket_timeout=10) as existing:
+        with Client(existing, queue="shared") as client:
+            job_id = client.submit("x", durability="disk")
+            assert client.cancel(job_id) == "cancelled"
+            assert [event.state for event in client.stream(job_id)] == ["cancelled"]
+        assert existing.get("not-there") is None
+
+
+async def test_the_same_under_asyncio(cluster: list[redis.Redis]) -> None:
+    async with redis.asyncio.RedisCluster("127.0.0.1", port_of(cluster[1]), socket_timeout=10) as existing:
+        async with AsyncClient(existing, queue="shared-async") as client:
+            job_id = await client.submit("x", durability="disk")
+            assert await client.cancel(job_id) == "cancelled"
+            assert [event.state async for event in client.stream(job_id)] == ["cancelled"]
+        assert await existing.get("not-there") is None

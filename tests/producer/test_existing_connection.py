@@ -1,0 +1,62 @@
+"""A client over a connection that the program has already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from millrace import AsyncClient, Client
+from results.errors import QueueError
+from results.messages import Event
+from results.queue import JobQueue
+from tests.results.engines import Engine
+
+
+def test_a_connection_of_the_program_is_used_and_left_open(redis_url: str, queue_name: str) -> None:
+    with redis.Redis.from_url(redis_url, socket_timeout=10) as existing:
+        engine = Engine(JobQueue(existing, queue_name))
+        with Client(existing, queue=queue_name) as client:
+            job_id = client.submit("x", batch="b", meta={"a": 1})
+            engine.finish(engine.claim_one(), Event(offset=0, token_ids=[1], text="y"))
+            job = client.wait(job_id, 5)
+            assert (job.text, job.token_ids, job.meta) == ("y", [1], {"a": 1})
+            assert [event.text for event in client.stream(job_id)] == ["y", ""]
+            assert [job.id for job in client.as_completed([job_id], 5)] == [job_id]
+            assert client.batch_status("b").finished == client.stats().finished == 1
+        assert existing.ping()
+
+
+async def test_the_same_under_asyncio(redis_url: str, queue_name: str) -> None:
+    async with redis.asyncio.Redis.from_url(redis_url, socket_timeout=10) as existing:
+        async with AsyncClient(existing, queue=queue_name) as client:
+            job_id = await client.submit("x")
+            assert await client.cancel(job_id) == "cancelled"
+            assert [event.state async for event in client.stream(job_id)] == ["cancelled"]
+        assert await existing.ping()
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"decode_responses": True, "socket_timeout": None}, "decode_responses=False; or give its URL"),
+        ({"protocol": 3, "socket_timeout": 30}, "protocol=2"),
+        ({"socket_timeout": 4}, "socket_timeout=10 or more, not 4"),
+    ],
+)
+def test_a_connection_that_would_break_in_use_is_refused_at_once(
+    redis_url: str, options: dict[str, Any], needed: str
+) -> None:
+    with redis.Redis.from_url(redis_url, **options) as existing, pytest.raises(QueueError, match=needed):
+        Client(existing)
+    with pytest.raises(QueueError, match=needed):
+        AsyncClient(redis.asyncio.Redis.from_url(redis_url, **options))
+
+
+def test_a_connection_of_the_other_kind_is_refused(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as existing, pytest.raises(QueueError, match=r"redis\.asyncio\.Redis or"):
+        AsyncClient(existing)
+    with pytest.raises(QueueError, match=r"a redis\.Redis or a redis\.RedisCluster is needed, not Redis"):
+        Client(redis.asyncio.Redis.from_url(redis_url))  # type: ignore[arg-type]
