@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
-from typing import Any
+from typing import Unpack
 
-from producer.batches import SubmitCall, build_request
+from producer.batches import SubmitCall
 from producer.client import CANCEL_BATCH, READ_BATCH, batched, check_sleep_level, queue_keys
+from producer.options import SubmitOptions, build_request
 from producer.request import GenerationRequest
 from results import commands, replies
 from results.connection import AsyncConnection
@@ -45,28 +46,11 @@ class AsyncClient:
         self,
         prompt: str | None = None,
         *,
-        prompt_token_ids: list[int] | None = None,
-        messages: list[dict[str, Any]] | None = None,
-        job_id: str | None = None,
-        model: str | None = None,
-        tenant: str = "default",
-        priority: int = 0,
-        stream: bool = False,
         batch: str | None = None,
         durability: Durability = "memory",
-        **options: Any,
+        **options: Unpack[SubmitOptions],
     ) -> str:
-        request = build_request(
-            job_id,
-            options,
-            prompt=prompt,
-            prompt_token_ids=prompt_token_ids,
-            messages=messages,
-            model=model,
-            tenant=tenant,
-            priority=priority,
-            stream=stream,
-        )
+        request = build_request(prompt, options)
         return (await self.submit_many([request], batch=batch, durability=durability))[0]
 
     async def submit_many(

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
 
 from producer.checks import shown
 from producer.errors import InvalidRequest
 from producer.request import BATCH_PATTERN, GenerationRequest
-from producer.sampling import SamplingParams
 from producer.wire import to_submission
 from results import commands, replies
 from results.durability import DURABILITIES, check_confirmed, confirmation
@@ -102,24 +100,3 @@ _BATCH = re.compile(BATCH_PATTERN)
 def _check_batch(batch: str | None) -> None:
     if batch is not None and (type(batch) is not str or not _BATCH.fullmatch(batch)):
         raise InvalidRequest("batch", f"must match {BATCH_PATTERN}, got {shown(batch)}")
-
-
-_SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
-_REQUEST_NAMES = frozenset(GenerationRequest.__struct_fields__) - {"id"}
-
-
-def build_request(job_id: str | None, options: dict[str, Any], **fields: Any) -> GenerationRequest:
-    """A request from the arguments of `submit`; `options` are fields of the sampling, or the sampling as a whole."""
-    own: dict[str, Any] = {}
-    for name, value in options.items():
-        if name in _SAMPLING_NAMES:
-            own[name] = value
-        elif name in _REQUEST_NAMES:
-            fields[name] = value
-        else:
-            raise InvalidRequest(name, "is not an argument of submit; leave it out")
-    if "sampling" not in fields:
-        fields["sampling"] = SamplingParams(**own)
-    elif own:
-        raise InvalidRequest(next(iter(own)), "is a field of sampling: give the one or the other")
-    return GenerationRequest(id=job_id, **fields)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from types import TracebackType
-from typing import Any
+from typing import Unpack
 
-from producer.batches import SubmitCall, build_request
+from producer.batches import SubmitCall
 from producer.errors import InvalidRequest
+from producer.options import SubmitOptions, build_request
 from producer.request import GenerationRequest
 from results import commands, replies
 from results.connection import Connection
@@ -54,34 +55,18 @@ class Client:
         self,
         prompt: str | None = None,
         *,
-        prompt_token_ids: list[int] | None = None,
-        messages: list[dict[str, Any]] | None = None,
-        job_id: str | None = None,
-        model: str | None = None,
-        tenant: str = "default",
-        priority: int = 0,
-        stream: bool = False,
         batch: str | None = None,
         durability: Durability = "memory",
-        **options: Any,
+        **options: Unpack[SubmitOptions],
     ) -> str:
-        """Queue one generation and return its id. `options` are fields of SamplingParams, or `sampling` as a whole.
+        """Queue one generation and return its id. `options` are fields of GenerationRequest, `job_id` for its id, and of
+        SamplingParams, or `sampling` as a whole.
 
         The same request under the same `job_id` again is the same job. Raises InvalidRequest with the field at fault,
         JobConflict when the id belongs to another job, and QueueFull. With durability "disk" or "replica" it returns when
         the server has the job in its append-only file, or on a replica; otherwise it raises NotDurable.
         """
-        request = build_request(
-            job_id,
-            options,
-            prompt=prompt,
-            prompt_token_ids=prompt_token_ids,
-            messages=messages,
-            model=model,
-            tenant=tenant,
-            priority=priority,
-            stream=stream,
-        )
+        request = build_request(prompt, options)
         return self.submit_many([request], batch=batch, durability=durability)[0]
 
     def submit_many(

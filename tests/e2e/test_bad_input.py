@@ -133,7 +133,7 @@ def test_the_client_refuses_before_anything_is_sent(field: str, arguments: dict[
 
 def test_an_unknown_argument_is_named(client: Client) -> None:
     with pytest.raises((InvalidRequest, TypeError), match="promt"):
-        client.submit(promt="x")
+        client.submit(promt="x")  # type: ignore[call-arg]
 
 
 def test_the_same_id_with_the_same_body_is_the_same_job_and_with_another_a_conflict(

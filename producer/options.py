@@ -1,0 +1,66 @@
+"""The keyword arguments of `submit`, once for both clients, and the request that they make."""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from producer.errors import InvalidRequest
+from producer.request import GenerationRequest
+from producer.sampling import SamplingParams
+
+
+class SubmitOptions(TypedDict, total=False):
+    """Fields of GenerationRequest and of SamplingParams, side by side: what they mean, and their defaults, stands there."""
+
+    job_id: str | None
+    """`GenerationRequest.id`."""
+    prompt_token_ids: list[int] | None
+    messages: list[dict[str, Any]] | None
+    model: str | None
+    tenant: str
+    priority: int
+    stream: bool
+    deadline_s: float | None
+    delay_s: float | None
+    run_at: float | None
+    meta: dict[str, Any] | None
+    max_retries: int
+
+    sampling: SamplingParams
+    """All of it; or some of the following."""
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    stop: str | list[str] | None
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    detokenize: bool
+    skip_special_tokens: bool
+
+
+_SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
+_REQUEST_NAMES = frozenset(GenerationRequest.__struct_fields__) - {"id", "prompt"}
+
+
+def build_request(prompt: str | None, options: SubmitOptions) -> GenerationRequest:
+    """The request that the arguments of `submit` ask for. Raises InvalidRequest, also for a name that there is not."""
+    fields: dict[str, Any] = {"prompt": prompt}
+    own: dict[str, Any] = {}
+    for name, value in options.items():
+        if name == "job_id":
+            fields["id"] = value
+        elif name in _SAMPLING_NAMES:
+            own[name] = value
+        elif name in _REQUEST_NAMES:
+            fields[name] = value
+        else:
+            raise InvalidRequest(name, "is not an argument of submit; leave it out")
+    if "sampling" not in fields:
+        fields["sampling"] = SamplingParams(**own)
+    elif own:
+        raise InvalidRequest(next(iter(own)), "is a field of sampling: give the one or the other")
+    return GenerationRequest(**fields)
