@@ -142,7 +142,11 @@ def server_name(client: redis.Redis | redis.asyncio.Redis) -> str:
         login = f"{options.get('username') or ''}:***@"
     if path := options.get("path"):
         return f"unix://{login}{path}"
-    return f"redis://{login}{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db') or 0}"
+    scheme = "rediss" if issubclass(client.connection_pool.connection_class, _TLS_CONNECTIONS) else "redis"
+    return f"{scheme}://{login}{options.get('host', 'localhost')}:{options.get('port', 6379)}/{options.get('db') or 0}"
+
+
+_TLS_CONNECTIONS = (redis.SSLConnection, redis.asyncio.SSLConnection)
 
 
 def node_of(client: redis.Redis, key: str) -> redis.Redis:
@@ -167,6 +171,8 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
     """The error in one sentence that says what to do, when it is the server's state that is at fault; None when it is
     the command."""
     text = str(error)
+    if "CERTIFICATE_VERIFY_FAILED" in text:  # redis-py has put it into a ConnectionError
+        return RedisUnavailable(f"Redis at {server} {_NOT_TRUSTED} ({text})")
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
@@ -179,6 +185,11 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
 
 _NOT_PERMITTED = "does not permit this to the URL's user: extend its ACL"
 
+_NOT_TRUSTED = (
+    "has a certificate that is not trusted here: name the authority that signed it in the URL, "
+    "rediss://...?ssl_ca_certs=/path/ca.pem"
+)
+
 _CLUSTER_DOWN = "is a cluster that cannot serve this now"
 
 _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
@@ -186,6 +197,7 @@ _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
     (redis.exceptions.NoPermissionError, _NOT_PERMITTED),
     (redis.BusyLoadingError, "is still loading its data: try again in a moment"),
     (redis.ReadOnlyError, "is a read-only replica: give the URL of the primary, or wait for the failover to end"),
+    (redis.exceptions.MasterDownError, "is a replica that has lost its primary: wait for the failover to end"),
     (redis.OutOfMemoryError, "is out of memory: raise maxmemory, or wait until results expire"),
     (redis.TimeoutError, "does not answer in time: is it overloaded, or the network cut?"),
     (
@@ -212,6 +224,7 @@ _CODES = (
     "LOADING ",
     "BUSY ",
     "TRYAGAIN ",
+    "UNBLOCKED ",  # whoever waits on a primary that becomes a replica
     "NOAUTH ",
     "NOSCRIPT ",  # flushed again between loading and sending: the next try loads it again
     *_MOVED,

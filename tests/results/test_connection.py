@@ -34,7 +34,7 @@ def test_what_is_no_redis_url_is_told_at_once(url: str) -> None:
     [
         ("redis://:pw@host:1234/5", "redis://:***@host:1234/5"),
         ("redis://host", "redis://host:6379/0"),
-        ("rediss://user:pw@host", "redis://user:***@host:6379/0"),
+        ("rediss://user:pw@host", "rediss://user:***@host:6379/0"),
         ("unix:///tmp/x.sock?db=2&password=pw", "unix://:***@/tmp/x.sock"),
     ],
 )

@@ -119,6 +119,7 @@ def test_a_command_at_fault_is_an_error_of_its_own(queue: JobQueue, redis_url: s
         ("LOADING Redis is loading the dataset in memory", "cannot do this now: LOADING"),
         ("MISCONF Redis is configured to save RDB snapshots", "cannot do this now: MISCONF"),
         ("NOREPLICAS Not enough good replicas to write.", "cannot do this now: NOREPLICAS"),
+        ("UNBLOCKED force unblock from blocking operation, instance state changed", "cannot do this now: UNBLOCKED"),
         ("MOVED 3999 127.0.0.1:6381", "cannot do this now: MOVED"),
         ("CLUSTERDOWN The cluster is down", "cannot do this now: CLUSTERDOWN"),
         ("ERR Error running script: -OOM command not allowed", "cannot do this now"),
