@@ -48,7 +48,7 @@ def test_a_server_that_dies_keeps_what_was_confirmed_on_disk(
 @pytest.mark.parametrize(
     ("durability", "words"),
     [
-        pytest.param("disk", "set appendonly yes", id="disk without AOF"),
+        pytest.param("disk", "set appendonly yes", id="disk without AOF", marks=pytest.mark.slow),
         pytest.param("replica", "no replica has confirmed", id="replica without one", marks=pytest.mark.slow),
     ],
 )

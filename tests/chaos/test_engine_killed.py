@@ -44,6 +44,7 @@ def test_killed_in_prefill(place: Place) -> None:
     place.check(ALL, heir)
 
 
+@pytest.mark.slow
 def test_killed_in_mid_decode(place: Place) -> None:
     reserve = place.reserve()
     victim = place.engine()

@@ -19,6 +19,7 @@ from tests.chaos.workload import make_jobs
 pytestmark = TEST_LIMIT
 
 
+@pytest.mark.slow
 def test_killed_and_restarted_with_every_write_on_the_disk(hurt_place: Place) -> None:
     """Settings: appendonly yes, appendfsync always."""
     place = hurt_place

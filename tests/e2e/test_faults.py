@@ -158,6 +158,7 @@ def test_sigterm_past_the_grace_releases_jobs_with_their_tokens_and_counts_no_at
     assert {client.get(job_id).attempt for job_id in ids} == {1}
 
 
+@pytest.mark.slow
 def test_sigterm_while_redis_is_away_ends_in_time_and_says_so(tmp_path: Path) -> None:
     with EmbeddedServer() as server, EngineProcess(tmp_path / "engine.log", server.url, "away") as engine:
         engine.wait_until_serving()

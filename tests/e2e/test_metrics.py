@@ -139,6 +139,7 @@ def test_a_frozen_worker_makes_the_engine_unhealthy_until_it_is_replaced(
     assert client.wait(job_id, LIMIT_S).state == "finished"
 
 
+@pytest.mark.slow
 def test_a_sleeping_engine_is_healthy_and_says_so(start_engine: StartEngine, client: Client) -> None:
     engine = start_engine(*ANY_PORT)
     client.sleep(2)
@@ -152,6 +153,7 @@ def test_a_sleeping_engine_is_healthy_and_says_so(start_engine: StartEngine, cli
     assert figures(engine)["millrace_workers_active"] == 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_redis_does_not_hear_is_unhealthy(tmp_path: Path) -> None:
     with EmbeddedServer() as server, EngineProcess(tmp_path / "log", server.url, "away", *ANY_PORT) as engine:
         engine.wait_until_serving()

@@ -58,6 +58,7 @@ def test_jobs_wait_while_the_engine_sleeps_and_go_on_where_they_were(
     assert engine.terminate() == 0
 
 
+@pytest.mark.slow
 def test_another_engine_goes_on_with_the_jobs_of_one_that_sleeps(start_engine: StartEngine, client: Client) -> None:
     requests = long_jobs(16, max_tokens=400)
     start_engine("--max-num-seqs", "8")
@@ -117,6 +118,7 @@ def test_a_worker_that_dies_asleep_is_replaced_on_waking(start_engine: StartEngi
     wait_for_level(client, 0)
 
 
+@pytest.mark.slow
 def test_an_engine_does_not_wake_up_with_other_weights(
     start_engine: StartEngine, client: Client, tmp_path: Path
 ) -> None:
@@ -132,6 +134,7 @@ def test_an_engine_does_not_wake_up_with_other_weights(
     assert (client.get(job_id).state, client.stats().engines) == ("queued", 0)
 
 
+@pytest.mark.slow
 def test_an_engine_that_loses_its_worker_on_the_way_into_sleep_tries_again(
     redis_url: str, queue_name: str, client: Client, tmp_path: Path
 ) -> None:
@@ -152,6 +155,7 @@ def status(pid: int) -> str:
     return file.read_text() if file.exists() else ""
 
 
+@pytest.mark.slow
 def test_an_engine_that_could_not_reach_redis_sleeps_on(
     launch: StartEngine, client: Client, redis_client: redis.Redis, queue_name: str
 ) -> None:
