@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import checkpoints, executors, generation, queueing
+from benchmarks import checkpoints, executors, generation, messages, queueing
 from benchmarks.environment import ROOT, describe
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
@@ -26,6 +26,7 @@ def main() -> None:
         result["queue"] = queueing.measure(server.url)
         model = generation.make_model(Path(directory))
         result["generation"] = generation.measure(server.url, model)
+        result["messages"] = messages.measure()
         result["executors"] = executors.measure(model)
         result["checkpoints"] = checkpoints.measure(server.url, model)
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +36,7 @@ def main() -> None:
 
 def _show(result: dict[str, dict[str, object]], out: Path) -> None:
     table = Table("figure", "value", title=f"Millrace on {result['machine']}")
-    for part in ("queue", "generation", "executors", "checkpoints"):
+    for part in ("queue", "generation", "messages", "executors", "checkpoints"):
         for name, value in result[part].items():
             table.add_row(f"{part}: {name}", str(value))
     console = Console()
