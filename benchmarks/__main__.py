@@ -26,7 +26,7 @@ def main() -> None:
         result["queue"] = queueing.measure(server.url)
         model = generation.make_model(Path(directory))
         result["generation"] = generation.measure(server.url, model)
-        result["messages"] = messages.measure()
+        result["messages"] = messages.measure(model)
         result["executors"] = executors.measure(model)
         result["checkpoints"] = checkpoints.measure(server.url, model)
     options.out.parent.mkdir(parents=True, exist_ok=True)
