@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -58,6 +59,10 @@ class Service:
         seconds = time.perf_counter() - begin_s
         assert num_done == len(work), f"{num_done} of {len(work)} finished"
         return seconds
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the service process."""
+        self._process.send_signal(number)
 
     def stop(self) -> None:
         self._process.terminate()

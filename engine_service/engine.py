@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable
 
 import msgspec
@@ -14,9 +15,9 @@ from engine_service.epochs import Casualty, Epochs, Failure, too_large
 from engine_service.errors import EngineDead, EngineError
 from engine_service.generation import Generation
 from engine_service.token_budget import TokenBudget
-from executor.base import Executor
+from executor.base import Executor, StepFuture
 from executor.errors import Asleep, ExecutorError, WorkerError
-from executor.messages import ModelFacts, SeqId, StepPlan, StepResult
+from executor.messages import ModelFacts, SeqId, StepPlan
 from executor.metrics import ExecutorMetrics
 
 logger = logging.getLogger("millrace.engine")
@@ -58,11 +59,13 @@ class Engine:
         self._generations: dict[SeqId, Generation] = {}
         self._epochs = Epochs(executor, config, block_size)
         self._budget = TokenBudget(config.max_num_batched_tokens)
-        self._failed: list[Progress] = []
-        """Came to nothing outside of a step; told with the next one."""
+        self._under_way: deque[tuple[StepPlan, StepFuture]] = deque()
+        """Steps that the workers have and we have no result of, oldest first."""
+        self._untold: list[Progress] = []
+        """Came about outside of `step`; told with the next one."""
         self._deepest_sleep = 0
         self._step_limits: tuple[float, float] | None = None
-        """Of the step under way: when it began, and when it is stuck, by the monotonic clock."""
+        """Of the step that we wait for: since when, and when it is stuck, by the monotonic clock."""
         self._facts: ModelFacts | None = None
         self._scheduler: Scheduler | None = None
 
@@ -85,16 +88,18 @@ class Engine:
         return self._facts
 
     def shutdown(self) -> None:
+        self._under_way.clear()
         self._executor.shutdown()
 
     def sleep(self, level: int = 1) -> None:
         """Give the device's memory back until `wake_up`; see `Executor.sleep`. What is under way waits with its tokens."""
         before = self.sleep_level
+        self._untold += self._settle()
         try:
             self._executor.sleep(level)
             self._executor.worker_stats()
         except ExecutorError as error:
-            self._failed += self._restart(error)
+            self._untold += self._restart(error)
             raise EngineError(f"the workers did not fall asleep and were restarted: {error}") from error
         self._deepest_sleep = max(level, before)
 
@@ -111,7 +116,7 @@ class Engine:
         except ExecutorError as error:
             if isinstance(error, WorkerError) and error.failure.kind == _WEIGHTS_CHANGED:
                 raise EngineDead(str(error)) from error
-            self._failed += self._restart(error)
+            self._untold += self._restart(error)
         else:
             self.scheduler.restart(self._executor.epoch)
 
@@ -129,38 +134,33 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._failed) or self.scheduler.has_work
+        return bool(self._untold or self._under_way) or self.scheduler.has_work
 
     def add(self, generation: Generation) -> None:
         """Queue a generation that is not over yet."""
         assert generation.finish_reason is None
         if not self.scheduler.fits(generation.sequence):
-            self._failed.append(Progress(generation, None, too_large(self.scheduler.pool)))
+            self._untold.append(Progress(generation, None, too_large(self.scheduler.pool)))
             return
         self._generations[generation.sequence.seq_id] = generation
         self.scheduler.add(generation.sequence)
 
     def abort(self, generation: Generation) -> None:
         """Drop a generation; its blocks are free for the next step. Harmless when it is over."""
-        self._failed = [one for one in self._failed if one.generation is not generation]
+        self._untold = [one for one in self._untold if one.generation is not generation]
         if self._generations.pop(generation.sequence.seq_id, None) is not None:
             self.scheduler.remove(generation.sequence)
 
     def step(self) -> list[Progress]:
-        """One step of the batch: what it brought. Empty when there was nothing to run. Raises `Asleep` while it sleeps."""
+        """Keep every stage of the workers busy, and wait for the oldest step: what it brought. Empty when there was nothing
+        to run. Raises `Asleep` while it sleeps."""
         if self._executor.is_asleep:
             raise Asleep("the engine sleeps: call wake_up first")
-        failed = self._take_failed() + self._bury(self._epochs.grow_when_due())
-        plan = self.scheduler.schedule()
-        if plan is None:
-            return failed
-        try:
-            result = self._execute(plan)
-        except ExecutorError as error:
-            return failed + self._recover(error, plan)
-        self._epochs.count_good_step()
-        self._count_good_step()
-        return failed + [self._take(advance) for advance in self.scheduler.apply(result)]
+        told, self._untold = self._untold, []
+        if self._epochs.is_time_to_grow():
+            told += self._settle() + self._bury(self._epochs.grow())
+        told += self._send_steps()
+        return told + (self._collect() if self._under_way else [])
 
     def check_workers(self) -> list[Progress]:
         """For idle times: bring the workers back when they have died, all of them when some were missing. Those that die
@@ -169,15 +169,48 @@ class Engine:
             self._executor.check_health()
         except ExecutorError as error:
             return [] if self._executor.is_asleep else self._restart(error)
-        return [] if self._executor.is_asleep else self._bury(self._epochs.grow_when_due())
+        if self._executor.is_asleep or not self._epochs.is_time_to_grow():
+            return []
+        return self._bury(self._epochs.grow())
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _send_steps(self) -> list[Progress]:
+        """One for each stage, as far as there is work. Returns what the loss of the workers brings, mostly nothing."""
+        num_stages = self._executor.parallel_sizes[1]
+        while (plan := self.scheduler.schedule(num_stages)) is not None:
+            self._set_step_limits(plan)
+            try:
+                self._under_way.append((plan, self._executor.execute_model(plan)))
+            except ExecutorError as error:
+                return self._recover(error, plan)
+            except BaseException:  # interrupted: the workers may have this step or not
+                self._requeue()
+                raise
+        return []
+
+    def _collect(self) -> list[Progress]:
+        """What the oldest step under way brought."""
+        plan, future = self._under_way[0]
+        self._set_step_limits(plan)
+        try:
+            result = future.result()
+        except ExecutorError as error:
+            return self._recover(error, plan)
+        self._under_way.popleft()
+        self._step_limits = None
+        self._epochs.count_good_step()
+        self._count_good_step()
+        return [self._take(advance) for advance in self.scheduler.apply(result)]
+
+    def _set_step_limits(self, plan: StepPlan) -> None:
         now_s = time.monotonic()
         self._step_limits = (now_s, now_s + self._executor.step_limit_s(sum(row.num_tokens for row in plan.rows)))
-        try:
-            return self._executor.execute_model(plan).result()
-        finally:
-            self._step_limits = None
+
+    def _settle(self) -> list[Progress]:
+        """Wait for all that is under way."""
+        progress: list[Progress] = []
+        while self._under_way:
+            progress += self._collect()
+        return progress
 
     def _take(self, advance: Advance) -> Progress:
         generation = self._generations[advance.sequence.seq_id]
@@ -189,10 +222,6 @@ class Engine:
             self.abort(generation)
         return Progress(generation, reason)
 
-    def _take_failed(self) -> list[Progress]:
-        failed, self._failed = self._failed, []
-        return failed
-
     # --- too little memory, lost workers ---
 
     def _recover(self, error: ExecutorError, plan: StepPlan) -> list[Progress]:
@@ -201,21 +230,29 @@ class Engine:
         return self._restart(error)
 
     def _shrink(self, plan: StepPlan) -> bool:
-        """Smaller steps from now on; the workers go on if they all can."""
+        """Smaller steps from now on; the workers go on if they all can. A pipeline can't: its stages are out of step."""
         if not self._budget.shrink(sum(row.num_tokens for row in plan.rows)):
             return False
         self._set_budget()
-        num_sequences = self.scheduler.requeue_in_flight()
+        num_sequences = self._requeue()
         logger.warning(
             "out of memory: steps of at most %d tokens for now, %d sequences wait again",
             self._budget.tokens,
             num_sequences,
         )
+        if self._executor.parallel_sizes[1] > 1:
+            return False
         try:
             self._executor.collective_rpc("check_health", timeout_s=_STILL_ALIVE_S)
         except ExecutorError:
             return False
         return True
+
+    def _requeue(self) -> int:
+        """Give up what is under way; returns how many sequences wait again."""
+        self._under_way.clear()
+        self._step_limits = None
+        return self.scheduler.requeue_in_flight()
 
     def _count_good_step(self) -> None:
         self._budget.count_good_step()
@@ -226,6 +263,8 @@ class Engine:
         self.scheduler.config = msgspec.structs.replace(self._config, max_num_batched_tokens=self._budget.tokens)
 
     def _restart(self, error: ExecutorError) -> list[Progress]:
+        self._under_way.clear()
+        self._step_limits = None
         return self._bury(self._epochs.restart(error))
 
     def _bury(self, casualties: list[Casualty]) -> list[Progress]:

@@ -74,10 +74,12 @@ class Epochs:
         self.repair = None
         return casualties
 
-    def grow_when_due(self) -> list[Casualty]:
-        """With ranks missing, see from time to time whether they are back."""
-        if not self._recovery.is_time_to_grow():
-            return []
+    def is_time_to_grow(self) -> bool:
+        """Whether ranks are missing and it is time to see if they are back."""
+        return self._recovery.is_time_to_grow()
+
+    def grow(self) -> list[Casualty]:
+        """See whether missing ranks are back. Nothing may be in flight."""
         self._recovery.grow()
         return self._begin()
 

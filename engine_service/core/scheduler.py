@@ -43,7 +43,8 @@ class Scheduler:
     """Owns the queue of waiting sequences, the running ones and the block pool.
 
     `schedule()` makes the plan of the next step and moves the sequences on as if it had succeeded; `apply()` takes its
-    result in. When a step is lost with its workers, `restart()` puts everything back to waiting, tokens kept.
+    result in. Between the two the step is in flight, and its sequences keep their blocks. When a step is lost with its
+    workers, `restart()` puts everything back to waiting, tokens kept.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, epoch: int) -> None:
@@ -56,7 +57,8 @@ class Scheduler:
         self._suspects: list[Sequence] = []
         """Sequences that have to run alone, until they make progress."""
         self._to_forget: list[SeqId] = []
-        self._in_flight: list[SeqId] = []
+        self._in_flight: dict[StepId, list[SeqId]] = {}
+        """By step, oldest first."""
         self._last_step_id = 0
         self._num_preemptions = 0
 
@@ -104,10 +106,19 @@ class Scheduler:
 
     # --- a step ---
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run."""
-        step = _Step(self.config.max_num_batched_tokens, StepId(self._last_step_id + 1))
+    def schedule(self, max_in_flight: int = 1) -> StepPlan | None:
+        """The next step, or None when nothing can run before a step in flight has come back.
+
+        A pipeline has work for all its stages when `max_in_flight` is their number: each step then takes its share of the
+        sequences, and the next one others.
+        """
         suspect = self._suspect()
+        if len(self._in_flight) >= max_in_flight or (suspect is not None and self._in_flight):
+            return None
+        num_sequences = min(self.config.max_num_seqs, self.num_running + self.num_waiting)
+        step = _Step(
+            StepId(self._last_step_id + 1), self.config.max_num_batched_tokens, -(-num_sequences // max_in_flight)
+        )
         if suspect is not None:
             self._schedule_alone(suspect, step)
         else:
@@ -116,13 +127,14 @@ class Scheduler:
         if not step.rows:
             return None
         self._last_step_id += 1
-        self._in_flight = [row.seq_id for row in step.rows]
+        self._in_flight[step.step_id] = [row.seq_id for row in step.rows]
         finished, self._to_forget = self._to_forget, []
-        return StepPlan(step.step_id, self.epoch, depth=1, rows=step.rows, new=step.new, finished=finished)
+        depth = len(self._in_flight)
+        return StepPlan(step.step_id, self.epoch, depth, rows=step.rows, new=step.new, finished=finished)
 
     def apply(self, result: StepResult) -> list[Advance]:
         """Take in what the step sampled; sequences that ended, or failed, are gone from here afterwards."""
-        self._in_flight = []
+        del self._in_flight[result.step_id]
         advances = [self._fail(failure) for failure in result.failures if failure.seq_id in self._running]
         position = 0
         for seq_id, num_tokens in zip(result.seq_ids, result.num_tokens, strict=True):
@@ -133,30 +145,31 @@ class Scheduler:
         return advances
 
     def requeue_in_flight(self) -> int:
-        """The step failed, but the workers live on: its sequences wait again, with their tokens, and are met anew.
+        """What is in flight failed, and nobody is to blame: its sequences wait again, with their tokens, and are met anew.
 
-        Returns the number of sequences. Nobody is blamed.
+        Returns the number of sequences.
         """
-        in_flight, self._in_flight = self._in_flight, []
-        for seq_id in reversed(in_flight):
-            sequence = self._running.pop(seq_id, None)
-            if sequence is not None:
-                self._give_up_blocks(sequence)
-                self._waiting.appendleft(sequence)
-        return len(in_flight)
+        seq_ids = [seq_id for seq_id in self._running if self._is_in_flight(seq_id)]
+        self._in_flight.clear()
+        for seq_id in reversed(seq_ids):
+            sequence = self._running.pop(seq_id)
+            self._give_up_blocks(sequence)
+            self._waiting.appendleft(sequence)
+        return len(seq_ids)
 
     def restart(self, epoch: int) -> list[Sequence]:
         """The workers are new and the KV pool is empty: everything waits again, in its old order, with its tokens.
 
-        Sequences of the lost step carry the blame. Returns those that were alone in it once too often; they are gone.
+        Sequences of the lost steps carry the blame. Returns those that were alone in one once too often; they are gone.
         """
         self.epoch = epoch
-        blamed, self._in_flight, self._to_forget = set(self._in_flight), [], []
+        self._to_forget = []
         for sequence in reversed(self._running.values()):
-            sequence.crash_count += sequence.seq_id in blamed
+            sequence.crash_count += self._is_in_flight(sequence.seq_id)
             self.pool.free(sequence.reset())
             self._waiting.appendleft(sequence)
         self._running.clear()
+        self._in_flight.clear()
         quarantined = [sequence for sequence in self._waiting if sequence.crash_count >= QUARANTINE_AFTER_CRASHES]
         for sequence in quarantined:
             self._waiting.remove(sequence)
@@ -180,17 +193,18 @@ class Scheduler:
     # --- who runs ---
 
     def _schedule_running(self, step: _Step) -> None:
+        """Of those that wait for no result of a step in flight."""
         decodes = [sequence for sequence in self._running.values() if sequence.num_uncomputed == 1]
         prefills = [sequence for sequence in self._running.values() if sequence.num_uncomputed > 1]
         for sequence in decodes + prefills:
-            if step.budget == 0:
+            if step.is_full:
                 return
             if sequence.seq_id in self._running and self._make_room(sequence, step):  # else it was preempted meanwhile
                 self._plan_row(sequence, step)
 
     def _admit_waiting(self, step: _Step) -> None:
         """First come, first served: the head of the queue waits for its blocks and nobody overtakes it."""
-        while self._waiting and step.budget > 0 and not step.has_preempted:
+        while self._waiting and not step.is_full and not step.is_short_of_blocks:
             sequence = self._waiting[0]
             if len(self._running) >= self.config.max_num_seqs or not self._can_admit(sequence):
                 return
@@ -201,7 +215,7 @@ class Scheduler:
         if sequence in self._waiting:
             self._waiting.remove(sequence)
             while not self._can_admit(sequence):
-                self._preempt(self._youngest(), step)
+                self._preempt(next(reversed(self._running.values())), step)
             self._admit(sequence, step)
         elif self._make_room(sequence, step):
             self._plan_row(sequence, step)
@@ -218,11 +232,14 @@ class Scheduler:
         return self.pool.can_allocate(self.pool.blocks_for(sequence.num_tokens + 1))
 
     def _make_room(self, sequence: Sequence, step: _Step) -> bool:
-        """Free blocks for its share of the step, at the cost of the youngest. False when it had to go itself."""
+        """Free blocks for its share of the step, at the cost of the youngest. False when it had to go itself, or has to
+        wait for a step in flight."""
         while not self.pool.can_allocate(self._missing_blocks(sequence, step)):
-            victim = self._youngest()
-            self._preempt(victim, step)
-            if victim is sequence:
+            step.is_short_of_blocks = True
+            victim = self._victim_for(sequence)
+            if victim is not None:
+                self._preempt(victim, step)
+            if victim is None or victim is sequence:
                 return False
         return True
 
@@ -230,8 +247,18 @@ class Scheduler:
         num_tokens = sequence.num_computed + min(step.budget, sequence.num_uncomputed)
         return self.pool.blocks_for(num_tokens) - len(sequence.block_ids)
 
-    def _youngest(self) -> Sequence:
-        return next(reversed(self._running.values()))
+    def _victim_for(self, sequence: Sequence) -> Sequence | None:
+        """The youngest that is not in flight, or the sequence itself when it is the youngest. None: all younger ones, or
+        itself, are in flight, so it waits until they are back."""
+        for number, candidate in enumerate(reversed(self._running.values())):
+            if not self._is_in_flight(candidate.seq_id) and (candidate is not sequence or number == 0):
+                return candidate
+            if candidate is sequence:
+                return None
+        raise AssertionError(f"{sequence} does not run")
+
+    def _is_in_flight(self, seq_id: SeqId) -> bool:
+        return any(seq_id in seq_ids for seq_ids in self._in_flight.values())
 
     def _preempt(self, sequence: Sequence, step: _Step) -> None:
         """Back to the head of the queue; what it computed is lost, its tokens are not."""
@@ -292,7 +319,7 @@ class Scheduler:
         self.pool.check_integrity(sequence.block_ids for sequence in self._running.values())
         for sequence in self._running.values():
             assert sequence.num_computed <= len(sequence.block_ids) * self.pool.block_size, sequence
-            assert sequence.num_uncomputed >= 1 or self._in_flight, sequence
+            assert sequence.num_uncomputed >= 1 or self._is_in_flight(sequence.seq_id), sequence
         for sequence in self._waiting:
             assert not sequence.block_ids and sequence.num_computed == 0, sequence
             assert sequence.seq_id not in self._running, sequence
@@ -301,16 +328,21 @@ class Scheduler:
 class _Step:
     """A plan in the making."""
 
-    def __init__(self, budget: int, step_id: StepId) -> None:
-        self.budget = budget
+    def __init__(self, step_id: StepId, budget: int, max_rows: int) -> None:
         self.step_id = step_id
+        self.budget = budget
+        """Tokens that it can still take."""
+        self.max_rows = max_rows
         self.rows: list[StepRow] = []
         self.new: list[NewSequence] = []
-        self.has_preempted = False
+        self.is_short_of_blocks = False
+
+    @property
+    def is_full(self) -> bool:
+        return self.budget == 0 or len(self.rows) >= self.max_rows
 
     def drop(self, sequence: Sequence) -> None:
         """Take a preempted sequence out of the plan again, if it is in it already."""
-        self.has_preempted = True
         kept = [row for row in self.rows if row.seq_id != sequence.seq_id]
         self.budget += sum(row.num_tokens for row in self.rows) - sum(row.num_tokens for row in kept)
         self.rows = kept

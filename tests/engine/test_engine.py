@@ -15,12 +15,14 @@ from engine_service.engine import Engine, Progress
 from engine_service.errors import ConfigurationError, EngineDead
 from engine_service.generation import Generation, TextRules
 from executor.base import Executor
-from executor.messages import WorkerConfig
+from executor.messages import StepPlan, WorkerConfig
 from executor.multiproc import MultiprocExecutor
 from executor.uniproc import UniprocExecutor
 from tests.engine.sequences import make_sequence, stub_output
 
 Build = Callable[..., Engine]
+
+stages = pytest.mark.parametrize("num_stages", [1, 2])
 
 
 @pytest.fixture
@@ -76,8 +78,11 @@ def test_a_batch_runs_to_its_end(build: Build, kind: type[Executor]) -> None:
     assert_undisturbed(generations)
 
 
-def test_a_worker_that_dies_in_a_step_is_replaced_and_the_output_is_the_same(build: Build, tmp_path: Path) -> None:
-    engine = build(f"die-at-step=6,once={tmp_path / 'died'}")
+@stages
+def test_a_worker_that_dies_in_a_step_is_replaced_and_the_output_is_the_same(
+    build: Build, tmp_path: Path, num_stages: int
+) -> None:
+    engine = build(f"die-at-step=6,once={tmp_path / 'died'}", pipeline_parallel_size=num_stages)
     engine.start()
     generations = [generation(number) for number in range(1, 6)]
     run(engine, generations)
@@ -93,10 +98,11 @@ def test_a_step_that_raises_is_done_again_by_a_fresh_worker(build: Build, kind: 
     assert_undisturbed(generations)
 
 
-def test_a_poisonous_prompt_is_quarantined_alone(build: Build) -> None:
+@stages
+def test_a_poisonous_prompt_is_quarantined_alone(build: Build, num_stages: int) -> None:
     generations = [generation(number) for number in range(1, 6)]
     poison = generations[3]
-    engine = build(f"die-on-token={poison.sequence.prompt_token_ids[-1]}")
+    engine = build(f"die-on-token={poison.sequence.prompt_token_ids[-1]}", pipeline_parallel_size=num_stages)
     engine.start()
     ended = run(engine, generations)
     failed = [one for one in ended if one.failure is not None]
@@ -142,8 +148,9 @@ def test_the_context_is_what_the_pool_can_hold(build: Build) -> None:
     assert build(num_blocks=11).start().max_model_len == 40
 
 
-def test_an_aborted_generation_gives_its_blocks_back(build: Build) -> None:
-    engine = build()
+@stages
+def test_an_aborted_generation_gives_its_blocks_back(build: Build, num_stages: int) -> None:
+    engine = build(pipeline_parallel_size=num_stages)
     engine.start()
     aborted, kept = generation(1, max_tokens=50), generation(2)
     engine.add(aborted)
@@ -155,3 +162,64 @@ def test_an_aborted_generation_gives_its_blocks_back(build: Build) -> None:
         engine.step()
     assert_undisturbed([kept])
     assert engine.scheduler.stats().num_free_blocks == 63
+
+
+def test_every_stage_of_a_pipeline_has_work(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[StepPlan] = []
+    send = MultiprocExecutor.execute_model
+    monkeypatch.setattr(MultiprocExecutor, "execute_model", lambda self, plan: plans.append(plan) or send(self, plan))
+    engine = build(pipeline_parallel_size=2)
+    engine.start()
+    generations = [generation(number) for number in range(1, 9)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+    assert [plan.depth for plan in plans] == [1] + [2] * 23
+    assert {len(plan.rows) for plan in plans} == {4}
+
+
+def test_steps_under_way_are_settled_before_a_nap(build: Build) -> None:
+    engine = build(pipeline_parallel_size=2)
+    engine.start()
+    generations = [generation(number) for number in range(1, 5)]
+    for one in generations:
+        engine.add(one)
+    engine.step()
+    engine.sleep(1)
+    engine.wake_up()
+    run(engine, [])
+    assert_undisturbed(generations)
+    assert engine.metrics().executor.num_restarts == 0
+
+
+def test_a_pipeline_that_runs_out_of_memory_starts_anew_and_nobody_is_blamed(build: Build) -> None:
+    engine = build("most-tokens=20", pipeline_parallel_size=2)
+    engine.start()
+    generations = [generation(number, prompt_len=10) for number in range(1, 9)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+    assert engine.metrics().executor.num_restarts > 0
+    assert all(one.sequence.crash_count == 0 for one in generations)
+
+
+@stages
+def test_after_an_interruption_the_engine_can_be_used_again(
+    build: Build, monkeypatch: pytest.MonkeyPatch, num_stages: int
+) -> None:
+    engine = build(pipeline_parallel_size=num_stages)
+    engine.start()
+    interrupted = [generation(number) for number in range(1, 5)]
+    for method in ("execute_model", "pump"):
+        with monkeypatch.context() as patch:
+            patch.setattr(MultiprocExecutor, method, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run(engine, interrupted)
+        for one in interrupted:
+            engine.abort(one)
+        interrupted = [generation(number) for number in range(11, 15)]
+    generations = [generation(number) for number in range(21, 25)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+
+
+def interrupt(*arguments: object, **options: object) -> None:
+    raise KeyboardInterrupt

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import deque
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,13 +13,16 @@ from executor.stub import StubWorker
 from tests.engine.sequences import make_sequence, stub_output
 
 BLOCK_SIZE = 4
+OPERATIONS = ["add", "add", "send", "send", "collect", "step", "step", "remove", "lose"]
 
 
 class Bench:
-    """A scheduler with the checking stub as its worker."""
+    """A scheduler with the checking stub as its worker. Results come back when they are collected."""
 
-    def __init__(self, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32) -> None:
+    def __init__(self, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_in_flight: int = 1) -> None:
         self.num_blocks = num_blocks
+        self.max_in_flight = max_in_flight
+        self.in_flight: deque[StepResult] = deque()
         config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
         self.scheduler = Scheduler(config, BlockPool(num_blocks, BLOCK_SIZE), epoch=1)
         self.plans: list[StepPlan] = []
@@ -27,24 +32,39 @@ class Bench:
         self.worker = StubWorker(self.scheduler.epoch, WorkerConfig(model="", block_size=BLOCK_SIZE))
         self.worker.initialize_cache(self.num_blocks, 0)
 
-    def step(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
+    def send(self) -> StepPlan | None:
+        plan = self.scheduler.schedule(self.max_in_flight)
         if plan is not None:
             self.plans.append(plan)
-            self.scheduler.apply(self.worker.execute_model(plan))
+            self.in_flight.append(self.worker.execute_model(plan))
+            assert plan.depth == len(self.in_flight) <= self.max_in_flight
         self.scheduler.check_integrity()
         return plan
 
+    def collect(self) -> None:
+        if self.in_flight:
+            self.scheduler.apply(self.in_flight.popleft())
+        self.scheduler.check_integrity()
+
+    def step(self) -> StepPlan | None:
+        """Send what may be in flight, and take in the oldest result; returns what was sent first."""
+        first = self.send()
+        while self.send():
+            pass
+        self.collect()
+        return first
+
     def lose_step(self) -> list[Sequence]:
-        """The workers die in the middle of the next step."""
-        self.scheduler.schedule()
+        """The workers die in the middle of the next step, and of those in flight."""
+        self.scheduler.schedule(self.max_in_flight)
+        self.in_flight.clear()
         quarantined = self.scheduler.restart(self.scheduler.epoch + 1)
         self.start_worker()
         return quarantined
 
     def run(self, limit: int = 2000) -> None:
         for _ in range(limit):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self.in_flight:
                 return
             self.step()
         raise AssertionError(f"not done after {limit} steps: {self.scheduler}")
@@ -206,7 +226,82 @@ def test_a_row_that_fails_ends_alone() -> None:
     assert_undisturbed([fine])
 
 
-@settings(max_examples=60, deadline=None)
+# --- several steps in flight ---
+
+
+def test_the_stages_of_a_pipeline_share_the_sequences() -> None:
+    bench = Bench(max_in_flight=2)
+    sequences = [make_sequence(number, prompt_len=3, max_tokens=6) for number in range(1, 8)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.send()
+    bench.send()
+    assert [[row.seq_id for row in plan.rows] for plan in bench.plans] == [[1, 2, 3, 4], [5, 6, 7]]
+    bench.run()
+    assert_undisturbed(sequences)
+    assert max(len(plan.rows) for plan in bench.plans) == 4
+    assert [row.input_lag for row in bench.plans[2].rows] == [2, 2, 2, 2]
+
+
+def test_chunks_of_one_prompt_follow_each_other_through_the_pipeline() -> None:
+    bench = Bench(budget=8, max_in_flight=3)
+    sequence = make_sequence(1, prompt_len=20, max_tokens=2)
+    bench.scheduler.add(sequence)
+    bench.step()
+    assert [(row.start, row.num_tokens) for plan in bench.plans for row in plan.rows] == [(0, 8), (8, 8), (16, 4)]
+    bench.run()
+    assert_undisturbed([sequence])
+
+
+def test_a_sequence_in_flight_keeps_its_blocks_when_the_pool_runs_short() -> None:
+    bench = Bench(num_blocks=9, budget=16, max_in_flight=2)
+    sequences = [make_sequence(number, prompt_len=6, max_tokens=20) for number in range(1, 4)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    for _ in range(200):
+        in_flight = {seq_id for result in bench.in_flight for seq_id in result.seq_ids}
+        plan = bench.send()
+        assert plan is None or not in_flight & set(plan.finished)
+        if plan is None:
+            bench.collect()
+    assert bench.scheduler.stats().num_preemptions > 0
+    assert_undisturbed(sequences)
+
+
+def test_all_that_was_in_flight_is_blamed_and_a_suspect_is_alone_in_the_pipeline() -> None:
+    bench = Bench(max_num_seqs=4, max_in_flight=2)
+    sequences = [make_sequence(number, prompt_len=3, max_tokens=4) for number in range(1, 5)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    for _ in range(2):
+        bench.send()
+        assert not bench.lose_step()
+    assert [sequence.crash_count for sequence in sequences] == [2, 2, 2, 2]
+    bench.plans.clear()
+    for number in range(1, 5):
+        assert bench.send() is not None
+        assert bench.send() is None
+        assert [row.seq_id for row in bench.plans[-1].rows] == [number]
+        bench.collect()
+    bench.run()
+    assert_undisturbed(sequences)
+
+
+def test_steps_that_are_given_up_are_computed_again_and_nobody_is_blamed() -> None:
+    bench = Bench(max_in_flight=2)
+    sequences = [make_sequence(number, prompt_len=3, max_tokens=8) for number in range(1, 7)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.step()
+    bench.send()
+    bench.in_flight.clear()
+    assert bench.scheduler.requeue_in_flight() == 6
+    bench.run()
+    assert [sequence.crash_count for sequence in sequences] == [0] * 6
+    assert_undisturbed(sequences)
+
+
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one(data: st.DataObject) -> None:
     draw = data.draw
@@ -214,11 +309,14 @@ def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one
         num_blocks=draw(st.integers(14, 40), "blocks"),
         max_num_seqs=draw(st.integers(1, 6), "seqs"),
         budget=draw(st.integers(1, 24), "budget"),
+        max_in_flight=draw(st.integers(1, 3), "in flight"),
     )
     sequences: list[Sequence] = []
     removed: list[Sequence] = []
     for number in range(1, draw(st.integers(1, 25), "operations") + 1):
-        match draw(st.sampled_from(["add", "add", "step", "step", "step", "remove", "lose"]), "operation"):
+        match draw(
+            st.sampled_from(["add", "add", "send", "send", "collect", "step", "step", "remove", "lose"]), "operation"
+        ):
             case "add":
                 prompt_len, max_tokens = draw(st.integers(1, 24)), draw(st.integers(1, 20))
                 sequences.append(make_sequence(number, prompt_len, max_tokens))
@@ -228,6 +326,10 @@ def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one
                 bench.scheduler.remove(removed[-1])
             case "lose":
                 removed += bench.lose_step()
+            case "send":
+                bench.send()
+            case "collect":
+                bench.collect()
             case _:
                 bench.step()
         bench.scheduler.check_integrity()
