@@ -15,6 +15,7 @@ from engine_service.engine import Engine, Progress
 from engine_service.errors import ConfigurationError, EngineDead
 from engine_service.generation import Generation, TextRules
 from executor.base import Executor
+from executor.calls import PendingCall
 from executor.messages import StepPlan, WorkerConfig
 from executor.multiproc import MultiprocExecutor
 from executor.uniproc import UniprocExecutor
@@ -166,8 +167,13 @@ def test_an_aborted_generation_gives_its_blocks_back(build: Build, num_stages: i
 
 def test_every_stage_of_a_pipeline_has_work(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[StepPlan] = []
-    send = MultiprocExecutor.execute_model
-    monkeypatch.setattr(MultiprocExecutor, "execute_model", lambda self, plan: plans.append(plan) or send(self, plan))
+    execute_model = MultiprocExecutor.execute_model
+
+    def note(executor: MultiprocExecutor, plan: StepPlan) -> PendingCall:
+        plans.append(plan)
+        return execute_model(executor, plan)
+
+    monkeypatch.setattr(MultiprocExecutor, "execute_model", note)
     engine = build(pipeline_parallel_size=2)
     engine.start()
     generations = [generation(number) for number in range(1, 9)]
