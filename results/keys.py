@@ -12,6 +12,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     text:<id>              string  text of events that the stream has lost       append               like the result
     ready:<tenant>         zset    queued jobs, score priority, by age within    submit, release      while not empty
     tenants                zset    tenants with ready jobs, score virtual time   submit, claim        while not empty
+    away                   zset    tenants without any, while others have some    submit, claim        until caught up
     delayed                zset    jobs that wait for a time, score ready at ms  submit, release      while not empty
     deadlines              zset    jobs with a deadline, score when, ms          submit, finish       while not empty
     waiting                hash    jobs and tokens not yet running, by tenant    submit, claim        while not empty

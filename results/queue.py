@@ -190,7 +190,7 @@ class JobQueue:
 
     def check_server(self) -> list[str]:
         """Warnings about the server's settings. Raises ServerUnsuitable when it would lose jobs or is too old."""
-        return check_server(self._client)
+        return check_server(self._client, self.keys.prefix)
 
     def close(self) -> None:
         self._transport.close()

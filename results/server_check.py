@@ -14,14 +14,14 @@ MIN_REDIS = (6, 2)
 MIN_VALKEY = (7, 2)
 
 
-def check_server(client: redis.Redis) -> list[str]:
+def check_server(client: redis.Redis, key: str) -> list[str]:
     """Warnings about the server's settings. Raises ServerUnsuitable when it would lose jobs or is too old.
 
-    Reads INFO, not CONFIG, which hosted servers often forbid; what INFO does not tell, or is not allowed to tell, is a
+    In a cluster it is the node of `key` that is asked. Reads INFO, not CONFIG, which hosted servers often forbid; what INFO does not tell, or is not allowed to tell, is a
     warning.
     """
     server = server_name(client)
-    info = _read_info(client, server)
+    info = _read_info(client, server, key)
     if info is None:
         return [f"Redis at {server} does not permit INFO: nobody checked that maxmemory-policy is noeviction"]
     _check_version(info, server)
@@ -39,9 +39,9 @@ def check_server(client: redis.Redis) -> list[str]:
     return warnings
 
 
-def _read_info(client: redis.Redis, server: str) -> dict[str, Any] | None:
+def _read_info(client: redis.Redis, server: str, key: str) -> dict[str, Any] | None:
     try:
-        info: Any = node_of(client, "{millrace}").info()
+        info: Any = node_of(client, key).info()
         return dict(info)
     except redis.exceptions.NoPermissionError:
         return None

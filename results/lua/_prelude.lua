@@ -14,9 +14,15 @@ local MAX_DONE_ENTRIES = 100000
 local MAX_REJECTED_ENTRIES = 1000
 local MAX_SWEPT = 256  -- jobs that one call looks at whose time has come
 
--- A setting of this queue, in its `settings` hash; the default where the operator has set none.
+-- What an operator has set, as a whole number; the default where it is nothing of that kind.
+local function whole_number(value, default)
+  local number = tonumber(value)
+  return number and number >= 0 and number < 2 ^ 53 and math.floor(number) or default
+end
+
+-- A setting of this queue, in its `settings` hash.
 local function setting(name, default)
-  return tonumber(redis.call('HGET', prefix .. 'settings', name)) or default
+  return whole_number(redis.call('HGET', prefix .. 'settings', name), default)
 end
 
 -- Out of memory, Redis refuses the first write of a script, and never a later one. What was accepted must be able to go
@@ -92,12 +98,28 @@ local function id_of_member(member)
   return string.sub(member, 18)
 end
 
--- Makes the tenant one of those that have ready jobs. One that arrives starts level with the least served.
+-- Makes the tenant one of those that have ready jobs. One that arrives starts level with the least served, or where it
+-- has been already while these waited.
 local function activate_tenant(tenant)
-  local key = prefix .. 'tenants'
+  local key, away = prefix .. 'tenants', prefix .. 'away'
   if redis.call('ZSCORE', key, tenant) then return end
-  local least_served = redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')
-  redis.call('ZADD', key, least_served[2] or 0, tenant)
+  local least_time = tonumber(redis.call('ZRANGE', key, 0, 0, 'WITHSCORES')[2] or 0)
+  redis.call('ZADD', key, math.max(least_time, redis.call('ZSCORE', away, tenant) or least_time), tenant)
+  redis.call('ZREM', away, tenant)
+  redis.call('ZREMRANGEBYSCORE', away, '-inf', least_time)
+end
+
+-- The tenant has no ready jobs any more. Its virtual time is kept while others wait; with nobody left all begin anew.
+local function deactivate_tenant(tenant)
+  local key, away = prefix .. 'tenants', prefix .. 'away'
+  local time = redis.call('ZSCORE', key, tenant)
+  redis.call('ZREM', key, tenant)
+  if redis.call('EXISTS', key) == 0 then
+    redis.call('DEL', away)
+    redis.call('HSET', prefix .. 'counts', 'queued', 0)
+  elseif time then
+    redis.call('ZADD', away, time, tenant)
+  end
 end
 
 local function add_ready(id, tenant, priority, serial)
@@ -109,7 +131,7 @@ end
 -- Books that ready jobs of a tenant have gone.
 local function count_removed(tenant, num_jobs)
   redis.call('HINCRBY', prefix .. 'counts', 'queued', -num_jobs)
-  if redis.call('EXISTS', prefix .. 'ready:' .. tenant) == 0 then redis.call('ZREM', prefix .. 'tenants', tenant) end
+  if redis.call('EXISTS', prefix .. 'ready:' .. tenant) == 0 then deactivate_tenant(tenant) end
 end
 
 local function remove_ready(tenant, member)
@@ -137,12 +159,15 @@ end
 -- Fair share: a claim charges a job's cost to its tenant, giving the job back refunds it, its end settles the difference.
 -- A tenant with twice the weight pays half, so it gets twice the tokens.
 local function weight_of(tenant)
-  local weight = setting('weight:' .. tenant, 1)
-  return weight > 0 and weight or 1
+  local weight = tonumber(redis.call('HGET', prefix .. 'settings', 'weight:' .. tenant))
+  return weight and weight > 0 and weight < math.huge and weight or 1
 end
 
 local function charge(tenant, num_tokens)
-  redis.call('ZADD', prefix .. 'tenants', 'XX', 'INCR', num_tokens / weight_of(tenant), tenant)
+  local time = num_tokens / weight_of(tenant)
+  if not redis.call('ZADD', prefix .. 'tenants', 'XX', 'INCR', time, tenant) then
+    redis.call('ZADD', prefix .. 'away', 'XX', 'INCR', time, tenant)
+  end
 end
 
 -- --- state and batch -----------------------------------------------------------------------------------------------
@@ -333,8 +358,8 @@ local function end_job(id, state, reason, known, ...)
   local published, trimmed, from, batch, deadline, meta, tenant, cost, fingerprint =
     unpack(known or record(id, unpack(END_FIELDS)))
   local times = redis.call('HMGET', prefix .. 'settings', 'result_ttl_ms', 'record_ttl_ms')
-  local keep_ms = tonumber(times[1]) or 86400000
-  local record_ms = math.max(keep_ms, tonumber(times[2]) or keep_ms)
+  local keep_ms = whole_number(times[1], 86400000)
+  local record_ms = math.max(keep_ms, whole_number(times[2], keep_ms))
   redis.call('XADD', prefix .. 'result:' .. id, '*', 'state', state, 'reason', reason, 'offset', published or 0, ...)
   set_state(id, batch, from, state, 'ended', now)
   redis.call('PEXPIRE', prefix .. 'job:' .. id, record_ms)

@@ -5,6 +5,9 @@
 --       2 engine id, or "" for every engine of the queue
 -- Returns the ids of the engines that were told: those with a heartbeat
 
+if not ({['0'] = true, ['1'] = true, ['2'] = true})[ARGV[1]] then
+  return redis.error_reply('ERR the level of sleep must be 0, 1 or 2')
+end
 go_on_when_out_of_memory()
 local told = {}
 for _, engine in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do

@@ -152,6 +152,19 @@ def test_a_record_that_somebody_deleted_does_not_block_the_queue(
     assert engine.claim_ids() == ["here"]
 
 
+def test_a_line_that_somebody_deleted_does_not_block_the_queue(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    submit(queue, "gone")
+    redis_client.delete(
+        queue.keys.ready("default"), queue.keys.waiting, queue.keys.job("gone"), queue.keys.body("gone")
+    )
+    assert engine.claim_ids() == []
+    assert queue.stats().queued == 0
+    submit(queue, "here")
+    assert engine.claim_ids() == ["here"]
+
+
 def test_a_lease_never_comes_back_even_when_the_server_forgets_what_it_gave_out(
     queue: JobQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:

@@ -9,7 +9,8 @@ import redis
 
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
-from results.messages import Event
+from results.errors import QueueError
+from results.messages import Event, Usage
 from results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
 
@@ -76,6 +77,29 @@ def test_weights_share_by_tokens(queue: JobQueue, engine: Engine, redis_client: 
     assert got["plain"] == pytest.approx(got["broken"], abs=1)
 
 
+@pytest.mark.parametrize("cost", [10, 1000])
+def test_a_tenant_whose_line_runs_empty_again_and_again_takes_no_more_than_its_share(
+    queue: JobQueue, engine: Engine, cost: int
+) -> None:
+    """Whatever its jobs were thought to cost, and settled to in the end."""
+    queue.submit([submission(f"steady-{i}", tenant="steady", cost=cost) for i in range(100)])
+    turns = Counter[str]()
+    for number in range(60):
+        queue.submit([submission(f"refilled-{number}", tenant="refilled", cost=cost)])
+        job = engine.claim_one()
+        turns[job.job_id.split("-")[0]] += 1
+        assert engine.finish(job, usage=Usage(prompt_tokens=5, completion_tokens=35)) == "ok"
+    assert abs(turns["steady"] - turns["refilled"]) <= 2
+
+
+def test_when_nobody_waits_all_begin_anew(queue: JobQueue, engine: Engine) -> None:
+    queue.submit([submission("x1", tenant="x", cost=10_000), submission("y1", tenant="y", cost=10)])
+    assert engine.claim_ids(2) == ["x1", "y1"]
+    queue.submit([submission("x2", tenant="x")])
+    queue.submit([submission(f"y{i}", tenant="y") for i in range(2, 5)])
+    assert engine.claim_ids(2) == ["x2", "y2"]
+
+
 def test_the_few_jobs_of_one_tenant_wait_for_about_as_many_of_a_huge_one() -> None:
     with EmbeddedServer() as server, connect(server.url) as client:
         queue = JobQueue(client, "fair")
@@ -135,3 +159,22 @@ def test_writes_of_a_zombie_are_refused_and_counted(queue: JobQueue) -> None:
     assert zombie.finish(old) == "stale"
     assert queue.get("a").text == "right"
     assert queue.stats().stale_writes == 4
+
+
+# --- what an operator, or a client of somebody else's, may get wrong -----------------------------------------------
+
+
+@pytest.mark.parametrize(("value", "longest_ms"), [("1500.5", 1500), ("soon", 86_400_000), ("inf", 86_400_000)])
+def test_a_time_that_is_no_whole_number_ends_a_job_as_well(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis, value: str, longest_ms: int
+) -> None:
+    set_setting(queue, redis_client, "result_ttl_ms", value)
+    submit(queue, "a")
+    assert engine.finish(engine.claim_one()) == "ok"
+    assert 0 < redis_client.pttl(queue.keys.job("a")) <= longest_ms
+
+
+def test_a_level_of_sleep_that_does_not_exist_is_refused(queue: JobQueue, engine: Engine) -> None:
+    with pytest.raises(QueueError, match="level of sleep"):
+        queue.sleep(3)
+    assert engine.beat().sleep_level == 0

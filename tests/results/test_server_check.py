@@ -24,7 +24,7 @@ class Pretender:
 
 
 def check(**info: Any) -> list[str]:
-    return check_server(Pretender(**info))  # type: ignore[arg-type]
+    return check_server(Pretender(**info), "key")  # type: ignore[arg-type]
 
 
 def test_a_server_that_evicts_is_refused() -> None:
