@@ -28,7 +28,7 @@ from engine_service.offline import build_engine
 from engine_service.output import Output
 from engine_service.room import Room
 from engine_service.service import Service
-from engine_service.text import TextError, Tokenizer
+from engine_service.text import Tokenizer
 from executor.external import become_rank, die_with_rank_0, is_torchrun_rank
 from results.connection import connect
 from results.errors import QueueError
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             _become_rank(config, sys.argv[1:] if argv is None else argv)
         die_with_rank_0()
         return _Process(config).run()
-    except (ConfigurationError, TextError) as error:
+    except ConfigurationError as error:
         return _complain(error, EXIT_CONFIGURATION)
     except QueueError as error:
         return _complain(error, EXIT_REDIS)
@@ -147,7 +147,7 @@ class _Process:
         inbox = Inbox(self._connect())
 
         leases.start()
-        _drain_on_signal(service)
+        _drain_on_signal(service, engine)
         intake.start()
         inbox.start()
         self._health.watch(leases)
@@ -158,6 +158,8 @@ class _Process:
             logger.info("draining")
             _stop_intake(intake, inbox)
             service.finish_running(config.drain_grace)
+        except KeyboardInterrupt:  # by `_drain_on_signal`
+            logger.info("draining, without the workers")
         finally:  # also when the workers are lost for good: what they were doing goes back to the queue
             _stop_intake(intake, inbox)
             service.release_all()
@@ -190,9 +192,11 @@ def _max_open_jobs(config: ServeConfig) -> int:
     return config.max_num_seqs + max(4, config.max_num_seqs // 4)
 
 
-def _drain_on_signal(service: Service) -> None:
+def _drain_on_signal(service: Service, engine: Engine) -> None:
     def drain(number: int, frame: FrameType | None) -> None:
         service.drain()
+        if engine.is_repairing:  # nothing can be finished before the workers are back, and nobody knows when that is
+            raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, drain)
     signal.signal(signal.SIGINT, drain)

@@ -24,19 +24,16 @@ class Admission:
         self._seq_ids = itertools.count(1)
 
     def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
-        """The ids of whichever of prompt, prompt_token_ids and messages the request has. Raises `InvalidRequest`."""
+        """The ids of whichever of prompt, prompt_token_ids and messages the request has. Raises `InvalidRequest`, also
+        when they do not fit into the context."""
         if request.prompt_token_ids is not None:
-            self._check_vocabulary("prompt_token_ids", request.prompt_token_ids)
-            return list(request.prompt_token_ids)
-        field = "prompt" if request.prompt is not None else "messages"
-        if self._tokenizer is None:
-            raise InvalidRequest(field, "the engine's model has no tokenizer; send prompt_token_ids")
-        try:
-            if request.prompt is not None:
-                return self._tokenizer.encode(request.prompt)
-            return self._tokenizer.encode_chat(list(request.messages or []))
-        except TextError as error:
-            raise InvalidRequest(field, str(error)) from error
+            token_ids, field = list(request.prompt_token_ids), "prompt_token_ids"
+            self._check_vocabulary(field, token_ids)
+        else:
+            field = "prompt" if request.prompt is not None else "messages"
+            token_ids = self._encode(request, field)
+        self._check_length(field, token_ids)
+        return token_ids
 
     def admit(
         self,
@@ -50,9 +47,8 @@ class Admission:
         """A generation ready for the engine. `drawn_seed` counts when the request names none; `output_token_ids` and
         `crash_count` are what an earlier attempt left behind.
 
-        Raises `InvalidRequest` when the prompt does not fit or an id is out of the vocabulary.
+        Raises `InvalidRequest` when an id is out of the vocabulary.
         """
-        self._check_prompt(prompt_token_ids)
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         end_token_ids = frozenset(sampling.stop_token_ids) | self._eos_of(sampling)
         sequence = Sequence(
@@ -64,6 +60,16 @@ class Admission:
             crash_count=crash_count,
         )
         return Generation(sequence, self._text_rules(sampling), self._tokenizer)
+
+    def _encode(self, request: GenerationRequest, field: str) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequest(field, "the engine's model has no tokenizer; send prompt_token_ids")
+        try:
+            if request.prompt is not None:
+                return self._tokenizer.encode(request.prompt)
+            return self._tokenizer.encode_chat(list(request.messages or []))
+        except TextError as error:
+            raise InvalidRequest(field, str(error)) from error
 
     def _eos_of(self, sampling: SamplingParams) -> frozenset[int]:
         return frozenset() if sampling.ignore_eos else frozenset(self._eos_token_ids)
@@ -82,15 +88,15 @@ class Admission:
             skip_special_tokens=sampling.skip_special_tokens,
         )
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
+    def _check_length(self, field: str, token_ids: list[int]) -> None:
         if not token_ids:
-            raise InvalidRequest("prompt", "is empty; give at least one token")
+            raise InvalidRequest(field, "is empty; give at least one token")
         limit = self._facts.max_model_len
         if len(token_ids) >= limit:
             message = (
                 f"has {len(token_ids)} tokens, and the context of {limit} must hold an output token too; shorten it"
             )
-            raise InvalidRequest("prompt", message)
+            raise InvalidRequest(field, message)
 
     def _check_vocabulary(self, field: str, token_ids: Iterable[int]) -> None:
         size = self._facts.vocab_size

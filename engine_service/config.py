@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -14,6 +15,9 @@ from engine_service.core.scheduler import SchedulerConfig
 from engine_service.errors import ConfigurationError
 from executor.messages import WorkerConfig
 from executor.select import NAMES as EXECUTOR_NAMES
+from results.keys import QUEUE_PATTERN
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -108,12 +112,16 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         super().__post_init__()
         _require(self.drain_grace >= 0, "drain_grace", "must not be negative", self.drain_grace)
         _require(self.heartbeat >= 0.2, "heartbeat", "must be at least 0.2 s", self.heartbeat)
+        _require(
+            QUEUE_PATTERN.fullmatch(self.queue) is not None, "queue", "must match [A-Za-z0-9._-]{1,64}", self.queue
+        )
+        _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}", self.log_level)
         port = self.metrics_port
         _require(port is None or 0 <= port <= 65535, "metrics_port", "must be 0 to 65535", port)
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or Path(self.model).name
+        return self.served_model_name or Path(os.path.abspath(Path(self.model).expanduser())).name
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics-port", type=int, metavar="PORT", help="serve /metrics and /health over HTTP (default: off)"
     )
     parser.add_argument("--metrics-host", metavar="ADDRESS", help="where to serve them (default: 127.0.0.1)")
-    parser.add_argument("--log-level", choices=("DEBUG", "INFO", "WARNING", "ERROR"), help="default: INFO")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="default: INFO")
     parser.add_argument("--config", metavar="FILE", help="TOML file with the same names, as max_model_len = 4096")
 
 

@@ -278,6 +278,11 @@ class Engine:
         return self._deepest_sleep if self._executor.is_asleep else 0
 
     @property
+    def is_repairing(self) -> bool:
+        """Whether the workers are being replaced, which may last for minutes."""
+        return self._epochs.repair is not None
+
+    @property
     def is_started(self) -> bool:
         return self._facts is not None
 

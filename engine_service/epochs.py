@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import msgspec
 
@@ -16,6 +18,9 @@ from executor.errors import ExecutorError, WorkerError
 from executor.messages import RowSampling, SeqId
 
 logger = logging.getLogger("millrace.engine")
+
+TOO_LARGE = "too_large"
+"""The kind of `Failure` of a sequence that an engine with all its ranks could compute."""
 
 MAX_FRUITLESS_RESTARTS = 10
 """Losses of the workers in a row, without one new token from anybody, after which it must be the machine."""
@@ -68,11 +73,9 @@ class Epochs:
         self._num_fruitless += 1
         if self._num_fruitless > MAX_FRUITLESS_RESTARTS:
             raise _dead(f"{error}, the {self._num_fruitless}th loss without a token between", error) from error
-        self.repair = str(error)
-        self._recovery.restart()
-        casualties = self._begin()
-        self.repair = None
-        return casualties
+        with self._repairing(str(error)):
+            self._recovery.restart()
+        return self._begin()
 
     def is_time_to_grow(self) -> bool:
         """Whether ranks are missing and it is time to see if they are back."""
@@ -80,12 +83,21 @@ class Epochs:
 
     def grow(self) -> list[Casualty]:
         """See whether missing ranks are back. Nothing may be in flight."""
-        self._recovery.grow()
+        with self._repairing("all ranks are tried again"):
+            self._recovery.grow()
         return self._begin()
 
     def count_good_step(self) -> None:
         """The workers have brought somebody a token."""
         self._num_fruitless = 0
+
+    @contextlib.contextmanager
+    def _repairing(self, reason: str) -> Iterator[None]:
+        self.repair = reason
+        try:
+            yield
+        finally:
+            self.repair = None
 
     def _begin(self) -> list[Casualty]:
         """The workers are new: whoever is blamed for that too often, or fits no more, is over."""
@@ -120,7 +132,7 @@ def _dead(message: str, error: ExecutorError) -> EngineDead:
 def too_large(pool: BlockPool) -> Failure:
     """For a sequence that fitted when it came, before ranks were lost."""
     message = f"with the ranks that are left the KV pool holds {pool.capacity_tokens} tokens, too few for this job"
-    return Failure("too_large", message)
+    return Failure(TOO_LARGE, message)
 
 
 def _crashed(sequence: Sequence) -> Failure:

@@ -28,8 +28,8 @@ def new_engine_id() -> EngineId:
 class Leases:
     """Owns the table of leases that this engine holds, and the thread that keeps them alive.
 
-    A claim and a heartbeat never overlap: else a heartbeat could find a lease that the claim's reply has not yet put into
-    the table, and give the job away.
+    Its calls never overlap: else a heartbeat could find a lease that a claim's reply has not yet put into the table, and
+    give the job away. The engine loop, which only drops leases, waits for none of them.
     """
 
     def __init__(
@@ -51,11 +51,15 @@ class Leases:
         self._on_news = on_news
         self._sleep_level = sleep_level
         self._held: dict[JobId, Lease] = {}
-        self._lock = threading.Lock()
+        self._table = threading.Lock()
+        """Guards `_held`."""
+        self._calls = threading.Lock()
+        """Held during a call."""
         self._stopping = threading.Event()
         self._hurry = threading.Event()
         """Ends the wait for the next heartbeat."""
         self._beat_at_s = time.monotonic()
+        self._recover_from_s = 0.0
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __repr__(self) -> str:
@@ -93,18 +97,19 @@ class Leases:
 
     def claim(self, claim_id: str, max_jobs: int, kv_token_budget: int, fingerprint: str) -> Claim:
         """Claim and take into the table. A repeated claim id returns what the first one got."""
-        with self._lock:
+        with self._calls:
             claim = self._claim(claim_id, max_jobs, kv_token_budget, fingerprint)
             if claim is None:  # the heartbeat has lapsed, in a long pause perhaps
                 self._heartbeat()
                 claim = self._claim(claim_id, max_jobs, kv_token_budget, fingerprint)
             jobs = claim.jobs if claim is not None else []
-            self._held.update((job.job_id, job.lease) for job in jobs)
+            with self._table:
+                self._held.update((job.job_id, job.lease) for job in jobs)
             return claim or Claim(jobs=[], num_ready=0)
 
     def drop(self, job_id: JobId, lease: Lease) -> None:
         """The engine is through with this lease: its last write is on its way, or it is another engine's."""
-        with self._lock:
+        with self._table:
             if self._held.get(job_id) == lease:
                 del self._held[job_id]
 
@@ -130,26 +135,36 @@ class Leases:
             next_beat = time.monotonic() + interval_s
             try:
                 self._beat()
-                self._recover()
+                if time.monotonic() >= self._recover_from_s:
+                    self._recover()
             except QueueError as error:
                 logger.warning("heartbeat failed: %s", error)
 
     def _recover(self) -> None:
-        with self._lock:  # a claim at the same time would need a second connection, which a full server refuses
+        with self._calls:  # a claim at the same time would need a second connection, which a full server refuses
             recovered = self._queue.recover(_RECOVER_AT_ONCE)
         if recovered:
             logger.warning("recovered %d jobs of dead engines", recovered)
 
     def _beat(self) -> None:
-        with self._lock:
+        with self._calls:
             news = self._heartbeat()
-            for job_id in news.lost:
-                self._held.pop(job_id, None)
+            with self._table:
+                for job_id in news.lost:
+                    self._held.pop(job_id, None)
             self._on_news(news)  # before the next claim can bring one of them back
 
     def _heartbeat(self) -> Reconciliation:
-        held = dict(self._held)  # before `pending`: a job leaves the table only after its last write is pending
+        with self._table:
+            held = dict(self._held)  # before `pending`: a job leaves the table only after its last write is pending
         held = {**self._pending(), **held}
         news = self._queue.heartbeat(self.engine_id, self._ttl_ms, held, self._sleep_level())
-        self._beat_at_s = time.monotonic()
+        self._note_beat(time.monotonic())
         return news
+
+    def _note_beat(self, now_s: float) -> None:
+        """One that comes late shows that Redis was away, or this engine. If Redis, then the others' heartbeats have lapsed
+        as well though nobody is dead: they get the time to come back before their jobs are taken."""
+        if now_s - self._beat_at_s > self._ttl_ms / 2000:
+            self._recover_from_s = now_s + self._ttl_ms / 1000
+        self._beat_at_s = now_s

@@ -59,11 +59,13 @@ def check_parallel_sizes(path: Path, tensor_parallel_size: int, pipeline_paralle
 def fingerprint(path: Path, tokenizer_path: Path, dtype: str) -> str:
     """Tells whether two engines would go on with each other's tokens: same weights, tokenizer and number format.
 
-    Hashes the configuration and the tokenizer whole, and of each weight file its size, its header and a sample.
+    Hashes the configurations, the tokenizer and its templates whole, and of each weight file its size, its header and a
+    sample.
     """
     digest = hashlib.sha256(dtype.encode())
-    for file in (path / "config.json", tokenizer_path / "tokenizer.json"):
-        digest.update(file.read_bytes() if file.exists() else b"")
+    texts = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    for file in (path / "config.json", path / "generation_config.json", *(tokenizer_path / name for name in texts)):
+        digest.update(hashlib.sha256(file.read_bytes() if file.exists() else b"").digest())
     for file in sorted(path.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
         with file.open("rb") as weights:

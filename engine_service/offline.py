@@ -28,7 +28,7 @@ from engine_service.engine import Engine, EngineMetrics, Progress
 from engine_service.errors import ConfigurationError, EngineError
 from engine_service.generation import Generation
 from engine_service.model_files import check_parallel_sizes, eos_token_ids, resolve_model
-from engine_service.text import TextError, Tokenizer
+from engine_service.text import Tokenizer
 from executor.select import make_executor
 from producer.messages import GenerationRequest, InvalidRequest, SamplingParams
 
@@ -204,7 +204,7 @@ def _is_over(progress: Progress) -> bool:
 def _load_tokenizer(path: Path) -> Tokenizer | None:
     try:
         return Tokenizer(path)
-    except TextError as error:
+    except ConfigurationError as error:
         if (path / "tokenizer.json").exists():
             raise
         logger.warning("%s; prompts must be token ids", error)

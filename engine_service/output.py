@@ -23,7 +23,7 @@ CHECKPOINT_INTERVAL_S = 1.0
 CHECKPOINT_TOKENS = 64
 """An unwatched job is saved when it is this far ahead of its checkpoint, in time or tokens."""
 DEFER_MS = 1000
-"""How long a job that needs a newer engine is out of everybody's way before it is offered again."""
+"""How long a job that needs a newer or larger engine is out of everybody's way before it is offered again."""
 
 EndState = Literal["finished", "failed", "cancelled", "expired"]
 EndReason = Literal["stop", "length", "error", "cancelled", "expired"]
@@ -87,8 +87,8 @@ class Output:
             )
         )
 
-    def release(self, job: ServedJob) -> None:
-        """Another engine shall go on where this one stands."""
+    def release(self, job: ServedJob, delay_ms: int = 0) -> None:
+        """Another engine shall go on where this one stands, after this time."""
         self._put(
             Release(
                 job_id=job.job_id,
@@ -96,6 +96,7 @@ class Output:
                 offset=job.num_saved,
                 token_ids=job.generation.token_ids[job.num_saved :],
                 fingerprint=self._fingerprint,
+                delay_ms=delay_ms,
             )
         )
 

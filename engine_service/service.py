@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Literal
 
 from engine_service.core.sequence import FinishReason
 from engine_service.engine import Engine, Progress
+from engine_service.epochs import TOO_LARGE
 from engine_service.errors import EngineDead, EngineError
 from engine_service.jobs import Arrived, CutShort, Deferred, Lost, Nap, Refused, ServedJob, Watch, Word, is_alone
-from engine_service.output import Output
+from engine_service.output import DEFER_MS, Output
 from engine_service.room import Room
 from engine_service.tally import Outcome, ServiceMetrics, Tally
 from executor.messages import SeqId
@@ -50,8 +51,7 @@ class Service:
         self._by_sequence: dict[SeqId, ServedJob] = {}
         self._tally = Tally()
         self._words: queue.SimpleQueue[Word | None] = queue.SimpleQueue()
-        self._draining = threading.Event()
-        self._hurrying = threading.Event()
+        self._is_draining = self._is_hurrying = False
 
     def __repr__(self) -> str:
         return f"Service({len(self._jobs)} jobs, {self._engine})"
@@ -79,17 +79,17 @@ class Service:
         return self._tally.metrics(num_open=len(self._jobs))
 
     def drain(self) -> None:
-        """Finish what runs and take nothing new; the second time, do not even finish. For signal handlers too."""
-        if self._draining.is_set():
-            self._hurrying.set()
-        self._draining.set()
+        """Finish what runs and take nothing new; the second time, do not even finish. For signal handlers too, which is
+        why no lock is taken."""
+        self._is_hurrying = self._is_draining
+        self._is_draining = True
         self._words.put(None)  # wakes an idle loop
 
     # --- the loop ---
 
     def serve(self) -> None:
         """Until `drain`: the heart loop."""
-        while not self._draining.is_set():
+        while not self._is_draining:
             self._listen()
             self._step()
 
@@ -98,14 +98,14 @@ class Service:
         deadline_s = time.monotonic() + grace_s
         self._listen()
         self._release(job for job in list(self._jobs.values()) if job.generation.sequence.num_computed == 0)
-        while self._jobs and not self._hurrying.is_set() and time.monotonic() < deadline_s:
+        while self._jobs and not self._is_hurrying and time.monotonic() < deadline_s:
             self._listen()
             self._step()
 
     def release_all(self) -> None:
         """Whatever is left goes back to the queue with its tokens so far; also after the engine has died."""
-        self._draining.set()
-        self._listen()
+        self._is_draining = True
+        self._obey(self._waiting_words())
         self._release(list(self._jobs.values()))
 
     def _step(self) -> None:
@@ -122,7 +122,10 @@ class Service:
 
     def _apply(self, progress: Progress, now_s: float) -> None:
         job = self._by_sequence[progress.generation.sequence.seq_id]
-        if progress.failure is not None:
+        if progress.failure is not None and progress.failure.kind == TOO_LARGE:
+            self._output.release(job, DEFER_MS)  # for an engine that has all its ranks, or for this one when it has
+            self._forget(job, "released")
+        elif progress.failure is not None:
             self._output.fail(job, JobError(kind=progress.failure.kind, message=progress.failure.message))
             self._forget(job, "failed")
         elif progress.finish_reason is not None:
@@ -137,8 +140,18 @@ class Service:
     # --- words ---
 
     def _listen(self) -> None:
-        """Take in what the other threads have to say; with nothing to compute, wait for it."""
-        for word in self._heard():
+        """Take in what the other threads have to say; with nothing to compute, wait for it, and look after the workers."""
+        if self._engine.has_work or self._is_draining:
+            self._obey(self._waiting_words())
+            return
+        with contextlib.suppress(queue.Empty):
+            self._obey([self._words.get(timeout=_IDLE_S)])
+        self._obey(self._waiting_words())
+        if not self._engine.has_work:
+            self._engine.check_workers()
+
+    def _obey(self, words: Iterable[Word | None]) -> None:
+        for word in words:
             match word:
                 case Arrived(job) if self._room.is_shut:  # claimed on the way into sleep
                     self._hand_back(job)
@@ -156,18 +169,13 @@ class Service:
                     self._watch(job_id)
                 case Lost(job_id, lease):
                     self._lose(job_id, lease)
-                case Nap(level) if not self._draining.is_set():
+                case Nap(level) if not self._is_draining:
                     self._nap(level)
 
-    def _heard(self) -> Iterable[Word | None]:
-        try:
-            if not self._engine.has_work and not self._draining.is_set():
-                yield self._words.get(timeout=_IDLE_S)
+    def _waiting_words(self) -> Iterable[Word | None]:
+        with contextlib.suppress(queue.Empty):
             while True:
                 yield self._words.get_nowait()
-        except queue.Empty:
-            if not self._engine.has_work:
-                self._engine.check_workers()
 
     def _start(self, job: ServedJob) -> None:
         self._lose(job.job_id, lease=None)  # an older lease of the same job, if its loss has not been told yet
@@ -188,12 +196,12 @@ class Service:
 
         Such a job runs alone, so while Redis is away there is nothing else to do. False: told to drain before that.
         """
-        if self._draining.is_set():
+        if self._is_draining:
             return False
         if not self._engine.has_work:
             self._engine.check_workers()  # before it begins: what happens while they start again is not its doing
         self._output.begin(job)
-        while not self._draining.is_set():
+        while not self._is_draining:
             if self._writer.flush(_FULL_WRITER_S):
                 return True
         return False

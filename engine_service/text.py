@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from engine_service.errors import ConfigurationError, EngineError
+
 logger = logging.getLogger("millrace.engine")
 
 _INCOMPLETE = "�"
@@ -18,27 +20,25 @@ _NUM_CONTEXT_TOKENS = 6
 """Prompt tokens decoded in front of the output: some decoders treat the first token of a text differently."""
 
 
-class TextError(Exception):
-    """Raised when a prompt or a chat can't be turned into tokens; the message is for the one who sent it."""
+class TextError(EngineError):
+    """Raised when a chat can't be turned into tokens; the message is for the one who sent it."""
 
 
 class Tokenizer:
     """Wraps a fast tokenizer. Safe to use from several threads."""
 
     def __init__(self, path: Path) -> None:
+        """Raises `ConfigurationError` when there is none in the directory that works."""
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # the library raises what its parsers raise
             message = f"tokenizer: {path} has no usable tokenizer.json ({error}); name a directory with --tokenizer"
-            raise TextError(message) from error
+            raise ConfigurationError(message) from error
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-
-    @property
-    def eos_token_id(self) -> int | None:
-        token_id: int | None = self._tokenizer.eos_token_id
-        return token_id
+        added = self._backend.get_added_tokens_decoder()
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens that the tokenizer adds of itself."""
@@ -89,6 +89,9 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> None:
         """Take in the next output token."""
+        if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
+            self.ends.append(len(self.text))  # it adds nothing, and a row of them must not make the window grow
+            return
         self._ids.append(token_id)
         window_text = self._decode(self._ids[self._window_start :])
         if len(window_text) > len(self._settled_text) and not window_text.endswith(_INCOMPLETE):

@@ -17,8 +17,8 @@ MIN_VALKEY = (7, 2)
 def check_server(client: redis.Redis, key: str) -> list[str]:
     """Warnings about the server's settings. Raises ServerUnsuitable when it would lose jobs or is too old.
 
-    In a cluster it is the node of `key` that is asked. Reads INFO, not CONFIG, which hosted servers often forbid; what INFO does not tell, or is not allowed to tell, is a
-    warning.
+    In a cluster it is the node of `key` that is asked. Reads INFO, not CONFIG, which hosted servers often forbid; what
+    INFO does not tell, or is not allowed to tell, is a warning.
     """
     server = server_name(client)
     info = _read_info(client, server, key)

@@ -225,7 +225,10 @@ def test_a_server_that_evicts_is_refused_by_name_of_the_setting() -> None:
     assert "noeviction" in error
 
 
-def test_a_bad_option_is_named(redis_url: str) -> None:
-    status, error = serve("--model", str(TINY), "--redis", redis_url, "--kv-cache-memory", "much")
+@pytest.mark.parametrize(("option", "value"), [("kv_cache_memory", "much"), ("queue", "a b"), ("log_level", "loud")])
+def test_a_bad_option_is_named(option: str, value: str, redis_url: str, tmp_path: Path) -> None:
+    (file := tmp_path / "engine.toml").write_text(f'{option} = "{value}"\n')
+    status, error = serve("--model", str(TINY), "--redis", redis_url, "--config", str(file))
     assert status == 2
-    assert "kv_cache_memory" in error
+    assert option in error
+    assert "Traceback" not in error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from millrace import Client
 from tests.cli.command import python
 from tests.e2e.conftest import StartEngine
-from tests.e2e.engines import ROOT, EngineProcess
+from tests.e2e.engines import ROOT, TINY, EngineProcess
 
 LIMIT_S = 100.0
 README = (ROOT / "README.md").read_text()
@@ -67,3 +69,21 @@ def test_every_status_is_in_the_help_and_in_the_readme() -> None:
 
 def doomed(directory: Path, redis_url: str, queue: str, doom: str) -> EngineProcess:
     return EngineProcess(directory / "engine.log", redis_url, queue, module="tests.e2e.doomed_worker", before=(doom,))
+
+
+def test_an_engine_whose_workers_do_not_come_back_can_be_told_to_stop(
+    launch: StartEngine, client: Client, tmp_path: Path
+) -> None:
+    """It does not wait for them: a model that takes long to load would cost it the time that its supervisor gives."""
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    engine = launch(model=model).wait_until_serving()
+    job_id = client.submit(prompt_token_ids=[5], max_tokens=200, ignore_eos=True, stream=True)
+    next(iter(client.stream(job_id)))
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")  # who reads it waits for ever
+    os.kill(engine.worker_pids()[0], signal.SIGKILL)
+    engine.wait_until_it_says("restarting the workers", LIMIT_S)
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.process.wait(LIMIT_S) == 0
+    assert (client.get(job_id).state, client.stats().engines) == ("queued", 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue as queues
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +13,7 @@ from engine_service.leases import Leases, new_engine_id
 from results.connection import connect
 from results.messages import Reconciliation
 from results.queue import JobQueue
-from tests.results.engines import FINGERPRINT, submit
+from tests.results.engines import FINGERPRINT, Engine, submit
 
 News = queues.SimpleQueue[Reconciliation]
 
@@ -52,6 +53,30 @@ def test_a_deadline_that_passes_is_told_by_the_heartbeat_alone(
     assert [job.job_id for job in leases.claim("c1", 1, 1000, FINGERPRINT).jobs] == ["late"]
     redis_client.zadd(queue.keys.deadlines, {"late": 1})
     assert hear(news, "expired") == hear(news, "expired") == ["late"]
+
+
+def test_an_engine_that_was_cut_off_takes_no_jobs_of_others_that_were_too(
+    queue: JobQueue, leases: Leases, news: News, redis_url: str, redis_client: redis.Redis
+) -> None:
+    """Both heartbeats have lapsed. The other engine comes back a little later, and still has its job."""
+    other = Engine(queue)
+    submit(queue, "a")
+    (job,) = other.claim()
+    with leases._calls:  # no heartbeat comes through
+        time.sleep(0.5)
+        redis_client.delete(queue.keys.engine(leases.engine_id), queue.keys.engine(other.id))
+    for _ in range(2):
+        news.get(timeout=30)
+    assert other.beat().lost == []
+    assert other.finish(job) == "ok"
+
+
+def test_the_engine_loop_waits_for_no_call(queue: JobQueue, leases: Leases) -> None:
+    submit(queue, "a")
+    (job,) = leases.claim("c1", 1, 1000, FINGERPRINT).jobs
+    with leases._calls:  # as while Redis does not answer
+        leases.drop(job.job_id, job.lease)
+    assert leases.num_held == 0
 
 
 def test_a_cancellation_and_a_reader_are_told_too(queue: JobQueue, leases: Leases, news: News) -> None:

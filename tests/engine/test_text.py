@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_service.core.sequence import Sequence, StopRules
+from engine_service.errors import ConfigurationError
 from engine_service.generation import Generation, TextRules
 from engine_service.text import Detokenizer, TextError, Tokenizer, find_stop
 from executor.messages import SeqId
@@ -53,6 +54,15 @@ def published_in_pieces(one: Generation, token_ids: list[int]) -> list[str]:
 def test_a_text_comes_back_whole_from_its_pieces(tokenizer: Tokenizer, text: str) -> None:
     pieces = published_in_pieces(generation(tokenizer), tokenizer.encode(text))
     assert "".join(pieces) == text
+
+
+def test_special_tokens_that_are_skipped_do_not_slow_the_next_ones_down(tokenizer: Tokenizer) -> None:
+    text = Detokenizer(tokenizer, [], skip_special_tokens=True)
+    special = min(tokenizer.special_token_ids)
+    for token_id in [*tokenizer.encode("grü"), *[special] * 1000, *tokenizer.encode("n")]:
+        text.feed(token_id)
+    assert text.text == text.flush() == "grün"
+    assert len(text._ids) < 20
 
 
 def test_no_piece_ever_shows_half_a_character(tokenizer: Tokenizer) -> None:
@@ -149,5 +159,5 @@ def test_a_broken_chat_template_costs_chats_and_nothing_else(tmp_path: Path) -> 
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TextError, match=r"tokenizer: .* has no usable tokenizer"):
+    with pytest.raises(ConfigurationError, match=r"tokenizer: .* has no usable tokenizer"):
         Tokenizer(tmp_path)
