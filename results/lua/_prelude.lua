@@ -26,7 +26,8 @@ local function setting(name, default)
 end
 
 -- Out of memory, Redis refuses the first write of a script, and never a later one. What was accepted must be able to go
--- on and end, so all scripts but submit's start with a write that is always allowed: nothing lives under the bare prefix.
+-- on and end, so all scripts but those that take jobs in start with a write that is always allowed: nothing lives under
+-- the bare prefix.
 local function go_on_when_out_of_memory()
   redis.call('DEL', prefix)
 end

@@ -1,0 +1,53 @@
+"""A service whose engine holds less than it did when its job was admitted."""
+
+from __future__ import annotations
+
+import redis
+
+from engine_service.core.block_pool import BlockPool
+from engine_service.core.scheduler import SchedulerConfig
+from engine_service.engine import Engine
+from engine_service.generation import Generation, TextRules
+from engine_service.jobs import Arrived, ServedJob
+from engine_service.output import Output
+from engine_service.room import Room
+from engine_service.service import Service
+from executor.messages import WorkerConfig
+from executor.uniproc import UniprocExecutor
+from results.connection import connect
+from results.queue import JobQueue
+from results.writer import Writer
+from tests.engine.sequences import make_sequence
+from tests.results.engines import FINGERPRINT, submit
+from tests.results.engines import Engine as EngineByHand
+from tests.results.invariants import check_queue
+
+
+def test_a_job_that_fits_no_more_goes_back_and_waits_for_a_larger_engine(
+    redis_url: str, queue_name: str, redis_client: redis.Redis
+) -> None:
+    queue = JobQueue(connect(redis_url), queue_name)
+    submit(queue, "large")
+    by_hand = EngineByHand(queue)
+    claimed = by_hand.claim_one()
+    config = WorkerConfig(model="", num_blocks=64, block_size=4)
+    engine = Engine(
+        UniprocExecutor(config, worker_module="executor.stub"),
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+        block_size=4,
+    )
+    engine.start()
+    engine.scheduler.replace_pool(BlockPool(8, 4))  # as when ranks do not come back
+    writer, room = Writer(queue, on_stale=print), Room(8, 28)
+    room.open(claimed.cost, is_alone=False)
+    service = Service(engine, room, Output(writer.put, FINGERPRINT), writer, on_over=print, on_nap=print)
+    generation = Generation(make_sequence(1, 5, 100), TextRules(is_text_wanted=False), tokenizer=None)
+    service.tell(Arrived(ServedJob(claimed, generation)))
+    service._listen()
+    service._step()
+    assert writer.close()
+    engine.shutdown()
+    job = queue.get("large")
+    assert (job.state, job.attempt) == ("delayed", 0)
+    assert room.wait_for_offer(0.0) is not None
+    check_queue(redis_client, queue_name)
