@@ -189,9 +189,9 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
         _require(value is None or value > 0, name, "must be positive", value)
         return value
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", value.strip().lower())
-    if match is None:
-        raise ConfigurationError(f"{name}: must be a number of bytes such as 512M or 4GiB, got {value!r}")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    num_bytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    _require(num_bytes > 0, name, "must be a number of bytes such as 512M or 4GiB", repr(value))
+    return num_bytes
 
 
 def _read_toml(file: str) -> dict[str, Any]:

@@ -66,6 +66,10 @@ class _Server(ThreadingHTTPServer):
         """Without the name lookup of the base class, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
 
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that went away in the middle is no news."""
+        logger.debug("a client of the endpoint failed", exc_info=True)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server

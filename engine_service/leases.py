@@ -141,10 +141,12 @@ class Leases:
                 logger.warning("heartbeat failed: %s", error)
 
     def _recover(self) -> None:
-        with self._calls:  # a claim at the same time would need a second connection, which a full server refuses
-            recovered = self._queue.recover(_RECOVER_AT_ONCE)
-        if recovered:
-            logger.warning("recovered %d jobs of dead engines", recovered)
+        recovered = _RECOVER_AT_ONCE
+        while recovered == _RECOVER_AT_ONCE:
+            with self._calls:  # a claim at the same time would need a second connection, which a full server refuses
+                recovered = self._queue.recover(_RECOVER_AT_ONCE)
+            if recovered:
+                logger.warning("recovered %d jobs of dead engines", recovered)
 
     def _beat(self) -> None:
         with self._calls:

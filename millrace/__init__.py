@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from producer import AsyncClient, Client, GenerationRequest, InvalidRequest, SamplingParams
+    from producer import AsyncClient, Client, GenerationRequest, InvalidRequest, PayloadTooLarge, SamplingParams
     from results.errors import (
         BatchNotFound,
         CannotRedrive,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         QueueError,
         QueueFull,
         RedisUnavailable,
+        ResultExpired,
         ServerUnsuitable,
         WaitTimeout,
     )
@@ -49,11 +50,13 @@ __all__ = [
     "JobNotFound",
     "MillraceError",
     "NotDurable",
+    "PayloadTooLarge",
     "Position",
     "QueueError",
     "QueueFull",
     "QueueStats",
     "RedisUnavailable",
+    "ResultExpired",
     "SamplingParams",
     "ServerUnsuitable",
     "StreamEvent",
@@ -63,7 +66,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "producer": {"AsyncClient", "Client", "GenerationRequest", "InvalidRequest", "SamplingParams"},
+    "producer": {"AsyncClient", "Client", "GenerationRequest", "InvalidRequest", "PayloadTooLarge", "SamplingParams"},
     "results.messages": {"BatchStatus", "Job", "JobError", "Position", "QueueStats", "StreamEvent", "Usage"},
 }
 """Everything else is an error."""

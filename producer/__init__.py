@@ -10,6 +10,7 @@ from producer.sampling import SamplingParams
 from results.errors import (
     BatchNotFound,
     CannotRedrive,
+    EngineNotFound,
     JobConflict,
     JobNotFound,
     MillraceError,
@@ -17,6 +18,7 @@ from results.errors import (
     QueueError,
     QueueFull,
     RedisUnavailable,
+    ResultExpired,
     ServerUnsuitable,
     WaitTimeout,
 )
@@ -28,6 +30,7 @@ __all__ = [
     "BatchStatus",
     "CannotRedrive",
     "Client",
+    "EngineNotFound",
     "GenerationRequest",
     "InvalidRequest",
     "Job",
@@ -42,6 +45,7 @@ __all__ = [
     "QueueFull",
     "QueueStats",
     "RedisUnavailable",
+    "ResultExpired",
     "SamplingParams",
     "ServerUnsuitable",
     "StreamEvent",

@@ -172,7 +172,7 @@ class Client:
     def stream(self, job_id: str, after: str | None = None) -> Iterator[StreamEvent]:
         """The job's events as they come, ending after the terminal one. `after` is the id of an event to go on from.
 
-        The texts join to `Job.text`. Raises JobNotFound.
+        The texts join to `Job.text`. Raises JobNotFound and ResultExpired.
         """
         follower = EventFollower(self._keys, job_id, after)
         while not follower.is_done:

@@ -19,6 +19,16 @@ class JobNotFound(QueueError):
         self.job_id = job_id
 
 
+class ResultExpired(QueueError):
+    """Raised by readers of a job whose result was kept for its time and is gone, though its record is still there."""
+
+    def __init__(self, job_id: str, queue: str) -> None:
+        super().__init__(
+            f"job {job_id!r} of queue {queue!r} has ended, and its result has expired; get tells its state"
+        )
+        self.job_id = job_id
+
+
 class JobConflict(QueueError):
     """Raised when ids are taken by jobs with other bodies; jobs submitted with them are in the queue."""
 

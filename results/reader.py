@@ -16,7 +16,7 @@ from typing import Literal
 
 from results import commands, replies
 from results.connection import BLOCK_LIMIT_S
-from results.errors import JobNotFound, QueueError, WaitTimeout
+from results.errors import JobNotFound, QueueError, ResultExpired, WaitTimeout
 from results.keys import QueueKeys
 from results.messages import StreamEvent
 from results.scripts import Command
@@ -76,7 +76,7 @@ class EndFollower:
     def _look(self, state: bytes | None, last: list[replies.Entry]) -> None:
         if state is None:
             raise JobNotFound(self._job_id, self._keys.queue)
-        self.is_done = replies.is_terminal(state)
+        self.is_done = replies.is_terminal(state) or any(b"state" in fields for _, fields in last)
         self._last_id = last[0][0].decode() if last else START
 
 
@@ -138,6 +138,8 @@ class EventFollower:
                 break
             events.append(self._passed(event))
         if not entries and self._has_ended:
+            if self._last_id == START:
+                raise ResultExpired(self._job_id, self._keys.queue)
             self.is_done = True  # resumed after the terminal entry
         return events
 

@@ -46,7 +46,11 @@ def run(args: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="millrace-demo-") as folder,
         _server(args.redis) as redis_url,
     ):
-        return _run_jobs(Path(folder), model, redis_url, queue)
+        try:
+            return _run_jobs(Path(folder), model, redis_url, queue)
+        finally:
+            if args.redis:
+                _remove_keys(redis_url, queue)
 
 
 @contextlib.contextmanager
@@ -63,6 +67,16 @@ def _server(redis_url: str | None) -> Iterator[str]:
         except EmbeddedServerError as error:
             raise CommandError(str(error), NO_REDIS) from error
         yield server.url
+
+
+def _remove_keys(redis_url: str, queue: str) -> None:
+    """Leave somebody's server as it was, if it is still there."""
+    from results.connection import connect
+    from results.keys import QueueKeys
+
+    with contextlib.suppress(Exception), connect(redis_url) as client:
+        for key in client.scan_iter(QueueKeys(queue).prefix + "*", count=1000):
+            client.unlink(key)
 
 
 def _run_jobs(folder: Path, model: Path, redis_url: str, queue: str) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
 from tests.cli.command import environment
 
@@ -85,12 +86,15 @@ def test_it_shows_progress_and_right_sums_and_leaves_nothing(traces: Traces) -> 
     assert_nothing_is_left(traces)
 
 
-def test_a_model_that_is_not_there_ends_it_with_the_words_of_the_engine(traces: Traces) -> None:
-    command = (*DEMO, "--model", "/nowhere/model")
+def test_a_model_that_is_not_there_ends_it_with_the_words_of_the_engine(
+    traces: Traces, redis_url: str, redis_client: redis.Redis
+) -> None:
+    command = (*DEMO, "--model", "/nowhere/model", "--redis", redis_url)
     ran = subprocess.run(command, env=traces.environment(), capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1
     assert "the engine ended with status" in ran.stderr
     assert "/nowhere/model" in ran.stderr
+    assert redis_client.keys("millrace:{demo-*") == []
     assert_nothing_is_left(traces)
 
 

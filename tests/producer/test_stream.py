@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from millrace import Client
-from results.errors import QueueError
+from results.errors import QueueError, ResultExpired
 from results.messages import Event, Signal, StreamEvent
 from results.queue import JobQueue
 from tests.results.engines import Engine
@@ -42,6 +42,17 @@ def test_a_stream_of_a_job_that_has_ended_is_its_text_and_its_end(client: Client
     assert list(itertools.chain.from_iterable(event.token_ids for event in events)) == [0, 1, 2, 3]
     assert [event.state for event in events] == [None, None, None, None, "finished"]
     assert (events[-1].text, events[-1].token_ids) == ("", [])
+
+
+def test_a_stream_whose_time_is_over_says_so(client: Client, engine: Engine, redis_client: redis.Redis) -> None:
+    job_id = client.submit("x")
+    run(engine, 3)
+    result = engine.queue.keys.result(job_id)
+    redis_client.rename(result, f"elsewhere-{result}")
+    with pytest.raises(ResultExpired, match="has ended, and its result has expired"):
+        list(client.stream(job_id))
+    assert client.get(job_id).state == "finished"
+    redis_client.rename(f"elsewhere-{result}", result)
 
 
 def test_a_stream_of_a_job_that_nobody_watched_is_one_event_and_the_end(client: Client, engine: Engine) -> None:
