@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import checkpoints, executors, generation, messages, queueing
+from benchmarks import checkpoints, executors, generation, messages, parallel, queueing
 from benchmarks.environment import ROOT, describe
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
@@ -28,6 +28,7 @@ def main() -> None:
         result["generation"] = generation.measure(server.url, model)
         result["messages"] = messages.measure(model)
         result["executors"] = executors.measure(model)
+        result["parallel"] = parallel.measure(model)
         result["checkpoints"] = checkpoints.measure(server.url, model)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
@@ -36,7 +37,7 @@ def main() -> None:
 
 def _show(result: dict[str, dict[str, object]], out: Path) -> None:
     table = Table("figure", "value", title=f"Millrace on {result['machine']}")
-    for part in ("queue", "generation", "messages", "executors", "checkpoints"):
+    for part in ("queue", "generation", "messages", "executors", "parallel", "checkpoints"):
         for name, value in result[part].items():
             table.add_row(f"{part}: {name}", str(value))
     console = Console()
