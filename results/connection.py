@@ -59,10 +59,10 @@ def connect_async(url: str | None = None) -> redis.asyncio.Redis:
     """The same for asyncio."""
     resolved = resolve_url(url)
     retry = redis.asyncio.retry.Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), NUM_RETRIES)
-    if plain := _cluster_url(resolved):
-        cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_OPTIONS)
-        return cast(redis.asyncio.Redis, cluster)
     try:
+        if plain := _cluster_url(resolved):
+            cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_OPTIONS)
+            return cast(redis.asyncio.Redis, cluster)
         return redis.asyncio.Redis.from_url(resolved, retry=retry, **_OPTIONS)
     except (ValueError, TypeError, AttributeError) as error:
         raise _bad_url(resolved, error) from error
@@ -91,6 +91,8 @@ def _checked(client: _AnyClient) -> _AnyClient:
         wrong.append("decode_responses=False")
     if str(options.get("protocol")) == "3":
         wrong.append("protocol=2")
+    if options.get("legacy_responses") is False:
+        wrong.append("legacy_responses=True")
     timeout_s = options.get("socket_timeout")
     if timeout_s is not None and timeout_s < SOCKET_TIMEOUT_S:
         wrong.append(f"socket_timeout={SOCKET_TIMEOUT_S:g} or more, not {timeout_s:g}")

@@ -43,6 +43,7 @@ async def test_the_same_under_asyncio(redis_url: str, queue_name: str) -> None:
     [
         ({"decode_responses": True, "socket_timeout": None}, "decode_responses=False; or give its URL"),
         ({"protocol": 3, "socket_timeout": 30}, "protocol=2"),
+        ({"legacy_responses": False, "socket_timeout": 30}, "legacy_responses=True"),
         ({"socket_timeout": 4}, "socket_timeout=10 or more, not 4"),
     ],
 )
