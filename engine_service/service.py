@@ -105,7 +105,7 @@ class Service:
     def release_all(self) -> None:
         """Whatever is left goes back to the queue with its tokens so far; also after the engine has died."""
         self._is_draining = True
-        self._obey(self._waiting_words())
+        self._obey(self._heard(wait_s=None))
         self._release(list(self._jobs.values()))
 
     def _step(self) -> None:
@@ -141,14 +141,18 @@ class Service:
 
     def _listen(self) -> None:
         """Take in what the other threads have to say; with nothing to compute, wait for it, and look after the workers."""
-        if self._engine.has_work or self._is_draining:
-            self._obey(self._waiting_words())
-            return
-        with contextlib.suppress(queue.Empty):
-            self._obey([self._words.get(timeout=_IDLE_S)])
-        self._obey(self._waiting_words())
-        if not self._engine.has_work:
+        is_idle = not self._engine.has_work and not self._is_draining
+        self._obey(self._heard(_IDLE_S if is_idle else None))
+        if is_idle and not self._engine.has_work:
             self._engine.check_workers()
+
+    def _heard(self, wait_s: float | None) -> Iterable[Word | None]:
+        """What has been said, after waiting for so long for the first word."""
+        with contextlib.suppress(queue.Empty):
+            if wait_s is not None:
+                yield self._words.get(timeout=wait_s)
+            while True:
+                yield self._words.get_nowait()
 
     def _obey(self, words: Iterable[Word | None]) -> None:
         for word in words:
@@ -171,11 +175,6 @@ class Service:
                     self._lose(job_id, lease)
                 case Nap(level) if not self._is_draining:
                     self._nap(level)
-
-    def _waiting_words(self) -> Iterable[Word | None]:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                yield self._words.get_nowait()
 
     def _start(self, job: ServedJob) -> None:
         self._lose(job.job_id, lease=None)  # an older lease of the same job, if its loss has not been told yet
