@@ -125,8 +125,9 @@ class EchoEngine:
                     next_beat_s = time.monotonic() + 0.2
                     leases = {job_id: Lease(job.lease) for job_id, job in self.held.items()}
                     for job_id in self.queue.heartbeat(self._engine_id, 5000, leases).cancelled:
-                        self._end(self.held[job_id], "cancelled")
-                claim = self._claim(num_claims := num_claims + 1)
+                        self._cancel(self.held[job_id])
+                claim = self._claim(num_claims + 1)  # the same id again after an error
+                num_claims += 1
                 self.held.update((job.job_id, job) for job in claim.jobs)
                 ready = [job for job in self.held.values() if self.may_finish(job)]
                 self.queue.write([self._ended(job) for job in ready])
@@ -160,9 +161,8 @@ class EchoEngine:
             job_id=job.job_id, lease=job.lease, state="finished", finish_reason="stop", usage=usage, event=event
         )
 
-    def _end(self, job: ClaimedJob, state: str) -> None:
+    def _cancel(self, job: ClaimedJob) -> None:
         usage = Usage(prompt_tokens=3, completion_tokens=0)
-        assert state == "cancelled"
         self.queue.write(
             [Finish(job_id=job.job_id, lease=job.lease, state="cancelled", finish_reason="cancelled", usage=usage)]
         )
