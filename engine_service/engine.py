@@ -47,7 +47,7 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the KV pool's blocks that sequences hold, 0 to 1."""
     token_budget: int
     """Tokens that a step may have now; less than configured after the device ran out of memory."""
-    is_asleep: bool
+    sleep_level: int
 
 
 class Engine:
@@ -294,7 +294,7 @@ class Engine:
             scheduler=scheduler,
             pool_use=1 - scheduler.num_free_blocks / max(1, self.scheduler.pool.num_blocks - 1),
             token_budget=self._budget.tokens,
-            is_asleep=self._executor.is_asleep,
+            sleep_level=self.sleep_level,
         )
 
     def trouble(self, now_s: float) -> str | None:

@@ -35,7 +35,7 @@ class Exposition(Collector):
         yield _gauge("healthy", "1 while /health answers 200, else 0.", self._health.trouble() is None)
         if self._engine.is_started:
             metrics = self._engine.metrics()
-            yield from _engine(metrics, self._engine.sleep_level)
+            yield from _engine(metrics)
             yield from _executor(metrics.executor)
             yield from _workers(metrics.executor)
         if self._service is not None:
@@ -56,9 +56,11 @@ def _jobs(metrics: ServiceMetrics) -> Iterator[Family]:
     yield _summary("job_seconds", "From a job's arrival in this engine to when it left.", metrics.job_s)
 
 
-def _engine(metrics: EngineMetrics, sleep_level: int) -> Iterator[Family]:
+def _engine(metrics: EngineMetrics) -> Iterator[Family]:
     scheduler, executor = metrics.scheduler, metrics.executor
-    yield _gauge("sleep_level", "0: awake, 1: asleep with the weights in host memory, 2: without them.", sleep_level)
+    yield _gauge(
+        "sleep_level", "0: awake, 1: asleep with the weights in host memory, 2: without them.", metrics.sleep_level
+    )
     yield _gauge("sequences_running", "Sequences in the batch.", scheduler.num_running)
     yield _gauge("sequences_waiting", "Sequences that wait for room in the batch.", scheduler.num_waiting)
     yield _counter("preemptions", "Sequences put back to waiting for want of KV blocks.", scheduler.num_preemptions)
