@@ -83,6 +83,19 @@ def canonical_body(request: GenerationRequest) -> bytes:
         raise InvalidRequest("messages", f"cannot be written as JSON: {error}") from error
 
 
+def refusal(job_id: str, outcome: str) -> InvalidRequest | None:
+    """What the queue's answer "invalid <field>" says of a job; None for any other answer.
+
+    A request that was checked gets it for its times alone: run_at is compared by the server, whose clock counts.
+    """
+    word, _, field = outcome.partition(" ")
+    if word != "invalid":
+        return None
+    if field == "deadline_ms":
+        return InvalidRequest("deadline_s", f"is over before job {job_id!r} may begin; see its run_at")
+    return InvalidRequest(field, f"of job {job_id!r} is not what the scripts of the queue take")
+
+
 def _milliseconds(seconds: float | None) -> int | None:
     """Rounded up, so that a deadline which is set is never 0."""
     return None if seconds is None else math.ceil(seconds * 1000)

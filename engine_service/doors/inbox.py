@@ -10,7 +10,7 @@ import logging
 import threading
 
 from producer.messages import InvalidRequest
-from producer.wire import parse_body, to_submission, usable_id
+from producer.wire import parse_body, refusal, to_submission, usable_id
 from results.errors import QueueError
 from results.messages import InboxEntry, JobError
 from results.queue import JobQueue
@@ -50,9 +50,12 @@ class Inbox:
         """Whether the entry is dealt with; it stays while the queue is full."""
         try:
             submission = to_submission(parse_body(entry.raw))
+            outcome = self._queue.accept(entry.entry_id, submission)
+            if invalid := refusal(submission.job_id, outcome):
+                raise invalid
         except InvalidRequest as error:
             logger.warning("inbox entry %s: %s", entry.entry_id, error)
             job_error = JobError(kind="invalid_request", message=str(error), field=error.field)
             self._queue.reject(entry.entry_id, usable_id(entry.raw), entry.raw, job_error)
             return True
-        return not self._queue.accept(entry.entry_id, submission).startswith("full")
+        return not outcome.startswith("full")

@@ -37,6 +37,7 @@ from engine_service.doors.rq_runs import (
     write_start,
 )
 from engine_service.doors.rq_settler import Settler
+from producer.wire import refusal
 from results.errors import QueueError
 from results.messages import Submission
 
@@ -157,6 +158,8 @@ class Intake:
             if outcome == "conflict":
                 reason = f"conflict: Millrace already has another job with the id {flight.native_id}"
                 refused.append(Outcome(flight, "failed", reason=reason))
+            elif invalid := refusal(flight.native_id, outcome):
+                refused.append(Outcome(flight, "failed", reason=f"invalid_request: {invalid}"))
         self._presence.correct_state()
         self._settler.settle(refused)
         waiting = [flight for flight, outcome in zip(flights, outcomes, strict=True) if outcome.startswith("full")]
