@@ -28,10 +28,10 @@ class Inbox:
     def __init__(self, queue: JobQueue) -> None:
         self._queue = queue
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="inbox", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def stop(self) -> None:
         """Take nothing more in; returns at once, the thread ends with its current wait."""
@@ -44,6 +44,9 @@ class Inbox:
                     self._stopping.wait(_RETRY_S)
             except QueueError as error:
                 logger.warning("%s; trying again", error)
+                self._stopping.wait(_RETRY_S)
+            except Exception:  # our bug: it must not end what nothing else does
+                logger.exception("trying again")
                 self._stopping.wait(_RETRY_S)
 
     def _take(self, entry: InboxEntry) -> bool:
