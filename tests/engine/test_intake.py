@@ -157,6 +157,40 @@ def test_the_inbox_goes_on_after_what_breaks_our_code(
     assert "a bug in the inbox" in caplog.text
 
 
+@pytest.mark.parametrize("limit", ["tenant_max_queued_jobs", "tenant_max_queued_tokens", "max_queued_tokens"])
+def test_what_has_to_wait_in_the_inbox_keeps_nobody_else_out(
+    limit: str, parts: Parts, connect_queue: Connect, redis_client: redis.Redis
+) -> None:
+    queue, num_waiting = connect_queue(), 150
+    redis_client.hset(queue.keys.settings, limit, 1 if limit.endswith("jobs") else 40)
+    submit(queue, "x", tenant="x", cost=10)
+    for i in range(num_waiting):
+        redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"x%d","prompt":"x","tenant":"x","max_tokens":100}' % i})
+    parts.inbox.start()
+    redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"bad","prompt":""}'})
+    redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"y","prompt":"y","tenant":"y","max_tokens":8}'})
+    wait_until(lambda: redis_client.hget(queue.keys.job("y"), "state") == b"queued")
+    assert queue.get("bad").state == "failed"
+    assert redis_client.xlen(queue.keys.inbox) == num_waiting
+    redis_client.hdel(queue.keys.settings, limit)
+    wait_until(lambda: redis_client.xlen(queue.keys.inbox) == 0)
+    assert queue.stats().queued == num_waiting + 2
+
+
+def test_a_full_queue_leaves_the_inbox_as_it_is_until_there_is_room(
+    parts: Parts, connect_queue: Connect, redis_client: redis.Redis
+) -> None:
+    queue = connect_queue()
+    redis_client.hset(queue.keys.settings, "max_queued_jobs", 1)
+    for name in (b"a", b"b", b"c"):
+        redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"%s","prompt":"x"}' % name})
+    parts.inbox.start()
+    for name in ("a", "b", "c"):
+        wait_until(lambda name=name: redis_client.hget(queue.keys.job(name), "state") == b"queued")
+        assert queue.stats().queued == 1
+        queue.cancel(name)
+
+
 def test_the_heart_beats_on_after_what_breaks_our_code(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
     break_reply(parts.lease_queue, HEARTBEAT, RuntimeError("a bug in the heartbeat"))
     wait_until(lambda: "a bug in the heartbeat" in caplog.text)
