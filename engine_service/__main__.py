@@ -150,24 +150,29 @@ class _Process:
         _drain_on_signal(service, engine)
         intake.start()
         inbox.start()
-        self._health.watch(leases)
+        self._health.watch(leases, [*intake.threads, inbox.thread, leases.thread, writer.thread])
         self._exposition.watch(service, engine=leases.engine_id, model=config.model_name, queue=config.queue)
         logger.info("engine %s serves %s on queue %s", leases.engine_id, config.model_name, config.queue)
         try:
             service.serve()
             logger.info("draining")
-            _stop_intake(intake, inbox)
+            self._stop_intake(intake, inbox)
             service.finish_running(config.drain_grace)
         except KeyboardInterrupt:  # by `_drain_on_signal`
             logger.info("draining, without the workers")
         finally:  # also when the workers are lost for good: what they were doing goes back to the queue
-            _stop_intake(intake, inbox)
+            self._stop_intake(intake, inbox)
             service.release_all()
             is_all_written = writer.close(_FLUSH_S)
             if not is_all_written:
                 logger.error("Redis does not take the last writes; their jobs will be recovered by another engine")
             leases.stop()
         return is_all_written
+
+    def _stop_intake(self, intake: Intake, inbox: Inbox) -> None:
+        self._health.let_threads_end()
+        inbox.stop()
+        intake.stop()
 
     def _open_endpoint(self) -> Endpoint | None:
         if self._config.metrics_port is None:
@@ -180,11 +185,6 @@ class _Process:
     def _connect(self) -> JobQueue:
         """A connection of its own for each thread."""
         return JobQueue(connect(self._config.redis), self._config.queue)
-
-
-def _stop_intake(intake: Intake, inbox: Inbox) -> None:
-    inbox.stop()
-    intake.stop()
 
 
 def _max_open_jobs(config: ServeConfig) -> int:

@@ -51,20 +51,20 @@ class Intake:
         self._tell = tell
         self._claim_number = 1
         self._stopping = threading.Event()
-        self._threads = [
+        self.threads = [
             threading.Thread(target=self._forever, args=(self._claim_once, connect()), name="claim", daemon=True),
             threading.Thread(target=self._forever, args=(self._listen_once, connect()), name="signals", daemon=True),
         ]
 
     def start(self) -> None:
-        for thread in self._threads:
+        for thread in self.threads:
             thread.start()
 
     def stop(self) -> None:
         """Claim nothing more. Jobs claimed before have been told when this returns, unless Redis is away: then a claim that
         still comes through is given back when the engine leaves, or recovered."""
         self._stopping.set()
-        self._threads[0].join(_STOP_S)
+        self.threads[0].join(_STOP_S)
 
     def _forever(self, once: Callable[[JobQueue], None], queue: JobQueue) -> None:
         while not self._stopping.is_set():
@@ -72,6 +72,9 @@ class Intake:
                 once(queue)
             except QueueError as error:
                 logger.warning("%s; trying again", error)
+                self._stopping.wait(_RETRY_S)
+            except Exception:  # our bug: it must not end what nothing else does
+                logger.exception("trying again")
                 self._stopping.wait(_RETRY_S)
 
     # --- claim ---
@@ -99,6 +102,9 @@ class Intake:
     def _admit(self, claimed: ClaimedJob) -> Word:
         if claimed.protocol > PROTOCOL:
             return Deferred(claimed)
+        if claimed.spoiled:
+            message = f"the job's record was changed and cannot be run: {claimed.spoiled}"
+            return Refused(claimed, JobError(kind="invalid_request", message=message))
         try:
             return Arrived(ServedJob(claimed, self._build(claimed)))
         except InvalidRequest as error:

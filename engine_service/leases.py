@@ -60,7 +60,7 @@ class Leases:
         """Ends the wait for the next heartbeat."""
         self._beat_at_s = time.monotonic()
         self._recover_from_s = 0.0
-        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __repr__(self) -> str:
         return f"Leases({self.engine_id}, {len(self._held)} held)"
@@ -68,13 +68,13 @@ class Leases:
     def start(self) -> None:
         """Register with the queue and keep registered. Raises `QueueError` when the first heartbeat fails."""
         self._beat()
-        self._thread.start()
+        self.thread.start()
 
     def stop(self) -> None:
         """No more heartbeats; the engine is off the list when nothing is held."""
         self._stopping.set()
         self._hurry.set()
-        self._thread.join(_STOP_S)
+        self.thread.join(_STOP_S)
         try:
             self._queue.deregister(self.engine_id)
         except QueueError as error:
@@ -139,6 +139,8 @@ class Leases:
                     self._recover()
             except QueueError as error:
                 logger.warning("heartbeat failed: %s", error)
+            except Exception:  # our bug: without heartbeats all jobs of this engine would be another one's
+                logger.exception("heartbeat failed")
 
     def _recover(self) -> None:
         recovered = _RECOVER_AT_ONCE

@@ -9,7 +9,7 @@ from itertools import islice
 from producer.checks import shown
 from producer.errors import InvalidRequest
 from producer.request import BATCH_PATTERN, GenerationRequest
-from producer.wire import to_submission
+from producer.wire import refusal, to_submission
 from results import commands, replies
 from results.durability import DURABILITIES, check_confirmed, confirmation
 from results.errors import JobConflict, QueueFull
@@ -59,6 +59,7 @@ class SubmitCall:
         self._durability = durability
         self._sent: list[list[Submission]] = []
         self._conflicting: list[str] = []
+        self._invalid: list[InvalidRequest] = []
 
     def next_commands(self) -> list[Command]:
         """What to send next; nothing when all has been sent."""
@@ -74,6 +75,9 @@ class SubmitCall:
             if outcome.startswith("full "):
                 refused[job_id] = outcome
                 continue
+            if invalid := refusal(job_id, outcome):
+                self._invalid.append(invalid)
+                continue
             self.job_ids.append(job_id)
             if outcome == "conflict":
                 self._conflicting.append(job_id)
@@ -84,7 +88,10 @@ class SubmitCall:
             raise QueueFull(limit, value, self._accepted(), list(refused))
 
     def end(self) -> list[str]:
-        """The ids of all jobs, in order. Raises JobConflict for ids that belong to other jobs."""
+        """The ids of all jobs, in order. Raises InvalidRequest for a job that the queue's scripts have refused, and
+        JobConflict for ids that belong to other jobs."""
+        if self._invalid:
+            raise self._invalid[0]
         if self._conflicting:
             raise JobConflict(self._conflicting)
         return self.job_ids

@@ -25,6 +25,9 @@ MAX_BODY_BYTES = 1024 * 1024
 DEFAULT_COST_TOKENS = 1024
 """What a request without max_tokens is taken to generate, for its cost."""
 BYTES_PER_TOKEN = 4
+MAX_DEPTH = 64
+"""Of objects and lists in a body, itself included. Parsers give up at a depth that their caller's stack decides; no request
+that one of them takes may break another one."""
 
 _REQUEST_FIELDS = [field for field in msgspec.structs.fields(GenerationRequest) if field.name != "sampling"]
 _REQUEST_NAMES = [field.name for field in _REQUEST_FIELDS]
@@ -78,9 +81,44 @@ def canonical_body(request: GenerationRequest) -> bytes:
         fields: dict[str, Any] = msgspec.to_builtins(request)
         fields.pop("id", None)
         fields |= fields.pop("sampling", {})
-        return _encoder.encode(fields)
+        body = _encoder.encode(fields)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest("messages", f"cannot be written as JSON: {error}") from error
+    _check_depth(body)
+    return body
+
+
+def _check_depth(body: bytes) -> None:
+    """Raises InvalidRequest for a body, which is JSON, that goes deeper than MAX_DEPTH."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return  # as nearly always
+    brackets = _STRING.sub(b"", body).translate(_BRACKETS_ALIKE, delete=_NO_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        brackets = brackets.replace(b"[]", b"")  # takes the innermost level away
+    if brackets:
+        raise _too_deep()
+
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_BRACKETS_ALIKE = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest("body", f"is nested too deeply; at most {MAX_DEPTH} levels of objects and lists are taken")
+
+
+def refusal(job_id: str, outcome: str) -> InvalidRequest | None:
+    """What the queue's answer "invalid <field>" says of a job; None for any other answer.
+
+    A request that was checked gets it for its times alone: run_at is compared by the server, whose clock counts.
+    """
+    word, _, field = outcome.partition(" ")
+    if word != "invalid":
+        return None
+    if field == "deadline_ms":
+        return InvalidRequest("deadline_s", f"is over before job {job_id!r} may begin; see its run_at")
+    return InvalidRequest(field, f"of job {job_id!r} is not what the scripts of the queue take")
 
 
 def _milliseconds(seconds: float | None) -> int | None:
@@ -116,11 +154,12 @@ def parse_body(raw: bytes, *, max_body_bytes: int = MAX_BODY_BYTES) -> Generatio
     except msgspec.ValidationError as error:
         raise _invalid_field(error) from error
     except RecursionError as error:
-        raise InvalidRequest("body", "is nested too deeply") from error
+        raise _too_deep() from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if not_finite := _NOT_FINITE.search(raw):
             raise InvalidRequest(not_finite[1].decode(), "must be a finite number; NaN is not JSON") from error
         raise InvalidRequest("body", f"is not JSON in UTF-8: {error}") from error
+    _check_depth(raw)
     _refuse_repeated_names(raw)
     sampling = SamplingParams(**{name: getattr(flat, name) for name in _SAMPLING_NAMES})
     return GenerationRequest(sampling=sampling, **{name: getattr(flat, name) for name in _REQUEST_NAMES})
@@ -170,4 +209,9 @@ def _refuse_repeated_names(raw: bytes) -> None:
             raise InvalidRequest(repeated, "is given twice")
         return found
 
-    json.loads(raw, object_pairs_hook=check)
+    try:
+        json.loads(raw, object_pairs_hook=check)
+    except InvalidRequest:
+        raise
+    except (ValueError, RecursionError) as error:  # whatever this parser alone minds
+        raise InvalidRequest("body", f"cannot be read: {error}") from error

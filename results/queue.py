@@ -47,7 +47,8 @@ class JobQueue:
 
     def submit(self, submissions: Sequence[Submission]) -> list[str]:
         """For each job: "created", "exists" (the same job is known), "conflict" (the id is another job's) or
-        "full <limit> <value>" (not taken: the queue is at that limit)."""
+        "full <limit> <value>" (not taken: the queue is at that limit) or "invalid <field>" (not taken: no job can have
+        that; of what the Python clients send only "invalid deadline_ms", for a deadline that ends before run_at)."""
         return replies.words(self._transport.send(commands.submit(self.keys, submissions)))
 
     def read_inbox(self, after: str, count: int, block_ms: int | None = None) -> list[InboxEntry]:
@@ -58,8 +59,8 @@ class JobQueue:
         )
 
     def accept(self, entry_id: str, submission: Submission) -> str:
-        """Turn an inbox entry into a job: as `submit`, or "taken" when another engine had the entry. At a limit
-        the entry stays where it is."""
+        """Turn an inbox entry into a job: as `submit`, or "taken" when another engine had the entry. At a limit,
+        and when it is invalid, the entry stays where it is."""
         reply: bytes = self._transport.send(commands.accept(self.keys, entry_id, submission))
         return reply.decode()
 

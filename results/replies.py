@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -9,6 +10,7 @@ import msgspec
 
 from results.errors import BatchNotFound, CannotRedrive, EngineNotFound, JobNotFound
 from results.messages import (
+    PROTOCOL,
     TERMINAL_STATES,
     BatchStatus,
     Claim,
@@ -45,25 +47,20 @@ def words(reply: Sequence[bytes]) -> list[str]:
 
 def claim(reply: list[Any]) -> Claim:
     num_ready, *jobs = reply
-    return Claim(jobs=[_claimed_job(*job) for job in jobs], num_ready=num_ready)
+    return Claim(jobs=[_claimed_job(fields) for fields in jobs], num_ready=num_ready)
 
 
-def _claimed_job(
-    job_id: bytes,
-    lease: bytes,
-    attempt: int,
-    body: bytes | None,
-    seed: bytes,
-    cost: int,
-    crashes: int,
-    tokens: bytes,
-    num_published: int,
-    watched: int,
-    created: bytes,
-    protocol: bytes,
-) -> ClaimedJob:
+def _claimed_job(fields: list[Any]) -> ClaimedJob:
+    """A record that somebody has spoiled must not cost its batch-mates the claim: it comes with what is wrong with it."""
+    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, protocol = fields
+    numbers = {"seed": seed, "created": created, "v": protocol}
+    wrong = [f"{name} is {value!r}" for name, value in numbers.items() if not _INTEGER.fullmatch(value or b"")]
+    if len(tokens) % 4:
+        wrong.append(f"the checkpoint has {len(tokens)} bytes")
+    if wrong:
+        seed, created, protocol, tokens = 0, 0, PROTOCOL, b""
     return ClaimedJob(
-        job_id=JobId(job_id.decode()),
+        job_id=JobId(job_id.decode(errors="replace")),
         lease=Lease(int(lease)),
         attempt=attempt,
         body=body or b"",
@@ -75,7 +72,11 @@ def _claimed_job(
         is_watched=bool(watched),
         created_ms=int(created),
         protocol=int(protocol),
+        spoiled=", ".join(wrong)[:200] or None,
     )
+
+
+_INTEGER = re.compile(rb"-?\d{1,20}")
 
 
 def reconciliation(reply: list[Any]) -> Reconciliation:

@@ -50,8 +50,8 @@ class Writer:
         self._refused: dict[Lease, None] = {}
         self._num_written = self._num_stale = self._num_retries = 0
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="results-writer", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="results-writer", daemon=True)
+        self.thread.start()
 
     @property
     def is_full(self) -> bool:
@@ -88,7 +88,7 @@ class Writer:
             self._waiting.clear()
             self._in_flight = []
             self._changed.notify_all()
-        self._thread.join(timeout_s)
+        self.thread.join(timeout_s)
         return is_empty
 
     def stats(self) -> WriterStats:
@@ -141,6 +141,8 @@ class Writer:
                 return self._queue.write(batch)
             except QueueError as error:
                 log.warning("%d results wait to be written, next try in %.2f s: %s", len(batch), backoff_s, error)
+            except Exception:  # our bug: it must not end the thread, with everything that is still to be written
+                log.exception("%d results wait to be written, next try in %.2f s", len(batch), backoff_s)
             with self._changed:
                 self._num_retries += 1
                 if self._changed.wait_for(lambda: not self._in_flight, backoff_s):

@@ -10,7 +10,7 @@ import logging
 import threading
 
 from producer.messages import InvalidRequest
-from producer.wire import parse_body, to_submission, usable_id
+from producer.wire import parse_body, refusal, to_submission, usable_id
 from results.errors import QueueError
 from results.messages import InboxEntry, JobError
 from results.queue import JobQueue
@@ -28,10 +28,10 @@ class Inbox:
     def __init__(self, queue: JobQueue) -> None:
         self._queue = queue
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="inbox", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def stop(self) -> None:
         """Take nothing more in; returns at once, the thread ends with its current wait."""
@@ -40,19 +40,42 @@ class Inbox:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                if not all(map(self._take, self._queue.read_inbox("0", _AT_ONCE, _BLOCK_MS))):
+                if not self._take_all():
                     self._stopping.wait(_RETRY_S)
             except QueueError as error:
                 logger.warning("%s; trying again", error)
                 self._stopping.wait(_RETRY_S)
+            except Exception:  # our bug: it must not end what nothing else does
+                logger.exception("trying again")
+                self._stopping.wait(_RETRY_S)
 
-    def _take(self, entry: InboxEntry) -> bool:
-        """Whether the entry is dealt with; it stays while the queue is full."""
+    def _take_all(self) -> bool:
+        """One pass over the inbox. An entry for which there is no room stays, and keeps nobody else's out. False when there
+        was something and nothing could be taken."""
+        after, has_taken = "0", False
+        full_tenants: set[str] = set()  # as many jobs as they may have: not asked again and again in one pass
+        while entries := self._queue.read_inbox(after, _AT_ONCE, _BLOCK_MS if after == "0" else None):
+            for entry in entries:
+                after = entry.entry_id
+                outcome = self._take(entry, full_tenants)
+                if outcome.startswith("full max_queued_jobs") or self._stopping.is_set():
+                    return has_taken
+                has_taken = has_taken or not outcome.startswith("full")
+        return has_taken or after == "0"
+
+    def _take(self, entry: InboxEntry, full_tenants: set[str]) -> str:
+        """What became of the entry, as `JobQueue.accept` and `reject` say it."""
         try:
             submission = to_submission(parse_body(entry.raw))
+            if submission.tenant in full_tenants:
+                return "full"
+            outcome = self._queue.accept(entry.entry_id, submission)
+            if invalid := refusal(submission.job_id, outcome):
+                raise invalid
         except InvalidRequest as error:
             logger.warning("inbox entry %s: %s", entry.entry_id, error)
             job_error = JobError(kind="invalid_request", message=str(error), field=error.field)
-            self._queue.reject(entry.entry_id, usable_id(entry.raw), entry.raw, job_error)
-            return True
-        return not self._queue.accept(entry.entry_id, submission).startswith("full")
+            return self._queue.reject(entry.entry_id, usable_id(entry.raw), entry.raw, job_error)
+        if outcome.startswith("full tenant_max_queued_jobs"):
+            full_tenants.add(submission.tenant)
+        return outcome

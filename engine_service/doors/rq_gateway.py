@@ -146,7 +146,7 @@ class Gateway:
             match self._intake.take():
                 case "empty":
                     self._wait_for_jobs(ledger.queue)
-                case "suspended":
+                case "suspended" | "full":
                     self._stopping.wait(_WAIT_S)
 
         return take

@@ -37,7 +37,7 @@ from engine_service.doors.rq_runs import (
     write_start,
 )
 from engine_service.doors.rq_settler import Settler
-from results.errors import QueueError
+from producer.wire import refusal
 from results.messages import Submission
 
 logger = logging.getLogger("millrace.gateway")
@@ -89,17 +89,21 @@ class Intake:
         self._gateway = presence.name
         self._lock = threading.Lock()
         self._is_halfway = False  # something was taken and could not be submitted
+        self._full_tenants: set[str] = (
+            set()
+        )  # who has as many jobs in Millrace's queue as may be, as of the last second look
 
-    def take(self) -> Literal["taken", "empty", "suspended"]:
-        """Take from the first queue that has something, as much as there is room for."""
+    def take(self) -> Literal["taken", "empty", "suspended", "full"]:
+        """Take from the first queue that has something, as much as there is room for; "full" when jobs that wait in front of
+        Millrace's queue leave none."""
         with self._lock:
             if self._is_halfway:  # first things first: else a queue would be emptied that nobody works off
                 for ledger in self._ledgers:
                     self._begin(ledger, self._not_begun(ledger))
             for ledger in self._ledgers:
-                room = min(self._flights.room, _AT_ONCE)
-                if not room:
-                    return "taken"  # by another thread
+                room = min(self._room(), _AT_ONCE)
+                if room <= 0:
+                    return "full" if self._flights.room else "taken"  # by another thread
                 ids = ledger.take(room)
                 self._presence.is_suspended = ids is None
                 if ids is None:
@@ -118,8 +122,10 @@ class Intake:
                 self._begin(ledger, adoption.job_ids)
 
     def reconcile(self, ledger: Ledger) -> None:
-        """Begin what the ledger has for this gateway and the table of flights has not: a reply was lost."""
+        """Begin what the ledger has for this gateway and the table of flights has not: a reply was lost, or Millrace's queue
+        was full."""
         with self._lock:
+            self._full_tenants.clear()
             self._begin(ledger, self._not_begun(ledger))
 
     def begin_again(self, flights: Iterable[Flight]) -> None:
@@ -129,6 +135,11 @@ class Intake:
                 self._begin(flight.ledger, [flight.job.id.encode()])
 
     # --- under the lock ---
+
+    def _room(self) -> int:
+        """What waits in front of a full queue counts too: else RQ's queue would be emptied, and nobody work it off."""
+        num_waiting = sum(ledger.num_jobs() for ledger in self._ledgers) - len(self._flights)
+        return self._flights.room - max(0, num_waiting)
 
     def _not_begun(self, ledger: Ledger) -> list[bytes]:
         return [id_ for id_ in ledger.job_ids() if self._flights.get(id_.decode(errors="replace")) is None]
@@ -144,7 +155,12 @@ class Intake:
         self._is_halfway = False
 
     def _submit(self, started: list[_Started]) -> None:
-        accepted = [(one.flight, one.submission) for one in started if one.submission is not None]
+        """What finds no room stays in the ledger, for `reconcile`, and keeps out nobody but later jobs of its tenant."""
+        accepted = [
+            (one.flight, one.submission)
+            for one in started
+            if one.submission is not None and one.submission.tenant not in self._full_tenants
+        ]
         flights = [flight for flight, _ in accepted]
         self._flights.add(flights)  # first, so that no end goes unnoticed
         try:
@@ -153,16 +169,22 @@ class Intake:
             self._flights.remove(flights)  # they are in the ledger: reconcile will try again
             raise
         refused = [Outcome(one.flight, "failed", reason=one.refusal) for one in started if one.submission is None]
-        for flight, outcome in zip(flights, outcomes, strict=True):
-            if outcome == "conflict":
+        waiting = []
+        for (flight, submission), outcome in zip(accepted, outcomes, strict=True):
+            if outcome.startswith("full"):
+                waiting.append(flight)
+                if "max_queued_jobs" in outcome:
+                    self._full_tenants.add(submission.tenant)
+            elif outcome == "conflict":
                 reason = f"conflict: Millrace already has another job with the id {flight.native_id}"
                 refused.append(Outcome(flight, "failed", reason=reason))
+            elif invalid := refusal(flight.native_id, outcome):
+                refused.append(Outcome(flight, "failed", reason=f"invalid_request: {invalid}"))
         self._presence.correct_state()
         self._settler.settle(refused)
-        waiting = [flight for flight, outcome in zip(flights, outcomes, strict=True) if outcome.startswith("full")]
         if waiting:
-            self._flights.remove(waiting)  # they are in the ledger, and go before anything that is taken later
-            raise QueueError(f"Millrace's queue is full: {len(waiting)} jobs wait in front of it")
+            self._flights.remove(waiting)
+            logger.warning("Millrace's queue is full: %d jobs wait in front of it", len(waiting))
 
     def _register(self, ledger: Ledger, job_ids: Sequence[str]) -> list[_Started]:
         """Give the jobs their RQ execution and their Millrace id, in one transaction; nobody touches them meanwhile."""

@@ -59,7 +59,7 @@ class Keeper:
     def tend(self) -> None:
         """Everything that has to be done every few seconds, and can be late."""
         for ledger in self._ledgers:
-            if self._connection.hlen(ledger.key) > len(self._flights.of(ledger)):
+            if ledger.num_jobs() > len(self._flights.of(ledger)):
                 self._intake.reconcile(ledger)
             if time.monotonic() >= self._adopt_after_s:
                 self._intake.adopt(ledger)

@@ -75,9 +75,13 @@ class Ledger:
         """Everything that the ledger has for this gateway."""
         return cast("list[bytes]", self._connection.hkeys(self.key))
 
+    def num_jobs(self) -> int:
+        """How many those are."""
+        return int(cast(int, self._connection.hlen(self.key)))
+
     def sign_off(self) -> None:
         """Leave: another gateway need not wait before it takes over what is still in the ledger."""
-        if self._connection.hlen(self.key):
+        if self.num_jobs():
             self._connection.zadd(self._alive, {self._gateway: 0})
         else:
             self._connection.zrem(self._alive, self._gateway)

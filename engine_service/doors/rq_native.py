@@ -34,7 +34,7 @@ class NativeJobs:
         return self._queue.check_server()
 
     def submit(self, submissions: Sequence[Submission]) -> list[str]:
-        """For each job "created", "exists" or "conflict"."""
+        """For each job what `JobQueue.submit` says."""
         return [outcome for batch in _batches(submissions) for outcome in self._queue.submit(batch)]
 
     def states(self, native_ids: Sequence[str]) -> list[str | None]:

@@ -30,6 +30,7 @@ export class Millrace {
     const [outcome] = await this.#run("submit", ...job);
     if (outcome === "conflict") throw new Error(`the id ${id} belongs to another job`);
     if (outcome.startsWith("full")) throw new Error(`the queue is full: ${outcome}`);
+    if (outcome.startsWith("invalid")) throw new Error(`the job was refused: ${outcome}`); // and names the field
     return id;
   }
 

@@ -58,7 +58,10 @@ while [[ -z $state ]]; do
     after=${reply[1]}
     case ${reply[2]} in
         offset) printf '%s' "${reply[9]}" ;;
-        state) state=${reply[3]} ;;
+        state)
+            state=${reply[3]}
+            [[ ${reply[-2]} != error ]] || echo "${reply[-1]}" >&2
+            ;;
     esac
 done
 printf '\n'

@@ -216,10 +216,10 @@ local function arrivals_of(tenant)
 end
 
 -- The first limit of this queue that one more job would break, as "full <setting> <value>"; nil where it has room.
+local LIMITS = {'max_queued_jobs', 'max_queued_tokens', 'tenant_max_queued_jobs', 'tenant_max_queued_tokens'}
 local limits
 local function limit_reached(tenant, cost)
-  local names = {'max_queued_jobs', 'max_queued_tokens', 'tenant_max_queued_jobs', 'tenant_max_queued_tokens'}
-  limits = limits or redis.call('HMGET', prefix .. 'settings', unpack(names))
+  limits = limits or redis.call('HMGET', prefix .. 'settings', unpack(LIMITS))
   if not (limits[1] or limits[2] or limits[3] or limits[4]) then return nil end
   local waiting = redis.call('HMGET', prefix .. 'waiting', ':tokens', tenant .. ':jobs', tenant .. ':tokens')
   local num_jobs = num_ready() + redis.call('ZCARD', prefix .. 'delayed')
@@ -229,10 +229,78 @@ local function limit_reached(tenant, cost)
   end
   local would_be = {num_jobs + num_ready_too + 1, (waiting[1] or 0) + num_tokens + cost,
     (waiting[2] or 0) + own.num_jobs + 1, (waiting[3] or 0) + own.num_tokens + cost}
-  for i, name in ipairs(names) do
+  for i, name in ipairs(LIMITS) do
     local limit = tonumber(limits[i] or nil)
     if limit and would_be[i] > limit then return 'full ' .. name .. ' ' .. limits[i] end
   end
+end
+
+-- Anything in any language may call `submit`, and what is written by half can't be taken back: so all is looked at before.
+local find = string.find
+local NAME, DIGITS = '^[A-Za-z0-9._-]+$', '^-?%d+$'
+local function is_name(text, max_bytes)
+  return #text <= max_bytes and find(text, NAME) ~= nil
+end
+
+local function is_integer(value, low, high)
+  return type(value) == 'number' and value >= low and value <= high and value % 1 == 0
+end
+
+-- More than a Lua number holds, so digits are compared.
+local function is_int64(text)
+  if not find(text, DIGITS) then return false end
+  if #text < 19 then return true end
+  if find(text, '-', 1, true) then return #text < 20 or #text == 20 and text <= '-9223372036854775808' end
+  return #text == 19 and text <= '9223372036854775807'
+end
+
+-- The first of a job's arguments that no job can have; nil where there is none. The numbers have to be plain digits, since
+-- they are read as integers elsewhere; those of one tenant in one call mostly have one priority.
+local MAX_COST_DIGITS = 12  -- the sum over a queue must stay within 64 bits
+local good_tenant, good_priority
+local function wrong_argument(id, cost, seed, tenant, priority)
+  if not is_name(id, 128) then return 'id' end
+  if #cost > MAX_COST_DIGITS or not find(cost, '^%d+$') then return 'cost' end
+  if not is_int64(seed) then return 'seed' end
+  if tenant ~= good_tenant then
+    if not is_name(tenant, 64) then return 'tenant' end
+    good_tenant = tenant
+  end
+  if priority ~= good_priority then
+    if not (find(priority, DIGITS) and is_integer(tonumber(priority), -2147483648, 2147483647)) then return 'priority' end
+    good_priority = priority
+  end
+end
+
+local MAX_MS, MAX_META_BYTES = 1e13, 16384
+local OPTION_RANGES = {{'delay_ms', 0, MAX_MS}, {'run_at_ms', 0, MAX_MS}, {'deadline_ms', 1, MAX_MS}, {'max_retries', 0, 100}}
+local function wrong_option(options)
+  for _, range in ipairs(OPTION_RANGES) do
+    local value = options[range[1]]
+    if value ~= nil and not is_integer(value, range[2], range[3]) then return range[1] end
+  end
+  local meta, batch = options.meta, options.batch
+  if meta ~= nil then
+    local is_object = type(meta) == 'string' and #meta <= MAX_META_BYTES and find(meta, '^%s*{')
+    if not (is_object and pcall(cjson.decode, meta)) then return 'meta' end
+  end
+  if batch ~= nil and not (type(batch) == 'string' and is_name(batch, 64)) then return 'batch' end
+  local due = options.run_at_ms or now + (options.delay_ms or 0)
+  if options.deadline_ms and due >= now + options.deadline_ms then return 'deadline_ms' end
+end
+
+-- The options as a table; nil, then what is wrong with them. A null is an option that is not given.
+local NO_OPTIONS = {}
+local function read_options(text)
+  if text == '' then return NO_OPTIONS end
+  local is_json, options = pcall(cjson.decode, text)
+  if not is_json or type(options) ~= 'table' then return nil, 'options' end
+  for name, value in pairs(options) do
+    if value == cjson.null then options[name] = nil end
+  end
+  local wrong = wrong_option(options)
+  if wrong then return nil, wrong end
+  return options
 end
 
 -- The options of a job that most jobs do without, into its record; returns when it is due, or nil when that is now.
@@ -255,17 +323,18 @@ local function apply_options(id, options)
   return due > now and due or nil
 end
 
-local NO_OPTIONS = {}
-
--- nil -> queued, or delayed. 'created', 'exists' (the same job is known), 'conflict' (the id belongs to another one) or
--- 'full ...'. The caller ends with `line_up`.
+-- nil -> queued, or delayed. 'created', 'exists' (the same job is known), 'conflict' (the id belongs to another one),
+-- 'full ...', or 'invalid <field>'. The caller ends with `line_up`.
 local function create_job(id, digest, body, cost, seed, tenant, priority, is_streamed, options_json)
   local known = redis.call('HGET', prefix .. 'job:' .. id, 'digest')
   if known then return known == digest and 'exists' or 'conflict' end
+  local wrong = wrong_argument(id, cost, seed, tenant, priority)
+  if wrong then return 'invalid ' .. wrong end
+  local options, wrong_one = read_options(options_json)
+  if not options then return 'invalid ' .. wrong_one end
   local refusal = limit_reached(tenant, cost)
   if refusal then return refusal end
   local serial = next_serial()
-  local options = options_json ~= '' and cjson.decode(options_json) or NO_OPTIONS
   create_record(id, digest, serial, 'tenant', tenant, 'priority', priority, 'cost', cost, 'seed', seed,
     'stream', is_streamed, 'state', 'queued')
   redis.call('SET', prefix .. 'body:' .. id, body)

@@ -36,7 +36,8 @@ local options = {meta = redis.call('GET', prefix .. 'meta:' .. id) or nil, batch
   max_retries = tonumber(f[12] or nil), deadline_ms = f[11] and f[11] - f[10] or nil}
 limits = {}  -- they are for new work; this was in the queue before
 local has_options = next(options) ~= nil
-create_job(new_id, f[2], body, f[3], f[4], f[5], f[6], f[7], has_options and cjson.encode(options) or '')
+local outcome = create_job(new_id, f[2], body, f[3], f[4], f[5], f[6], f[7], has_options and cjson.encode(options) or '')
+if outcome ~= 'created' then return {'no body', ''} end
 redis.call('HSET', prefix .. 'job:' .. new_id, 'redrive_of', id)
 redis.call('HSET', prefix .. 'job:' .. id, 'redriven_as', new_id)
 redis.call('ZREM', prefix .. 'dead', id)

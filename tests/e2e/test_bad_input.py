@@ -61,6 +61,10 @@ BAD_BODIES: dict[str, tuple[str, bytes]] = {
         "body",
         b'{"id":"ID","messages":[{"role":"user","content":' + b"[" * 10_000 + b"]" * 10_000 + b"}]}",
     ),
+    "nesting that one parser takes and the next one does not": (
+        "body",
+        b'{"id":"ID","prompt":"x","meta":' + b'{"a":' * 990 + b"1" + b"}" * 990 + b"}",
+    ),
     "invalid UTF-8": ("body", b'{"id":"ID","prompt":"\xff\xfe"}'),
     "too large a payload": ("body", b'{"id":"ID","prompt":"' + b"x" * (1 << 20) + b'"}'),
     "token ids outside the vocabulary": ("prompt_token_ids", b'{"id":"ID","prompt_token_ids":[5,512]}'),

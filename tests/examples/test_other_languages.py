@@ -14,7 +14,7 @@ import pytest
 from millrace.embedded import EmbeddedServer
 from producer.messages import parse_body, to_submission
 from results.connection import connect
-from results.messages import Event, InboxEntry
+from results.messages import Event, InboxEntry, JobError
 from results.queue import JobQueue
 from tests.results.engines import Engine
 from tests.results.invariants import check_queue
@@ -59,7 +59,10 @@ class Answerer:
         for offset, text in enumerate(["sev", "en é", ' "quoted"\n']):
             engine.show(jobs[0], offset, [offset], text)
         end = Event(offset=3, token_ids=[3], text="end")
-        engine.finish(jobs[0], end, state="failed" if self._state == "failed" else "finished")
+        if self._state == "failed":
+            engine.finish(jobs[0], end, state="failed", error=JobError(kind="internal", message="no more tea"))
+        else:
+            engine.finish(jobs[0], end)
 
     def _take(self, entry: InboxEntry) -> None:
         assert self._queue.accept(entry.entry_id, to_submission(parse_body(entry.raw))) == "created"
@@ -97,6 +100,7 @@ def test_node_and_python_agree_on_the_digest(server: EmbeddedServer) -> None:
     await redis.command("SCRIPT", "FLUSH");
     console.log(await millrace.submit({ prompt: "x", max_tokens: 5, id, stop: ["b", "a"], delay_s: 3600.5 }));
     console.log(await millrace.submit({ id, prompt: "y" }).catch((error) => error.message));
+    console.log(await millrace.submit({ prompt: "y", tenant: "a b" }).catch((error) => error.message));
     console.log(await millrace.state(id), await millrace.cancel(id), (await millrace.wait(id)).state);
     redis.close();
     """
@@ -104,6 +108,7 @@ def test_node_and_python_agree_on_the_digest(server: EmbeddedServer) -> None:
     assert ran.stdout.splitlines() == [
         "same",
         "the id same belongs to another job",
+        "the job was refused: invalid tenant",
         "delayed cancelled cancelled",
     ], ran.stderr
     request = parse_body(b'{"id":"same","prompt":"x","max_tokens":5,"delay_s":3600.5,"stop":["b","a"]}')
@@ -120,4 +125,5 @@ def test_a_job_from_the_shell(server: EmbeddedServer, state: str, status: int) -
     answerer.join()
     assert (ran.returncode, ran.stdout) == (status, TEXT + "\n"), ran.stderr
     assert ran.stderr.splitlines()[-1] == state
+    assert ("no more tea" in ran.stderr) == (state == "failed")
     assert parse_body(answerer.body).prompt == PROMPT

@@ -141,6 +141,29 @@ def test_jobs_wait_in_front_of_a_full_queue_and_are_not_failed(
     wait_for("finished", *jobs)
 
 
+def test_a_tenant_at_its_limit_keeps_no_other_out_and_does_not_empty_rqs_queue(
+    engine: EchoEngine, rq_queue: Queue, queue_name: str, redis_url: str, tmp_path: Path
+) -> None:
+    settings = QueueKeys(queue_name).settings
+    rq_queue.connection.hset(settings, "tenant_max_queued_jobs", 1)
+    place = (redis_url, rq_queue.name, queue_name)
+    with (
+        Client(redis_url, queue=queue_name) as client,
+        GatewayProcess(tmp_path / "log", *place, "--max-in-flight", "6") as gateway,
+    ):
+        client.pause()
+        many = [enqueue(rq_queue, tenant="many") for _ in range(4)]
+        wait_until(lambda: "queue is full: 3 jobs wait" in gateway.text(), what="the gateway's complaint")
+        few = enqueue(rq_queue, tenant="few")
+        more = [enqueue(rq_queue, tenant="many") for _ in range(4)]
+        wait_until(lambda: client.stats().queued == 2, what="the job of the other tenant")
+        assert client.get(few.id).state == "queued"
+        wait_until(lambda: rq_queue.count == 3, what="a full gateway")
+        rq_queue.connection.hdel(settings, "tenant_max_queued_jobs")
+        client.resume()
+        wait_for("finished", few, *many, *more)
+
+
 def test_rq_info_itself_can_read_it(redis_url: str, shared_queue: Queue) -> None:
     command = [sys.executable, "-m", "rq.cli", "info", "--url", redis_url, shared_queue.name]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=30, env={**os.environ, "COLUMNS": "80"})
@@ -207,6 +230,7 @@ def test_bad_input_fails_with_a_reason_and_costs_no_other_job(shared_queue: Queu
         "max_token: is not a field": shared_queue.enqueue("millrace.generate", "a", max_token=1),
         'not "os.system"': shared_queue.enqueue("os.system", "true"),
         "id: must match": enqueue(shared_queue, job_id="x" * 129),
+        "deadline_s: is over before": enqueue(shared_queue, run_at=9e9, deadline_s=5),
         "on_success, on_failure: ": enqueue(
             shared_queue, on_success=Callback("os.getpid"), on_failure=Callback("os.getpid")
         ),

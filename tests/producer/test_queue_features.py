@@ -45,6 +45,14 @@ def test_the_same_request_again_is_the_same_job_whatever_its_times(client: Clien
     assert client.stats().delayed == 1
 
 
+def test_a_deadline_that_is_over_before_the_job_may_begin_is_refused_by_the_servers_clock(client: Client) -> None:
+    late = GenerationRequest(id="late", prompt="x", run_at=9e9, deadline_s=5)
+    with pytest.raises(InvalidRequest, match=r"^deadline_s: is over before job 'late' may begin") as caught:
+        client.submit_many([*requests(1), late, *requests(1, "k")])
+    assert caught.value.field == "deadline_s"
+    assert (client.stats().queued, client.stats().delayed) == (2, 0)
+
+
 @pytest.mark.parametrize("batch", ["", "a b", "a:b", "é", "x" * 65, 5])
 def test_a_batch_has_a_proper_name(client: Client, batch: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^batch: "):

@@ -111,6 +111,18 @@ def test_a_cost_is_estimated_from_bytes_or_ids_and_what_may_be_generated(
     assert estimate_cost(request_) == cost
 
 
+def nested(depth: int) -> bytes:
+    """Objects and lists in turns, with what looks like more of them in a string."""
+    inner = b'"[{\\"[{"'
+    for level in range(depth):
+        inner = b'{"a":' + inner + b"}" if (depth - level) % 2 else b"[" + inner + b',[],"]"]'
+    return inner
+
+
+def message(content: bytes) -> bytes:
+    return b'{"role":"user","content":' + content + b"}"
+
+
 MALFORMED: list[tuple[bytes, str]] = [
     (b"", "body"),
     (b"not json", "body"),
@@ -124,6 +136,12 @@ MALFORMED: list[tuple[bytes, str]] = [
     (b'{"prompt":"\\ud800"}', "body"),
     (DEEP, "body"),
     (b'{"messages":[{"role":"user","content":' + DEEP + b"}]}", "body"),
+    *(
+        (b'{"prompt":"x","meta":' + nested(depth) + b"}", "body")
+        for depth in (64, 100, 500, *range(900, 1010, 3), 5000)
+    ),
+    *((b'{"messages":[' + message(nested(depth)) + b"]}", "body") for depth in (62, 100, *range(900, 1010, 3), 5000)),
+    (b'{"messages":[' + message(b"9" * 5000) + b"]}", "messages"),
     (b'{"prompt":"x","x":' + DEEP + b"}", "x"),
     (b"{}", "prompt"),
     (b'{"prompt":"x","prompt_token_ids":[1]}', "prompt"),
@@ -196,6 +214,24 @@ def test_a_malformed_body_is_refused_with_the_field_at_fault(raw: bytes, field: 
         parse_body(raw)
     assert caught.value.field == field
     assert len(str(caught.value)) < 300
+
+
+def test_the_limit_of_nesting_is_the_same_for_every_caller_and_every_parser() -> None:
+    bodies = [b'{"prompt":"x","meta":' + nested(63) + b"}", b'{"messages":[' + message(nested(61)) + b"]}"]
+    brackets_in_text = b'{"prompt":"' + b'[{\\"' * 1000 + b'"}'
+
+    def parse_far_down(depth: int) -> None:
+        if depth:
+            parse_far_down(depth - 1)
+        else:
+            for body in (*bodies, brackets_in_text):
+                to_submission(parse_body(body))
+
+    parse_far_down(0)
+    parse_far_down(500)
+    meta = {"a": parse_body(bodies[0]).meta}
+    with pytest.raises(InvalidRequest, match=r"^body: is nested too deeply; at most 64 levels"):
+        to_submission(GenerationRequest(prompt="x", meta=meta))
 
 
 @given(st.binary(max_size=200))

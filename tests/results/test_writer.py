@@ -7,7 +7,7 @@ import pytest
 
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
-from results.messages import Append, ClaimedJob, Event, JobId, Lease
+from results.messages import Append, ClaimedJob, Event, JobId, Lease, Write
 from results.queue import JobQueue
 from results.writer import Writer
 from tests.results.engines import FINGERPRINT, Engine, finish_of, submission, submit
@@ -60,6 +60,23 @@ def test_writes_arrive_in_order(queue: JobQueue, engine: Engine, writer: Writer)
     assert {queue.get(job.job_id).text for job in jobs} == {text}
     stats = writer.stats()
     assert (stats.num_written, stats.num_pending, stats.pending_bytes) == (1020, 0, 0)
+
+
+def test_what_breaks_the_writer_does_not_end_it(
+    queue: JobQueue, engine: Engine, writer: Writer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    submit(queue, "a")
+    job = engine.claim_one()
+
+    def fail(writes: list[Write]) -> list[str]:
+        monkeypatch.undo()
+        raise RuntimeError("a bug in the writer")
+
+    monkeypatch.setattr(writer._queue, "write", fail)
+    writer.put(finish_of(job))
+    assert writer.flush(10)
+    assert queue.get("a").state == "finished"
+    assert "a bug in the writer" in caplog.text
 
 
 def test_a_stale_write_is_reported_and_later_ones_of_its_lease_are_dropped(
