@@ -151,6 +151,10 @@ MALFORMED: list[tuple[bytes, str]] = [
     (b'{"prompt":"x","max_tokens":9223372036854775808}', "max_tokens"),
     (b'{"prompt":"x","max_tokens":' + b"9" * 400 + b"}", "max_tokens"),
     (b'{"prompt":"x","max_tokens":true}', "max_tokens"),
+    (b'{"prompt":"x","temperature":1' + b"0" * 400 + b"}", "temperature"),
+    (b'{"prompt":"x","delay_s":1' + b"0" * 400 + b"}", "delay_s"),
+    (b'{"prompt":"x","deadline_s":1' + b"0" * 400 + b"}", "deadline_s"),
+    (b'{"prompt":"x","run_at":-1' + b"0" * 400 + b"}", "run_at"),
     (b'{"prompt":"x","stop":[""]}', "stop"),
     (b'{"prompt":"x","stop":[1]}', "stop"),
     (b'{"prompt":"x","logprobs":5}', "logprobs"),
@@ -253,6 +257,10 @@ def test_requests_made_in_python_are_checked_as_those_on_the_wire() -> None:
         ("meta", {"prompt": "x", "meta": {"a": object()}}),
         ("meta", {"prompt": "x", "meta": {1: 2}}),
         ("delay_s", {"prompt": "x", "delay_s": float("nan")}),
+        ("delay_s", {"prompt": "x", "delay_s": 10**400}),
+        ("deadline_s", {"prompt": "x", "deadline_s": 10**400}),
+        ("deadline_s", {"prompt": "x", "deadline_s": -(10**400)}),
+        ("run_at", {"prompt": "x", "run_at": 10**400}),
     ]
     for field, fields in wrong:
         with pytest.raises(InvalidRequest) as caught:
