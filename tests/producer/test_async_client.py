@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,19 @@ async def test_hundreds_can_be_waited_for_at_once(url_and_queue: tuple[str, str]
         for job in await asyncio.to_thread(engine.claim):
             await asyncio.to_thread(engine.finish, job)
         assert [job.state for job in await asyncio.gather(*waiting)] == ["finished"] * 200
+
+
+async def test_a_bad_request_among_many_is_named_with_what_is_in_the_queue(url_and_queue: tuple[str, str]) -> None:
+    requests: list[Any] = [*(GenerationRequest(id=f"j{i}", prompt="x") for i in range(300)), None]
+    async with AsyncClient(*url_and_queue) as client:
+        with pytest.raises(InvalidRequest, match=r"requests\[300\]; no jobs of this call"):
+            await client.submit_many(requests)
+        assert (await client.stats()).queued == 0
+        with pytest.raises(InvalidRequest, match=r"requests\[300\]; 300 jobs of this call") as caught:
+            await client.submit_many(iter(requests))
+        assert len(caught.value.job_ids) == (await client.stats()).queued == 300
+        with pytest.raises(InvalidRequest, match=r"^requests: must be a list"):
+            await client.submit_many(None)  # type: ignore[arg-type]
 
 
 async def test_the_errors_are_those_of_the_client(url_and_queue: tuple[str, str]) -> None:
