@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -256,6 +257,8 @@ def test_requests_made_in_python_are_checked_as_those_on_the_wire() -> None:
         ("sampling", {"prompt": "x", "sampling": {"max_tokens": 5}}),
         ("meta", {"prompt": "x", "meta": {"a": object()}}),
         ("meta", {"prompt": "x", "meta": {1: 2}}),
+        ("meta", {"prompt": "x", "meta": {"a": [math.nan]}}),
+        ("meta", {"prompt": "x", "meta": {"a": "\ud800"}}),
         ("delay_s", {"prompt": "x", "delay_s": float("nan")}),
         ("delay_s", {"prompt": "x", "delay_s": 10**400}),
         ("deadline_s", {"prompt": "x", "deadline_s": 10**400}),
@@ -266,9 +269,11 @@ def test_requests_made_in_python_are_checked_as_those_on_the_wire() -> None:
         with pytest.raises(InvalidRequest) as caught:
             GenerationRequest(**fields)
         assert caught.value.field == field
-    unwritable = GenerationRequest(messages=[{"role": "user", "content": object()}])
+    for content in (object(), [math.nan], [{"a": "\ud800"}]):
+        with pytest.raises(InvalidRequest, match="messages: item 0 cannot be written as JSON"):
+            GenerationRequest(messages=[{"role": "user", "content": content}])
     with pytest.raises(InvalidRequest, match="messages: cannot be written as JSON"):
-        to_submission(unwritable)
+        to_submission(GenerationRequest(messages=[{"role": "user", "content": "\ud800"}]))
 
 
 def test_what_means_the_same_is_the_same_job_however_it_was_made() -> None:
