@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.jobs import follow
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
 from millrace.cli.output import end_of, print_json, print_text
+from millrace.cli.values import json_object, moment, seconds
 
-_Option = tuple[str, type[int] | type[float] | type[str], str, str]
+_Option = tuple[str, Callable[[str], Any], str, str]
 
 _SAMPLING: tuple[_Option, ...] = (
     ("--max-tokens", int, "N", "end after so many tokens"),
@@ -26,8 +28,15 @@ _QUEUE: tuple[_Option, ...] = (
     ("--tenant", str, "NAME", "on whose account the job runs"),
     ("--priority", int, "N", "within a tenant; lower first"),
     ("--delay-s", float, "SECONDS", "not before so many seconds from now"),
+    (
+        "--run-at",
+        moment,
+        "TIME",
+        "not before this time: ISO 8601 (Z is UTC; without a zone it is this machine's time), or seconds since the epoch",
+    ),
     ("--deadline-s", float, "SECONDS", "end it as expired after so many seconds from now, wherever it is"),
     ("--max-retries", int, "N", "how often a failure that may pass is tried again"),
+    ("--meta", json_object, "JSON", "an object of yours that is kept with the job, as '{\"customer\": 7}'"),
 )
 _LISTS: tuple[_Option, ...] = (
     ("--stop", str, "TEXT", "end before this text; may be given more than once"),
@@ -65,7 +74,7 @@ def add_parsers(verbs: Verbs) -> None:
         "--wait", action="store_true", help="wait and print the answer (with --file: a job a line, JSON)"
     )
     after.add_argument("--stream", action="store_true", help="print the answer while it is generated")
-    submit.add_argument("--timeout", type=float, metavar="SECONDS", help="with --wait: give up waiting after so long")
+    submit.add_argument("--timeout", type=seconds, metavar="SECONDS", help="with --wait: give up waiting after so long")
     add_json(submit)
     submit.set_defaults(run=run)
 

@@ -84,6 +84,8 @@ def test_the_version_is_printed() -> None:
         ("batch", "status"),
         ("submit", "hello", "--durability", "forever"),
         ("submit", "hello", "--priority", "1.5"),
+        ("submit", "hello", "--wait", "--timeout", "nan"),
+        ("sleep", "--timeout-s", "nan"),
         ("ls", "--state", "sleeping"),
         ("ls", "--limit", "0"),
         ("sleep", "--level", "3"),
