@@ -85,7 +85,8 @@ class Client:
     ) -> list[str]:
         """Queue many, a few hundred at a time, and return their ids in order.
 
-        `batch` names them all, for `batch_status` and `cancel_batch`; a batch may be added to at any time, by anybody.
+        `batch` names them all, for `batch_status` and `cancel_batch`; a batch may be added to at any time, by anybody, so
+        two calls with one name share it. A job that the queue knows already stays in the batch that it came with.
         Raises InvalidRequest with the index of a request that cannot be sent: of a list or tuple nothing is submitted
         then; of another iterable, which may be endless, what comes before it, and the error has those ids. So it is too
         when a generator raises an error of its own. Raises JobConflict, when all have been sent, for ids that belong to

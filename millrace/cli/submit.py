@@ -62,7 +62,9 @@ def add_parsers(verbs: Verbs) -> None:
     place = submit.add_argument_group("the job's place in the queue")
     for option, kind, metavar, text in _QUEUE:
         place.add_argument(option, type=kind, metavar=metavar, help=text)
-    place.add_argument("--batch", metavar="NAME", help="count the jobs in this batch, for `batch status` and `cancel`")
+    place.add_argument(
+        "--batch", metavar="NAME", help="put the jobs into this batch, new or not; see `batch status`, `cancel`"
+    )
     place.add_argument(
         "--durability",
         choices=("memory", "disk", "replica"),
