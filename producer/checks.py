@@ -72,7 +72,7 @@ def text(value: Any) -> str | None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        return f"has half of a surrogate pair at character {error.start}, which no UTF-8 text has"
+        return f"cannot be UTF-8: character {error.start} is half of a surrogate pair, or was a byte that is no text"
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from argparse import ArgumentTypeError
 from datetime import datetime
@@ -17,15 +16,28 @@ def counted(text: str) -> int:
     return int(text)
 
 
+def integer(text: str) -> int:
+    """Any integer. In which bounds is for the request to say."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"must be an integer, got {text[:60]!r}") from None
+
+
+def number(text: str) -> float:
+    """Any number. In which bounds is for the request to say."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"must be a number, got {text[:60]!r}") from None
+
+
 def seconds(text: str) -> float:
     """How long to wait."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number <= 1e9:
-        raise ArgumentTypeError(f"must be a number of seconds from 0 to 1e9, got {text[:60]!r}")
-    return number
+    wait_s = number(text)
+    if not 0 <= wait_s <= 1e9:
+        raise ArgumentTypeError(f"must be from 0 to 1e9, got {text[:60]!r}")
+    return wait_s
 
 
 def moment(text: str) -> float:
