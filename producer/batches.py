@@ -60,6 +60,7 @@ class SubmitCall:
         self._num_taken = 0
         self._stopped_by: Exception | None = None
         self._sent: list[list[Submission]] = []
+        self._accepted: list[str] = []
         self._conflicting: list[str] = []
         submissions: Iterable[Submission] = self._submissions(_one_by_one(requests))
         self._is_one = isinstance(requests, list | tuple) and len(requests) == 1
@@ -83,13 +84,12 @@ class SubmitCall:
                 refused[job_id] = outcome
                 continue
             self.job_ids.append(job_id)
-            if outcome == "conflict":
-                self._conflicting.append(job_id)
+            (self._conflicting if outcome == "conflict" else self._accepted).append(job_id)
         if self.confirmation:
-            check_confirmed(self._durability, confirmed, self._accepted())
+            check_confirmed(self._durability, confirmed, self._accepted)
         if refused:
             _, limit, value = next(iter(refused.values())).split(" ")
-            raise QueueFull(limit, value, self._accepted(), list(refused))
+            raise QueueFull(limit, value, self._accepted, list(refused))
 
     def end(self) -> list[str]:
         """The ids of all jobs, in order. Raises what ended the requests too early, else JobConflict for ids that belong to
@@ -98,10 +98,6 @@ class SubmitCall:
         if self._conflicting:
             raise JobConflict(self._conflicting)
         return self.job_ids
-
-    def _accepted(self) -> list[str]:
-        conflicting = set(self._conflicting)
-        return [job_id for job_id in self.job_ids if job_id not in conflicting]
 
     def _submissions(self, requests: Iterator[GenerationRequest]) -> Iterator[Submission]:
         """Ends before the first that cannot be sent, or that the caller's generator fails to make, and keeps the error."""
@@ -119,7 +115,7 @@ class SubmitCall:
             return
         if isinstance(self._stopped_by, InvalidRequest) and not self._is_one:
             self._stopped_by.index = self._num_taken
-            self._stopped_by.job_ids = self._accepted()
+            self._stopped_by.job_ids = self._accepted
         raise self._stopped_by
 
 
