@@ -203,6 +203,14 @@ def test_a_malformed_body_is_refused_with_the_field_at_fault(raw: bytes, field: 
     assert len(str(caught.value)) < 300
 
 
+def test_half_a_surrogate_pair_is_called_what_it_is() -> None:
+    for raw in (b'{"prompt":"\\ud800"}', b'{"prompt":"\\ud83d more"}', b'{"prompt":"x","meta":{"\\uDC00":1}}'):
+        with pytest.raises(InvalidRequest, match=r"^body: .*a string has half of a surrogate pair"):
+            parse_body(raw)
+    with pytest.raises(InvalidRequest, match=r"^body: .*truncated"):
+        parse_body(b'{"prompt":"\\ud83d\\ude00"')
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_at_all_break_the_parser(raw: bytes) -> None:
     try:
