@@ -118,12 +118,20 @@ def _meta(value: Any) -> str | None:
 
 
 def _json(value: Any) -> str | None:
-    """What JSON can say; NaN would become null there."""
+    """What JSON can say. NaN would become null there, in silence."""
     try:
-        json.dumps(msgspec.to_builtins(value), allow_nan=False)
         msgspec.json.encode(value)
+        plain = msgspec.to_builtins(value)
     except (TypeError, ValueError, RecursionError) as error:
         return f"cannot be written as JSON: {error}"
+    try:
+        json.dumps(plain, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        return (
+            "is nested too deeply"
+            if isinstance(error, RecursionError)
+            else "has NaN or an infinity, which JSON has not"
+        )
     return None
 
 

@@ -277,8 +277,12 @@ def test_requests_made_in_python_are_checked_as_those_on_the_wire() -> None:
         with pytest.raises(InvalidRequest) as caught:
             GenerationRequest(**fields)
         assert caught.value.field == field
-    for content in (object(), [math.nan], [{"a": "\ud800"}]):
-        with pytest.raises(InvalidRequest, match="messages: item 0 cannot be written as JSON"):
+    for content, words in (
+        (object(), "cannot be written"),
+        ([math.nan], "has NaN"),
+        ([{"a": "\ud800"}], "cannot be written"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"messages: item 0 {words}"):
             GenerationRequest(messages=[{"role": "user", "content": content}])
     with pytest.raises(InvalidRequest, match="messages: cannot be written as JSON"):
         to_submission(GenerationRequest(messages=[{"role": "user", "content": "\ud800"}]))
