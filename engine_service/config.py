@@ -6,7 +6,7 @@ import argparse
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -14,6 +14,7 @@ from engine_service.core.scheduler import SchedulerConfig
 from engine_service.errors import ConfigurationError
 from executor.messages import WorkerConfig
 from executor.select import NAMES as EXECUTOR_NAMES
+from results.keys import QUEUE_PATTERN
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -108,12 +109,17 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         super().__post_init__()
         _require(self.drain_grace >= 0, "drain_grace", "must not be negative", self.drain_grace)
         _require(self.heartbeat >= 0.2, "heartbeat", "must be at least 0.2 s", self.heartbeat)
+        is_name = QUEUE_PATTERN.fullmatch(self.queue) is not None
+        _require(is_name, "queue", f"must match {QUEUE_PATTERN.pattern}", repr(self.queue))
         port = self.metrics_port
         _require(port is None or 0 <= port <= 65535, "metrics_port", "must be 0 to 65535", port)
 
     @property
     def model_name(self) -> str:
         return self.served_model_name or Path(self.model).name
+
+
+Config = TypeVar("Config", bound=EngineConfig)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -157,7 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse(argv: list[str] | None = None) -> ServeConfig:
     """The options from the command line and its --config. Raises `ConfigurationError` naming the option."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="millrace serve",
         description="Run an engine that drains a queue.",
         epilog=_EXITS,
@@ -169,10 +175,23 @@ def parse(argv: list[str] | None = None) -> ServeConfig:
     options = {**(_read_toml(file) if file else {}), **given}
     if "model" not in options:
         raise ConfigurationError("model: is missing; say --model DIR_OR_ID")
+    return checked(options, ServeConfig)
+
+
+def checked(options: dict[str, Any], kind: type[Config]) -> Config:
+    """The options as a config of this kind. Raises `ConfigurationError` naming the option."""
     try:
-        return msgspec.convert(options, ServeConfig)
+        return msgspec.convert(options, kind)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"option {error}") from error
+        message, _, name = str(error).partition(" - at `$.")
+        raise ConfigurationError(f"{name.rstrip('`') or 'option'}: {message[0].lower()}{message[1:]}") from error
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves the usage to --help, so that an error is one sentence here too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}; see {self.prog} --help")
 
 
 def parse_bytes(name: str, value: int | str | None) -> int | None:

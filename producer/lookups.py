@@ -72,7 +72,7 @@ def one_event(after: str | None) -> str | None:
     return after
 
 
-def patience(timeout_s: float | None) -> float | None:
+def patience(timeout_s: Any) -> float | None:
     """How long to wait, in seconds; None for ever. Raises InvalidRequest."""
     if timeout_s is None or (isinstance(timeout_s, int | float) and -MAX_SECONDS <= timeout_s <= MAX_SECONDS):
         return timeout_s
