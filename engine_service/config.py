@@ -7,7 +7,7 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -112,9 +112,8 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         super().__post_init__()
         _require(self.drain_grace >= 0, "drain_grace", "must not be negative", self.drain_grace)
         _require(self.heartbeat >= 0.2, "heartbeat", "must be at least 0.2 s", self.heartbeat)
-        _require(
-            QUEUE_PATTERN.fullmatch(self.queue) is not None, "queue", "must match [A-Za-z0-9._-]{1,64}", self.queue
-        )
+        is_name = QUEUE_PATTERN.fullmatch(self.queue) is not None
+        _require(is_name, "queue", f"must match {QUEUE_PATTERN.pattern}", repr(self.queue))
         _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}", self.log_level)
         port = self.metrics_port
         _require(port is None or 0 <= port <= 65535, "metrics_port", "must be 0 to 65535", port)
@@ -122,6 +121,9 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def model_name(self) -> str:
         return self.served_model_name or Path(os.path.abspath(Path(self.model).expanduser())).name
+
+
+Config = TypeVar("Config", bound=EngineConfig)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -165,7 +167,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def parse(argv: list[str] | None = None) -> ServeConfig:
     """The options from the command line and its --config. Raises `ConfigurationError` naming the option."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="millrace serve",
         description="Run an engine that drains a queue.",
         epilog=_EXITS,
@@ -177,10 +179,23 @@ def parse(argv: list[str] | None = None) -> ServeConfig:
     options = {**(_read_toml(file) if file else {}), **given}
     if "model" not in options:
         raise ConfigurationError("model: is missing; say --model DIR_OR_ID")
+    return checked(options, ServeConfig)
+
+
+def checked(options: dict[str, Any], kind: type[Config]) -> Config:
+    """The options as a config of this kind. Raises `ConfigurationError` naming the option."""
     try:
-        return msgspec.convert(options, ServeConfig)
+        return msgspec.convert(options, kind)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"option {error}") from error
+        message, _, name = str(error).partition(" - at `$.")
+        raise ConfigurationError(f"{name.rstrip('`') or 'option'}: {message[0].lower()}{message[1:]}") from error
+
+
+class _Parser(argparse.ArgumentParser):
+    """Leaves the usage to --help, so that an error is one sentence here too."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}; see {self.prog} --help")
 
 
 def parse_bytes(name: str, value: int | str | None) -> int | None:

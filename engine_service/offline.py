@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -22,7 +23,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from engine_service.admission import Admission
-from engine_service.config import EngineConfig
+from engine_service.config import EngineConfig, checked
 from engine_service.core.scheduler import SchedulerStats
 from engine_service.engine import Engine, EngineMetrics, Progress
 from engine_service.errors import ConfigurationError, EngineError
@@ -30,6 +31,7 @@ from engine_service.generation import Generation
 from engine_service.model_files import check_parallel_sizes, eos_token_ids, resolve_model
 from engine_service.text import Tokenizer
 from executor.select import make_executor
+from producer.checks import shown
 from producer.messages import GenerationRequest, InvalidRequest, SamplingParams
 
 logger = logging.getLogger("millrace.engine")
@@ -84,26 +86,27 @@ class LLM:
 
         `enforce_eager` is accepted for scripts that say it: every step runs eagerly in this version.
         """
-        config = EngineConfig(
-            model=str(model),
-            tokenizer=tokenizer,
-            dtype=dtype,
-            device=device,
-            executor=executor,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            kv_cache_memory=kv_cache_memory,
-            gpu_memory_utilization=gpu_memory_utilization,
-            seed=seed,
-            tensor_parallel_size=tensor_parallel_size,
-            pipeline_parallel_size=pipeline_parallel_size,
-            max_parallel_loading_workers=max_parallel_loading_workers,
-        )
+        options: dict[str, Any] = {
+            "model": str(model) if isinstance(model, Path) else model,
+            "tokenizer": tokenizer,
+            "dtype": dtype,
+            "device": device,
+            "executor": executor,
+            "max_model_len": max_model_len,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "block_size": block_size,
+            "num_blocks": num_blocks,
+            "kv_cache_memory": kv_cache_memory,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "seed": seed,
+            "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "max_parallel_loading_workers": max_parallel_loading_workers,
+        }
+        config = checked(options, EngineConfig)
         path = resolve_model(config.model)
-        self._tokenizer = _load_tokenizer(Path(tokenizer) if tokenizer else path)
+        self._tokenizer = Tokenizer(Path(config.tokenizer)) if config.tokenizer else _own_tokenizer(path)
         self._engine = build_engine(config, path, is_service=False)
         self._seeds = random.Random(seed)
         try:
@@ -128,10 +131,16 @@ class LLM:
         parameters are one for all or a list, one for each. Raises `InvalidRequest`, before anything runs, for a prompt that
         can't be served, and `EngineError` when a generation is lost with its workers for good.
         """
-        requests = [_as_request(prompt) for prompt in _as_prompts(prompts)]
-        params = _as_params(sampling_params, len(requests))
-        pairs = list(zip(requests, params, strict=True))
-        generations = [self._admit(request, sampling, number) for number, (request, sampling) in enumerate(pairs)]
+        requests = []
+        for number, prompt in enumerate(_as_prompts(prompts)):
+            with _named(number):
+                requests.append(_as_request(prompt))
+        generations = []
+        for number, (request, sampling) in enumerate(
+            zip(requests, _as_params(sampling_params, len(requests)), strict=True)
+        ):
+            with _named(number):
+                generations.append(self._admit(request, sampling))
         self._run(generations, use_tqdm)
         return [_output(number, *pair) for number, pair in enumerate(zip(requests, generations, strict=True))]
 
@@ -163,13 +172,10 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _admit(self, request: GenerationRequest, params: SamplingParams, number: int) -> Generation:
-        try:
-            prompt_token_ids = self._admission.prompt_token_ids(request)
-            drawn_seed = self._seeds.getrandbits(64)
-            return self._admission.admit(prompt_token_ids, params, drawn_seed=drawn_seed)
-        except InvalidRequest as error:
-            raise InvalidRequest(error.field, f"{error.message} (prompt number {number})") from error
+    def _admit(self, request: GenerationRequest, params: SamplingParams) -> Generation:
+        prompt_token_ids = self._admission.prompt_token_ids(request)
+        drawn_seed = self._seeds.getrandbits(64)
+        return self._admission.admit(prompt_token_ids, params, drawn_seed=drawn_seed)
 
     def _run(self, generations: list[Generation], use_tqdm: bool) -> None:
         from tqdm.auto import tqdm
@@ -201,7 +207,7 @@ def _is_over(progress: Progress) -> bool:
     return progress.finish_reason is not None
 
 
-def _load_tokenizer(path: Path) -> Tokenizer | None:
+def _own_tokenizer(path: Path) -> Tokenizer | None:
     try:
         return Tokenizer(path)
     except ConfigurationError as error:
@@ -211,27 +217,46 @@ def _load_tokenizer(path: Path) -> Tokenizer | None:
         return None
 
 
-def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+@contextmanager
+def _named(number: int) -> Iterator[None]:
+    """Errors of the block name the prompt that is at fault, from 0."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(error.field, f"{error.message} (prompt number {number})") from error
+
+
+def _as_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [list(prompts)]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise InvalidRequest("prompts", f"must be a prompt or a list of prompts, got {shown(prompts)}")
+    found = list(prompts)
+    return [found] if found and isinstance(found[0], int) else found
 
 
-def _as_request(prompt: Prompt) -> GenerationRequest:
+def _as_request(prompt: Any) -> GenerationRequest:
     if isinstance(prompt, str):
         return GenerationRequest(prompt=prompt)
     if isinstance(prompt, Mapping):
+        for name in prompt.keys() - _PROMPT_KEYS:
+            raise InvalidRequest(str(name), f"a prompt has one of {', '.join(_PROMPT_KEYS)}, and nothing else")
         return GenerationRequest(**prompt)
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise InvalidRequest("prompt", f"must be a string, a list of token ids or an object, got {shown(prompt)}")
     return GenerationRequest(prompt_token_ids=list(prompt))
 
 
-def _as_params(
-    sampling_params: SamplingParams | SequenceOf[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+
+
+def _as_params(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * num_prompts
+    is_list = isinstance(sampling_params, SequenceOf)
+    if not is_list or not all(isinstance(params, SamplingParams) for params in sampling_params):
+        rule = "must be SamplingParams or a list of them"
+        raise InvalidRequest("sampling_params", f"{rule}, got {shown(sampling_params)}")
     if len(sampling_params) != num_prompts:
         message = f"must be one or as many as the prompts, got {len(sampling_params)} for {num_prompts} prompts"
         raise InvalidRequest("sampling_params", message)

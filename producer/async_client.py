@@ -7,7 +7,18 @@ from types import TracebackType
 from typing import Unpack
 
 from producer.batches import SubmitCall
-from producer.client import CANCEL_BATCH, READ_BATCH, batched, check_sleep_level, queue_keys
+from producer.client import CANCEL_BATCH, READ_BATCH, queue_keys
+from producer.lookups import (
+    batched,
+    is_job_id,
+    many_ids,
+    one_batch,
+    one_engine,
+    one_event,
+    one_job,
+    patience,
+    sleep_level,
+)
 from producer.options import SubmitOptions, build_request
 from producer.request import GenerationRequest
 from results import commands, replies
@@ -65,20 +76,21 @@ class AsyncClient:
         return call.end()
 
     async def cancel(self, job_id: str) -> str:
-        reply = await self._transport.send(commands.cancel(self._keys, job_id))
+        reply = await self._transport.send(commands.cancel(self._keys, one_job(self._keys, job_id)))
         return replies.cancelled(job_id, self._keys.queue, reply)
 
     async def cancel_many(self, job_ids: Iterable[str]) -> dict[str, str]:
         outcomes: dict[str, str] = {}
         for some in batched(job_ids, CANCEL_BATCH):
-            found = await self._transport.send_many([commands.cancel(self._keys, job_id) for job_id in some])
-            outcomes |= {
-                job_id: reply.decode() if reply else "unknown" for job_id, reply in zip(some, found, strict=True)
-            }
+            outcomes |= dict.fromkeys(some, "unknown")
+            to_ask = list(filter(is_job_id, some))
+            found = await self._transport.send_many([commands.cancel(self._keys, job_id) for job_id in to_ask])
+            outcomes |= {job_id: reply.decode() for job_id, reply in zip(to_ask, found, strict=True) if reply}
         return outcomes
 
     async def cancel_batch(self, batch: str) -> dict[str, str]:
         outcomes: dict[str, str] = {}
+        one_batch(self._keys, batch)
         first = 0
         while members := await self._transport.send(commands.batch_members(self._keys, batch, first, CANCEL_BATCH)):
             outcomes |= await self.cancel_many(replies.words(members))
@@ -88,7 +100,7 @@ class AsyncClient:
         return outcomes
 
     async def retry(self, job_id: str) -> str:
-        reply = await self._transport.send(commands.redrive(self._keys, job_id))
+        reply = await self._transport.send(commands.redrive(self._keys, one_job(self._keys, job_id)))
         return replies.redriven(job_id, self._keys.queue, reply)
 
     async def retry_all(self) -> dict[str, str]:
@@ -108,34 +120,36 @@ class AsyncClient:
         await self._transport.send(commands.pause(self._keys, False))
 
     async def sleep(self, level: int = 1, *, engine_id: str | None = None) -> list[str]:
-        return await self._tell_engines(check_sleep_level(level), engine_id)
+        return await self._tell_engines(sleep_level(level), engine_id)
 
     async def wake(self, *, engine_id: str | None = None) -> list[str]:
         return await self._tell_engines(0, engine_id)
 
-    async def _tell_engines(self, sleep_level: int, engine_id: str | None) -> list[str]:
-        reply = await self._transport.send(commands.sleep(self._keys, sleep_level, engine_id))
+    async def _tell_engines(self, level: int, engine_id: str | None) -> list[str]:
+        to_tell = one_engine(self._keys, engine_id)
+        reply = await self._transport.send(commands.sleep(self._keys, level, to_tell))
         return replies.engines_told(engine_id, self._keys.queue, reply)
 
     # --- results out -----------------------------------------------------------------------------------------------
 
     async def get(self, job_id: str) -> Job:
-        return (await self._get_many([job_id]))[0]
+        return (await self._get_many([one_job(self._keys, job_id)]))[0]
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
-        follower = EndFollower(self._keys, job_id, timeout_s)
+        follower = EndFollower(self._keys, one_job(self._keys, job_id), patience(timeout_s))
         while not follower.is_done:
             follower.feed(await self._transport.send_many(follower.next_commands()))
         return await self.get(job_id)
 
     async def stream(self, job_id: str, after: str | None = None) -> AsyncIterator[StreamEvent]:
-        follower = EventFollower(self._keys, job_id, after)
+        follower = EventFollower(self._keys, one_job(self._keys, job_id), one_event(after))
         while not follower.is_done:
             for event in follower.feed(await self._transport.send_many(follower.next_commands())):
                 yield event
 
     async def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> AsyncIterator[Job]:
-        follower = CompletionFollower(self._keys, job_ids, timeout_s)
+        known = [one_job(self._keys, job_id) for job_id in many_ids(job_ids)]
+        follower = CompletionFollower(self._keys, known, patience(timeout_s))
         while not follower.is_done:
             ended = follower.feed(await self._transport.send_many(follower.next_commands()))
             for first in range(0, len(ended), READ_BATCH):
@@ -143,12 +157,11 @@ class AsyncClient:
                     yield job
 
     async def position(self, job_id: str) -> Position:
-        return replies.position(
-            job_id, self._keys.queue, await self._transport.send(commands.position(self._keys, job_id))
-        )
+        reply = await self._transport.send(commands.position(self._keys, one_job(self._keys, job_id)))
+        return replies.position(job_id, self._keys.queue, reply)
 
     async def batch_status(self, batch: str) -> BatchStatus:
-        reply = await self._transport.send(commands.batch_status(self._keys, batch))
+        reply = await self._transport.send(commands.batch_status(self._keys, one_batch(self._keys, batch)))
         return replies.batch_status(batch, self._keys.queue, reply)
 
     async def stats(self) -> QueueStats:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from producer.checks import shown
 from producer.errors import InvalidRequest
-from producer.request import BATCH_PATTERN, GenerationRequest
+from producer.lookups import new_batch
+from producer.request import GenerationRequest
 from producer.wire import refusal, to_submission
 from results import commands, replies
 from results.durability import DURABILITIES, check_confirmed, confirmation
@@ -24,12 +24,11 @@ BATCHES_CONFIRMED_TOGETHER = 16
 """A confirmation may take as long as an fsync, so one is asked for many batches."""
 
 
-def batches(requests: Iterable[GenerationRequest], batch: str | None = None) -> Iterator[list[Submission]]:
-    """Takes from `requests` only as they are needed, so a generator of millions is fine. `batch` names them all."""
+def batches(submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
+    """Takes from `submissions` only as they are needed."""
     together: list[Submission] = []
     num_bytes = 0
-    for request in requests:
-        submission = to_submission(request, batch=batch)
+    for submission in submissions:
         together.append(submission)
         num_bytes += len(submission.body)
         if len(together) == BATCH_JOBS or num_bytes >= BATCH_BYTES:
@@ -42,24 +41,34 @@ def batches(requests: Iterable[GenerationRequest], batch: str | None = None) -> 
 class SubmitCall:
     """Owns the account of one call of `submit_many`: what to send next, and what has become of what was sent.
 
-    Does no input or output, so that one logic serves sync and async clients alike. Raises InvalidRequest.
+    Does no input or output, so that one logic serves sync and async clients alike. Raises InvalidRequest. A list is judged
+    whole before its first job is sent. Of other iterables, which may be endless, no more is taken than is sent next; what
+    comes before a request that cannot be sent is in the queue when `end` raises.
     """
 
     def __init__(
         self, keys: QueueKeys, requests: Iterable[GenerationRequest], batch: str | None, durability: str
     ) -> None:
-        _check_batch(batch)
         if durability not in DURABILITIES:
             raise InvalidRequest("durability", f"must be one of {', '.join(DURABILITIES)}, got {shown(durability)}")
         self.job_ids: list[str] = []
         self.confirmation = confirmation(durability)
         """To be sent after the commands, on their connection; None where nothing has to be confirmed."""
         self._keys = keys
-        self._batches = batches(requests, batch)
         self._durability = durability
+        self._batch = new_batch(batch)
+        self._num_taken = 0
+        self._stopped_by: Exception | None = None
         self._sent: list[list[Submission]] = []
+        self._accepted: list[str] = []
         self._conflicting: list[str] = []
         self._invalid: list[InvalidRequest] = []
+        submissions: Iterable[Submission] = self._submissions(_one_by_one(requests))
+        self._is_one = isinstance(requests, list | tuple) and len(requests) == 1
+        if isinstance(requests, list | tuple):
+            submissions = list(submissions)
+            self._raise_what_stopped_it()
+        self._batches = batches(submissions)
 
     def next_commands(self) -> list[Command]:
         """What to send next; nothing when all has been sent."""
@@ -79,31 +88,46 @@ class SubmitCall:
                 self._invalid.append(invalid)
                 continue
             self.job_ids.append(job_id)
-            if outcome == "conflict":
-                self._conflicting.append(job_id)
+            (self._conflicting if outcome == "conflict" else self._accepted).append(job_id)
         if self.confirmation:
-            check_confirmed(self._durability, confirmed, self._accepted())
+            check_confirmed(self._durability, confirmed, self._accepted)
         if refused:
             _, limit, value = next(iter(refused.values())).split(" ")
-            raise QueueFull(limit, value, self._accepted(), list(refused))
+            raise QueueFull(limit, value, self._accepted, list(refused))
 
     def end(self) -> list[str]:
-        """The ids of all jobs, in order. Raises InvalidRequest for a job that the queue's scripts have refused, and
-        JobConflict for ids that belong to other jobs."""
+        """The ids of all jobs, in order. Raises what ended the requests too early, InvalidRequest for a job that the queue's
+        scripts have refused, and JobConflict for ids that belong to other jobs."""
+        self._raise_what_stopped_it()
         if self._invalid:
             raise self._invalid[0]
         if self._conflicting:
             raise JobConflict(self._conflicting)
         return self.job_ids
 
-    def _accepted(self) -> list[str]:
-        conflicting = set(self._conflicting)
-        return [job_id for job_id in self.job_ids if job_id not in conflicting]
+    def _submissions(self, requests: Iterator[GenerationRequest]) -> Iterator[Submission]:
+        """Ends before the first that cannot be sent, or that the caller's generator fails to make, and keeps the error."""
+        try:
+            for request in requests:
+                if not isinstance(request, GenerationRequest):
+                    raise InvalidRequest("requests", f"must be of type GenerationRequest, got {shown(request)}")
+                yield to_submission(request, batch=self._batch)
+                self._num_taken += 1
+        except Exception as error:
+            self._stopped_by = error
+
+    def _raise_what_stopped_it(self) -> None:
+        if self._stopped_by is None:
+            return
+        if isinstance(self._stopped_by, InvalidRequest) and not self._is_one:
+            self._stopped_by.index = self._num_taken
+            self._stopped_by.job_ids = self._accepted
+        raise self._stopped_by
 
 
-_BATCH = re.compile(BATCH_PATTERN)
-
-
-def _check_batch(batch: str | None) -> None:
-    if batch is not None and (type(batch) is not str or not _BATCH.fullmatch(batch)):
-        raise InvalidRequest("batch", f"must match {BATCH_PATTERN}, got {shown(batch)}")
+def _one_by_one(requests: Iterable[GenerationRequest]) -> Iterator[GenerationRequest]:
+    try:
+        return iter(requests)
+    except TypeError as error:
+        rule = "must be a list, or another iterable, of GenerationRequest"
+        raise InvalidRequest("requests", f"{rule}, got {shown(requests)}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,10 +49,11 @@ def number(low: float, high: float, *, above_low: bool = False) -> Check:
     """A finite number in [low, high], or in (low, high] with `above_low`."""
     bounds = f"above {low:g}" if above_low else f"from {low:g}"
     rule = f"must be a number {bounds} up to {high:g}" if high < math.inf else f"must be a finite number {bounds}"
+    most = min(high, sys.float_info.max)
 
     def check(value: Any) -> str | None:
-        is_number = type(value) in (int, float) and math.isfinite(value)
-        fits = is_number and low <= value <= high and not (above_low and value == low)
+        # Compared and never converted: an integer may be too large for a float. NaN is in no bounds.
+        fits = type(value) in (int, float) and (low < value if above_low else low <= value) and value <= most
         return None if fits else f"{rule}, got {shown(value)}"
 
     return check
@@ -70,7 +72,7 @@ def text(value: Any) -> str | None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        return f"has half of a surrogate pair at character {error.start}, which no UTF-8 text has"
+        return f"cannot be UTF-8: character {error.start} is half of a surrogate pair, or was a byte that is no text"
     return None
 
 

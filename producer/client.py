@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from types import TracebackType
 from typing import Unpack
 
 from producer.batches import SubmitCall
+from producer.checks import shown
 from producer.errors import InvalidRequest
+from producer.lookups import (
+    batched,
+    is_job_id,
+    many_ids,
+    one_batch,
+    one_engine,
+    one_event,
+    one_job,
+    patience,
+    sleep_level,
+)
 from producer.options import SubmitOptions, build_request
 from producer.request import GenerationRequest
 from results import commands, replies
@@ -74,9 +85,14 @@ class Client:
     ) -> list[str]:
         """Queue many, a few hundred at a time, and return their ids in order.
 
-        `batch` names them all, for `batch_status` and `cancel_batch`; a batch may be added to at any time, by anybody.
-        Raises JobConflict, when all have been sent, for ids that belong to other jobs; QueueFull at a limit, with what
-        is in the queue; NotDurable, with the same, when the server does not confirm what `durability` asks for.
+        `batch` names them all, for `batch_status` and `cancel_batch`; a batch may be added to at any time, by anybody, so
+        two calls with one name share it. A job that the queue knows already stays in the batch that it came with.
+        Raises InvalidRequest with the index of a request that cannot be sent: of a list or tuple nothing is submitted
+        then; of another iterable, which may be endless, what comes before it, and the error has those ids. So it is too
+        when a generator raises an error of its own. Raises JobConflict, when all have been sent, for ids that belong to
+        other jobs; QueueFull at a limit, with what is in the queue; NotDurable, with the same, when the server does not
+        confirm what `durability` asks for. After RedisUnavailable some may be in the queue: requests with ids can be
+        submitted again.
         """
         call = SubmitCall(self._keys, requests, batch, durability)
         while to_send := call.next_commands():
@@ -89,22 +105,23 @@ class Client:
     def cancel(self, job_id: str) -> str:
         """Ask for a job's end: "cancelled" when it had not begun, "cancelling" when its engine has been told, else the
         state that it had ended in. Raises JobNotFound."""
-        reply = self._transport.send(commands.cancel(self._keys, job_id))
+        reply = self._transport.send(commands.cancel(self._keys, one_job(self._keys, job_id)))
         return replies.cancelled(job_id, self._keys.queue, reply)
 
     def cancel_many(self, job_ids: Iterable[str]) -> dict[str, str]:
         """By id, what `cancel` returns, and "unknown" for an id that the queue does not know."""
         outcomes: dict[str, str] = {}
         for some in batched(job_ids, CANCEL_BATCH):
-            found = self._transport.send_many([commands.cancel(self._keys, job_id) for job_id in some])
-            outcomes |= {
-                job_id: reply.decode() if reply else "unknown" for job_id, reply in zip(some, found, strict=True)
-            }
+            outcomes |= dict.fromkeys(some, "unknown")
+            to_ask = list(filter(is_job_id, some))
+            found = self._transport.send_many([commands.cancel(self._keys, job_id) for job_id in to_ask])
+            outcomes |= {job_id: reply.decode() for job_id, reply in zip(to_ask, found, strict=True) if reply}
         return outcomes
 
     def cancel_batch(self, batch: str) -> dict[str, str]:
         """Cancel every job of a batch; returns what `cancel_many` does. Raises BatchNotFound."""
         outcomes: dict[str, str] = {}
+        one_batch(self._keys, batch)
         first = 0
         while members := self._transport.send(commands.batch_members(self._keys, batch, first, CANCEL_BATCH)):
             outcomes |= self.cancel_many(replies.words(members))
@@ -118,7 +135,7 @@ class Client:
 
         Calling it twice is calling it once. Raises JobNotFound and CannotRedrive.
         """
-        reply = self._transport.send(commands.redrive(self._keys, job_id))
+        reply = self._transport.send(commands.redrive(self._keys, one_job(self._keys, job_id)))
         return replies.redriven(job_id, self._keys.queue, reply)
 
     def retry_all(self) -> dict[str, str]:
@@ -146,25 +163,26 @@ class Client:
         Level 1 keeps the weights in host memory, level 2 drops them. The jobs wait, or go to other engines, with their
         tokens so far. `stats().sleep_levels` shows who sleeps. Raises EngineNotFound.
         """
-        return self._tell_engines(check_sleep_level(level), engine_id)
+        return self._tell_engines(sleep_level(level), engine_id)
 
     def wake(self, *, engine_id: str | None = None) -> list[str]:
         """Have one engine, or all, take their devices back and claim again; returns who was told. Raises EngineNotFound."""
         return self._tell_engines(0, engine_id)
 
-    def _tell_engines(self, sleep_level: int, engine_id: str | None) -> list[str]:
-        reply = self._transport.send(commands.sleep(self._keys, sleep_level, engine_id))
+    def _tell_engines(self, level: int, engine_id: str | None) -> list[str]:
+        to_tell = one_engine(self._keys, engine_id)
+        reply = self._transport.send(commands.sleep(self._keys, level, to_tell))
         return replies.engines_told(engine_id, self._keys.queue, reply)
 
     # --- results out -----------------------------------------------------------------------------------------------
 
     def get(self, job_id: str) -> Job:
         """The job as it is now, with what it has shown so far. Raises JobNotFound."""
-        return self._get_many([job_id])[0]
+        return self._get_many([one_job(self._keys, job_id)])[0]
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
         """The job when it is done. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job then goes on."""
-        follower = EndFollower(self._keys, job_id, timeout_s)
+        follower = EndFollower(self._keys, one_job(self._keys, job_id), patience(timeout_s))
         while not follower.is_done:
             follower.feed(self._transport.send_many(follower.next_commands()))
         return self.get(job_id)
@@ -174,13 +192,14 @@ class Client:
 
         The texts join to `Job.text`. Raises JobNotFound and ResultExpired.
         """
-        follower = EventFollower(self._keys, job_id, after)
+        follower = EventFollower(self._keys, one_job(self._keys, job_id), one_event(after))
         while not follower.is_done:
             yield from follower.feed(self._transport.send_many(follower.next_commands()))
 
     def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> Iterator[Job]:
         """Each of the jobs once, as it ends. Raises JobNotFound, and WaitTimeout after `timeout_s`."""
-        follower = CompletionFollower(self._keys, job_ids, timeout_s)
+        known = [one_job(self._keys, job_id) for job_id in many_ids(job_ids)]
+        follower = CompletionFollower(self._keys, known, patience(timeout_s))
         while not follower.is_done:
             ended = follower.feed(self._transport.send_many(follower.next_commands()))
             for first in range(0, len(ended), READ_BATCH):
@@ -188,11 +207,12 @@ class Client:
 
     def position(self, job_id: str) -> Position:
         """How many jobs are likely to begin before this one, and when it begins. Raises JobNotFound."""
-        return replies.position(job_id, self._keys.queue, self._transport.send(commands.position(self._keys, job_id)))
+        reply = self._transport.send(commands.position(self._keys, one_job(self._keys, job_id)))
+        return replies.position(job_id, self._keys.queue, reply)
 
     def batch_status(self, batch: str) -> BatchStatus:
         """The counts of a batch, and when it ends. Raises BatchNotFound."""
-        reply = self._transport.send(commands.batch_status(self._keys, batch))
+        reply = self._transport.send(commands.batch_status(self._keys, one_batch(self._keys, batch)))
         return replies.batch_status(batch, self._keys.queue, reply)
 
     def stats(self) -> QueueStats:
@@ -204,23 +224,9 @@ class Client:
         return [replies.job(job_id, self._keys.queue, reply) for job_id, reply in zip(job_ids, found, strict=True)]
 
 
-def batched(job_ids: Iterable[str], size: int) -> Iterator[list[str]]:
-    """Lists of at most `size` ids."""
-    remaining = iter(job_ids)
-    while some := list(islice(remaining, size)):
-        yield some
-
-
-def check_sleep_level(level: int) -> int:
-    """The level. Raises InvalidRequest for one that there is not."""
-    if level not in (1, 2):
-        raise InvalidRequest("level", f"must be 1 or 2, got {level!r}")
-    return level
-
-
 def queue_keys(queue: str) -> QueueKeys:
     """The names of a queue's keys. Raises InvalidRequest for a name that no queue has."""
     try:
         return QueueKeys(queue)
     except (ValueError, TypeError) as error:
-        raise InvalidRequest("queue", f"must match [A-Za-z0-9._-]{{1,64}}, got {queue!r}") from error
+        raise InvalidRequest("queue", f"must match [A-Za-z0-9._-]{{1,64}}, got {shown(queue)}") from error

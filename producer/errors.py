@@ -12,6 +12,16 @@ class InvalidRequest(MillraceError, ValueError):
         super().__init__(f"{field}: {message}")
         self.field = field
         self.message = message
+        self.index: int | None = None
+        """In `submit_many`: which of the requests it is, from 0."""
+        self.job_ids: list[str] = []
+        """In `submit_many`: what that call has in the queue, in order; of a list nothing."""
+
+    def __str__(self) -> str:
+        if self.index is None:
+            return super().__str__()
+        num_taken = len(self.job_ids) or "no"
+        return f"{super().__str__()} (requests[{self.index}]; {num_taken} jobs of this call are in the queue)"
 
 
 class PayloadTooLarge(InvalidRequest):

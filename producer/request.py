@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -100,6 +101,8 @@ def _chat(value: Any) -> str | None:
             return f"item {i}: role {wrong}"
         if "content" not in message:
             return f"item {i}: has no content"
+        if not all(type(part) is str for part in message.values()) and (wrong := _json(message)):
+            return f"item {i} {wrong}"
     return None
 
 
@@ -108,11 +111,28 @@ def _meta(value: Any) -> str | None:
         return wrong
     if not all(type(key) is str for key in value):
         return f"must have strings for keys, got {shown(value)}"
+    if wrong := _json(value):
+        return wrong
+    num_bytes = len(msgspec.json.encode(value))
+    return None if num_bytes <= MAX_META_BYTES else f"{num_bytes} bytes as JSON, at most {MAX_META_BYTES} are taken"
+
+
+def _json(value: Any) -> str | None:
+    """What JSON can say. NaN would become null there, in silence."""
     try:
-        num_bytes = len(msgspec.json.encode(value))
+        msgspec.json.encode(value)
+        plain = msgspec.to_builtins(value)
     except (TypeError, ValueError, RecursionError) as error:
         return f"cannot be written as JSON: {error}"
-    return None if num_bytes <= MAX_META_BYTES else f"{num_bytes} bytes as JSON, at most {MAX_META_BYTES} are taken"
+    try:
+        json.dumps(plain, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        return (
+            "is nested too deeply"
+            if isinstance(error, RecursionError)
+            else "has NaN or an infinity, which JSON has not"
+        )
+    return None
 
 
 def _sampling(value: Any) -> str | None:

@@ -6,6 +6,7 @@ SHA-256 tells whether two submissions under one id are the same job.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -158,13 +159,22 @@ def parse_body(raw: bytes, *, max_body_bytes: int = MAX_BODY_BYTES) -> Generatio
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if not_finite := _NOT_FINITE.search(raw):
             raise InvalidRequest(not_finite[1].decode(), "must be a finite number; NaN is not JSON") from error
-        raise InvalidRequest("body", f"is not JSON in UTF-8: {error}") from error
+        raise InvalidRequest("body", f"is not JSON in UTF-8: {_reason(raw, error)}") from error
     _check_depth(raw)
     _refuse_repeated_names(raw)
     sampling = SamplingParams(**{name: getattr(flat, name) for name in _SAMPLING_NAMES})
     return GenerationRequest(sampling=sampling, **{name: getattr(flat, name) for name in _REQUEST_NAMES})
 
 
+def _reason(raw: bytes, error: Exception) -> str:
+    """The decoder's words, but for half a surrogate pair, which it takes for a text that is cut off."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if _SURROGATE.search(raw) and not isinstance(error, UnicodeDecodeError) and json.loads(raw):
+            return "a string has half of a surrogate pair, such as \\ud800"
+    return str(error)
+
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NOT_FINITE = re.compile(rb'"(\w{1,40})"\s*:\s*-?(?:NaN|Infinity)\b')
 
 

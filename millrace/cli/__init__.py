@@ -9,10 +9,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from millrace import __version__
 from millrace.cli import batch, demo, gateway, jobs, pause, retry, serve, sleep, stats, submit
-from millrace.cli.exits import INTERRUPTED, OTHER, as_exit
+from millrace.cli.exits import INTERRUPTED, INVALID, OTHER, as_exit
 
 _DESCRIPTION = "Jobs in, tokens out: an LLM generation service on a Redis that you already run."
 _EPILOG = """\
@@ -42,9 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, as every verb does, and leaves the usage to --help."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(INVALID, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every verb. `parse_args` gives a namespace whose `run` does the work."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="millrace",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -6,7 +6,8 @@ import argparse
 from importlib.util import find_spec
 
 from millrace.cli.exits import OK, CommandError
-from millrace.cli.options import Verbs, add_verb, counted
+from millrace.cli.options import Verbs, add_verb
+from millrace.cli.values import counted
 from millrace.shadowing import CLIENT_PACKAGES, check_packages
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.exits import INVALID, OK, CommandError
-from millrace.cli.options import Verbs, add_json, add_verb, counted, open_client
-from millrace.cli.output import duration, end_of, print_json, print_table, print_text
+from millrace.cli.exits import INVALID, NOT_FOUND, OK, CommandError
+from millrace.cli.options import Verbs, add_json, add_verb, open_client
+from millrace.cli.output import duration, end_of, print_json, print_table, print_text, remark
+from millrace.cli.values import counted
 
 if TYPE_CHECKING:
     from producer import Client
@@ -73,16 +74,17 @@ def run_cancel(args: argparse.Namespace) -> int:
     if bool(args.ids) == bool(args.batch):
         raise CommandError("cancel: name jobs, or give --batch", INVALID)
     with open_client(args) as client:
-        if args.batch:
-            outcomes = iter(client.cancel_batch(args.batch).items())
+        outcomes = client.cancel_batch(args.batch) if args.batch else client.cancel_many(args.ids)
+    status = OK
+    for job_id, outcome in outcomes.items():
+        if outcome == "unknown" and args.ids:
+            remark(f"no job {job_id!r} in queue {args.queue!r}: never submitted, or its result has expired")
+            status = NOT_FOUND
+        elif args.json:
+            print_json({"id": job_id, "outcome": outcome})
         else:
-            outcomes = ((job_id, client.cancel(job_id)) for job_id in args.ids)
-        for job_id, outcome in outcomes:
-            if args.json:
-                print_json({"id": job_id, "outcome": outcome})
-            else:
-                print(f"{job_id}\t{outcome}")
-    return OK
+            print(f"{job_id}\t{outcome}")
+    return status
 
 
 def run_ls(args: argparse.Namespace) -> int:

@@ -31,11 +31,3 @@ def open_client(args: argparse.Namespace) -> Client:
     from millrace import Client
 
     return Client(args.redis, queue=args.queue)
-
-
-def counted(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number

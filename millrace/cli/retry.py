@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from millrace.cli.exits import INVALID, OK, CommandError
+from millrace.cli.exits import INVALID, OK, CommandError, as_exit
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
-from millrace.cli.output import print_json
+from millrace.cli.output import print_json, remark
+
+if TYPE_CHECKING:
+    from producer import Client
 
 
 def add_parsers(verbs: Verbs) -> None:
@@ -26,8 +30,19 @@ def run(args: argparse.Namespace) -> int:
         if args.all:
             for job_id, new_id in client.retry_all().items():
                 _print_retried(job_id, new_id, as_json=args.json)
-        for job_id in args.ids:
-            _print_retried(job_id, client.retry(job_id), as_json=args.json)
+        return max((_retry(client, job_id, as_json=args.json) for job_id in args.ids), default=OK)
+
+
+def _retry(client: Client, job_id: str, *, as_json: bool) -> int:
+    """Run one job again; what is wrong with it keeps no other from running. Returns the exit status that it asks for."""
+    from millrace import CannotRedrive, JobNotFound
+
+    try:
+        _print_retried(job_id, client.retry(job_id), as_json=as_json)
+    except (JobNotFound, CannotRedrive) as error:
+        status, sentence = as_exit(error)
+        remark(sentence)
+        return status
     return OK
 
 

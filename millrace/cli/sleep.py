@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.exits import OK, TIMED_OUT, CommandError
 from millrace.cli.options import Verbs, add_verb, open_client
+from millrace.cli.values import seconds
 
 if TYPE_CHECKING:
     from producer import Client
@@ -32,7 +33,7 @@ def add_parsers(verbs: Verbs) -> None:
         parser.add_argument("--engine", metavar="ID", help="one engine, as `millrace stats` names it (default: all)")
         parser.add_argument(
             "--timeout-s",
-            type=float,
+            type=seconds,
             default=300.0,
             metavar="SECONDS",
             help="how long to wait until it is done (default: %(default)g); 0: only tell them",

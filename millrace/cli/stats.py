@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from millrace.cli.exits import OK, CommandError
-from millrace.cli.options import Verbs, add_json, add_verb, counted, open_client
+from millrace.cli.options import Verbs, add_json, add_verb, open_client
 from millrace.cli.output import print_json, print_table
+from millrace.cli.values import counted
 
 _STATES = ("awake", "asleep, weights in host memory", "asleep, weights dropped")
 """By sleep level."""

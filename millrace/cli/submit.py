@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.jobs import follow
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
 from millrace.cli.output import end_of, print_json, print_text
+from millrace.cli.values import integer, json_object, moment, number, seconds
 
-_Option = tuple[str, type[int] | type[float] | type[str], str, str]
+_Option = tuple[str, Callable[[str], Any], str, str]
 
 _SAMPLING: tuple[_Option, ...] = (
-    ("--max-tokens", int, "N", "end after so many tokens"),
-    ("--min-tokens", int, "N", "do not end before so many tokens"),
-    ("--temperature", float, "T", "0 takes the likeliest token"),
-    ("--top-p", float, "P", "draw from the likeliest tokens that have this share together"),
-    ("--top-k", int, "K", "draw from the K likeliest tokens"),
-    ("--min-p", float, "P", "drop tokens below this share of the likeliest one's probability"),
-    ("--seed", int, "N", "the same seed draws the same text"),
+    ("--max-tokens", integer, "N", "end after so many tokens"),
+    ("--min-tokens", integer, "N", "do not end before so many tokens"),
+    ("--temperature", number, "T", "0 takes the likeliest token"),
+    ("--top-p", number, "P", "draw from the likeliest tokens that have this share together"),
+    ("--top-k", integer, "K", "draw from the K likeliest tokens"),
+    ("--min-p", number, "P", "drop tokens below this share of the likeliest one's probability"),
+    ("--seed", integer, "N", "the same seed draws the same text"),
 )
 _QUEUE: tuple[_Option, ...] = (
     ("--tenant", str, "NAME", "on whose account the job runs"),
-    ("--priority", int, "N", "within a tenant; lower first"),
-    ("--delay-s", float, "SECONDS", "not before so many seconds from now"),
-    ("--deadline-s", float, "SECONDS", "end it as expired after so many seconds from now, wherever it is"),
-    ("--max-retries", int, "N", "how often a failure that may pass is tried again"),
+    ("--priority", integer, "N", "within a tenant; lower first"),
+    ("--delay-s", number, "SECONDS", "not before so many seconds from now"),
+    (
+        "--run-at",
+        moment,
+        "TIME",
+        "not before this time: ISO 8601 (Z is UTC; without a zone it is this machine's time), or seconds since the epoch",
+    ),
+    ("--deadline-s", number, "SECONDS", "end it as expired after so many seconds from now, wherever it is"),
+    ("--max-retries", integer, "N", "how often a failure that may pass is tried again"),
+    ("--meta", json_object, "JSON", "an object of yours that is kept with the job, as '{\"customer\": 7}'"),
 )
 _LISTS: tuple[_Option, ...] = (
     ("--stop", str, "TEXT", "end before this text; may be given more than once"),
-    ("--stop-token-ids", int, "ID", "end at this token; may be given more than once"),
+    ("--stop-token-ids", integer, "ID", "end at this token; may be given more than once"),
 )
 
 
@@ -53,7 +62,9 @@ def add_parsers(verbs: Verbs) -> None:
     place = submit.add_argument_group("the job's place in the queue")
     for option, kind, metavar, text in _QUEUE:
         place.add_argument(option, type=kind, metavar=metavar, help=text)
-    place.add_argument("--batch", metavar="NAME", help="count the jobs in this batch, for `batch status` and `cancel`")
+    place.add_argument(
+        "--batch", metavar="NAME", help="put the jobs into this batch, new or not; see `batch status`, `cancel`"
+    )
     place.add_argument(
         "--durability",
         choices=("memory", "disk", "replica"),
@@ -65,7 +76,7 @@ def add_parsers(verbs: Verbs) -> None:
         "--wait", action="store_true", help="wait and print the answer (with --file: a job a line, JSON)"
     )
     after.add_argument("--stream", action="store_true", help="print the answer while it is generated")
-    submit.add_argument("--timeout", type=float, metavar="SECONDS", help="with --wait: give up waiting after so long")
+    submit.add_argument("--timeout", type=seconds, metavar="SECONDS", help="with --wait: give up waiting after so long")
     add_json(submit)
     submit.set_defaults(run=run)
 

@@ -19,6 +19,7 @@ from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.output import end_of, print_json, progress_bar, remark
 from producer import Client
 from producer.messages import GenerationRequest, InvalidRequest, parse_body
+from producer.options import build_request
 from results.errors import JobConflict, QueueFull
 
 _BATCH_LINES = 500
@@ -40,7 +41,8 @@ def submit_file(
     timeout_s: float | None,
 ) -> int:
     """Submit every good line of `path`; print the ids, or with `has_to_wait` each result when it is there. `how` are more
-    arguments of `submit_many`."""
+    arguments of `submit_many`. Raises InvalidRequest for `options` that no line could have."""
+    build_request("any", {"max_tokens": None, **options})  # type: ignore[typeddict-item]  # min_tokens needs its max_tokens
     submission = _Submission(client, options, how)
     with _open(path) as file, progress_bar() as bar:
         task = bar.add_task("submitted", total=None)
@@ -86,11 +88,19 @@ class _Submission:
 
     def _read(self, text: bytes) -> GenerationRequest:
         """The line's own fields win over the command line's options. Every request gets an id here, to name it by."""
-        request = parse_body(text)
-        if self._options:
-            fields = {**self._options, **msgspec.json.decode(text)}
-            request = parse_body(msgspec.json.encode(fields))
+        request = parse_body(self._filled(text))
         return request if request.id else msgspec.structs.replace(request, id=uuid.uuid4().hex)
+
+    def _filled(self, text: bytes) -> bytes:
+        """The line with the options in its gaps. Its own text stays as it is, for what may have to be said about it."""
+        try:
+            own = msgspec.json.decode(text)
+        except (ValueError, RecursionError):
+            return text
+        gaps = {name: value for name, value in self._options.items() if name not in own} if type(own) is dict else {}
+        if not gaps:
+            return text
+        return msgspec.json.encode(gaps)[:-1] + (b"," if own else b"") + text.lstrip()[1:]
 
     def _submit_batch(self, batch: list[Line]) -> Iterator[str]:
         taken: set[str] = set()

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from millrace.cli import main
 from tests.cli.command import ROOT, Command, environment, python, started
 from tests.cli.conftest import EngineByHand
 
@@ -75,6 +78,33 @@ def test_cancelling_says_what_became_of_each(millrace: Command) -> None:
     assert millrace("get", "a").out.startswith("a: cancelled")
 
 
+def test_an_unknown_job_keeps_no_other_from_being_cancelled(millrace: Command) -> None:
+    millrace("submit", "x", "--id", "live")
+    ran = python(*millrace.line("cancel", "nobody"), "\udcff", "live")  # \xff as a terminal sends it
+    assert (ran.status, ran.out) == (3, "live\tcancelled\n")
+    assert [line.partition(" in queue")[0] for line in ran.err.splitlines()] == [
+        "millrace: no job 'nobody'",
+        "millrace: no job '\\udcff'",
+    ]
+
+
+def test_a_name_that_is_no_text_is_not_found(millrace: Command) -> None:
+    for verb in ("get", "tail", "cancel", "retry"):
+        ran = millrace(verb, "\udcff")
+        assert (ran.status, ran.out) == (3, "")
+        assert ran.err.startswith("millrace: no job '\\udcff' in queue ")
+    assert millrace("cancel", "--batch", "\udcff").err.startswith("millrace: no batch '\\udcff' in queue ")
+    assert millrace("wake", "--engine", "\udcff").err.startswith("millrace: no engine '\\udcff' runs on queue ")
+    assert millrace("submit", "\udcff").err.startswith("millrace: prompt: ")
+
+
+def test_what_is_no_event_cannot_be_gone_on_from(millrace: Command) -> None:
+    millrace("submit", "x", "--id", "a")
+    ran = millrace("tail", "a", "--after", "yesterday")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("millrace: after: must be the id of an event")
+
+
 def test_jobs_are_listed_by_state(millrace: Command, engine: EngineByHand) -> None:
     millrace("submit", "x", "--id", "a")
     engine.finish(engine.claim()[0], "two\nlines")
@@ -117,6 +147,40 @@ def test_an_invalid_request_is_status_2_and_names_the_field(millrace: Command) -
         assert ran.err.startswith(f"millrace: {field}: ")
         assert len(ran.err.splitlines()) == 1
     assert millrace("submit", "-", stdin=b"\xff").status == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--temperature", "nan"),
+        ("--delay-s", "-1"),
+        ("--delay-s", "inf"),
+        ("--deadline-s", "0"),
+        ("--deadline-s", "-5"),
+        ("--deadline-s", "nan"),
+        ("--deadline-s", "5", "--delay-s", "5"),
+        ("--run-at", "1700000000000"),
+        ("--run-at", "2030-01-31", "--delay-s", "1"),
+        ("--priority", "3000000000"),
+        ("--tenant", "a b"),
+        ("--batch", "a b"),
+        ("--batch", ""),
+        ("--meta", '{"a": NaN}'),
+    ],
+    ids=" ".join,
+)
+def test_an_option_that_cannot_be_is_named_before_anything_is_submitted(
+    options: tuple[str, ...], millrace: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command in this process: nothing of it depends on a process of its own."""
+    field = options[0].removeprefix("--").replace("-", "_")
+    (tmp_path / "jobs").write_text('{"prompt": "x"}\n')
+    for what in (("x",), ("--file", str(tmp_path / "jobs"))):
+        assert main(["submit", *millrace.place, *what, *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"millrace: {field}: ")
+        assert len(err.splitlines()) == 1
 
 
 def test_a_queue_name_that_cannot_be_is_status_2(redis_url: str) -> None:

@@ -84,6 +84,8 @@ def test_the_version_is_printed() -> None:
         ("batch", "status"),
         ("submit", "hello", "--durability", "forever"),
         ("submit", "hello", "--priority", "1.5"),
+        ("submit", "hello", "--wait", "--timeout", "nan"),
+        ("sleep", "--timeout-s", "nan"),
         ("ls", "--state", "sleeping"),
         ("ls", "--limit", "0"),
         ("sleep", "--level", "3"),
@@ -97,5 +99,5 @@ def test_a_wrong_command_line_ends_with_status_2_and_no_traceback(arguments: tup
     ran = python("-m", "millrace", *arguments)
     assert ran.status == 2
     assert ran.out == ""
-    assert ran.err.splitlines()[-1].startswith("millrace")
-    assert "Traceback" not in ran.err
+    assert ran.err.startswith("millrace")
+    assert len(ran.err.splitlines()) == 1

@@ -46,6 +46,17 @@ def test_failed_jobs_are_run_again(millrace: Command, engine: EngineByHand) -> N
     assert millrace("retry", "nobody").status == 3
 
 
+def test_a_job_that_cannot_be_run_again_keeps_no_other_from_it(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id)
+    for job in engine.claim():
+        engine.fail(job, "no luck")
+    millrace("submit", "x", "--id", "live")
+    ran = millrace("retry", "live", "a", "nobody", "b")
+    assert (ran.status, ran.out) == (3, "a\ta.r1\nb\tb.r1\n")
+    assert [line[:24] for line in ran.err.splitlines()] == ["millrace: job 'live' is ", "millrace: no job 'nobody"]
+
+
 def test_a_paused_queue_gives_nothing_out(millrace: Command, engine: EngineByHand) -> None:
     assert millrace("pause").status == 0
     millrace("submit", "x", "--id", "a")

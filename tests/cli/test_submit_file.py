@@ -65,6 +65,40 @@ def test_options_fill_what_a_line_leaves_out(millrace: Command, engine: EngineBy
     assert limits == {"a": 9, "b": 5}
 
 
+def test_a_lines_own_fields_and_the_options_are_judged_together(millrace: Command, engine: EngineByHand) -> None:
+    lines = (
+        '{"id": "a", "prompt": "x", "min_tokens": 20}\n {"id":"b","prompt":"x"}\n{}\n{"id": "c", "min_tokens": 60}\n'
+    )
+    ran = millrace("submit", "--file", "-", "--max-tokens", "50", "--meta", '{"from": "é"}', stdin=lines)
+    assert (ran.status, ran.out) == (2, "a\nb\n")
+    assert [line.split(": ")[1:3] for line in ran.err.splitlines()[:2]] == [
+        ["line 3", "prompt"],
+        ["line 4", "min_tokens"],
+    ]
+    assert [json.loads(job.body).get("min_tokens") for job in engine.claim()] == [20, None]
+    assert millrace("get", "b", "--json").json_lines()[0]["meta"] == {"from": "é"}
+
+
+def test_odd_fields_of_lines_are_refused_by_name(millrace: Command, tmp_path: Path) -> None:
+    odd: list[tuple[str, Any]] = [
+        ("delay_s", -1),
+        ("deadline_s", 0),
+        ("deadline_s", -5),
+        ("priority", 1.5),
+        ("priority", "high"),
+        ("tenant", "a b"),
+        ("tenant", ""),
+        ("batch", "nightly"),
+    ]
+    file = write_lines(
+        tmp_path / "jobs", b'{"prompt": "x", "deadline_s": NaN}', *({"prompt": "x", k: v} for k, v in odd)
+    )
+    ran = millrace("submit", "--file", str(file))
+    assert (ran.status, ran.out) == (2, "")
+    fields = [line.split(": ")[2] for line in ran.err.splitlines()[:-1]]
+    assert fields == ["deadline_s", *(name for name, _ in odd)]
+
+
 def test_waiting_prints_each_result_when_it_is_there(millrace: Command, engine: EngineByHand, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "jobs", {"id": "a", "prompt": "x"}, {"prompt": "no id"}, {"id": "c", "prompt": "x"})
     with started(*millrace.line("submit", "--file", str(file), "--wait")) as waiting:

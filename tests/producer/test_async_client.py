@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from typing import Any
 
 import pytest
+import redis
 
-from millrace import AsyncClient, GenerationRequest, InvalidRequest
-from results.errors import JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
+from millrace import AsyncClient, GenerationRequest, InvalidRequest, QueueFull
+from results.errors import BatchNotFound, CannotRedrive, JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
 from results.messages import Event
+from results.queue import JobQueue
 from tests.results.engines import Engine
 
 
@@ -52,6 +56,79 @@ async def test_hundreds_can_be_waited_for_at_once(url_and_queue: tuple[str, str]
         for job in await asyncio.to_thread(engine.claim):
             await asyncio.to_thread(engine.finish, job)
         assert [job.state for job in await asyncio.gather(*waiting)] == ["finished"] * 200
+
+
+async def test_a_bad_request_among_many_is_named_with_what_is_in_the_queue(url_and_queue: tuple[str, str]) -> None:
+    requests: list[Any] = [*(GenerationRequest(id=f"j{i}", prompt="x") for i in range(300)), None]
+    async with AsyncClient(*url_and_queue) as client:
+        with pytest.raises(InvalidRequest, match=r"requests\[300\]; no jobs of this call"):
+            await client.submit_many(requests)
+        assert (await client.stats()).queued == 0
+        with pytest.raises(InvalidRequest, match=r"requests\[300\]; 300 jobs of this call") as caught:
+            await client.submit_many(iter(requests))
+        assert len(caught.value.job_ids) == (await client.stats()).queued == 300
+        with pytest.raises(InvalidRequest, match=r"^requests: must be a list"):
+            await client.submit_many(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("delay_s", value) for value in (-1, -0.001, math.nan, math.inf, 10**400, "5", True)],
+        *[("deadline_s", value) for value in (0, -5, math.nan, math.inf, 10**400, "soon")],
+        *[("run_at", value) for value in (-1, math.nan, 1.7e12, "2030-01-31")],
+        *[("priority", value) for value in (1.5, "high", None, True, 2**31)],
+        *[("tenant", value) for value in ("", "a b", "a:jobs", "é", "\ud800", "x" * 65, None, 5)],
+        *[("batch", value) for value in ("", "a b", "a:b", "\ud800", "x" * 65, 5)],
+        ("temperature", 10**400),
+        ("meta", {"a": math.nan}),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+async def test_what_cannot_be_is_refused_by_its_field_before_anything_is_sent(field: str, value: Any) -> None:
+    async with AsyncClient("redis://127.0.0.1:1") as away:
+        with pytest.raises(InvalidRequest, match=rf"^{field}: ") as caught:
+            await away.submit("x", **{field: value})
+        assert caught.value.field == field
+
+
+async def test_a_job_that_has_not_ended_cannot_be_run_again(url_and_queue: tuple[str, str], engine: Engine) -> None:
+    async with AsyncClient(*url_and_queue) as client:
+        await client.submit("x", job_id="a")
+        with pytest.raises(CannotRedrive, match="'a' is queued: only a job that has failed, expired or been cancelled"):
+            await client.retry("a")
+        claimed = await asyncio.to_thread(engine.claim_one)
+        with pytest.raises(CannotRedrive, match="'a' is running"):
+            await client.retry("a")
+        await asyncio.to_thread(engine.finish, claimed)
+        with pytest.raises(CannotRedrive, match="'a' is finished"):
+            await client.retry("a")
+        assert (await client.stats()).queued == 0
+
+
+async def test_a_full_queue_says_which_limit_and_what_got_in(
+    url_and_queue: tuple[str, str], queue: JobQueue, redis_client: redis.Redis
+) -> None:
+    redis_client.hset(queue.keys.settings, "max_queued_jobs", 2)
+    async with AsyncClient(*url_and_queue) as client:
+        with pytest.raises(
+            QueueFull, match=r"max_queued_jobs allows, 2; 2 jobs of this call are in the queue"
+        ) as caught:
+            await client.submit_many(GenerationRequest(id=f"j{i}", prompt="x") for i in range(4))
+        assert (caught.value.job_ids, caught.value.refused) == (["j0", "j1"], ["j2", "j3"])
+
+
+async def test_a_batch_that_is_named_twice_is_one_batch_and_a_job_stays_in_its_own(
+    url_and_queue: tuple[str, str],
+) -> None:
+    async with AsyncClient(*url_and_queue) as client:
+        for job_id in ("a", "b"):
+            await client.submit("x", job_id=job_id, batch="nightly")
+        assert await client.submit("x", job_id="a", batch="other") == "a"
+        assert (await client.get("a")).batch == "nightly"
+        assert (await client.batch_status("nightly")).total == 2
+        with pytest.raises(BatchNotFound):
+            await client.batch_status("other")
 
 
 async def test_the_errors_are_those_of_the_client(url_and_queue: tuple[str, str]) -> None:

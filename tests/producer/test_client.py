@@ -11,7 +11,7 @@ import redis
 
 from millrace import Client, GenerationRequest, InvalidRequest, SamplingParams
 from producer.batches import batches
-from producer.messages import parse_body
+from producer.messages import parse_body, to_submission
 from results.errors import JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
 from results.messages import Event
 from results.queue import JobQueue
@@ -68,10 +68,64 @@ def test_one_conflict_keeps_no_other_job_out(client: Client) -> None:
 
 
 def test_batches_are_bounded_in_number_and_in_bytes() -> None:
-    small = [len(batch) for batch in batches(GenerationRequest(prompt="x") for _ in range(600))]
+    small = [len(batch) for batch in batches(to_submission(GenerationRequest(prompt="x")) for _ in range(600))]
     assert small == [256, 256, 88]
-    large = [len(batch) for batch in batches(GenerationRequest(prompt="x" * 10**6) for _ in range(12))]
+    large = [len(batch) for batch in batches(to_submission(GenerationRequest(prompt="x" * 10**6)) for _ in range(12))]
     assert large == [5, 5, 2]
+
+
+TOO_LARGE = GenerationRequest(id="large", prompt="x" * (1 << 20))
+
+
+def some(num_jobs: int, *last: Any) -> list[Any]:
+    return [*(GenerationRequest(id=f"j{i}", prompt="x") for i in range(num_jobs)), *last]
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": "x"}, None, "x", TOO_LARGE], ids=["a dict", "None", "a string", "large"])
+def test_a_list_with_one_bad_request_is_refused_as_a_whole(client: Client, wrong: Any) -> None:
+    for requests in (some(300, wrong, *some(1)), tuple(some(300, wrong))):
+        with pytest.raises(
+            InvalidRequest, match=r"\(requests\[300\]; no jobs of this call are in the queue\)$"
+        ) as caught:
+            client.submit_many(requests)
+        assert (caught.value.index, caught.value.job_ids) == (300, [])
+        assert caught.value.field == ("body" if wrong is TOO_LARGE else "requests")
+    assert client.stats().queued == 0
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": "x"}, None, "x", TOO_LARGE], ids=["a dict", "None", "a string", "large"])
+def test_what_a_generator_gave_before_a_bad_request_is_in_the_queue_and_named(client: Client, wrong: Any) -> None:
+    client.submit("another", job_id="j7")
+    sent = iter(some(300, wrong, *some(1)))
+    with pytest.raises(InvalidRequest, match=r"\(requests\[300\]; 299 jobs of this call are in the queue\)$") as caught:
+        client.submit_many(sent)
+    assert (caught.value.index, caught.value.job_ids) == (300, [f"j{i}" for i in range(300) if i != 7])
+    assert client.stats().queued == 300
+    assert next(sent).id == "j0", "nothing more is taken"
+
+
+def test_what_a_generator_gave_before_it_failed_is_in_the_queue(client: Client) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "x"}] * 300
+    with pytest.raises(InvalidRequest, match=r"^prompt: .*requests\[300\]; 300 jobs") as caught:
+        client.submit_many(GenerationRequest(**row) for row in [*rows, {"prompt": ""}])
+    assert len(caught.value.job_ids) == client.stats().queued == 300
+    with pytest.raises(KeyError):
+        client.submit_many(GenerationRequest(prompt=row["prompt"]) for row in [*rows, {}])
+    assert client.stats().queued == 600
+
+
+@pytest.mark.parametrize("requests", [None, 5, GenerationRequest(prompt="x")])
+def test_what_is_not_requests_at_all_is_refused(client: Client, requests: Any) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"^requests: must be a list, or another iterable, of GenerationRequest, got"
+    ):
+        client.submit_many(requests)
+
+
+def test_one_bad_request_alone_needs_no_index(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match=r"shorten the prompt$") as caught:
+        client.submit("x" * (1 << 20))
+    assert caught.value.index is None
 
 
 def test_bad_requests_never_reach_the_server(queue_name: str) -> None:

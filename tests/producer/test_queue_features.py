@@ -80,6 +80,16 @@ def test_a_full_queue_says_which_limit_and_what_got_in(
     assert len(client.submit_many(requests(1000))) == 1000
 
 
+def test_an_id_that_got_in_once_is_named_although_it_conflicts_later(
+    client: Client, queue: JobQueue, redis_client: redis.Redis
+) -> None:
+    redis_client.hset(queue.keys.settings, "max_queued_jobs", 1)
+    same, other = GenerationRequest(id="a", prompt="x"), GenerationRequest(id="a", prompt="y")
+    with pytest.raises(QueueFull) as caught:
+        client.submit_many([same, other, GenerationRequest(id="b", prompt="x")])
+    assert (caught.value.job_ids, caught.value.refused) == (["a"], ["b"])
+
+
 def test_two_producers_that_use_one_batch_name_share_the_batch(client: Client, redis_url: str, queue_name: str) -> None:
     client.submit_many(requests(3), batch="nightly")
     client.submit_many(requests(3), batch="nightly")

@@ -59,15 +59,17 @@ def test_the_edges_of_every_range_are_taken() -> None:
     [
         *[("max_tokens", value) for value in (0, -1, 2**31, 2**63, 10**4000, 1.0, "5", True, math.nan)],
         *[("min_tokens", value) for value in (-1, 17, None, 1.5)],
-        *[("temperature", value) for value in (-0.1, 2.01, math.nan, math.inf, "hot", None, True)],
+        *[("temperature", value) for value in (-0.1, 2.01, math.nan, math.inf, 10**400, -(10**400), "hot", None, True)],
         *[("top_p", value) for value in (0, 1.01, -1, math.nan, None)],
         *[("top_k", value) for value in (-2, 1.0, None, 2**40)],
         *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
+        *[("repetition_penalty", value) for value in (0, math.inf, math.nan, 10**400)],
         *[("seed", value) for value in (2**63, -(2**63) - 1, "1", 1.0)],
         *[("stop", value) for value in ("", [""], [1], 5, ["a", None], ["\ud800"])],
         *[("stop_token_ids", value) for value in ([-1], [2**31], ["1"], [True], (1,), "1")],
         *[(name, "yes") for name in ("ignore_eos", "detokenize", "skip_special_tokens")],
     ],
+    ids=lambda value: repr(value)[:40] if value != 10**4000 else "too large to print",
 )
 def test_a_value_out_of_its_range_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=rf"^{field}: ") as caught:

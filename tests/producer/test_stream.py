@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import redis
 
-from millrace import Client
-from results.errors import QueueError, ResultExpired
+from millrace import Client, InvalidRequest
+from results.errors import ResultExpired
 from results.messages import Event, Signal, StreamEvent
 from results.queue import JobQueue
 from tests.results.engines import Engine
@@ -129,7 +129,7 @@ def test_the_beginning_can_be_named(client: Client, engine: Engine, after: str) 
 
 def test_what_is_no_event_cannot_be_resumed_after(client: Client) -> None:
     job_id = client.submit("x")
-    with pytest.raises(QueueError, match="after: not the id of an event"):
+    with pytest.raises(InvalidRequest, match=r"^after: must be the id of an event, .*'yesterday'"):
         next(client.stream(job_id, after="yesterday"))
 
 

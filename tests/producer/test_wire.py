@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -169,6 +170,10 @@ MALFORMED: list[tuple[bytes, str]] = [
     (b'{"prompt":"x","max_tokens":9223372036854775808}', "max_tokens"),
     (b'{"prompt":"x","max_tokens":' + b"9" * 400 + b"}", "max_tokens"),
     (b'{"prompt":"x","max_tokens":true}', "max_tokens"),
+    (b'{"prompt":"x","temperature":1' + b"0" * 400 + b"}", "temperature"),
+    (b'{"prompt":"x","delay_s":1' + b"0" * 400 + b"}", "delay_s"),
+    (b'{"prompt":"x","deadline_s":1' + b"0" * 400 + b"}", "deadline_s"),
+    (b'{"prompt":"x","run_at":-1' + b"0" * 400 + b"}", "run_at"),
     (b'{"prompt":"x","stop":[""]}', "stop"),
     (b'{"prompt":"x","stop":[1]}', "stop"),
     (b'{"prompt":"x","logprobs":5}', "logprobs"),
@@ -234,6 +239,14 @@ def test_the_limit_of_nesting_is_the_same_for_every_caller_and_every_parser() ->
         to_submission(GenerationRequest(prompt="x", meta=meta))
 
 
+def test_half_a_surrogate_pair_is_called_what_it_is() -> None:
+    for raw in (b'{"prompt":"\\ud800"}', b'{"prompt":"\\ud83d more"}', b'{"prompt":"x","meta":{"\\uDC00":1}}'):
+        with pytest.raises(InvalidRequest, match=r"^body: .*a string has half of a surrogate pair"):
+            parse_body(raw)
+    with pytest.raises(InvalidRequest, match=r"^body: .*truncated"):
+        parse_body(b'{"prompt":"\\ud83d\\ude00"')
+
+
 @given(st.binary(max_size=200))
 def test_no_bytes_at_all_break_the_parser(raw: bytes) -> None:
     try:
@@ -288,15 +301,27 @@ def test_requests_made_in_python_are_checked_as_those_on_the_wire() -> None:
         ("sampling", {"prompt": "x", "sampling": {"max_tokens": 5}}),
         ("meta", {"prompt": "x", "meta": {"a": object()}}),
         ("meta", {"prompt": "x", "meta": {1: 2}}),
+        ("meta", {"prompt": "x", "meta": {"a": [math.nan]}}),
+        ("meta", {"prompt": "x", "meta": {"a": "\ud800"}}),
         ("delay_s", {"prompt": "x", "delay_s": float("nan")}),
+        ("delay_s", {"prompt": "x", "delay_s": 10**400}),
+        ("deadline_s", {"prompt": "x", "deadline_s": 10**400}),
+        ("deadline_s", {"prompt": "x", "deadline_s": -(10**400)}),
+        ("run_at", {"prompt": "x", "run_at": 10**400}),
     ]
     for field, fields in wrong:
         with pytest.raises(InvalidRequest) as caught:
             GenerationRequest(**fields)
         assert caught.value.field == field
-    unwritable = GenerationRequest(messages=[{"role": "user", "content": object()}])
+    for content, words in (
+        (object(), "cannot be written"),
+        ([math.nan], "has NaN"),
+        ([{"a": "\ud800"}], "cannot be written"),
+    ):
+        with pytest.raises(InvalidRequest, match=f"messages: item 0 {words}"):
+            GenerationRequest(messages=[{"role": "user", "content": content}])
     with pytest.raises(InvalidRequest, match="messages: cannot be written as JSON"):
-        to_submission(unwritable)
+        to_submission(GenerationRequest(messages=[{"role": "user", "content": "\ud800"}]))
 
 
 def test_what_means_the_same_is_the_same_job_however_it_was_made() -> None:

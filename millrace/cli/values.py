@@ -1,0 +1,60 @@
+"""What words on the command line mean: argparse types, whose errors say what would have been right."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import ArgumentTypeError
+from datetime import datetime
+from typing import Any
+
+
+def counted(text: str) -> int:
+    """An integer of at least 1."""
+    if not re.fullmatch(r"0*[1-9][0-9]{0,8}", text):
+        raise ArgumentTypeError(f"must be an integer of at least 1, got {text[:60]!r}")
+    return int(text)
+
+
+def integer(text: str) -> int:
+    """Any integer. In which bounds is for the request to say."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"must be an integer, got {text[:60]!r}") from None
+
+
+def number(text: str) -> float:
+    """Any number. In which bounds is for the request to say."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"must be a number, got {text[:60]!r}") from None
+
+
+def seconds(text: str) -> float:
+    """How long to wait."""
+    wait_s = number(text)
+    if not 0 <= wait_s <= 1e9:
+        raise ArgumentTypeError(f"must be from 0 to 1e9, got {text[:60]!r}")
+    return wait_s
+
+
+def moment(text: str) -> float:
+    """A time, as seconds since the epoch. Fewer than 9 digits would be long ago, and are more likely meant as a date."""
+    try:
+        return float(text) if re.fullmatch(r"[0-9]{9,}(\.[0-9]*)?", text) else datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError) as error:
+        forms = "2030-01-31T18:00 or 2030-01-31T18:00Z, or seconds since the epoch"
+        raise ArgumentTypeError(f"must be a time in ISO 8601, as {forms}, got {text[:60]!r}") from error
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object. What may be in it is for the request to say."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if type(value) is not dict:
+        raise ArgumentTypeError(f"""must be a JSON object, as '{{"customer": 7}}', got {text[:60]!r}""")
+    return value

@@ -1,0 +1,100 @@
+"""What the offline face and `serve` are given wrong is named, before anything starts where that can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from engine_service import LLM
+from engine_service.config import parse
+from engine_service.errors import ConfigurationError
+from engine_service.text import TextError
+from producer import InvalidRequest, SamplingParams
+from tests.e2e.engines import TINY
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("model", value) for value in (5, None)],
+        *[("max_num_seqs", value) for value in ("5", 0, 1.5, True, None)],
+        *[("max_model_len", value) for value in ("x", 1)],
+        *[("block_size", value) for value in (None, 0)],
+        *[("kv_cache_memory", value) for value in ("lots", 1.5, 0)],
+        *[("gpu_memory_utilization", value) for value in ("0.9", 0, 1.1, math.nan)],
+        *[(name, 5) for name in ("device", "dtype", "executor", "tokenizer")],
+        ("seed", "a"),
+        ("tensor_parallel_size", True),
+    ],
+)
+def test_an_option_of_the_offline_face_that_cannot_be_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{name}: "):
+        LLM(**{"model": TINY, name: value})
+
+
+def test_a_tokenizer_that_was_named_has_to_be_there() -> None:
+    with pytest.raises(TextError, match=r"^tokenizer: /nowhere has no usable tokenizer"):
+        LLM(TINY, tokenizer="/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--queue", "a b"), r"queue: must match .*, got 'a b'"),
+        (("--queue", "\udcff"), r"queue: must match "),
+        (("--block-size", "many"), r"argument --block-size: .*'many'; see millrace serve --help"),
+        (("--colour", "red"), r"unrecognized arguments: --colour red; see millrace serve --help"),
+        (("--heartbeat", "nan"), r"heartbeat: must be at least 0\.2 s"),
+        (("--drain-grace", "-1"), r"drain_grace: must not be negative"),
+    ],
+)
+def test_an_option_of_serve_that_cannot_be_is_one_sentence(options: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{words}"):
+        parse(["--model", "m", *options])
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(TINY, device="cpu", executor="uni", num_blocks=64) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (None, r"prompts: must be a prompt or a list of prompts, got None"),
+        (5, r"prompts: must be "),
+        (b"x", r"prompts: must be "),
+        ("", r"prompt: must be a string that is not empty.*prompt number 0"),
+        (["x", None], r"prompt: must be a string, a list of token ids or an object, got None \(prompt number 1\)"),
+        (["x", b"x"], r"prompt: must be .*number 1"),
+        (["x", []], r"prompt_token_ids: must not be empty.*number 1"),
+        (["x", ["a"]], r"prompt_token_ids: .*number 1"),
+        (["x", [5, 99_999]], r"prompt_token_ids: token id 99999 is outside the vocabulary.*number 1"),
+        (["x", [7] * 2000], r"prompt: has 2000 tokens.*number 1"),
+        (["x", {"promt": "x"}], r"promt: a prompt has one of prompt, .*number 1"),
+        (["x", {}], r"prompt: give exactly one of .*number 1"),
+        (["x", {"prompt": "x", "temperature": 0}], r"temperature: a prompt has one of "),
+        (["x", "\ud800"], r"prompt: cannot be UTF-8.*number 1"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_prompt_that_cannot_be_is_named_and_nothing_runs(llm: LLM, prompts: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{words}"):
+        llm.generate(prompts, use_tqdm=False)
+    assert llm.stats().num_running == llm.stats().num_waiting == 0
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 5}, 5, "greedy", [SamplingParams(), None], [SamplingParams()] * 3])
+def test_sampling_params_that_cannot_be_are_named(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^sampling_params: must be "):
+        llm.generate(["x", "y"], params, use_tqdm=False)
+
+
+def test_after_all_that_it_generates(llm: LLM) -> None:
+    (output,) = llm.generate("3 + 4 =", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert output.outputs[0].text == " 7"
+    assert llm.generate([], use_tqdm=False) == []
