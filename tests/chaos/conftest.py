@@ -20,6 +20,7 @@ from results.scripts import script_source
 from tests.chaos.checker import ALL, Checker, Invariant
 from tests.chaos.processes import HEARTBEAT_S, LIMIT_S, ChaosEngine
 from tests.chaos.proxy import Proxy
+from tests.chaos.reader import LiveReader
 from tests.chaos.workload import Undisturbed
 
 TEST_LIMIT = pytest.mark.timeout(400)
@@ -59,6 +60,7 @@ class Place:
         self._folder = folder
         self._undisturbed = undisturbed
         self._numbers = itertools.count(1)
+        self._readers: list[LiveReader] = []
         self._stack = ExitStack()
         self._stack.callback(self.client.close)
         self._stack.callback(self.redis.close)
@@ -104,6 +106,16 @@ class Place:
         self.accepted.update(zip(ids, requests, strict=True))
         return ids
 
+    def watch(self, job_id: str, via: Proxy | None = None) -> LiveReader:
+        """Two read it from now on, and `check` asks what they have seen: one who stays, returned, and one who comes back
+        again and again."""
+        url = via.url if via else self.server.url
+        readers = [LiveReader(url, self.queue, job_id, hangs_up_after) for hangs_up_after in (None, 5)]
+        for reader in readers:
+            self._stack.callback(reader.close)
+        self._readers += readers
+        return readers[0]
+
     def wait_all(self, ids: list[str] | None = None) -> None:
         """Until all these jobs, or all that were accepted, have ended."""
         for _ in self.client.as_completed(list(self.accepted) if ids is None else ids, LIMIT_S):
@@ -129,9 +141,11 @@ class Place:
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def check(self, invariants: frozenset[Invariant] = ALL, *drain: ChaosEngine, **states: Any) -> None:
-        """Drain these engines, then check."""
+        """Drain these engines, then check, also what readers have seen."""
         for engine in drain:
             assert engine.terminate() == 0, engine.text()
+        for reader in self._readers:
+            reader.check(self.client.get(reader.job_id))
         expected = self._undisturbed.outputs(self.accepted.values())
         checker = Checker(self.server.url, self.queue, expected)
         try:

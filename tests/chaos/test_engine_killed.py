@@ -44,12 +44,12 @@ def test_killed_in_prefill(place: Place) -> None:
     place.check(ALL, heir)
 
 
-@pytest.mark.slow
-def test_killed_in_mid_decode(place: Place) -> None:
+def test_killed_in_mid_decode_of_a_job_that_is_read_live(place: Place) -> None:
     reserve = place.reserve()
     victim = place.engine()
-    place.submit(make_jobs(6, max_tokens=800))
-    wait_until(lambda: place.num_tokens_kept() > 6 * 64)
+    ids = place.submit(make_jobs(6, max_tokens=600))
+    readers = [place.watch(job_id) for job_id in ids[:2]]
+    wait_until(lambda: place.num_tokens_kept() > 6 * 64 and all(reader.num_tokens for reader in readers))
     victim.kill()
     assert place.num_tokens_kept() > 0, "all were over before the engine was"
     heir = reserve.call()

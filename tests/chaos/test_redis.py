@@ -21,11 +21,12 @@ pytestmark = TEST_LIMIT
 
 @pytest.mark.slow
 def test_killed_and_restarted_with_every_write_on_the_disk(hurt_place: Place) -> None:
-    """Settings: appendonly yes, appendfsync always."""
+    """Settings: appendonly yes, appendfsync always. A reader is there all the time."""
     place = hurt_place
     engines = [place.engine("--max-num-seqs", "8"), place.engine("--max-num-seqs", "8")]
     place.submit(make_jobs(24, max_tokens=400))
-    wait_until(lambda: place.num_tokens_kept() > 0)
+    reader = place.watch("job-1")
+    wait_until(lambda: reader.num_tokens > 0)
     place.server.kill()
     place.server.start()
     place.submit(make_jobs(4, first=100))
