@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from millrace import Client, GenerationRequest
+from millrace import Client, GenerationRequest, Job
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
 from results.durability import Durability
@@ -21,7 +21,7 @@ from tests.chaos.checker import ALL, Checker, Invariant
 from tests.chaos.processes import HEARTBEAT_S, LIMIT_S, ChaosEngine
 from tests.chaos.proxy import Proxy
 from tests.chaos.reader import LiveReader
-from tests.chaos.workload import Undisturbed
+from tests.chaos.workload import Output, Undisturbed
 
 TEST_LIMIT = pytest.mark.timeout(400)
 """A test here starts several processes, and the machine may be busy with others."""
@@ -129,6 +129,11 @@ class Place:
     def states(self) -> dict[str, str]:
         return {job_id: self.client.get(job_id).state for job_id in self.accepted}
 
+    def results(self) -> dict[str, Job]:
+        """Of those that have finished so far."""
+        jobs = map(self.client.get, self.accepted)
+        return {job.id: job for job in jobs if job.state == "finished"}
+
     def outlast_the_lease(self) -> None:
         """Let as much time pass as makes everybody think that a silent engine is dead. The only wait here that is one."""
         time.sleep(3 * HEARTBEAT_S)
@@ -138,6 +143,10 @@ class Place:
         keys = [self.client._keys.tokens(job_id) for job_id in self.accepted]
         return sum(int(self.redis.strlen(key)) // 4 for key in keys)
 
+    def expected(self, requests: Iterable[GenerationRequest]) -> dict[str, Output]:
+        """By job id, what becomes of them undisturbed."""
+        return self._undisturbed.outputs(requests)
+
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def check(self, invariants: frozenset[Invariant] = ALL, *drain: ChaosEngine, **states: Any) -> None:
@@ -146,8 +155,7 @@ class Place:
             assert engine.terminate() == 0, engine.text()
         for reader in self._readers:
             reader.check(self.client.get(reader.job_id))
-        expected = self._undisturbed.outputs(self.accepted.values())
-        checker = Checker(self.server.url, self.queue, expected)
+        checker = Checker(self.server.url, self.queue, self.expected(self.accepted.values()))
         try:
             checker.check(invariants, drained=drain, **states)
         finally:
