@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -17,6 +17,7 @@ from millrace.embedded import EmbeddedServer
 from results.connection import connect
 from results.durability import Durability
 from results.scripts import script_source
+from results.tokens import unpack_tokens
 from tests.chaos.checker import ALL, Checker, Invariant
 from tests.chaos.processes import HEARTBEAT_S, LIMIT_S, ChaosEngine
 from tests.chaos.proxy import Proxy
@@ -93,6 +94,13 @@ class Place:
         engine.wait_until_serving()
         return engine
 
+    def engines(self, num_engines: int, *options: str, **settings: Any) -> list[ChaosEngine]:
+        """Engines that serve, started side by side."""
+        engines = [self.launch(*options, **settings) for _ in range(num_engines)]
+        for engine in engines:
+            engine.wait_until_serving()
+        return engines
+
     def reserve(self, *options: str, faults: dict[str, Any] | None = None, **settings: Any) -> Reserve:
         """An engine that is ready, and takes no part before it is called."""
         mark = self._folder / f"go-{next(self._numbers)}"
@@ -138,8 +146,12 @@ class Place:
         """Let as much time pass as makes everybody think that a silent engine is dead. The only wait here that is one."""
         time.sleep(3 * HEARTBEAT_S)
 
+    def tokens_kept(self, job_id: str) -> list[int]:
+        """The output tokens in its checkpoint: none before the first, and none after its end."""
+        return unpack_tokens(cast(bytes, self.redis.get(self.client._keys.tokens(job_id)) or b""))
+
     def num_tokens_kept(self) -> int:
-        """Output tokens in the checkpoints of all jobs."""
+        """In the checkpoints of all jobs."""
         keys = [self.client._keys.tokens(job_id) for job_id in self.accepted]
         return sum(int(self.redis.strlen(key)) // 4 for key in keys)
 

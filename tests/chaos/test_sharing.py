@@ -62,11 +62,8 @@ def test_10000_jobs_are_claimed_once_by_engines_that_all_want_them(
     check_all_ended(place.redis, place.queue, ids)
 
 
-@pytest.mark.slow
-def test_three_engines_drain_one_queue(place: Place) -> None:
-    engines = [place.launch("--max-num-seqs", "8", heartbeat_s=20.0) for _ in range(3)]
-    for engine in engines:
-        engine.wait_until_serving()
+def test_two_engines_drain_one_queue(place: Place) -> None:
+    engines = place.engines(2, "--max-num-seqs", "8", heartbeat_s=20.0)
     ids = place.submit(make_jobs(200, max_tokens=24))
     place.wait_all()
     assert {place.record(job_id)["attempt"] for job_id in ids} == {"1"}
