@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.environment import ROOT, describe
 from tests.chaos.soak import soak
+from tests.chaos.workload import Undisturbed
 
 
 def main() -> int:
@@ -22,8 +23,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
     options = parser.parse_args()
+    undisturbed = Undisturbed()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        account = soak(options.kills, options.seed, Path(folder), lambda line: print(line, flush=True))
+        account = soak(options.kills, options.seed, Path(folder), undisturbed, lambda line: print(line, flush=True))
+    undisturbed.close()
     account = {**describe(account.pop("server_info")), **account}
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / f"chaos-{time.strftime('%Y-%m-%d')}-{options.kills}-kills.json"

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
 
-from millrace import Client, GenerationRequest
+from millrace import Client, GenerationRequest, Job
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
 from results.durability import Durability
 from results.scripts import script_source
+from results.tokens import unpack_tokens
 from tests.chaos.checker import ALL, Checker, Invariant
 from tests.chaos.processes import HEARTBEAT_S, LIMIT_S, ChaosEngine
 from tests.chaos.proxy import Proxy
-from tests.chaos.workload import Undisturbed
+from tests.chaos.reader import LiveReader
+from tests.chaos.workload import Output, Undisturbed
 
 TEST_LIMIT = pytest.mark.timeout(400)
 """A test here starts several processes, and the machine may be busy with others."""
@@ -59,6 +61,7 @@ class Place:
         self._folder = folder
         self._undisturbed = undisturbed
         self._numbers = itertools.count(1)
+        self._readers: list[LiveReader] = []
         self._stack = ExitStack()
         self._stack.callback(self.client.close)
         self._stack.callback(self.redis.close)
@@ -91,6 +94,13 @@ class Place:
         engine.wait_until_serving()
         return engine
 
+    def engines(self, num_engines: int, *options: str, **settings: Any) -> list[ChaosEngine]:
+        """Engines that serve, started side by side."""
+        engines = [self.launch(*options, **settings) for _ in range(num_engines)]
+        for engine in engines:
+            engine.wait_until_serving()
+        return engines
+
     def reserve(self, *options: str, faults: dict[str, Any] | None = None, **settings: Any) -> Reserve:
         """An engine that is ready, and takes no part before it is called."""
         mark = self._folder / f"go-{next(self._numbers)}"
@@ -103,6 +113,16 @@ class Place:
         ids = self.client.submit_many(requests, durability=durability)
         self.accepted.update(zip(ids, requests, strict=True))
         return ids
+
+    def watch(self, job_id: str, via: Proxy | None = None) -> LiveReader:
+        """Two read it from now on, and `check` asks what they have seen: one who stays, returned, and one who comes back
+        again and again."""
+        url = via.url if via else self.server.url
+        readers = [LiveReader(url, self.queue, job_id, hangs_up_after) for hangs_up_after in (None, 5)]
+        for reader in readers:
+            self._stack.callback(reader.close)
+        self._readers += readers
+        return readers[0]
 
     def wait_all(self, ids: list[str] | None = None) -> None:
         """Until all these jobs, or all that were accepted, have ended."""
@@ -117,23 +137,37 @@ class Place:
     def states(self) -> dict[str, str]:
         return {job_id: self.client.get(job_id).state for job_id in self.accepted}
 
+    def results(self) -> dict[str, Job]:
+        """Of those that have finished so far."""
+        jobs = map(self.client.get, self.accepted)
+        return {job.id: job for job in jobs if job.state == "finished"}
+
     def outlast_the_lease(self) -> None:
         """Let as much time pass as makes everybody think that a silent engine is dead. The only wait here that is one."""
         time.sleep(3 * HEARTBEAT_S)
 
+    def tokens_kept(self, job_id: str) -> list[int]:
+        """The output tokens in its checkpoint: none before the first, and none after its end."""
+        return unpack_tokens(cast(bytes, self.redis.get(self.client._keys.tokens(job_id)) or b""))
+
     def num_tokens_kept(self) -> int:
-        """Output tokens in the checkpoints of all jobs."""
+        """In the checkpoints of all jobs."""
         keys = [self.client._keys.tokens(job_id) for job_id in self.accepted]
         return sum(int(self.redis.strlen(key)) // 4 for key in keys)
+
+    def expected(self, requests: Iterable[GenerationRequest]) -> dict[str, Output]:
+        """By job id, what becomes of them undisturbed."""
+        return self._undisturbed.outputs(requests)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def check(self, invariants: frozenset[Invariant] = ALL, *drain: ChaosEngine, **states: Any) -> None:
-        """Drain these engines, then check."""
+        """Drain these engines, then check, also what readers have seen."""
         for engine in drain:
             assert engine.terminate() == 0, engine.text()
-        expected = self._undisturbed.outputs(self.accepted.values())
-        checker = Checker(self.server.url, self.queue, expected)
+        for reader in self._readers:
+            reader.check(self.client.get(reader.job_id))
+        checker = Checker(self.server.url, self.queue, self.expected(self.accepted.values()))
         try:
             checker.check(invariants, drained=drain, **states)
         finally:

@@ -53,31 +53,35 @@ WINDOW_LIMIT_S = 3.0
 
 
 class Slot:
-    """Owns one running engine with its way to the server, and the engine that stands by to replace it."""
+    """Owns one running engine with its way to the server, and the engine that stands by to replace it, if one does."""
 
-    def __init__(self, server: EmbeddedServer, folder: Path, name: str) -> None:
+    def __init__(self, server: EmbeddedServer, folder: Path, name: str, *, has_standby: bool) -> None:
         self._server = server
         self._folder = folder
         self._name = name
+        self._has_standby = has_standby
         self._numbers = itertools.count(1)
-        self._next = self._prepare()
+        self._next: tuple[ChaosEngine, Proxy, Path] | None = None
         self.take_over()
 
     def take_over(self) -> None:
-        """The engine that stands by becomes the running one, and another is prepared."""
-        self.engine, self.proxy, mark = self._next
+        """The engine that stands by, or a new one, becomes the running one, and another is prepared."""
+        self.engine, self.proxy, mark = self._next or self._prepare()
         mark.touch()
-        self._next = self._prepare()
+        if self._has_standby:
+            self._next = self._prepare()
 
     @property
     def is_serving(self) -> bool:
         return "serves" in self.engine.text()
 
     def close(self) -> None:
-        engine, proxy, _ = self._next
-        engine.kill()
-        engine.__exit__(None, None, None)
-        proxy.__exit__()
+        self.engine.__exit__(None, None, None)
+        self.proxy.__exit__()
+        if self._next is not None:
+            engine, proxy, _ = self._next
+            engine.__exit__(None, None, None)
+            proxy.__exit__()
 
     def _prepare(self) -> tuple[ChaosEngine, Proxy, Path]:
         number = next(self._numbers)
@@ -91,7 +95,9 @@ class Slot:
 class Soak:
     """Owns everything that runs, and the account of what was done to it."""
 
-    def __init__(self, seed: int, folder: Path) -> None:
+    def __init__(self, seed: int, folder: Path, *, has_standbys: bool) -> None:
+        self._plan = random.Random(seed)
+        """What happens, in order. What it is drawn for does not depend on how long things take; `_rng` has all the rest."""
         self._rng = random.Random(seed)
         self._folder = folder
         self._stack = ExitStack()
@@ -107,7 +113,8 @@ class Soak:
         self.faults: Counter[str] = Counter()
         self.recoveries: dict[str, list[float]] = {}
         self._load_scripts()
-        self._slots = [Slot(self.server, folder, f"engine-{number}") for number in range(NUM_ENGINES)]
+        names = [f"engine-{number}" for number in range(NUM_ENGINES)]
+        self._slots = [Slot(self.server, folder, name, has_standby=has_standbys) for name in names]
 
     def run(self, num_kills: int, report: Callable[[str], None]) -> None:
         begin_s = time.monotonic()
@@ -115,7 +122,7 @@ class Soak:
         while self.kills.total() < num_kills:
             self._feed()
             self._wait_for_a_moment()
-            if self._rng.random() < FAULT_SHARE:
+            if self._plan.random() < FAULT_SHARE:
                 self._disturb()
             self._kill()
             if self.kills.total() % 25 == 0:
@@ -135,8 +142,6 @@ class Soak:
 
     def close(self) -> None:
         for slot in self._slots:
-            slot.engine.__exit__(None, None, None)
-            slot.proxy.__exit__()
             slot.close()
         self._stack.close()
 
@@ -170,7 +175,7 @@ class Soak:
     # --- kills -----------------------------------------------------------------------------------------------------
 
     def _kill(self) -> None:
-        (kind,) = self._rng.choices(list(KILLS), list(KILLS.values()))
+        (kind,) = self._plan.choices(list(KILLS), list(KILLS.values()))
         if kind == "worker":
             kind = self._kill_worker()
         elif kind == "server":
@@ -190,15 +195,23 @@ class Soak:
         if catch is not None:
             catch.comes_within(WINDOW_LIMIT_S)
         engine, proxy = slot.engine, slot.proxy
+        others = [other for other in self._slots if other is not slot and self._is_alive(other)]
         engine.kill()
         leases, begin_s = self.client._keys.leases(engine.engine_id), time.monotonic()
+        has_jobs = self.redis.exists(leases)
         slot.take_over()
         wait_until(lambda: not self.redis.exists(leases), START_LIMIT_S, "the recovery")
-        self._took("engine killed until its jobs are back", begin_s)
+        if has_jobs:
+            who = "beside another engine" if any(map(self._is_alive, others)) else "as the only one"
+            self._took(f"engine killed {who} until its jobs are back", begin_s)
         if catch is not None:
             catch.release()  # what the dead engine had sent arrives after all
         engine.__exit__(None, None, None)
         proxy.__exit__()
+
+    def _is_alive(self, slot: Slot) -> bool:
+        """To the queue: it may take over what another one leaves."""
+        return slot.is_serving and bool(self.redis.exists(self.client._keys.engine(slot.engine.engine_id)))
 
     def _catch(self, proxy: Proxy, kind: str) -> Catch | None:
         match kind:
@@ -247,7 +260,7 @@ class Soak:
     # --- faults that kill nobody -----------------------------------------------------------------------------------
 
     def _disturb(self) -> None:
-        (kind,) = self._rng.choices(list(FAULTS), list(FAULTS.values()))
+        (kind,) = self._plan.choices(list(FAULTS), list(FAULTS.values()))
         slot = self._serving_slot()
         match kind:
             case "freeze":
@@ -289,10 +302,19 @@ def _line_of(request: GenerationRequest) -> str:
     return json.dumps({"sampling": {}, **msgspec.to_builtins(request)}) + "\n"
 
 
-def soak(num_kills: int, seed: int, folder: Path, report: Callable[[str], None]) -> dict[str, Any]:
-    """Run it; returns the account. Raises AssertionError, after it is made, where an invariant does not hold."""
+def soak(
+    num_kills: int,
+    seed: int,
+    folder: Path,
+    undisturbed: Undisturbed,
+    report: Callable[[str], None],
+    *,
+    has_standbys: bool = True,
+) -> dict[str, Any]:
+    """Run it; returns the account. What does not hold in the end is its "violation". `has_standbys`: an engine that is
+    killed is replaced at once, by one that has been started before; without, by one that is started then."""
     begin_s = time.monotonic()
-    run = Soak(seed, folder)
+    run = Soak(seed, folder, has_standbys=has_standbys)
     try:
         run.run(num_kills, report)
         drained = run.drain()
@@ -308,17 +330,14 @@ def soak(num_kills: int, seed: int, folder: Path, report: Callable[[str], None])
             "num_tokens": run.client.stats().generated_tokens,
             "seconds": round(time.monotonic() - begin_s, 1),
             "recovery_s": {what: _spread(times) for what, times in sorted(run.recoveries.items())},
-            **_verdict(run, drained),
+            **_verdict(run, drained, undisturbed),
         }
     finally:
         run.close()
 
 
-def _verdict(run: Soak, drained: list[ChaosEngine]) -> dict[str, Any]:
-    undisturbed = Undisturbed()
-    expected = undisturbed.outputs(run.accepted.values())
-    undisturbed.close()
-    checker = Checker(run.server.url, QUEUE, expected)
+def _verdict(run: Soak, drained: list[ChaosEngine], undisturbed: Undisturbed) -> dict[str, Any]:
+    checker = Checker(run.server.url, QUEUE, undisturbed.outputs(run.accepted.values()))
     verdict: dict[str, Any] = {
         "lost": len(checker.lost()),
         "doubled": len(checker.doubled()),
@@ -335,6 +354,7 @@ def _verdict(run: Soak, drained: list[ChaosEngine]) -> dict[str, Any]:
 
 def _spread(times: list[float]) -> dict[str, float]:
     return {
+        "times": len(times),
         "median": round(statistics.median(times), 2),
         "p90": round(sorted(times)[int(len(times) * 0.9)], 2),
         "max": round(max(times), 2),

@@ -44,16 +44,47 @@ def test_killed_in_prefill(place: Place) -> None:
     place.check(ALL, heir)
 
 
-@pytest.mark.slow
-def test_killed_in_mid_decode(place: Place) -> None:
+def test_killed_in_mid_decode_of_a_job_that_is_read_live(place: Place) -> None:
     reserve = place.reserve()
     victim = place.engine()
-    place.submit(make_jobs(6, max_tokens=800))
-    wait_until(lambda: place.num_tokens_kept() > 6 * 64)
+    ids = place.submit(make_jobs(6, max_tokens=600))
+    readers = [place.watch(job_id) for job_id in ids[:2]]
+    wait_until(lambda: place.num_tokens_kept() > 6 * 64 and all(reader.num_tokens for reader in readers))
     victim.kill()
     assert place.num_tokens_kept() > 0, "all were over before the engine was"
     heir = reserve.call()
     place.wait_all()
+    place.check(ALL, heir)
+
+
+@pytest.mark.slow
+def test_another_engine_goes_on_as_soon_as_the_heartbeat_of_the_killed_one_has_expired(place: Place) -> None:
+    """Not before, and not later than some beats afterwards, of which there are four in the limit."""
+    limit_s = 4.0
+    reserve = place.reserve(heartbeat_s=limit_s)
+    victim = place.engine(heartbeat_s=limit_s)
+    ids = place.submit(make_jobs(8, max_tokens=900))
+    wait_until(lambda: place.num_tokens_kept() > 8 * 64)
+    heir = reserve.call()
+    victim.kill()
+    keys = place.client._keys
+    held = place.redis.smembers(keys.leases(victim.engine_id))
+    assert held
+
+    def has_expired() -> bool:
+        still_held = place.redis.smembers(keys.leases(victim.engine_id))
+        if place.redis.exists(keys.engine(victim.engine_id)):
+            assert still_held == held, "taken from an engine that counts as alive"
+            return False
+        return True
+
+    def run_again() -> bool:
+        records = [place.record(job_id.decode()) for job_id in held]
+        return all(record.get("engine") == heir.engine_id for record in records)
+
+    wait_until(has_expired)
+    wait_until(run_again, limit_s, "that the other engine has all of them")
+    place.wait_all(ids)
     place.check(ALL, heir)
 
 

@@ -16,12 +16,15 @@ pytestmark = TEST_LIMIT
 
 def test_the_reply_to_a_claim_and_to_a_commit_are_lost_and_each_is_asked_for_again(place: Place) -> None:
     proxy = place.proxy()
-    engine = place.engine(via=proxy, heartbeat_s=20.0)
     claim, finish = proxy.catch("claim", "cut-before-reply"), proxy.catch("finish", "cut-before-reply")
-    ids = place.submit(make_jobs(4))
+    ids = place.submit(make_jobs(4))  # before anybody serves: the first claim takes them all
+    engine = place.launch(via=proxy, heartbeat_s=20.0)
     claim.wait()
+    wait_until(lambda: all("lease" in place.record(job_id) for job_id in ids))
+    leases = {job_id: place.record(job_id)["lease"] for job_id in ids}
     finish.wait()
     place.wait_all()
+    assert {job_id: place.record(job_id)["lease"] for job_id in ids} == leases, "claimed a second time"
     assert {place.record(job_id)["attempt"] for job_id in ids} == {"1"}
     place.check(ALL, engine)
     assert engine.num_refused() == 0
@@ -49,11 +52,13 @@ BOTH: tuple[Direction, ...] = ("to_server", "to_client")
     ],
 )
 def test_cut_off_for_longer_than_the_lease_and_back(place: Place, directions: tuple[Direction, ...]) -> None:
-    """What it sent into the cut arrives when that is repaired, and is refused. Then it serves again."""
+    """What it sent into the cut arrives when that is repaired, and is refused. Then it serves again. Of two readers one is
+    cut off with it."""
     proxy, reserve = place.proxy(), place.reserve()
     lonely = place.engine(via=proxy)
     place.submit(make_jobs(12, max_tokens=900))
-    wait_until(lambda: place.num_tokens_kept() > 12 * 64)
+    readers = [place.watch("job-0"), place.watch("job-1", via=proxy)]
+    wait_until(lambda: place.num_tokens_kept() > 12 * 64 and all(reader.num_tokens for reader in readers))
     proxy.blackhole(*directions)
     heir = reserve.call()
     place.wait_all()
@@ -86,6 +91,7 @@ def test_connections_that_are_reset_again_and_again(place: Place) -> None:
     proxy = place.proxy()
     engine = place.engine(via=proxy)
     ids = place.submit(make_jobs(24, max_tokens=600))
+    reader = place.watch("job-1", via=proxy)
     for _ in range(20):
         before = place.num_tokens_kept()
         wait_until(lambda before=before: place.num_tokens_kept() != before or place.client.stats().running == 0)  # type: ignore[misc]
@@ -95,3 +101,4 @@ def test_connections_that_are_reset_again_and_again(place: Place) -> None:
     proxy.refuse(False)
     place.wait_all(ids)
     place.check(ALL, engine)
+    assert reader.num_resumed > 0

@@ -19,13 +19,13 @@ from tests.chaos.workload import make_jobs
 pytestmark = TEST_LIMIT
 
 
-@pytest.mark.slow
 def test_killed_and_restarted_with_every_write_on_the_disk(hurt_place: Place) -> None:
-    """Settings: appendonly yes, appendfsync always."""
+    """Settings: appendonly yes, appendfsync always. A reader is there all the time."""
     place = hurt_place
-    engines = [place.engine("--max-num-seqs", "8"), place.engine("--max-num-seqs", "8")]
-    place.submit(make_jobs(24, max_tokens=400))
-    wait_until(lambda: place.num_tokens_kept() > 0)
+    engines = place.engines(2, "--max-num-seqs", "8")
+    place.submit(make_jobs(16, max_tokens=250))
+    reader = place.watch("job-1")
+    wait_until(lambda: reader.num_tokens > 0)
     place.server.kill()
     place.server.start()
     place.submit(make_jobs(4, first=100))
@@ -37,7 +37,7 @@ def test_killed_and_restarted_with_every_write_on_the_disk(hurt_place: Place) ->
 def test_frozen_for_longer_than_the_lease(hurt_place: Place) -> None:
     """No engine could say that it lives, and none may be blamed for more than it did."""
     place = hurt_place
-    engines = [place.engine("--max-num-seqs", "8"), place.engine("--max-num-seqs", "8")]
+    engines = place.engines(2, "--max-num-seqs", "8")
     place.submit(make_jobs(24, max_tokens=400))
     wait_until(lambda: place.num_tokens_kept() > 0)
     os.kill(place.server.pid, signal.SIGSTOP)

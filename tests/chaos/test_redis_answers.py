@@ -16,7 +16,7 @@ from millrace.embedded import EmbeddedServer
 from results.errors import RedisUnavailable
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
-from tests.chaos.processes import ChaosEngine, wait_until
+from tests.chaos.processes import wait_until
 from tests.chaos.workload import Undisturbed, make_jobs
 
 pytestmark = TEST_LIMIT
@@ -81,7 +81,7 @@ def without_its_replicas(place: Place) -> Iterator[None]:
 def test_it_takes_no_writes_for_a_while(hurt_place: Place, trouble: Trouble, words: str) -> None:
     """For longer than the lease, with jobs in the middle of their output and jobs that wait."""
     place = hurt_place
-    engines = two_engines(place)
+    engines = place.engines(2, "--max-num-seqs", "8")
     place.submit(make_jobs(16, max_tokens=300))
     wait_until(lambda: place.num_tokens_kept() > 0)
     with trouble(place):
@@ -102,7 +102,7 @@ def test_it_is_loading_its_data(queue_name: str, tmp_path: Path, undisturbed: Un
         EmbeddedServer(appendonly=True, options=slow) as server,
         Place(server, queue_name, tmp_path, undisturbed) as place,
     ):
-        engines = two_engines(place)
+        engines = place.engines(2, "--max-num-seqs", "8")
         make_the_log_long(place)
         place.submit(make_jobs(16, max_tokens=300))
         wait_until(lambda: place.num_tokens_kept() > 0)
@@ -115,13 +115,6 @@ def test_it_is_loading_its_data(queue_name: str, tmp_path: Path, undisturbed: Un
         place.wait_all()
         place.check(ALL, *engines)
         assert all("is still loading its data" in engine.text() for engine in engines)
-
-
-def two_engines(place: Place) -> list[ChaosEngine]:
-    engines = [place.launch("--max-num-seqs", "8") for _ in range(2)]
-    for engine in engines:
-        engine.wait_until_serving()
-    return engines
 
 
 def make_the_log_long(place: Place) -> None:

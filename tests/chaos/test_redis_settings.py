@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace import GenerationRequest
+from millrace import GenerationRequest, Job
 from millrace.embedded import EmbeddedServer
 from tests.chaos.checker import WITHOUT_LOST_JOBS
 from tests.chaos.conftest import TEST_LIMIT, Place
@@ -33,10 +33,11 @@ def test_power_is_cut_with_a_log_synced_every_second(queue_name: str, tmp_path: 
         engine = place.engine("--max-num-seqs", "8")
         place.submit(make_jobs(24, max_tokens=300))
         wait_until(lambda: place.client.stats().finished >= 4)
+        seen = place.results()
         server.kill()
         _cut_off_the_end_of_the_log(server)
         server.start()
-        _check_what_is_left(place, engine)
+        _check_what_is_left(place, engine, seen)
 
 
 def test_restarted_empty(queue_name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
@@ -45,9 +46,10 @@ def test_restarted_empty(queue_name: str, tmp_path: Path, undisturbed: Undisturb
         engine = place.engine("--max-num-seqs", "8")
         place.submit(make_jobs(24, max_tokens=300))
         wait_until(lambda: place.client.stats().finished >= 4)
+        seen = place.results()
         server.kill()
         server.start()
-        _check_what_is_left(place, engine)
+        _check_what_is_left(place, engine, seen)
 
 
 def test_failover_to_a_replica_that_lags(
@@ -64,14 +66,15 @@ def test_failover_to_a_replica_that_lags(
         place.submit(make_jobs(12, max_tokens=300))
         wait_until(lambda: after.client.stats().finished >= 4)
         link.blackhole("to_server", "to_client")
-        seen = place.client.stats().finished
+        num_seen = place.client.stats().finished
         place.submit(make_jobs(12, max_tokens=300, first=50))
-        wait_until(lambda: place.client.stats().finished > seen)
+        wait_until(lambda: place.client.stats().finished > num_seen)
+        seen = place.results()
         primary.kill()
         after.redis.replicaof("NO", "ONE")
         way.lead_to(follower.url)
         after.accepted = place.accepted
-        _check_what_is_left(after, engine)
+        _check_what_is_left(after, engine, seen)
 
 
 @pytest.fixture
@@ -83,7 +86,9 @@ def replica() -> Iterator[tuple[EmbeddedServer, EmbeddedServer, Proxy]]:
             yield primary, follower, link
 
 
-def _check_what_is_left(place: Place, engine: ChaosEngine) -> None:
+def _check_what_is_left(place: Place, engine: ChaosEngine, seen: dict[str, Job]) -> None:
+    """`seen`: results that somebody may have read before the loss."""
+    assert len(seen) >= 4
     left = [job_id for job_id in place.accepted if place.record(job_id)]
     place.wait_all(left)
     again: list[GenerationRequest] = list(place.accepted.values())
@@ -92,6 +97,9 @@ def _check_what_is_left(place: Place, engine: ChaosEngine) -> None:
         pass
     place.check(WITHOUT_LOST_JOBS, engine)
     assert set(place.states().values()) == {"finished"}
+    for job_id, before in seen.items():
+        now = place.client.get(job_id)
+        assert (now.text, now.token_ids, now.finish_reason) == (before.text, before.token_ids, before.finish_reason)
 
 
 def _cut_off_the_end_of_the_log(server: EmbeddedServer) -> None:

@@ -62,14 +62,24 @@ def test_10000_jobs_are_claimed_once_by_engines_that_all_want_them(
     check_all_ended(place.redis, place.queue, ids)
 
 
-@pytest.mark.slow
-def test_three_engines_drain_one_queue(place: Place) -> None:
-    engines = [place.launch("--max-num-seqs", "8", heartbeat_s=20.0) for _ in range(3)]
-    for engine in engines:
-        engine.wait_until_serving()
+def test_two_engines_drain_one_queue(place: Place) -> None:
+    engines = place.engines(2, "--max-num-seqs", "8", heartbeat_s=20.0)
     ids = place.submit(make_jobs(200, max_tokens=24))
     place.wait_all()
     assert {place.record(job_id)["attempt"] for job_id in ids} == {"1"}
+    place.check(ALL, *engines)
+
+
+@pytest.mark.slow
+def test_three_engines_generate_10000_jobs_and_each_of_them_once(place: Place) -> None:
+    """All of them begin with the whole queue before them."""
+    ids = place.submit(make_jobs(10_000, max_tokens=1))
+    engines = [place.launch(heartbeat_s=20.0) for _ in range(3)]
+    for _ in place.client.as_completed(ids, 200.0):
+        pass
+    records = [place.record(job_id) for job_id in ids]
+    assert {record["attempt"] for record in records} == {"1"}
+    assert {record["engine"] for record in records} == {engine.engine_id for engine in engines}
     place.check(ALL, *engines)
 
 

@@ -52,8 +52,9 @@ def test_workers_that_cannot_compute(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_engine_that_is_told_to_stop_ends_with_0(launch: StartEngine, number: signal.Signals) -> None:
-    for words in ("metrics and health", "serves"):
-        engine = launch("--metrics-port", "0").wait_until_it_says(words, LIMIT_S)
+    starting, serving = launch("--metrics-port", "0"), launch()
+    for engine, words in ((starting, "metrics and health"), (serving, "serves")):
+        engine.wait_until_it_says(words, LIMIT_S)
         engine.process.send_signal(number)
         assert engine.process.wait(LIMIT_S) == 0
         assert "Traceback" not in engine.text()

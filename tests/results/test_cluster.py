@@ -14,6 +14,7 @@ import redis.asyncio
 from millrace import AsyncClient, Client, GenerationRequest, RedisUnavailable
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
+from results.durability import _CONFIRMATIONS
 from results.errors import NotDurable
 from results.messages import Event
 from results.queue import JobQueue
@@ -102,7 +103,10 @@ def test_a_cluster_that_is_not_there_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "b", "c", "d"])
-async def test_a_cluster_confirms_under_asyncio_too(url: str, cluster: list[redis.Redis], name: str) -> None:
+async def test_a_cluster_confirms_under_asyncio_too(
+    url: str, cluster: list[redis.Redis], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_CONFIRMATIONS, "replica", ("WAIT", 1, 20))  # there is none to wait for
     for node in cluster:
         node.script_flush()
     async with AsyncClient(url, queue=f"safe-{name}") as client:
