@@ -4,8 +4,10 @@ once, with the text of a single rank that nothing disturbed."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -70,19 +72,36 @@ KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 def test_whichever_rank_is_lost_while_tokens_flow(
     place: Place, sizes: tuple[str, ...], rank: int, number: signal.Signals
 ) -> None:
-    lose_a_rank(place, sizes, rank, number)
+    engine = serve(place, *sizes)
+    lose_a_rank(place, engine, rank, engine.worker_pids()[rank], number)
 
 
 def test_one_of_two_ranks_is_killed_while_tokens_flow(place: Place) -> None:
-    lose_a_rank(place, TP2, 1, KILL)
+    engine = serve(place, *TP2)
+    lose_a_rank(place, engine, 1, engine.worker_pids()[1], KILL)
 
 
-def lose_a_rank(place: Place, sizes: tuple[str, ...], rank: int, number: signal.Signals) -> None:
-    engine = serve(place, *sizes)
-    pids = engine.worker_pids()
+@pytest.mark.ray
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]")
+def test_a_rank_on_a_ray_of_the_services_own_is_killed_while_tokens_flow(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (nothing := tmp_path / "nothing").mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(nothing))  # so that no cluster is known
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    engine = serve(place, *TP2, "--executor", "ray")
+    assert "started a local Ray" in engine.text()
+    said = re.search(r"rank 0 is process (\d+) on", engine.text())
+    assert said is not None
+    children = engine.worker_pids()  # Ray's, since the ranks are its
+    lose_a_rank(place, engine, 0, int(said[1]), KILL)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def lose_a_rank(place: Place, engine: ChaosEngine, rank: int, pid: int, number: signal.Signals) -> None:
     submit_and_wait_for_tokens(place)
     assert "running" in place.states().values(), "all were over before the rank was"
-    os.kill(pids[rank], number)
+    os.kill(pid, number)
     check_whole_in_one_attempt(place, engine)
     assert engine.text().count("restarting the workers") == 1
     assert f"rank {rank} " in engine.text()
