@@ -62,6 +62,21 @@ def begin() -> list[SeqId]:
     return step(1)
 
 
+def begin_scattered() -> list[SeqId]:
+    """The same in a group whose bundles alternate between the nodes, as may happen where there is little room."""
+    import ray
+
+    global _executor
+    config = stub_config(tensor_parallel_size=2, pipeline_parallel_size=2)
+    _executor = executor = RayExecutor(config, worker_module=STUB, limits=LIMITS)
+    executor._join()
+    executor._group = ray.util.placement_group([{"CPU": 1}] * 4, strategy="SPREAD")
+    executor._is_group_ours = True
+    ray.get(executor._group.ready(), timeout=60)
+    start(executor)
+    return step(1)
+
+
 def step(step_id: int) -> list[SeqId]:
     """The sequences that it brings a token."""
     return _executor.execute_model(first_step(_executor, step_id)).result().seq_ids
@@ -161,6 +176,12 @@ def test_ranks_stand_on_two_nodes_of_a_cluster_that_is_left_as_it_was(nodes: Ray
     assert_stages_stand_together(user.run(hosts))
     assert not user.run(end)
     assert nodes.count() == 3
+
+
+def test_ranks_of_a_stage_are_neighbours_however_the_bundles_lie(user: Process) -> None:
+    assert user.run(begin_scattered) == [1]
+    assert_stages_stand_together(user.run(hosts))
+    assert not user.run(end)
 
 
 def test_who_runs_in_a_placement_group_has_its_ranks_there(user: Process) -> None:
