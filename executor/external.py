@@ -140,13 +140,15 @@ def is_torchrun_rank(environment: Mapping[str, str]) -> bool:
 def become_rank(service_command: Sequence[str], *, worker_module: str = "worker", log_level: str = "INFO") -> NoReturn:
     """Replace this process with the rank that torchrun numbered it. Rank 0 starts the service with `service_command`.
 
-    Raises ValueError when the ranks are spread over several hosts.
+    Raises ValueError when the ranks are spread over several hosts, and when torchrun has ended already.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         raise ValueError("executor: external runs the ranks of one host; for several hosts take ray")
     directory = _meeting_place(os.environ)
     parent_pid = os.getppid()
+    if _is_orphan(parent_pid):
+        raise ValueError("executor: torchrun has ended, and so do its ranks")
     environment = {name: value for name, value in os.environ.items() if not _is_torchruns(name)}
     environment["PYTHONPATH"] = python_path()
     options = ["--address", socket_address(str(directory)), "--identity", f"{rank}.{_LIFE}"]
@@ -166,6 +168,12 @@ def die_with_rank_0() -> None:
     parent_pid = os.environ.get(PARENT)
     if parent_pid is not None:
         die_with_parent(int(parent_pid), signal.SIGTERM)
+
+
+def _is_orphan(parent_pid: int) -> bool:
+    """Whether torchrun ended before this process could tie its life to it. In a container torchrun may be process 1 itself,
+    but that is a Python then."""
+    return parent_pid == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
 
 
 def _is_torchruns(name: str) -> bool:

@@ -163,6 +163,18 @@ def test_torchrun_itself_is_killed_and_nothing_is_left_but_the_jobs(
 
 
 @pytest.mark.slow
+def test_torchrun_is_killed_before_its_processes_know_what_they_become(torchrun: Torchrun, tmp_path: Path) -> None:
+    wait_until(lambda: len(torchrun.descendants()) >= 2, 60, "two processes")
+    pids = torchrun.descendants()
+    torchrun.process.kill()
+    torchrun.process.wait()
+    for pid in pids:
+        wait_until_gone(pid)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("millrace-")] == []
+    assert " serves " not in torchrun.text()
+
+
+@pytest.mark.slow
 def test_a_service_that_is_told_to_stop_ends_the_group_in_order(torchrun: Torchrun, tmp_path: Path) -> None:
     torchrun.wait_until_serving()
     os.kill(torchrun.pid_of("engine_service"), signal.SIGTERM)
