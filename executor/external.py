@@ -1,6 +1,6 @@
 """`ExternalLauncherExecutor`: torchrun starts the ranks, watches them, and starts the whole group again.
 
-    torchrun --nproc-per-node 2 --no-python millrace serve --executor external ...
+    torchrun --nproc-per-node 2 --max-restarts 3 --no-python millrace serve --executor external ...
 
 Each process that torchrun starts is `millrace serve`, finds torchrun's variables, and becomes a rank. Before it does, rank 0
 starts the engine service as its child, which holds no device:
@@ -9,7 +9,8 @@ starts the engine service as its child, which holds no device:
               '- rank 1
 
 The lives are tied: when a rank ends, the service gives its jobs back to the queue and ends; when the service ends, rank 0
-ends as it did. torchrun then starts the group again, and the new service goes on with the jobs' tokens so far.
+ends as it did. torchrun then starts the group again, up to --max-restarts times (by default never), and the new service goes
+on with the jobs' tokens so far. When torchrun itself ends, all of them do.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ MEETING_PLACE = "MILLRACE_EXTERNAL_DIRECTORY"
 PARENT = "MILLRACE_EXTERNAL_PARENT"
 """Set with it: process id of rank 0."""
 
+COMMAND_LINE = "torchrun --nproc-per-node N --max-restarts 3 --no-python millrace serve --executor external ..."
+
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "LOCAL_")
 _TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 _MEETING_LIMIT_S = 60.0
@@ -56,7 +59,7 @@ class ExternalLauncherExecutor(RemoteExecutor):
     def _open_channel(self) -> Channel:
         directory = os.environ.get(MEETING_PLACE)
         if directory is None:
-            message = "executor external needs torchrun: torchrun --nproc-per-node N --no-python millrace serve ..."
+            message = f"executor external is for `millrace serve` under torchrun: {COMMAND_LINE}"
             raise StartError("spawn", 0, message, is_retryable=False)
         return Channel(_LIFE, self.world_size, directory=directory)
 
@@ -74,7 +77,8 @@ class ExternalLauncherExecutor(RemoteExecutor):
 
     def _start_workers(self) -> ModelFacts:
         if self._num_starts > 1:
-            raise StartError("spawn", 0, "only torchrun can start the ranks again", is_retryable=False)
+            message = "only torchrun can start the ranks again, and does with --max-restarts"
+            raise StartError("spawn", 0, message, is_retryable=False)
         return super()._start_workers()
 
     def worker_pids(self) -> list[int]:
@@ -102,7 +106,8 @@ class ExternalRank:
     def end(self) -> End | None:
         if not self.wait(0):
             return None
-        return End("its process has ended, and torchrun knows how", is_killed=False, is_retryable=False)
+        reason = "its process has ended, and torchrun knows how; with --max-restarts it starts the group again"
+        return End(reason, is_killed=False, is_retryable=False)
 
     def dump_stacks(self) -> None:
         self._signal(DUMP_SIGNAL)
@@ -135,13 +140,15 @@ def is_torchrun_rank(environment: Mapping[str, str]) -> bool:
 def become_rank(service_command: Sequence[str], *, worker_module: str = "worker", log_level: str = "INFO") -> NoReturn:
     """Replace this process with the rank that torchrun numbered it. Rank 0 starts the service with `service_command`.
 
-    Raises ValueError when the ranks are spread over several hosts.
+    Raises ValueError when the ranks are spread over several hosts, and when torchrun has ended already.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         raise ValueError("executor: external runs the ranks of one host; for several hosts take ray")
     directory = _meeting_place(os.environ)
     parent_pid = os.getppid()
+    if _is_orphan(parent_pid):
+        raise ValueError("executor: torchrun has ended, and so do its ranks")
     environment = {name: value for name, value in os.environ.items() if not _is_torchruns(name)}
     environment["PYTHONPATH"] = python_path()
     options = ["--address", socket_address(str(directory)), "--identity", f"{rank}.{_LIFE}"]
@@ -161,6 +168,12 @@ def die_with_rank_0() -> None:
     parent_pid = os.environ.get(PARENT)
     if parent_pid is not None:
         die_with_parent(int(parent_pid), signal.SIGTERM)
+
+
+def _is_orphan(parent_pid: int) -> bool:
+    """Whether torchrun ended before this process could tie its life to it. In a container torchrun may be process 1 itself,
+    but that is a Python then."""
+    return parent_pid == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
 
 
 def _is_torchruns(name: str) -> bool:

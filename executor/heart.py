@@ -7,11 +7,12 @@ import faulthandler
 import logging
 import os
 import shutil
+import tempfile
 import threading
 
 import zmq
 
-from executor.messages import Beat, DumpStacks, decode_to_worker, encode
+from executor.messages import Beat, DumpStacks, Stacks, decode_to_worker, encode
 
 logger = logging.getLogger("millrace.worker")
 
@@ -55,7 +56,10 @@ class Heart:
 
     def _obey(self) -> None:
         if isinstance(decode_to_worker(self._socket.recv()), DumpStacks):
-            faulthandler.dump_traceback()
+            with tempfile.TemporaryFile() as file, contextlib.suppress(zmq.Again):
+                faulthandler.dump_traceback(file)
+                file.seek(0)
+                self._socket.send(encode(Stacks(file.read().decode())), zmq.DONTWAIT)
 
     def _follow_engine(self) -> None:
         """Without an engine a rank is of no use; how the engine ended is how the group ended."""

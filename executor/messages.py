@@ -138,7 +138,13 @@ class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class DumpStacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Engine to worker, over the heartbeat's socket: write the stack of every thread to the log."""
+    """Engine to worker, over the heartbeat's socket: tell the stack of every thread. For ranks that no signal reaches."""
+
+
+class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Worker to engine, over the heartbeat's socket: the answer to `DumpStacks`, for the engine's log."""
+
+    text: str
 
 
 PROTOCOL = 2
@@ -308,7 +314,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_onl
 
 
 ToWorker = Boot | Go | Call | Step | DumpStacks
-FromWorker = Hello | Phase | Ready | StartFailed | Reply | StepReply | Beat
+FromWorker = Hello | Phase | Ready | StartFailed | Reply | StepReply | Beat | Stacks
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

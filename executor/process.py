@@ -47,7 +47,7 @@ class RankHandle(Protocol):
         """How it ended; None while it runs."""
 
     def dump_stacks(self) -> None:
-        """Have it write the stack of every thread to its log, if it still can."""
+        """Have the stack of every thread written to its log or the engine's, if it still can."""
 
     def wait(self, timeout_s: float) -> bool:
         """Whether it has ended within the time."""

@@ -3,7 +3,7 @@
 Ray is asked for a placement group with one bundle for each rank, packed by host, and for one actor in each bundle. An actor
 does two things: it says where it is, and then it becomes a rank, which dials back over ZeroMQ with CURVE keys. That second
 call ends only when the rank does, so its end is how the rank's is noticed, whether the process, the node or Ray was lost.
-Nothing of ours is pickled but the actor's arguments: strings and numbers.
+Nothing of ours is pickled but the actor's arguments and what it says of its place: strings, bytes and numbers.
 
 Ray 2.60 or later of version 2. Without a cluster a local Ray is started, on the loopback interface alone, and stopped again.
 """
@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import sys
+import time
 from typing import Any
 
 import msgspec
@@ -74,32 +75,52 @@ class RayExecutor(RemoteExecutor):
         is_joined = "ray" in sys.modules and sys.modules["ray"].is_initialized()
         address = None if is_joined else known_address()
         if not is_joined and address is None:
-            self._local = LocalRay(self.world_size, num_visible_gpus() or 0)
+            self._start_local()
         ray = importlib.import_module("ray")
         importlib.import_module("ray.util")
-        if self._local is not None:
-            self._local.start(ray)
-        elif address is not None:
+        if address is not None:
             _connect(ray, address)
             self._is_connection_ours = True
         self._ray = ray
+
+    def _start_local(self) -> None:
+        self._local = LocalRay(self.world_size, num_visible_gpus() or 0)
+        try:
+            self._local.start()
+        except Exception as error:
+            self._local.stop()
+            self._local = None
+            raise StartError("spawn", 0, f"a local Ray does not start: {error}", is_retryable=True) from error
 
     def _launch(self, channel: Channel) -> list[RayRank]:
         self._group = self._place()
         actors = [self._make_actor(index) for index in range(self.world_size)]
         try:
-            places = self._ray.get([actor.introduce.remote() for actor in actors], timeout=self._placement_limit_s)
-        except Exception as error:
+            places = self._ask_for_places(actors)
+        except StartError:
             for actor in actors:
                 self._ray.kill(actor)
-            if isinstance(error, self._ray.exceptions.GetTimeoutError):
-                raise self._no_room(f"the placement group has {self._group.bundle_specs}") from error
-            raise StartError("spawn", 0, f"Ray did not start the ranks: {error}", is_retryable=True) from error
+            raise
         here = self._ray.util.get_node_ip_address()
         # Ranks of one host stand together, those of this host first: ranks of one stage are to be neighbours.
-        placed = sorted(zip(places, actors, strict=True), key=lambda one: (one[0].host != here, one[0].host))
-        self._rendezvous_address = f"{placed[0][0].host}:{placed[0][0].port}"
-        return [self._invite(rank, actor, place.pid, channel) for rank, (place, actor) in enumerate(placed)]
+        placed = sorted(zip(places, actors, strict=True), key=lambda one: (one[0][0] != here, one[0][0]))
+        host, port, _ = placed[0][0]
+        self._rendezvous_address = f"{host}:{port}"
+        return [self._invite(rank, actor, host, pid, channel) for rank, ((host, _, pid), actor) in enumerate(placed)]
+
+    def _ask_for_places(self, actors: list[Any]) -> list[tuple[str, int, int]]:
+        """What each actor says of where it is; see `RankActor.introduce`. Until then a rank is known by its bundle."""
+        introductions = [actor.introduce.remote() for actor in actors]
+        deadline_s = time.monotonic() + self._placement_limit_s
+        places = []
+        for rank, introduction in enumerate(introductions):
+            try:
+                places.append(self._ray.get(introduction, timeout=max(0.0, deadline_s - time.monotonic())))
+            except self._ray.exceptions.GetTimeoutError as error:
+                raise self._no_room(f"the placement group has {self._group.bundle_specs}") from error
+            except Exception as error:
+                raise StartError("spawn", rank, f"Ray did not start it: {error}", is_retryable=True) from error
+        return places
 
     def _place(self) -> Any:
         """The placement group that this process runs in, else one of our own."""
@@ -153,7 +174,7 @@ class RayExecutor(RemoteExecutor):
         )
         return actor_class.remote()
 
-    def _invite(self, rank: int, actor: Any, pid: int, channel: Channel) -> RayRank:
+    def _invite(self, rank: int, actor: Any, host: str, pid: int, channel: Channel) -> RayRank:
         assert channel.keys is not None
         invitation = Invitation(
             address=channel.address,
@@ -162,7 +183,8 @@ class RayExecutor(RemoteExecutor):
             keys=channel.keys,
         )
         ending = actor.serve.remote(self._worker_module, msgspec.json.encode(invitation))
-        return RayRank(self._ray, rank, pid, actor, ending, channel)
+        logger.info("rank %d is process %d on %s", rank, pid, host)
+        return RayRank(self._ray, rank, host, pid, actor, ending, channel)
 
     def _rendezvous(self) -> str:
         return f"tcp://{self._rendezvous_address}" if self.world_size > 1 else ""
@@ -175,7 +197,7 @@ class RayExecutor(RemoteExecutor):
         if self._ray is not None:
             self._give_back_group()
         if self._local is not None:
-            self._local.stop(self._ray)
+            self._local.stop()
         elif self._is_connection_ours:
             self._ray.shutdown()
         self._ray, self._local, self._is_connection_ours = None, None, False

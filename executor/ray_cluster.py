@@ -7,6 +7,7 @@ behind it, however that process ended. Ray's own helpers outlive a killed owner 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import os
 import secrets
@@ -18,12 +19,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 logger = logging.getLogger("millrace.executor")
 
 _LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Has a local Ray listen on 127.0.0.1 and nowhere else; must be there before `import ray`."""
+_TOKEN = secrets.token_hex(32)
+"""For every local Ray of this process: Ray reads it once."""
 _ANSWER_LIMIT_S = 2.0
 _BROOM_LIMIT_S = 30.0
 
@@ -62,7 +64,7 @@ class LocalRay:
         self.directory = tempfile.mkdtemp(prefix="mr-ray-", dir="/tmp")  # Ray's socket paths are long already
         token = Path(self.directory, "token")
         token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
+        token.write_text(_TOKEN)
         self._broom = subprocess.Popen(
             [sys.executable, "-P", "-m", "executor.ray_cluster", self.directory],
             stdin=subprocess.PIPE,
@@ -74,10 +76,10 @@ class LocalRay:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
 
-    def start(self, ray: Any) -> None:
+    def start(self) -> None:
         """Returns when it takes work."""
         began_s = time.monotonic()
-        ray.init(
+        importlib.import_module("ray").init(
             address="local",
             num_cpus=self._num_cpus,
             num_gpus=self._num_gpus,
@@ -92,9 +94,9 @@ class LocalRay:
             "started a local Ray in %.1f s; ranks on several hosts need RAY_ADDRESS", time.monotonic() - began_s
         )
 
-    def stop(self, ray: Any) -> None:
-        """Returns when no process and no file of it is left."""
-        ray.shutdown()
+    def stop(self) -> None:
+        """Returns when no process and no file of it is left, also of one that did not start."""
+        importlib.import_module("ray").shutdown()
         assert self._broom.stdin is not None
         self._broom.stdin.close()
         self._broom.wait(_BROOM_LIMIT_S)

@@ -6,7 +6,7 @@ import importlib
 import os
 import socket
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -20,23 +20,15 @@ _LAST_WORD_S = 10.0
 """What Ray gets to say that a call has ended whose actor is gone."""
 
 
-class Place(NamedTuple):
-    """Where Ray has put a rank."""
-
-    host: str
-    port: int
-    """Free there, for the rendezvous of the ranks should this be rank 0."""
-    pid: int
-
-
 class RankActor:
-    """What Ray starts: a process that becomes a rank."""
+    """What Ray starts: a process that becomes a rank. It answers with strings and numbers: Ray pickles what it carries."""
 
-    def introduce(self) -> Place:
+    def introduce(self) -> tuple[str, int, int]:
+        """(host, a port that is free there, process id). The ranks meet at that port should this be rank 0."""
         host = importlib.import_module("ray.util").get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
-            return Place(host, probe.getsockname()[1], os.getpid())
+            return host, probe.getsockname()[1], os.getpid()
 
     def serve(self, worker_module: str, invitation: bytes) -> int:
         """Be a rank until the end; returns the exit status that a process of its own would have."""
@@ -47,8 +39,10 @@ class RankActor:
 class RayRank:
     """One actor, and the thread that waits for the end of its never-ending call. Implements `RankHandle`."""
 
-    def __init__(self, ray: Any, rank: int, pid: int, actor: Any, ending: Any, channel: Channel) -> None:
+    def __init__(self, ray: Any, rank: int, host: str, pid: int, actor: Any, ending: Any, channel: Channel) -> None:
+        """`ending`: what Ray will say of the call that lasts as long as the rank."""
         self.rank = rank
+        self.host = host
         self.pid = pid
         self._ray = ray
         self._actor = actor
@@ -61,12 +55,14 @@ class RayRank:
         self._watcher.start()
 
     def __repr__(self) -> str:
-        return f"RayRank(rank={self.rank}, end={self._end})"
+        return f"RayRank(rank={self.rank}, pid={self.pid} on {self.host}, end={self._end})"
 
     def _watch(self) -> None:
         try:
             status = self._ray.get(self._ending)
             self._end = End(describe_exit(status), is_killed=False, is_retryable=is_retryable_exit(status))
+        except self._ray.exceptions.RayTaskError as error:  # it could not even begin to be a rank
+            self._end = End(_first_line(error.cause), is_killed=False, is_retryable=False)
         except Exception as error:  # the actor, its node or Ray itself is gone
             self._end = End(f"lost by Ray: {_first_line(error)}", is_killed=True, is_retryable=True)
         self._has_ended.set()

@@ -24,6 +24,7 @@ from executor.messages import (
     FromWorker,
     ModelFacts,
     Reply,
+    Stacks,
     Step,
     StepPlan,
     StepReply,
@@ -214,6 +215,15 @@ class RemoteExecutor(Executor):
         else:
             self._look_for_stuck()
 
+    def _listen(self, seconds: float) -> None:
+        """Take in what comes, and judge nobody meanwhile."""
+        assert self._channel is not None
+        deadline_s = time.monotonic() + seconds
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            self._channel.wait(left_s)
+            for rank, message in self._channel.receive():
+                self._deliver(rank, message)
+
     def _deliver(self, rank: int, message: FromWorker) -> None:
         now_s = time.monotonic()
         assert self._watch is not None
@@ -225,6 +235,8 @@ class RemoteExecutor(Executor):
                 self._take_reply(rank, message, now_s)
             case Beat(phase):
                 self._watch.heard(rank, phase, now_s)
+            case Stacks(text):
+                logger.error("the stacks of rank %d:\n%s", rank, text)
             case _:
                 self._recorder.num_stale_replies += 1
 
@@ -270,7 +282,7 @@ class RemoteExecutor(Executor):
         logger.error("rank %d is %s; the stacks of all ranks follow, then they are killed", rank, reason)
         for handle in self._handles:
             handle.dump_stacks()
-        time.sleep(self._limits.dump_s)
+        self._listen(self._limits.dump_s)
         for handle in self._handles:
             handle.kill()
         self._recorder.num_failed_workers += 1

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from executor.base import Executor
-from executor.external import MEETING_PLACE, ExternalLauncherExecutor
+from executor.external import COMMAND_LINE, MEETING_PLACE, ExternalLauncherExecutor, is_torchrun_rank
 from executor.messages import WorkerConfig
 from executor.multiproc import MultiprocExecutor
 from executor.ray_cluster import known_address
@@ -32,6 +32,8 @@ def make_executor(
         raise ValueError(f"executor: must be one of {', '.join(NAMES)}, got {name!r}")
     world_size = config.tensor_parallel_size * config.pipeline_parallel_size
     num_gpus = None if config.device == "cpu" else num_visible_gpus()
+    if not is_service:
+        _check_offline(name, world_size)
     chosen, reason = _choose(world_size, num_gpus, is_service=is_service) if name == "auto" else (name, "as asked for")
     _check(chosen, world_size, num_gpus)
     logger.info("executor: %s, %d rank%s (%s)", chosen, world_size, "s" if world_size > 1 else "", reason)
@@ -68,6 +70,20 @@ def _choose(world_size: int, num_gpus: int | None, *, is_service: bool) -> tuple
     if is_ray_reachable():
         return "ray", f"this host has {num_gpus} of the GPUs, and Ray is reachable"
     return "mp", "no other way is open"
+
+
+def _check_offline(name: str, world_size: int) -> None:
+    """`LLM` starts its ranks itself, and does so in each process that torchrun has made of a script."""
+    if name == "external":
+        raise ValueError(
+            f"executor: external is for `millrace serve` under torchrun ({COMMAND_LINE}); LLM starts its ranks itself: run "
+            "the script with python alone, and take mp, or ray for several hosts"
+        )
+    if name == "auto" and world_size > 1 and is_torchrun_rank(os.environ) and os.environ.get("WORLD_SIZE") != "1":
+        raise ValueError(
+            f"executor: torchrun runs this script in {os.environ.get('WORLD_SIZE')} processes, and LLM would start "
+            f"{world_size} ranks in each; run it with python alone, or take executor mp where that is what you want"
+        )
 
 
 def _check(chosen: str, world_size: int, num_gpus: int | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import select
 import subprocess
@@ -98,12 +97,12 @@ class SharedRay:
     def start(cls) -> None:
         if cls._local is None:
             cls._local = LocalRay(num_cpus=4)
-            cls._local.start(importlib.import_module("ray"))
+            cls._local.start()
 
     @classmethod
     def stop(cls) -> None:
         if cls._local is not None:
-            cls._local.stop(importlib.import_module("ray"))
+            cls._local.stop()
             cls._local = None
 
 

@@ -49,7 +49,7 @@ def _set(environment: dict[str, str]) -> None:
 
 
 class RayNodes:
-    """Owns the cluster: a head without a CPU, and nodes of one CPU each."""
+    """Owns the cluster: a head without a CPU, and nodes of two CPUs each. All run here, each at an address of its own."""
 
     def __init__(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="mr-nodes-", dir="/tmp")  # Ray's socket paths are long already
@@ -106,8 +106,8 @@ def _start(directory: str) -> str:
 
 
 def _add() -> None:
-    options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
-    _nodes.append(_cluster.add_node(node_ip_address="127.0.0.1", **options))
+    options = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
+    _nodes.append(_cluster.add_node(node_ip_address=f"127.0.0.{2 + len(_nodes)}", **options))
 
 
 def _kill(place: int) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +14,14 @@ import pytest
 from executor.errors import StartError, WorkerDied
 from executor.external import ExternalLauncherExecutor, become_rank
 from producer.client import Client
-from tests.e2e.engines import ROOT, TINY, wait_until
+from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
 from tests.executor.kinds import Make, start, stub_config, wait_until_gone, worker_pids
 
 external = pytest.mark.parametrize("make", ["external"], indirect=True)
 
 
 def test_without_torchrun_it_says_what_to_type() -> None:
-    with pytest.raises(StartError, match="torchrun --nproc-per-node"):
+    with pytest.raises(StartError, match="torchrun --nproc-per-node N --max-restarts 3 --no-python millrace serve"):
         ExternalLauncherExecutor(stub_config()).start()
 
 
@@ -34,8 +33,16 @@ def test_a_lost_rank_can_only_be_started_again_by_who_started_it(make: Make) -> 
     with pytest.raises(WorkerDied, match="rank 1"):
         executor.check_health()
     assert not executor.can_restart
-    with pytest.raises(StartError, match="only torchrun"):
+    with pytest.raises(StartError, match=r"only torchrun .*--max-restarts"):
         executor.restart()
+
+
+@external
+def test_a_start_that_fails_names_phase_and_rank(make: Make) -> None:
+    executor = make("raise-at-start,on-rank=1")
+    with pytest.raises(StartError, match="told to raise") as caught:
+        executor.start()
+    assert (caught.value.phase, caught.value.rank) == ("load_model", 1)
 
 
 def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,23 +53,17 @@ def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Torchrun:
-    """One `torchrun` of two ranks, its log in a file."""
+    """One `torchrun` of two ranks, as the README has it, its log in a file."""
 
-    def __init__(self, log: Path, redis_url: str, queue: str, *options: str) -> None:
+    def __init__(self, log: Path, redis_url: str, queue: str, port: str) -> None:
         self.log = log
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node",
-            "2",
-            *options,
-            "--no-python",
-        ]
-        command += [sys.executable, "-P", "-m", "engine_service", "--executor", "external", "--model", str(TINY)]
+        scripts = os.path.dirname(sys.executable)
+        command = [f"{scripts}/torchrun", "--nproc-per-node", "2", "--max-restarts", "3", "--no-python"]
+        command += ["millrace", "serve", "--executor", "external", "--model", str(TINY)]
         command += ["--redis", redis_url, "--queue", queue, "--device", "cpu", "--heartbeat", "0.5"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(log.parent)}
+        path = {"PATH": os.pathsep.join((scripts, os.environ["PATH"])), "PYTHONPATH": str(ROOT)}
+        place = {"TMPDIR": str(log.parent), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+        environment = {**os.environ, **path, **place}
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd="/")
 
@@ -98,8 +99,7 @@ def port() -> str:
 
 @pytest.fixture
 def torchrun(tmp_path: Path, redis_url: str, queue_name: str, port: str) -> Iterator[Torchrun]:
-    address = ("--master-addr", "127.0.0.1", "--master-port", port)
-    running = Torchrun(tmp_path / "torchrun.log", redis_url, queue_name, "--max-restarts", "2", *address)
+    running = Torchrun(tmp_path / "torchrun.log", redis_url, queue_name, port)
     yield running
     if running.process.poll() is None:
         running.process.terminate()
@@ -107,26 +107,71 @@ def torchrun(tmp_path: Path, redis_url: str, queue_name: str, port: str) -> Iter
 
 
 def submit(client: Client) -> str:
-    return client.submit("3 + 4 =", temperature=0, max_tokens=100, ignore_eos=True)
+    return client.submit("3 + 4 =", temperature=0, max_tokens=200, ignore_eos=True, stream=True)
 
 
 def token_ids(client: Client, job_id: str) -> list[int]:
     return client.wait(job_id, timeout_s=60).token_ids
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["--identity 0.1", "--identity 1.1", "engine_service"])
+def wait_for_tokens(client: Client, job_ids: list[str]) -> None:
+    wait_until(lambda: all(client.get(job_id).token_ids for job_id in job_ids), 60, "tokens of each job")
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "--identity 1.1",
+        pytest.param("--identity 0.1", marks=pytest.mark.slow),
+        pytest.param("engine_service", marks=pytest.mark.slow),
+    ],
+)
 def test_whoever_is_killed_torchrun_restarts_the_group_and_the_jobs_go_on(
     torchrun: Torchrun, redis_url: str, queue_name: str, victim: str
 ) -> None:
     client = Client(redis_url, queue=queue_name)
     torchrun.wait_until_serving()
     undisturbed = token_ids(client, submit(client))
-    job_ids = [submit(client) for _ in range(8)]
-    time.sleep(0.05)
+    job_ids = [submit(client) for _ in range(4)]
+    wait_for_tokens(client, job_ids)
     os.kill(torchrun.pid_of(victim), signal.SIGKILL)
+    assert client.stats().finished == 1, "all were over before the rank was"
     torchrun.wait_until_serving(times=2)
-    assert [token_ids(client, job_id) for job_id in job_ids] == [undisturbed] * 8
+    assert [token_ids(client, job_id) for job_id in job_ids] == [undisturbed] * 4
+
+
+@pytest.mark.slow
+def test_torchrun_itself_is_killed_and_nothing_is_left_but_the_jobs(
+    torchrun: Torchrun, redis_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    client = Client(redis_url, queue=queue_name)
+    torchrun.wait_until_serving()
+    undisturbed = token_ids(client, submit(client))
+    job_ids = [submit(client) for _ in range(4)]
+    wait_for_tokens(client, job_ids)
+    pids = torchrun.descendants()
+    assert len(pids) == 3
+    torchrun.process.kill()
+    torchrun.process.wait()
+    for pid in pids:
+        wait_until_gone(pid)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("millrace-")] == []
+    assert (client.stats().engines, client.stats().finished) == (0, 1)
+    with EngineProcess(tmp_path / "heir.log", redis_url, queue_name) as heir:
+        heir.wait_until_serving()
+        assert [token_ids(client, job_id) for job_id in job_ids] == [undisturbed] * 4
+
+
+@pytest.mark.slow
+def test_torchrun_is_killed_before_its_processes_know_what_they_become(torchrun: Torchrun, tmp_path: Path) -> None:
+    wait_until(lambda: len(torchrun.descendants()) >= 2, 60, "two processes")
+    pids = torchrun.descendants()
+    torchrun.process.kill()
+    torchrun.process.wait()
+    for pid in pids:
+        wait_until_gone(pid)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("millrace-")] == []
+    assert " serves " not in torchrun.text()
 
 
 @pytest.mark.slow

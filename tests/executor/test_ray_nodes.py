@@ -22,7 +22,10 @@ from executor.ray_cluster import users_of
 from executor.select import make_executor
 from tests.executor.kinds import STUB, check_health_for, first_step, start, stub_config, wait_until_gone
 from tests.executor.ray_nodes import Process, RayNodes, ray_nodes
+from tests.executor.test_real_ranks import TP2, expected, generate, make_llm
 from tests.processes import ROOT, wait_until
+
+__all__ = ["expected"]
 
 LIMITS = Limits(heartbeat_s=4.0, busy_heartbeat_s=20.0, replacement_s=30.0)
 
@@ -34,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    """Two nodes with room for one rank each; who kills one brings another."""
+    """Two nodes with room for two ranks each; who kills one brings another."""
     with ray_nodes(2) as started:
         yield started
 
@@ -51,11 +54,26 @@ def user(nodes: RayNodes) -> Iterator[Process]:
 _executor: Executor
 
 
-def begin(num_ranks: int) -> list[SeqId]:
-    """Start an executor, which stays, and have it run a step."""
+def begin() -> list[SeqId]:
+    """Start an executor of two stages of two ranks, which stays, and have it run a step."""
     global _executor
-    config = stub_config(tensor_parallel_size=num_ranks)
+    config = stub_config(tensor_parallel_size=2, pipeline_parallel_size=2)
     _executor = start(RayExecutor(config, worker_module=STUB, limits=LIMITS))
+    return step(1)
+
+
+def begin_scattered() -> list[SeqId]:
+    """The same in a group whose bundles alternate between the nodes, as may happen where there is little room."""
+    import ray
+
+    global _executor
+    config = stub_config(tensor_parallel_size=2, pipeline_parallel_size=2)
+    _executor = executor = RayExecutor(config, worker_module=STUB, limits=LIMITS)
+    executor._join()
+    executor._group = ray.util.placement_group([{"CPU": 1}] * 4, strategy="SPREAD")
+    executor._is_group_ours = True
+    ray.get(executor._group.ready(), timeout=60)
+    start(executor)
     return step(1)
 
 
@@ -64,11 +82,13 @@ def step(step_id: int) -> list[SeqId]:
     return _executor.execute_model(first_step(_executor, step_id)).result().seq_ids
 
 
-def nodes_of_ranks() -> set[str]:
-    import ray
+def hosts() -> list[str]:
+    """In rank order."""
+    return hosts_of(_executor)
 
-    (group,) = (each for each in ray.util.placement_group_table().values() if each["state"] == "CREATED")
-    return set(group["bundles_to_node_id"].values())
+
+def hosts_of(executor: Executor) -> list[str]:
+    return [handle.host for handle in executor._handles]  # type: ignore[attr-defined]
 
 
 def wait_for_a_loss() -> str:
@@ -98,30 +118,33 @@ def end() -> bool:
     return bool(ray.is_initialized())
 
 
-def run_inside_a_group() -> tuple[list[SeqId], int]:
-    """From an actor in a placement group: (sequences that a step brings a token, groups that the cluster has)."""
+def run_inside_a_group() -> tuple[list[SeqId], list[str], int]:
+    """From a task in a placement group whose bundles alternate between the nodes: (sequences that a step brings a token,
+    hosts in rank order, groups that the cluster has)."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     ray.init(log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}})
-    group = ray.util.placement_group([{"CPU": 1}] * 2)
+    group = ray.util.placement_group([{"CPU": 1}] * 4, strategy="SPREAD")
     ray.get(group.ready(), timeout=60)
     place = PlacementGroupSchedulingStrategy(group)
     answer = ray.remote(num_cpus=0)(choose_and_step).options(scheduling_strategy=place).remote()
-    result: tuple[list[SeqId], int] = ray.get(answer, timeout=80)
+    result: tuple[list[SeqId], list[str], int] = ray.get(answer, timeout=80)
     ray.shutdown()
     return result
 
 
-def choose_and_step() -> tuple[list[SeqId], int]:
+def choose_and_step() -> tuple[list[SeqId], list[str], int]:
     import ray
 
-    executor = make_executor("auto", stub_config(tensor_parallel_size=2), is_service=True, worker_module=STUB)
+    config = stub_config(tensor_parallel_size=2, pipeline_parallel_size=2)
+    executor = make_executor("auto", config, is_service=True, worker_module=STUB)
     assert executor.name == "ray"
     try:
         start(executor)
         seq_ids = executor.execute_model(first_step(executor)).result().seq_ids
-        return seq_ids, sum(each["state"] == "CREATED" for each in ray.util.placement_group_table().values())
+        num_groups = sum(each["state"] == "CREATED" for each in ray.util.placement_group_table().values())
+        return seq_ids, hosts_of(executor), num_groups
     finally:
         executor.shutdown()
 
@@ -134,22 +157,47 @@ def join() -> str:
     return str(caught.value)
 
 
+def run_a_model() -> tuple[list[list[int]], str]:
+    """(tokens, where the ranks have met)."""
+    with make_llm(executor="ray", **TP2) as llm:
+        return generate(llm), llm._engine._executor._rendezvous()  # type: ignore[attr-defined]
+
+
 # --- a cluster that was there before ---
 
 
+def assert_stages_stand_together(places: list[str]) -> None:
+    first, second, third, fourth = places
+    assert first == second != third == fourth
+
+
 def test_ranks_stand_on_two_nodes_of_a_cluster_that_is_left_as_it_was(nodes: RayNodes, user: Process) -> None:
-    assert user.run(begin, 2) == [1]
-    assert len(user.run(nodes_of_ranks)) == 2
+    assert user.run(begin) == [1]
+    assert_stages_stand_together(user.run(hosts))
     assert not user.run(end)
     assert nodes.count() == 3
 
 
+def test_ranks_of_a_stage_are_neighbours_however_the_bundles_lie(user: Process) -> None:
+    assert user.run(begin_scattered) == [1]
+    assert_stages_stand_together(user.run(hosts))
+    assert not user.run(end)
+
+
 def test_who_runs_in_a_placement_group_has_its_ranks_there(user: Process) -> None:
-    assert user.run(run_inside_a_group) == ([1], 1)
+    seq_ids, places, num_groups = user.run(run_inside_a_group)
+    assert (seq_ids, num_groups) == ([1], 1)
+    assert_stages_stand_together(places)
+
+
+def test_the_ranks_of_a_model_meet_at_the_address_of_their_node(user: Process, expected: list[list[int]]) -> None:
+    token_ids, rendezvous = user.run(run_a_model)
+    assert token_ids == expected
+    assert rendezvous.startswith(("tcp://127.0.0.2:", "tcp://127.0.0.3:"))
 
 
 def test_a_lost_node_is_noticed_and_another_takes_its_rank(nodes: RayNodes, user: Process) -> None:
-    user.run(begin, 2)
+    user.run(begin)
     nodes.kill(-1)
     assert user.run(wait_for_a_loss)
     nodes.add()
@@ -158,11 +206,11 @@ def test_a_lost_node_is_noticed_and_another_takes_its_rank(nodes: RayNodes, user
 
 
 def test_when_no_other_node_comes_the_engine_falls_to_fewer_ranks(nodes: RayNodes, user: Process) -> None:
-    user.run(begin, 2)
+    user.run(begin)
     nodes.kill(-1)
     try:
         assert user.run(wait_for_a_loss)
-        assert user.run(recover) == (1, [1])
+        assert user.run(recover) == (2, [1])
         assert not user.run(end)
     finally:
         nodes.add()

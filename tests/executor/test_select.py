@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from engine_service import LLM
 from engine_service.config import EngineConfig
 from engine_service.errors import ConfigurationError
 from engine_service.offline import build_engine
 from executor.external import MEETING_PLACE
 from executor.messages import WorkerConfig
 from executor.select import make_executor
+from tests.e2e.engines import TINY
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +68,25 @@ def test_too_few_devices_take_ray_when_it_is_reachable(monkeypatch: pytest.Monke
 def test_torchruns_ranks_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEETING_PLACE, "/nowhere")
     assert name_of("auto", ranks=2) == "external"
+
+
+@pytest.fixture
+def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_external_is_not_for_llm_and_the_error_says_what_is() -> None:
+    with pytest.raises(ConfigurationError, match=r"external is for `millrace serve` under torchrun .*take mp, or ray"):
+        LLM(TINY, executor="external", tensor_parallel_size=2)
+
+
+@pytest.mark.usefixtures("under_torchrun")
+def test_a_script_that_torchrun_runs_twice_gets_ranks_in_each_process_only_when_it_says_so() -> None:
+    with pytest.raises(ValueError, match=r"this script in 2 processes, and LLM would start 2 ranks in each"):
+        name_of("auto", is_service=False, ranks=2, device="cpu")
+    assert name_of("mp", is_service=False, ranks=2, device="cpu") == "mp"
+    assert name_of("auto", is_service=False) == "uni"
 
 
 def test_visible_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,20 @@
+"""The stub, whose figures say which GPUs it sees: `worker_module="tests.executor.seeing_worker"`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from executor.messages import WorkerConfig
+from executor.stub import StubWorker
+
+
+class SeeingWorker(StubWorker):
+    """Says what it was given."""
+
+    def stats(self) -> dict[str, Any]:
+        return {"devices": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+
+def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> SeeingWorker:
+    return SeeingWorker(epoch, config, rank, world_size)
