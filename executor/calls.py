@@ -59,7 +59,8 @@ class PendingCall:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 self._pump.forget(self.call_id)
-                raise ExecutorTimeout(f"no reply to call {self.call_id} within {limit_s:g} s")
+                missing = next(rank for rank in self._wanted if rank not in self.replies)
+                raise ExecutorTimeout(missing, f"no reply to call {self.call_id} within {limit_s:g} s")
             self._pump.pump(left_s)
         if self._failed_rank is not None:
             self._raise_failure(self._failed_rank)

@@ -91,7 +91,6 @@ class RemoteExecutor(Executor):
         except BaseException:
             self._discard_workers()
             raise
-        self._channel.forget_address()
         self._watch = Watch(self._limits, self.world_size, time.monotonic(), is_cpu=facts.device == "cpu")
         self._lost = None
         logger.info("ready: %s %s on %s, epoch %d", facts.architecture, facts.dtype, facts.device, self._epoch)

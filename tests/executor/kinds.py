@@ -37,7 +37,7 @@ SHORT = Limits(
     first_step_s=1.5,
     longest_step_s=1.5,
     heartbeat_s=2.5,
-    busy_heartbeat_s=4.0,
+    busy_heartbeat_s=2.5,
     shutdown_s=0.5,
     call_s=20.0,
 )

@@ -25,6 +25,7 @@ from tests.executor.kinds import (
     wait_until_gone,
     worker_pids,
 )
+from tests.processes import wait_until
 
 TWO = {"tensor_parallel_size": 2}
 
@@ -102,7 +103,7 @@ def test_the_stacks_of_a_stuck_worker_are_written_down(make: Make, capfd: pytest
     with pytest.raises(WorkerDied, match="stuck"):
         executor.execute_model(first_step(executor)).result()
     written = capfd.readouterr().err
-    assert "_fault_at" in written
+    assert "fault_at" in written
     assert "heart.py" in written
 
 
@@ -157,32 +158,44 @@ def test_a_worker_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch)
     assert not caught.value.is_retryable
 
 
+def test_a_rank_without_a_heart_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was stopped before its first heartbeat: silence counts from its first word."""
+    executor = rude("heartless", monkeypatch)
+    with pytest.raises(StartError, match="no heartbeat") as caught:
+        executor.start()
+    assert caught.value.is_retryable
+
+
 # --- nothing is left ---
 
 PARENT = """
 import sys, time
 from executor.multiproc import MultiprocExecutor
 from tests.executor.kinds import start, stub_config, worker_pids
-executor = MultiprocExecutor(stub_config(tensor_parallel_size=2), worker_module="executor.stub")
+executor = MultiprocExecutor(stub_config(sys.argv[1], tensor_parallel_size=2), worker_module="executor.stub")
 start(executor)
-print(*worker_pids(executor), flush=True)
 time.sleep(60)
 """
 
 
-def test_workers_end_with_an_engine_that_is_killed(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment)
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    fds = [os.pidfd_open(pid) for pid in pids]
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    for fd in fds:
-        wait_for_end(fd)
-    assert len(fds) == 2
-    assert list(tmp_path.iterdir()) == []
+def test_an_engine_that_is_killed_leaves_no_worker_and_no_file(tmp_path: Path) -> None:
+    """In the start, where it lasts: while rank 1 loads its model; and afterwards."""
+    temporary, loading = tmp_path / "temporary", tmp_path / "loading"
+    temporary.mkdir()
+    for fault in (f"hang-at-start,on-rank=1,once={loading}", f"hang-at-kv-pool,on-rank=1,once={tmp_path / 'loaded'}"):
+        environment = {**os.environ, "TMPDIR": str(temporary)}
+        parent = subprocess.Popen([sys.executable, "-c", PARENT, fault], env=environment)
+        try:
+            wait_until(Path(fault.rpartition("=")[2]).exists, what="the fault")
+            wait_until(lambda: not any(temporary.iterdir()), 10, "an empty directory")
+            pids = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+            fds = [os.pidfd_open(int(pid)) for pid in pids]
+        finally:
+            parent.kill()
+            parent.wait()
+        assert len(fds) == 2
+        for fd in fds:
+            wait_for_end(fd)
 
 
 def wait_for_end(fd: int) -> None:
