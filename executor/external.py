@@ -72,7 +72,7 @@ class ExternalLauncherExecutor(RemoteExecutor):
             ranks.append(ExternalRank(rank, int(note.read_text())))
         return ranks
 
-    def _start_workers(self) -> ModelFacts:
+    def _start_workers(self) -> list[ModelFacts]:
         if self._num_starts > 1:
             raise StartError("spawn", 0, "only torchrun can start the ranks again", is_retryable=False)
         return super()._start_workers()

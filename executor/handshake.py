@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import NoReturn
 
 from executor.channel import Channel
 from executor.errors import StartError
@@ -25,7 +26,7 @@ from executor.messages import (
     WorkerConfig,
     encode,
 )
-from executor.process import RankHandle
+from executor.process import RankHandle, dump_all
 
 logger = logging.getLogger("millrace.executor")
 
@@ -69,13 +70,13 @@ class Handshake:
         self._facts: dict[int, ModelFacts] = {}
         self._failed: StartError | None = None
 
-    def run(self) -> ModelFacts:
-        """The facts of rank 0 once every rank is ready and its heart beats."""
+    def run(self) -> list[ModelFacts]:
+        """What every rank has loaded, once all are ready and their hearts beat."""
         while min(len(self._facts), len(self._beating)) < len(self._handles):
             self._channel.wait(min(1.0, max(0.0, min(self._deadlines_s.values()) - time.monotonic())))
             self._listen()
             self._check_ranks()
-        return self._facts[0]
+        return [self._facts[handle.rank] for handle in self._handles]
 
     def _listen(self) -> None:
         for rank, message in self._channel.receive():
@@ -185,7 +186,13 @@ class Handshake:
     def _check_time(self, rank: int, now_s: float) -> None:
         phase = self._phases[rank]
         if now_s > self._deadlines_s[rank]:
-            raise StartError(phase, rank, f"not done within {self._limits.phase_s[phase]:g} s", is_retryable=True)
+            self._end_stuck(rank, f"not done within {self._limits.phase_s[phase]:g} s")
         silence_s = now_s - self._heard_s.get(rank, now_s)
         if silence_s > self._limits.busy_heartbeat_s:
-            raise StartError(phase, rank, f"no heartbeat for {silence_s:.0f} s", is_retryable=True)
+            self._end_stuck(rank, f"no heartbeat for {silence_s:.0f} s")
+
+    def _end_stuck(self, rank: int, message: str) -> NoReturn:
+        phase = self._phases[rank]
+        logger.error("rank %d is stuck in phase %s: %s; the stacks of all ranks follow", rank, phase, message)
+        dump_all(self._handles, self._limits.dump_s)
+        raise StartError(phase, rank, message, is_retryable=True)

@@ -62,6 +62,15 @@ class RankHandle(Protocol):
         """Give back what holds it, once it has ended."""
 
 
+def dump_all(handles: Sequence[RankHandle], wait_s: float) -> None:
+    """Have all of them write their stacks, those too that wait for a stuck one: one after the other, since they share a log,
+    and each for so long."""
+    for handle in handles:
+        logger.error("the stacks of rank %d:", handle.rank)
+        handle.dump_stacks()
+        time.sleep(wait_s)
+
+
 def stop_all(handles: Sequence[RankHandle], grace_s: float) -> None:
     """Make sure that they are gone: wait for their own end, then TERM, then KILL, all at the same time."""
     for handle in _still_there(handles, grace_s):

@@ -13,9 +13,10 @@ status 0) and `oom` (out of memory, after the plan was taken in); places are a s
     die-on-token=N        a poisonous prompt
     most-tokens=N         the device has no memory for a larger step
     never-start-rank=R    that rank dies in every start, unless it is the only one, or the file of `unless=PATH` exists
+    lacks-blocks=N        that many fewer fit
     meet=DIR              the ranks wait for each other in every step, as ranks with collectives do
     slow=MS               what a step takes
-    count-loading=DIR     notes in DIR how many ranks load at a time
+    count-loading=DIR     notes in DIR how many ranks load at a time, in the start and on waking
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class StubWorker:
         self._known: dict[SeqId, _Known] = {}
         self._num_blocks = 0
         self._num_steps = 0
+        self._is_on_disk = False
 
     def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
         on_phase("device")
@@ -91,12 +93,13 @@ class StubWorker:
             device="cpu",
             attention="none",
             num_parameters=0,
-            weight_bytes=0,
-            kv_bytes_per_block=self._config.block_size,
+            weight_bytes=(1 + self._rank) * 2**20,
+            kv_bytes_per_block=(1 + self._rank) * self._config.block_size,
         )
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        return self._config.num_blocks or 4096, 0
+        is_short = self._faults.get("on-rank", self._rank) == self._rank
+        return (self._config.num_blocks or 4096) - is_short * self._faults.get("lacks-blocks", 0), 0
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         self.fault_at("kv-pool")
@@ -123,15 +126,27 @@ class StubWorker:
         pass
 
     def stats(self) -> dict[str, Any]:
-        return {"rank": self._rank, "num_steps": self._num_steps, "num_sequences": len(self._known)}
+        """Its device holds a byte for each token."""
+        return {
+            "rank": self._rank,
+            "num_steps": self._num_steps,
+            "num_sequences": len(self._known),
+            "device_bytes": sum(len(known.token_ids) for known in self._known.values()),
+            "device_total_bytes": 2**20,
+            "pool_budget": "as told",
+        }
 
     def sleep(self, level: int) -> None:
         self.fault_at("sleep")
         self._known.clear()
+        self._is_on_disk |= level == 2
 
     def wake_up(self, tags: list[str], epoch: int) -> None:
         self.fault_at("wake-up")
         self._epoch = epoch
+        if self._is_on_disk and "weights" in tags:
+            self._count_loading()
+            self._is_on_disk = False
 
     def shutdown(self) -> None:
         self.fault_at("shutdown")

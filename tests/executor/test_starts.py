@@ -47,7 +47,7 @@ def is_slow(phase: str, action: str) -> bool:
     ],
 )
 def test_a_start_that_fails_names_the_phase_and_the_rank(
-    phase: str, action: str, monkeypatch: pytest.MonkeyPatch
+    phase: str, action: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits = msgspec.structs.replace(
         SHORT, phase_s={**PATIENT, phase: 5.0 if phase == "spawn" else 1.5}, pool_call_s=1.5
@@ -65,6 +65,7 @@ def test_a_start_that_fails_names_the_phase_and_the_rank(
         executor.shutdown()
     assert (caught.value.phase, caught.value.rank, caught.value.is_retryable) == (phase, 1, is_retryable)
     assert worker_pids(executor) == []
+    assert (action, phase) != ("hang", "load_model") or "in fault_at" in capfd.readouterr().err
 
 
 class Leaver:
