@@ -78,8 +78,9 @@ def _executor(metrics: ExecutorMetrics) -> Iterator[Family]:
     yield _counter("executor_steps", "Steps sent to the workers.", metrics.num_steps)
     yield _counter("executor_requests", "Steps and calls sent to the workers.", metrics.num_requests)
     yield _counter("executor_requests_completed", "Of those, answered with a result.", metrics.num_completed)
-    yield _counter("executor_requests_failed", "Of those, answered with an error.", metrics.num_failed)
+    yield _counter("executor_requests_failed", "Of those, answered with an error, or never.", metrics.num_failed)
     yield _counter("executor_plan_bytes", "Payload of all step plans.", metrics.plan_bytes)
+    yield _counter("executor_reply_bytes", "Payload of all replies to steps.", metrics.reply_bytes)
     yield _counter(
         "executor_stale_replies",
         "Messages that nobody waited for any more, and what no worker of ours sent.",
@@ -100,17 +101,12 @@ def _workers(metrics: ExecutorMetrics) -> Iterator[Family]:
     yield _counter("worker_restarts", "Times that the workers were replaced.", metrics.num_restarts)
     yield _gauge(
         "worker_recovery_seconds",
-        "What replacing the workers took the last time; 0 before the first.",
+        "What replacing the workers took the last time, from the notice of their loss on; 0 before the first.",
         metrics.recovery_s,
     )
     yield _gauge("kv_pool_epoch", "The life of the KV pool: grows when workers start, restart or wake.", metrics.epoch)
-    memory = GaugeMetricFamily(
-        "millrace_device_memory_bytes", "Device memory that a rank holds, as last reported.", labels=["rank"]
-    )
-    for rank, num_bytes in enumerate(metrics.device_bytes):
-        if num_bytes is not None:
-            memory.add_metric([str(rank)], num_bytes)
-    yield memory
+    yield _by_rank("device_memory_bytes", "Device memory that a rank holds.", metrics.device_bytes)
+    yield _by_rank("device_memory_total_bytes", "What a rank's device has.", metrics.device_total_bytes)
 
 
 def _counter(name: str, meaning: str, value: float) -> CounterMetricFamily:
@@ -119,6 +115,15 @@ def _counter(name: str, meaning: str, value: float) -> CounterMetricFamily:
 
 def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"millrace_{name}", meaning, value)
+
+
+def _by_rank(name: str, meaning: str, values: list[int | None]) -> GaugeMetricFamily:
+    """Of the ranks that know it."""
+    family = GaugeMetricFamily(f"millrace_{name}", meaning, labels=["rank"])
+    for rank, value in enumerate(values):
+        if value is not None:
+            family.add_metric([str(rank)], value)
+    return family
 
 
 def _summary(name: str, meaning: str, of: Percentiles) -> SummaryMetricFamily:

@@ -111,7 +111,7 @@ class Recovery:
         except WorkerDied as error:
             raise StartError("kv_pool", error.rank, error.reason, is_retryable=True) from error
         except ExecutorTimeout as error:
-            raise StartError("kv_pool", 0, str(error), is_retryable=True) from error
+            raise StartError("kv_pool", error.rank, str(error), is_retryable=True) from error
 
 
 def _dead(error: StartError) -> EngineDead:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
+from executor.errors import UnknownMethod
 from executor.limits import Limits
-from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from executor.messages import WORKER_METHODS, ModelFacts, StepPlan, StepResult, WorkerConfig
 from executor.metrics import ExecutorMetrics, Recorder
 
 logger = logging.getLogger("millrace.executor")
@@ -50,7 +51,11 @@ class Worker(Protocol):
         plans are of `epoch` from now on."""
 
     def stats(self) -> dict[str, Any]:
-        """Figures for logs and metrics: memory in bytes, steps, sequences."""
+        """Figures for logs and metrics: memory in bytes, steps, sequences. Cheap: a rank also asks itself now and then.
+
+        Of these the engine makes use: `device_bytes` and `device_total_bytes` (what it holds and what there is, None on the
+        host) and `pool_budget` (in words: what the number of available blocks was made of).
+        """
 
     def shutdown(self) -> None:
         """Give the device memory back. Nothing is called afterwards."""
@@ -66,13 +71,29 @@ class StepFuture(Protocol):
         """Whether `result` would return at once."""
 
 
+class CallFuture(Protocol):
+    """The outcome of one `collective_rpc`, now or later."""
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait for it; raises what `collective_rpc` says."""
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+
+
 class Executor(ABC):
-    """Runs step plans on workers. Owned by one thread: every method is called from the thread that called `start`.
+    """Runs step plans on workers. Owned by one thread: every method is called from the thread that called `start`, but
+    `stats` and the properties, which any thread may read.
 
     Life: `start`, `determine_num_available_blocks`, `initialize_cache`, then any number of steps, calls and naps, then
     `shutdown`.
     When a worker is lost, every call raises `WorkerDied` until `restart`, which begins a new epoch: the KV pool is empty
     again, its size as before, and plans of the old epoch are refused.
+
+    Calls wait as long as they need, within `Limits`: steps and plain calls for 300 s and 60 s unless told otherwise, those
+    that allocate or profile for 15 minutes, naps as the weights are large. Where the worker lives in this process nothing
+    can be timed out. Errors are `WorkerError`, `ExecutorTimeout` and `WorkerDied`, as `collective_rpc` has them, where
+    nothing else is said.
     """
 
     name: str
@@ -88,7 +109,12 @@ class Executor(ABC):
         self._recorder = Recorder()
         self._epoch = 0
         self._num_starts = 0
-        self._facts: ModelFacts | None = None
+        self._facts: list[ModelFacts] = []
+        """By rank."""
+        self._lost_s: float | None = None
+        """Since when there are no workers that can go on, while that is so."""
+        self._is_on_disk = False
+        """Whether the weights have to be read again on waking."""
         self._cache_size: tuple[int, int] | None = None
         self._missing: set[str] = set()
         """Of `WAKE_TAGS`: what the workers have given up to sleep."""
@@ -116,27 +142,36 @@ class Executor(ABC):
     @property
     def facts(self) -> ModelFacts:
         """What `start` returned last, of rank 0."""
-        assert self._facts is not None, "the executor has not been started"
-        return self._facts
+        assert self._facts, "the executor has not been started"
+        return self._facts[0]
 
     # --- life ---
 
     def start(self) -> ModelFacts:
-        """Start the workers and load the model. Raises `StartError`, which names the phase and the rank."""
+        """Start the workers and load the model: once, or after a `shutdown`. Blocks until every rank is ready, each phase
+        of it within its limit. Returns the facts of rank 0.
+
+        Raises `StartError`, which names the phase and the rank; no worker is left then, and it, or `restart`, may be called
+        again when `is_retryable`.
+        """
         self._epoch += 1
         self._num_starts += 1
         self._missing.clear()
+        self._is_on_disk = False
         self._facts = self._start_workers()
-        return self._facts
+        return self.facts
 
     def restart(self) -> None:
-        """Replace the workers and begin a new epoch. Raises `StartError` like `start`; may then be called again."""
-        began_s = time.monotonic()
+        """Replace the workers, lost, asleep or well, and begin a new epoch with a KV pool of the same size; after a `resize`
+        without one. Where `can_restart`. Blocks like `start` and `initialize_cache`, and pending calls are over.
+
+        Raises `StartError` like `start`, and what `initialize_cache` raises; may be called again after either.
+        """
+        self._lost_s = self._lost_s or time.monotonic()
         self._discard_workers()
         self.start()
         if self._cache_size is not None:
             self.initialize_cache(*self._cache_size)
-        self._recorder.recovery_s = time.monotonic() - began_s
 
     def resize(self, tensor_parallel_size: int, pipeline_parallel_size: int, *, lost_rank: int | None = None) -> None:
         """Have the next `restart` make ranks for these sizes. The KV pool has to be measured and allocated anew then.
@@ -166,35 +201,58 @@ class Executor(ABC):
     # --- the KV pool ---
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """(device blocks, host blocks) that every rank can hold: the smallest rank decides. Logs the arithmetic."""
+        """(device blocks, host blocks) that every rank can hold, block 0 included: the smallest rank decides. Between
+        `start` and `initialize_cache`. Blocks while ranks profile their largest step. Logs the arithmetic in one line.
+
+        Raises `WorkerError` with a `ModelError` when one sequence of full length would not fit.
+        """
         counts = self.collective_rpc("determine_num_available_blocks", timeout_s=self._limits.pool_call_s)
         num_blocks, num_host_blocks = min(device for device, _ in counts), min(host for _, host in counts)
-        logger.info("%s", _pool_arithmetic([device for device, _ in counts], num_host_blocks, self.facts))
+        budgets = [figures.get("pool_budget", "no budget told") for figures in self.worker_stats()]
+        ranks = zip([device for device, _ in counts], self._facts, budgets, strict=True)
+        parts = [f"rank {rank}: {_pool_of_rank(num_blocks, *one)}" for rank, one in enumerate(ranks)]
+        logger.info("KV pool: %d blocks, %d in host memory; %s", num_blocks, num_host_blocks, "; ".join(parts))
         return num_blocks, num_host_blocks
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV pool on every rank; a restart allocates it again with the same sizes."""
+        """Allocate the KV pool on every rank, sizes in blocks, block 0 included. Once after `start`, before the first step;
+        `restart` does it itself. Blocks while ranks allocate and capture graphs. Raises `WorkerError` when the sizes can't
+        be had; the workers are to be restarted then."""
         sizes = (num_device_blocks, num_host_blocks)
         self.collective_rpc("initialize_cache", sizes, timeout_s=self._limits.pool_call_s)
         self._cache_size = sizes
         self.worker_stats()
+        if self._lost_s is not None:
+            self._recorder.recovery_s = time.monotonic() - self._lost_s
+            self._lost_s = None
 
     def worker_stats(self) -> list[dict[str, Any]]:
         """What each rank says of itself, in rank order. Asks the ranks, and waits for steps that are under way."""
         by_rank: list[dict[str, Any]] = self.collective_rpc("stats")
-        self._recorder.device_bytes = [figures.get("device_bytes") for figures in by_rank]
+        self._recorder.saw_stats(by_rank)
         return by_rank
 
     def sleep(self, level: int = 1) -> None:
-        """Give device memory back: the KV pool, and the weights (1: kept in host memory, 2: dropped). Blocks until every
-        rank sleeps. The workers have forgotten every sequence; steps raise `Asleep` until `wake_up`."""
+        """Give device memory back: the KV pool, and the weights (1: kept in host memory, 2: dropped). Nothing may be in
+        flight. Blocks until every rank sleeps. The workers have forgotten every sequence; steps raise `Asleep` until
+        `wake_up`.
+
+        Raises ValueError for another level. After any other error some ranks may sleep and some not: restart.
+        """
         if level not in (1, 2):
             raise ValueError(f"level: must be 1 or 2, got {level!r}")
-        self.collective_rpc("sleep", (level,), timeout_s=self._limits.pool_call_s)
+        self.collective_rpc("sleep", (level,), timeout_s=self._nap_limit_s(self._limits.move_bytes_per_s))
         self._missing.update(WAKE_TAGS)
+        self._is_on_disk |= level == 2
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take back what `tags` name of `WAKE_TAGS`, or all; blocks meanwhile. With the KV pool a new epoch begins."""
+        """Take back what `tags` name of `WAKE_TAGS`, or all; harmless when it is there. Blocks meanwhile: weights that were
+        dropped are read from disk like in a start, by `max_parallel_loading_workers` ranks at a time. With the KV pool,
+        which is empty, a new epoch begins.
+
+        Raises ValueError for other tags, and `WorkerError` with a `WeightsChanged` when the weights are not those of before
+        the sleep. After any error the ranks are to be restarted.
+        """
         wanted = list(WAKE_TAGS if tags is None else tags)
         if unknown := set(wanted) - set(WAKE_TAGS):
             raise ValueError(f"tags: must be of {', '.join(WAKE_TAGS)}, got {', '.join(sorted(unknown))}")
@@ -202,9 +260,18 @@ class Executor(ABC):
         if not wanted:
             return
         epoch = self._epoch + ("kv_cache" in wanted)
-        self.collective_rpc("wake_up", (wanted, epoch), timeout_s=self._limits.pool_call_s)
+        is_read = self._is_on_disk and "weights" in wanted
+        num_at_a_time = self._config.max_parallel_loading_workers if is_read else None
+        limit_s = self._nap_limit_s(self._limits.read_bytes_per_s if is_read else self._limits.move_bytes_per_s)
+        for ranks in _groups(self.world_size, num_at_a_time or self.world_size):
+            self._call("wake_up", (wanted, epoch), {}, ranks).result(limit_s)
         self._epoch = epoch
         self._missing.difference_update(wanted)
+        self._is_on_disk &= not is_read
+
+    def _nap_limit_s(self, bytes_per_s: float) -> float:
+        """How long it may take to move the weights of all ranks at this speed, and to do the rest."""
+        return self._limits.nap_call_s + sum(facts.weight_bytes for facts in self._facts) / bytes_per_s
 
     @property
     def is_asleep(self) -> bool:
@@ -224,7 +291,6 @@ class Executor(ABC):
         """How long a step of so many tokens may take before it counts as stuck."""
         return self._limits.longest_step_s
 
-    @abstractmethod
     def collective_rpc(
         self,
         method: str,
@@ -235,12 +301,21 @@ class Executor(ABC):
         unique_reply_rank: int | None = None,
         non_block: bool = False,
     ) -> Any:
-        """Call one of `WORKER_METHODS` on every rank.
+        """Call one of `WORKER_METHODS` on every rank, after the steps and calls that were sent before.
 
-        Returns the results in rank order, or the one of `unique_reply_rank`; with `non_block` a future whose
-        `result(timeout_s)` gives the same. Raises `UnknownMethod`, `WorkerError` (the worker's own error, with its
-        traceback), `ExecutorTimeout` (the late reply is dropped and counted) and `WorkerDied`.
+        Returns the results in rank order, or the one of `unique_reply_rank`; with `non_block` a `CallFuture` for the same.
+        `timeout_s`: 60 s when not told (`Limits.call_s`); the one given to a future's `result` counts. Raises
+        `UnknownMethod` and ValueError (no such rank) before anything is sent, `WorkerError` (the worker's own error, with
+        its traceback, or an answer that makes no sense), `ExecutorTimeout` (the late reply is dropped and counted) and
+        `WorkerDied`.
         """
+        if method not in WORKER_METHODS:
+            known = ", ".join(sorted(WORKER_METHODS))
+            raise UnknownMethod(f"{method!r} is not a method of a worker; there are {known}")
+        if unique_reply_rank is not None and unique_reply_rank not in range(self.world_size):
+            raise ValueError(f"unique_reply_rank: must be one of 0 to {self.world_size - 1}, got {unique_reply_rank!r}")
+        future = self._call(method, args, kwargs or {}, range(self.world_size), unique_reply_rank)
+        return future if non_block else future.result(timeout_s)
 
     @abstractmethod
     def check_health(self) -> None:
@@ -261,8 +336,19 @@ class Executor(ABC):
     # --- what the kinds differ in ---
 
     @abstractmethod
-    def _start_workers(self) -> ModelFacts:
-        """Bring up the workers of this epoch, or leave none behind."""
+    def _start_workers(self) -> list[ModelFacts]:
+        """Bring up the workers of this epoch, or leave none behind. Returns the facts by rank."""
+
+    @abstractmethod
+    def _call(
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ranks: Sequence[int],
+        reply_rank: int | None = None,
+    ) -> CallFuture:
+        """Send a call to these ranks. Its outcome is their results in this order, or the one of `reply_rank`."""
 
     @abstractmethod
     def _discard_workers(self) -> None:
@@ -273,11 +359,15 @@ class Executor(ABC):
         """Workers that are up."""
 
 
-def _pool_arithmetic(num_blocks: list[int], num_host_blocks: int, facts: ModelFacts) -> str:
-    smallest = min(num_blocks)
-    pool_mib = smallest * facts.kv_bytes_per_block / 2**20
-    by_rank = f" (smallest of {num_blocks} over the ranks)" if len(num_blocks) > 1 else ""
+def _groups(world_size: int, num_at_a_time: int) -> list[range]:
+    return [
+        range(first, min(first + num_at_a_time, world_size)) for first in range(0, world_size, max(1, num_at_a_time))
+    ]
+
+
+def _pool_of_rank(num_blocks: int, num_fit: int, facts: ModelFacts, budget: str) -> str:
+    pool_mib, weight_mib = num_blocks * facts.kv_bytes_per_block / 2**20, facts.weight_bytes / 2**20
     return (
-        f"KV pool: {smallest} blocks{by_rank} x {facts.kv_bytes_per_block} bytes = {pool_mib:.1f} MiB on each device, "
-        f"{num_host_blocks} blocks in host memory; weights {facts.weight_bytes / 2**20:.1f} MiB"
+        f"{num_fit} fit ({budget}), {num_blocks} x {facts.kv_bytes_per_block} bytes = {pool_mib:.1f} MiB "
+        f"beside {weight_mib:.1f} MiB of weights"
     )

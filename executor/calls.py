@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import msgspec
+
 from executor.errors import ExecutorTimeout, WorkerError
-from executor.messages import Reply, StepReply
+from executor.messages import Failure, Reply, StepPlan, StepReply, StepResult
 
 
 class Pump(Protocol):
@@ -24,27 +26,57 @@ class Pump(Protocol):
 
 
 class PendingCall:
-    """One call on its way to all ranks: what has come back so far. `StepFuture` for a step."""
+    """One call on its way to the ranks: what has come back so far. `StepFuture` for a step."""
 
     def __init__(
-        self, pump: Pump, call_id: int, wanted: Iterable[int], *, is_step: bool, is_list: bool, limit_s: float
+        self,
+        pump: Pump,
+        call_id: int,
+        wanted: Iterable[int],
+        *,
+        num_asked: int,
+        is_list: bool,
+        limit_s: float,
+        plan: StepPlan | None = None,
     ) -> None:
-        """`wanted`: the ranks whose results are the outcome."""
-        self.is_step = is_step
+        """`wanted`: of the `num_asked` ranks that have got it, those whose results are the outcome. `plan`: of a step."""
         self.call_id = call_id
         self.sent_s = time.monotonic()
         self.replies: dict[int, Reply | StepReply] = {}
         self._pump = pump
+        self._plan = plan
+        self._num_asked = num_asked
         self._wanted = tuple(wanted)
         self._is_list = is_list
         self._limit_s = limit_s
         self._failed_rank: int | None = None
 
     def take(self, rank: int, reply: Reply | StepReply) -> None:
-        """A rank has answered."""
+        """A rank has answered. What is no answer to this call counts as the rank's failure."""
+        if reply.failure is None and (nonsense := self._nonsense(rank, reply)) is not None:
+            reply = msgspec.structs.replace(
+                reply, failure=Failure(kind="BadReply", message=nonsense, is_retryable=True)
+            )
         self.replies[rank] = reply
         if reply.failure is not None and self._failed_rank is None:
             self._failed_rank = rank
+
+    def _nonsense(self, rank: int, reply: Reply | StepReply) -> str | None:
+        if isinstance(reply, StepReply) != self.is_step:
+            return f"it answered a {'step' if self.is_step else 'call'} with a {type(reply).__name__}"
+        if self._plan is None or rank not in self._wanted:
+            return None
+        assert isinstance(reply, StepReply)
+        return None if reply.result is not None and fits(reply.result, self._plan) else "its result is not of this step"
+
+    @property
+    def is_step(self) -> bool:
+        return self._plan is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has answered."""
+        return len(self.replies) == self._num_asked
 
     def done(self) -> bool:
         if self._failed_rank is not None:
@@ -59,7 +91,8 @@ class PendingCall:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 self._pump.forget(self.call_id)
-                raise ExecutorTimeout(f"no reply to call {self.call_id} within {limit_s:g} s")
+                missing = next(rank for rank in self._wanted if rank not in self.replies)
+                raise ExecutorTimeout(missing, f"no reply to call {self.call_id} within {limit_s:g} s")
             self._pump.pump(left_s)
         if self._failed_rank is not None:
             self._raise_failure(self._failed_rank)
@@ -74,3 +107,15 @@ class PendingCall:
         failure = self.replies[rank].failure
         assert failure is not None
         raise WorkerError(rank, failure)
+
+
+def fits(result: StepResult, plan: StepPlan) -> bool:
+    """Whether it can be the result of this plan: tokens for every row that samples, but for those that failed."""
+    failed = {failure.seq_id for failure in result.failures}
+    return (
+        (result.step_id, result.epoch) == (plan.step_id, plan.epoch)
+        and result.seq_ids == [row.seq_id for row in plan.rows if row.samples and row.seq_id not in failed]
+        and len(result.num_tokens) == len(result.seq_ids)
+        and min(result.num_tokens, default=1) >= 1
+        and sum(result.num_tokens) == len(result.token_ids)
+    )

@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from executor.messages import FromWorker, ToWorker, decode_from_worker, encode
+from executor.messages import FromWorker, StepReply, ToWorker, decode_from_worker, encode
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -28,6 +29,8 @@ logger = logging.getLogger("millrace.executor")
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A connection that sends a larger frame is closed by ZeroMQ."""
+ENDING_S = 1.0
+"""Connections are closed by ZeroMQ, or because a process ends; in the second case its end is seen within this time."""
 MAX_DIRECTORY_BYTES = 90
 """The kernel takes 107 bytes for the path of a unix socket."""
 
@@ -51,6 +54,8 @@ class Channel:
         """`host`: listen there on a free TCP port, with keys. Else in `directory`, or in a new private one."""
         self.life = life
         self.num_dropped = 0
+        self.step_reply_bytes = 0
+        """Payload of all replies to steps so far."""
         self.has_ended = False
         """Whether a watched process had ended at the last `wait`."""
         self.keys: Keys | None = None
@@ -67,7 +72,9 @@ class Channel:
         self._monitor = self._socket.get_monitor_socket(_STRANGERS | zmq.EVENT_DISCONNECTED)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._watched: set[int] = set()
-        self._has_warned = self._has_told_of_closing = False
+        self._closed_s: list[float] = []
+        """When connections were closed of which it is not known yet whether their process ended."""
+        self._warned_of: set[str] = set()
         self.address = self._bind(host)
 
     def _bind(self, host: str | None) -> str:
@@ -119,6 +126,7 @@ class Channel:
                 self.has_ended = True
             elif source is self._monitor:
                 self._notice_stranger()
+        self._judge_closings()
 
     def receive(self) -> Iterable[tuple[int, FromWorker]]:
         """All that has arrived, as (rank, message). What isn't ours is dropped, counted, and logged the first time."""
@@ -139,30 +147,36 @@ class Channel:
                 rank = self._hearts.get(identity)
             if rank is None:
                 raise ValueError("of no rank of this life")
-            return rank, decode_from_worker(payload)
+            message = decode_from_worker(payload)
+            if isinstance(message, StepReply):
+                self.step_reply_bytes += len(payload)
+            return rank, message
         except (ValueError, msgspec.MsgspecError) as error:
             self.num_dropped += 1
-            self._warn(f"dropped a message that no worker of ours sent ({error})")
+            self._warn("garbage", f"dropped a message that no worker of ours sent ({error})")
             return None
 
     def _notice_stranger(self) -> None:
         event = recv_monitor_message(self._monitor)["event"]
         if event & _STRANGERS:
             self.num_dropped += 1
-            self._warn("a stranger tried to connect and was turned away")
-        elif not self._has_told_of_closing:
-            self._has_told_of_closing = True
+            self._warn("strangers", "a stranger tried to connect and was turned away")
+        else:
+            self._closed_s.append(time.monotonic())
+
+    def _judge_closings(self) -> None:
+        """A closed connection is a matter of course when a rank has ended; else ZeroMQ closed it."""
+        if self.has_ended:
+            self._closed_s.clear()
+        while self._closed_s and time.monotonic() - self._closed_s[0] > ENDING_S:
+            del self._closed_s[0]
+            self.num_dropped += 1
             limit_mib = MAX_MESSAGE_BYTES // 2**20
-            logger.info("a connection was closed: its process ended, or sent a frame of more than %d MiB", limit_mib)
+            self._warn("size", f"a connection was closed, as one is that sends a frame of more than {limit_mib} MiB")
 
-    def take_num_dropped(self) -> int:
-        """How many messages and strangers were turned away since the last time."""
-        number, self.num_dropped = self.num_dropped, 0
-        return number
-
-    def _warn(self, message: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned_of:
+            self._warned_of.add(kind)
             logger.warning("%s; any more of it is only counted", message)
 
     def forget_address(self) -> None:

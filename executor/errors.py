@@ -16,6 +16,11 @@ class UnknownMethod(ExecutorError):
 class ExecutorTimeout(ExecutorError, TimeoutError):
     """Raised when a reply did not come in time; the reply is dropped when it does."""
 
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"rank {rank}: {message}")
+        self.rank = rank
+        """The first of those that did not answer."""
+
 
 class WorkerError(ExecutorError):
     """Raised when a worker answered a call with an error of its own; the process lives on."""

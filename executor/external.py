@@ -75,7 +75,7 @@ class ExternalLauncherExecutor(RemoteExecutor):
             ranks.append(ExternalRank(rank, int(note.read_text())))
         return ranks
 
-    def _start_workers(self) -> ModelFacts:
+    def _start_workers(self) -> list[ModelFacts]:
         if self._num_starts > 1:
             message = "only torchrun can start the ranks again, and does with --max-restarts"
             raise StartError("spawn", 0, message, is_retryable=False)

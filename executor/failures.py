@@ -75,5 +75,5 @@ def describe_exit(status: int) -> str:
 
 
 def is_retryable_exit(status: int) -> bool:
-    """Whether a worker that ended so may do better when it is started again."""
-    return status < 0 or status in (EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY, EXIT_ENGINE_GONE)
+    """Whether a worker that ended so may do better when it is started again: unless it says itself that it won't."""
+    return status != EXIT_CONFIGURATION

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from typing import NoReturn
 
 from executor.channel import Channel
 from executor.errors import StartError
@@ -25,12 +26,13 @@ from executor.messages import (
     WorkerConfig,
     encode,
 )
-from executor.process import RankHandle
+from executor.process import RankHandle, dump_all
 
 logger = logging.getLogger("millrace.executor")
 
 _WITNESS_S = 0.5
-"""When one of several ranks fails, another that was killed may be the reason; it gets this long to be noticed."""
+"""When one of several ranks fails, another that was killed may be the reason; it gets this long to be noticed. What a rank
+has said before its end gets as long to arrive."""
 
 _FOREVER = float("inf")
 
@@ -63,21 +65,29 @@ class Handshake:
         self._took_s: dict[int, list[str]] = {handle.rank: [] for handle in handles}
         """By rank: the phases that are over, in words."""
         self._heard_s: dict[int, float] = {}
+        """By rank: the last sign of life. Its silence counts from Hello on; before that the phase's limit must do."""
+        self._beating: set[int] = set()
         self._facts: dict[int, ModelFacts] = {}
         self._failed: StartError | None = None
 
-    def run(self) -> ModelFacts:
-        """The facts of rank 0 once every rank is ready and its heart beats."""
-        while min(len(self._facts), len(self._heard_s)) < len(self._handles):
+    def run(self) -> list[ModelFacts]:
+        """What every rank has loaded, once all are ready and their hearts beat."""
+        while min(len(self._facts), len(self._beating)) < len(self._handles):
             self._channel.wait(min(1.0, max(0.0, min(self._deadlines_s.values()) - time.monotonic())))
-            for rank, message in self._channel.receive():
-                self._take(rank, message)
+            self._listen()
             self._check_ranks()
-        return self._facts[0]
+        return [self._facts[handle.rank] for handle in self._handles]
+
+    def _listen(self) -> None:
+        for rank, message in self._channel.receive():
+            self._take(rank, message)
+        if len(self._heard_s.keys() & self._beating) == len(self._handles):
+            self._channel.forget_address()  # both sockets of every rank are connected
 
     def _take(self, rank: int, message: FromWorker) -> None:
         match message:
             case Hello(protocol=protocol):
+                self._heard_s[rank] = time.monotonic()
                 self._greet(rank, protocol)
             case Phase(name=name) if name in self._limits.phase_s:
                 self._enter(rank, name)
@@ -91,7 +101,9 @@ class Handshake:
             case StartFailed(phase=phase, failure=failure):
                 self._fail(phase, rank, failure)
             case Beat():
-                self._heard_s[rank] = time.monotonic()
+                self._beating.add(rank)
+                if rank in self._heard_s:
+                    self._heard_s[rank] = time.monotonic()
             case unexpected:
                 logger.warning("ignored during the start: %r", unexpected)
 
@@ -157,15 +169,30 @@ class Handshake:
 
     def _check_end(self, handle: RankHandle) -> None:
         end = handle.end()
+        if end is not None and not end.is_killed:
+            self._hear_out()
         if end is not None and (self._failed is None or end.is_killed):
             phase = self._phases[handle.rank]
             message = f"the process ended: {end.reason}"
             raise StartError(phase, handle.rank, message, is_retryable=end.is_retryable)
 
+    def _hear_out(self) -> None:
+        """A rank has ended by itself: the reason that it gave may still be on its way."""
+        deadline_s = time.monotonic() + _WITNESS_S
+        while self._failed is None and time.monotonic() < deadline_s:
+            self._listen()
+            time.sleep(0.01)
+
     def _check_time(self, rank: int, now_s: float) -> None:
         phase = self._phases[rank]
         if now_s > self._deadlines_s[rank]:
-            raise StartError(phase, rank, f"not done within {self._limits.phase_s[phase]:g} s", is_retryable=True)
+            self._end_stuck(rank, f"not done within {self._limits.phase_s[phase]:g} s")
         silence_s = now_s - self._heard_s.get(rank, now_s)
         if silence_s > self._limits.busy_heartbeat_s:
-            raise StartError(phase, rank, f"no heartbeat for {silence_s:.0f} s", is_retryable=True)
+            self._end_stuck(rank, f"no heartbeat for {silence_s:.0f} s")
+
+    def _end_stuck(self, rank: int, message: str) -> NoReturn:
+        phase = self._phases[rank]
+        logger.error("rank %d is stuck in phase %s: %s; the stacks of all ranks follow", rank, phase, message)
+        dump_all(self._handles, lambda: time.sleep(self._limits.dump_s))
+        raise StartError(phase, rank, message, is_retryable=True)

@@ -20,7 +20,7 @@ BEAT_EVERY_MS = 1000
 
 
 class Heart:
-    """Owns the heartbeat's socket and thread. The rank's main thread sets `phase` and `num_steps`; the heart only reads."""
+    """Owns the heartbeat's socket and thread. The rank's main thread sets `phase` and `device_bytes`, the heart reads."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], engine_pid: int | None = None, meeting_place: str | None = None
@@ -28,7 +28,7 @@ class Heart:
         """`engine_pid`: the engine is a child of this process, which ends with it, and as it did, and removes the
         `meeting_place` that an engine that failed early has left."""
         self.phase = "spawn"
-        self.num_steps = 0
+        self.device_bytes: int | None = None
         self._socket = socket
         self._meeting_place = meeting_place
         self._poller = zmq.Poller()
@@ -52,7 +52,7 @@ class Heart:
 
     def _beat(self) -> None:
         with contextlib.suppress(zmq.Again):  # nobody reads them just now
-            self._socket.send(encode(Beat(self.phase, self.num_steps)), zmq.DONTWAIT)
+            self._socket.send(encode(Beat(self.phase, self.device_bytes)), zmq.DONTWAIT)
 
     def _obey(self) -> None:
         if isinstance(decode_to_worker(self._socket.recv()), DumpStacks):

@@ -19,7 +19,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     call_s: float = 60.0
     """For a call without a limit of its own."""
     pool_call_s: float = 900.0
-    """For the calls that profile, allocate, capture graphs or move weights."""
+    """For the calls that profile, allocate or capture graphs."""
+    nap_call_s: float = 60.0
+    """For falling asleep and waking up, besides what the weights take that move meanwhile."""
+    move_bytes_per_s: float = 2.0**30
+    """What is expected at least of weights on their way between device and host memory, all ranks together."""
+    read_bytes_per_s: float = 2.0**27
+    """The same of weights that are read again from disk, after level 2: as slow as a shared disk with nothing cached."""
     step_s: float = 300.0
     """For a step without a limit of its own."""
     stuck_s: float = 10.0
@@ -34,6 +40,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     busy_heartbeat_s: float = 60.0
     """The same during the start and during calls, where imports and compilers may hold the interpreter."""
     dump_s: float = 0.3
-    """What stuck workers get to write their stacks before they are killed."""
+    """What each worker gets to write its stacks before a group with a stuck one is killed."""
     shutdown_s: float = 5.0
     """For an orderly end, and again after SIGTERM."""

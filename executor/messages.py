@@ -129,12 +129,12 @@ START_PHASES = ("import", "device", "load_model")
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Worker to engine, every second from a thread and a socket of its own: the process is alive, and how far it is."""
+    """Worker to engine, every second from a thread and a socket of its own: the process is alive, and what it does."""
 
     phase: str
     """One of `START_PHASES`, then "idle", "step", or the method that it runs."""
-    num_steps: int
-    """Steps that it has answered."""
+    device_bytes: int | None = None
+    """Device memory that the rank held when it last looked; None where the device is the host, or before the first look."""
 
 
 class DumpStacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -147,7 +147,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of these messages. A worker of another version is refused at `Hello`."""
 
 
@@ -263,7 +263,6 @@ class Call(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True)
     """Engine to worker: run one of `WORKER_METHODS` and reply under the same id."""
 
     call_id: int
-    epoch: int
     method: str
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -292,7 +291,6 @@ class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
     """Worker to engine: the outcome of one `Call`; exactly one of the two is set unless the result is None."""
 
     call_id: int
-    epoch: int
     result: Any = None
     failure: Failure | None = None
 
@@ -301,7 +299,6 @@ class StepReply(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Worker to engine: the outcome of one `Step`. Of the ranks that did well, only the output rank sends a result."""
 
     call_id: int
-    epoch: int
     result: StepResult | None = None
     failure: Failure | None = None
 

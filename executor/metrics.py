@@ -52,13 +52,18 @@ class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
     rpc_s: Percentiles
     """A step's latency without the time that its worker reports: the way there and back."""
     plan_bytes: int
-    """Payload of all step plans so far."""
+    """Payload of all step plans so far; 0 where nothing crosses a process line, as is the next."""
+    reply_bytes: int
+    """Payload of all ranks' replies to steps so far."""
     recovery_s: float
-    """From the last noticed loss until the workers were ready again; 0 before the first."""
+    """What the last replacement of the workers took: from the moment that the loss was noticed, or from the first attempt
+    where nothing was lost, until the KV pool was there again. Pauses and failed attempts included; 0 before the first."""
     num_blocks: int
     """Size of the KV pool, 0 before it is allocated."""
     device_bytes: list[int | None]
-    """By rank: device memory held, as last reported; None where the device is the host."""
+    """By rank: device memory held, some seconds ago at most; None where the device is the host."""
+    device_total_bytes: list[int | None]
+    """By rank: what the device has."""
 
 
 class Recorder:
@@ -68,9 +73,10 @@ class Recorder:
         self.num_requests = self.num_completed = self.num_failed = 0
         self.num_steps = self.num_tokens = 0
         self.num_failed_workers = self.num_stale_replies = 0
-        self.plan_bytes = 0
+        self.plan_bytes = self.reply_bytes = 0
         self.recovery_s = 0.0
         self.device_bytes: list[int | None] = []
+        self.device_total_bytes: list[int | None] = []
         self.latency_s = Samples()
         self.step_s = Samples()
         self.host_s = Samples()
@@ -105,6 +111,16 @@ class Recorder:
         self.step_s.add(now_s - began_s)
         self.rpc_s.add(max(0.0, now_s - sent_s - device_s))
 
+    def saw_stats(self, by_rank: list[dict[str, Any]]) -> None:
+        """What the ranks say of themselves."""
+        self.device_bytes = [figures.get("device_bytes") for figures in by_rank]
+        self.device_total_bytes = [figures.get("device_total_bytes") for figures in by_rank]
+
+    def saw_device_bytes(self, rank: int, num_bytes: int | None) -> None:
+        """A rank has looked again."""
+        if num_bytes is not None and rank < len(self.device_bytes):
+            self.device_bytes[rank] = num_bytes
+
     def idle(self) -> None:
         """The engine had nothing to run: the time until the next step is nobody's."""
         self._step_ended_s = None
@@ -127,8 +143,10 @@ class Recorder:
             host_s=self.host_s.percentiles(),
             rpc_s=self.rpc_s.percentiles(),
             plan_bytes=self.plan_bytes,
+            reply_bytes=self.reply_bytes,
             recovery_s=self.recovery_s,
-            device_bytes=self.device_bytes,
+            device_bytes=list(self.device_bytes),
+            device_total_bytes=self.device_total_bytes,
             **facts,
         )
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -60,6 +60,15 @@ class RankHandle(Protocol):
 
     def close(self) -> None:
         """Give back what holds it, once it has ended."""
+
+
+def dump_all(handles: Sequence[RankHandle], wait: Callable[[], None]) -> None:
+    """Have all of them write their stacks, those too that wait for a stuck one: one after the other, since they share a
+    log. `wait` gives each its time."""
+    for handle in handles:
+        logger.error("rank %d, whose stacks are:", handle.rank)
+        handle.dump_stacks()
+        wait()
 
 
 def stop_all(handles: Sequence[RankHandle], grace_s: float) -> None:

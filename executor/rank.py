@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -61,6 +62,8 @@ DUMP_SIGNAL = signal.SIGUSR1
 """Has a rank write the stack of every thread to its standard error, also when the interpreter is stuck."""
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_EVERY_S = 10.0
+"""How often a rank that runs steps looks how much device memory it holds."""
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,42 +147,46 @@ def _start(link: _Link, create_worker: CreateWorker, boot: Boot) -> Worker | Fai
 def _answer_calls(link: _Link, worker: Worker, boot: Boot) -> int:
     """Until `shutdown` or until the device is lost. Returns the exit status."""
     heart, is_output = link.heart, boot.rank == output_rank(boot.config)
+    look_at_s = 0.0
     while True:
         heart.phase = "idle"
         match link.recv():
             case Step(call_id, plan):
                 heart.phase = "step"
-                reply = _run_step(worker, call_id, boot.epoch, plan, is_output=is_output)
-                heart.num_steps += 1
+                reply = _run_step(worker, call_id, plan, is_output=is_output)
                 link.send(reply)
                 if reply.failure is not None and reply.failure.cause == "device_lost":
                     return EXIT_DEVICE_LOST
             case Call(method="shutdown", call_id=call_id):
-                link.send(Reply(call_id=call_id, epoch=boot.epoch))
+                link.send(Reply(call_id=call_id))
                 return 0
             case Call() as call:
                 heart.phase = call.method
-                link.send(_run_call(worker, call, boot.epoch))
+                link.send(_run_call(worker, call))
+                look_at_s = 0.0
             case unexpected:
                 logger.error("ignored an unexpected message: %r", unexpected)
+        if time.monotonic() >= look_at_s:
+            heart.device_bytes = worker.stats().get("device_bytes")
+            look_at_s = time.monotonic() + _LOOK_EVERY_S
 
 
-def _run_step(worker: Worker, call_id: int, epoch: int, plan: StepPlan, *, is_output: bool) -> StepReply:
+def _run_step(worker: Worker, call_id: int, plan: StepPlan, *, is_output: bool) -> StepReply:
     try:
         result = worker.execute_model(plan)
-        return StepReply(call_id, epoch, result=result if is_output else None)
+        return StepReply(call_id, result=result if is_output else None)
     except Exception as error:
-        return StepReply(call_id, epoch, failure=to_failure(error))
+        return StepReply(call_id, failure=to_failure(error))
 
 
-def _run_call(worker: Worker, call: Call, epoch: int) -> Reply:
+def _run_call(worker: Worker, call: Call) -> Reply:
     try:
         if call.method not in WORKER_METHODS:
             raise ValueError(f"unknown method {call.method!r}")
         result = getattr(worker, call.method)(*call.args, **call.kwargs)
-        return Reply(call_id=call.call_id, epoch=epoch, result=result)
+        return Reply(call_id=call.call_id, result=result)
     except Exception as error:
-        return Reply(call_id=call.call_id, epoch=epoch, failure=to_failure(error))
+        return Reply(call_id=call.call_id, failure=to_failure(error))
 
 
 class _Link:

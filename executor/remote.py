@@ -6,7 +6,7 @@ import logging
 import socket
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -14,11 +14,10 @@ import msgspec
 from executor.base import Executor
 from executor.calls import PendingCall
 from executor.channel import Channel
-from executor.errors import Asleep, UnknownMethod, WorkerDied
+from executor.errors import Asleep, StartError, WorkerDied
 from executor.handshake import Handshake
 from executor.limits import Limits
 from executor.messages import (
-    WORKER_METHODS,
     Beat,
     Call,
     FromWorker,
@@ -33,7 +32,7 @@ from executor.messages import (
     output_rank,
 )
 from executor.metrics import ExecutorMetrics
-from executor.process import RankHandle, close_all, stop_all
+from executor.process import RankHandle, close_all, dump_all, stop_all
 from executor.watch import Watch
 
 logger = logging.getLogger("millrace.executor")
@@ -62,6 +61,8 @@ class RemoteExecutor(Executor):
         self._channel: Channel | None = None
         self._watch: Watch | None = None
         self._lost: WorkerDied | None = WorkerDied(0, "the executor has not been started")
+        self._has_overdue = False
+        """Whether a call of this life has timed out: before the workers are ended they shall say where they are."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(epoch={self._epoch}, ranks={self._handles}, pending={len(self._pending)})"
@@ -82,23 +83,25 @@ class RemoteExecutor(Executor):
 
     # --- life ---
 
-    def _start_workers(self) -> ModelFacts:
+    def _start_workers(self) -> list[ModelFacts]:
         self._channel = self._open_channel()
         try:
             self._handles = self._launch(self._channel)
             for handle in self._handles:
                 self._channel.watch(handle.fileno())
-            facts = self._shake_hands(self._channel)
-        except BaseException:
+            facts_by_rank = self._shake_hands(self._channel)
+        except BaseException as error:
+            if isinstance(error, StartError) and self._handles:
+                self._recorder.num_failed_workers += 1
             self._discard_workers()
             raise
-        self._channel.forget_address()
+        facts = facts_by_rank[0]
         self._watch = Watch(self._limits, self.world_size, time.monotonic(), is_cpu=facts.device == "cpu")
         self._lost = None
         logger.info("ready: %s %s on %s, epoch %d", facts.architecture, facts.dtype, facts.device, self._epoch)
-        return facts
+        return facts_by_rank
 
-    def _shake_hands(self, channel: Channel) -> ModelFacts:
+    def _shake_hands(self, channel: Channel) -> list[ModelFacts]:
         rendezvous = self._rendezvous()
         handshake = Handshake(
             channel, self._handles, self._config, self._limits, epoch=self._epoch, rendezvous=rendezvous
@@ -107,47 +110,52 @@ class RemoteExecutor(Executor):
 
     def shutdown(self) -> None:
         if self._channel is not None and self._lost is None:
-            goodbye = encode(Call(call_id=0, epoch=self._epoch, method="shutdown"))
-            self._send(goodbye)  # a worker in the middle of a step reads it afterwards, or is terminated
+            self._dump_overdue()
+            goodbye = encode(Call(call_id=0, method="shutdown"))
+            # A worker in the middle of a step reads it afterwards, or is terminated.
+            self._send(goodbye, range(self.world_size))
             handles, self._handles = self._handles, ()
             stop_all(handles, self._limits.shutdown_s)
         self._discard_workers()
 
     def _discard_workers(self) -> None:
+        self._dump_overdue()
         handles, self._handles = self._handles, ()
         for handle in handles:
             handle.kill()
         close_all(handles)
-        self._pending.clear()
-        self._count_dropped()
+        self._give_up_calls()
         if self._channel is not None:
+            self._recorder.num_stale_replies += self._channel.num_dropped
+            self._recorder.reply_bytes += self._channel.step_reply_bytes
             self._channel.close()
             self._channel = None
         self._lost = WorkerDied(0, "the executor has been shut down")
+
+    def _dump_overdue(self) -> None:
+        if self._has_overdue and self._handles and self._lost is None:
+            logger.error("a call has timed out; the stacks of all ranks follow, then they are ended")
+            self._dump_stacks()
+        self._has_overdue = False
 
     def _num_active_workers(self) -> int:
         return sum(handle.end() is None for handle in self._handles)
 
     # --- calls ---
 
-    def collective_rpc(
+    def _call(
         self,
         method: str,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
-        unique_reply_rank: int | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        check_method(method)
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ranks: Sequence[int],
+        reply_rank: int | None = None,
+    ) -> PendingCall:
         self.require_workers()
-        is_list = unique_reply_rank is None
-        wanted = range(self.world_size) if unique_reply_rank is None else (unique_reply_rank,)
-        pending = self._register(wanted, is_step=False, is_list=is_list)
-        call = Call(call_id=pending.call_id, epoch=self._epoch, method=method, args=list(args), kwargs=kwargs or {})
-        self._send(encode(call))
-        return pending if non_block else pending.result(timeout_s)
+        pending = self._register(ranks if reply_rank is None else (reply_rank,), len(ranks), is_list=reply_rank is None)
+        call = Call(call_id=pending.call_id, method=method, args=list(args), kwargs=kwargs)
+        self._send(encode(call), ranks)
+        return pending
 
     def execute_model(self, plan: StepPlan) -> PendingCall:
         self.require_workers()
@@ -155,27 +163,31 @@ class RemoteExecutor(Executor):
             raise Asleep(f"the workers sleep: they miss {', '.join(sorted(self._missing))}")
         assert self._watch is not None
         num_in_flight = sum(call.is_step and not call.done() for call in self._pending.values())
-        pending = self._register((output_rank(self._config),), is_step=True, is_list=False)
+        pending = self._register((output_rank(self._config),), self.world_size, is_list=False, plan=plan)
         payload = encode(Step(pending.call_id, plan))
         self._recorder.sent_step(pending.sent_s, len(payload), num_in_flight)
         self._watch.sent_step(sum(row.num_tokens for row in plan.rows), pending.sent_s)
-        self._send(payload)
+        self._send(payload, range(self.world_size))
         return pending
 
     def step_limit_s(self, num_tokens: int) -> float:
         return super().step_limit_s(num_tokens) if self._watch is None else self._watch.limit_s(num_tokens)
 
-    def _register(self, wanted: Sequence[int], *, is_step: bool, is_list: bool) -> PendingCall:
+    def _register(
+        self, wanted: Sequence[int], num_asked: int, *, is_list: bool, plan: StepPlan | None = None
+    ) -> PendingCall:
         self._last_call_id += 1
-        limit_s = self._limits.step_s if is_step else self._limits.call_s
-        pending = PendingCall(self, self._last_call_id, wanted, is_step=is_step, is_list=is_list, limit_s=limit_s)
+        limit_s = self._limits.call_s if plan is None else self._limits.step_s
+        pending = PendingCall(
+            self, self._last_call_id, wanted, num_asked=num_asked, is_list=is_list, limit_s=limit_s, plan=plan
+        )
         self._pending[pending.call_id] = pending
         self._recorder.sent(pending.sent_s)
         return pending
 
-    def _send(self, payload: bytes) -> None:
+    def _send(self, payload: bytes, ranks: Iterable[int]) -> None:
         assert self._channel is not None
-        for rank in range(self.world_size):
+        for rank in ranks:
             self._channel.send(rank, payload)
 
     def check_health(self) -> None:
@@ -185,12 +197,13 @@ class RemoteExecutor(Executor):
 
     def stats(self) -> ExecutorMetrics:
         metrics, channel = super().stats(), self._channel
-        num_dropped = channel.num_dropped if channel is not None else 0
-        return msgspec.structs.replace(metrics, num_stale_replies=metrics.num_stale_replies + num_dropped)
-
-    def _count_dropped(self) -> None:
-        if self._channel is not None:
-            self._recorder.num_stale_replies += self._channel.take_num_dropped()
+        if channel is None:
+            return metrics
+        return msgspec.structs.replace(
+            metrics,
+            num_stale_replies=metrics.num_stale_replies + channel.num_dropped,
+            reply_bytes=metrics.reply_bytes + channel.step_reply_bytes,
+        )
 
     def require_workers(self) -> None:
         """Raise `WorkerDied` when a worker is lost."""
@@ -198,8 +211,20 @@ class RemoteExecutor(Executor):
             raise self._lost
 
     def forget(self, call_id: int) -> None:
-        """Stop waiting for a call: its replies, if they still come, are stale."""
-        self._pending.pop(call_id, None)
+        """Stop waiting for a call: it has failed, and its replies, if they still come, are stale."""
+        if (pending := self._pending.pop(call_id, None)) is not None:
+            self._has_overdue = True
+            self._record_failure(pending)
+
+    def _give_up_calls(self) -> None:
+        for pending in self._pending.values():
+            if not pending.done():
+                self._record_failure(pending)
+        self._pending.clear()
+
+    def _record_failure(self, pending: PendingCall) -> None:
+        now_s = time.monotonic()
+        self._recorder.completed(now_s - pending.sent_s, now_s, is_failure=True)
 
     # --- replies ---
 
@@ -233,8 +258,9 @@ class RemoteExecutor(Executor):
                 self._take_reply(rank, message, now_s)
             case Reply():
                 self._take_reply(rank, message, now_s)
-            case Beat(phase):
+            case Beat(phase, device_bytes):
                 self._watch.heard(rank, phase, now_s)
+                self._recorder.saw_device_bytes(rank, device_bytes)
             case Stacks(text):
                 logger.error("the stacks of rank %d:\n%s", rank, text)
             case _:
@@ -248,12 +274,12 @@ class RemoteExecutor(Executor):
         was_done = pending.done()
         pending.take(rank, reply)
         if pending.done() and not was_done:
-            self._record(pending, reply, now_s)
-        if len(pending.replies) == self.world_size:
+            self._record(pending, pending.replies[rank], now_s)
+        if pending.is_over:
             del self._pending[reply.call_id]
 
     def _record(self, pending: PendingCall, reply: Reply | StepReply, now_s: float) -> None:
-        if isinstance(reply, StepReply) and reply.result is not None:
+        if isinstance(reply, StepReply) and reply.result is not None and reply.failure is None:
             num_tokens = len(reply.result.token_ids)
             self._recorder.completed_step(pending.sent_s, now_s, reply.result.device_s, num_tokens)
         self._recorder.completed(now_s - pending.sent_s, now_s, is_failure=reply.failure is not None)
@@ -265,8 +291,7 @@ class RemoteExecutor(Executor):
         ends = [(handle.rank, end) for handle in self._handles if (end := handle.end()) is not None]
         if ends:
             rank, end = next((one for one in ends if one[1].is_killed), ends[0])
-            self._recorder.num_failed_workers += len(ends)
-            self._lost = WorkerDied(rank, end.reason)
+            self._lose(rank, end.reason, len(ends))
 
     def _look_for_stuck(self) -> None:
         now_s = time.monotonic()
@@ -280,19 +305,20 @@ class RemoteExecutor(Executor):
 
     def _end_stuck(self, rank: int, reason: str) -> None:
         logger.error("rank %d is %s; the stacks of all ranks follow, then they are killed", rank, reason)
-        for handle in self._handles:
-            handle.dump_stacks()
-        self._listen(self._limits.dump_s)
+        self._dump_stacks()
         for handle in self._handles:
             handle.kill()
-        self._recorder.num_failed_workers += 1
+        self._lose(rank, reason, 1)
+
+    def _dump_stacks(self) -> None:
+        dump_all(self._handles, lambda: self._listen(self._limits.dump_s))
+
+    def _lose(self, rank: int, reason: str, num_workers: int) -> None:
+        self._recorder.num_failed_workers += num_workers
         self._lost = WorkerDied(rank, reason)
-
-
-def check_method(method: str) -> None:
-    """Raise `UnknownMethod` unless it is one of `WORKER_METHODS`."""
-    if method not in WORKER_METHODS:
-        raise UnknownMethod(f"{method!r} is not a method of a worker; there are {', '.join(sorted(WORKER_METHODS))}")
+        self._give_up_calls()
+        if not self.is_asleep:  # those that die asleep are not missed before somebody wakes them
+            self._lost_s = time.monotonic()
 
 
 def _free_port() -> int:

@@ -5,17 +5,18 @@ lost, doubled or misplaced token shows in the output. It checks the plans that i
 sequence stands, a block that two sequences own, a plan of another epoch are errors.
 
 The option `model` is a comma-separated list of faults. Actions are `die`, `raise`, `hang`, `stop` (SIGSTOP), `exit` (with
-status 0) and `oom` (out of memory, after the plan was taken in); places are a step, as in `hang-at-step=3`, and the start,
-the sleep and the shutdown, as in `die-at-start`. Others:
+status 0) and `oom` (out of memory, after the plan was taken in); places are a step, as in `hang-at-step=3`, and `import`,
+`device`, `start` (the phase load_model), `kv-pool`, `sleep`, `wake-up` and `shutdown`, as in `die-at-start`. Others:
 
     on-rank=R             the other ranks have no such fault
     once=PATH             only while PATH does not exist; makes it
     die-on-token=N        a poisonous prompt
     most-tokens=N         the device has no memory for a larger step
     never-start-rank=R    that rank dies in every start, unless it is the only one, or the file of `unless=PATH` exists
+    lacks-blocks=N        that many fewer fit
     meet=DIR              the ranks wait for each other in every step, as ranks with collectives do
     slow=MS               what a step takes
-    count-loading=DIR     notes in DIR how many ranks load at a time
+    count-loading=DIR     notes in DIR how many ranks load at a time, in the start and on waking
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ END_TOKEN_ID = 0
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> StubWorker:
-    return StubWorker(epoch, config, rank, world_size)
+    worker = StubWorker(epoch, config, rank, world_size)
+    worker.fault_at("import")
+    return worker
 
 
 def next_token(last_token: int, position: int) -> int:
@@ -70,11 +73,13 @@ class StubWorker:
         self._known: dict[SeqId, _Known] = {}
         self._num_blocks = 0
         self._num_steps = 0
+        self._is_on_disk = False
 
     def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
         on_phase("device")
+        self.fault_at("device")
         on_phase("load_model")
-        self._fault_at("start", True)
+        self.fault_at("start")
         self._refuse_to_start()
         self._count_loading()
         return ModelFacts(
@@ -88,20 +93,22 @@ class StubWorker:
             device="cpu",
             attention="none",
             num_parameters=0,
-            weight_bytes=0,
-            kv_bytes_per_block=self._config.block_size,
+            weight_bytes=(1 + self._rank) * 2**20,
+            kv_bytes_per_block=(1 + self._rank) * self._config.block_size,
         )
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        return self._config.num_blocks or 4096, 0
+        is_short = self._faults.get("on-rank", self._rank) == self._rank
+        return (self._config.num_blocks or 4096) - is_short * self._faults.get("lacks-blocks", 0), 0
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        self.fault_at("kv-pool")
         self._num_blocks = num_device_blocks
 
     def execute_model(self, plan: StepPlan) -> StepResult:
         self._num_steps += 1
         time.sleep(self._faults.get("slow", 0) / 1000)
-        self._fault_at("step", self._num_steps)
+        self.fault_at("step", self._num_steps)
         if plan.epoch != self._epoch:
             raise ValueError(f"plan of epoch {plan.epoch} in epoch {self._epoch}")
         for seq_id in plan.finished:
@@ -119,18 +126,30 @@ class StubWorker:
         pass
 
     def stats(self) -> dict[str, Any]:
-        return {"rank": self._rank, "num_steps": self._num_steps, "num_sequences": len(self._known)}
+        """Its device holds a byte for each token."""
+        return {
+            "rank": self._rank,
+            "num_steps": self._num_steps,
+            "num_sequences": len(self._known),
+            "device_bytes": sum(len(known.token_ids) for known in self._known.values()),
+            "device_total_bytes": 2**20,
+            "pool_budget": "as told",
+        }
 
     def sleep(self, level: int) -> None:
-        self._fault_at("sleep", True)
+        self.fault_at("sleep")
         self._known.clear()
+        self._is_on_disk |= level == 2
 
     def wake_up(self, tags: list[str], epoch: int) -> None:
-        self._fault_at("wake-up", True)
+        self.fault_at("wake-up")
         self._epoch = epoch
+        if self._is_on_disk and "weights" in tags:
+            self._count_loading()
+            self._is_on_disk = False
 
     def shutdown(self) -> None:
-        self._fault_at("shutdown", True)
+        self.fault_at("shutdown")
         self._known.clear()
 
     def _run(self, row: StepRow, plan: StepPlan) -> int | None:
@@ -161,9 +180,11 @@ class StubWorker:
 
     # --- faults ---
 
-    def _fault_at(self, place: str, when: object) -> None:
+    def fault_at(self, place: str, when: object = True) -> None:
         for action in _ACTIONS:
             if self._is_wanted(f"{action}-at-{place}", when):
+                if place in ("import", "device", "start"):
+                    time.sleep(_ANNOUNCED_S)
                 _act(action)
 
     def _is_wanted(self, fault: str, when: object) -> bool:
@@ -210,6 +231,9 @@ class StubWorker:
         Path(str(once)).touch()
         return True
 
+
+_ANNOUNCED_S = 0.2
+"""What ZeroMQ's thread gets to tell the engine that the phase has begun, before the process is no more."""
 
 _ACTIONS = ("die", "raise", "hang", "stop", "exit")
 

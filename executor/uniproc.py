@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from executor.base import Executor, Worker
@@ -11,7 +12,9 @@ from executor.errors import Asleep, StartError, WorkerDied, WorkerError
 from executor.failures import to_failure
 from executor.limits import Limits
 from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
-from executor.remote import check_method
+
+_LOOK_EVERY_S = 10.0
+"""How often it is looked how much device memory the worker holds."""
 
 
 class UniprocExecutor(Executor):
@@ -34,13 +37,14 @@ class UniprocExecutor(Executor):
             raise ValueError(f"executor uni runs one rank, {self.world_size} are wanted; take mp")
         self._worker_module = worker_module
         self._worker: Worker | None = None
+        self._look_at_s = 0.0
 
     def __repr__(self) -> str:
         return f"UniprocExecutor(epoch={self._epoch}, is_started={self._worker is not None})"
 
     # --- life ---
 
-    def _start_workers(self) -> ModelFacts:
+    def _start_workers(self) -> list[ModelFacts]:
         phase = "import"
 
         def enter(name: str) -> None:
@@ -52,11 +56,12 @@ class UniprocExecutor(Executor):
             worker: Worker = create_worker(0, 1, self._epoch, self._config, "")
             facts = worker.start(enter)
         except Exception as error:
+            self._recorder.num_failed_workers += 1
             failure = to_failure(error)
             message = failure.message
             raise StartError(phase, 0, message, is_retryable=failure.is_retryable, failure=failure) from error
         self._worker = worker
-        return facts
+        return [facts]
 
     def shutdown(self) -> None:
         self._discard_workers()
@@ -71,24 +76,19 @@ class UniprocExecutor(Executor):
 
     # --- work ---
 
-    def collective_rpc(
+    def _call(
         self,
         method: str,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        *,
-        timeout_s: float | None = None,
-        unique_reply_rank: int | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        check_method(method)
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ranks: Sequence[int],
+        reply_rank: int | None = None,
+    ) -> _Done:
         worker, began_s = self._require_worker(), time.monotonic()
         self._recorder.sent(began_s)
-        done = _Done(lambda: getattr(worker, method)(*args, **(kwargs or {})))
+        done = _Done(lambda: getattr(worker, method)(*args, **kwargs))
         self._record(done, began_s)
-        if unique_reply_rank is None:
-            done = done.as_list()
-        return done if non_block else done.result(timeout_s)
+        return done.as_list() if reply_rank is None else done
 
     def execute_model(self, plan: StepPlan) -> _Done:
         worker, began_s = self._require_worker(), time.monotonic()
@@ -101,7 +101,13 @@ class UniprocExecutor(Executor):
             result = done.outcome
             self._recorder.completed_step(began_s, time.monotonic(), result.device_s, len(result.token_ids))
         self._record(done, began_s)
+        self._look(worker)
         return done
+
+    def _look(self, worker: Worker) -> None:
+        if time.monotonic() >= self._look_at_s:
+            self._recorder.saw_stats([worker.stats()])
+            self._look_at_s = time.monotonic() + _LOOK_EVERY_S
 
     def _record(self, done: _Done, began_s: float) -> None:
         now_s = time.monotonic()
@@ -109,7 +115,9 @@ class UniprocExecutor(Executor):
 
     def check_health(self) -> None:
         self._recorder.idle()
-        self._require_worker().check_health()
+        worker = self._require_worker()
+        worker.check_health()
+        self._look(worker)
 
     def _require_worker(self) -> Worker:
         if self._worker is None:

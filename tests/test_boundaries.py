@@ -201,3 +201,31 @@ def test_what_an_import_leaves_out(statement: str, absent: tuple[str, ...]) -> N
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == []
+
+
+PICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
+"""Modules that turn bytes of others into code that runs, or do so with what they send."""
+
+
+def _uses(path: Path) -> Iterator[str]:
+    """What is called or imported in a file, by its last name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Attribute(attr=name) | ast.Name(id=name):
+                yield name
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from (alias.name.rpartition(".")[2] for alias in names)
+
+
+@pytest.mark.parametrize("folder", ["executor", "worker"])
+def test_nothing_between_engine_and_ranks_is_pickled(folder: str) -> None:
+    """Neither on our sockets nor among the ranks: tensors travel there, and no object collectives. Ray pickles the arguments
+    of its actors itself: strings, numbers and bytes, which `executor.ray` gives it; nothing comes back but such."""
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in _uses(path)
+        if name in PICKLING or name.endswith(("_pyobj", "_object", "_object_list"))
+    ]
+    modules = [f"{found}" for found in IMPORTS if found.folder == folder and found.names() & PICKLING]
+    assert wrong + modules == []

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import logging
-
 from executor.messages import ModelFacts, WorkerConfig
 from worker.device import free_host_bytes
 from worker.errors import ConfigError, ModelError
 from worker.kv_pool import num_blocks_for
-
-logger = logging.getLogger("millrace.worker")
 
 USUAL_TOKENS = 512
 """Length of a sequence for which the default pool on a CPU is sized."""
@@ -46,5 +42,4 @@ def num_blocks_within(pool_bytes: int, config: WorkerConfig, facts: ModelFacts) 
             f"and {max(pool_bytes, 0):,} are there: set max_model_len to at most {longest}, or give the pool more memory "
             "(kv_cache_memory_bytes, gpu_memory_utilization)"
         )
-    logger.info("KV pool: %d blocks of %d tokens, %d bytes", num_blocks, config.block_size, pool_bytes)
     return num_blocks

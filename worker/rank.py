@@ -47,6 +47,8 @@ class Rank:
         self._pool: KVPool | None = None
         self._num_blocks: int | None = None
         """The pool's size, also while it is dropped."""
+        self._pool_budget = ""
+        """In words: what the number of available blocks was made of."""
         self._model: Any = None
         """transformers' module tree, or None."""
         self._weights: Literal["device", "host", "disk"] = "device"
@@ -73,11 +75,14 @@ class Rank:
     def determine_num_available_blocks(self) -> tuple[int, int]:
         fixed = fixed_num_blocks(self._config)
         if fixed is not None:
+            self._pool_budget = "num_blocks is set"
             return fixed, 0
         if self._config.kv_cache_memory_bytes is not None:
             pool_bytes = self._config.kv_cache_memory_bytes
+            self._pool_budget = f"kv_cache_memory_bytes is {_mib(pool_bytes)}"
         elif self._device.type == "cpu":
             pool_bytes = host_pool_bytes(self._config, self._facts, self._topology.world_size)
+            self._pool_budget = f"{_mib(pool_bytes)} of host memory"
         else:
             pool_bytes = self._profile_gpu()
         return num_blocks_within(pool_bytes, self._config, self._facts), 0
@@ -90,7 +95,7 @@ class Rank:
         self._num_blocks = num_device_blocks
         self._pool = self._make_pool(num_device_blocks)
         self.runner = self._make_runner(self._pool)
-        logger.info("%r on %s", self._pool, self._device)
+        logger.debug("%r on %s", self._pool, self._device)
 
     def execute_model(self, plan: StepPlan) -> StepResult:
         if self.runner is None:
@@ -144,6 +149,8 @@ class Rank:
             "weight_bytes": self._facts.weight_bytes,
             "weights_on": self._weights,
             "device_bytes": torch.cuda.memory_reserved(self._device) if on_gpu else None,
+            "device_total_bytes": torch.cuda.get_device_properties(self._device).total_memory if on_gpu else None,
+            "pool_budget": self._pool_budget,
         }
 
     def shutdown(self) -> None:
@@ -209,7 +216,17 @@ class Rank:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         used_by_others = total - free - torch.cuda.memory_reserved(self._device)
-        return int(total * self._config.gpu_memory_utilization) - used_by_others - peak
+        share = self._config.gpu_memory_utilization
+        pool_bytes = int(total * share) - used_by_others - peak
+        self._pool_budget = (
+            f"{_mib(total)} x {share:g} - {_mib(used_by_others)} of others - {_mib(peak)} at the peak "
+            f"= {_mib(pool_bytes)}"
+        )
+        return pool_bytes
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _move(model: nn.Module, device: torch.device) -> None:

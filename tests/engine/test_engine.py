@@ -145,6 +145,19 @@ def test_a_start_that_is_killed_every_time_gives_up(build: Build) -> None:
         build("die-at-start").start()
 
 
+def test_a_worker_that_exits_in_a_start_without_a_word_is_tried_again(build: Build, tmp_path: Path) -> None:
+    """Also in mid-life: it is a crash, not a wrong configuration."""
+    engine = build(f"exit-at-start,once={tmp_path / 'done'}")
+    engine.start()
+    (tmp_path / "done").unlink()
+    executor = engine._executor
+    assert isinstance(executor, MultiprocExecutor)
+    os.kill(executor.worker_pids()[0], signal.SIGKILL)
+    generations = [generation(1)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+
+
 def test_the_context_is_what_the_pool_can_hold(build: Build) -> None:
     assert build(num_blocks=11).start().max_model_len == 40
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from executor.base import Executor
-from tests.executor.kinds import KINDS, Make, SharedRay, stub_config
+from tests.executor.kinds import KINDS, STUB, Make, SharedRay, stub_config
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,10 +20,11 @@ def _ray_ends_with_the_run() -> Iterator[None]:
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     """Makes executors of the kind that the test is parametrized with, or `mp`, and stops them at the end."""
     made: list[Executor] = []
-    build, sizes = KINDS[getattr(request, "param", "mp")]
+    kind, sizes = KINDS[getattr(request, "param", "mp")]
 
     def make_one(faults: str = "", limits: object = None, **options: object) -> Executor:
-        made.append(build(stub_config(faults, **{**sizes, **options}), limits=limits))
+        config = stub_config(faults, **{**sizes, **options})
+        made.append(kind(config, worker_module=STUB, limits=limits))  # type: ignore[call-arg, arg-type]
         return made[-1]
 
     yield make_one

@@ -23,6 +23,7 @@ from executor.multiproc import MultiprocExecutor
 from executor.process import python_path
 from executor.ray import RayExecutor
 from executor.ray_cluster import LocalRay
+from executor.remote import RemoteExecutor
 from executor.uniproc import UniprocExecutor
 from tests.engine.sequences import GREEDY
 
@@ -36,18 +37,15 @@ SHORT = Limits(
     first_step_s=1.5,
     longest_step_s=1.5,
     heartbeat_s=2.5,
-    busy_heartbeat_s=4.0,
+    busy_heartbeat_s=2.5,
     shutdown_s=0.5,
     call_s=20.0,
+    nap_call_s=6.0,
 )
 
 
 def stub_config(faults: str = "", **options: object) -> WorkerConfig:
     return WorkerConfig(model=faults, num_blocks=32, block_size=4, **options)  # type: ignore[arg-type]
-
-
-def make_uni(config: WorkerConfig, **options: object) -> Executor:
-    return UniprocExecutor(config, worker_module=STUB, **options)  # type: ignore[arg-type]
 
 
 def make_mp(config: WorkerConfig, **options: object) -> Executor:
@@ -59,7 +57,7 @@ class Launched(ExternalLauncherExecutor):
 
     processes: list[subprocess.Popen[bytes]]
 
-    def _start_workers(self) -> ModelFacts:
+    def _start_workers(self) -> list[ModelFacts]:
         if self._num_starts == 1:
             directory = private_directory()
             os.environ[MEETING_PLACE] = directory
@@ -84,10 +82,6 @@ class Launched(ExternalLauncherExecutor):
             process.wait(30)
 
 
-def make_external(config: WorkerConfig, **options: object) -> Executor:
-    return Launched(config, worker_module=STUB, **options)  # type: ignore[arg-type]
-
-
 class SharedRay:
     """One local Ray for all tests of a run; executors find it joined already."""
 
@@ -106,26 +100,35 @@ class SharedRay:
             cls._local = None
 
 
-def make_ray(config: WorkerConfig, **options: object) -> Executor:
-    SharedRay.start()
-    return RayExecutor(config, worker_module=STUB, **options)
+class Placed(RayExecutor):
+    """A Ray executor on the Ray of this run."""
+
+    def __init__(self, config: WorkerConfig, **options: object) -> None:
+        SharedRay.start()
+        super().__init__(config, **options)
 
 
-KINDS: dict[str, tuple[Callable[..., Executor], dict[str, int]]] = {
-    "uni": (make_uni, {}),
-    "mp": (make_mp, {}),
-    "mp-tp2-pp2": (make_mp, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
-    "external": (make_external, {"tensor_parallel_size": 2}),
-    "ray": (make_ray, {"tensor_parallel_size": 2}),
+KINDS: dict[str, tuple[type[Executor], dict[str, int]]] = {
+    "uni": (UniprocExecutor, {}),
+    "mp": (MultiprocExecutor, {}),
+    "mp-tp2-pp2": (MultiprocExecutor, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+    "external": (Launched, {"tensor_parallel_size": 2}),
+    "ray": (Placed, {"tensor_parallel_size": 2}),
 }
-"""By name: how one is made, and the sizes that it gets."""
+"""By name: its class, and the sizes that it gets."""
 
 _RAY_MARKS = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]")]
 
 
-def kinds(*left_out: str) -> pytest.MarkDecorator:
-    """Parametrizes the fixture `make` with every kind but those left out."""
-    names = [name for name in KINDS if name not in left_out]
+def kinds(*, is_remote: bool | None = None, **flags: bool) -> pytest.MarkDecorator:
+    """Parametrizes the fixture `make` with every kind that has these flags of `Executor`, `can_restart` and `can_resize`.
+    `is_remote`: whether its workers are processes of their own, so that they can be killed without the test."""
+    names = [
+        name
+        for name, (kind, _) in KINDS.items()
+        if is_remote in (None, issubclass(kind, RemoteExecutor))
+        and all(getattr(kind, flag) == wanted for flag, wanted in flags.items())
+    ]
     return pytest.mark.parametrize(
         "make", [pytest.param(name, marks=_RAY_MARKS if name == "ray" else ()) for name in names], indirect=True
     )

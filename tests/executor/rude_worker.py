@@ -1,35 +1,113 @@
 """A rank that misbehaves on the wire, over the stub: `worker_module="tests.executor.rude_worker"`.
 
-The fault is the environment's RUDE: "garbage" sends bytes that are no message before each reply, "twice" sends each reply
-twice, "old" says that it speaks another protocol.
+The environment's RUDE says how:
+
+    garbage         sends bytes that are no message before each reply
+    crowd           the same in the middle of a step, beside frames of others that are too large, or of another life
+    twice           sends each reply twice
+    <nonsense>      answers with one of `NONSENSE`; only while the file that RUDE_ONCE names does not exist, and makes it
+    old             says that it speaks another protocol
+    heartless       has no heartbeat
+    curious         looks at its memory after each step
+    <action>-at-spawn   the stub's actions, on rank 1, before it has said anything
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec.structs import replace
 
 from executor import rank
-from executor.messages import FromWorker, Hello, encode
-from executor.stub import create_worker
+from executor.heart import Heart
+from executor.messages import FromWorker, Hello, Reply, SeqId, Step, StepId, StepReply, StepResult, ToWorker, encode
+from executor.rank import Invitation
+from executor.stub import _act, create_worker
 
 RUDENESS = os.environ.get("RUDE", "")
+
+LARGEST_FRAME = 2**20
+"""What the engine of a crowd is made to take."""
+
+
+def _with_result(**changes: object) -> Callable[[StepReply], FromWorker]:
+    def change(reply: StepReply) -> FromWorker:
+        assert isinstance(reply.result, StepResult)
+        return replace(reply, result=replace(reply.result, **changes))
+
+    return change
+
+
+NONSENSE: dict[str, Callable[[StepReply], FromWorker]] = {
+    "empty": lambda reply: StepReply(reply.call_id),
+    "no-step": lambda reply: Reply(call_id=reply.call_id, result=[1, 2, 3]),
+    "stranger": _with_result(seq_ids=[SeqId(77)]),
+    "nobody": _with_result(seq_ids=[], num_tokens=[], token_ids=[]),
+    "too-few-tokens": _with_result(token_ids=[]),
+    "too-many-counts": _with_result(num_tokens=[1, 1]),
+    "no-tokens": _with_result(num_tokens=[0], token_ids=[]),
+    "another-step": _with_result(step_id=StepId(99)),
+    "another-epoch": _with_result(epoch=99),
+}
 
 
 class RudeLink(rank._Link):
     """Sends more than it should."""
 
+    def __init__(self, invitation: Invitation) -> None:
+        super().__init__(invitation)
+        names = ("stranger", "a stranger too", "0.99") if RUDENESS == "crowd" else ()
+        self._others = [self._connect(invitation, name) for name in names]
+
     def send(self, message: FromWorker) -> None:
         if RUDENESS == "garbage":
-            self._socket.send(b"\xc1 this is no message")
-            self._socket.send_multipart([b"too", b"many", b"frames"])
+            self._send_garbage()
         if RUDENESS == "old" and isinstance(message, Hello):
             message = Hello(pid=message.pid, protocol=0)
+        if isinstance(message, StepReply) and RUDENESS in NONSENSE and self._is_first_time():
+            message = NONSENSE[RUDENESS](message)
+        if isinstance(message, Reply) and RUDENESS == "step-for-call":
+            self._socket.send(encode(StepReply(message.call_id)))
         self._socket.send(encode(message))
         if RUDENESS == "twice":
             self._socket.send(encode(message))
 
+    def recv(self) -> ToWorker:
+        message = super().recv()
+        if RUDENESS == "crowd" and isinstance(message, Step):
+            self._send_garbage()
+            *strangers, ghost = self._others
+            for stranger in strangers:
+                stranger.send(bytes(LARGEST_FRAME + 1))
+            ghost.send(encode(StepReply(message.call_id)))
+        return message
+
+    def close(self) -> None:
+        for other in self._others:
+            other.close(linger=0)
+        super().close()
+
+    def _send_garbage(self) -> None:
+        self._socket.send(b"\xc1 this is no message")
+        self._socket.send_multipart([b"too", b"many", b"frames"])
+
+    def _is_first_time(self) -> bool:
+        done = Path(os.environ["RUDE_ONCE"])
+        if done.exists():
+            return False
+        done.touch()
+        return True
+
 
 if __name__ == "__main__":
+    if RUDENESS.endswith("-at-spawn") and "1.1" in sys.argv:
+        _act(RUDENESS.removesuffix("-at-spawn"))
+    if RUDENESS == "heartless":
+        Heart._beat = lambda self: None  # type: ignore[method-assign]
+    if RUDENESS == "curious":
+        rank._LOOK_EVERY_S = 0.0
     rank._Link = RudeLink  # type: ignore[misc]
     sys.exit(rank.serve_rank(create_worker))

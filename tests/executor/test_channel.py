@@ -10,10 +10,24 @@ import pytest
 import zmq
 
 from executor.channel import Channel
-from executor.messages import Beat, Call, FromWorker, Hello, Step, decode_from_worker, decode_to_worker, encode
+from executor.messages import (
+    PROTOCOL,
+    Beat,
+    Call,
+    FromWorker,
+    Hello,
+    SeqId,
+    Step,
+    StepId,
+    StepPlan,
+    StepRow,
+    decode_from_worker,
+    decode_to_worker,
+    encode,
+)
 from tests.executor.kinds import first_step, make_mp, stub_config
 
-HELLO = Hello(pid=1, protocol=2)
+HELLO = Hello(pid=1, protocol=PROTOCOL)
 
 
 @pytest.fixture
@@ -95,15 +109,20 @@ def test_what_no_rank_of_ours_would_send_changes_nothing_and_is_logged_once(
     channel.close()
 
 
-def test_an_oversized_frame_costs_its_sender_the_connection(
+def test_oversized_frames_cost_their_senders_the_connection_are_counted_and_logged_once(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("executor.channel.MAX_MESSAGE_BYTES", 2**20)
+    monkeypatch.setattr("executor.channel.ENDING_S", 0.1)
     channel = open_channel()
     with caplog.at_level(logging.INFO, "millrace.executor"):
-        connect(channel.address, "0.1").send(b"x" * (2**20 + 1))
-        assert hear(channel) == []
-    assert [record.message for record in caplog.records if "connection was closed" in record.message]
+        for identity in ("0.1", "stranger"):
+            connect(channel.address, identity).send(b"x" * (2**20 + 1))
+        deadline_s = time.monotonic() + 10
+        while channel.num_dropped < 2 and time.monotonic() < deadline_s:
+            assert hear(channel, 0.1) == []
+    assert channel.num_dropped == 2
+    assert len([record for record in caplog.records if "connection was closed" in record.message]) == 1
     connect(channel.address, "0.1.beat").send(encode(Beat("idle", 0)))
     assert hear(channel, 5) == [(0, Beat("idle", 0))]
     channel.close()
@@ -130,5 +149,14 @@ def test_messages_grow_at_the_end_and_old_readers_skip_what_they_do_not_know() -
 
 def test_messages_survive_the_wire() -> None:
     executor = make_mp(stub_config())
-    for message in (Step(1, first_step(executor)), Call(call_id=2, epoch=1, method="stats")):
+    for message in (Step(1, first_step(executor)), Call(call_id=2, method="stats")):
         assert decode_to_worker(encode(message)) == message
+
+
+def test_a_step_of_many_sequences_is_a_small_message() -> None:
+    """256 that run, after 65,536 others, with contexts of thousands of tokens; one in 16 needs a new block of 16 tokens."""
+    rows = [
+        StepRow(SeqId(70_000 + number), 4_000 + number, 1, 1, True, [number] if number % 16 == 0 else [])
+        for number in range(256)
+    ]
+    assert len(encode(Step(2**31, StepPlan(StepId(2**31), 9, 1, rows)))) <= 4096

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from executor.errors import Asleep, ExecutorTimeout, StartError, UnknownMethod, WorkerDied, WorkerError
+from executor.metrics import ExecutorMetrics, Percentiles
 from executor.stub import next_token
 from tests.executor.kinds import Make, check_health_for, first_step, kinds, start, wait_until_gone, worker_pids
 
 every_kind = kinds()
-restartable = kinds("external")
-own_process = kinds("uni")
-"""Where the worker is a process of its own, so that it can be killed without the test."""
-own_restartable = kinds("uni", "external")
+restartable = kinds(can_restart=True)
+own_process = kinds(is_remote=True)
+own_restartable = kinds(is_remote=True, can_restart=True)
 
 
 @every_kind
@@ -28,10 +31,22 @@ def test_a_start_tells_the_facts_and_begins_epoch_one(make: Make) -> None:
 
 
 @every_kind
-def test_the_smallest_rank_decides_the_number_of_blocks(make: Make) -> None:
-    executor = make()
+def test_the_smallest_rank_decides_the_number_of_blocks_and_one_line_says_how(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    last_rank = make().world_size - 1
+    executor = make(f"lacks-blocks=5,on-rank={last_rank}")
     executor.start()
-    assert executor.determine_num_available_blocks() == (32, 0)
+    with caplog.at_level(logging.INFO, "millrace.executor"):
+        assert executor.determine_num_available_blocks() == (27, 0)
+    (line,) = [record.message for record in caplog.records if "KV pool" in record.message]
+    assert line.startswith("KV pool: 27 blocks, 0 in host memory; rank 0: ")
+    for rank in range(executor.world_size):
+        num_fit = 27 if rank == last_rank else 32
+        assert (
+            f"rank {rank}: {num_fit} fit (as told), 27 x {(1 + rank) * 4} bytes = 0.0 MiB "
+            f"beside {1 + rank}.0 MiB of weights"
+        ) in line
 
 
 @every_kind
@@ -44,9 +59,12 @@ def test_a_step_brings_the_tokens_of_the_rows_that_sample(make: Make) -> None:
 @every_kind
 def test_results_come_as_a_list_in_rank_order_or_as_the_one_of_a_rank(make: Make) -> None:
     executor = start(make())
-    ranks = range(executor.world_size)
-    assert executor.collective_rpc("stats") == [{"rank": rank, "num_steps": 0, "num_sequences": 0} for rank in ranks]
-    assert executor.collective_rpc("stats", unique_reply_rank=0) == {"rank": 0, "num_steps": 0, "num_sequences": 0}
+    assert [figures["rank"] for figures in executor.collective_rpc("stats")] == list(range(executor.world_size))
+    last_rank = executor.world_size - 1
+    assert executor.collective_rpc("stats", unique_reply_rank=last_rank)["rank"] == last_rank
+    for stranger in (-1, executor.world_size):
+        with pytest.raises(ValueError, match=f"unique_reply_rank: must be one of 0 to {last_rank}, got {stranger}"):
+            executor.collective_rpc("stats", unique_reply_rank=stranger)
 
 
 @every_kind
@@ -54,7 +72,7 @@ def test_futures_may_be_asked_in_any_order(make: Make) -> None:
     executor = start(make())
     step = executor.execute_model(first_step(executor))
     stats = executor.collective_rpc("stats", unique_reply_rank=0, non_block=True)
-    assert stats.result(10.0) == {"rank": 0, "num_steps": 1, "num_sequences": 1}
+    assert stats.result(10.0)["num_steps"] == 1
     assert step.result(10.0).seq_ids == [1]
     assert step.done()
 
@@ -104,8 +122,100 @@ def test_figures_count_steps_tokens_and_times(make: Make) -> None:
     figures = executor.stats()
     assert (figures.num_steps, figures.num_tokens, figures.num_failed, figures.num_blocks) == (2, 1, 1, 32)
     assert figures.num_active_workers == figures.world_size == figures.wanted_world_size
-    assert 0 < figures.latency_s.p50 <= figures.latency_s.p95 <= figures.latency_s.p99
-    assert figures.requests_per_s > 0
+    assert figures.num_requests == figures.num_completed + figures.num_failed
+
+
+Check = Callable[[Any, ExecutorMetrics], bool]
+
+FIGURES: dict[str, Check] = {
+    "num_requests": lambda value, _: value > 3,
+    "num_completed": lambda value, all_of: value == all_of.num_requests,
+    "num_failed": lambda value, _: value == 0,
+    "latency_s": lambda value, all_of: is_sound(value) and value.count == all_of.num_requests,
+    "requests_per_s": lambda value, all_of: 0 < value * all_of.latency_s.p50 <= all_of.num_requests,
+    "tokens_per_s": lambda value, all_of: 0 < value < all_of.requests_per_s,
+    "step_s": lambda value, _: is_sound(value) and value.count == 3,
+    "host_s": lambda value, _: is_sound(value) and value.count == 2,
+    "rpc_s": lambda value, _: is_sound(value) and value.count == 3,
+    "plan_bytes": lambda value, all_of: value == 0 if all_of.name == "uni" else 3 * 20 < value < 3 * 200,
+    "reply_bytes": lambda value, all_of: value == 0 if all_of.name == "uni" else 3 * 20 < value < 3 * 200,
+    "num_stale_replies": lambda value, _: value == 0,
+    "num_restarts": lambda value, _: value == 0,
+    "recovery_s": lambda value, _: value == 0,
+    "num_active_workers": lambda value, all_of: value == all_of.world_size == all_of.wanted_world_size,
+    "num_failed_workers": lambda value, _: value == 0,
+    "num_blocks": lambda value, _: value == 32,
+    "device_bytes": lambda value, all_of: len(value) == all_of.world_size and all(0 <= one <= 12 for one in value),
+    "device_total_bytes": lambda value, all_of: value == [2**20] * all_of.world_size,
+}
+"""What three steps without a fault leave, each of one token for a prompt of three. The stub's device holds a byte for each
+token."""
+
+
+def is_sound(value: Percentiles) -> bool:
+    return 0 <= value.p50 <= value.p95 <= value.p99 <= value.sum_s and value.sum_s > 0
+
+
+@every_kind
+def test_every_figure_is_there_and_plausible(make: Make) -> None:
+    executor = start(make())
+    for number in range(1, 4):
+        executor.execute_model(first_step(executor, number, seq_id=number)).result()
+    executor.collective_rpc("stats")  # answered after the steps, so that every rank's reply to them is in
+    figures = executor.stats()
+    wrong = {
+        name: getattr(figures, name)
+        for name, is_right in FIGURES.items()
+        if not is_right(getattr(figures, name), figures)
+    }
+    assert wrong == {}
+
+
+@own_restartable
+def test_a_call_that_is_not_answered_has_failed(make: Make) -> None:
+    executor = start(make("hang-at-step=1"))
+    before = executor.stats()
+    with pytest.raises(ExecutorTimeout, match="rank "):
+        executor.execute_model(first_step(executor)).result(timeout_s=0.1)
+    assert executor.stats().num_failed == before.num_failed + 1
+    for _ in range(2):
+        executor.collective_rpc("stats", non_block=True)
+    executor.restart()
+    after = executor.stats()
+    assert after.num_failed == before.num_failed + 3
+    assert after.num_requests == after.num_completed + after.num_failed
+
+
+@restartable
+def test_recovery_lasts_from_the_loss_until_the_pool_is_there_failed_attempts_included(
+    make: Make, tmp_path: Path
+) -> None:
+    (done := tmp_path / "done").touch()
+    executor = start(make(f"raise-at-start,once={done}"))
+    done.unlink()
+    with pytest.raises(StartError):
+        executor.restart()
+    assert (executor.stats().recovery_s, executor.stats().num_failed_workers) == (0, 1)
+    began_s = time.monotonic()
+    executor.restart()
+    assert executor.stats().recovery_s > time.monotonic() - began_s
+
+
+@kinds(can_resize=False)
+def test_where_the_number_of_ranks_is_somebody_elses_it_is_not_changed(make: Make) -> None:
+    executor = start(make())
+    executor.resize(*executor.parallel_sizes)
+    with pytest.raises(ValueError, match="can't change its number of ranks"):
+        executor.resize(4, 4)
+    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+
+
+@kinds(can_restart=False)
+def test_where_workers_are_somebody_elses_they_are_not_restarted(make: Make) -> None:
+    executor = start(make())
+    with pytest.raises(StartError) as caught:
+        executor.restart()
+    assert not caught.value.is_retryable
 
 
 @every_kind

@@ -7,12 +7,21 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from executor.errors import ExecutorError, StartError, WorkerDied, WorkerError
+from engine_service.core.scheduler import SchedulerConfig
+from engine_service.engine import Engine
+from executor.base import Executor
+from executor.errors import ExecutorError, ExecutorTimeout, StartError, WorkerDied, WorkerError
+from executor.limits import Limits
 from executor.multiproc import MultiprocExecutor
+from executor.stub import next_token
+from tests.engine.test_engine import assert_undisturbed, generation, run
 from tests.executor.kinds import (
     SHORT,
     Make,
@@ -25,6 +34,8 @@ from tests.executor.kinds import (
     wait_until_gone,
     worker_pids,
 )
+from tests.executor.rude_worker import LARGEST_FRAME, NONSENSE
+from tests.processes import wait_until
 
 TWO = {"tensor_parallel_size": 2}
 
@@ -64,14 +75,50 @@ def test_a_start_that_fails_leaves_nobody_behind_and_can_be_tried_again(
     assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
 
 
-@both_ranks
-@pytest.mark.parametrize("action", ["die", "stop", "raise"])
-def test_a_nap_that_fails_says_so_and_a_restart_helps(make: Make, action: str, rank: int, tmp_path: Path) -> None:
-    executor = start(make(f"{action}-at-sleep,on-rank={rank},once={tmp_path / 'done'}", SHORT, **TWO))
-    with pytest.raises(WorkerError if action == "raise" else WorkerDied):
-        executor.sleep()
+NAP_ERRORS: dict[str, type[ExecutorError]] = {
+    "die": WorkerDied,
+    "raise": WorkerError,
+    "stop": WorkerDied,
+    "hang": ExecutorTimeout,
+}
+"""`hang`: with a heart that beats."""
+
+SHOWN = {("stop", "sleep", 1), ("hang", "wake-up", 0)}
+"""Of the cases that wait for a limit, those of `make test`."""
+
+
+@pytest.mark.parametrize(
+    ("action", "place", "rank"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] if case[0] in ("stop", "hang") and case not in SHOWN else [])
+        for case in product(NAP_ERRORS, ("sleep", "wake-up"), (0, 1))
+    ],
+)
+def test_a_nap_that_fails_says_so_and_a_restart_helps(
+    make: Make, action: str, place: str, rank: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    limits = msgspec.structs.replace(SHORT, nap_call_s=1.5) if action == "hang" else SHORT
+    executor = start(make(f"{action}-at-{place},on-rank={rank},once={tmp_path / 'done'}", limits, **TWO))
+    with pytest.raises(NAP_ERRORS[action]) as caught:
+        nap(executor)
+    assert caught.value.rank == rank  # type: ignore[attr-defined]
     executor.restart()
+    assert action != "hang" or "in fault_at" in capfd.readouterr().err
     assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+
+
+def nap(executor: Executor) -> None:
+    executor.sleep(2)
+    executor.wake_up()
+
+
+def test_a_nap_is_waited_for_as_long_as_the_weights_need(make: Make) -> None:
+    """The stub's ranks have 1 MiB and 2 MiB."""
+    limits = Limits(nap_call_s=60, move_bytes_per_s=2**20, read_bytes_per_s=2**18)
+    executor = make("", limits, **TWO)
+    executor.start()
+    assert executor._nap_limit_s(limits.move_bytes_per_s) == 63
+    assert executor._nap_limit_s(limits.read_bytes_per_s) == 72
 
 
 @both_ranks
@@ -97,13 +144,15 @@ def test_a_stopped_worker_is_noticed_by_the_health_check_of_an_idle_engine(make:
     wait_until_gone(worker_pids(executor)[0])
 
 
-def test_the_stacks_of_a_stuck_worker_are_written_down(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    executor = start(make("hang-at-step=1", SHORT))
+def test_the_stacks_of_a_stuck_worker_and_of_those_that_wait_for_it_are_written_down(
+    make: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    executor = start(make(f"hang-at-step=1,on-rank=0,meet={tmp_path}", SHORT, **TWO))
     with pytest.raises(WorkerDied, match="stuck"):
         executor.execute_model(first_step(executor)).result()
     written = capfd.readouterr().err
-    assert "_fault_at" in written
-    assert "heart.py" in written
+    assert written.count("in fault_at") == written.count("in _meet") == 1
+    assert written.count("heart.py") >= 2
 
 
 def test_running_out_of_memory_is_told_apart(make: Make) -> None:
@@ -117,44 +166,102 @@ def test_running_out_of_memory_is_told_apart(make: Make) -> None:
 # --- on the wire ---
 
 
-def rude(rudeness: str, monkeypatch: pytest.MonkeyPatch) -> MultiprocExecutor:
-    monkeypatch.setenv("RUDE", rudeness)
-    return MultiprocExecutor(stub_config(), worker_module="tests.executor.rude_worker", limits=SHORT)
+@pytest.fixture
+def rude(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., MultiprocExecutor]]:
+    """Makes executors whose ranks misbehave in the way that is named."""
+    made: list[MultiprocExecutor] = []
+
+    def make(rudeness: str, faults: str = "", **options: int) -> MultiprocExecutor:
+        monkeypatch.setenv("RUDE", rudeness)
+        monkeypatch.setenv("RUDE_ONCE", str(tmp_path / "rude"))
+        config = stub_config(faults, **options)
+        made.append(MultiprocExecutor(config, worker_module="tests.executor.rude_worker", limits=SHORT))
+        return made[-1]
+
+    yield make
+    for executor in made:
+        executor.shutdown()
+
+
+Rude = Callable[..., MultiprocExecutor]
 
 
 def test_a_worker_that_sends_garbage_is_heard_where_it_makes_sense(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    rude: Rude, caplog: pytest.LogCaptureFixture
 ) -> None:
-    executor = rude("garbage", monkeypatch)
-    try:
-        with caplog.at_level(logging.WARNING, "millrace.executor"):
-            start(executor)
-            assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
-        assert len([record for record in caplog.records if "dropped" in record.message]) == 1
-        assert executor.stats().num_stale_replies >= 10
-    finally:
-        executor.shutdown()
-
-
-def test_a_worker_that_replies_twice_is_heard_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = rude("twice", monkeypatch)
-    try:
+    executor = rude("garbage")
+    with caplog.at_level(logging.WARNING, "millrace.executor"):
         start(executor)
-        for number in (1, 2, 3):
-            executor.execute_model(first_step(executor, number, seq_id=number)).result()
+        assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+    assert len([record for record in caplog.records if "dropped" in record.message]) == 1
+    assert executor.stats().num_stale_replies >= 10
+
+
+def test_what_arrives_in_the_middle_of_a_step_and_is_not_ours_changes_nothing(
+    rude: Rude, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("executor.channel.MAX_MESSAGE_BYTES", LARGEST_FRAME)
+    monkeypatch.setattr("executor.channel.ENDING_S", 0.2)
+    executor = start(rude("crowd", "slow=300"))
+    before = executor.stats()
+    with caplog.at_level(logging.WARNING, "millrace.executor"):
+        result = executor.execute_model(first_step(executor)).result()
+        wait_until(lambda: executor.check_health() or executor.stats().num_stale_replies >= 5, 10)
+    assert (result.seq_ids, result.token_ids) == ([1], [next_token(7, 3)])
+    assert len([record for record in caplog.records if "no worker of ours" in record.message]) == 1
+    assert len([record for record in caplog.records if "connection was closed" in record.message]) == 1
+    after = executor.stats()
+    assert after.num_stale_replies == 5  # garbage twice, twice too large, once of another life
+    assert (after.num_failed, after.num_failed_workers) == (before.num_failed, before.num_failed_workers)
+    assert executor.execute_model(decode(executor, 2)).result().seq_ids == [1]
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_nonsense_instead_of_a_result_costs_a_restart_and_no_token(rude: Rude, nonsense: str) -> None:
+    executor = rude(nonsense)
+    engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4)
+    engine.start()
+    generations = [generation(1)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+    assert (executor.stats().num_failed, executor.stats().num_restarts) == (1, 1)
+
+
+def test_a_call_that_is_answered_like_a_step_has_failed(rude: Rude) -> None:
+    executor = rude("step-for-call")
+    executor.start()
+    with pytest.raises(WorkerError, match="BadReply: it answered a call with a StepReply"):
         executor.collective_rpc("check_health")
-        figures = executor.stats()
-        assert (figures.num_steps, figures.num_tokens) == (3, 3)
-        assert figures.num_stale_replies >= 3
-    finally:
-        executor.shutdown()
 
 
-def test_a_worker_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = rude("old", monkeypatch)
+def test_a_worker_that_replies_twice_is_heard_once(rude: Rude) -> None:
+    executor = start(rude("twice"))
+    for number in (1, 2, 3):
+        executor.execute_model(first_step(executor, number, seq_id=number)).result()
+    executor.collective_rpc("check_health")
+    figures = executor.stats()
+    assert (figures.num_steps, figures.num_tokens) == (3, 3)
+    assert figures.num_stale_replies >= 3
+
+
+def test_a_worker_of_another_version_is_refused(rude: Rude) -> None:
     with pytest.raises(StartError, match="protocol") as caught:
-        executor.start()
+        rude("old").start()
     assert not caught.value.is_retryable
+
+
+def test_a_rank_without_a_heart_is_not_waited_for(rude: Rude) -> None:
+    """As one that was stopped before its first heartbeat: silence counts from its first word."""
+    with pytest.raises(StartError, match="no heartbeat") as caught:
+        rude("heartless").start()
+    assert caught.value.is_retryable
+
+
+def test_a_rank_that_runs_steps_tells_how_much_device_memory_it_holds(rude: Rude) -> None:
+    """The stub's device holds a byte for each token: three of the prompt, and one more."""
+    executor = start(rude("curious", **TWO))
+    executor.execute_model(first_step(executor)).result()
+    wait_until(lambda: executor.check_health() or executor.stats().device_bytes == [4, 4], 15)
 
 
 # --- nothing is left ---
@@ -163,26 +270,30 @@ PARENT = """
 import sys, time
 from executor.multiproc import MultiprocExecutor
 from tests.executor.kinds import start, stub_config, worker_pids
-executor = MultiprocExecutor(stub_config(tensor_parallel_size=2), worker_module="executor.stub")
+executor = MultiprocExecutor(stub_config(sys.argv[1], tensor_parallel_size=2), worker_module="executor.stub")
 start(executor)
-print(*worker_pids(executor), flush=True)
 time.sleep(60)
 """
 
 
-def test_workers_end_with_an_engine_that_is_killed(tmp_path: Path) -> None:
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, env=environment)
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
-    fds = [os.pidfd_open(pid) for pid in pids]
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    for fd in fds:
-        wait_for_end(fd)
-    assert len(fds) == 2
-    assert list(tmp_path.iterdir()) == []
+def test_an_engine_that_is_killed_leaves_no_worker_and_no_file(tmp_path: Path) -> None:
+    """In the start, where it lasts: while rank 1 loads its model; and afterwards."""
+    temporary, loading = tmp_path / "temporary", tmp_path / "loading"
+    temporary.mkdir()
+    for fault in (f"hang-at-start,on-rank=1,once={loading}", f"hang-at-kv-pool,on-rank=1,once={tmp_path / 'loaded'}"):
+        environment = {**os.environ, "TMPDIR": str(temporary)}
+        parent = subprocess.Popen([sys.executable, "-c", PARENT, fault], env=environment)
+        try:
+            wait_until(Path(fault.rpartition("=")[2]).exists, what="the fault")
+            wait_until(lambda: not any(temporary.iterdir()), 10, "an empty directory")
+            pids = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+            fds = [os.pidfd_open(int(pid)) for pid in pids]
+        finally:
+            parent.kill()
+            parent.wait()
+        assert len(fds) == 2
+        for fd in fds:
+            wait_for_end(fd)
 
 
 def wait_for_end(fd: int) -> None:

@@ -63,12 +63,29 @@ def test_all_ranks_end_when_one_is_stuck_in_its_end(make: Make) -> None:
 
 @pytest.mark.parametrize(("limit", "most"), [(1, 1), (2, 2), (None, 4)])
 def test_no_more_ranks_load_at_a_time_than_allowed(make: Make, tmp_path: Path, limit: int | None, most: int) -> None:
+    """In the start, and when the weights are read again on waking; not when they were kept."""
     executor = start(make(f"count-loading={tmp_path}", max_parallel_loading_workers=limit, **TWO_BY_TWO))
     executor.check_health()
-    seen = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("seen-*")]
+    seen = take_seen(tmp_path)
     assert len(seen) == 4
     assert max(seen) <= most
     assert limit is not None or max(seen) > 1
+    executor.sleep(2)
+    executor.wake_up()
+    assert [len(seen := take_seen(tmp_path)), max(seen) <= most] == [4, True]
+    executor.sleep(1)
+    executor.wake_up(["kv_cache"])
+    executor.wake_up(["weights"])
+    assert take_seen(tmp_path) == []
+    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+
+
+def take_seen(directory: Path) -> list[int]:
+    """How many ranks were loading when each of those did that have noted it since the last time."""
+    marks = list(directory.glob("seen-*"))
+    for mark in marks:
+        mark.unlink()
+    return [int(mark.name.rpartition("-")[2]) for mark in marks]
 
 
 def test_the_results_of_some_ranks_are_no_result(make: Make) -> None:

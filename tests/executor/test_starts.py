@@ -1,0 +1,112 @@
+"""What goes wrong in a start, in each of its phases: which phase and which rank is named, and whether to try again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from engine_service.recovery import Recovery
+from executor.channel import Channel
+from executor.errors import StartError
+from executor.failures import is_retryable_exit
+from executor.handshake import Handshake
+from executor.messages import Failure, StartFailed, encode
+from executor.multiproc import MultiprocExecutor
+from executor.process import End
+from tests.executor.kinds import SHORT, stub_config, worker_pids
+
+slow = pytest.mark.slow
+
+PATIENT = {"spawn": 60.0, "import": 60.0, "device": 60.0, "load_model": 60.0}
+PLACES = {"spawn": "spawn", "import": "import", "device": "device", "load_model": "start", "kv_pool": "kv-pool"}
+"""By phase: what the stub calls it."""
+
+ENDS = {
+    "raise": (False, "told to raise"),
+    "die": (True, "SIGKILL"),
+    "hang": (True, r"not done within|no reply"),
+    "stop": (True, r"not done within|no heartbeat|no reply"),
+}
+"""By action: whether another attempt may help, and what the error says."""
+
+
+def is_slow(phase: str, action: str) -> bool:
+    """Waiting for a limit takes seconds: of those, `make test` has the ones that differ most."""
+    return (phase, action) not in {("load_model", "hang"), ("kv_pool", "hang")} and action in ("hang", "stop")
+
+
+@pytest.mark.parametrize(
+    ("phase", "action"),
+    [
+        pytest.param(phase, action, marks=[slow] if is_slow(phase, action) else [])
+        for phase in PLACES
+        for action in ENDS
+    ],
+)
+def test_a_start_that_fails_names_the_phase_and_the_rank(
+    phase: str, action: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    limits = msgspec.structs.replace(
+        SHORT, phase_s={**PATIENT, phase: 5.0 if phase == "spawn" else 1.5}, pool_call_s=1.5
+    )
+    monkeypatch.setenv("RUDE", f"{action}-at-spawn" if phase == "spawn" else "")
+    config = stub_config(f"{action}-at-{PLACES[phase]},on-rank=1", tensor_parallel_size=2)
+    executor = MultiprocExecutor(config, worker_module="tests.executor.rude_worker", limits=limits)
+    is_retryable, message = ENDS[action]
+    if (phase, action) == ("spawn", "raise"):  # before it can say what it was
+        is_retryable, message = True, "exit status 1"
+    try:
+        with pytest.raises(StartError, match=message) as caught:
+            Recovery(executor)._attempt(executor.start)
+    finally:
+        executor.shutdown()
+    assert (caught.value.phase, caught.value.rank, caught.value.is_retryable) == (phase, 1, is_retryable)
+    assert worker_pids(executor) == []
+    assert (action, phase) != ("hang", "load_model") or "in fault_at" in capfd.readouterr().err
+
+
+class Leaver:
+    """A rank that has said why it does not start, and has ended. The words travel while its end is seen already."""
+
+    rank = 0
+
+    def __init__(self, channel: Channel) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt_string(zmq.IDENTITY, channel.identity(0))
+        self._socket.connect(channel.address)
+        self._has_spoken = False
+
+    def end(self) -> End:
+        if not self._has_spoken:
+            self._has_spoken = True
+            failure = Failure(kind="ModelError", message="there is no model")
+            self._socket.send(encode(StartFailed(phase="load_model", failure=failure)))
+        return End("exit status 3", is_killed=False, is_retryable=True)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def test_the_last_words_of_a_rank_count_though_its_end_is_seen_before_them() -> None:
+    channel = Channel(1, 1)
+    leaver = Leaver(channel)
+    handles: Any = [leaver]
+    try:
+        with pytest.raises(StartError, match="there is no model") as caught:
+            Handshake(channel, handles, stub_config(), SHORT, epoch=1, rendezvous="").run()
+    finally:
+        leaver.close()
+        channel.close()
+    assert (caught.value.phase, caught.value.is_retryable) == ("load_model", False)
+
+
+@pytest.mark.parametrize(
+    ("status", "is_retryable"), [(0, True), (1, True), (3, False), (4, True), (5, True), (-9, True)]
+)
+def test_only_a_worker_that_names_the_configuration_is_not_started_again(status: int, is_retryable: bool) -> None:
+    assert is_retryable_exit(status) == is_retryable
