@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 from typing import Any
 
@@ -12,6 +13,8 @@ from executor.failures import to_failure
 from executor.limits import Limits
 from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 from executor.remote import check_method
+
+logger = logging.getLogger("millrace.executor")
 
 
 class UniprocExecutor(Executor):
@@ -62,9 +65,13 @@ class UniprocExecutor(Executor):
         self._discard_workers()
 
     def _discard_workers(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
-            self._worker = None
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        try:
+            worker.shutdown()
+        except Exception:  # a lost device refuses this too; what comes next says whether it is lost for good
+            logger.exception("the worker did not end in order")
 
     def _num_active_workers(self) -> int:
         return int(self._worker is not None)
@@ -109,7 +116,9 @@ class UniprocExecutor(Executor):
 
     def check_health(self) -> None:
         self._recorder.idle()
-        self._require_worker().check_health()
+        worker = self._require_worker()
+        if not self._missing:  # the device may be somebody else's while the worker sleeps
+            _Done(worker.check_health).result()
 
     def _require_worker(self) -> Worker:
         if self._worker is None:
@@ -126,8 +135,12 @@ class _Done:
         try:
             self.outcome = work()
         except Exception as error:
-            self._error = WorkerError(0, to_failure(error))
-            self._error.__cause__ = error
+            failure = to_failure(error)
+            if failure.cause != "out_of_memory":
+                logger.error("%s", failure.traceback.rstrip())
+            self._error = WorkerError(0, failure)
+            # Its frames hold every tensor of the step, and this object: until the next collection of cycles.
+            self._error.__cause__ = error.with_traceback(None)
 
     @property
     def is_failure(self) -> bool:
