@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import zmq
 
 from executor.base import Executor
 from executor.calls import PendingCall
 from executor.channel import Channel
-from executor.errors import Asleep, UnknownMethod, WorkerDied
+from executor.errors import Asleep, StartError, UnknownMethod, WorkerDied
 from executor.handshake import Handshake
 from executor.limits import Limits
 from executor.messages import (
@@ -82,17 +83,25 @@ class RemoteExecutor(Executor):
     # --- life ---
 
     def _start_workers(self) -> ModelFacts:
-        self._channel = self._open_channel()
         try:
+            self._channel = self._open_channel()
             self._handles = self._launch(self._channel)
             for handle in self._handles:
                 self._channel.watch(handle.fileno())
             facts = self._shake_hands(self._channel)
-        except BaseException:
+        except BaseException as error:
             self._discard_workers()
+            if isinstance(error, OSError | zmq.ZMQError):  # no process, file or memory to be had just now
+                raise StartError("spawn", 0, str(error), is_retryable=True) from error
             raise
         self._channel.forget_address()
-        self._watch = Watch(self._limits, self.world_size, time.monotonic(), is_cpu=facts.device == "cpu")
+        self._watch = Watch(
+            self._limits,
+            self.world_size,
+            time.monotonic(),
+            is_cpu=facts.device == "cpu",
+            measured_rank=output_rank(self._config),
+        )
         self._lost = None
         logger.info("ready: %s %s on %s, epoch %d", facts.architecture, facts.dtype, facts.device, self._epoch)
         return facts
@@ -219,7 +228,7 @@ class RemoteExecutor(Executor):
         assert self._watch is not None
         match message:
             case StepReply():
-                self._watch.answered_step(rank, now_s)
+                self._watch.answered_step(rank, now_s, has_failed=message.failure is not None)
                 self._take_reply(rank, message, now_s)
             case Reply():
                 self._take_reply(rank, message, now_s)
@@ -280,7 +289,7 @@ class RemoteExecutor(Executor):
 def check_method(method: str) -> None:
     """Raise `UnknownMethod` unless it is one of `WORKER_METHODS`."""
     if method not in WORKER_METHODS:
-        raise UnknownMethod(f"{method!r} is not a method of a worker; there are {', '.join(sorted(WORKER_METHODS))}")
+        raise UnknownMethod(f"{method!r} is no call to a worker; there are {', '.join(sorted(WORKER_METHODS))}")
 
 
 def _free_port() -> int:
