@@ -4,20 +4,20 @@ Its faults stand in `model` beside those of the stub:
 
     lose-device          every step and check fails, and the shutdown too, as torch does after a sticky error
     memory-at-step=N     that step runs out of memory deep in a forward pass
-    lose-peer=DIR        of two ranks the second dies in its first step; the first says so once it is gone
+    lose-peer=DIR        of two ranks the second dies in its first step, a moment after the first has said so
 """
 
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
+import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
-from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from executor.messages import StepPlan, StepResult, WorkerConfig
 from executor.rank import serve_rank
 from executor.stub import OutOfMemoryError, StubWorker
 
@@ -31,19 +31,13 @@ class AcceleratorError(RuntimeError):
 class Activations:
     """Stands for what a step allocates."""
 
-    alive: weakref.WeakSet[Activations] = weakref.WeakSet()
+    alive: ClassVar[weakref.WeakSet[Activations]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.alive.add(self)
 
 
 class FragileWorker(StubWorker):
-    def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
-        facts = super().start(on_phase)
-        if "lose-peer" in self._faults:
-            Path(self._faults["lose-peer"], str(self._rank)).write_text(str(os.getpid()))
-        return facts
-
     def execute_model(self, plan: StepPlan) -> StepResult:
         self._touch_device()
         if self._num_steps + 1 == self._faults.get("memory-at-step"):
@@ -68,15 +62,13 @@ class FragileWorker(StubWorker):
         raise OutOfMemoryError(f"CUDA out of memory beside {type(activations).__name__}")
 
     def _lose_peer(self, place: Path) -> None:
-        if self._rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            peer = os.pidfd_open(int((place / "1").read_text()))
-        except ProcessLookupError:
-            pass
-        else:
-            select.select([peer], [], [], 30)
-        raise RuntimeError(LOST_PEER)
+        if self._rank == 0:
+            (place / "lost").touch()
+            raise RuntimeError(LOST_PEER)
+        while not (place / "lost").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)  # as a dying process's connections close before its end is known
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> FragileWorker:
