@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import subprocess
@@ -14,20 +15,37 @@ PACKAGES = ("millrace", "torch", "transformers", "redis", "rq", "msgspec", "pyzm
 
 
 def describe(server_info: dict[str, Any]) -> dict[str, Any]:
-    """Commit, machine and versions, for the head of a result file."""
+    """Commit, machine and versions, for the head of a result file. What cannot be known is None."""
+    status = _output("git", "status", "--porcelain")
     return {
-        "commit": _git("rev-parse", "HEAD"),
-        "is_dirty": bool(_git("status", "--porcelain")),
-        "machine": {"cpu": _cpu_model(), "num_cores": os.cpu_count(), "memory_gib": _memory_gib()},
+        "commit": _output("git", "rev-parse", "HEAD"),
+        "is_dirty": None if status is None else bool(status),
+        "machine": {
+            "cpu": _cpu_model(),
+            "num_cores": os.cpu_count(),
+            "memory_gib": _memory_gib(),
+            "gpus": (gpus := _gpus()),
+            "cuda": importlib.import_module("torch").version.cuda if gpus else None,
+        },
         "python": platform.python_version(),
         "server": f"{server_info.get('server_name', 'redis')} {server_info.get('redis_version')}",
         "packages": {name: _version(name) for name in PACKAGES},
     }
 
 
-def _git(*arguments: str) -> str:
-    result = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return result.stdout.strip()
+def _output(*command: str) -> str | None:
+    """What a command says, None where there is no such command or it fails."""
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _gpus() -> list[dict[str, str]]:
+    """Name, driver and memory of each."""
+    said = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    fields = ("name", "driver", "memory")
+    return [dict(zip(fields, line.split(", "), strict=False)) for line in (said or "").splitlines()]
 
 
 def _cpu_model() -> str:

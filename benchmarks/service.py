@@ -14,6 +14,9 @@ from pathlib import Path
 from benchmarks.environment import ROOT
 from millrace import Client, GenerationRequest
 
+STOP_LIMIT_S = 60.0
+"""What a service gets to end by itself."""
+
 
 class Service:
     """Owns one engine service and a client of it."""
@@ -65,9 +68,14 @@ class Service:
         self._process.send_signal(number)
 
     def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-        self._client.close()
+        """End it, by force and with an error when it does not end by itself."""
+        try:
+            self._process.terminate()
+            self._process.wait(STOP_LIMIT_S)
+        finally:
+            self._process.kill()
+            self._process.wait()
+            self._client.close()
 
     def cpu_s(self, *, with_workers: bool) -> float:
         """CPU seconds so far of the service process, and of its workers when they are asked for."""

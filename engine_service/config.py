@@ -43,7 +43,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory: int | str | None = None
     """Bytes, or a text such as "512M" or "4GiB"."""
     gpu_memory_utilization: float = 0.9
-    seed: int = 0
     tensor_parallel_size: int = 1
     """Ranks that divide each layer."""
     pipeline_parallel_size: int = 1
@@ -67,6 +66,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         loading = self.max_parallel_loading_workers
         _require(loading is None or loading >= 1, "max_parallel_loading_workers", "must be at least 1", loading)
         parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        _require(
+            ":" not in self.device or self.tensor_parallel_size * self.pipeline_parallel_size == 1,
+            "device",
+            'names one GPU, and several ranks need one each: take "cuda", and CUDA_VISIBLE_DEVICES to choose them',
+            self.device,
+        )
 
     def for_worker(self, path: Path) -> WorkerConfig:
         """The worker's part, for the model in `path`."""
@@ -81,7 +86,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             num_blocks=self.num_blocks,
             kv_cache_memory_bytes=parse_bytes("kv_cache_memory", self.kv_cache_memory),
             gpu_memory_utilization=self.gpu_memory_utilization,
-            seed=self.seed,
             tensor_parallel_size=self.tensor_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             max_parallel_loading_workers=self.max_parallel_loading_workers,
@@ -152,7 +156,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu-memory-utilization", type=float, metavar="SHARE", help="of a GPU's memory (default: 0.9)"
     )
-    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument(
         "--drain-grace", type=float, metavar="SECONDS", help="for running jobs at SIGTERM (default: 25)"
     )

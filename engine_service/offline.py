@@ -99,7 +99,6 @@ class LLM:
             "num_blocks": num_blocks,
             "kv_cache_memory": kv_cache_memory,
             "gpu_memory_utilization": gpu_memory_utilization,
-            "seed": seed,
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
             "max_parallel_loading_workers": max_parallel_loading_workers,

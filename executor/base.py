@@ -29,7 +29,7 @@ class Worker(Protocol):
     """
 
     def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
-        """Take the device and load the model, announcing each of `START_PHASES` but "import" as it begins."""
+        """Take the device and load the model, announcing the phases "device" and "load_model" as they begin."""
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         """(device blocks, host blocks) that fit; block 0 included. Profiles the largest prefill where memory is scarce."""

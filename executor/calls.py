@@ -8,8 +8,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from executor.errors import ExecutorTimeout, WorkerError
+from executor.errors import ExecutorTimeout, WorkerDied, WorkerError
 from executor.messages import Failure, Reply, StepPlan, StepReply, StepResult
+
+_WITNESS_S = 0.5
+"""When a rank says that it lost another, the end of that one gets this long to be noticed: its connections close first."""
 
 
 class Pump(Protocol):
@@ -100,12 +103,22 @@ class PendingCall:
         return results if self._is_list else results[0]
 
     def _raise_failure(self, rank: int) -> None:
-        """When another rank has died, that is what happened, and not the error of its peer."""
-        if len(self.replies) > 1 or self._wanted != (rank,):
-            self._pump.pump(0)
-            self._pump.require_workers()
+        """When another rank has died, that is what happened, and not the error of its peer. A rank that died of its own
+        error has said more in it than its end does."""
         failure = self.replies[rank].failure
         assert failure is not None
+        has_lost_peer = failure.is_retryable and failure.cause == "error"
+        deadline_s = time.monotonic() + (_WITNESS_S if has_lost_peer else 0.0)
+        try:
+            while True:
+                left_s = deadline_s - time.monotonic()
+                self._pump.pump(max(0.0, left_s))
+                self._pump.require_workers()
+                if left_s <= 0:
+                    break
+        except WorkerDied as death:
+            if death.rank != rank:
+                raise
         raise WorkerError(rank, failure)
 
 

@@ -12,17 +12,17 @@ EXIT_CRASH = 1
 EXIT_CONFIGURATION = 3
 EXIT_DEVICE_LOST = 4
 EXIT_OUT_OF_MEMORY = 5
-EXIT_ENGINE_GONE = 7
 
 _EXIT_MEANINGS = {
     EXIT_CRASH: "crash",
     EXIT_CONFIGURATION: "configuration",
     EXIT_DEVICE_LOST: "device lost",
     EXIT_OUT_OF_MEMORY: "out of memory",
-    EXIT_ENGINE_GONE: "the engine is gone",
 }
 
 _OUT_OF_MEMORY_KINDS = frozenset({"OutOfMemoryError", "MemoryError"})
+_OUT_OF_MEMORY_WORDS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What torch says, under other names, when host memory is short, or a GPU's for what its allocator does not manage."""
 _DEVICE_LOST_KINDS = frozenset({"AcceleratorError"})
 _PEER_LOST_KINDS = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "RendezvousError"})
 """Class names, since this side must not import torch. A lost peer is retryable: the other rank says what happened."""
@@ -50,7 +50,7 @@ def _has_gloo_lost_a_peer(message: str) -> bool:
 
 
 def _cause(names: set[str], message: str) -> Literal["error", "out_of_memory", "device_lost"]:
-    if names & _OUT_OF_MEMORY_KINDS or "DefaultCPUAllocator" in message:  # what torch says when host memory is short
+    if names & _OUT_OF_MEMORY_KINDS or any(words in message for words in _OUT_OF_MEMORY_WORDS):
         return "out_of_memory"
     return "device_lost" if names & _DEVICE_LOST_KINDS else "error"
 

@@ -39,8 +39,8 @@ class Heart:
         threading.Thread(target=self._run, name="heart", daemon=True).start()
 
     def _run(self) -> None:
-        """Until the context is terminated."""
-        with contextlib.suppress(zmq.ContextTerminated):
+        """Until the context is terminated, which waits for this socket however the thread ends."""
+        try:
             while True:
                 self._beat()
                 for source, _ in self._poller.poll(BEAT_EVERY_MS):
@@ -48,7 +48,10 @@ class Heart:
                         self._follow_engine()
                     else:
                         self._obey()
-        self._socket.close(linger=0)
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._socket.close(linger=0)
 
     def _beat(self) -> None:
         with contextlib.suppress(zmq.Again):  # nobody reads them just now

@@ -56,7 +56,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes for the KV pool on this rank. None: chosen from what is free."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that weights, activations and KV pool together may take."""
-    seed: int = 0
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_parallel_loading_workers: int | None = None
@@ -113,7 +112,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Worker to engine during start-up: the named phase begins now. Each has its own time limit."""
+    """Worker to engine during start-up: the named phase begins now, "import", "device" or "load_model". Each has its own
+    time limit; `Ready` ends the last one."""
 
     name: str
 
@@ -124,15 +124,11 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
     facts: ModelFacts
 
 
-START_PHASES = ("import", "device", "load_model")
-"""The phases of a start, in order; `Ready` ends the last one."""
-
-
 class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Worker to engine, every second from a thread and a socket of its own: the process is alive, and what it does."""
 
     phase: str
-    """One of `START_PHASES`, then "idle", "step", or the method that it runs."""
+    """One of the start, as in `Phase`, then "idle", "step", or the method that it runs."""
     device_bytes: int | None = None
     """Device memory that the rank held when it last looked; None where the device is the host, or before the first look."""
 
@@ -251,12 +247,10 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
 # --- calls ---------------------------------------------------------------------------------------------------------
 
 WORKER_METHODS = frozenset(
-    {
-        *("determine_num_available_blocks", "initialize_cache", "execute_model", "check_health", "stats", "shutdown"),
-        *("sleep", "wake_up"),
-    }
+    {"determine_num_available_blocks", "initialize_cache", "check_health", "stats", "sleep", "wake_up"}
 )
-"""All that a call may name. A worker refuses anything else, so no string from a socket reaches getattr."""
+"""All that a call may name, but for the executor's own "shutdown"; a step is no call but a `Step`. A worker refuses anything
+else, so no string from a socket reaches getattr."""
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):

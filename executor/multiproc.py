@@ -22,13 +22,23 @@ class MultiprocExecutor(RemoteExecutor):
         """Takes `worker_module`, `log_level` and `limits`."""
         super().__init__(config, **options)
         self._devices = visible_devices(self.world_size)
+        """Those that the present ranks may take, in their order."""
+        self._lost_devices: list[str] = []
+        """Of ranks that did not come up since all did; the oldest loss first."""
 
     def resize(self, tensor_parallel_size: int, pipeline_parallel_size: int, *, lost_rank: int | None = None) -> None:
+        lost = [] if lost_rank is None else self._devices[lost_rank : lost_rank + 1]
         super().resize(tensor_parallel_size, pipeline_parallel_size)
-        if lost_rank is not None:
-            del self._devices[lost_rank : lost_rank + 1]
+        self._lost_devices = [name for name in self._lost_devices if name not in lost] + lost
+        self._devices = visible_devices(self._wanted_world_size)
+        if self.world_size < self._wanted_world_size:
+            sound = [name for name in self._devices if name not in self._lost_devices]
+            self._devices = (sound + self._lost_devices)[: max(len(sound), self.world_size)]
+
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        super().initialize_cache(num_device_blocks, num_host_blocks)
         if self.world_size == self._wanted_world_size:
-            self._devices = visible_devices(self.world_size)
+            self._lost_devices.clear()  # all are back
 
     def _open_channel(self) -> Channel:
         return Channel(self._num_starts, self.world_size)
@@ -61,4 +71,4 @@ class MultiprocExecutor(RemoteExecutor):
 def visible_devices(world_size: int) -> list[str]:
     """Names of the GPUs that ranks take one after the other; on a host without any they mean nothing."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(rank) for rank in range(world_size)]
+    return named.split(",") if named is not None else [str(rank) for rank in range(world_size)]

@@ -115,7 +115,12 @@ class WorkerProcess:
             env={**os.environ, **(environment or {}), "PYTHONPATH": python_path()},
             start_new_session=True,  # Ctrl-C in a terminal is the engine's business
         )
-        self._pidfd = os.pidfd_open(self._process.pid)
+        try:
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError:  # no descriptor is left: nobody would hold the process
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def __repr__(self) -> str:
         return f"WorkerProcess(rank={self.rank}, pid={self.pid})"

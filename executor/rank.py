@@ -119,7 +119,10 @@ def _serve(link: _Link, create_worker: CreateWorker) -> int:
     try:
         return _answer_calls(link, started, boot)
     finally:
-        started.shutdown()
+        try:
+            started.shutdown()
+        except Exception:  # such as a lost device's; the exit status is to say how it came to this
+            logger.exception("the worker did not end in order")
 
 
 def _start(link: _Link, create_worker: CreateWorker, boot: Boot) -> Worker | Failure:
@@ -176,7 +179,7 @@ def _run_step(worker: Worker, call_id: int, plan: StepPlan, *, is_output: bool) 
         result = worker.execute_model(plan)
         return StepReply(call_id, result=result if is_output else None)
     except Exception as error:
-        return StepReply(call_id, failure=to_failure(error))
+        return StepReply(call_id, failure=_logged(error, "a step"))
 
 
 def _run_call(worker: Worker, call: Call) -> Reply:
@@ -186,7 +189,15 @@ def _run_call(worker: Worker, call: Call) -> Reply:
         result = getattr(worker, call.method)(*call.args, **call.kwargs)
         return Reply(call_id=call.call_id, result=result)
     except Exception as error:
-        return Reply(call_id=call.call_id, failure=to_failure(error))
+        return Reply(call_id=call.call_id, failure=_logged(error, call.method))
+
+
+def _logged(error: Exception, what: str) -> Failure:
+    """With its traceback, but for too little memory: that is expected now and then, and the engine says what follows."""
+    failure = to_failure(error)
+    if failure.cause != "out_of_memory":
+        logger.error("%s failed", what, exc_info=error)
+    return failure
 
 
 class _Link:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+import zmq
 
 from executor.base import Executor
 from executor.calls import PendingCall
@@ -84,8 +85,8 @@ class RemoteExecutor(Executor):
     # --- life ---
 
     def _start_workers(self) -> list[ModelFacts]:
-        self._channel = self._open_channel()
         try:
+            self._channel = self._open_channel()
             self._handles = self._launch(self._channel)
             for handle in self._handles:
                 self._channel.watch(handle.fileno())
@@ -94,9 +95,17 @@ class RemoteExecutor(Executor):
             if isinstance(error, StartError) and self._handles:
                 self._recorder.num_failed_workers += 1
             self._discard_workers()
+            if isinstance(error, OSError | zmq.ZMQError):  # no process, file or memory to be had just now
+                raise StartError("spawn", 0, str(error), is_retryable=True) from error
             raise
         facts = facts_by_rank[0]
-        self._watch = Watch(self._limits, self.world_size, time.monotonic(), is_cpu=facts.device == "cpu")
+        self._watch = Watch(
+            self._limits,
+            self.world_size,
+            time.monotonic(),
+            is_cpu=facts.device == "cpu",
+            measured_rank=output_rank(self._config),
+        )
         self._lost = None
         logger.info("ready: %s %s on %s, epoch %d", facts.architecture, facts.dtype, facts.device, self._epoch)
         return facts_by_rank
@@ -254,7 +263,7 @@ class RemoteExecutor(Executor):
         assert self._watch is not None
         match message:
             case StepReply():
-                self._watch.answered_step(rank, now_s)
+                self._watch.answered_step(rank, now_s, has_failed=message.failure is not None)
                 self._take_reply(rank, message, now_s)
             case Reply():
                 self._take_reply(rank, message, now_s)

@@ -33,7 +33,6 @@ from typing import Any
 from executor.messages import ModelFacts, NewSequence, SeqId, StepPlan, StepResult, StepRow, WorkerConfig
 
 VOCAB_SIZE = 1000
-END_TOKEN_ID = 0
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> StubWorker:
@@ -43,7 +42,7 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
 
 def next_token(last_token: int, position: int) -> int:
-    """What follows `last_token` at `position`; never the end token."""
+    """What follows `last_token` at `position`; never 0, which ends a sequence."""
     return 1 + (last_token * 31 + position * 7) % (VOCAB_SIZE - 1)
 
 

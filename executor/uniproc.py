@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 
 _LOOK_EVERY_S = 10.0
 """How often it is looked how much device memory the worker holds."""
+
+logger = logging.getLogger("millrace.executor")
 
 
 class UniprocExecutor(Executor):
@@ -67,9 +70,13 @@ class UniprocExecutor(Executor):
         self._discard_workers()
 
     def _discard_workers(self) -> None:
-        if self._worker is not None:
-            self._worker.shutdown()
-            self._worker = None
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        try:
+            worker.shutdown()
+        except Exception:  # a lost device refuses this too; what comes next says whether it is lost for good
+            logger.exception("the worker did not end in order")
 
     def _num_active_workers(self) -> int:
         return int(self._worker is not None)
@@ -116,8 +123,9 @@ class UniprocExecutor(Executor):
     def check_health(self) -> None:
         self._recorder.idle()
         worker = self._require_worker()
-        worker.check_health()
-        self._look(worker)
+        if not self._missing:  # the device may be somebody else's while the worker sleeps
+            _Done(worker.check_health).result()
+            self._look(worker)
 
     def _require_worker(self) -> Worker:
         if self._worker is None:
@@ -134,8 +142,12 @@ class _Done:
         try:
             self.outcome = work()
         except Exception as error:
-            self._error = WorkerError(0, to_failure(error))
-            self._error.__cause__ = error
+            failure = to_failure(error)
+            if failure.cause != "out_of_memory":
+                logger.error("%s", failure.traceback.rstrip())
+            self._error = WorkerError(0, failure)
+            # Its frames hold every tensor of the step, and this object: until the next collection of cycles.
+            self._error.__cause__ = error.with_traceback(None)
 
     @property
     def is_failure(self) -> bool:

@@ -22,10 +22,14 @@ class _Sent(msgspec.Struct, frozen=True):
 class Watch:
     """Owns what is known of the ranks' progress in one life. Pure: time comes in as an argument, in seconds."""
 
-    def __init__(self, limits: Limits, world_size: int, now_s: float, *, is_cpu: bool = False) -> None:
-        """`is_cpu`: a first step is given all the time there is, since a long prompt may honestly take it there."""
+    def __init__(
+        self, limits: Limits, world_size: int, now_s: float, *, is_cpu: bool = False, measured_rank: int = 0
+    ) -> None:
+        """`is_cpu`: a first step is given all the time there is, since a long prompt may honestly take it there.
+        `measured_rank`: whose steps tell what is usual; the output rank, behind whose answer no other stage works on."""
         self._limits = limits
         self._first_step_s = limits.longest_step_s if is_cpu else limits.first_step_s
+        self._measured_rank = measured_rank
         self._heard_s = [now_s] * world_size
         self._phases = [""] * world_size
         self._under_way: list[deque[_Sent]] = [deque() for _ in range(world_size)]
@@ -46,13 +50,13 @@ class Watch:
         for under_way in self._under_way:
             under_way.append(sent)
 
-    def answered_step(self, rank: int, now_s: float) -> None:
-        """The rank's oldest step is done. An answer too many, from a rank that is out of its mind, changes nothing."""
+    def answered_step(self, rank: int, now_s: float, *, has_failed: bool = False) -> None:
+        """The rank's oldest step is over. An answer too many, from a rank that is out of its mind, changes nothing."""
         if not self._under_way[rank]:
             return
         sent = self._under_way[rank].popleft()
-        if rank == 0:
-            self._measure(now_s - max(sent.at_s, self._answered_s[0]), sent.num_tokens)
+        if rank == self._measured_rank and sent.num_tokens and not has_failed:  # a step that failed was no whole one
+            self._measure(now_s - max(sent.at_s, self._answered_s[rank]), sent.num_tokens)
         self._answered_s[rank] = now_s
 
     def _measure(self, took_s: float, num_tokens: int) -> None:

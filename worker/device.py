@@ -20,6 +20,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 """More is refused: larger tensors come from the kernel in any case."""
 
+_CGROUP = Path("/sys/fs/cgroup")
+"""The container's own, of version 2."""
+
 
 def choose_device(name: str, rank: int = 0) -> torch.device:
     """The device for "auto", "cpu", "cuda" or "cuda:N", made current when it is a GPU.
@@ -58,18 +61,25 @@ def choose_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device)
 def free_host_bytes() -> int:
     """Memory that this process could still take: the machine's, or its container's when that is less."""
     free = [torch.iinfo(torch.int64).max]
-    for line in _lines("/proc/meminfo"):
+    for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free.append(int(line.split()[1]) * 1024)
-    for limit, used in zip(_lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current"), strict=False):
+    files = (_lines(_CGROUP / "memory.max"), _lines(_CGROUP / "memory.current"))
+    for limit, used in zip(*files, strict=False):
         if limit.isdecimal():
-            free.append(max(int(limit) - int(used), 0))
+            free.append(max(int(limit) - int(used) + _page_cache_bytes(), 0))
     return min(free)
 
 
-def _lines(path: str) -> list[str]:
+def _page_cache_bytes() -> int:
+    """What the container's use counts of files that were read, such as the weights', and that the kernel gives back when
+    memory is wanted."""
+    return sum(int(line.split()[1]) for line in _lines(_CGROUP / "memory.stat") if line.startswith("inactive_file "))
+
+
+def _lines(path: Path) -> list[str]:
     try:
-        return Path(path).read_text().split("\n")
+        return path.read_text().splitlines()
     except OSError:
         return []
 

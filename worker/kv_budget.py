@@ -32,14 +32,17 @@ def host_pool_bytes(config: WorkerConfig, facts: ModelFacts, num_ranks: int) -> 
 
 
 def num_blocks_within(pool_bytes: int, config: WorkerConfig, facts: ModelFacts) -> int:
-    """Blocks that fit into so many bytes. Raises `ModelError` when one sequence of full length would not."""
+    """Blocks that fit into so many bytes. Raises `ModelError` when they would not hold one sequence of a length that was
+    asked for. Where none was, the engine lets sequences end where the pool does."""
     num_blocks = max(pool_bytes, 0) // facts.kv_bytes_per_block
-    needed = num_blocks_for(facts.max_model_len, config.block_size) + 1
+    shortest = facts.max_model_len if config.max_model_len is not None else 1
+    needed = num_blocks_for(shortest, config.block_size) + 1
     if num_blocks < needed:
         longest = max(num_blocks - 1, 0) * config.block_size
+        shorter = f"set max_model_len to at most {longest}, or " if longest else ""
         raise ModelError(
-            f"one sequence of {facts.max_model_len} tokens needs {needed * facts.kv_bytes_per_block:,} bytes of KV pool, "
-            f"and {max(pool_bytes, 0):,} are there: set max_model_len to at most {longest}, or give the pool more memory "
-            "(kv_cache_memory_bytes, gpu_memory_utilization)"
+            f"one sequence of {shortest} tokens needs {needed * facts.kv_bytes_per_block:,} bytes of KV pool, "
+            f"and {max(pool_bytes, 0):,} are there: {shorter}give the pool more memory "
+            "(kv_cache_memory, gpu_memory_utilization)"
         )
     return num_blocks

@@ -200,14 +200,10 @@ class Rank:
 
     def _profile_gpu(self) -> int:
         """Bytes that the configured share of the GPU leaves beside the weights and a real largest step."""
-        plan = largest_prefill(
-            self._config.max_num_batched_tokens,
-            self._config.max_num_seqs,
-            self._facts.max_model_len,
-            self._config.block_size,
-        )
-        num_blocks = 1 + sum(len(row.new_blocks) for row in plan.rows)
-        pool = self._make_pool(num_blocks)
+        config = self._config
+        longest = min(self._facts.max_model_len, max(self._num_tokens_beside_weights(), config.max_num_batched_tokens))
+        plan = largest_prefill(config.max_num_batched_tokens, config.max_num_seqs, longest, config.block_size)
+        pool = self._make_pool(2)
         torch.cuda.reset_peak_memory_stats(self._device)
         runner = self._make_runner(pool)
         runner.execute_model(plan)
@@ -216,13 +212,20 @@ class Rank:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         used_by_others = total - free - torch.cuda.memory_reserved(self._device)
-        share = self._config.gpu_memory_utilization
+        share = config.gpu_memory_utilization
         pool_bytes = int(total * share) - used_by_others - peak
         self._pool_budget = (
             f"{_mib(total)} x {share:g} - {_mib(used_by_others)} of others - {_mib(peak)} at the peak "
             f"= {_mib(pool_bytes)}"
         )
         return pool_bytes
+
+    def _num_tokens_beside_weights(self) -> int:
+        """Tokens of a KV pool that takes all that the weights leave of the configured share: no sequence can be longer."""
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        left = int(total * self._config.gpu_memory_utilization) - (total - free)
+        return left // self._facts.kv_bytes_per_block * self._config.block_size
 
 
 def _mib(num_bytes: int) -> str:

@@ -58,7 +58,7 @@ class Runner:
         return logits
 
     def finish(self) -> None:
-        """Wait for what is still under way of earlier steps. Nothing is, with one rank."""
+        """Wait for what is still under way of earlier steps, and let go of its tensors. Nothing is, with one rank."""
 
     def _sample(self, step_id: StepId, batch: StepBatch) -> Sampled | None:
         """Run the batch; its tokens, or None where another rank draws them."""
@@ -101,20 +101,21 @@ class Runner:
 
 
 def largest_prefill(num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> StepPlan:
-    """A plan as heavy as a step can be: so many tokens, in as many rows as may sample, all drawn at random, and the first
-    rows as long as they can be."""
+    """A plan as heavy as a step can be: so many tokens, in as many rows as may sample, all drawn at random. The first row
+    is the last chunk of a sequence of `max_model_len` tokens, so that it looks at as many positions as a row can.
+
+    All rows share block 1, since what it holds does not matter: a pool of two blocks is enough.
+    """
     sampling = RowSampling(1.0, 50, 0.9, 0.0, 0, 0, 0, [])
     num_rows = min(max_num_seqs, num_tokens)
     spare = num_tokens - num_rows
     rows: list[StepRow] = []
     new: list[NewSequence] = []
-    next_block = 1
     for index in range(num_rows):
-        length = min(1 + spare, max_model_len)
-        spare -= length - 1
-        num_blocks = num_blocks_for(length, block_size)
-        blocks = list(range(next_block, next_block + num_blocks))
-        next_block += num_blocks
+        num_fed = min(1 + spare, max_model_len)
+        spare -= num_fed - 1
+        length = num_fed if index else max_model_len
         new.append(NewSequence(SeqId(index), [0] * length, length, sampling))
-        rows.append(StepRow(SeqId(index), 0, length, 0, True, blocks))
+        blocks = [1] * num_blocks_for(length, block_size)
+        rows.append(StepRow(SeqId(index), length - num_fed, num_fed, 0, True, blocks))
     return StepPlan(StepId(0), 0, 1, rows, new)

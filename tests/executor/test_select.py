@@ -119,3 +119,9 @@ def test_sizes_that_do_not_fit_the_model_are_refused_from_its_config(
     (tmp_path / "config.json").write_text(json.dumps({"text_config": model}))
     with pytest.raises(ConfigurationError, match=reason):
         build_engine(EngineConfig(model=str(tmp_path), **sizes), tmp_path, is_service=False)  # type: ignore[arg-type]
+
+
+def test_one_gpu_by_its_number_is_refused_for_several_ranks() -> None:
+    assert EngineConfig(model="", device="cuda:1").device == "cuda:1"
+    with pytest.raises(ConfigurationError, match=r'device: names one GPU, .* take "cuda", .* got cuda:1'):
+        EngineConfig(model="", device="cuda:1", tensor_parallel_size=2)

@@ -120,3 +120,29 @@ def test_an_answer_too_many_changes_nothing() -> None:
     bench = Bench()
     bench.watch.answered_step(0, bench.now_s)
     assert bench.pass_time(100) is None
+
+
+def test_a_step_that_failed_early_does_not_make_honest_ones_late() -> None:
+    bench = Bench()
+    bench.run_steps(5, took_s=2.0, num_tokens=20)
+    bench.watch.sent_step(2048, bench.now_s)
+    bench.watch.answered_step(0, bench.now_s + 0.001, has_failed=True)
+    bench.watch.sent_step(1000, bench.now_s)  # at 0.1 s a token: 100 s of honest work
+    assert bench.pass_time(290) is None
+
+
+def test_a_plan_without_rows_tells_nothing_of_the_usual_time() -> None:
+    bench = Bench()
+    bench.run_steps(5, took_s=1.0, num_tokens=0)
+    assert bench.watch.limit_s(1) == LIMITS.first_step_s
+
+
+def test_the_usual_time_is_that_of_the_rank_that_answers_last() -> None:
+    bench = Bench(world_size=2)
+    bench.watch = Watch(LIMITS, 2, bench.now_s, measured_rank=1)
+    for _ in range(5):
+        bench.watch.sent_step(1, bench.now_s)
+        bench.watch.answered_step(0, bench.now_s + 0.01)
+        bench.now_s += 2.0
+        bench.watch.answered_step(1, bench.now_s)
+    assert bench.watch.limit_s(1) == 40

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from worker.attention.cpu import CPUAttention
 from worker.attention.interface import Attention
-from worker.attention.reference import ReferenceAttention
+from worker.attention.reference import ReferenceAttention, visible_positions
 from worker.input_batch import StepBatch
 from worker.kv_pool import KVPool, LayerCache, LayerSpec
 
@@ -117,3 +118,21 @@ def test_each_sequence_sees_only_its_own_window_of_the_past() -> None:
     )
     actual = attend(ReferenceAttention(), [(20, 20)], 5, 7)
     torch.testing.assert_close(actual, expected.transpose(0, 1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_long_chunk_is_computed_in_parts_that_fit(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(90, 64), (90, 1), (40, 40)]
+    expected = attend(ReferenceAttention(), rows, 1, window)
+    sizes: list[int] = []
+
+    def note(num_queries: int, kv_len: int, *rest: Any) -> torch.Tensor:
+        sizes.append(HEADS * num_queries * kv_len)
+        return visible_positions(num_queries, kv_len, *rest)
+
+    monkeypatch.setattr("worker.attention.reference.visible_positions", note)
+    for most in (1, 1 << 12):
+        monkeypatch.setattr("worker.attention.reference.SCORES_AT_ONCE", most)
+        sizes.clear()
+        torch.testing.assert_close(attend(ReferenceAttention(), rows, 1, window), expected, rtol=1e-5, atol=2e-6)
+        assert max(sizes) <= max(most, HEADS * 90)

@@ -15,6 +15,7 @@ from executor.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan,
 from tests.worker.driver import GREEDY, Driver, Request, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
 from tests.worker.ranks import RankFailed, RankGroup, RankProcesses
+from worker.parallel.stages import find_inlet
 from worker.rank import Rank
 
 LENGTHS = (1, 5, 30, 41, 12)
@@ -272,13 +273,22 @@ def test_a_step_in_which_nothing_is_drawn(processes: RankProcesses, models: dict
 # --- sleep ---
 
 
+def num_tensors_held(rank: Rank) -> int:
+    """Of the last step, by what sends and receives between stages."""
+    assert rank._peers is not None
+    inlet = find_inlet(rank._model) if rank._model is not None else None
+    return len(rank._peers._sends) + (inlet is not None and inlet.received is not None)
+
+
 @pytest.mark.parametrize("level", [1, 2])
 def test_ranks_wake_up_as_they_were(
     level: int, processes: RankProcesses, models: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:
     with processes.group(models["gemma3_text"], 2, 2) as group:
         group.execute_model(step(1, [prefill(0)], new=[new(0, PROMPT)]))
+        assert sum(group.call("look", num_tensors_held)) > 0
         group.call("sleep", level)
+        assert group.call("look", num_tensors_held) == [0, 0, 0, 0]
         assert {stats["kv_pool_bytes"] for stats in group.call("stats")} == {0}
         with pytest.raises(RankFailed, match="it sleeps"):
             group.execute_model(step(2, []))

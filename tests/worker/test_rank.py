@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_service.config import EngineConfig
+from engine_service.offline import build_engine
 from executor.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow, WorkerConfig
 from tests.worker.driver import GREEDY, Driver, start_worker
 from tests.worker.models import make_model
 from worker import create_worker
+from worker.device import free_host_bytes
 from worker.errors import ConfigError, ModelError, PlanError
 from worker.input_batch import SampledRow
 from worker.rank import Rank
@@ -186,19 +189,49 @@ def test_the_default_pool_leaves_most_of_the_memory(model: Path, monkeypatch: py
 
 def test_a_pool_too_small_for_one_sequence_is_refused_with_numbers(model: Path) -> None:
     block_bytes = 16 * 3 * 2 * 2 * 16 * 4
-    with pytest.raises(ModelError, match=r"one sequence of 512 tokens needs .* set max_model_len to at most 144"):
-        blocks_of(model, kv_cache_memory_bytes=10 * block_bytes)
+    with pytest.raises(ModelError, match=r"one sequence of 500 tokens needs .* set max_model_len to at most 144"):
+        blocks_of(model, kv_cache_memory_bytes=10 * block_bytes, max_model_len=500)
+    with pytest.raises(ModelError, match="and 100 are there: give the pool more memory"):
+        blocks_of(model, kv_cache_memory_bytes=100)
     with pytest.raises(ConfigError, match="at least 2"):
         blocks_of(model, num_blocks=1)
 
 
-def test_the_profiled_step_is_as_heavy_as_a_step_can_be(model: Path) -> None:
-    plan = largest_prefill(num_tokens=100, max_num_seqs=6, max_model_len=60, block_size=4)
-    assert sum(row.num_tokens for row in plan.rows) == 100
-    assert [row.num_tokens for row in plan.rows] == [60, 36, 1, 1, 1, 1]
-    worker = start_worker(model, num_blocks=60)
+def test_sequences_end_where_the_pool_does_unless_their_length_was_asked_for(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = 10 * 16 * 3 * 2 * 2 * 16 * 4
+    engine = build_engine(EngineConfig(model=str(model), device="cpu", kv_cache_memory=memory), model, is_service=False)
+    assert engine.start().max_model_len == engine.facts.max_model_len == 144
+    assert "the KV pool holds 144 tokens, so sequences end there and not at the model's 512" in caplog.text
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("attention", ["cpu", "reference"])
+def test_the_profiled_step_is_as_heavy_as_a_step_can_be(attention: str, model: Path) -> None:
+    plan = largest_prefill(num_tokens=100, max_num_seqs=6, max_model_len=500, block_size=4)
+    assert [(row.start, row.num_tokens) for row in plan.rows] == [(405, 95), *[(0, 1)] * 5]
+    assert [len(row.new_blocks) for row in plan.rows] == [125, *[1] * 5]
+    worker = start_worker(model, num_blocks=2, attention=attention)
     assert worker.runner is not None
-    assert len(worker.runner.execute_model(plan).token_ids) == 6
+    result = worker.runner.execute_model(plan)
+    assert len(result.token_ids) + len(result.failures) == 6  # what the pool held before may be NaN
+
+
+def test_the_profiled_step_of_short_sequences_is_as_large_as_a_step_can_be() -> None:
+    plan = largest_prefill(num_tokens=100, max_num_seqs=6, max_model_len=60, block_size=4)
+    assert [(row.start, row.num_tokens) for row in plan.rows] == [(0, 60), (0, 36), *[(0, 1)] * 4]
+
+
+def test_files_that_were_read_do_not_count_as_used_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.device._CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    assert free_host_bytes() == 100000
+    (tmp_path / "memory.stat").write_text("anon 200000\nfile 650000\ninactive_file 600000\nactive_file 50000\n")
+    assert free_host_bytes() == 700000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_bytes() > 1000000
 
 
 @pytest.mark.gpu

@@ -12,6 +12,9 @@ from torch import Tensor
 from worker.input_batch import StepBatch
 from worker.kv_pool import LayerCache
 
+SCORES_AT_ONCE = 1 << 27
+"""Entries of the scores [Hq, Q, L] that exist at a time, which bounds the memory that the end of a long prompt takes."""
+
 
 class ReferenceAttention:
     """Gathers each sequence's keys and values and computes softmax attention in float32."""
@@ -47,15 +50,22 @@ def attend_one(
     softcap: float | None,
 ) -> Tensor:  # [Q, Hq, Dv]
     """Causal attention of one sequence's newest tokens over all of it."""
-    group = query.shape[0] // keys.shape[1]
-    keys = keys.transpose(0, 1).repeat_interleave(group, dim=0)  # [Hq, L, D]
-    values = values.transpose(0, 1).repeat_interleave(group, dim=0)  # [Hq, L, Dv]
-    scores = query.float() @ keys.float().transpose(1, 2) * scaling  # [Hq, Q, L]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    visible = visible_positions(query.shape[1], keys.shape[1], sliding_window, query.device)
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-    return (weights @ values.float()).transpose(0, 1).to(query.dtype)
+    num_heads, num_queries, kv_len = query.shape[0], query.shape[1], keys.shape[0]
+    group = num_heads // keys.shape[1]
+    keys = keys.transpose(0, 1).repeat_interleave(group, dim=0).float()  # [Hq, L, D]
+    values = values.transpose(0, 1).repeat_interleave(group, dim=0).float()  # [Hq, L, Dv]
+    at_once = max(1, SCORES_AT_ONCE // (num_heads * kv_len))
+    parts: list[Tensor] = []
+    for begin in range(0, num_queries, at_once):
+        end = min(begin + at_once, num_queries)
+        seen = kv_len - num_queries + end
+        scores = query[:, begin:end].float() @ keys[:, :seen].transpose(1, 2) * scaling  # [Hq, part of Q, part of L]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        visible = visible_positions(end - begin, seen, sliding_window, query.device)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        parts.append((weights @ values[:, :seen]).transpose(0, 1).to(query.dtype))
+    return torch.cat(parts)
 
 
 def visible_positions(num_queries: int, kv_len: int, sliding_window: int | None, device: torch.device) -> Tensor:

@@ -11,39 +11,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from worker.parallel.peers import Peers
-from worker.parallel.topology import Topology
 
 
-class SummedLinear(nn.Module):
+class RowParallelLinear(nn.Module):
     """A linear layer whose inputs are divided: each rank has a part of every sum."""
 
-    def __init__(self, linear: nn.Linear, topology: Topology, peers: Peers) -> None:
+    def __init__(self, linear: nn.Linear, peers: Peers, *, input_is_parallel: bool = True) -> None:
+        """`input_is_parallel`: each rank gets its part of the inputs. Else all get the whole, and take their part of it."""
         super().__init__()
         self.weight = linear.weight
         self.bias: Tensor | None = linear.bias
         self._peers = peers
+        width, tp_rank = linear.weight.shape[1], peers.topology.tp_rank
+        self._own = slice(None) if input_is_parallel else slice(tp_rank * width, (tp_rank + 1) * width)
 
-    def forward(self, inputs: Tensor) -> Tensor:  # [..., I / n] -> [..., O]
-        outputs = self._peers.sum(F.linear(inputs, self.weight))
+    def forward(self, inputs: Tensor) -> Tensor:  # [..., I / n] or [..., I] -> [..., O]
+        outputs = self._peers.sum(F.linear(inputs[..., self._own], self.weight))
         return outputs if self.bias is None else outputs + self.bias
 
 
-class SplitLinear(SummedLinear):
-    """The same for inputs that every rank has whole."""
+class ColumnParallelLinear(nn.Module):
+    """A linear layer whose outputs are divided, and gathered, since what comes next needs them whole."""
 
-    def __init__(self, linear: nn.Linear, topology: Topology, peers: Peers) -> None:
-        super().__init__(linear, topology, peers)
-        width = linear.weight.shape[1]
-        self._own = slice(topology.tp_rank * width, (topology.tp_rank + 1) * width)
-
-    def forward(self, inputs: Tensor) -> Tensor:  # [..., I] -> [..., O]
-        return super().forward(inputs[..., self._own])
-
-
-class GatheredLinear(nn.Module):
-    """A linear layer whose outputs are divided, and needed whole by what comes next."""
-
-    def __init__(self, linear: nn.Linear, topology: Topology, peers: Peers) -> None:
+    def __init__(self, linear: nn.Linear, peers: Peers) -> None:
         super().__init__()
         self.weight = linear.weight
         self.bias: Tensor | None = linear.bias
@@ -53,10 +43,10 @@ class GatheredLinear(nn.Module):
         return torch.cat(self._peers.gather(F.linear(inputs, self.weight, self.bias)), dim=-1)
 
 
-class SummedExperts(nn.Module):
+class TensorParallelExperts(nn.Module):
     """The experts of a mixture, of each of which every rank has a part of the inner width: a part of every sum."""
 
-    def __init__(self, experts: nn.Module, topology: Topology, peers: Peers) -> None:
+    def __init__(self, experts: nn.Module, peers: Peers) -> None:
         super().__init__()
         self.own = experts
         self._peers = peers
@@ -65,13 +55,13 @@ class SummedExperts(nn.Module):
         return self._peers.sum(self.own(hidden_states, *routing))
 
 
-class SharedEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """An embedding whose vocabulary is divided: each rank looks up the ids that it has, and the rest are zeros."""
 
-    def __init__(self, embedding: nn.Embedding, topology: Topology, peers: Peers) -> None:
+    def __init__(self, embedding: nn.Embedding, peers: Peers) -> None:
         super().__init__()
         self.own = embedding
-        self._first_id = topology.share(embedding.num_embeddings).start
+        self._first_id = peers.topology.share(embedding.num_embeddings).start
         self._num_ids = embedding.weight.shape[0]
         self._peers = peers
 

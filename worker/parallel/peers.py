@@ -39,7 +39,7 @@ class Peers:
 
     def __init__(self, topology: Topology, device: torch.device, rendezvous: str) -> None:
         """Meet the others; returns when all of them are there. Raises `RendezvousError`."""
-        self._topology = topology
+        self.topology = topology
         self._sends: dict[int, list[tuple[dist.Work, Tensor]]] = {}
         try:
             dist.init_process_group(
@@ -68,9 +68,9 @@ class Peers:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """All ranks' tensors, which have one shape, in rank order."""
         if self._is_rehearsal:
-            return [tensor] * self._topology.tp_size
+            return [tensor] * self.topology.tp_size
         tensor = tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self._topology.tp_size)]
+        parts = [torch.empty_like(tensor) for _ in range(self.topology.tp_size)]
         dist.all_gather(parts, tensor, group=self._stage_group)
         return parts
 
@@ -91,6 +91,13 @@ class Peers:
             work.wait()
         self._sends[stage] = [(_started(dist.isend(tensor, self._rank_in(stage))), tensor)]
 
+    def finish_sends(self) -> None:
+        """Wait for what was sent, and let go of it."""
+        for sent in self._sends.values():
+            for work, _ in sent:
+                work.wait()
+        self._sends.clear()
+
     def receive(self, tensor: Tensor, stage: int) -> Tensor:
         """Fill a tensor with what the stage sends next."""
         self.expect(tensor, stage).wait()
@@ -107,11 +114,11 @@ class Peers:
             dist.destroy_process_group()
 
     def _rank_in(self, stage: int) -> int:
-        return self._topology.rank_of(stage, self._topology.tp_rank)
+        return self.topology.rank_of(stage, self.topology.tp_rank)
 
     def _make_stage_groups(self) -> dist.ProcessGroup | None:
         """This rank's own. Every rank has to make all of them, in the same order. None stands for all ranks."""
-        topology = self._topology
+        topology = self.topology
         if topology.pp_size == 1 or topology.tp_size == 1:
             return None
         members = [[topology.rank_of(stage, i) for i in range(topology.tp_size)] for stage in range(topology.pp_size)]

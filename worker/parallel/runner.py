@@ -78,6 +78,9 @@ class ParallelRunner(Runner):
     def finish(self) -> None:
         while self._expected:
             self._record_next()
+        self._peers.finish_sends()
+        if self._inlet is not None:
+            self._inlet.received = None
 
     def _sample(self, step_id: StepId, batch: StepBatch) -> Sampled | None:
         if not self._topology.is_last_stage:

@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from worker.errors import ModelError
-from worker.parallel.layers import GatheredLinear, SharedEmbedding, SplitLinear, SummedExperts, SummedLinear
+from worker.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelExperts,
+    VocabParallelEmbedding,
+)
 from worker.parallel.peers import Peers
 from worker.parallel.topology import Topology
 
@@ -49,14 +55,14 @@ class Kind:
 
 KINDS = {
     "colwise": Kind(0, 0),
-    "colwise_gather_output": Kind(0, 0, GatheredLinear),
-    "colwise_rep": Kind(0, 0, GatheredLinear),
-    "rowwise": Kind(1, None, SummedLinear),
-    "rowwise_split_input": Kind(1, None, SplitLinear),
-    "rowwise_rep": Kind(1, None, SplitLinear),
+    "colwise_gather_output": Kind(0, 0, ColumnParallelLinear),
+    "colwise_rep": Kind(0, 0, ColumnParallelLinear),
+    "rowwise": Kind(1, None, RowParallelLinear),
+    "rowwise_split_input": Kind(1, None, partial(RowParallelLinear, input_is_parallel=False)),
+    "rowwise_rep": Kind(1, None, partial(RowParallelLinear, input_is_parallel=False)),
     "replicate": Kind(),
     "replicated_with_grad_allreduce": Kind(),
-    "moe_tp_experts": Kind(joined=SummedExperts),
+    "moe_tp_experts": Kind(joined=TensorParallelExperts),
 }
 """Those of transformers that are understood; some have two names."""
 
@@ -70,7 +76,7 @@ TENSOR_KINDS = {
 
 EXPERTS_DIM = 3
 
-EMBEDDING = Kind(0, None, SharedEmbedding, may_be_uneven=True)
+EMBEDDING = Kind(0, None, VocabParallelEmbedding, may_be_uneven=True)
 HEAD = Kind(0, 0, may_be_uneven=True)
 
 
@@ -126,7 +132,7 @@ class TensorPlan:
         """Let the loaded parts work together with those of the other ranks."""
         for name, kind in self._kinds.items():
             if kind.joined is not None:
-                model.set_submodule(name, kind.joined(model.get_submodule(name), self._topology, peers))
+                model.set_submodule(name, kind.joined(model.get_submodule(name), peers))
 
     def _narrow(self, module: nn.Module, leaf: str, dim: int, num_packed: int = 1) -> Slice:
         whole = getattr(module, leaf).detach()

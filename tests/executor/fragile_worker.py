@@ -1,0 +1,79 @@
+"""The stub with errors as a real device has them: `worker_module="tests.executor.fragile_worker"`, here or in a process.
+
+Its faults stand in `model` beside those of the stub:
+
+    lose-device          every step and check fails, and the shutdown too, as torch does after a sticky error
+    memory-at-step=N     that step runs out of memory deep in a forward pass
+    lose-peer=DIR        of two ranks the second dies in its first step, a moment after the first has said so
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import weakref
+from pathlib import Path
+from typing import ClassVar
+
+from executor.messages import StepPlan, StepResult, WorkerConfig
+from executor.rank import serve_rank
+from executor.stub import OutOfMemoryError, StubWorker
+
+LOST_PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+
+
+class AcceleratorError(RuntimeError):
+    """Named like torch's."""
+
+
+class Activations:
+    """Stands for what a step allocates."""
+
+    alive: ClassVar[weakref.WeakSet[Activations]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+
+
+class FragileWorker(StubWorker):
+    def execute_model(self, plan: StepPlan) -> StepResult:
+        self._touch_device()
+        if self._num_steps + 1 == self._faults.get("memory-at-step"):
+            self._num_steps += 1
+            self._run_forward()
+        if "lose-peer" in self._faults:
+            self._lose_peer(Path(self._faults["lose-peer"]))
+        return super().execute_model(plan)
+
+    def check_health(self) -> None:
+        self._touch_device()
+
+    def shutdown(self) -> None:
+        self._touch_device()
+
+    def _touch_device(self) -> None:
+        if "lose-device" in self._faults:
+            raise AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def _run_forward(self) -> None:
+        activations = Activations()
+        raise OutOfMemoryError(f"CUDA out of memory beside {type(activations).__name__}")
+
+    def _lose_peer(self, place: Path) -> None:
+        if self._rank == 0:
+            (place / "lost").touch()
+            raise RuntimeError(LOST_PEER)
+        while not (place / "lost").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)  # as a dying process's connections close before its end is known
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> FragileWorker:
+    return FragileWorker(epoch, config, rank, world_size)
+
+
+if __name__ == "__main__":
+    sys.exit(serve_rank(create_worker))

@@ -1,0 +1,67 @@
+"""What the worker in this process does wrong reaches its caller as an error of the executor, and nothing else of it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from executor.errors import WorkerDied, WorkerError
+from executor.uniproc import UniprocExecutor
+from tests.executor.fragile_worker import Activations
+from tests.executor.kinds import first_step, start, stub_config
+
+
+def fragile(faults: str) -> UniprocExecutor:
+    executor = UniprocExecutor(stub_config(faults), worker_module="tests.executor.fragile_worker")
+    start(executor)
+    return executor
+
+
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_lost_device_is_a_worker_error_and_a_restart_is_possible(caplog: pytest.LogCaptureFixture) -> None:
+    executor = fragile("lose-device")
+    with pytest.raises(WorkerError, match="illegal memory access") as caught:
+        executor.check_health()
+    assert caught.value.failure.cause == "device_lost"
+    with caplog.at_level(logging.ERROR, "millrace.executor"):
+        executor.restart()
+    assert (executor.epoch, executor.stats().num_active_workers) == (2, 1)
+    assert "the worker did not end in order" in caplog.text
+    executor.shutdown()
+    with pytest.raises(WorkerDied):
+        executor.check_health()
+
+
+def test_a_sleeping_worker_is_not_asked_for_its_device() -> None:
+    executor = fragile("lose-device")
+    executor.sleep()
+    executor.check_health()
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_a_step_out_of_memory_leaves_none_of_its_tensors() -> None:
+    executor = fragile("memory-at-step=1")
+    with pytest.raises(WorkerError) as caught:
+        executor.execute_model(first_step(executor)).result()
+    assert "_run_forward" in caught.value.failure.traceback
+    assert len(Activations.alive) == 0
+    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+
+
+def test_the_traceback_of_a_failed_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    executor = fragile("raise-at-step=1,memory-at-step=2")
+    for number in (1, 2):
+        with pytest.raises(WorkerError):
+            executor.execute_model(first_step(executor, number)).result()
+    assert "the stub was told to raise" in caplog.text
+    assert "_run_forward" not in caplog.text, "running out of memory is told in one line"
