@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from producer import AsyncClient, Client, GenerationRequest, InvalidRequest, SamplingParams
+    from producer import AsyncClient, Client, GenerationRequest, InvalidRequest, PayloadTooLarge, SamplingParams
     from results.errors import (
         BatchNotFound,
         CannotRedrive,
@@ -49,6 +49,7 @@ __all__ = [
     "JobNotFound",
     "MillraceError",
     "NotDurable",
+    "PayloadTooLarge",
     "Position",
     "QueueError",
     "QueueFull",
@@ -63,7 +64,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "producer": {"AsyncClient", "Client", "GenerationRequest", "InvalidRequest", "SamplingParams"},
+    "producer": {
+        *("AsyncClient", "Client", "GenerationRequest", "InvalidRequest", "PayloadTooLarge", "SamplingParams"),
+    },
     "results.messages": {"BatchStatus", "Job", "JobError", "Position", "QueueStats", "StreamEvent", "Usage"},
 }
 """Everything else is an error."""

@@ -10,6 +10,7 @@ from producer.sampling import SamplingParams
 from results.errors import (
     BatchNotFound,
     CannotRedrive,
+    EngineNotFound,
     JobConflict,
     JobNotFound,
     MillraceError,
@@ -28,6 +29,7 @@ __all__ = [
     "BatchStatus",
     "CannotRedrive",
     "Client",
+    "EngineNotFound",
     "GenerationRequest",
     "InvalidRequest",
     "Job",
