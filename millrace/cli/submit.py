@@ -82,6 +82,8 @@ def add_parsers(verbs: Verbs) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.timeout is not None and not args.wait:
+        raise CommandError("--timeout is how long to --wait: give both", INVALID)
     if args.file is None:
         return _submit_prompt(args)
     if args.stream or args.id:

@@ -85,6 +85,7 @@ def test_the_version_is_printed() -> None:
         ("submit", "hello", "--durability", "forever"),
         ("submit", "hello", "--priority", "1.5"),
         ("submit", "hello", "--wait", "--timeout", "nan"),
+        ("submit", "hello", "--timeout", "5"),
         ("sleep", "--timeout-s", "nan"),
         ("ls", "--state", "sleeping"),
         ("ls", "--limit", "0"),
