@@ -17,9 +17,10 @@ from typing import Any
 
 import redis
 
+from benchmarks import commands
 from millrace import Client, GenerationRequest
 from results.connection import connect
-from results.messages import Append, ClaimedJob, EngineId, Event, Finish, Usage
+from results.messages import ClaimedJob, EngineId, Event, Finish, Usage
 from results.queue import JobQueue
 
 NUM_JOBS = 10_000
@@ -28,7 +29,6 @@ NUM_SINGLE = 2_000
 NUM_RQ_RUN = 200
 BATCH = 256
 PAYLOAD = "x" * 1000
-NUM_TOKENS = 64
 FEW, MANY = 1_000, 1_000_000
 
 Figures = dict[str, float]
@@ -38,7 +38,7 @@ def measure(url: str, num_many: int = MANY) -> dict[str, Any]:
     """Medians over the rounds, and what holds for one very long queue."""
     rounds = [_round(url) for _ in range(NUM_ROUNDS)]
     figures = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-    figures |= _first_claim(url) | _commands_per_job(url) | _long_queue(url, num_many)
+    figures |= _first_claim(url) | commands.measure() | _long_queue(url, num_many)
     return {name: round(value, 2) for name, value in figures.items()}
 
 
@@ -138,28 +138,6 @@ def _wait_and_claim(engine: _Engine, claimed: list[float]) -> None:
         engine.jobs.wait_for_signal(engine.id, 1.0, include_wake=True)
         if engine.claim(1):
             claimed.append(time.perf_counter())
-
-
-def _commands_per_job(url: str) -> Figures:
-    """Commands that an engine sends for an unwatched job of NUM_TOKENS tokens, one at a time: claim, checkpoint, end."""
-    queue, num_jobs = _new_queue(), 100
-    _submit(url, queue, num_jobs)
-    engine, client = _Engine(url, queue), connect(url)
-    before = _num_sent(client)
-    for _ in range(num_jobs):
-        (job,) = engine.claim(1)
-        tokens = list(range(NUM_TOKENS))
-        keep = Append(job_id=job.job_id, lease=job.lease, offset=0, token_ids=tokens, fingerprint="bench")
-        engine.jobs.write([keep])
-        engine.jobs.write([_finish(job, NUM_TOKENS)])
-    return {"commands_per_unwatched_job": (_num_sent(client) - before) / num_jobs}
-
-
-def _num_sent(client: redis.Redis) -> int:
-    """Commands that clients have sent; those inside scripts do not count."""
-    stats: Any = client.info("commandstats")
-    sent = ("evalsha", "script|load", "blpop")
-    return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in sent)
 
 
 def _long_queue(url: str, num_jobs: int) -> Figures:

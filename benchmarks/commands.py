@@ -1,0 +1,82 @@
+"""Commands that an engine sends to Redis for an unwatched job of NUM_TOKENS tokens, counted by the server's MONITOR.
+
+A real service with the tiny model, which reaches the server by its port, while the client comes through the unix socket: so
+whose command it was is seen. What the service sends in an idle time of the same length, its heartbeats among it, is taken
+off; what scripts do inside the server does not count.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from benchmarks.environment import ROOT
+from benchmarks.service import Service
+from millrace import Client, GenerationRequest, SamplingParams
+from millrace.embedded import EmbeddedServer
+from results.connection import connect
+
+MODEL = ROOT / "examples" / "tiny_model"
+NUM_JOBS = 100
+NUM_TOKENS = 64
+END = "the end of what is counted"
+
+
+def measure() -> dict[str, float]:
+    """Per job: when each comes alone, after the one before has ended, and when all come at once."""
+    with EmbeddedServer(tcp=True) as server:
+        with connect(server.url) as admin:
+            url = "unix://" + str(admin.config_get("unixsocket")["unixsocket"])
+        service = Service(server.url, MODEL, "commands")
+        try:
+            service.seconds_to_first_token()
+            with Client(url, queue="commands") as client:
+                return {
+                    "commands_per_unwatched_job": _per_job(url, lambda: _one_by_one(client)),
+                    "commands_per_unwatched_job_of_many": _per_job(url, lambda: _all_at_once(client)),
+                }
+        finally:
+            service.stop()
+
+
+def _one_by_one(client: Client) -> None:
+    for _ in range(NUM_JOBS):
+        assert client.wait(client.submit_many([_job()])[0]).state == "finished"
+
+
+def _all_at_once(client: Client) -> None:
+    ids = client.submit_many([_job() for _ in range(NUM_JOBS)])
+    assert {job.state for job in client.as_completed(ids)} == {"finished"}
+
+
+def _job() -> GenerationRequest:
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return GenerationRequest(prompt="3 + 4 =", sampling=sampling)
+
+
+def _per_job(url: str, work: Callable[[], None]) -> float:
+    begin_s = time.perf_counter()
+    num_busy = _count(url, work)
+    seconds = time.perf_counter() - begin_s
+    num_idle = _count(url, lambda: time.sleep(seconds))
+    return (num_busy - num_idle) / NUM_JOBS
+
+
+def _count(url: str, work: Callable[[], None]) -> int:
+    """Commands that come to the server's port during the work. `url` is that of its socket."""
+
+    def work_and_say_so() -> None:
+        try:
+            work()
+        finally:
+            client.echo(END)
+
+    with connect(url) as client, connect(url).monitor() as monitor:
+        working = threading.Thread(target=work_and_say_so)
+        working.start()
+        num_sent = 0
+        while END not in (command := monitor.next_command())["command"]:
+            num_sent += command["client_type"] == "tcp"
+        working.join()
+    return num_sent
