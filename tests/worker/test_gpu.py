@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 MIB = 1 << 20
 LONGEST = 32768
 CHUNK = 2048
-POSITIONS = {"max_position_embeddings": LONGEST, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+POSITIONS: dict[str, Any] = {
+    "max_position_embeddings": LONGEST,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
 
 
 def feed(worker: Rank, step_id: int, tokens: list[int], start: int = 0, num_tokens: int | None = None) -> list[int]:
