@@ -61,8 +61,9 @@ class UniprocExecutor(Executor):
         except Exception as error:
             self._recorder.num_failed_workers += 1
             failure = to_failure(error)
-            message = failure.message
-            raise StartError(phase, 0, message, is_retryable=failure.is_retryable, failure=failure) from error
+            logger.debug("traceback of the worker:\n%s", failure.traceback)
+            message, cause = failure.message, error.with_traceback(None)  # its frames hold what was loaded so far
+            raise StartError(phase, 0, message, is_retryable=failure.is_retryable, failure=failure) from cause
         self._worker = worker
         return [facts]
 

@@ -3,6 +3,7 @@
 Its faults stand in `model` beside those of the stub:
 
     lose-device          every step and check fails, and the shutdown too, as torch does after a sticky error
+    memory-at-start=PATH the start runs out of memory unless PATH exists; makes it
     memory-at-step=N     that step runs out of memory deep in a forward pass
     lose-peer=DIR        of two ranks the second dies in its first step, a moment after the first has said so
 """
@@ -14,10 +15,11 @@ import signal
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
-from executor.messages import StepPlan, StepResult, WorkerConfig
+from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 from executor.rank import serve_rank
 from executor.stub import OutOfMemoryError, StubWorker
 
@@ -38,6 +40,13 @@ class Activations:
 
 
 class FragileWorker(StubWorker):
+    def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
+        mark = self._faults.get("memory-at-start")
+        if mark is not None and not Path(mark).exists():
+            Path(mark).touch()
+            self._run_forward()
+        return super().start(on_phase)
+
     def execute_model(self, plan: StepPlan) -> StepResult:
         self._touch_device()
         if self._num_steps + 1 == self._faults.get("memory-at-step"):

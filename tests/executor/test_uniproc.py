@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from executor.errors import WorkerDied, WorkerError
+from executor.errors import StartError, WorkerDied, WorkerError
 from executor.uniproc import UniprocExecutor
 from tests.executor.fragile_worker import Activations
 from tests.executor.kinds import first_step, start, stub_config
@@ -56,6 +57,19 @@ def test_a_step_out_of_memory_leaves_none_of_its_tensors() -> None:
     assert "_run_forward" in caught.value.failure.traceback
     assert len(Activations.alive) == 0
     assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_a_start_out_of_memory_leaves_room_for_the_next(tmp_path: Path) -> None:
+    faults = f"memory-at-start={tmp_path / 'tried'}"
+    executor = UniprocExecutor(stub_config(faults), worker_module="tests.executor.fragile_worker")
+    try:
+        executor.start()
+    except StartError as error:
+        last_error = error  # as who tries again keeps it meanwhile
+    assert last_error.is_retryable
+    assert len(Activations.alive) == 0
+    start(executor)
 
 
 def test_the_traceback_of_a_failed_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:

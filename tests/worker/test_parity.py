@@ -15,6 +15,7 @@ from tests.worker.driver import GREEDY, Driver, Request, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, make_model
 
 NEAR_TIE = 1e-3
+BFLOAT16_TIE = 0.1
 LENGTHS = (1, 5, 16, 30, 47, 70, 71)
 MAX_TOKENS = 16
 
@@ -60,6 +61,28 @@ def test_mixed_chunked_and_preempted_sequences_match_transformers(
     make_model(arch, tmp_path)
     driver = Driver(start_worker(tmp_path, device=device, attention=attention), seed=1)
     check_against_transformers(tmp_path, driver.run(prompts(1), MAX_TOKENS))
+    assert driver.num_preemptions > 3
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu])])
+def test_greedy_tokens_in_bfloat16_are_the_best_of_transformers(device: str, tmp_path: Path) -> None:
+    """Where its best two logits are further apart than that format rounds; each token after the worker's own ones."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    make_model("llama", tmp_path)
+    driver = Driver(start_worker(tmp_path, device=device, dtype="bfloat16"), seed=1)
+    requests = driver.run(prompts(1), MAX_TOKENS)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager")
+    model.to(device)
+    num_compared = 0
+    for request in requests:
+        with torch.no_grad():
+            logits = model(torch.tensor([request.tokens], device=device)).logits[0, len(request.prompt) - 1 : -1].cpu()
+        best = logits.float().topk(2, dim=-1)
+        is_clear = best.values[:, 0] - best.values[:, 1] > BFLOAT16_TIE
+        num_compared += int(is_clear.sum())
+        assert torch.equal(torch.tensor(request.output)[is_clear], best.indices[is_clear, 0])
+    assert num_compared > len(requests) * MAX_TOKENS // 2
     assert driver.num_preemptions > 3
 
 

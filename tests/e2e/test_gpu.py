@@ -1,0 +1,39 @@
+"""Real shortage of a GPU's memory, while an engine is at work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_service import LLM
+from producer import SamplingParams
+from tests.worker.models import make_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
+MIB = 1 << 20
+LEFT_BYTES = 640 * MIB
+"""A step of 2,048 tokens needs 512 MiB several times over for what is between the two halves of an MLP."""
+
+
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_a_step_that_runs_out_of_a_gpus_memory_is_done_in_smaller_ones(executor: str, tmp_path: Path) -> None:
+    make_model("llama", tmp_path, intermediate_size=1 << 16)
+    prompts = [[(7 * number + index) % 500 for index in range(256)] for number in range(8)]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(tmp_path, device="cuda", dtype="float32", executor=executor, num_blocks=256) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        assert llm.metrics().token_budget == 2048
+        # What steps have freed stays with the worker's allocator: asleep it gives that back.
+        llm.sleep(1)
+        llm.wake_up()
+        ballast = torch.empty(torch.cuda.mem_get_info()[0] - LEFT_BYTES, dtype=torch.uint8, device="cuda")
+        outputs = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        del ballast
+        torch.cuda.empty_cache()
+        figures = llm.metrics()
+        assert outputs == expected
+        assert figures.token_budget < 2048, "it was not short enough"
+        assert figures.executor.num_restarts == 0

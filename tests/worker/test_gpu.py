@@ -1,0 +1,75 @@
+"""What only a GPU can show: that its memory comes back, that the profile holds what it promises, and bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from executor.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
+from tests.worker.driver import GREEDY, start_worker
+from tests.worker.models import VOCAB_SIZE, make_model
+from worker.rank import Rank
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
+MIB = 1 << 20
+LONGEST = 32768
+CHUNK = 2048
+POSITIONS: dict[str, Any] = {
+    "max_position_embeddings": LONGEST,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def feed(worker: Rank, step_id: int, tokens: list[int], start: int = 0, num_tokens: int | None = None) -> list[int]:
+    """One row of one sequence, from its `start`, in blocks in their order; the token that it yields, if it does."""
+    size = worker._config.block_size
+    end = len(tokens) if num_tokens is None else start + num_tokens
+    blocks = list(range(1 + -(-start // size), 1 + -(-end // size)))
+    new = [NewSequence(SeqId(1), tokens, len(tokens), GREEDY)] if start == 0 else []
+    row = StepRow(SeqId(1), start, end - start, 0, end == len(tokens), blocks)
+    return worker.execute_model(StepPlan(StepId(step_id), worker._epoch, 1, [row], new)).token_ids
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_rank_that_sleeps_gives_pool_and_weights_back(level: int, tmp_path: Path) -> None:
+    make_model("qwen3", tmp_path, intermediate_size=1 << 16)  # 150 MB of weights
+    worker = start_worker(tmp_path, device="cuda", num_blocks=None, kv_cache_memory_bytes=1024 * MIB)
+    prompt = list(range(1, 40))
+    before = feed(worker, 1, prompt)
+    held = worker.stats()["kv_pool_bytes"] + worker.stats()["weight_bytes"]
+    assert held > 1150 * MIB
+    free_awake = torch.cuda.mem_get_info()[0]
+    worker.sleep(level)
+    assert torch.cuda.mem_get_info()[0] - free_awake > held - 32 * MIB
+    worker.wake_up(["weights", "kv_cache"], 2)
+    assert feed(worker, 2, prompt) == before
+    worker.shutdown()
+
+
+def test_the_end_of_a_long_prompt_takes_no_more_than_was_profiled(tmp_path: Path) -> None:
+    make_model("llama", tmp_path, **POSITIONS)
+    share = 0.5
+    worker = start_worker(
+        tmp_path,
+        device="cuda",
+        block_size=16,
+        num_blocks=None,
+        max_num_batched_tokens=CHUNK,
+        gpu_memory_utilization=share,
+    )
+    free, total = torch.cuda.mem_get_info()
+    used_by_others = total - free - torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    prompt = [index % VOCAB_SIZE for index in range(LONGEST)]
+    for number, start in enumerate(range(0, LONGEST, CHUNK), 1):
+        yielded = feed(worker, number, prompt, start, CHUNK)
+    assert len(yielded) == 1
+    pool_bytes = worker.stats()["kv_pool_bytes"]
+    assert pool_bytes > share * total - 4096 * MIB, "the profile takes more than a long prompt needs"
+    assert torch.cuda.max_memory_allocated() - pool_bytes > 1024 * MIB, "the prompt is too short to show anything"
+    assert torch.cuda.max_memory_allocated() + used_by_others <= share * total + 16 * MIB
+    worker.shutdown()
