@@ -104,6 +104,8 @@ class LLM:
             "max_parallel_loading_workers": max_parallel_loading_workers,
         }
         config = checked(options, EngineConfig)
+        if not isinstance(seed, int):
+            raise ConfigurationError(f"seed: expected `int`, got `{type(seed).__name__}`")
         path = resolve_model(config.model)
         self._tokenizer = Tokenizer(Path(config.tokenizer)) if config.tokenizer else _own_tokenizer(path)
         self._engine = build_engine(config, path, is_service=False)

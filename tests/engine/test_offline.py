@@ -11,7 +11,6 @@ import pytest
 from engine_service import LLM
 from engine_service.config import parse
 from engine_service.errors import ConfigurationError
-from engine_service.text import TextError
 from producer import InvalidRequest, SamplingParams
 from tests.e2e.engines import TINY
 
@@ -36,7 +35,7 @@ def test_an_option_of_the_offline_face_that_cannot_be_is_named(name: str, value:
 
 
 def test_a_tokenizer_that_was_named_has_to_be_there() -> None:
-    with pytest.raises(TextError, match=r"^tokenizer: /nowhere has no usable tokenizer"):
+    with pytest.raises(ConfigurationError, match=r"^tokenizer: /nowhere has no usable tokenizer"):
         LLM(TINY, tokenizer="/nowhere")
 
 
@@ -74,7 +73,7 @@ def llm() -> Iterator[LLM]:
         (["x", []], r"prompt_token_ids: must not be empty.*number 1"),
         (["x", ["a"]], r"prompt_token_ids: .*number 1"),
         (["x", [5, 99_999]], r"prompt_token_ids: token id 99999 is outside the vocabulary.*number 1"),
-        (["x", [7] * 2000], r"prompt: has 2000 tokens.*number 1"),
+        (["x", [7] * 2000], r"prompt_token_ids: has 2000 tokens.*number 1"),
         (["x", {"promt": "x"}], r"promt: a prompt has one of prompt, .*number 1"),
         (["x", {}], r"prompt: give exactly one of .*number 1"),
         (["x", {"prompt": "x", "temperature": 0}], r"temperature: a prompt has one of "),
