@@ -43,7 +43,8 @@ class Client:
     `url` is any that redis-py knows, and redis+cluster://; without it MILLRACE_REDIS_URL, then REDIS_URL, then
     redis://localhost:6379/0 count. It may be a `redis.Redis` or `redis.RedisCluster` instead, with a socket_timeout of at
     least 10 s, without decode_responses and protocol 3 (else QueueError says so); closing the Client leaves it open.
-    Every method raises RedisUnavailable when the server cannot be reached, or cannot do it now.
+    Every method raises RedisUnavailable when the server cannot be reached, or cannot do it now, and InvalidRequest for an
+    argument of a kind that it does not take.
     """
 
     def __init__(self, url: str | Connection | None = None, queue: str = "default") -> None:
