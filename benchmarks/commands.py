@@ -72,7 +72,7 @@ def _count(url: str, work: Callable[[], None]) -> int:
         finally:
             client.echo(END)
 
-    with connect(url) as client, connect(url).monitor() as monitor:
+    with connect(url) as client, connect(url).monitor() as monitor:  # type: ignore[no-untyped-call]
         working = threading.Thread(target=work_and_say_so)
         working.start()
         num_sent = 0

@@ -79,7 +79,7 @@ def test_another_engine_goes_on_as_soon_as_the_heartbeat_of_the_killed_one_has_e
         return True
 
     def run_again() -> bool:
-        records = [place.record(job_id.decode()) for job_id in held]
+        records = [place.record(job_id.decode()) for job_id in held if isinstance(job_id, bytes)]
         return all(record.get("engine") == heir.engine_id for record in records)
 
     wait_until(has_expired)

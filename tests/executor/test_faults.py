@@ -19,6 +19,7 @@ from engine_service.engine import Engine
 from executor.base import Executor
 from executor.errors import ExecutorError, ExecutorTimeout, StartError, WorkerDied, WorkerError
 from executor.limits import Limits
+from executor.metrics import ExecutorMetrics
 from executor.multiproc import MultiprocExecutor
 from executor.stub import next_token
 from tests.engine.test_engine import assert_undisturbed, generation, run
@@ -206,7 +207,7 @@ def test_what_arrives_in_the_middle_of_a_step_and_is_not_ours_changes_nothing(
     before = executor.stats()
     with caplog.at_level(logging.WARNING, "millrace.executor"):
         result = executor.execute_model(first_step(executor)).result()
-        wait_until(lambda: executor.check_health() or executor.stats().num_stale_replies >= 5, 10)
+        wait_until(lambda: figures(executor).num_stale_replies >= 5, 10)
     assert (result.seq_ids, result.token_ids) == ([1], [next_token(7, 3)])
     assert len([record for record in caplog.records if "no worker of ours" in record.message]) == 1
     assert len([record for record in caplog.records if "connection was closed" in record.message]) == 1
@@ -261,7 +262,13 @@ def test_a_rank_that_runs_steps_tells_how_much_device_memory_it_holds(rude: Rude
     """The stub's device holds a byte for each token: three of the prompt, and one more."""
     executor = start(rude("curious", **TWO))
     executor.execute_model(first_step(executor)).result()
-    wait_until(lambda: executor.check_health() or executor.stats().device_bytes == [4, 4], 15)
+    wait_until(lambda: figures(executor).device_bytes == [4, 4], 15)
+
+
+def figures(executor: Executor) -> ExecutorMetrics:
+    """After a look at what has come."""
+    executor.check_health()
+    return executor.stats()
 
 
 # --- nothing is left ---
