@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import count, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from engine_service import LLM
+from executor.calls import PendingCall
+from executor.messages import StepPlan
 from executor.multiproc import MultiprocExecutor
 from producer.sampling import SamplingParams
 from tests.e2e.engines import TINY
@@ -38,7 +41,7 @@ def expected() -> list[list[int]]:
 
 @pytest.mark.parametrize("sizes", [TP2, PP2, pytest.param({**TP2, **PP2}, marks=pytest.mark.slow)])
 def test_the_tokens_do_not_depend_on_the_sizes_nor_on_naps(sizes: dict[str, int], expected: list[list[int]]) -> None:
-    with make_llm(**sizes) as llm:
+    with make_llm(max_parallel_loading_workers=1, **sizes) as llm:
         assert generate(llm) == expected
         llm.sleep(2)
         llm.wake_up(["weights"])
@@ -49,16 +52,68 @@ def test_the_tokens_do_not_depend_on_the_sizes_nor_on_naps(sizes: dict[str, int]
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_killed_or_stopped_costs_no_token(
+def test_a_rank_that_is_killed_or_stopped_while_idle_costs_no_token(
     victim: int, number: signal.Signals, expected: list[list[int]]
 ) -> None:
     with make_llm(**TP2) as llm:
         generate(llm)
-        executor = llm._engine._executor
-        assert isinstance(executor, MultiprocExecutor)
-        os.kill(executor.worker_pids()[victim], number)
+        os.kill(executor_of(llm).worker_pids()[victim], number)
         assert generate(llm) == expected
         assert llm.metrics().executor.num_restarts == 1
+
+
+PREFILL, DECODE = 1, 8
+"""Which step of the work it is."""
+
+SHOWN = {("TP2", PREFILL, 1, signal.SIGKILL), ("PP2", DECODE, 0, signal.SIGKILL)}
+"""The cases of `make test`; the others are slow."""
+
+CASES = [
+    pytest.param(*case, marks=[] if case in SHOWN else [pytest.mark.slow])
+    for case in product(("TP2", "PP2"), (PREFILL, DECODE), (0, 1), (signal.SIGKILL, signal.SIGSTOP))
+]
+
+
+@pytest.mark.parametrize(("sizes", "step", "victim", "number"), CASES)
+def test_a_rank_that_is_killed_or_stopped_in_a_step_costs_no_token(
+    sizes: str, step: int, victim: int, number: signal.Signals, expected: list[list[int]]
+) -> None:
+    with make_llm(**(TP2 if sizes == "TP2" else PP2)) as llm:
+        generate(llm)
+        strike_in_step(executor_of(llm), step, victim, number)
+        assert generate(llm) == expected
+        assert llm.metrics().executor.num_restarts == 1
+
+
+def strike_in_step(executor: MultiprocExecutor, nth: int, victim: int, number: signal.Signals) -> None:
+    """Send the rank the signal once it computes the nth step from now on."""
+    send, numbers = executor.execute_model, count(1)
+
+    def send_and_strike(plan: StepPlan) -> PendingCall:
+        if next(numbers) != nth:
+            return send(plan)
+        pid = executor.worker_pids()[victim]
+        before_ns = computed_ns(pid)
+        step = send(plan)
+        while computed_ns(pid) - before_ns < 300_000:  # a step takes milliseconds
+            os.sched_yield()
+        os.kill(pid, number)
+        executor.pump(0)
+        assert not step.done()
+        return step
+
+    executor.execute_model = send_and_strike  # type: ignore[method-assign]
+
+
+def computed_ns(pid: int) -> int:
+    """What the process's main thread has had of a CPU."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0])
+
+
+def executor_of(llm: LLM) -> MultiprocExecutor:
+    executor = llm._engine._executor
+    assert isinstance(executor, MultiprocExecutor)
+    return executor
 
 
 class Left(NamedTuple):
@@ -91,10 +146,8 @@ def test_ten_lives_of_real_ranks_leave_everything_as_it_was(tmp_path: Path, monk
     for number in range(10):
         with make_llm(executor="mp", **(TP2 if number % 2 else {})) as llm:
             generate(llm)
-            executor = llm._engine._executor
-            assert isinstance(executor, MultiprocExecutor)
             if number % 3 == 2:
-                os.kill(executor.worker_pids()[-1], signal.SIGKILL)
+                os.kill(executor_of(llm).worker_pids()[-1], signal.SIGKILL)
         seen.append(look(tmp_path))
     first, last = seen[2], seen[-1]
     assert last[:4] == first[:4]
