@@ -57,7 +57,6 @@ def main(argv: list[str] | None = None) -> int:
         logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         if config.executor in ("auto", "external") and is_torchrun_rank(os.environ):
             _become_rank(config, sys.argv[1:] if argv is None else argv)
-        die_with_rank_0()
         return _Process(config).run()
     except ConfigurationError as error:
         return _complain(error, EXIT_CONFIGURATION)
@@ -111,6 +110,7 @@ class _Process:
     def run(self) -> int:
         try:
             facts = self._engine.start()
+            die_with_rank_0()
             is_all_written = self._serve(self._engine, Admission(facts, self._tokenizer, eos_token_ids(self._path)))
         finally:
             self._engine.shutdown()

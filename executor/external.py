@@ -43,8 +43,13 @@ PARENT = "MILLRACE_EXTERNAL_PARENT"
 
 COMMAND_LINE = "torchrun --nproc-per-node N --max-restarts 3 --no-python millrace serve --executor external ..."
 
-_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_", "MASTER_", "LOCAL_")
-_TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+_TORCHRUN_PREFIX = "TORCHELASTIC_"
+_TORCHRUN_NAMES = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+        *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
+    }
+)
 _MEETING_LIMIT_S = 60.0
 _LIFE = 1
 """torchrun makes new processes for a new life, the service's among them."""
@@ -69,6 +74,8 @@ class ExternalLauncherExecutor(RemoteExecutor):
         ranks: list[ExternalRank] = []
         for rank in range(self.world_size):
             while not (note := _note(directory, rank)).exists():
+                if _has_lost_rank_0():
+                    raise StartError("spawn", 0, "its process has ended", is_retryable=False)
                 if time.monotonic() > deadline_s:
                     raise StartError("spawn", rank, "torchrun did not start it", is_retryable=False)
                 time.sleep(0.02)
@@ -145,8 +152,8 @@ def become_rank(service_command: Sequence[str], *, worker_module: str = "worker"
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         raise ValueError("executor: external runs the ranks of one host; for several hosts take ray")
-    directory = _meeting_place(os.environ)
     parent_pid = os.getppid()
+    directory = _meeting_place(os.environ, parent_pid)
     if _is_orphan(parent_pid):
         raise ValueError("executor: torchrun has ended, and so do its ranks")
     environment = {name: value for name, value in os.environ.items() if not _is_torchruns(name)}
@@ -164,10 +171,17 @@ def become_rank(service_command: Sequence[str], *, worker_module: str = "worker"
 
 
 def die_with_rank_0() -> None:
-    """For the service: SIGTERM when rank 0 ends, so that the jobs go back to the queue at once. Else does nothing."""
+    """For the service: SIGTERM when rank 0 ends, so that the jobs go back to the queue at once. Else does nothing.
+
+    Not before the ranks are up: a start that fails ends them, and has to say why afterwards.
+    """
     parent_pid = os.environ.get(PARENT)
     if parent_pid is not None:
         die_with_parent(int(parent_pid), signal.SIGTERM)
+
+
+def _has_lost_rank_0() -> bool:
+    return PARENT in os.environ and os.getppid() != int(os.environ[PARENT])
 
 
 def _is_orphan(parent_pid: int) -> bool:
@@ -178,13 +192,14 @@ def _is_orphan(parent_pid: int) -> bool:
 
 def _is_torchruns(name: str) -> bool:
     """Variables that would make torch.distributed look for torchrun's store instead of ours."""
-    return name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIXES)
+    return name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIX)
 
 
-def _meeting_place(environment: Mapping[str, str]) -> Path:
-    """The same for all ranks of one start of the group, and for no other."""
+def _meeting_place(environment: Mapping[str, str], parent_pid: int) -> Path:
+    """The same for all ranks of one start of the group, and for no other. Each of them has to be torchrun's own child: a
+    script between the two has to `exec`."""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    told = ":".join(environment.get(name, "") for name in names)
+    told = ":".join([str(parent_pid), *(environment.get(name, "") for name in names)])
     parent = tempfile.gettempdir()
     return Path(parent if len(parent) < 40 else "/tmp") / f"millrace-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 

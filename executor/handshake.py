@@ -151,6 +151,7 @@ class Handshake:
     # --- what can go wrong ---
 
     def _fail(self, phase: str, rank: int, failure: Failure) -> None:
+        logger.info("rank %d failed in phase %s: %s", rank, phase, failure.message)
         logger.debug("traceback of rank %d:\n%s", rank, failure.traceback)
         witness_s = _WITNESS_S if len(self._handles) > 1 else 0.0
         self._deadlines_s[rank] = time.monotonic() + witness_s

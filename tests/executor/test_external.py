@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -55,11 +56,11 @@ def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 class Torchrun:
     """One `torchrun` of two ranks, as the README has it, its log in a file."""
 
-    def __init__(self, log: Path, redis_url: str, queue: str, port: str) -> None:
+    def __init__(self, log: Path, redis_url: str, queue: str, port: str, model: Path = TINY) -> None:
         self.log = log
         scripts = os.path.dirname(sys.executable)
         command = [f"{scripts}/torchrun", "--nproc-per-node", "2", "--max-restarts", "3", "--no-python"]
-        command += ["millrace", "serve", "--executor", "external", "--model", str(TINY)]
+        command += ["millrace", "serve", "--executor", "external", "--model", str(model)]
         command += ["--redis", redis_url, "--queue", queue, "--device", "cpu", "--heartbeat", "0.5"]
         path = {"PATH": os.pathsep.join((scripts, os.environ["PATH"])), "PYTHONPATH": str(ROOT)}
         place = {"TMPDIR": str(log.parent), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
@@ -180,3 +181,16 @@ def test_a_service_that_is_told_to_stop_ends_the_group_in_order(torchrun: Torchr
     os.kill(torchrun.pid_of("engine_service"), signal.SIGTERM)
     assert torchrun.process.wait(60) == 0, torchrun.text()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("millrace-")] == []
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_loaded_is_named_before_torchrun_gives_up(
+    tmp_path: Path, redis_url: str, queue_name: str, port: str
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(TINY, model)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    running = Torchrun(tmp_path / "torchrun.log", redis_url, queue_name, port, model)
+    assert running.process.wait(120) != 0
+    assert str(model) in next(line for line in running.text().splitlines() if line.startswith("millrace serve: "))
