@@ -77,7 +77,7 @@ class Ledger:
 
     def num_jobs(self) -> int:
         """How many those are."""
-        return int(cast(int, self._connection.hlen(self.key)))
+        return self._connection.hlen(self.key)
 
     def sign_off(self) -> None:
         """Leave: another gateway need not wait before it takes over what is still in the ledger."""

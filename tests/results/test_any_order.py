@@ -110,9 +110,16 @@ class AnyOrder(RuleBasedStateMachine):
         self.engines = [self._new_engine(number) for number in range(3)]
         self.jobs: dict[str, ModelJob] = {}
         self.is_paused = False
-        limits = {"max_queued_jobs": MAX_QUEUED, "tenant_max_queued_jobs": TENANT_MAX_QUEUED, "max_events": MAX_EVENTS}
-        retries = {"retry_base_ms": 3_600_000, "retry_max_ms": 3_600_000}
-        self.client.hset(self.queue.keys.settings, mapping={**limits, **retries})
+        self.client.hset(
+            self.queue.keys.settings,
+            mapping={
+                "max_queued_jobs": MAX_QUEUED,
+                "tenant_max_queued_jobs": TENANT_MAX_QUEUED,
+                "max_events": MAX_EVENTS,
+                "retry_base_ms": 3_600_000,
+                "retry_max_ms": 3_600_000,
+            },
+        )
         self.leases: list[tuple[int, ClaimedJob]] = []  # all that there ever were
         for priority in range(NUM_AT_FIRST):
             self.submit(TENANTS[priority % 2], priority, 10, {}, PASTS[priority % len(PASTS)])
