@@ -17,6 +17,8 @@ from millrace import Client, GenerationRequest, SamplingParams
 from millrace.embedded import EmbeddedServer
 from producer.errors import InvalidRequest
 from results.errors import JobConflict
+from results.messages import JobId, Submission
+from results.queue import JobQueue
 from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
 from tests.results.invariants import check_all_ended
 from tests.worker.models import make_model
@@ -65,6 +67,16 @@ BAD_BODIES: dict[str, tuple[str, bytes]] = {
         "body",
         b'{"id":"ID","prompt":"x","meta":' + b'{"a":' * 990 + b"1" + b"}" * 990 + b"}",
     ),
+    "a negative delay": ("delay_s", b'{"id":"ID","prompt":"x","delay_s":-1}'),
+    "a negative deadline": ("deadline_s", b'{"id":"ID","prompt":"x","deadline_s":-1}'),
+    "a deadline of 0": ("deadline_s", b'{"id":"ID","prompt":"x","deadline_s":0}'),
+    "a deadline that is over before the job may begin": (
+        "deadline_s",
+        b'{"id":"ID","prompt":"x","deadline_s":5,"run_at":9e9}',
+    ),
+    "a priority between two": ("priority", b'{"id":"ID","prompt":"x","priority":0.5}'),
+    "a tenant with a space": ("tenant", b'{"id":"ID","prompt":"x","tenant":"a b"}'),
+    "a batch, which only a client can name": ("batch", b'{"id":"ID","prompt":"x","batch":"b"}'),
     "invalid UTF-8": ("body", b'{"id":"ID","prompt":"\xff\xfe"}'),
     "too large a payload": ("body", b'{"id":"ID","prompt":"' + b"x" * (1 << 20) + b'"}'),
     "token ids outside the vocabulary": ("prompt_token_ids", b'{"id":"ID","prompt_token_ids":[5,512]}'),
@@ -103,6 +115,35 @@ def test_an_entry_without_a_usable_id_is_kept_among_the_rejected(
     redis_client.xadd(INBOX, {"job": body})
     wait_until(lambda: redis_client.xlen(rejected) == before + 1)
     assert redis_client.xlen(INBOX) == 0
+
+
+# --- through the script --------------------------------------------------------------------------------------------
+
+
+def test_what_another_client_has_put_past_the_checks_fails_by_name_and_alone(
+    client: Client, redis_client: redis.Redis, queue_name: str
+) -> None:
+    queue = JobQueue(redis_client, QUEUE)
+    newer, spoiled, neighbour = (f"{queue_name}-{name}" for name in ("newer", "spoiled", "neighbour"))
+    bodies = {
+        newer: b'{"prompt":"x","new_field":1}',
+        spoiled: b'{"prompt":"x"}',
+        neighbour: b'{"prompt":"3 + 4 =","max_tokens":4,"temperature":0.0}',
+    }
+    queue.pause(True)
+    submissions = [Submission(job_id=JobId(id_), body=bodies[id_], digest=id_, cost=9, seed=7) for id_ in bodies]
+    assert queue.submit(submissions) == ["created"] * 3
+    redis_client.hset(queue.keys.job(spoiled), "seed", "abc")
+    queue.pause(False)
+    assert client.wait(neighbour, LIMIT_S).text == " 7"
+    for job_id, wrong in ((newer, "new_field"), (spoiled, "seed is b'abc'")):
+        job = client.wait(job_id, LIMIT_S)
+        assert (job.state, job.num_retries) == ("failed", 0)
+        assert job.error is not None
+        assert job.error.kind == "invalid_request"
+        assert wrong in job.error.message
+    assert client.get(newer).error.field == "new_field"  # type: ignore[union-attr]
+    check_all_ended(redis_client, QUEUE, list(bodies))
 
 
 # --- through the client --------------------------------------------------------------------------------------------
