@@ -44,6 +44,12 @@ local function repeat_claim(claimed)
   return jobs
 end
 
+-- Now long, now short, from 1 ms to a second. Idle engines ask once a second, in an order that hardly changes: if the wait
+-- were a second too, the engine that cannot go on with the job would be the first to ask each time.
+local function set_aside_ms()
+  return 2 ^ (clock[2] % 11)
+end
+
 -- A checkpoint of another model: dropped while nobody has seen any of it, else kept for an engine that can go on with it.
 local function fits_this_model(job)
   if not job.fingerprint or job.fingerprint == fingerprint then return true end
@@ -57,7 +63,7 @@ local function fits_this_model(job)
   redis.call('HSETNX', key, 'mismatch', now)
   if now - redis.call('HGET', key, 'mismatch') < setting('mismatch_wait_ms', 600000) then
     set_state(job.id, job.batch, 'queued', 'delayed')
-    redis.call('ZADD', prefix .. 'delayed', now + 1000, job.id)
+    redis.call('ZADD', prefix .. 'delayed', now + set_aside_ms(), job.id)
   else
     end_job(job.id, 'failed', 'error', nil, 'error', '{"kind":"fingerprint_mismatch","message":"the output so far is of '
       .. 'another model, tokenizer or dtype than this queue\'s engines have; submit the job again under a new id"}')

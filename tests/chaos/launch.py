@@ -19,6 +19,7 @@ import msgspec
 
 import engine_service.__main__ as service
 from engine_service import intake, offline
+from engine_service.admission import Admission
 from engine_service.engine import Engine, Progress
 from engine_service.generation import Generation
 from engine_service.leases import Leases
@@ -38,6 +39,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The service itself dies when it is to compute a sequence that begins with these tokens."""
     lives_for_steps: int = 0
     """The service dies after so many steps with work in them, whatever it computes; 0: it does not."""
+    fails_to_admit: int = 0
+    """So many admissions fail, as of a bug of ours that shows itself now and then."""
     protocol: int = 0
     """The version of the queue's protocol that it speaks; 0: the product's."""
     hangs_at_step: int = 0
@@ -60,6 +63,8 @@ def main(faults: Faults, arguments: list[str]) -> int:
         _patch(base, "Limits", lambda: Limits(stuck_s=faults.stuck_s))
     if faults.fatal:
         _die_of(faults.fatal)
+    if faults.fails_to_admit:
+        _fail_to_admit(faults.fails_to_admit)
     if faults.lives_for_steps:
         _die_after(faults.lives_for_steps)
     if faults.serves_when:
@@ -97,6 +102,17 @@ def _die_of(prompt: list[int]) -> None:
         add(self, generation)
 
     _patch(Engine, "add", add_or_die)
+
+
+def _fail_to_admit(num_times: int) -> None:
+    admit, numbers = Admission.admit, itertools.count(1)
+
+    def admit_or_fail(self: Admission, *args: Any, **kw: Any) -> Generation:
+        if next(numbers) <= num_times:
+            raise ZeroDivisionError("a bug of ours")
+        return admit(self, *args, **kw)
+
+    _patch(Admission, "admit", admit_or_fail)
 
 
 def _die_after(num_steps: int) -> None:

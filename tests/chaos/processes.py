@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e import engines
-from tests.e2e.engines import ROOT, EngineProcess
+from tests.e2e.engines import ROOT, TINY, EngineProcess
 
 HEARTBEAT_S = 0.5
 """The limit of the engines here: after this long without a heartbeat their jobs are taken back."""
@@ -38,10 +38,13 @@ class ChaosEngine(EngineProcess):
         *options: str,
         heartbeat_s: float = HEARTBEAT_S,
         faults: dict[str, Any] | None = None,
+        model: Path = TINY,
     ) -> None:
         before = (json.dumps(faults or {}),)
         module = "tests.chaos.launch"
-        super().__init__(log, redis_url, queue, *options, module=module, before=before, heartbeat_s=heartbeat_s)
+        super().__init__(
+            log, redis_url, queue, *options, model=model, module=module, before=before, heartbeat_s=heartbeat_s
+        )
 
     @property
     def engine_id(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,8 +12,9 @@ from millrace import GenerationRequest, SamplingParams
 from results.messages import TERMINAL_STATES
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
-from tests.chaos.processes import wait_until
+from tests.chaos.processes import LIMIT_S, wait_until
 from tests.chaos.workload import make_jobs
+from tests.e2e.models import make_servable
 
 pytestmark = [pytest.mark.slow, TEST_LIMIT]
 
@@ -93,6 +95,44 @@ def test_a_machine_that_dies_again_and_again_fails_nobody(place: Place) -> None:
     assert num_deaths > 5
     assert place.states() == dict.fromkeys(ids, "finished")
     place.check(ALL)
+
+
+def test_two_models_at_one_queue_do_not_go_on_with_each_others_output(place: Place, tmp_path: Path) -> None:
+    """What somebody has seen waits for an engine of its model, however long; the other model's engine does the rest."""
+    other_model = make_servable("llama", tmp_path)
+    reserve = place.reserve(heartbeat_s=20.0)
+    first = place.engine("--drain-grace", "0", heartbeat_s=20.0)
+    ids = place.submit([msgspec.structs.replace(job, stream=True) for job in make_jobs(6, max_tokens=600)])
+    readers = [place.watch(job_id) for job_id in ids]
+    wait_until(lambda: all(reader.num_tokens for reader in readers))
+    assert first.terminate() == 0
+    waiting = [job_id for job_id, state in place.states().items() if state != "finished"]
+    assert waiting
+    other = place.engine(model=other_model, heartbeat_s=20.0)
+    for job in place.client.as_completed(place.client.submit_many(make_jobs(8, max_tokens=24, first=100)), LIMIT_S):
+        assert (job.state, place.record(job.id)["engine"]) == ("finished", other.engine_id)
+    wait_until(lambda: all("mismatch" in place.record(job_id) for job_id in waiting))
+    assert {place.record(job_id)["attempt"] for job_id in waiting} == {"0"}
+    heir = reserve.call()
+    place.wait_all()
+    assert {place.record(job_id)["engine"] for job_id in waiting} == {heir.engine_id}
+    place.check(ALL, other, heir)
+
+
+def test_a_failure_of_our_own_is_tried_again_after_a_pause_that_grows(place: Place) -> None:
+    """The first job fails twice, and ends as if nothing had been; one that may not be tried again fails at once."""
+    engine = place.launch(faults={"fails_to_admit": 3}, heartbeat_s=20.0)
+    strict = msgspec.structs.replace(make_jobs(1, first=1)[0], max_retries=0)
+    ids = place.submit([*make_jobs(1), strict])
+    wait_until(lambda: place.states() == {ids[0]: "delayed", ids[1]: "failed"})
+    place.wait_all()
+    place.check(ALL, engine, states={ids[1]: "failed"})
+    error = place.client.get(ids[1]).error
+    assert error is not None
+    assert (error.kind, error.message) == ("internal", "ZeroDivisionError: a bug of ours")
+    record = place.record(ids[0])
+    assert (record["attempt"], record["retries"]) == ("3", "2")
+    assert int(record["ended"]) - int(record["created"]) >= 500 + 1000, "half of 1 s, then half of 2 s, or more"
 
 
 def test_a_body_of_a_newer_version_is_left_to_a_newer_engine(place: Place) -> None:

@@ -54,3 +54,17 @@ def test_what_no_engine_can_go_on_with_fails_in_the_end_and_keeps_its_text(
     assert (job.state, job.text, job.token_ids) == ("failed", "xy", [1, 2])
     assert job.error is not None
     assert job.error.kind == "fingerprint_mismatch"
+
+
+def test_it_is_put_off_for_another_time_each_time(queue: JobQueue, redis_client: redis.Redis) -> None:
+    """Idle engines claim once a second. If the job were due again after a second, whoever put it off would be the first to
+    find it, each time, and the engine that it waits for never."""
+    half_done(queue, is_published=True)
+    other = Engine(queue, "other", fingerprint="model-b")
+    waits_ms = []
+    for _ in range(30):
+        assert other.claim_ids() == []
+        seconds, microseconds = redis_client.time()
+        waits_ms.append((redis_client.zscore(queue.keys.delayed, "a") or 0.0) - seconds * 1000 - microseconds / 1000)
+        redis_client.zadd(queue.keys.delayed, {"a": 1})
+    assert min(waits_ms) < 100 < max(waits_ms) <= 1024
