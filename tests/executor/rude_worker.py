@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import zmq
 from msgspec.structs import replace
 
 from executor import rank
@@ -60,7 +61,18 @@ class RudeLink(rank._Link):
     def __init__(self, invitation: Invitation) -> None:
         super().__init__(invitation)
         names = ("stranger", "a stranger too", "0.99") if RUDENESS == "crowd" else ()
-        self._others = [self._connect(invitation, name) for name in names]
+        self._others = [self._connect_as(name, invitation.address) for name in names]
+
+    def _connect_as(self, name: str, address: str) -> zmq.Socket[bytes]:
+        """Wait until it is in: soon after the rank's Hello nobody finds the address any more."""
+        other = self._context.socket(zmq.DEALER)
+        other.setsockopt_string(zmq.IDENTITY, name)
+        monitor = other.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        other.connect(address)
+        monitor.recv_multipart()
+        other.disable_monitor()
+        monitor.close()
+        return other
 
     def send(self, message: FromWorker) -> None:
         if RUDENESS == "garbage":

@@ -187,6 +187,16 @@ def rude(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
 Rude = Callable[..., MultiprocExecutor]
 
 
+def wait_for_figures(executor: Executor, is_true: Callable[[ExecutorMetrics], bool]) -> None:
+    """While it looks at its workers, as an idle engine does."""
+
+    def look() -> bool:
+        executor.check_health()
+        return is_true(executor.stats())
+
+    wait_until(look, what="what the figures should say")
+
+
 def test_a_worker_that_sends_garbage_is_heard_where_it_makes_sense(
     rude: Rude, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -207,7 +217,7 @@ def test_what_arrives_in_the_middle_of_a_step_and_is_not_ours_changes_nothing(
     before = executor.stats()
     with caplog.at_level(logging.WARNING, "millrace.executor"):
         result = executor.execute_model(first_step(executor)).result()
-        wait_until(lambda: figures(executor).num_stale_replies >= 5, 10)
+        wait_for_figures(executor, lambda figures: figures.num_stale_replies >= 5)
     assert (result.seq_ids, result.token_ids) == ([1], [next_token(7, 3)])
     assert len([record for record in caplog.records if "no worker of ours" in record.message]) == 1
     assert len([record for record in caplog.records if "connection was closed" in record.message]) == 1
@@ -262,13 +272,7 @@ def test_a_rank_that_runs_steps_tells_how_much_device_memory_it_holds(rude: Rude
     """The stub's device holds a byte for each token: three of the prompt, and one more."""
     executor = start(rude("curious", **TWO))
     executor.execute_model(first_step(executor)).result()
-    wait_until(lambda: figures(executor).device_bytes == [4, 4], 15)
-
-
-def figures(executor: Executor) -> ExecutorMetrics:
-    """After a look at what has come."""
-    executor.check_health()
-    return executor.stats()
+    wait_for_figures(executor, lambda figures: figures.device_bytes == [4, 4])
 
 
 # --- nothing is left ---
