@@ -90,6 +90,7 @@ class SharedRay:
     @classmethod
     def start(cls) -> None:
         if cls._local is None:
+            os.environ.setdefault("RAY_kill_worker_timeout_milliseconds", "500")  # else 5 s for each that stands still
             cls._local = LocalRay(num_cpus=4)
             cls._local.start()
 

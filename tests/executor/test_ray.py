@@ -31,7 +31,6 @@ __all__ = ["expected"]
 pytestmark = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]")]
 
 on_ray = pytest.mark.parametrize("make", ["ray"], indirect=True)
-both_ranks = pytest.mark.parametrize("rank", [0, 1])
 
 
 @pytest.mark.parametrize("sizes", [TP2, PP2])
@@ -47,7 +46,7 @@ def test_a_model_on_ray_brings_the_tokens_of_one_rank(sizes: dict[str, int], exp
     [
         ("die", 0, ("start", "step=2", "sleep", "shutdown")),
         ("die", 1, ("start", "step=2", "sleep", "shutdown")),
-        ("stop", 0, ("start", "sleep")),  # Ray itself takes 5 s to end a process that stands still
+        ("stop", 0, ("start", "sleep")),
         ("stop", 1, ("step=2", "shutdown")),
     ],
 )
@@ -84,17 +83,17 @@ def test_a_rank_is_lost_and_replaced(
 
 
 @on_ray
-@both_ranks
 def test_the_stacks_of_all_ranks_are_in_the_engines_log_when_one_hangs(
-    make: Make, rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     patient = msgspec.structs.replace(SHORT, dump_s=2.0)
-    executor = start(make(f"hang-at-step=1,on-rank={rank},meet={tmp_path},once={tmp_path / 'done'}", patient))
+    executor = start(make(f"hang-at-step=1,on-rank=1,meet={tmp_path},once={tmp_path / 'done'}", patient))
     with pytest.raises(WorkerDied, match="stuck"):
         executor.execute_model(first_step(executor)).result()
-    told = [record.getMessage() for record in caplog.records]
-    for victim, place in ((rank, "in _act"), (1 - rank, "in _meet")):
-        assert any(words.startswith(f"the stacks of rank {victim}:") and place in words for words in told)
+    told = [record.getMessage() for record in caplog.records if "the stacks of rank" in record.getMessage()]
+    (of_0,), (of_1,) = ([text for text in told if f"rank {rank}:" in text] for rank in (0, 1))
+    assert "in _meet" in of_0
+    assert "in _act" in of_1
     executor.restart()
     assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
 
