@@ -85,7 +85,8 @@ def canonical_body(request: GenerationRequest) -> bytes:
         body = _encoder.encode(fields)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest("messages", f"cannot be written as JSON: {error}") from error
-    _check_depth(body)
+    if request.messages is not None or request.meta is not None:  # nothing else is deep
+        _check_depth(body)
     return body
 
 
