@@ -9,15 +9,39 @@ from pathlib import Path
 import pytest
 import redis
 
-from millrace import Client
+from engine_service import LLM
+from millrace import Client, GenerationRequest, SamplingParams
 from tests.e2e.conftest import StartEngine
-from tests.e2e.engines import EngineProcess, wait_until
+from tests.e2e.engines import TINY, EngineProcess, wait_until
 from tests.e2e.models import make_servable
-from tests.e2e.test_faults import assert_all_whole, long_jobs, undisturbed
 from tests.results.invariants import check_all_ended
 from tests.worker.models import make_model
 
 LIMIT_S = 90.0
+
+
+def long_jobs(num_jobs: int, max_tokens: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            prompt=f"Count from {number} to 99:",
+            sampling=SamplingParams(temperature=0.8, seed=number, max_tokens=max_tokens, ignore_eos=True),
+            stream=number % 2 == 0,
+        )
+        for number in range(num_jobs)
+    ]
+
+
+def undisturbed(requests: list[GenerationRequest]) -> list[str]:
+    with LLM(TINY, device="cpu") as llm:
+        prompts, params = [request.prompt or "" for request in requests], [request.sampling for request in requests]
+        return [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def assert_all_whole(client: Client, ids: list[str], texts: list[str]) -> None:
+    jobs = [client.wait(job_id, LIMIT_S) for job_id in ids]
+    assert [job.state for job in jobs] == ["finished"] * len(ids)
+    assert [job.text for job in jobs] == texts
+    assert ["".join(event.text for event in client.stream(job_id)) for job_id in ids] == texts
 
 
 def wait_for_level(client: Client, *levels: int) -> None:
