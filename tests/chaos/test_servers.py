@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.embedded import EmbeddedServer
+from results.transport import Transport
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import HEARTBEAT_S, wait_until
@@ -58,7 +59,7 @@ def check_a_life_with(place: Place, url: str, folder: Path) -> str:
 
 def test_a_cluster(queue_name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
     with start_node() as server, Place(server, queue_name, tmp_path, undisturbed) as place:
-        place.redis.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+        Transport(place.redis).send(("CLUSTER", "ADDSLOTSRANGE", 0, 16383))
         wait_until(lambda: place.redis.cluster("INFO")["cluster_state"] == "ok")
         check_a_life_with(place, f"redis+cluster://127.0.0.1:{port_of(place.redis)}", tmp_path)
 
@@ -66,8 +67,8 @@ def test_a_cluster(queue_name: str, tmp_path: Path, undisturbed: Undisturbed) ->
 def test_the_least_rights_of_the_readme(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Nothing is refused to an engine that may do no more than what the README lists."""
     with EmbeddedServer(appendonly=True) as server, Place(server, "default", tmp_path, undisturbed) as place:
-        rules = RULES["ACL SETUSER engine"]
-        place.redis.execute_command("ACL SETUSER", "engine", *rules.split())
+        user = "ACL SETUSER engine"
+        Transport(place.redis).send((*user.split(), *RULES[user].split()))
         words = check_a_life_with(place, server.url.replace("unix://", "unix://engine:secret@"), tmp_path)
         assert "permi" not in words
         refused = {entry["object"] for entry in place.redis.acl_log()}

@@ -82,7 +82,7 @@ BAD_BODIES: dict[str, tuple[str, bytes]] = {
     "token ids outside the vocabulary": ("prompt_token_ids", b'{"id":"ID","prompt_token_ids":[5,512]}'),
     "stop ids outside the vocabulary": ("stop_token_ids", b'{"id":"ID","prompt":"x","stop_token_ids":[512]}'),
     "a prompt longer than the context": (
-        "prompt",
+        "prompt_token_ids",
         b'{"id":"ID","prompt_token_ids":' + str([7] * 1024).encode() + b"}",
     ),
     "another model": ("model", b'{"id":"ID","prompt":"x","model":"large"}'),
