@@ -79,6 +79,7 @@ def test_the_figures_are_those_of_the_work_that_was_done(start_engine: StartEngi
     assert 0 < now["millrace_step_seconds[0.5]"] <= now["millrace_step_seconds[0.99]"]
     assert now["millrace_rpc_seconds[0.95]"] > 0
     assert now["millrace_executor_plan_bytes_total"] > 0
+    assert now["millrace_executor_reply_bytes_total"] > 0
     assert (now["millrace_workers_active"], now["millrace_ranks"], now["millrace_ranks_wanted"]) == (1, 1, 1)
     assert (now["millrace_kv_pool_used_ratio"], now["millrace_healthy"], now["millrace_sleep_level"]) == (0, 1, 0)
     (engine_id,) = client.stats().sleep_levels
