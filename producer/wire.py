@@ -195,7 +195,7 @@ class _IdOnly(msgspec.Struct):
     id: str | None = None
 
 
-_ID_IN_BROKEN_JSON = re.compile(rb'"id"\s*:\s*"([^"\\]{1,128})"')
+_ID_IN_BROKEN_JSON = re.compile(rb'"id"\s*:\s*"([!-~]{1,128}?)"')
 
 
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:

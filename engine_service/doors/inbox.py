@@ -11,7 +11,7 @@ import threading
 
 from producer.messages import InvalidRequest
 from producer.wire import parse_body, refusal, to_submission, usable_id
-from results.errors import QueueError
+from results.errors import QueueError, RedisUnavailable
 from results.messages import InboxEntry, JobError
 from results.queue import JobQueue
 
@@ -57,11 +57,20 @@ class Inbox:
         while entries := self._queue.read_inbox(after, _AT_ONCE, _BLOCK_MS if after == "0" else None):
             for entry in entries:
                 after = entry.entry_id
-                outcome = self._take(entry, full_tenants)
+                outcome = self._try_to_take(entry, full_tenants)
                 if outcome.startswith("full max_queued_jobs") or self._stopping.is_set():
                     return has_taken
                 has_taken = has_taken or not outcome.startswith("full")
         return has_taken or after == "0"
+
+    def _try_to_take(self, entry: InboxEntry, full_tenants: set[str]) -> str:
+        try:
+            return self._take(entry, full_tenants)
+        except RedisUnavailable:
+            raise
+        except Exception:  # our bug, or the scripts': the entry stays, for a version without it, and the others go on
+            logger.exception("inbox entry %s stays where it is", entry.entry_id)
+            return "full"
 
     def _take(self, entry: InboxEntry, full_tenants: set[str]) -> str:
         """What became of the entry, as `JobQueue.accept` and `reject` say it."""

@@ -21,6 +21,8 @@ from engine_service.leases import Leases, new_engine_id
 from engine_service.room import Room
 from executor.messages import WorkerConfig
 from executor.uniproc import UniprocExecutor
+from producer.request import GenerationRequest
+from producer.wire import parse_body
 from results.connection import connect
 from results.messages import Reconciliation
 from results.queue import JobQueue
@@ -156,6 +158,24 @@ def test_the_inbox_goes_on_after_what_breaks_our_code(
     parts.inbox.start()
     wait_until(lambda: redis_client.hget(keys.job("a"), "state") == b"queued")
     assert "a bug in the inbox" in caplog.text
+
+
+def test_an_entry_that_breaks_our_code_again_and_again_keeps_no_other_out(
+    parts: Parts, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def break_on(raw: bytes) -> GenerationRequest:
+        if b"cursed" in raw:
+            raise RuntimeError("a bug in the parser")
+        return parse_body(raw)
+
+    monkeypatch.setattr("engine_service.doors.inbox.parse_body", break_on)
+    keys = parts.inbox_queue.keys
+    for job_id in (b"cursed", b"a"):
+        redis_client.xadd(keys.inbox, {"job": b'{"id":"%s","prompt":"x"}' % job_id})
+    parts.inbox.start()
+    wait_until(lambda: redis_client.hget(keys.job("a"), "state") == b"queued")
+    assert redis_client.xlen(keys.inbox) == 1
+    assert "a bug in the parser" in caplog.text
 
 
 @pytest.mark.parametrize("limit", ["tenant_max_queued_jobs", "tenant_max_queued_tokens", "max_queued_tokens"])

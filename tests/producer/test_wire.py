@@ -272,6 +272,7 @@ def test_a_body_over_the_limit_is_refused_unread() -> None:
         (b'{"id":"a1","prompt":"\xff"}', "a1"),
         (b'{"id":"a1","promp', "a1"),
         (b'{"id":"a b","prompt":5}', None),
+        (b'{"id":"\xff\xfe","prompt":"x"}', None),
         (b'{"id":"' + b"a" * 129 + b'"}', None),
         (b'{"id":5}', None),
         (b'{"prompt":5}', None),
