@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from millrace.cli.exits import OK, TIMED_OUT, CommandError
-from millrace.cli.options import Verbs, add_verb, open_client
+from millrace.cli.options import Verbs, add_json, add_verb, open_client
+from millrace.cli.output import print_json
 from millrace.cli.values import seconds
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def add_parsers(verbs: Verbs) -> None:
             metavar="SECONDS",
             help="how long to wait until it is done (default: %(default)g); 0: only tell them",
         )
+        add_json(parser)
         parser.set_defaults(run=run)
 
 
@@ -48,7 +50,10 @@ def run(args: argparse.Namespace) -> int:
         if args.timeout_s > 0:
             _wait(client, told, args.level, time.monotonic() + args.timeout_s)
     for engine_id in told:
-        print(engine_id)
+        if args.json:
+            print_json({"engine": engine_id})
+        else:
+            print(engine_id)
     return OK
 
 

@@ -100,6 +100,7 @@ def test_a_server_that_cannot_make_it_durable_is_told(millrace: Command) -> None
 def test_engines_are_told_to_sleep_and_to_wake(millrace: Command, engine: EngineByHand) -> None:
     engine.claim()
     assert millrace("sleep", "--level", "2", "--timeout-s", "0").out == "by-hand\n"
+    assert millrace("sleep", "--level", "2", "--timeout-s", "0", "--json").out == '{"engine":"by-hand"}\n'
     assert engine.hear() == "beat"
     assert engine.beat(sleep_level=0).sleep_level == 2
     assert "engine by-hand\tawake" in millrace("stats").out
