@@ -6,7 +6,7 @@ STAMP := $(VENV)/.setup-stamp
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ray test-all chaos lint format type bench clean
+.PHONY: help setup demo test test-ranks test-all chaos lint format type bench clean
 
 help: ## show the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -25,11 +25,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## a Redis, an engine on the CPU and a producer, for half a minute
 	$(BIN)/millrace demo
 
-test: $(STAMP) ## all that a change needs, except what is marked slow or ray
-	$(BIN)/python -m pytest -m "not slow and not ray"
+test: $(STAMP) ## all that a change needs, except what is marked slow, ranks or ray
+	$(BIN)/python -m pytest -m "not slow and not ranks and not ray"
 
-test-ray: $(STAMP) ## ranks that Ray places, on a local Ray and on a cluster of several nodes on this machine
-	$(BIN)/python -m pytest -m ray
+test-ranks: $(STAMP) ## several ranks: of a service, of torchrun, and Ray's, on one and on several nodes on this machine
+	$(BIN)/python -m pytest -m "ray or (ranks and not slow)"
 
 test-all: $(STAMP) ## every test
 	$(BIN)/python -m pytest

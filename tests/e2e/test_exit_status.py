@@ -37,7 +37,9 @@ def test_workers_that_do_not_start(
         assert "Traceback (most recent call last)" not in engine.text().splitlines()[-1]
 
 
-@pytest.mark.parametrize(("doom", "status"), [("execute_model:killed", 6), ("execute_model:memory", 8)])
+@pytest.mark.parametrize(
+    ("doom", "status"), [("execute_model:killed", 6), pytest.param("execute_model:memory", 8, marks=pytest.mark.slow)]
+)
 def test_workers_that_cannot_compute(
     doom: str, status: int, redis_url: str, queue_name: str, tmp_path: Path, client: Client
 ) -> None:

@@ -19,7 +19,7 @@ from tests.chaos.processes import ChaosEngine, wait_until
 from tests.chaos.workload import Undisturbed, make_jobs
 from tests.e2e.test_sleep import wait_for_level
 
-pytestmark = TEST_LIMIT
+pytestmark = [TEST_LIMIT, pytest.mark.ranks]
 
 TP2 = ("--tensor-parallel-size", "2")
 PP2 = ("--pipeline-parallel-size", "2")

@@ -119,6 +119,7 @@ def wait_for_tokens(client: Client, job_ids: list[str]) -> None:
     wait_until(lambda: all(client.get(job_id).token_ids for job_id in job_ids), 60, "tokens of each job")
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "victim",
     [

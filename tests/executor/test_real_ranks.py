@@ -17,6 +17,8 @@ from executor.multiproc import MultiprocExecutor
 from producer.sampling import SamplingParams
 from tests.e2e.engines import TINY
 
+pytestmark = pytest.mark.ranks
+
 PROMPTS = ["3 + 4 =", "20 + 22 =", "11 + 7 ="]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 

@@ -18,6 +18,8 @@ from tests.worker.ranks import RankFailed, RankGroup, RankProcesses
 from worker.parallel.stages import find_inlet
 from worker.rank import Rank
 
+pytestmark = pytest.mark.ranks
+
 LENGTHS = (1, 5, 30, 41, 12)
 MAX_TOKENS = 8
 PROMPT = [5, 6, 7, 8, 9]
