@@ -167,8 +167,8 @@ class Leases:
         return news
 
     def _note_beat(self, now_s: float) -> None:
-        """One that comes late shows that Redis was away, or this engine. If Redis, then the others' heartbeats have lapsed
-        as well though nobody is dead: they get the time to come back before their jobs are taken."""
-        if now_s - self._beat_at_s > self._ttl_ms / 2000:
+        """One that comes after the last has lapsed shows that Redis was away, or this engine. If Redis, then the others'
+        have lapsed as well though nobody is dead: they get the time to come back before their jobs are taken."""
+        if now_s - self._beat_at_s > self._ttl_ms / 1000:
             self._recover_from_s = now_s + self._ttl_ms / 1000
         self._beat_at_s = now_s
