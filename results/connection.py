@@ -50,7 +50,7 @@ def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
     if plain := _cluster_url(resolved):
         return _connect_cluster(plain, max(retries, 1))
     try:
-        return redis.Redis.from_url(resolved, retry=retry, **_OPTIONS)
+        return _with_a_host(redis.Redis.from_url(resolved, retry=retry, **_OPTIONS))
     except (ValueError, TypeError, AttributeError) as error:
         raise _bad_url(resolved, error) from error
 
@@ -63,9 +63,15 @@ def connect_async(url: str | None = None) -> redis.asyncio.Redis:
         if plain := _cluster_url(resolved):
             cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_OPTIONS)
             return cast(redis.asyncio.Redis, cluster)
-        return redis.asyncio.Redis.from_url(resolved, retry=retry, **_OPTIONS)
+        return _with_a_host(redis.asyncio.Redis.from_url(resolved, retry=retry, **_OPTIONS))
     except (ValueError, TypeError, AttributeError) as error:
         raise _bad_url(resolved, error) from error
+
+
+def _with_a_host(client: _AnyClient) -> _AnyClient:
+    """Raises ValueError for a host's name that can't be one, which else comes up with the first command."""
+    str(client.connection_pool.connection_kwargs.get("host", "")).encode("idna")
+    return client
 
 
 def borrow(connection: Connection) -> redis.Redis:

@@ -22,7 +22,16 @@ def test_the_given_url_comes_before_the_environment(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "url",
-    ["localhost:6379", "http://localhost", "redis://localhost:port", "redis://h/0?db=x", "x", "redis+cluster://h:port"],
+    [
+        "localhost:6379",
+        "http://localhost",
+        "redis://localhost:port",
+        "redis://h/0?db=x",
+        "x",
+        "redis+cluster://h:port",
+        "redis://\udcff",
+        f"redis://{'a' * 64}",
+    ],
 )
 def test_what_is_no_redis_url_is_told_at_once(url: str) -> None:
     for opener in (connect, connect_async):
