@@ -70,7 +70,7 @@ class Launched(ExternalLauncherExecutor):
             os.environ.pop(MEETING_PLACE, None)
 
     def _launch_one(self, rank: int, directory: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-m", STUB, "--address", socket_address(directory)]
+        command = [sys.executable, "-P", "-m", self._worker_module, "--address", socket_address(directory)]
         command += ["--identity", f"{rank}.1", "--parent-pid", str(os.getpid())]
         process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path()})
         Path(directory, f"rank-{rank}").write_text(str(process.pid))

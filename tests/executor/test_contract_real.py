@@ -1,0 +1,84 @@
+"""The contract of executors once more, with a real model on the workers of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from executor.base import Executor
+from executor.errors import Asleep, ExecutorTimeout, UnknownMethod, WorkerError
+from executor.messages import WorkerConfig
+from executor.remote import RemoteExecutor
+from executor.uniproc import UniprocExecutor
+from tests.e2e.engines import TINY
+from tests.executor.kinds import KINDS, check_health_for, decode, first_step, kinds, start
+
+pytestmark = pytest.mark.ranks
+
+
+def make_real(kind: type[Executor], sizes: dict[str, int]) -> Executor:
+    config = WorkerConfig(model=str(TINY), device="cpu", dtype="float32", num_blocks=32, block_size=4, **sizes)
+    return kind(config, worker_module="worker")  # type: ignore[call-arg]
+
+
+@pytest.fixture
+def make(request: pytest.FixtureRequest) -> Iterator[Executor]:
+    executor = make_real(*KINDS[request.param])
+    yield executor
+    executor.shutdown()
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    """The two tokens of one rank in this process."""
+    executor = start(make_real(UniprocExecutor, {}))
+    tokens = two_tokens(executor)
+    executor.shutdown()
+    return tokens
+
+
+def two_tokens(executor: Executor) -> list[int]:
+    plans = (first_step(executor), decode(executor, 2))
+    return [token_id for plan in plans for token_id in executor.execute_model(plan).result(60.0).token_ids]
+
+
+@kinds()
+def test_the_contract_holds_with_a_real_model(make: Executor, expected: list[int]) -> None:
+    executor = make
+    facts = executor.start()
+    assert (facts.architecture, facts.dtype) == ("LlamaForCausalLM", "float32")
+    assert executor.determine_num_available_blocks() == (32, 0)
+    with pytest.raises(WorkerError, match="holds nothing") as caught:
+        executor.initialize_cache(1, 0)
+    assert caught.value.failure.kind == "ConfigError"
+    assert "Traceback" in caught.value.failure.traceback
+    executor.initialize_cache(32, 0)
+    assert two_tokens(executor) == expected
+
+    last = executor.world_size - 1
+    assert [figures["rank"] for figures in executor.collective_rpc("stats")] == list(range(executor.world_size))
+    assert executor.collective_rpc("stats", unique_reply_rank=last)["rank"] == last
+    futures = [
+        executor.collective_rpc("stats", non_block=True),
+        executor.collective_rpc("check_health", non_block=True),
+    ]
+    assert futures[1].result(30.0) == [None] * executor.world_size
+    assert len(futures[0].result(30.0)) == executor.world_size
+    with pytest.raises(UnknownMethod):
+        executor.collective_rpc("eval")
+    if isinstance(executor, RemoteExecutor):
+        with pytest.raises(ExecutorTimeout):
+            executor.collective_rpc("check_health", timeout_s=0.0)
+        check_health_for(executor, 0.5)
+        assert executor.stats().num_stale_replies >= executor.world_size
+
+    for level in (1, 2):
+        executor.sleep(level)
+        with pytest.raises(Asleep):
+            executor.execute_model(first_step(executor))
+        executor.wake_up(["kv_cache"])
+        executor.wake_up()
+        assert two_tokens(executor) == expected
+    executor.shutdown()
+    executor.shutdown()
