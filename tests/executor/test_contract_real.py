@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.ranks
 
 
 def make_real(kind: type[Executor], sizes: dict[str, int]) -> Executor:
-    config = WorkerConfig(model=str(TINY), device="cpu", dtype="float32", num_blocks=32, block_size=4, **sizes)
-    return kind(config, worker_module="worker")  # type: ignore[call-arg]
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 32, "block_size": 4, **sizes}
+    return kind(WorkerConfig(model=str(TINY), **options), worker_module="worker")  # type: ignore[call-arg]
 
 
 @pytest.fixture
