@@ -119,6 +119,15 @@ def wait_for_tokens(client: Client, job_ids: list[str]) -> None:
     wait_until(lambda: all(client.get(job_id).token_ids for job_id in job_ids), 60, "tokens of each job")
 
 
+def begin_jobs(torchrun: Torchrun, client: Client) -> tuple[list[int], list[str]]:
+    """The tokens of an undisturbed job, and the ids of four like it that have some of theirs."""
+    torchrun.wait_until_serving()
+    undisturbed = token_ids(client, submit(client))
+    job_ids = [submit(client) for _ in range(4)]
+    wait_for_tokens(client, job_ids)
+    return undisturbed, job_ids
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "victim",
@@ -132,10 +141,7 @@ def test_whoever_is_killed_torchrun_restarts_the_group_and_the_jobs_go_on(
     torchrun: Torchrun, redis_url: str, queue_name: str, victim: str
 ) -> None:
     client = Client(redis_url, queue=queue_name)
-    torchrun.wait_until_serving()
-    undisturbed = token_ids(client, submit(client))
-    job_ids = [submit(client) for _ in range(4)]
-    wait_for_tokens(client, job_ids)
+    undisturbed, job_ids = begin_jobs(torchrun, client)
     os.kill(torchrun.pid_of(victim), signal.SIGKILL)
     assert client.stats().finished == 1, "all were over before the rank was"
     torchrun.wait_until_serving(times=2)
@@ -147,10 +153,7 @@ def test_torchrun_itself_is_killed_and_nothing_is_left_but_the_jobs(
     torchrun: Torchrun, redis_url: str, queue_name: str, tmp_path: Path
 ) -> None:
     client = Client(redis_url, queue=queue_name)
-    torchrun.wait_until_serving()
-    undisturbed = token_ids(client, submit(client))
-    job_ids = [submit(client) for _ in range(4)]
-    wait_for_tokens(client, job_ids)
+    undisturbed, job_ids = begin_jobs(torchrun, client)
     pids = torchrun.descendants()
     assert len(pids) == 3
     torchrun.process.kill()
