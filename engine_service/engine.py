@@ -12,7 +12,7 @@ import msgspec
 from engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig, SchedulerStats
 from engine_service.core.sequence import FinishReason
 from engine_service.epochs import Casualty, Epochs, Failure, too_large
-from engine_service.errors import EngineDead, EngineError
+from engine_service.errors import EngineDead, EngineError, WorkersLost
 from engine_service.generation import Generation
 from engine_service.token_budget import TokenBudget
 from executor.base import Executor, StepFuture
@@ -64,6 +64,7 @@ class Engine:
         self._untold: list[Progress] = []
         """Came about outside of `step`; told with the next one."""
         self._deepest_sleep = 0
+        self._is_leaving = False
         self._step_limits: tuple[float, float] | None = None
         """Of the step that we wait for: since when, and when it is stuck, by the monotonic clock."""
         self._facts: ModelFacts | None = None
@@ -90,6 +91,10 @@ class Engine:
     def shutdown(self) -> None:
         self._under_way.clear()
         self._executor.shutdown()
+
+    def leave(self) -> None:
+        """The process is about to end: workers that are lost from now on are not replaced. For signal handlers too."""
+        self._is_leaving = True
 
     def sleep(self, level: int = 1) -> None:
         """Give the device's memory back until `wake_up`; see `Executor.sleep`. What is under way waits with its tokens."""
@@ -153,11 +158,11 @@ class Engine:
 
     def step(self) -> list[Progress]:
         """Keep every stage of the workers busy, and wait for the oldest step: what it brought. Empty when there was nothing
-        to run. Raises `Asleep` while it sleeps."""
+        to run. Raises `Asleep` while it sleeps, and `WorkersLost` while it leaves."""
         if self._executor.is_asleep:
             raise Asleep("the engine sleeps: call wake_up first")
         told, self._untold = self._untold, []
-        if self._epochs.is_time_to_grow():
+        if self._epochs.is_time_to_grow() and not self._is_leaving:
             told += self._settle() + self._bury(self._epochs.grow())
         told += self._send_steps()
         return told + (self._collect() if self._under_way else [])
@@ -168,7 +173,7 @@ class Engine:
         try:
             self._executor.check_health()
         except ExecutorError as error:
-            return [] if self._executor.is_asleep else self._restart(error)
+            return [] if self._executor.is_asleep or self._is_leaving else self._restart(error)
         if self._executor.is_asleep or not self._epochs.is_time_to_grow():
             return []
         return self._bury(self._epochs.grow())
@@ -263,6 +268,8 @@ class Engine:
         self.scheduler.config = msgspec.structs.replace(self._config, max_num_batched_tokens=self._budget.tokens)
 
     def _restart(self, error: ExecutorError) -> list[Progress]:
+        if self._is_leaving:
+            raise WorkersLost(str(error)) from error
         self._under_way.clear()
         self._step_limits = None
         return self._bury(self._epochs.restart(error))

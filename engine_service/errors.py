@@ -11,6 +11,10 @@ class ConfigurationError(EngineError):
     """Raised at the start when an option or the model can't work; another attempt would end the same way."""
 
 
+class WorkersLost(EngineError):
+    """Raised when the workers of an engine that is leaving are lost: they are not replaced any more."""
+
+
 class EngineDead(EngineError):
     """Raised when the workers are lost and do not come back."""
 

@@ -12,7 +12,7 @@ from typing import Literal
 from engine_service.core.sequence import FinishReason
 from engine_service.engine import Engine, Progress
 from engine_service.epochs import TOO_LARGE
-from engine_service.errors import EngineDead, EngineError
+from engine_service.errors import EngineDead, EngineError, WorkersLost
 from engine_service.jobs import Arrived, CutShort, Deferred, Lost, Nap, Refused, ServedJob, Watch, Word, is_alone
 from engine_service.output import DEFER_MS, Output
 from engine_service.room import Room
@@ -83,6 +83,7 @@ class Service:
         why no lock is taken."""
         self._is_hurrying = self._is_draining
         self._is_draining = True
+        self._engine.leave()
         self._words.put(None)  # wakes an idle loop
 
     # --- the loop ---
@@ -114,7 +115,12 @@ class Service:
             return
         if not self._engine.has_work:
             return
-        progress = self._engine.step()
+        try:
+            progress = self._engine.step()
+        except WorkersLost as error:
+            logger.warning("%s; what they were doing is released", error)
+            self._is_hurrying = True
+            return
         now_s = time.monotonic()
         for one in progress:
             self._apply(one, now_s)

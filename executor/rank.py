@@ -66,8 +66,8 @@ _LOOK_EVERY_S = 10.0
 """How often a rank that runs steps looks how much device memory it holds."""
 
 _SPIN_S = 200e-6
-"""How long a rank looks for its next order before it sleeps. Between two steps an order comes sooner than a core that has gone
-idle wakes up."""
+"""How long a rank looks for its next order before it sleeps: between two steps an order comes sooner than an idle core
+wakes up."""
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):

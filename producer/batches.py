@@ -43,7 +43,8 @@ class SubmitCall:
 
     Does no input or output, so that one logic serves sync and async clients alike. Raises InvalidRequest. A list is judged
     whole before its first job is sent. Of other iterables, which may be endless, no more is taken than is sent next; what
-    comes before a request that cannot be sent is in the queue when `end` raises.
+    comes before a request that cannot be sent is in the queue when `end` raises. What only the server can tell, such as that
+    a `run_at` lies behind the deadline by its clock, it tells job by job: all others are in the queue then.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class SubmitCall:
         self._keys = keys
         self._durability = durability
         self._batch = new_batch(batch)
-        self._num_taken = 0
+        self._num_taken = self._num_answered = 0
         self._stopped_by: Exception | None = None
         self._sent: list[list[Submission]] = []
         self._accepted: list[str] = []
         self._conflicting: list[str] = []
-        self._invalid: list[InvalidRequest] = []
+        self._invalid: list[tuple[int, InvalidRequest]] = []
+        """What the server refused, and its index."""
         submissions: Iterable[Submission] = self._submissions(_one_by_one(requests))
         self._is_one = isinstance(requests, list | tuple) and len(requests) == 1
         if isinstance(requests, list | tuple):
@@ -80,15 +82,16 @@ class SubmitCall:
         outcomes = [outcome for answer in answers for outcome in replies.words(answer)]
         job_ids = [job.job_id for batch in self._sent for job in batch]
         refused: dict[str, str] = {}
-        for job_id, outcome in zip(job_ids, outcomes, strict=True):
+        for index, (job_id, outcome) in enumerate(zip(job_ids, outcomes, strict=True), start=self._num_answered):
             if outcome.startswith("full "):
                 refused[job_id] = outcome
                 continue
             if invalid := refusal(job_id, outcome):
-                self._invalid.append(invalid)
+                self._invalid.append((index, invalid))
                 continue
             self.job_ids.append(job_id)
             (self._conflicting if outcome == "conflict" else self._accepted).append(job_id)
+        self._num_answered += len(job_ids)
         if self.confirmation:
             check_confirmed(self._durability, confirmed, self._accepted)
         if refused:
@@ -100,7 +103,7 @@ class SubmitCall:
         scripts have refused, and JobConflict for ids that belong to other jobs."""
         self._raise_what_stopped_it()
         if self._invalid:
-            raise self._invalid[0]
+            raise self._located(*self._invalid[0])
         if self._conflicting:
             raise JobConflict(self._conflicting)
         return self.job_ids
@@ -117,12 +120,15 @@ class SubmitCall:
             self._stopped_by = error
 
     def _raise_what_stopped_it(self) -> None:
-        if self._stopped_by is None:
-            return
-        if isinstance(self._stopped_by, InvalidRequest) and not self._is_one:
-            self._stopped_by.index = self._num_taken
-            self._stopped_by.job_ids = self._accepted
-        raise self._stopped_by
+        if isinstance(self._stopped_by, InvalidRequest):
+            raise self._located(self._num_taken, self._stopped_by)
+        if self._stopped_by is not None:
+            raise self._stopped_by
+
+    def _located(self, index: int, invalid: InvalidRequest) -> InvalidRequest:
+        if not self._is_one:
+            invalid.index, invalid.job_ids = index, self._accepted
+        return invalid
 
 
 def _one_by_one(requests: Iterable[GenerationRequest]) -> Iterator[GenerationRequest]:

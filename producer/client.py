@@ -90,10 +90,10 @@ class Client:
         two calls with one name share it. A job that the queue knows already stays in the batch that it came with.
         Raises InvalidRequest with the index of a request that cannot be sent: of a list or tuple nothing is submitted
         then; of another iterable, which may be endless, what comes before it, and the error has those ids. So it is too
-        when a generator raises an error of its own. Raises JobConflict, when all have been sent, for ids that belong to
-        other jobs; QueueFull at a limit, with what is in the queue; NotDurable, with the same, when the server does not
-        confirm what `durability` asks for. After RedisUnavailable some may be in the queue: requests with ids can be
-        submitted again.
+        when a generator raises an error of its own. Where only the server can tell, by its clock, all others are in the
+        queue. Raises JobConflict, when all have been sent, for ids that belong to other jobs; QueueFull at a limit, with
+        what is in the queue; NotDurable, with the same, when the server does not confirm what `durability` asks for.
+        After RedisUnavailable some may be in the queue: requests with ids can be submitted again.
         """
         call = SubmitCall(self._keys, requests, batch, durability)
         while to_send := call.next_commands():

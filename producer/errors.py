@@ -15,7 +15,7 @@ class InvalidRequest(MillraceError, ValueError):
         self.index: int | None = None
         """In `submit_many`: which of the requests it is, from 0."""
         self.job_ids: list[str] = []
-        """In `submit_many`: what that call has in the queue, in order; of a list nothing."""
+        """In `submit_many`: what that call has in the queue, in order; of a list nothing, unless the server refused."""
 
     def __str__(self) -> str:
         if self.index is None:

@@ -125,7 +125,9 @@ class EventFollower:
     def _take_watch(self, answer: Reply) -> None:
         if answer is None:
             raise JobNotFound(self._job_id, self._keys.queue)
-        state, _, trimmed_id = answer
+        state, _, trimmed_id, has_stream = answer
+        if not has_stream:
+            raise ResultExpired(self._job_id, self._keys.queue)
         self._watch_again_s = time.monotonic() + WATCH_REFRESH_S
         self._has_ended = replies.is_terminal(state)
         self._must_fill = bool(trimmed_id) and _is_later(trimmed_id.decode(), self._last_id)
@@ -138,7 +140,7 @@ class EventFollower:
                 break
             events.append(self._passed(event))
         if not entries and self._has_ended:
-            if self._last_id == START:
+            if self._last_id == START:  # it was there a moment ago
                 raise ResultExpired(self._job_id, self._keys.queue)
             self.is_done = True  # resumed after the terminal entry
         return events

@@ -32,6 +32,7 @@ from results.messages import (
 from results.tokens import unpack_tokens
 
 _decode_error = msgspec.json.Decoder(JobError).decode
+_decode_meta = msgspec.json.Decoder(dict[str, Any]).decode
 _decode_token_ids = msgspec.json.Decoder(list[int]).decode
 
 Entry = tuple[bytes, Any]
@@ -180,12 +181,20 @@ def job(job_id: str, queue: str, reply: list[Any] | None) -> Job:
         ),
         attempt=int(attempt),
         num_retries=int(num_retries),
-        meta=msgspec.json.decode(meta) if meta else None,
+        meta=_meta(meta),
         batch=batch.decode() or None,
         redrive_of=redrive_of.decode() or None,
         redriven_as=redriven_as.decode() or None,
         has_result=bool(terminal) or not ended,
     )
+
+
+def _meta(raw: bytes) -> dict[str, Any] | None:
+    """None also for what a foreign client wrote and nobody can read: it must not hide the job."""
+    try:
+        return _decode_meta(raw) if raw else None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def stream_event(entry: Entry) -> StreamEvent:

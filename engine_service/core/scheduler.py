@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 import msgspec
 
@@ -115,10 +116,8 @@ class Scheduler:
         suspect = self._suspect()
         if len(self._in_flight) >= max_in_flight or (suspect is not None and self._in_flight):
             return None
-        num_sequences = min(self.config.max_num_seqs, self.num_running + self.num_waiting)
-        step = _Step(
-            StepId(self._last_step_id + 1), self.config.max_num_batched_tokens, -(-num_sequences // max_in_flight)
-        )
+        share = -(-(self.num_running + self._num_admissible()) // max_in_flight)
+        step = _Step(StepId(self._last_step_id + 1), self.config.max_num_batched_tokens, max(1, share))
         if suspect is not None:
             self._schedule_alone(suspect, step)
         else:
@@ -226,6 +225,16 @@ class Scheduler:
         return self._suspects[0] if self._suspects else None
 
     # --- blocks ---
+
+    def _num_admissible(self) -> int:
+        """How many of those that wait could be admitted now, one after the other."""
+        num_free = self.pool.num_free
+        head = list(islice(self._waiting, max(0, self.config.max_num_seqs - self.num_running)))
+        for number, sequence in enumerate(head):
+            num_free -= self.pool.blocks_for(sequence.num_tokens + 1)
+            if num_free < 0:
+                return number
+        return len(head)
 
     def _can_admit(self, sequence: Sequence) -> bool:
         """Whether all its known tokens fit now, and one more, so that it does not have to leave at once."""

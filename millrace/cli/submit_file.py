@@ -20,7 +20,7 @@ from millrace.cli.output import end_of, print_json, progress_bar, remark
 from producer import Client
 from producer.messages import GenerationRequest, InvalidRequest, parse_body
 from producer.options import build_request
-from results.errors import JobConflict, QueueFull
+from results.errors import JobConflict, MillraceError, QueueFull
 
 _BATCH_LINES = 500
 
@@ -103,27 +103,29 @@ class _Submission:
         return msgspec.json.encode(gaps)[:-1] + (b"," if own else b"") + text.lstrip()[1:]
 
     def _submit_batch(self, batch: list[Line]) -> Iterator[str]:
-        taken: set[str] = set()
+        doubtful: set[str | None] = set()
         try:
             self._client.submit_many([line.request for line in batch], **self._how)
         except JobConflict as error:  # all others of the batch are in the queue
-            taken = set(error.job_ids)
+            doubtful = set(error.job_ids)
+        except InvalidRequest as error:  # the same, with what the server refused and what conflicts
+            doubtful = {line.request.id for line in batch} - set(error.job_ids)
         except QueueFull as error:
             yield from error.job_ids
             first = next(line.number for line in batch if line.request.id in error.refused)
             raise CommandError(f"line {first} and what follows is not submitted: {error}") from error
         for number, request in batch:
             assert request.id is not None
-            if request.id in taken and (conflict := self._conflict_of(request)):
-                self._refuse(number, conflict)
+            if request.id in doubtful and (refusal := self._refusal_of(request)):
+                self._refuse(number, refusal)
             else:
                 yield request.id
 
-    def _conflict_of(self, request: GenerationRequest) -> JobConflict | None:
-        """Whether it is this line that conflicts: one file may have an id twice, and the first of them has its job."""
+    def _refusal_of(self, request: GenerationRequest) -> MillraceError | None:
+        """Whether it is this line that is refused: one file may have an id twice, and the first of them has its job."""
         try:
             self._client.submit_many([request], **self._how)
-        except JobConflict as error:
+        except (JobConflict, InvalidRequest) as error:
             return error
         return None
 

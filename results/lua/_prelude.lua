@@ -131,7 +131,7 @@ end
 
 -- Books that ready jobs of a tenant have gone.
 local function count_removed(tenant, num_jobs)
-  redis.call('HINCRBY', prefix .. 'counts', 'queued', -num_jobs)
+  redis.call('HINCRBY', prefix .. 'counts', 'queued', 0 - num_jobs)  -- Redis 6.2 takes no "-0", which -num_jobs may be
   if redis.call('EXISTS', prefix .. 'ready:' .. tenant) == 0 then deactivate_tenant(tenant) end
 end
 
@@ -159,9 +159,10 @@ end
 
 -- Fair share: a claim charges a job's cost to its tenant, giving the job back refunds it, its end settles the difference.
 -- A tenant with twice the weight pays half, so it gets twice the tokens.
+local MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6  -- virtual times stay numbers that can be added
 local function weight_of(tenant)
   local weight = tonumber(redis.call('HGET', prefix .. 'settings', 'weight:' .. tenant))
-  return weight and weight > 0 and weight < math.huge and weight or 1
+  return weight and weight >= MIN_WEIGHT and weight <= MAX_WEIGHT and weight or 1
 end
 
 local function charge(tenant, num_tokens)
@@ -444,7 +445,7 @@ local function end_job(id, state, reason, known, ...)
   if meta then redis.call('PEXPIRE', prefix .. 'meta:' .. id, record_ms) end
   if deadline then redis.call('ZREM', prefix .. 'deadlines', id) end
   if batch then close_batch(batch, record_ms) end
-  if from == 'queued' or from == 'delayed' then count_waiting(tenant, -1, -cost) end
+  if from == 'queued' or from == 'delayed' then count_waiting(tenant, -1, 0 - whole_number(cost, 0)) end
   redis.call('XADD', prefix .. 'done', 'MAXLEN', '~', MAX_DONE_ENTRIES, '*', 'id', id, 'state', state)
   redis.call('HINCRBY', prefix .. 'counts', state, 1)
   if state == 'failed' then
@@ -463,7 +464,8 @@ local function give_back(id, engine, delay_ms)
   redis.call('HDEL', prefix .. 'job:' .. id, 'lease', 'engine', 'base', 'unbegun')
   if cancel then return end_job(id, 'cancelled', 'cancelled') end
   if deadline and tonumber(deadline) <= now then return end_job(id, 'expired', 'expired') end
-  charge(tenant, -cost)
+  cost = whole_number(cost, 0)
+  charge(tenant, 0 - cost)
   count_waiting(tenant, 1, cost)
   if delay_ms > 0 then
     set_state(id, batch, 'running', 'delayed')

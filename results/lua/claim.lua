@@ -25,9 +25,9 @@ local MAX_LOOKED_AHEAD = 4  -- in the line of one tenant, when others wait for t
 local function read_job(id)
   local f = record(id, 'tenant', 'cost', 'crashes', 'fingerprint', 'published', 'attempt', 'seed', 'created', 'stream',
     'started', 'batch', 'v', 'watched')
-  return {id = id, tenant = f[1], cost = tonumber(f[2] or 0), crashes = tonumber(f[3] or 0), fingerprint = f[4],
-    published = tonumber(f[5] or 0), attempt = tonumber(f[6] or 0), seed = f[7], created = f[8], stream = f[9],
-    started = f[10], batch = f[11], protocol = f[12], watched = f[13],
+  return {id = id, tenant = f[1], cost = whole_number(f[2], 0), crashes = whole_number(f[3], 0),
+    fingerprint = f[4], published = whole_number(f[5], 0), attempt = whole_number(f[6], 0), seed = f[7], created = f[8],
+    stream = f[9], started = f[10], batch = f[11], protocol = f[12], watched = f[13],
     tokens = f[4] and redis.call('GET', prefix .. 'tokens:' .. id) or ''}
 end
 
@@ -124,7 +124,7 @@ local function serve(tenant, time, next_time)
     cost = cost + take_or_set_aside(job, tenant)
   end
   if #claimed > num_before then
-    count_waiting(tenant, num_before - #claimed, -cost)
+    count_waiting(tenant, num_before - #claimed, 0 - cost)
     charge(tenant, cost)
   end
   if num_passed > 0 then redis.call('ZREMRANGEBYRANK', key, 0, num_passed - 1) end

@@ -44,7 +44,7 @@ if ARGV[9] then
   known[1] = math.max(tonumber(published or 0), ARGV[9] + ARGV[10])
 end
 redis.call('SREM', prefix .. 'leases:' .. engine, id)
-charge(tenant, ARGV[5] + ARGV[6] - cost)
+charge(tenant, ARGV[5] + ARGV[6] - whole_number(cost, 0))
 redis.call('HINCRBY', prefix .. 'counts', 'generated_tokens', ARGV[6])
 if ARGV[7] ~= '' then
   end_job(id, state, ARGV[4], known, 'prompt_tokens', ARGV[5], 'completion_tokens', ARGV[6], 'error', ARGV[7])

@@ -1,7 +1,8 @@
 -- Says for a while that somebody reads a job live, and tells the job's engine when that is news. No transition.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 job id, 2 for how long in ms
--- Returns nil (unknown) or an array: state, tokens trimmed from the stream, id of the last trimmed entry or ""
+-- Returns nil (unknown) or an array: state, tokens trimmed from the stream, id of the last trimmed entry or "", 0 when the
+--       job has ended and its stream has expired, else 1
 
 go_on_when_out_of_memory()
 local id = ARGV[1]
@@ -12,4 +13,5 @@ if not fields[2] then
   redis.call('HSET', prefix .. 'job:' .. id, 'watched', now + ARGV[2])
   if is_news and fields[3] then signal(fields[3], 'watch', id) end
 end
-return {fields[1], tonumber(fields[4] or 0), fields[5] or ''}
+local has_expired = fields[2] and redis.call('EXISTS', prefix .. 'result:' .. id) == 0
+return {fields[1], tonumber(fields[4] or 0), fields[5] or '', has_expired and 0 or 1}

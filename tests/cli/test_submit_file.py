@@ -51,6 +51,19 @@ def test_a_bad_line_is_named_and_stops_nothing(millrace: Command, tmp_path: Path
     assert last == "millrace: 3 jobs submitted, 8 lines refused"
 
 
+def test_a_line_that_the_server_refuses_stops_nothing_either(millrace: Command, tmp_path: Path) -> None:
+    late = {"prompt": "x", "run_at": 9e9, "deadline_s": 5}
+    lines = [{"id": f"j{n}", "prompt": "x"} for n in range(600)]
+    file = write_lines(tmp_path / "jobs", *lines[:3], {"id": "late", **late}, *lines[3:], {"id": "later", **late})
+    ran = millrace("submit", "--file", str(file))
+    assert ran.status == 2
+    assert ran.out.split() == [line["id"] for line in lines]
+    first, second, last = ran.err.splitlines()
+    assert first.startswith("millrace: line 4: deadline_s: is over before job 'late'")
+    assert second.startswith("millrace: line 602: deadline_s: is over before job 'later'")
+    assert last == "millrace: 600 jobs submitted, 2 lines refused"
+
+
 def test_the_same_file_twice_is_the_same_jobs(millrace: Command, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "jobs", {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"})
     for _ in range(2):

@@ -49,8 +49,20 @@ def test_a_deadline_that_is_over_before_the_job_may_begin_is_refused_by_the_serv
     late = GenerationRequest(id="late", prompt="x", run_at=9e9, deadline_s=5)
     with pytest.raises(InvalidRequest, match=r"^deadline_s: is over before job 'late' may begin") as caught:
         client.submit_many([*requests(1), late, *requests(1, "k")])
-    assert caught.value.field == "deadline_s"
+    assert (caught.value.field, caught.value.index, caught.value.job_ids) == ("deadline_s", 1, ["j0", "k0"])
     assert (client.stats().queued, client.stats().delayed) == (2, 0)
+
+
+def test_what_a_foreign_client_gave_a_job_hides_no_job(
+    client: Client, queue: JobQueue, redis_client: redis.Redis
+) -> None:
+    client.submit("x", job_id="well", meta={"a": 1})
+    wrong = {"nan": b'{"a":NaN}', "list": b"[1]", "bytes": b'{"a":"\xff"}'}
+    for job_id, meta in wrong.items():
+        client.submit("x", job_id=job_id, meta={"a": 1})
+        redis_client.set(queue.keys.meta(job_id), meta)
+    found = {job.id: job.meta for job in queue.list_jobs("queued")}
+    assert found == {"well": {"a": 1}, "nan": None, "list": None, "bytes": None}
 
 
 @pytest.mark.parametrize("batch", ["", "a b", "a:b", "é", "x" * 65, 5])

@@ -153,6 +153,22 @@ def test_a_trimmed_stream_still_reads_as_the_whole_text(client: Client, engine: 
 
 
 @pytest.mark.usefixtures("short_streams")
+def test_a_trimmed_stream_whose_time_is_over_says_so(client: Client, engine: Engine, redis_client: redis.Redis) -> None:
+    job_id = client.submit("x")
+    run(engine, 50)
+    place = next(iter(client.stream(job_id))).id
+    keys = engine.queue.keys
+    parts = [keys.result(job_id), keys.tokens(job_id), f"{keys.prefix}text:{job_id}"]
+    for part in parts:
+        redis_client.rename(part, f"elsewhere-{part}")
+    for after in (None, place):
+        with pytest.raises(ResultExpired):
+            list(client.stream(job_id, after=after))
+    for part in parts:
+        redis_client.rename(f"elsewhere-{part}", part)
+
+
+@pytest.mark.usefixtures("short_streams")
 def test_a_reader_that_is_too_slow_is_given_what_it_missed(client: Client, engine: Engine) -> None:
     job_id = client.submit("x", stream=True)
     claimed = engine.claim_one()

@@ -199,7 +199,7 @@ class AnyOrder(RuleBasedStateMachine):
     def watch(self, pick: int) -> None:
         job_id = list(self.jobs)[pick % len(self.jobs)]
         model = self.jobs[job_id]
-        state, _, _ = self.queue._transport.send(commands.watch(self.queue.keys, job_id))
+        state, *_ = self.queue._transport.send(commands.watch(self.queue.keys, job_id))
         assert state.decode() == model.state
         model.is_watched = True
 
@@ -299,7 +299,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert (job.crash_count, job.is_watched) == (model.crashes, model.is_watched)
 
     def _put_off_what_is_another_models(self, engine: Engine) -> None:
-        """A claim puts such jobs off by a second where it comes to them; here time does not pass by itself."""
+        """A claim puts such jobs off by up to a second where it comes to them; here time does not pass by itself."""
         for job_id, model in self.jobs.items():
             if model.state == "queued" and model.num_published and model.fingerprint != engine.fingerprint:
                 later_ms = time.time_ns() // 1_000_000 + 3_600_000

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 
+import pytest
 import redis
 
 from results.connection import connect
@@ -163,6 +164,27 @@ def test_a_line_that_somebody_deleted_does_not_block_the_queue(
     assert queue.stats().queued == 0
     submit(queue, "here")
     assert engine.claim_ids() == ["here"]
+
+
+@pytest.mark.parametrize("field", ["cost", "crashes", "attempt", "published"])
+def test_a_number_that_somebody_spoiled_does_not_block_the_queue(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis, field: str
+) -> None:
+    submit(queue, "spoiled", "here")
+    redis_client.hset(queue.keys.job("spoiled"), field, "x")
+    spoiled, here = engine.claim()
+    assert engine.release(spoiled) == "ok"
+    (spoiled,) = engine.claim(1)
+    assert [engine.finish(job) for job in (spoiled, here)] == ["ok", "ok"]
+    assert (queue.stats().running, queue.stats().finished) == (0, 2)
+    redis_client.hset(queue.keys.job("spoiled"), field, 0)  # for who looks at the queue after every test
+
+
+def test_a_job_that_costs_nothing_is_claimed_and_cancelled_like_others(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a", "b", cost=0)
+    job = engine.claim_one()
+    assert queue.cancel("b") == "cancelled"
+    assert engine.finish(job) == "ok"
 
 
 def test_a_lease_never_comes_back_even_when_the_server_forgets_what_it_gave_out(

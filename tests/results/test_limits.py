@@ -77,6 +77,16 @@ def test_weights_share_by_tokens(queue: JobQueue, engine: Engine, redis_client: 
     assert got["plain"] == pytest.approx(got["broken"], abs=1)
 
 
+@pytest.mark.parametrize("weight", ["1e-306", "1e306", "0", "-1", "inf", "nan"])
+def test_a_weight_that_is_none_counts_as_one(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis, weight: str
+) -> None:
+    set_setting(queue, redis_client, "weight:default", weight)
+    queue.submit([submission(f"x{i}", cost=5000) for i in range(3)])
+    assert engine.finish(engine.claim_one()) == "ok"
+    assert queue.get("x0").state == "finished"
+
+
 @pytest.mark.parametrize("cost", [10, 1000])
 def test_a_tenant_whose_line_runs_empty_again_and_again_takes_no_more_than_its_share(
     queue: JobQueue, engine: Engine, cost: int

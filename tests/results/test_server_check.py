@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import results
 from millrace.embedded import EmbeddedServer
 from results.connection import connect
 from results.errors import RedisUnavailable, ServerUnsuitable
@@ -83,3 +86,14 @@ def test_a_policy_that_is_not_told_is_warned_of() -> None:
 def test_a_server_that_is_away_cannot_be_checked() -> None:
     with pytest.raises(RedisUnavailable, match="cannot be reached"):
         JobQueue(connect("redis://127.0.0.1:1")).check_server()
+
+
+def test_no_script_hands_redis_a_negated_number() -> None:
+    """Of 0 that is -0 in Lua, which Redis 6.2 writes as "-0" and then takes for no integer; `0 - number` is never that."""
+    wrong = [
+        f"{path.name}: {line.strip()}"
+        for path in sorted(Path(results.__file__).with_name("lua").glob("*.lua"))
+        for line in path.read_text().splitlines()
+        if re.search(r"[(,=]\s*-[a-z#(]", line.partition("-- ")[0])
+    ]
+    assert wrong == []
