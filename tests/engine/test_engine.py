@@ -12,7 +12,7 @@ import pytest
 from engine_service.core.scheduler import SchedulerConfig
 from engine_service.core.sequence import Sequence
 from engine_service.engine import Engine, Progress
-from engine_service.errors import ConfigurationError, EngineDead
+from engine_service.errors import ConfigurationError, EngineDead, WorkersLost
 from engine_service.generation import Generation, TextRules
 from executor.base import Executor
 from executor.calls import PendingCall
@@ -242,3 +242,18 @@ def test_after_an_interruption_the_engine_can_be_used_again(
 
 def interrupt(*arguments: object, **options: object) -> None:
     raise KeyboardInterrupt
+
+
+def test_lost_workers_of_an_engine_that_leaves_are_not_replaced(build: Build) -> None:
+    engine = build()
+    engine.start()
+    engine.add(generation(1, max_tokens=50))
+    engine.step()
+    engine.leave()
+    executor = engine._executor
+    assert isinstance(executor, MultiprocExecutor)
+    os.kill(executor.worker_pids()[0], signal.SIGKILL)
+    with pytest.raises(WorkersLost, match="SIGKILL"):
+        run(engine, [])
+    assert engine.check_workers() == []
+    assert engine.metrics().executor.num_restarts == 0

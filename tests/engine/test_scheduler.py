@@ -243,6 +243,17 @@ def test_the_stages_of_a_pipeline_share_the_sequences() -> None:
     assert [row.input_lag for row in bench.plans[2].rows] == [2, 2, 2, 2]
 
 
+def test_a_pipeline_stays_full_when_more_waits_than_the_pool_holds() -> None:
+    bench = Bench(num_blocks=33, max_num_seqs=64, budget=64, max_in_flight=2)
+    sequences = [make_sequence(number, prompt_len=6, max_tokens=6) for number in range(1, 60)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.run()
+    assert_undisturbed(sequences)
+    alone = [plan.step_id for plan in bench.plans if plan.depth == 1]
+    assert len(alone) < len(bench.plans) / 10
+
+
 def test_chunks_of_one_prompt_follow_each_other_through_the_pipeline() -> None:
     bench = Bench(budget=8, max_in_flight=3)
     sequence = make_sequence(1, prompt_len=20, max_tokens=2)

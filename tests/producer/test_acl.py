@@ -17,6 +17,8 @@ from results.transport import Transport
 from tests.results.engines import Engine
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+pytestmark = pytest.mark.new_redis  # the rules name its commands
+
 RULES = dict(re.findall(r"^(ACL SETUSER (?:producer|engine|reader)) (.*)$", README, re.MULTILINE))
 
 

@@ -31,6 +31,7 @@ def num_calls(client: redis.Redis, command: str) -> int:
     return int(stats.get(f"cmdstat_{command}", {}).get("calls", 0))
 
 
+@pytest.mark.new_redis
 def test_jobs_are_on_disk_when_submit_returns(durable: EmbeddedServer) -> None:
     with Client(durable.url, "disk") as client, connect(durable.url) as server:
         client.submit("x", durability="disk")
@@ -51,6 +52,7 @@ def test_jobs_are_on_a_replica_when_submit_returns(durable: EmbeddedServer) -> N
         server.replicaof("NO", "ONE")
 
 
+@pytest.mark.new_redis
 @pytest.mark.parametrize(
     ("durability", "words"),
     [("disk", "needs an append-only file: set appendonly yes"), ("replica", "no replica has confirmed")],
@@ -77,6 +79,7 @@ def test_an_unknown_durability_is_refused(client: Client) -> None:
         client.submit("x", durability="forever")  # type: ignore[arg-type]
 
 
+@pytest.mark.new_redis
 async def test_the_async_client_waits_too(durable: EmbeddedServer) -> None:
     async with AsyncClient(durable.url, "async") as client:
         with connect(durable.url) as server:

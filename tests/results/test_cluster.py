@@ -20,6 +20,8 @@ from results.messages import Event
 from results.queue import JobQueue
 from tests.results.engines import Engine
 
+pytestmark = pytest.mark.new_redis  # its way of configuring nodes
+
 OPTIONS = {"cluster-enabled": "yes", "cluster-node-timeout": "2000", "appendfsync": "always"}
 HALVES = ((0, 8191), (8192, 16383))
 

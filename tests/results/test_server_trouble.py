@@ -122,7 +122,7 @@ def test_a_command_at_fault_is_an_error_of_its_own(queue: JobQueue, redis_url: s
         ("UNBLOCKED force unblock from blocking operation, instance state changed", "cannot do this now: UNBLOCKED"),
         ("MOVED 3999 127.0.0.1:6381", "cannot do this now: MOVED"),
         ("CLUSTERDOWN The cluster is down", "cannot do this now: CLUSTERDOWN"),
-        ("ERR Error running script: -OOM command not allowed", "cannot do this now"),
+        ("ERR Error running script: -OOM command not allowed", "is out of memory"),
         ("ERR wrong number of arguments", None),
         ("ACL failure in script: User app has no permissions", "does not permit this"),
     ],
