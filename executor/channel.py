@@ -30,7 +30,8 @@ logger = logging.getLogger("millrace.executor")
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A connection that sends a larger frame is closed by ZeroMQ."""
 ENDING_S = 1.0
-"""Connections are closed by ZeroMQ, or because a process ends; in the second case its end is seen within this time."""
+"""Connections are closed by ZeroMQ, or because a process ends; in the second case its end is mostly seen within this time.
+The loss of a whole host is seen later."""
 MAX_DIRECTORY_BYTES = 90
 """The kernel takes 107 bytes for the path of a unix socket."""
 
@@ -74,6 +75,8 @@ class Channel:
         self._watched: set[int] = set()
         self._closed_s: list[float] = []
         """When connections were closed of which it is not known yet whether their process ended."""
+        self._num_leaving = 0
+        """Strangers that were turned away and whose connection is still to be closed."""
         self._warned_of: set[str] = set()
         self.address = self._bind(host)
 
@@ -157,22 +160,28 @@ class Channel:
             return None
 
     def _notice_stranger(self) -> None:
+        """ZeroMQ tells both of a stranger, that it was turned away and then that its connection was closed, and does not say
+        which two belong together: one closing is passed over for each."""
         event = recv_monitor_message(self._monitor)["event"]
         if event & _STRANGERS:
             self.num_dropped += 1
+            self._num_leaving += 1
             self._warn("strangers", "a stranger tried to connect and was turned away")
+        elif self._num_leaving:
+            self._num_leaving -= 1
         else:
             self._closed_s.append(time.monotonic())
 
     def _judge_closings(self) -> None:
-        """A closed connection is a matter of course when a rank has ended; else ZeroMQ closed it."""
+        """A closed connection is a matter of course when a rank has ended; else ZeroMQ may have closed it."""
         if self.has_ended:
             self._closed_s.clear()
         while self._closed_s and time.monotonic() - self._closed_s[0] > ENDING_S:
             del self._closed_s[0]
             self.num_dropped += 1
             limit_mib = MAX_MESSAGE_BYTES // 2**20
-            self._warn("size", f"a connection was closed, as one is that sends a frame of more than {limit_mib} MiB")
+            message = "a connection was closed, and no process is known to have ended; ZeroMQ closes those"
+            self._warn("size", f"{message} that send a frame of more than {limit_mib} MiB")
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned_of:
