@@ -62,7 +62,8 @@ class Channel:
         self.keys: Keys | None = None
         self._ranks = {f"{rank}.{life}".encode(): rank for rank in range(world_size)}
         self._hearts = {f"{rank}.{life}.beat".encode(): rank for rank in range(world_size)}
-        self._directory = None if host else directory or private_directory()
+        self._directory: str | None = None
+        """Where the socket's file is, until nobody looks for it any more."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -78,15 +79,21 @@ class Channel:
         self._num_leaving = 0
         """Strangers that were turned away and whose connection is still to be closed."""
         self._warned_of: set[str] = set()
-        self.address = self._bind(host)
+        if host is not None:
+            self._lock_door()
+        try:
+            self.address = self._bind(host, directory)
+        except BaseException:
+            self.close()
+            raise
 
-    def _bind(self, host: str | None) -> str:
+    def _bind(self, host: str | None, directory: str | None) -> str:
+        """A directory of our own is made last, when nothing but the binding can fail that would leave it behind."""
         if host is None:
-            address = socket_address(str(self._directory))
-            self._socket.bind(address)
-            return address
-        self._lock_door()
-        self._socket.bind(f"tcp://{host}:*")
+            self._directory = directory or private_directory()
+            self._socket.bind(socket_address(self._directory))
+        else:
+            self._socket.bind(f"tcp://{host}:*")
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _lock_door(self) -> None:

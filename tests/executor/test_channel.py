@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from socket import create_connection
 
 import pytest
@@ -175,6 +176,15 @@ def test_a_stranger_who_is_turned_away_counts_once_and_is_blamed_for_no_frame(
     assert drop(channel, 2) == 2
     assert "connection was closed" in caplog.text
     channel.close()
+
+
+def test_a_channel_that_can_not_listen_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor.channel.MAX_DIRECTORY_BYTES", 1000)
+    monkeypatch.setattr("tempfile.tempdir", str(place := tmp_path / ("long" * 30)))
+    place.mkdir()
+    with pytest.raises(zmq.ZMQError, match="longer than 107"):
+        open_channel()
+    assert list(place.iterdir()) == []
 
 
 def test_messages_grow_at_the_end_and_old_readers_skip_what_they_do_not_know() -> None:
