@@ -17,6 +17,7 @@ import pytest
 from engine_service.core.scheduler import SchedulerConfig
 from engine_service.engine import Engine
 from executor.base import Executor
+from executor.channel import Channel
 from executor.errors import ExecutorError, ExecutorTimeout, StartError, WorkerDied, WorkerError
 from executor.limits import Limits
 from executor.metrics import ExecutorMetrics
@@ -120,6 +121,34 @@ def test_a_nap_is_waited_for_as_long_as_the_weights_need(make: Make) -> None:
     executor.start()
     assert executor._nap_limit_s(limits.move_bytes_per_s) == 63
     assert executor._nap_limit_s(limits.read_bytes_per_s) == 72
+
+
+def test_what_was_asked_of_workers_that_are_gone_is_not_waited_for_in_the_next_life(make: Make, tmp_path: Path) -> None:
+    executor = start(make(f"hang-at-step=1,once={tmp_path / 'done'}"))
+    step = executor.execute_model(first_step(executor))
+    wait_until((tmp_path / "done").exists, what="the fault")
+    executor.restart()
+    assert step.done()
+    with pytest.raises(WorkerDied):
+        step.result(timeout_s=1000)
+    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+
+
+def test_replies_are_counted_once_while_their_life_ends(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = start(make())
+    executor.execute_model(first_step(executor)).result()
+    num_bytes = [executor.stats().reply_bytes]
+    real_close = Channel.close
+
+    def close(self: Channel) -> None:
+        num_bytes.append(executor.stats().reply_bytes)
+        real_close(self)
+
+    monkeypatch.setattr(Channel, "close", close)
+    executor.restart()
+    num_bytes.append(executor.stats().reply_bytes)
+    assert num_bytes[0] > 0
+    assert set(num_bytes) == {num_bytes[0]}
 
 
 @both_ranks
