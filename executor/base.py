@@ -204,7 +204,8 @@ class Executor(ABC):
         """(device blocks, host blocks) that every rank can hold, block 0 included: the smallest rank decides. Between
         `start` and `initialize_cache`. Blocks while ranks profile their largest step. Logs the arithmetic in one line.
 
-        Raises `WorkerError` with a `ModelError` when one sequence of full length would not fit.
+        Raises `WorkerError` with a `ModelError` when no block fits, or less than one sequence of the `max_model_len` that
+        was asked for; not where `num_blocks` was.
         """
         counts = self.collective_rpc("determine_num_available_blocks", timeout_s=self._limits.pool_call_s)
         num_blocks, num_host_blocks = min(device for device, _ in counts), min(host for _, host in counts)

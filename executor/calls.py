@@ -53,6 +53,7 @@ class PendingCall:
         self._is_list = is_list
         self._limit_s = limit_s
         self._failed_rank: int | None = None
+        self._lost: WorkerDied | None = None
 
     def take(self, rank: int, reply: Reply | StepReply) -> None:
         """A rank has answered. What is no answer to this call counts as the rank's failure."""
@@ -63,6 +64,10 @@ class PendingCall:
         self.replies[rank] = reply
         if reply.failure is not None and self._failed_rank is None:
             self._failed_rank = rank
+
+    def give_up(self, lost: WorkerDied) -> None:
+        """What has not come yet never will: the ranks that were asked are gone, also when there are others by then."""
+        self._lost = lost
 
     def _nonsense(self, rank: int, reply: Reply | StepReply) -> str | None:
         if isinstance(reply, StepReply) != self.is_step:
@@ -82,7 +87,7 @@ class PendingCall:
         return len(self.replies) == self._num_asked
 
     def done(self) -> bool:
-        if self._failed_rank is not None:
+        if self._failed_rank is not None or self._lost is not None:
             return True
         return all(rank in self.replies for rank in self._wanted)
 
@@ -97,6 +102,8 @@ class PendingCall:
                 missing = next(rank for rank in self._wanted if rank not in self.replies)
                 raise ExecutorTimeout(missing, f"no reply to call {self.call_id} within {limit_s:g} s")
             self._pump.pump(left_s)
+        if self._lost is not None:
+            raise self._lost
         if self._failed_rank is not None:
             self._raise_failure(self._failed_rank)
         results = [self.replies[rank].result for rank in self._wanted]

@@ -30,7 +30,8 @@ logger = logging.getLogger("millrace.executor")
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """A connection that sends a larger frame is closed by ZeroMQ."""
 ENDING_S = 1.0
-"""Connections are closed by ZeroMQ, or because a process ends; in the second case its end is seen within this time."""
+"""Connections are closed by ZeroMQ, or because a process ends; in the second case its end is mostly seen within this time.
+The loss of a whole host is seen later."""
 MAX_DIRECTORY_BYTES = 90
 """The kernel takes 107 bytes for the path of a unix socket."""
 
@@ -61,7 +62,8 @@ class Channel:
         self.keys: Keys | None = None
         self._ranks = {f"{rank}.{life}".encode(): rank for rank in range(world_size)}
         self._hearts = {f"{rank}.{life}.beat".encode(): rank for rank in range(world_size)}
-        self._directory = None if host else directory or private_directory()
+        self._directory: str | None = None
+        """Where the socket's file is, until nobody looks for it any more."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -74,16 +76,24 @@ class Channel:
         self._watched: set[int] = set()
         self._closed_s: list[float] = []
         """When connections were closed of which it is not known yet whether their process ended."""
+        self._num_leaving = 0
+        """Strangers that were turned away and whose connection is still to be closed."""
         self._warned_of: set[str] = set()
-        self.address = self._bind(host)
+        if host is not None:
+            self._lock_door()
+        try:
+            self.address = self._bind(host, directory)
+        except BaseException:
+            self.close()
+            raise
 
-    def _bind(self, host: str | None) -> str:
+    def _bind(self, host: str | None, directory: str | None) -> str:
+        """A directory of our own is made last, when nothing but the binding can fail that would leave it behind."""
         if host is None:
-            address = socket_address(str(self._directory))
-            self._socket.bind(address)
-            return address
-        self._lock_door()
-        self._socket.bind(f"tcp://{host}:*")
+            self._directory = directory or private_directory()
+            self._socket.bind(socket_address(self._directory))
+        else:
+            self._socket.bind(f"tcp://{host}:*")
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def _lock_door(self) -> None:
@@ -157,22 +167,28 @@ class Channel:
             return None
 
     def _notice_stranger(self) -> None:
+        """ZeroMQ tells both of a stranger, that it was turned away and then that its connection was closed, and does not say
+        which two belong together: one closing is passed over for each."""
         event = recv_monitor_message(self._monitor)["event"]
         if event & _STRANGERS:
             self.num_dropped += 1
+            self._num_leaving += 1
             self._warn("strangers", "a stranger tried to connect and was turned away")
+        elif self._num_leaving:
+            self._num_leaving -= 1
         else:
             self._closed_s.append(time.monotonic())
 
     def _judge_closings(self) -> None:
-        """A closed connection is a matter of course when a rank has ended; else ZeroMQ closed it."""
+        """A closed connection is a matter of course when a rank has ended; else ZeroMQ may have closed it."""
         if self.has_ended:
             self._closed_s.clear()
         while self._closed_s and time.monotonic() - self._closed_s[0] > ENDING_S:
             del self._closed_s[0]
             self.num_dropped += 1
             limit_mib = MAX_MESSAGE_BYTES // 2**20
-            self._warn("size", f"a connection was closed, as one is that sends a frame of more than {limit_mib} MiB")
+            message = "a connection was closed, and no process is known to have ended; ZeroMQ closes those"
+            self._warn("size", f"{message} that send a frame of more than {limit_mib} MiB")
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned_of:

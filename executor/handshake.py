@@ -22,6 +22,7 @@ from executor.messages import (
     ModelFacts,
     Phase,
     Ready,
+    Stacks,
     StartFailed,
     WorkerConfig,
     encode,
@@ -195,5 +196,14 @@ class Handshake:
     def _end_stuck(self, rank: int, message: str) -> NoReturn:
         phase = self._phases[rank]
         logger.error("rank %d is stuck in phase %s: %s; the stacks of all ranks follow", rank, phase, message)
-        dump_all(self._handles, lambda: time.sleep(self._limits.dump_s))
+        dump_all(self._handles, self._hear_stacks)
         raise StartError(phase, rank, message, is_retryable=True)
+
+    def _hear_stacks(self) -> None:
+        """Of ranks that tell them over the channel; others write them meanwhile. What else is said changes nothing now."""
+        deadline_s = time.monotonic() + self._limits.dump_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            self._channel.wait(left_s)
+            for rank, message in self._channel.receive():
+                if isinstance(message, Stacks):
+                    logger.error("the stacks of rank %d:\n%s", rank, message.text)

@@ -174,7 +174,7 @@ def _answer_calls(link: _Link, worker: Worker, boot: Boot) -> int:
             case unexpected:
                 logger.error("ignored an unexpected message: %r", unexpected)
         if time.monotonic() >= look_at_s:
-            heart.device_bytes = worker.stats().get("device_bytes")
+            _look(worker, heart)
             look_at_s = time.monotonic() + _LOOK_EVERY_S
 
 
@@ -202,6 +202,14 @@ def _logged(error: Exception, what: str) -> Failure:
     if failure.cause != "out_of_memory":
         logger.error("%s failed", what, exc_info=error)
     return failure
+
+
+def _look(worker: Worker, heart: Heart) -> None:
+    """How much device memory it holds. When it can't tell, what it told last stays: nobody has asked."""
+    try:
+        heart.device_bytes = worker.stats().get("device_bytes")
+    except Exception:
+        logger.exception("the worker can't tell its figures")
 
 
 class _Link:

@@ -84,12 +84,13 @@ class RayExecutor(RemoteExecutor):
         self._ray = ray
 
     def _start_local(self) -> None:
-        self._local = LocalRay(self.world_size, num_visible_gpus() or 0)
         try:
+            self._local = LocalRay(self.world_size, num_visible_gpus() or 0)
             self._local.start()
         except Exception as error:
-            self._local.stop()
-            self._local = None
+            if self._local is not None:
+                self._local.stop()
+                self._local = None
             raise StartError("spawn", 0, f"a local Ray does not start: {error}", is_retryable=True) from error
 
     def _launch(self, channel: Channel) -> list[RayRank]:

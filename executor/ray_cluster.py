@@ -63,15 +63,13 @@ class LocalRay:
         self._num_gpus = num_gpus
         self.directory = tempfile.mkdtemp(prefix="mr-ray-", dir="/tmp")  # Ray's socket paths are long already
         token = Path(self.directory, "token")
-        token.touch(mode=0o600)
-        token.write_text(_TOKEN)
-        self._broom = subprocess.Popen(
-            [sys.executable, "-P", "-m", "executor.ray_cluster", self.directory],
-            stdin=subprocess.PIPE,
-            cwd=Path(__file__).resolve().parent.parent,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
-            start_new_session=True,  # Ctrl-C is not for it: it ends after its owner
-        )
+        try:
+            token.touch(mode=0o600)
+            token.write_text(_TOKEN)
+            self._broom = _call_broom(self.directory)
+        except BaseException:  # nobody else would sweep
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
         os.environ.update(_LOOPBACK_ONLY)
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
@@ -104,6 +102,16 @@ class LocalRay:
 
 
 # --- the broom ---
+
+
+def _call_broom(directory: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "executor.ray_cluster", directory],
+        stdin=subprocess.PIPE,
+        cwd=Path(__file__).resolve().parent.parent,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+        start_new_session=True,  # Ctrl-C is not for it: it ends after its owner
+    )
 
 
 def _sweep(directory: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -60,6 +61,8 @@ class RemoteExecutor(Executor):
         self._pending: dict[int, PendingCall] = {}
         self._handles: Sequence[RankHandle] = ()
         self._channel: Channel | None = None
+        self._counting = threading.Lock()
+        """Held while a channel's counts go over to the recorder: who reads the figures sees them in one of the two."""
         self._watch: Watch | None = None
         self._lost: WorkerDied | None = WorkerDied(0, "the executor has not been started")
         self._has_overdue = False
@@ -133,13 +136,17 @@ class RemoteExecutor(Executor):
         for handle in handles:
             handle.kill()
         close_all(handles)
-        self._give_up_calls()
-        if self._channel is not None:
-            self._recorder.num_stale_replies += self._channel.num_dropped
-            self._recorder.reply_bytes += self._channel.step_reply_bytes
-            self._channel.close()
-            self._channel = None
         self._lost = WorkerDied(0, "the executor has been shut down")
+        self._give_up_calls(self._lost)
+        if self._channel is not None:
+            self._close_channel(self._channel)
+
+    def _close_channel(self, channel: Channel) -> None:
+        with self._counting:
+            self._recorder.num_stale_replies += channel.num_dropped
+            self._recorder.reply_bytes += channel.step_reply_bytes
+            self._channel = None
+        channel.close()
 
     def _dump_overdue(self) -> None:
         if self._has_overdue and self._handles and self._lost is None:
@@ -205,7 +212,8 @@ class RemoteExecutor(Executor):
         self.require_workers()
 
     def stats(self) -> ExecutorMetrics:
-        metrics, channel = super().stats(), self._channel
+        with self._counting:
+            metrics, channel = super().stats(), self._channel
         if channel is None:
             return metrics
         return msgspec.structs.replace(
@@ -225,10 +233,11 @@ class RemoteExecutor(Executor):
             self._has_overdue = True
             self._record_failure(pending)
 
-    def _give_up_calls(self) -> None:
+    def _give_up_calls(self, lost: WorkerDied) -> None:
         for pending in self._pending.values():
             if not pending.done():
                 self._record_failure(pending)
+                pending.give_up(lost)
         self._pending.clear()
 
     def _record_failure(self, pending: PendingCall) -> None:
@@ -325,7 +334,7 @@ class RemoteExecutor(Executor):
     def _lose(self, rank: int, reason: str, num_workers: int) -> None:
         self._recorder.num_failed_workers += num_workers
         self._lost = WorkerDied(rank, reason)
-        self._give_up_calls()
+        self._give_up_calls(self._lost)
         if not self.is_asleep:  # those that die asleep are not missed before somebody wakes them
             self._lost_s = time.monotonic()
 

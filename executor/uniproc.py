@@ -62,8 +62,8 @@ class UniprocExecutor(Executor):
             self._recorder.num_failed_workers += 1
             failure = to_failure(error)
             logger.debug("traceback of the worker:\n%s", failure.traceback)
-            message, cause = failure.message, error.with_traceback(None)  # its frames hold what was loaded so far
-            raise StartError(phase, 0, message, is_retryable=failure.is_retryable, failure=failure) from cause
+            _drop_frames(error)  # they hold what was loaded so far
+            raise StartError(phase, 0, failure.message, is_retryable=failure.is_retryable, failure=failure) from error
         self._worker = worker
         return [facts]
 
@@ -114,7 +114,10 @@ class UniprocExecutor(Executor):
 
     def _look(self, worker: Worker) -> None:
         if time.monotonic() >= self._look_at_s:
-            self._recorder.saw_stats([worker.stats()])
+            try:
+                self._recorder.saw_stats([worker.stats()])
+            except Exception:  # the last figures stay; what is wrong with the device, a step or a check will tell
+                logger.exception("the worker can't tell its figures")
             self._look_at_s = time.monotonic() + _LOOK_EVERY_S
 
     def _record(self, done: _Done, began_s: float) -> None:
@@ -147,8 +150,9 @@ class _Done:
             if failure.cause != "out_of_memory":
                 logger.error("%s", failure.traceback.rstrip())
             self._error = WorkerError(0, failure)
-            # Its frames hold every tensor of the step, and this object: until the next collection of cycles.
-            self._error.__cause__ = error.with_traceback(None)
+            # They hold every tensor of the step, and this object: until the next collection of cycles.
+            _drop_frames(error)
+            self._error.__cause__ = error
 
     @property
     def is_failure(self) -> bool:
@@ -166,3 +170,11 @@ class _Done:
         """The same outcome, as the one rank's entry of a list."""
         self.outcome = [self.outcome]
         return self
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Let go of what the frames hold that `error` went through, and the errors that led to it."""
+    error.__traceback__ = None
+    for earlier in (error.__cause__, error.__context__):
+        if earlier is not None and earlier.__traceback__ is not None:
+            _drop_frames(earlier)

@@ -5,6 +5,7 @@ Its faults stand in `model` beside those of the stub:
     lose-device          every step and check fails, and the shutdown too, as torch does after a sticky error
     memory-at-start=PATH the start runs out of memory unless PATH exists; makes it
     memory-at-step=N     that step runs out of memory deep in a forward pass
+    lose-figures         from its first step on it can't tell its figures
     lose-peer=DIR        of two ranks the second dies in its first step, a moment after the first has said so
 """
 
@@ -17,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 from executor.rank import serve_rank
@@ -59,6 +60,11 @@ class FragileWorker(StubWorker):
     def check_health(self) -> None:
         self._touch_device()
 
+    def stats(self) -> dict[str, Any]:
+        if "lose-figures" in self._faults and self._num_steps > 0:
+            raise AcceleratorError("CUDA error: unknown error")
+        return super().stats()
+
     def shutdown(self) -> None:
         self._touch_device()
 
@@ -67,6 +73,13 @@ class FragileWorker(StubWorker):
             raise AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def _run_forward(self) -> None:
+        """As a library's error is told in our words: what a layer holds is in the frames of the first error."""
+        try:
+            self._run_layer()
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"in the first layer: {error}") from error
+
+    def _run_layer(self) -> None:
         activations = Activations()
         raise OutOfMemoryError(f"CUDA out of memory beside {type(activations).__name__}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from socket import create_connection
 
 import pytest
 import zmq
@@ -32,7 +34,7 @@ HELLO = Hello(pid=1, protocol=PROTOCOL)
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
-    """Makes sockets that are not ours."""
+    """Makes sockets that are not ours; who is turned away does not come back."""
     context = zmq.Context()
     made: list[zmq.Socket[bytes]] = []
 
@@ -41,6 +43,7 @@ def connect() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
     ) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt_string(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
         if keys is not None:
             socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = keys
         socket.connect(address)
@@ -141,6 +144,47 @@ def test_between_hosts_only_who_has_the_keys_is_heard(connect: Connect, caplog: 
     assert hear(channel, 5) == [(0, HELLO)]
     assert len([record for record in caplog.records if "stranger" in record.message]) == 1
     channel.close()
+
+
+def drop(channel: Channel, num_wanted: int) -> int:
+    """How many are dropped when it has listened until so many are."""
+    deadline_s = time.monotonic() + 5
+    while channel.num_dropped < num_wanted and time.monotonic() < deadline_s:
+        hear(channel, 0.05)
+    return channel.num_dropped
+
+
+@pytest.mark.parametrize("stranger", ["a probe of the port", "a wrong key"])
+def test_a_stranger_who_is_turned_away_counts_once_and_is_blamed_for_no_frame(
+    stranger: str, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("executor.channel.ENDING_S", 0.0)
+    channel = open_channel(is_remote=True)
+    assert channel.keys is not None
+    server = channel.keys.server_public.encode()
+    if stranger == "a wrong key":
+        connect(channel.address, "0.1", (server, *zmq.curve_keypair())).send(encode(HELLO))
+    else:
+        host, port = channel.address.removeprefix("tcp://").split(":")
+        create_connection((host, int(port))).close()
+    assert drop(channel, 1) == 1
+    ours = connect(channel.address, "0.1", (server, channel.keys.public.encode(), channel.keys.secret.encode()))
+    ours.send(encode(HELLO))
+    assert hear(channel, 5) == [(0, HELLO)]
+    assert "connection was closed" not in caplog.text
+    ours.close(linger=0)
+    assert drop(channel, 2) == 2
+    assert "connection was closed" in caplog.text
+    channel.close()
+
+
+def test_a_channel_that_can_not_listen_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("executor.channel.MAX_DIRECTORY_BYTES", 1000)
+    monkeypatch.setattr("tempfile.tempdir", str(place := tmp_path / ("long" * 30)))
+    place.mkdir()
+    with pytest.raises(zmq.ZMQError, match="longer than 107"):
+        open_channel()
+    assert list(place.iterdir()) == []
 
 
 def test_messages_grow_at_the_end_and_old_readers_skip_what_they_do_not_know() -> None:

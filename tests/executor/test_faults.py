@@ -17,6 +17,8 @@ import pytest
 from engine_service.core.scheduler import SchedulerConfig
 from engine_service.engine import Engine
 from executor.base import Executor
+from executor.calls import PendingCall
+from executor.channel import Channel
 from executor.errors import ExecutorError, ExecutorTimeout, StartError, WorkerDied, WorkerError
 from executor.limits import Limits
 from executor.metrics import ExecutorMetrics
@@ -113,13 +115,51 @@ def nap(executor: Executor) -> None:
     executor.wake_up()
 
 
-def test_a_nap_is_waited_for_as_long_as_the_weights_need(make: Make) -> None:
-    """The stub's ranks have 1 MiB and 2 MiB."""
+def test_a_nap_is_waited_for_as_long_as_the_weights_need(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stub's ranks have 1 MiB and 2 MiB. Only after level 2 they are read from disk."""
     limits = Limits(nap_call_s=60, move_bytes_per_s=2**20, read_bytes_per_s=2**18)
     executor = make("", limits, **TWO)
     executor.start()
-    assert executor._nap_limit_s(limits.move_bytes_per_s) == 63
-    assert executor._nap_limit_s(limits.read_bytes_per_s) == 72
+    limits_s: list[float | None] = []
+    real_result = PendingCall.result
+
+    def result(self: PendingCall, timeout_s: float | None = None) -> object:
+        limits_s.append(timeout_s)
+        return real_result(self, timeout_s)
+
+    monkeypatch.setattr(PendingCall, "result", result)
+    for level in (1, 2):
+        executor.sleep(level)
+        executor.wake_up()
+    assert limits_s == [63, 63, 63, 72]
+
+
+def test_what_was_asked_of_workers_that_are_gone_is_not_waited_for_in_the_next_life(make: Make, tmp_path: Path) -> None:
+    executor = start(make(f"hang-at-step=1,once={tmp_path / 'done'}"))
+    step = executor.execute_model(first_step(executor))
+    wait_until((tmp_path / "done").exists, what="the fault")
+    executor.restart()
+    assert step.done()
+    with pytest.raises(WorkerDied):
+        step.result(timeout_s=1000)
+    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+
+
+def test_replies_are_counted_once_while_their_life_ends(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = start(make())
+    executor.execute_model(first_step(executor)).result()
+    num_bytes = [executor.stats().reply_bytes]
+    real_close = Channel.close
+
+    def close(self: Channel) -> None:
+        num_bytes.append(executor.stats().reply_bytes)
+        real_close(self)
+
+    monkeypatch.setattr(Channel, "close", close)
+    executor.restart()
+    num_bytes.append(executor.stats().reply_bytes)
+    assert num_bytes[0] > 0
+    assert set(num_bytes) == {num_bytes[0]}
 
 
 @both_ranks

@@ -15,7 +15,7 @@ from executor.failures import EXIT_CRASH, exit_status, is_retryable_exit, to_fai
 from executor.heart import Heart
 from executor.multiproc import MultiprocExecutor
 from tests.executor.fragile_worker import AcceleratorError
-from tests.executor.kinds import SHORT, Make, first_step, start, stub_config
+from tests.executor.kinds import SHORT, Make, decode, first_step, start, stub_config
 from tests.processes import wait_until
 
 
@@ -67,6 +67,17 @@ def test_a_rank_with_a_lost_device_says_so_and_ends_with_that_status(
     written = capfd.readouterr().err
     assert "a step failed" in written and "_touch_device" in written
     assert "the worker did not end in order" in written
+
+
+def test_a_rank_that_can_not_tell_its_figures_goes_on(
+    fragile: list[MultiprocExecutor], capfd: pytest.CaptureFixture[str]
+) -> None:
+    executor = start_fragile(fragile, "lose-figures")
+    executor.execute_model(first_step(executor)).result()
+    with pytest.raises(WorkerError, match="unknown error"):
+        executor.worker_stats()  # after a call it looks by itself, too
+    assert executor.execute_model(decode(executor, 2)).result().seq_ids == [1]
+    assert "can't tell its figures" in capfd.readouterr().err
 
 
 def test_memory_that_is_short_outside_of_torchs_allocator_is_no_lost_device() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from executor.errors import StartError, WorkerDied
 from executor.ray import RayExecutor
-from executor.ray_cluster import users_of
+from executor.ray_cluster import LocalRay, users_of
 from tests.executor.kinds import (
     SHORT,
     Make,
@@ -101,7 +101,19 @@ def test_ranks_that_can_not_even_begin_are_named_with_the_reason(make: Make) -> 
     assert caught.value.rank in (0, 1)
 
 
-# --- a Ray of our own, in a process that knows of no other ---
+# --- a Ray of our own ---
+
+
+def test_a_ray_whose_start_lacks_a_process_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory := tmp_path / "ray").mkdir()
+    monkeypatch.setattr("tempfile.mkdtemp", lambda **_: str(directory))
+    monkeypatch.setattr("sys.executable", str(tmp_path / "gone"))
+    with pytest.raises(FileNotFoundError, match="gone"):
+        LocalRay(1)
+    assert not directory.exists()
+
+
+# In a process that knows of no other:
 
 
 def live_twice() -> list[tuple[list[str], bool, set[int]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,10 +14,10 @@ from executor.channel import Channel
 from executor.errors import StartError
 from executor.failures import is_retryable_exit
 from executor.handshake import Handshake
-from executor.messages import Failure, StartFailed, encode
+from executor.messages import DumpStacks, Failure, StartFailed, encode
 from executor.multiproc import MultiprocExecutor
 from executor.process import End
-from tests.executor.kinds import SHORT, stub_config, worker_pids
+from tests.executor.kinds import SHORT, STUB, stub_config, worker_pids
 
 slow = pytest.mark.slow
 
@@ -66,6 +67,28 @@ def test_a_start_that_fails_names_the_phase_and_the_rank(
     assert (caught.value.phase, caught.value.rank, caught.value.is_retryable) == (phase, 1, is_retryable)
     assert worker_pids(executor) == []
     assert (action, phase) != ("hang", "load_model") or "in fault_at" in capfd.readouterr().err
+
+
+class ToldByHeart(MultiprocExecutor):
+    """Its ranks tell their stacks over the channel, as those on other hosts do."""
+
+    def _launch(self, channel: Channel) -> list[Any]:
+        handles: list[Any] = list(super()._launch(channel))
+        for handle in handles:
+            handle.dump_stacks = partial(channel.send_to_heart, handle.rank, DumpStacks())
+        return handles
+
+
+def test_the_stacks_of_a_rank_on_another_host_that_hangs_in_its_start_are_in_the_engines_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = msgspec.structs.replace(SHORT, phase_s={**PATIENT, "load_model": 0.5}, dump_s=1.0)
+    executor = ToldByHeart(stub_config("hang-at-start"), worker_module=STUB, limits=limits)
+    with pytest.raises(StartError, match="not done within"):
+        executor.start()
+    executor.shutdown()
+    (stacks,) = (text for text in caplog.messages if text.startswith("the stacks of rank 0:"))
+    assert "in fault_at" in stacks
 
 
 class Leaver:

@@ -72,6 +72,15 @@ def test_a_start_out_of_memory_leaves_room_for_the_next(tmp_path: Path) -> None:
     start(executor)
 
 
+def test_a_worker_that_can_not_tell_its_figures_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    executor = fragile("lose-figures")
+    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+    executor._look_at_s = 0.0
+    executor.check_health()
+    assert caplog.text.count("can't tell its figures") == 2
+    assert executor.stats().device_bytes == [0]
+
+
 def test_the_traceback_of_a_failed_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     executor = fragile("raise-at-step=1,memory-at-step=2")
     for number in (1, 2):
