@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import socketserver
+import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -67,8 +68,11 @@ class _Server(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away in the middle is no news."""
-        logger.debug("a client of the endpoint failed", exc_info=True)
+        """A client that went away in the middle is no news; all else is our bug."""
+        if isinstance(sys.exception(), ConnectionError | TimeoutError):
+            logger.debug("a client of the endpoint failed", exc_info=True)
+        else:
+            logger.exception("the endpoint could not answer")
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -65,7 +65,7 @@ class LLM:
         self,
         model: str | Path,
         *,
-        tokenizer: str | None = None,
+        tokenizer: str | Path | None = None,
         dtype: str = "auto",
         device: str = "auto",
         executor: str = "auto",
@@ -88,7 +88,7 @@ class LLM:
         """
         options: dict[str, Any] = {
             "model": str(model) if isinstance(model, Path) else model,
-            "tokenizer": tokenizer,
+            "tokenizer": str(tokenizer) if isinstance(tokenizer, Path) else tokenizer,
             "dtype": dtype,
             "device": device,
             "executor": executor,

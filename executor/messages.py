@@ -212,7 +212,8 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rows: list[StepRow]
     new: list[NewSequence] = []
     finished: list[SeqId] = []
-    """Sequences to forget: ended, aborted or preempted since the last plan. Their blocks may be reused by this plan."""
+    """Sequences to forget: ended, aborted or preempted since the last plan. Their blocks may be reused by this plan. Workers
+    pass over ids that they do not know: the plan that was to bring them may have been interrupted before it was sent."""
     swap_out: list[tuple[int, int]] = []
     """(device block, host block) pairs."""
     swap_in: list[tuple[int, int]] = []

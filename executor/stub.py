@@ -111,7 +111,7 @@ class StubWorker:
         if plan.epoch != self._epoch:
             raise ValueError(f"plan of epoch {plan.epoch} in epoch {self._epoch}")
         for seq_id in plan.finished:
-            del self._known[seq_id]
+            self._known.pop(seq_id, None)
         for new in plan.new:
             self._known[new.seq_id] = _Known(new)
         self._run_out_of_memory(plan)

@@ -97,7 +97,8 @@ class InputBatch:
         Finished before new: a preempted sequence comes back under its old id, possibly in the same plan.
         """
         for seq_id in plan.finished:
-            self._free_slots.append(self._sequences.pop(seq_id).slot)
+            if (known := self._sequences.pop(seq_id, None)) is not None:
+                self._free_slots.append(known.slot)
         for new in plan.new:
             assert new.seq_id not in self._sequences, f"sequence {new.seq_id} is already here"
             self._sequences[new.seq_id] = SequenceState(new, self._take_slot())

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
+from collections.abc import Iterator
 
 from producer.messages import InvalidRequest
 from producer.wire import parse_body, refusal, to_submission, usable_id
 from results.errors import QueueError, RedisUnavailable
-from results.messages import InboxEntry, JobError
+from results.messages import InboxEntry, JobError, Submission
 from results.queue import JobQueue
 
 logger = logging.getLogger("millrace.engine")
@@ -20,6 +23,27 @@ logger = logging.getLogger("millrace.engine")
 _BLOCK_MS = 1000
 _RETRY_S = 0.5
 _AT_ONCE = 64
+_FIRST = "0-0"
+_REST = 10
+"""Times as long as a look at all that wait has taken, until the next one."""
+_MAX_REPORTED = 1000
+
+
+class _Room:
+    """What one pass has learned about the limits, so that it asks only for jobs that may find room."""
+
+    def __init__(self) -> None:
+        self._refused_cost: dict[str, int] = {}
+        """The least cost, in tokens, for which a tenant had no room; 0 when it has as many jobs as it may."""
+
+    def may_have(self, submission: Submission) -> bool:
+        return submission.tenant not in self._refused_cost or submission.cost < self._refused_cost[submission.tenant]
+
+    def note(self, submission: Submission, outcome: str) -> None:
+        if outcome.startswith("full tenant_max_queued_jobs"):
+            self._refused_cost[submission.tenant] = 0
+        elif outcome.startswith("full tenant_max_queued_tokens"):
+            self._refused_cost[submission.tenant] = submission.cost  # less than before, or it would not have been asked
 
 
 class Inbox:
@@ -27,6 +51,12 @@ class Inbox:
 
     def __init__(self, queue: JobQueue) -> None:
         self._queue = queue
+        self._seen = _FIRST
+        """The last entry that was looked at. What stays before it has been found to have no room."""
+        self._rest_until_s = 0.0
+        """By the monotonic clock: when all that waits is looked at again."""
+        self._reported: deque[str] = deque(maxlen=_MAX_REPORTED)
+        """Entries that break our code, and are in the log."""
         self._stopping = threading.Event()
         self.thread = threading.Thread(target=self._run, name="inbox", daemon=True)
 
@@ -40,7 +70,7 @@ class Inbox:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                if not self._take_all():
+                if self._queue.read_inbox(_FIRST, 1, _BLOCK_MS) and not self._take_all():
                     self._stopping.wait(_RETRY_S)
             except QueueError as error:
                 logger.warning("%s; trying again", error)
@@ -50,33 +80,50 @@ class Inbox:
                 self._stopping.wait(_RETRY_S)
 
     def _take_all(self) -> bool:
-        """One pass over the inbox. An entry for which there is no room stays, and keeps nobody else's out. False when there
-        was something and nothing could be taken."""
-        after, has_taken = "0", False
-        full_tenants: set[str] = set()  # as many jobs as they may have: not asked again and again in one pass
-        while entries := self._queue.read_inbox(after, _AT_ONCE, _BLOCK_MS if after == "0" else None):
-            for entry in entries:
-                after = entry.entry_id
-                outcome = self._try_to_take(entry, full_tenants)
-                if outcome.startswith("full max_queued_jobs") or self._stopping.is_set():
-                    return has_taken
-                has_taken = has_taken or not outcome.startswith("full")
-        return has_taken or after == "0"
+        """Take what there is room for. False when there was something and nothing could be taken.
 
-    def _try_to_take(self, entry: InboxEntry, full_tenants: set[str]) -> str:
+        To look at an entry that has to wait costs as much as to take it, and there may be many. So for at most about a tenth
+        of the time all are looked at; in between only the first, which are next, and those that have come since.
+        """
+        began_s = time.monotonic()
+        is_resting = began_s < self._rest_until_s
+        are_taken = list(self._pass(self._seen if is_resting else _FIRST))
+        if are_taken and not is_resting:
+            now_s = time.monotonic()
+            self._rest_until_s = now_s + _REST * (now_s - began_s) * are_taken.count(False) / len(are_taken)
+        return any(are_taken) or not are_taken
+
+    def _pass(self, skip_to: str) -> Iterator[bool]:
+        """Look at the first entries and at those after `skip_to`. An entry for which there is no room stays, and keeps
+        nobody else's out. Yields of each whether it was taken."""
+        after, room = _FIRST, _Room()
+        while entries := self._queue.read_inbox(after, _AT_ONCE):
+            for entry in entries:
+                outcome = self._try_to_take(entry, room)
+                if outcome.startswith("full max_queued_jobs") or self._stopping.is_set():
+                    yield False
+                    return
+                after = entry.entry_id
+                self._seen = max(self._seen, after, key=_place)
+                yield not outcome.startswith("full")
+            after = max(after, skip_to, key=_place)
+
+    def _try_to_take(self, entry: InboxEntry, room: _Room) -> str:
         try:
-            return self._take(entry, full_tenants)
+            return self._take(entry, room)
         except RedisUnavailable:
             raise
         except Exception:  # our bug, or the scripts': the entry stays, for a version without it, and the others go on
-            logger.exception("inbox entry %s stays where it is", entry.entry_id)
+            if entry.entry_id not in self._reported:
+                self._reported.append(entry.entry_id)
+                logger.exception("inbox entry %s stays where it is", entry.entry_id)
             return "full"
 
-    def _take(self, entry: InboxEntry, full_tenants: set[str]) -> str:
+    def _take(self, entry: InboxEntry, room: _Room) -> str:
         """What became of the entry, as `JobQueue.accept` and `reject` say it."""
         try:
             submission = to_submission(parse_body(entry.raw))
-            if submission.tenant in full_tenants:
+            if not room.may_have(submission):
                 return "full"
             outcome = self._queue.accept(entry.entry_id, submission)
             if invalid := refusal(submission.job_id, outcome):
@@ -85,6 +132,11 @@ class Inbox:
             logger.warning("inbox entry %s: %s", entry.entry_id, error)
             job_error = JobError(kind="invalid_request", message=str(error), field=error.field)
             return self._queue.reject(entry.entry_id, usable_id(entry.raw), entry.raw, job_error)
-        if outcome.startswith("full tenant_max_queued_jobs"):
-            full_tenants.add(submission.tenant)
+        room.note(submission, outcome)
         return outcome
+
+
+def _place(entry_id: str) -> tuple[int, int]:
+    """Where an entry stands in the stream: ids are compared as numbers, not as text."""
+    time_ms, number = entry_id.split("-")
+    return int(time_ms), int(number)

@@ -138,8 +138,10 @@ class Intake:
 
     def _room(self) -> int:
         """What waits in front of a full queue counts too: else RQ's queue would be emptied, and nobody work it off."""
-        num_waiting = sum(ledger.num_jobs() for ledger in self._ledgers) - len(self._flights)
-        return self._flights.room - max(0, num_waiting)
+        return self._flights.room - self._num_waiting()
+
+    def _num_waiting(self) -> int:
+        return max(0, sum(ledger.num_jobs() for ledger in self._ledgers) - len(self._flights))
 
     def _not_begun(self, ledger: Ledger) -> list[bytes]:
         return [id_ for id_ in ledger.job_ids() if self._flights.get(id_.decode(errors="replace")) is None]
@@ -184,7 +186,7 @@ class Intake:
         self._settler.settle(refused)
         if waiting:
             self._flights.remove(waiting)
-            logger.warning("Millrace's queue is full: %d jobs wait in front of it", len(waiting))
+            logger.warning("Millrace's queue is full: %d jobs wait in front of it", self._num_waiting())
 
     def _register(self, ledger: Ledger, job_ids: Sequence[str]) -> list[_Started]:
         """Give the jobs their RQ execution and their Millrace id, in one transaction; nobody touches them meanwhile."""

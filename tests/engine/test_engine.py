@@ -238,6 +238,7 @@ def test_after_an_interruption_the_engine_can_be_used_again(
     generations = [generation(number) for number in range(21, 25)]
     run(engine, generations)
     assert_undisturbed(generations)
+    assert engine.metrics().executor.num_restarts == 0
 
 
 def interrupt(*arguments: object, **options: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue as queues
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -93,6 +94,7 @@ class Parts:
 def parts(connect_queue: Connect, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
     monkeypatch.setattr("engine_service.intake._BLOCK_S", 0.05)
     monkeypatch.setattr("engine_service.doors.inbox._BLOCK_MS", 50)
+    monkeypatch.setattr("engine_service.doors.inbox._RETRY_S", 0.05)
     parts = Parts(connect_queue, engine)
     yield parts
     parts.stop()
@@ -170,12 +172,14 @@ def test_an_entry_that_breaks_our_code_again_and_again_keeps_no_other_out(
 
     monkeypatch.setattr("engine_service.doors.inbox.parse_body", break_on)
     keys = parts.inbox_queue.keys
-    for job_id in (b"cursed", b"a"):
-        redis_client.xadd(keys.inbox, {"job": b'{"id":"%s","prompt":"x"}' % job_id})
+    redis_client.xadd(keys.inbox, {"job": b'{"id":"cursed","prompt":"x"}'})
     parts.inbox.start()
-    wait_until(lambda: redis_client.hget(keys.job("a"), "state") == b"queued")
+    for job_id in "ab":
+        redis_client.xadd(keys.inbox, {"job": f'{{"id":"{job_id}","prompt":"x"}}'})
+        wait_until(partial(redis_client.exists, keys.job(job_id)))
     assert redis_client.xlen(keys.inbox) == 1
     assert "a bug in the parser" in caplog.text
+    assert caplog.text.count("stays where it is") == 1
 
 
 @pytest.mark.parametrize("limit", ["tenant_max_queued_jobs", "tenant_max_queued_tokens", "max_queued_tokens"])
@@ -196,6 +200,62 @@ def test_what_has_to_wait_in_the_inbox_keeps_nobody_else_out(
     redis_client.hdel(queue.keys.settings, limit)
     wait_until(lambda: redis_client.xlen(queue.keys.inbox) == 0)
     assert queue.stats().queued == num_waiting + 2
+
+
+def test_a_long_line_in_the_inbox_is_not_looked_at_again_and_again(
+    parts: Parts, connect_queue: Connect, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: Counter[bytes] = Counter()
+
+    def count(raw: bytes) -> GenerationRequest:
+        looks[raw] += 1
+        return parse_body(raw)
+
+    monkeypatch.setattr("engine_service.doors.inbox.parse_body", count)
+    monkeypatch.setattr("engine_service.doors.inbox._REST", 1_000_000)
+    queue = connect_queue()
+    redis_client.hset(queue.keys.settings, "tenant_max_queued_jobs", 1)
+    submit(queue, "x", tenant="x")
+    line = [b'{"id":"x%d","prompt":"x","tenant":"x"}' % number for number in range(300)]
+    for raw in line:
+        redis_client.xadd(queue.keys.inbox, {"job": raw})
+    parts.inbox.start()
+    wait_until(lambda: looks[line[-1]])
+    for number in range(5):  # the first goes as soon as there is room, and so does who comes last
+        redis_client.xadd(queue.keys.inbox, {"job": f'{{"id":"y{number}","prompt":"y","tenant":"y{number}"}}'})
+        queue.cancel(f"x{number - 1}" if number else "x")
+        for name in (f"x{number}", f"y{number}"):
+            wait_until(partial(redis_client.exists, queue.keys.job(name)))
+    assert looks[line[10]] > 5
+    assert {looks[raw] for raw in line[100:]} == {1}
+
+
+def test_room_is_found_for_one_in_the_middle_of_a_long_line(
+    parts: Parts, connect_queue: Connect, redis_client: redis.Redis
+) -> None:
+    queue = connect_queue()
+    redis_client.hset(queue.keys.settings, "tenant_max_queued_jobs", 1)
+    submit(queue, "x", tenant="x")
+    submit(queue, "y", tenant="y")
+    for tenant in "x" * 100 + "y" + "x" * 100 + "z":
+        redis_client.xadd(queue.keys.inbox, {"job": f'{{"id":"{tenant}-waits","prompt":"x","tenant":"{tenant}"}}'})
+    parts.inbox.start()
+    wait_until(partial(redis_client.exists, queue.keys.job("z-waits")))
+    queue.cancel("y")
+    wait_until(partial(redis_client.exists, queue.keys.job("y-waits")))
+
+
+def test_a_job_too_large_for_its_tenants_room_keeps_no_smaller_one_out(
+    parts: Parts, connect_queue: Connect, redis_client: redis.Redis
+) -> None:
+    queue = connect_queue()
+    redis_client.hset(queue.keys.settings, "tenant_max_queued_tokens", 40)
+    for name, max_tokens in (("large", 100), ("small", 8)):
+        body = f'{{"id":"{name}","prompt":"x","max_tokens":{max_tokens}}}'
+        redis_client.xadd(queue.keys.inbox, {"job": body})
+    parts.inbox.start()
+    wait_until(partial(redis_client.exists, queue.keys.job("small")))
+    assert redis_client.xlen(queue.keys.inbox) == 1
 
 
 def test_a_full_queue_leaves_the_inbox_as_it_is_until_there_is_room(

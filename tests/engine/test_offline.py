@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +35,10 @@ def test_an_option_of_the_offline_face_that_cannot_be_is_named(name: str, value:
         LLM(**{"model": TINY, name: value})
 
 
-def test_a_tokenizer_that_was_named_has_to_be_there() -> None:
+@pytest.mark.parametrize("tokenizer", ["/nowhere", Path("/nowhere")])
+def test_a_tokenizer_that_was_named_has_to_be_there(tokenizer: str | Path) -> None:
     with pytest.raises(ConfigurationError, match=r"^tokenizer: /nowhere has no usable tokenizer"):
-        LLM(TINY, tokenizer="/nowhere")
+        LLM(TINY, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(

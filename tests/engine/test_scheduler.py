@@ -325,9 +325,7 @@ def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one
     sequences: list[Sequence] = []
     removed: list[Sequence] = []
     for number in range(1, draw(st.integers(1, 25), "operations") + 1):
-        match draw(
-            st.sampled_from(["add", "add", "send", "send", "collect", "step", "step", "remove", "lose"]), "operation"
-        ):
+        match draw(st.sampled_from(OPERATIONS), "operation"):
             case "add":
                 prompt_len, max_tokens = draw(st.integers(1, 24)), draw(st.integers(1, 20))
                 sequences.append(make_sequence(number, prompt_len, max_tokens))

@@ -133,12 +133,12 @@ def test_jobs_wait_in_front_of_a_full_queue_and_are_not_failed(
     rq_queue.connection.hset(settings, "max_queued_jobs", 1)
     with Client(redis_url, queue=queue_name) as client:
         client.pause()
-        jobs = enqueue_many(rq_queue, 5)
-        wait_until(lambda: "queue is full" in gateway.text(), what="the gateway's complaint")
+        enqueue_many(rq_queue, 300)
+        wait_until(lambda: "queue is full: 299 jobs wait" in gateway.text(), what="the gateway's complaint")
         assert client.stats().queued == 1
         rq_queue.connection.hdel(settings, "max_queued_jobs")
         client.resume()
-    wait_for("finished", *jobs)
+    wait_for_finished(rq_queue, 300)
 
 
 def test_a_tenant_at_its_limit_keeps_no_other_out_and_does_not_empty_rqs_queue(

@@ -97,6 +97,14 @@ def test_an_empty_plan_is_answered(model: Path) -> None:
     assert worker.stats()["num_sequences"] == 0
 
 
+def test_what_was_never_here_can_be_forgotten(model: Path) -> None:
+    """The plan that was to bring it may have been interrupted."""
+    worker = start_worker(model)
+    assert run(worker, 1, [prefill()], finished=[5], new=[new()])[1] == []
+    assert run(worker, 2, [decode(0, 5)], finished=[5])[1] == []
+    assert worker.stats()["num_sequences"] == 1
+
+
 def test_sampled_tokens_are_fed_back_by_lag_or_by_id(model: Path) -> None:
     worker = start_worker(model)
     first = run(worker, 1, [prefill()], new=[new()])[0]
