@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,gateway,embedded,ray,dev]'
 	@touch $@
 
-demo: $(STAMP) ## a Redis, an engine on the CPU and a producer, for half a minute
+demo: $(STAMP) ## a Redis, an engine on the CPU and a producer, for some seconds
 	$(BIN)/millrace demo
 
 test: $(STAMP) ## all that a change needs, except what is marked slow, ranks or ray

@@ -85,6 +85,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 def serve_rank(create_worker: CreateWorker, argv: list[str] | None = None) -> int:
     """Be one rank until the engine says `shutdown` or dies. Returns the exit status of the process."""
     options = _parse(argv)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches a rank that torchrun started: no traceback for it
     die_with_parent(options.parent_pid)
     invitation = Invitation(
         address=options.address,

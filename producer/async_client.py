@@ -105,11 +105,14 @@ class AsyncClient:
 
     async def retry_all(self) -> dict[str, str]:
         new_ids: dict[str, str] = {}
+        made: set[str] = set()
         after = 0
         while failed := replies.words(await self._transport.send(commands.dead(self._keys, after, CANCEL_BATCH))):
-            found = await self._transport.send_many([commands.redrive(self._keys, job_id) for job_id in failed])
-            redriven = replies.all_redriven(failed, found)
+            fresh = [job_id for job_id in failed if job_id not in made]
+            found = await self._transport.send_many([commands.redrive(self._keys, job_id) for job_id in fresh])
+            redriven = replies.all_redriven(fresh, found)
             new_ids |= redriven
+            made.update(redriven.values())
             after += len(failed) - len(redriven)  # those have left the list
         return new_ids
 

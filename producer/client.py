@@ -140,13 +140,16 @@ class Client:
         return replies.redriven(job_id, self._keys.queue, reply)
 
     def retry_all(self) -> dict[str, str]:
-        """Run every failed job again that is still known; returns the new ids by the old ones."""
+        """Run every failed job again that is still known, once; returns the new ids by the old ones."""
         new_ids: dict[str, str] = {}
+        made: set[str] = set()
         after = 0
         while failed := replies.words(self._transport.send(commands.dead(self._keys, after, CANCEL_BATCH))):
-            found = self._transport.send_many([commands.redrive(self._keys, job_id) for job_id in failed])
-            redriven = replies.all_redriven(failed, found)
+            fresh = [job_id for job_id in failed if job_id not in made]  # else what fails again would go round for ever
+            found = self._transport.send_many([commands.redrive(self._keys, job_id) for job_id in fresh])
+            redriven = replies.all_redriven(fresh, found)
             new_ids |= redriven
+            made.update(redriven.values())
             after += len(failed) - len(redriven)  # those have left the list
         return new_ids
 

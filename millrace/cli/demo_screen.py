@@ -42,7 +42,8 @@ class Screen:
             self._live.stop()
 
     def say(self, line: str) -> None:
-        self._console.print(line, soft_wrap=True)
+        """On a terminal long ones are broken between words."""
+        self._console.print(line, soft_wrap=not self._console.is_terminal)
 
     def show(self, counts: QueueStats, tokens_per_s: float, texts: Mapping[str, str]) -> None:
         """`texts` holds what has been streamed so far, by job."""
@@ -67,4 +68,6 @@ class Screen:
         facts.add_row(
             str(counts.queued), str(counts.running), f"{counts.finished}/{self._num_jobs}", f"{tokens_per_s:.0f}"
         )
-        return Group(facts, bar, *(Panel(Text(text), title=name, title_align="left") for name, text in texts.items()))
+        line = Table.grid(expand=True)  # a bar alone ends without a new line
+        line.add_row(bar)
+        return Group(facts, line, *(Panel(Text(text), title=name, title_align="left") for name, text in texts.items()))

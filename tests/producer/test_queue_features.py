@@ -139,6 +139,24 @@ def test_failed_jobs_are_retried_one_by_one_or_all_at_once(client: Client, engin
     assert client.stats().queued == 600
 
 
+def test_what_fails_again_meanwhile_is_not_retried_by_the_same_call(
+    client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.submit_many(requests(3))
+    send_many = client._transport.send_many
+
+    def send_and_fail(commands: Any) -> list[Any]:
+        answers = send_many(commands)
+        for job in engine.claim():
+            engine.finish(job, state="failed")
+        return answers
+
+    monkeypatch.setattr(client._transport, "send_many", send_and_fail)
+    send_and_fail([])
+    assert client.retry_all() == {f"j{n}": f"j{n}.r1" for n in range(3)}
+    assert client.retry_all() == {f"j{n}.r1": f"j{n}.r2" for n in range(3)}
+
+
 def test_a_paused_queue_takes_jobs_in_and_gives_none_out(client: Client, engine: Engine) -> None:
     client.pause()
     client.pause()
