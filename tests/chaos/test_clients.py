@@ -16,7 +16,7 @@ from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import ProducerProcess, wait_until
 from tests.chaos.workload import make_jobs
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
 def test_a_producer_is_killed_between_submits_and_submits_all_again(place: Place, tmp_path: Path) -> None:

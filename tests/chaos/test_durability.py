@@ -20,7 +20,7 @@ from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import wait_until
 from tests.chaos.workload import Undisturbed, make_jobs
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
 def test_a_server_that_dies_keeps_what_was_confirmed_on_disk(

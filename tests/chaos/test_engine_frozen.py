@@ -9,7 +9,7 @@ from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import wait_until
 from tests.chaos.workload import make_jobs
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
 def test_frozen_past_the_lease_its_late_commit_is_refused(place: Place) -> None:

@@ -13,7 +13,7 @@ from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import wait_until
 from tests.chaos.workload import make_jobs
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
 def test_killed_before_it_hears_what_it_has_claimed(place: Place) -> None:

@@ -11,7 +11,7 @@ from tests.chaos.processes import wait_until
 from tests.chaos.proxy import Direction
 from tests.chaos.workload import make_jobs
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
 def test_the_reply_to_a_claim_and_to_a_commit_are_lost_and_each_is_asked_for_again(place: Place) -> None:

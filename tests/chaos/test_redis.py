@@ -16,7 +16,7 @@ from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import wait_until
 from tests.chaos.workload import make_jobs
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
 def test_killed_and_restarted_with_every_write_on_the_disk(hurt_place: Place) -> None:

@@ -19,7 +19,7 @@ from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import wait_until
 from tests.chaos.workload import Undisturbed, make_jobs
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 Trouble = Callable[[Place], AbstractContextManager[None]]
 

@@ -21,7 +21,7 @@ from tests.chaos.workload import make_jobs
 from tests.results.engines import Engine, finish_of, submission
 from tests.results.invariants import check_all_ended
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 SUBMIT_BATCH = 1000
 

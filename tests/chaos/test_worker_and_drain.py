@@ -16,7 +16,7 @@ from tests.chaos.processes import LIMIT_S, wait_until
 from tests.chaos.workload import Undisturbed, make_jobs
 from tests.e2e.engines import TINY
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
 def test_a_worker_is_killed_and_its_engine_goes_on_with_the_same_jobs(place: Place) -> None:

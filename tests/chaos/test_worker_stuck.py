@@ -12,7 +12,7 @@ from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import ChaosEngine, wait_until
 from tests.chaos.workload import make_jobs
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 SHORT_S = 4.0
 """A limit for steps that usually take milliseconds: long enough for a busy machine."""

@@ -18,6 +18,7 @@ LIMIT_S = 100.0
 README = (ROOT / "README.md").read_text()
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("doom", "status", "last_words"),
     [
@@ -37,6 +38,7 @@ def test_workers_that_do_not_start(
         assert "Traceback (most recent call last)" not in engine.text().splitlines()[-1]
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ("doom", "status"), [("execute_model:killed", 6), pytest.param("execute_model:memory", 8, marks=pytest.mark.slow)]
 )

@@ -124,6 +124,7 @@ def test_a_killed_worker_is_counted(start_engine: StartEngine, client: Client) -
     assert fetch(engine, "/health") == (200, "serving\n")
 
 
+@pytest.mark.faults
 def test_a_frozen_worker_makes_the_engine_unhealthy_until_it_is_replaced(
     start_engine: StartEngine, client: Client
 ) -> None:

@@ -51,6 +51,7 @@ def test_after_preemptions(alone: str) -> None:
     assert outputs[2].outputs[0].text == alone
 
 
+@pytest.mark.faults
 def test_after_the_worker_is_killed(alone: str, start_engine: StartEngine, client: Client) -> None:
     engine = start_engine()
     job_id = submit(client)
@@ -59,6 +60,7 @@ def test_after_the_worker_is_killed(alone: str, start_engine: StartEngine, clien
     assert client.wait(job_id, 60).text == alone
 
 
+@pytest.mark.faults
 def test_after_the_engine_is_killed_and_another_takes_over(
     alone: str, start_engine: StartEngine, client: Client
 ) -> None:
