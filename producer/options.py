@@ -58,7 +58,8 @@ def build_request(prompt: str | None, options: SubmitOptions) -> GenerationReque
         elif name in _REQUEST_NAMES:
             fields[name] = value
         else:
-            raise InvalidRequest(name, "is not an argument of submit; leave it out")
+            remedy = "say job_id" if name == "id" else "leave it out"
+            raise InvalidRequest(name, f"is not an argument of submit; {remedy}")
     if "sampling" not in fields:
         fields["sampling"] = SamplingParams(**own)
     elif own:
