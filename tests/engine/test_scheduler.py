@@ -36,6 +36,9 @@ class Bench:
         plan = self.scheduler.schedule(self.max_in_flight)
         if plan is not None:
             self.plans.append(plan)
+            assert set(plan.finished) <= self.worker._known.keys(), (
+                "workers pass over such ids; the scheduler has no reason to"
+            )
             self.in_flight.append(self.worker.execute_model(plan))
             assert plan.depth == len(self.in_flight) <= self.max_in_flight
         self.scheduler.check_integrity()
