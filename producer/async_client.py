@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
 from typing import Unpack
 
-from producer.batches import SubmitCall
+from producer.batches import SubmitCall, submitted
 from producer.client import CANCEL_BATCH, READ_BATCH, queue_keys
 from producer.lookups import (
     batched,
     is_job_id,
     many_ids,
+    new_batch,
     one_batch,
     one_engine,
     one_event,
@@ -21,6 +22,7 @@ from producer.lookups import (
 )
 from producer.options import SubmitOptions, build_request
 from producer.request import GenerationRequest
+from producer.wire import to_submission
 from results import commands, replies
 from results.connection import AsyncConnection
 from results.durability import Durability
@@ -62,7 +64,11 @@ class AsyncClient:
         **options: Unpack[SubmitOptions],
     ) -> str:
         request = build_request(prompt, options)
-        return (await self.submit_many([request], batch=batch, durability=durability))[0]
+        if durability != "memory":  # to be confirmed
+            return (await self.submit_many([request], batch=batch, durability=durability))[0]
+        job = to_submission(request, batch=new_batch(batch))
+        (outcome,) = replies.words(await self._transport.send(commands.submit(self._keys, [job])))
+        return submitted(job, outcome)
 
     async def submit_many(
         self, requests: Iterable[GenerationRequest], *, batch: str | None = None, durability: Durability = "memory"

@@ -38,6 +38,18 @@ def batches(submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
         yield together
 
 
+def submitted(job: Submission, outcome: str) -> str:
+    """The id of a job that was sent alone, from the answer. Raises InvalidRequest, JobConflict and QueueFull."""
+    if outcome in ("created", "exists"):
+        return job.job_id
+    if outcome == "conflict":
+        raise JobConflict([job.job_id])
+    if invalid := refusal(job.job_id, outcome):
+        raise invalid
+    _, limit, value = outcome.split(" ")
+    raise QueueFull(limit, value, [], [job.job_id])
+
+
 class SubmitCall:
     """Owns the account of one call of `submit_many`: what to send next, and what has become of what was sent.
 

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Unpack
 
-from producer.batches import SubmitCall
+from producer.batches import SubmitCall, submitted
 from producer.checks import shown
 from producer.errors import InvalidRequest
 from producer.lookups import (
     batched,
     is_job_id,
     many_ids,
+    new_batch,
     one_batch,
     one_engine,
     one_event,
@@ -22,6 +23,7 @@ from producer.lookups import (
 )
 from producer.options import SubmitOptions, build_request
 from producer.request import GenerationRequest
+from producer.wire import to_submission
 from results import commands, replies
 from results.connection import Connection
 from results.durability import Durability
@@ -44,7 +46,8 @@ class Client:
     redis://localhost:6379/0 count. It may be a `redis.Redis` or `redis.RedisCluster` instead, with a socket_timeout of at
     least 10 s, without decode_responses and protocol 3 (else QueueError says so); closing the Client leaves it open.
     Every method raises RedisUnavailable when the server cannot be reached, or cannot do it now, and InvalidRequest for an
-    argument of a kind that it does not take.
+    argument of a kind that it does not take. A server that does not answer is asked twice and given up after 20 s, also
+    when a `timeout_s` is shorter.
     """
 
     def __init__(self, url: str | Connection | None = None, queue: str = "default") -> None:
@@ -79,7 +82,11 @@ class Client:
         the server has the job in its append-only file, or on a replica; otherwise it raises NotDurable.
         """
         request = build_request(prompt, options)
-        return self.submit_many([request], batch=batch, durability=durability)[0]
+        if durability != "memory":  # to be confirmed
+            return self.submit_many([request], batch=batch, durability=durability)[0]
+        job = to_submission(request, batch=new_batch(batch))
+        (outcome,) = replies.words(self._transport.send(commands.submit(self._keys, [job])))
+        return submitted(job, outcome)
 
     def submit_many(
         self, requests: Iterable[GenerationRequest], *, batch: str | None = None, durability: Durability = "memory"

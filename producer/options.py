@@ -60,8 +60,8 @@ def build_request(prompt: str | None, options: SubmitOptions) -> GenerationReque
         else:
             remedy = "say job_id" if name == "id" else "leave it out"
             raise InvalidRequest(name, f"is not an argument of submit; {remedy}")
-    if "sampling" not in fields:
+    if own:
+        if "sampling" in fields:
+            raise InvalidRequest(next(iter(own)), "is a field of sampling: give the one or the other")
         fields["sampling"] = SamplingParams(**own)
-    elif own:
-        raise InvalidRequest(next(iter(own)), "is a field of sampling: give the one or the other")
     return GenerationRequest(**fields)

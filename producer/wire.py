@@ -11,7 +11,6 @@ import json
 import math
 import os
 import re
-import uuid
 from hashlib import sha256
 from typing import Any
 
@@ -60,7 +59,7 @@ def to_submission(
         raise PayloadTooLarge(len(body), max_body_bytes)
     seed = request.sampling.seed
     return Submission(
-        job_id=JobId(request.id or uuid.uuid4().hex),
+        job_id=JobId(request.id or os.urandom(16).hex()),
         body=body,
         digest=sha256(body).hexdigest(),
         cost=estimate_cost(request),

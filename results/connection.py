@@ -22,7 +22,8 @@ SOCKET_TIMEOUT_S = 10.0
 BLOCK_LIMIT_S = 5.0
 NUM_RETRIES = 2
 """Every call of ours may be repeated, so a connection that was lost is opened again and the call sent again."""
-
+_RETRIED = (redis.ConnectionError,)
+"""Not a timeout: redis-py tries again on two levels, which would make 90 s of the ten. `transport` sends once more."""
 
 Connection: TypeAlias = redis.Redis | redis.RedisCluster
 AsyncConnection: TypeAlias = redis.asyncio.Redis | redis.asyncio.RedisCluster
@@ -46,7 +47,7 @@ def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
     """
     resolved = resolve_url(url)
     retries = 0 if blocking else NUM_RETRIES
-    retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), retries)
+    retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), retries, _RETRIED)
     if plain := _cluster_url(resolved):
         return _connect_cluster(plain, max(retries, 1))
     try:
@@ -58,7 +59,7 @@ def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
 def connect_async(url: str | None = None) -> redis.asyncio.Redis:
     """The same for asyncio."""
     resolved = resolve_url(url)
-    retry = redis.asyncio.retry.Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), NUM_RETRIES)
+    retry = redis.asyncio.retry.Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), NUM_RETRIES, _RETRIED)
     try:
         if plain := _cluster_url(resolved):
             cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_OPTIONS)

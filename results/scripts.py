@@ -50,6 +50,11 @@ def script_command(name: str, prefix: str, *arguments: Argument) -> Command:
     return ("EVALSHA", _SHAS[name], 1, prefix, *arguments)
 
 
+def is_script(command: Command) -> bool:
+    """Whether it is one of `script_command`."""
+    return command[0] == "EVALSHA"
+
+
 def source_of(command: Command) -> str:
     """The text of the script that a command of `script_command` runs."""
     return script_source(_NAMES[str(command[1])])

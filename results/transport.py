@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
 from typing import Any
 
 import redis
@@ -24,25 +24,44 @@ from results.connection import (
     server_name,
 )
 from results.errors import QueueError
-from results.scripts import Command, source_of
+from results.held import HeldConnections
+from results.scripts import Command, is_script, source_of
 
 Reply = Any
 """What the server answers, as redis-py gives it under RESP2: bytes, int, None or nested lists."""
-
 
 _KEY = 3
 """Where a script's command has its key."""
 
 
+class _OurErrors:
+    """What redis-py raises in its `with` block becomes RedisUnavailable, or QueueError where the command is at fault."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(error, CLIENT_ERRORS):
+            raise as_unavailable(error, self._server) or _at_fault(error, self._server) from error
+
+
 class Transport:
-    """Sends commands through a client of `connection.connect`. May be used by several threads."""
+    """Sends commands through a client of `connection.connect`. May be used by several threads.
+
+    What a server has not answered in time is sent once more, on another connection.
+    """
 
     def __init__(self, client: redis.Redis, *, is_borrowed: bool = False) -> None:
         """A borrowed client stays open when this is closed."""
         self._client = client
         self._is_borrowed = is_borrowed
-        self._execute: Callable[..., Reply] = client.execute_command
         self._server = server_name(client)
+        self._our_errors = _OurErrors(self._server)
+        # A borrowed pool may be small, and a cluster's client finds the node for each command.
+        has_own_pool = not is_borrowed and not isinstance(client, redis.RedisCluster)
+        self._held = HeldConnections(client) if has_own_pool else None
 
     @classmethod
     def to(cls, server: str | Connection | None) -> Transport:
@@ -53,12 +72,12 @@ class Transport:
 
     def send(self, command: Command) -> Reply:
         """The reply to one command. Raises RedisUnavailable, or QueueError where the command is at fault."""
-        with _our_errors(self._server):
+        with self._our_errors:
             try:
-                return self._execute(*command)
+                return self._call(command)
             except NoScriptError:
                 self._load(command)
-                return self._execute(*command)
+                return self._call(command)
 
     def send_many(self, commands: Sequence[Command]) -> list[Reply]:
         """The replies to commands that travel together. Not atomic. Raises as `send` does, for the first at fault."""
@@ -70,7 +89,7 @@ class Transport:
         A command whose script the server had forgotten runs after the others: commands that need an order do not travel
         together.
         """
-        with _our_errors(self._server):
+        with self._our_errors:
             replies = self._pipeline(commands)
             forgotten = _forgotten(replies)
             if forgotten:
@@ -85,8 +104,8 @@ class Transport:
         An error of `last` takes the place of its reply. Where the server had forgotten the script, everything is sent
         again, on one connection too.
         """
-        with _our_errors(self._server):
-            node = node_of(self._client, str(commands[0][_KEY]))
+        with self._our_errors:
+            node = node_of(self._pooled(), str(commands[0][_KEY]))
             *replies, answer = _pipeline(node, [*commands, last])
             if _forgotten(replies):
                 self._load(commands[0])
@@ -97,20 +116,45 @@ class Transport:
         if not self._is_borrowed:
             self._client.close()
 
+    def _call(self, command: Command) -> Reply:
+        try:
+            if self._held and is_script(command):
+                return self._held.call(command)
+            return self._execute(command)
+        except (redis.ConnectionError, redis.TimeoutError):
+            return self._execute(command)
+
+    def _execute(self, command: Command) -> Reply:
+        execute: Callable[..., Reply] = self._pooled().execute_command
+        return execute(*command)
+
     def _load(self, *commands: Command) -> None:
         for source in {source_of(command) for command in commands}:
-            self._execute("SCRIPT LOAD", source)
+            self._call(("SCRIPT LOAD", source))
 
     def _pipeline(self, commands: Sequence[Command]) -> list[Reply]:
-        return _pipeline(self._client, commands)
+        return _pipeline(self._pooled(), commands)
+
+    def _pooled(self) -> redis.Redis:
+        """The client, with what is held back in its pool, so that nobody needs a second connection for it."""
+        if self._held:
+            self._held.give_back()
+        return self._client
 
 
 def _pipeline(client: redis.Redis, commands: Sequence[Command]) -> list[Reply]:
     with client.pipeline(transaction=False) as pipe:
         enqueue: Callable[..., Any] = pipe.execute_command
-        for command in commands:
-            enqueue(*command)
-        return pipe.execute(raise_on_error=False)
+
+        def send() -> list[Reply]:
+            for command in commands:
+                enqueue(*command)
+            return pipe.execute(raise_on_error=False)
+
+        try:
+            return send()
+        except redis.TimeoutError:
+            return send()
 
 
 class AsyncTransport:
@@ -119,8 +163,8 @@ class AsyncTransport:
     def __init__(self, client: redis.asyncio.Redis, *, is_borrowed: bool = False) -> None:
         self._client = client
         self._is_borrowed = is_borrowed
-        self._execute: Callable[..., Awaitable[Reply]] = client.execute_command
         self._server = server_name(client)
+        self._our_errors = _OurErrors(self._server)
 
     @classmethod
     def to(cls, server: str | AsyncConnection | None) -> AsyncTransport:
@@ -129,15 +173,15 @@ class AsyncTransport:
         return cls(borrow_async(server), is_borrowed=True)
 
     async def send(self, command: Command) -> Reply:
-        with _our_errors(self._server):
+        with self._our_errors:
             try:
-                return await self._execute(*command)
+                return await self._call(command)
             except NoScriptError:
                 await self._load(command)
-                return await self._execute(*command)
+                return await self._call(command)
 
     async def send_many(self, commands: Sequence[Command]) -> list[Reply]:
-        with _our_errors(self._server):
+        with self._our_errors:
             replies = await self._pipeline(commands)
             forgotten = _forgotten(replies)
             if forgotten:
@@ -147,7 +191,7 @@ class AsyncTransport:
         return _all_good(_raise_unavailable(replies, self._server), self._server)
 
     async def send_together(self, commands: Sequence[Command], last: Command) -> tuple[list[Reply], Reply]:
-        with _our_errors(self._server):
+        with self._our_errors:
             node = await node_of_async(self._client, str(commands[0][_KEY]))
             try:
                 *replies, answer = await _pipeline_async(node, [*commands, last])
@@ -163,9 +207,16 @@ class AsyncTransport:
         if not self._is_borrowed:
             await self._client.aclose()
 
+    async def _call(self, command: Command) -> Reply:
+        execute: Callable[..., Awaitable[Reply]] = self._client.execute_command
+        try:
+            return await execute(*command)
+        except redis.TimeoutError:
+            return await execute(*command)
+
     async def _load(self, *commands: Command) -> None:
         for source in {source_of(command) for command in commands}:
-            await self._execute("SCRIPT LOAD", source)
+            await self._call(("SCRIPT LOAD", source))
 
     async def _pipeline(self, commands: Sequence[Command]) -> list[Reply]:
         return await _pipeline_async(self._client, commands)
@@ -174,17 +225,16 @@ class AsyncTransport:
 async def _pipeline_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Reply]:
     async with client.pipeline(transaction=False) as pipe:
         enqueue: Callable[..., Any] = pipe.execute_command
-        for command in commands:
-            enqueue(*command)
-        return await pipe.execute(raise_on_error=False)
 
+        async def send() -> list[Reply]:
+            for command in commands:
+                enqueue(*command)
+            return await pipe.execute(raise_on_error=False)
 
-@contextmanager
-def _our_errors(server: str) -> Iterator[None]:
-    try:
-        yield
-    except CLIENT_ERRORS as error:
-        raise as_unavailable(error, server) or _at_fault(error, server) from error
+        try:
+            return await send()
+        except redis.TimeoutError:
+            return await send()
 
 
 def _forgotten(replies: list[Reply]) -> list[int]:

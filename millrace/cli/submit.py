@@ -76,7 +76,12 @@ def add_parsers(verbs: Verbs) -> None:
         "--wait", action="store_true", help="wait and print the answer (with --file: a job a line, JSON)"
     )
     after.add_argument("--stream", action="store_true", help="print the answer while it is generated")
-    submit.add_argument("--timeout", type=seconds, metavar="SECONDS", help="with --wait: give up waiting after so long")
+    submit.add_argument(
+        "--timeout",
+        type=seconds,
+        metavar="SECONDS",
+        help="with --wait: give up waiting for the job after so long (a server that is silent is given up after 20 s)",
+    )
     add_json(submit)
     submit.set_defaults(run=run)
 

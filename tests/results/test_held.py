@@ -1,0 +1,151 @@
+"""Single calls over held connections, and servers that take a call and do not answer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import redis
+
+from millrace import AsyncClient, Client, RedisUnavailable
+from results import connection
+from results.connection import connect
+
+
+@pytest.fixture
+def client(redis_url: str, queue_name: str) -> Iterator[Client]:
+    with Client(redis_url, queue=queue_name) as client:
+        yield client
+
+
+class _Mute:
+    """A server that accepts whoever comes and never says a word."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        self.accepted: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self.accepted.append(self._listener.accept()[0])
+
+    def close(self) -> None:
+        self._listener.close()
+        for accepted in self.accepted:
+            accepted.close()
+
+
+@pytest.fixture
+def mute(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Mute]:
+    monkeypatch.setitem(connection._OPTIONS, "socket_timeout", 0.2)
+    server = _Mute()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("call", ["submit", "get", "wait", "stats"])
+def test_a_server_that_does_not_answer_is_asked_twice_and_given_up(mute: _Mute, call: str) -> None:
+    arguments = [] if call == "stats" else ["a-job"]
+    with Client(mute.url) as client, pytest.raises(RedisUnavailable, match="does not answer in time"):
+        getattr(client, call)(*arguments)
+    assert len(mute.accepted) == 2
+
+
+async def test_a_server_that_does_not_answer_is_given_up_under_asyncio(mute: _Mute) -> None:
+    async with AsyncClient(mute.url) as client:
+        with pytest.raises(RedisUnavailable, match="does not answer in time"):
+            await client.submit("a prompt")
+        with pytest.raises(RedisUnavailable, match="does not answer in time"):
+            await client.wait("a-job", timeout_s=0.1)
+    assert len(mute.accepted) == 4
+
+
+def _num_connections(admin: redis.Redis, client: Client) -> int:
+    name: Any = client._transport._client.connection_pool.connection_kwargs.get("client_name")
+    listed: Any = admin.client_list()
+    return sum(one["name"] == name for one in listed)
+
+
+def test_a_client_needs_one_connection_whatever_it_calls(redis_url: str, queue_name: str) -> None:
+    admin = connect(redis_url)
+    separator = "&" if "?" in redis_url else "?"
+    with Client(f"{redis_url}{separator}client_name={queue_name}", queue=queue_name) as client:
+        for _ in range(3):
+            job_id = client.submit("a prompt")
+            assert client.get(job_id).state == "queued"
+            assert client.cancel_many([job_id]) == {job_id: "cancelled"}
+            client.retry(job_id)
+        assert _num_connections(admin, client) == 1
+    assert _num_connections(admin, client) == 0
+    admin.close()
+
+
+def test_a_held_connection_that_the_server_has_closed_is_replaced(client: Client, redis_client: redis.Redis) -> None:
+    first = client.submit("a prompt", job_id="first")
+    redis_client.client_kill_filter(_type="normal", skipme=True)
+    assert client.submit("a prompt", job_id="first") == first
+
+
+def test_threads_share_a_client_and_each_gets_its_own_reply(client: Client) -> None:
+    wrong: list[str] = []
+
+    def submit_some(name: str) -> None:
+        for i in range(100):
+            job_id = client.submit("a prompt", job_id=f"{name}-{i}", meta={"by": name})
+            if job_id != f"{name}-{i}" or client.position(job_id).state != "queued":
+                wrong.append(job_id)
+
+    threads = [threading.Thread(target=submit_some, args=(f"thread{i}",)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert client.stats().queued == 800
+
+
+def test_a_forked_child_leaves_its_parents_connection_alone(client: Client) -> None:
+    client.submit("a prompt", job_id="before")
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            ids = [client.submit("a prompt", job_id=f"child-{i}") for i in range(100)]
+            os._exit(0 if ids == [f"child-{i}" for i in range(100)] else 1)
+        os._exit(2)
+    ids = [client.submit("a prompt", job_id=f"parent-{i}") for i in range(100)]
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert ids == [f"parent-{i}" for i in range(100)]
+    assert client.stats().queued == 201
+
+
+class _Interrupted(BaseException):
+    pass
+
+
+def test_the_reply_to_an_interrupted_call_is_nobody_elses(client: Client, redis_client: redis.Redis) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _Interrupted
+
+    client.submit("a prompt", job_id="known")
+    before = signal.signal(signal.SIGALRM, interrupt)
+    redis_client.client_pause(400, all=True)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(_Interrupted):
+            client.cancel("known")  # its reply would be "cancelled"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert client.submit("a prompt", job_id="new") == "new"
+    assert client.get("known").state in ("cancelled", "queued")
