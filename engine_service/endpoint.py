@@ -10,6 +10,7 @@ import socket
 import socketserver
 import sys
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -75,6 +76,14 @@ class _Server(ThreadingHTTPServer):
             logger.exception("the endpoint could not answer")
 
 
+def _encoder(accepted: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+    """How to write the metrics, and as which content type; the plain format for a header that can't be read."""
+    try:
+        return choose_encoder(accepted)
+    except (TypeError, ValueError):
+        return choose_encoder("")
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = _CLIENT_LIMIT_S
@@ -82,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         match self.path.partition("?")[0]:
             case "/metrics":
-                encode, content_type = choose_encoder(self.headers.get("Accept", ""))
+                encode, content_type = _encoder(self.headers.get("Accept", ""))
                 self._answer(HTTPStatus.OK, content_type, encode(self.server.registry))
             case "/health":
                 trouble = self.server.health.trouble()

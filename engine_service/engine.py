@@ -111,7 +111,8 @@ class Engine:
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Take it back, all or what `tags` name; see `Executor.wake_up`. Workers that were lost meanwhile are replaced.
 
-        Raises `EngineDead` when the weights are not those of before: what is under way can't go on with others.
+        Raises `EngineDead` when the weights are not those of before: what is under way can't go on with others; and
+        `WorkersLost` while it leaves.
         """
         if not self._executor.is_asleep:
             return

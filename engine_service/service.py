@@ -91,8 +91,7 @@ class Service:
     def serve(self) -> None:
         """Until `drain`: the heart loop."""
         while not self._is_draining:
-            self._listen()
-            self._step()
+            self._turn()
 
     def finish_running(self, grace_s: float) -> None:
         """Release what has not started, and give the rest this long to finish."""
@@ -100,8 +99,7 @@ class Service:
         self._listen()
         self._release(job for job in list(self._jobs.values()) if job.generation.sequence.num_computed == 0)
         while self._jobs and not self._is_hurrying and time.monotonic() < deadline_s:
-            self._listen()
-            self._step()
+            self._turn()
 
     def release_all(self) -> None:
         """Whatever is left goes back to the queue with its tokens so far; also after the engine has died."""
@@ -109,18 +107,21 @@ class Service:
         self._obey(self._heard(wait_s=None))
         self._release(list(self._jobs.values()))
 
+    def _turn(self) -> None:
+        try:
+            self._listen()
+            self._step()
+        except WorkersLost as error:  # computing, or waking up
+            logger.warning("%s; what they were doing is released", error)
+            self._is_hurrying = True
+
     def _step(self) -> None:
         if self._writer.is_full:  # Redis is slow or away: computing more would only pile up here
             self._writer.flush(_FULL_WRITER_S)
             return
         if not self._engine.has_work:
             return
-        try:
-            progress = self._engine.step()
-        except WorkersLost as error:
-            logger.warning("%s; what they were doing is released", error)
-            self._is_hurrying = True
-            return
+        progress = self._engine.step()
         now_s = time.monotonic()
         for one in progress:
             self._apply(one, now_s)
@@ -264,7 +265,7 @@ class Service:
         self._release(list(self._jobs.values()))
         try:
             self._engine.sleep(level)
-        except EngineDead:
+        except (EngineDead, WorkersLost):
             raise
         except EngineError as error:
             logger.error("%s; trying again", error)

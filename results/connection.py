@@ -182,7 +182,7 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
     text = str(error)
     if "CERTIFICATE_VERIFY_FAILED" in text:  # redis-py has put it into a ConnectionError
         return RedisUnavailable(f"Redis at {server} {_NOT_TRUSTED} ({text})")
-    if isinstance(error, redis.TimeoutError) and server.startswith("rediss://"):
+    if isinstance(error, redis.TimeoutError) and server.startswith("rediss://") and "connecting" in text:
         return RedisUnavailable(f"Redis at {server} does not answer in time: does this port speak TLS? ({text})")
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):

@@ -99,10 +99,11 @@ class EventFollower:
         self._asks_for: Literal["watch", "trimmed", "entries"] = "watch"
         self._must_fill = False
         self._has_ended = False
+        self._is_at_end = False  # behind the terminal entry, or the stream has expired meanwhile: another look tells
         self._watch_again_s = 0.0
 
     def next_commands(self) -> list[Command]:
-        if not self._has_ended and time.monotonic() >= self._watch_again_s:
+        if self._is_at_end or (not self._has_ended and time.monotonic() >= self._watch_again_s):
             self._asks_for = "watch"
             return [commands.watch(self._keys, self._job_id)]
         if self._must_fill:
@@ -128,6 +129,7 @@ class EventFollower:
         state, _, trimmed_id, has_stream = answer
         if not has_stream:
             raise ResultExpired(self._job_id, self._keys.queue)
+        self.is_done = self._is_at_end
         self._watch_again_s = time.monotonic() + WATCH_REFRESH_S
         self._has_ended = replies.is_terminal(state)
         self._must_fill = bool(trimmed_id) and _is_later(trimmed_id.decode(), self._last_id)
@@ -139,10 +141,7 @@ class EventFollower:
                 self._must_fill = True  # what lies between has been trimmed since the last look
                 break
             events.append(self._passed(event))
-        if not entries and self._has_ended:
-            if self._last_id == START:  # it was there a moment ago
-                raise ResultExpired(self._job_id, self._keys.queue)
-            self.is_done = True  # resumed after the terminal entry
+        self._is_at_end = self._has_ended and not entries
         return events
 
     def _take_trimmed(self, text: bytes, tokens: bytes, trimmed_id: bytes) -> StreamEvent:

@@ -193,7 +193,7 @@ def _meta(raw: bytes) -> dict[str, Any] | None:
     """None also for what a foreign client wrote and nobody can read: it must not hide the job."""
     try:
         return _decode_meta(raw) if raw else None
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from producer.messages import InvalidRequest
 from producer.wire import parse_body, refusal, to_submission, usable_id
@@ -26,6 +26,7 @@ _AT_ONCE = 64
 _FIRST = "0-0"
 _REST = 10
 """Times as long as a look at all that wait has taken, until the next one."""
+_MAX_REST_S = 10.0
 _MAX_REPORTED = 1000
 
 
@@ -55,6 +56,8 @@ class Inbox:
         """The last entry that was looked at. What stays before it has been found to have no room."""
         self._rest_until_s = 0.0
         """By the monotonic clock: when all that waits is looked at again."""
+        self._waiting: set[str] = set()
+        """Tenants with entries that have found no room since that look, or in it."""
         self._reported: deque[str] = deque(maxlen=_MAX_REPORTED)
         """Entries that break our code, and are in the log."""
         self._stopping = threading.Event()
@@ -82,35 +85,42 @@ class Inbox:
     def _take_all(self) -> bool:
         """Take what there is room for. False when there was something and nothing could be taken.
 
-        To look at an entry that has to wait costs as much as to take it, and there may be many. So for at most about a tenth
-        of the time all are looked at; in between only the first, which are next, and those that have come since.
+        To look at an entry that has to wait costs as much as to take it, and there may be many. So for about a tenth of the
+        time all are looked at; in between only the first, which are next, and those that have come since, but for tenants
+        whose older entries wait in the middle.
         """
         began_s = time.monotonic()
         is_resting = began_s < self._rest_until_s
+        if not is_resting:
+            self._waiting.clear()
         are_taken = list(self._pass(self._seen if is_resting else _FIRST))
         if are_taken and not is_resting:
             now_s = time.monotonic()
-            self._rest_until_s = now_s + _REST * (now_s - began_s) * are_taken.count(False) / len(are_taken)
+            rest_s = _REST * (now_s - began_s) * are_taken.count(False) / len(are_taken)
+            self._rest_until_s = now_s + min(rest_s, _MAX_REST_S)
         return any(are_taken) or not are_taken
 
     def _pass(self, skip_to: str) -> Iterator[bool]:
         """Look at the first entries and at those after `skip_to`. An entry for which there is no room stays, and keeps
         nobody else's out. Yields of each whether it was taken."""
         after, room = _FIRST, _Room()
+        overtaken: frozenset[str] = frozenset()
         while entries := self._queue.read_inbox(after, _AT_ONCE):
             for entry in entries:
-                outcome = self._try_to_take(entry, room)
+                outcome = self._try_to_take(entry, room, overtaken)
                 if outcome.startswith("full max_queued_jobs") or self._stopping.is_set():
                     yield False
                     return
                 after = entry.entry_id
                 self._seen = max(self._seen, after, key=_place)
                 yield not outcome.startswith("full")
-            after = max(after, skip_to, key=_place)
+            if _place(after) < _place(skip_to):
+                after, overtaken = skip_to, frozenset(self._waiting)
 
-    def _try_to_take(self, entry: InboxEntry, room: _Room) -> str:
+    def _try_to_take(self, entry: InboxEntry, room: _Room, overtaken: Set[str]) -> str:
+        """`overtaken` are the tenants whose older entries are not looked at now."""
         try:
-            return self._take(entry, room)
+            return self._take(entry, room, overtaken)
         except RedisUnavailable:
             raise
         except Exception:  # our bug, or the scripts': the entry stays, for a version without it, and the others go on
@@ -119,19 +129,21 @@ class Inbox:
                 logger.exception("inbox entry %s stays where it is", entry.entry_id)
             return "full"
 
-    def _take(self, entry: InboxEntry, room: _Room) -> str:
+    def _take(self, entry: InboxEntry, room: _Room, overtaken: Set[str]) -> str:
         """What became of the entry, as `JobQueue.accept` and `reject` say it."""
         try:
             submission = to_submission(parse_body(entry.raw))
-            if not room.may_have(submission):
-                return "full"
-            outcome = self._queue.accept(entry.entry_id, submission)
+            outcome = "full"
+            if submission.tenant not in overtaken and room.may_have(submission):
+                outcome = self._queue.accept(entry.entry_id, submission)
             if invalid := refusal(submission.job_id, outcome):
                 raise invalid
         except InvalidRequest as error:
             logger.warning("inbox entry %s: %s", entry.entry_id, error)
             job_error = JobError(kind="invalid_request", message=str(error), field=error.field)
             return self._queue.reject(entry.entry_id, usable_id(entry.raw), entry.raw, job_error)
+        if outcome.startswith("full"):
+            self._waiting.add(submission.tenant)
         room.note(submission, outcome)
         return outcome
 

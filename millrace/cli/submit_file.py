@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -20,7 +21,7 @@ from millrace.cli.output import end_of, print_json, progress_bar, remark
 from producer import Client
 from producer.messages import GenerationRequest, InvalidRequest, parse_body
 from producer.options import build_request
-from results.errors import JobConflict, MillraceError, QueueFull
+from results.errors import JobConflict, QueueFull
 
 _BATCH_LINES = 500
 
@@ -104,35 +105,55 @@ class _Submission:
         return msgspec.json.encode(gaps)[:-1] + (b"," if own else b"") + text.lstrip()[1:]
 
     def _submit_batch(self, batch: list[Line]) -> Iterator[str]:
-        doubtful: set[str | None] = set()
+        ids = [line.request.id for line in batch]
+        full: QueueFull | None = None
+        accepted: set[str | None] = set(ids)
         try:
             self._client.submit_many([line.request for line in batch], **self._how)
         except JobConflict as error:  # all others of the batch are in the queue
-            doubtful = set(error.job_ids)
+            accepted -= set(error.job_ids)
         except InvalidRequest as error:  # the same, with what the server refused and what conflicts
-            doubtful = {line.request.id for line in batch} - set(error.job_ids)
+            accepted = _known_once(error.job_ids, ids)
         except QueueFull as error:
-            yield from error.job_ids
-            first = next(line.number for line in batch if line.request.id in error.refused)
-            raise CommandError(f"line {first} and what follows is not submitted: {error}") from error
+            full, accepted = error, _known_once(error.job_ids, ids)
+        refused = _known_once(full.refused, ids) if full else set()
+        left: list[int] = []
         for number, request in batch:
             assert request.id is not None
-            if request.id in doubtful and (refusal := self._refusal_of(request)):
-                self._refuse(number, refusal)
-            else:
-                yield request.id
-
-    def _refusal_of(self, request: GenerationRequest) -> MillraceError | None:
-        """Whether it is this line that is refused: one file may have an id twice, and the first of them has its job."""
-        try:
-            self._client.submit_many([request], **self._how)
-        except (JobConflict, InvalidRequest) as error:
-            return error
-        return None
+            if request.id in refused:
+                left.append(number)
+                continue
+            if request.id not in accepted:
+                try:  # alone, since it is a line that is refused and not an id: there may be two lines with one
+                    self._client.submit_many([request], **self._how)
+                except QueueFull as error:
+                    full = error
+                    left.append(number)
+                    continue
+                except (JobConflict, InvalidRequest) as error:
+                    self._refuse(number, error)
+                    continue
+            yield request.id
+        if left:
+            raise CommandError(f"not submitted: {_not_submitted(left, batch)}: {full}")
 
     def _refuse(self, number: int, error: Exception) -> None:
         self.num_refused += 1
         remark(f"line {number}: {error}")
+
+
+def _known_once(accepted: list[str], ids: list[str | None]) -> set[str | None]:
+    """Of the ids that the queue took, those that only one line has."""
+    counts = Counter(ids)
+    return {job_id for job_id in accepted if counts[job_id] == 1}
+
+
+def _not_submitted(left: list[int], batch: list[Line]) -> str:
+    """Which lines the caller has to submit again; of those behind this batch none has been sent."""
+    last_sent = max((line.number for line in batch if line.number not in left), default=0)
+    in_between = [f"line {number}" for number in left if number < last_sent]
+    rest = next((number for number in left if number > last_sent), batch[-1].number + 1)
+    return ", ".join([*in_between, f"all from line {rest} on"])
 
 
 def _print_results(client: Client, ids: list[str], timeout_s: float | None) -> int:

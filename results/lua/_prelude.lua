@@ -408,7 +408,7 @@ end
 
 -- Shows an event, once: one that starts before what is published has been shown. False when it would leave a gap.
 local function publish(id, published, offset, num_tokens, token_ids, text)
-  published = tonumber(published or 0)
+  published = whole_number(published, 0)
   if offset > published then return false end
   if offset < published then return true end
   redis.call('XADD', prefix .. 'result:' .. id, '*', 'offset', offset, 'count', num_tokens, 'tokens', token_ids,

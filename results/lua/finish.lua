@@ -41,7 +41,7 @@ end
 if ARGV[9] then
   local is_shown = publish(id, published, tonumber(ARGV[9]), ARGV[10], ARGV[11], ARGV[12])
   if not is_shown then return refuse_stale_write() end
-  known[1] = math.max(tonumber(published or 0), ARGV[9] + ARGV[10])
+  known[1] = math.max(whole_number(published, 0), ARGV[9] + ARGV[10])
 end
 redis.call('SREM', prefix .. 'leases:' .. engine, id)
 charge(tenant, ARGV[5] + ARGV[6] - whole_number(cost, 0))

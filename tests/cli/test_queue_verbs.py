@@ -86,7 +86,7 @@ def test_what_a_full_queue_did_not_take_is_named(
     file.write_text("".join(json.dumps({"id": f"j{n}", "prompt": "x"}) + "\n" for n in range(4)))
     ran = millrace("submit", "--file", str(file))
     assert (ran.status, ran.out.split()) == (1, ["j0", "j1"])
-    assert ran.err.startswith("millrace: line 3 and what follows is not submitted: the queue has as many jobs waiting")
+    assert ran.err.startswith("millrace: not submitted: all from line 3 on: the queue has as many jobs waiting")
     assert millrace("submit", "x").status == 1
 
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import redis
+
 from results.messages import ClaimedJob
 from tests.cli.command import Command, started
 from tests.cli.conftest import EngineByHand
@@ -62,6 +64,43 @@ def test_a_line_that_the_server_refuses_stops_nothing_either(millrace: Command, 
     assert first.startswith("millrace: line 4: deadline_s: is over before job 'late'")
     assert second.startswith("millrace: line 602: deadline_s: is over before job 'later'")
     assert last == "millrace: 600 jobs submitted, 2 lines refused"
+
+
+def test_lines_with_one_id_are_judged_each_by_itself(millrace: Command, tmp_path: Path) -> None:
+    late = {"prompt": "x", "run_at": 9e9, "deadline_s": 5}
+    lines: list[dict[str, Any]] = [
+        {"id": "a", "prompt": "x"},
+        {"id": "a", "prompt": "y"},
+        {"id": "b", **late},
+        {"id": "b", "prompt": "x"},
+    ]
+    ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
+    assert (ran.status, ran.out.split()) == (2, ["a", "b"])
+    conflict, other, last = ran.err.splitlines()
+    assert conflict.startswith("millrace: line 2: id: already taken")
+    assert other.startswith("millrace: line 3: id: already taken")  # by line 4, which came in with it
+    assert last == "millrace: 2 jobs submitted, 2 lines refused"
+
+
+def test_at_a_limit_every_line_that_is_not_in_the_queue_is_named(
+    millrace: Command, tmp_path: Path, redis_client: redis.Redis, queue_name: str
+) -> None:
+    redis_client.hset(f"millrace:{{{queue_name}}}:settings", "tenant_max_queued_jobs", 1)
+    lines: list[dict[str, Any]] = [
+        {"id": "late", "prompt": "x", "run_at": 9e9, "deadline_s": 5},
+        {"id": "a", "prompt": "x"},
+        {"id": "a", "prompt": "y"},
+        {"id": "b", "prompt": "x"},
+        {"id": "c", "prompt": "x", "tenant": "other"},
+        *({"id": f"d{n}", "prompt": "x"} for n in range(600)),
+    ]
+    ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
+    assert ran.out.split() == ["a", "c"]
+    late, conflict, full = ran.err.splitlines()
+    assert late.startswith("millrace: line 1: deadline_s")
+    assert conflict.startswith("millrace: line 3: id: already taken")
+    assert full.startswith("millrace: not submitted: line 4, all from line 6 on: the tenant has as many jobs waiting")
+    assert ran.status not in (0, 2)
 
 
 def test_the_same_file_twice_is_the_same_jobs(millrace: Command, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
             Path(mark).touch()
         match what:
             case "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stopped":  # as by a supervisor that does not wait between the service and its workers
+                os.kill(os.getppid(), signal.SIGTERM)
+                time.sleep(0.3)
                 os.kill(os.getpid(), signal.SIGKILL)
             case "device":
                 raise AcceleratorError("CUDA error: uncorrectable ECC error encountered")

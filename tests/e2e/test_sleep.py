@@ -174,6 +174,22 @@ def test_an_engine_that_loses_its_worker_on_the_way_into_sleep_tries_again(
         assert client.wait(job_id, LIMIT_S).text == " 7"
 
 
+@pytest.mark.faults
+def test_an_engine_and_its_worker_that_are_stopped_while_they_wake_up_end_well(
+    redis_url: str, queue_name: str, client: Client, tmp_path: Path
+) -> None:
+    where = (tmp_path / "engine.log", redis_url, queue_name)
+    with EngineProcess(*where, module="tests.e2e.doomed_worker", before=("wake_up:stopped",)) as engine:
+        engine.wait_until_serving()
+        client.sleep()
+        wait_for_level(client, 1)
+        job_id = client.submit(prompt="3 + 4 =", max_tokens=4, temperature=0.0)
+        client.wake()
+        assert engine.process.wait(LIMIT_S) == 0
+        assert "Traceback" not in engine.text()
+        assert client.get(job_id).state == "queued"
+
+
 def status(pid: int) -> str:
     file = Path(f"/proc/{pid}/status")
     return file.read_text() if file.exists() else ""

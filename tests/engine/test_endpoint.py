@@ -7,6 +7,7 @@ import logging
 import socket
 import struct
 from collections.abc import Iterator
+from http import HTTPStatus
 
 import pytest
 from prometheus_client import CollectorRegistry, Metric
@@ -32,10 +33,13 @@ class Broken(Collector):
 
 
 @pytest.fixture
-def address() -> Iterator[tuple[str, int]]:
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def address(registry: CollectorRegistry) -> Iterator[tuple[str, int]]:
     executor = UniprocExecutor(WorkerConfig(model=""), worker_module="executor.stub")
-    registry = CollectorRegistry()
-    registry.register(Broken())
     endpoint = Endpoint(
         "127.0.0.1",
         0,
@@ -47,7 +51,10 @@ def address() -> Iterator[tuple[str, int]]:
     endpoint.close()
 
 
-def test_our_own_error_is_in_the_log(address: tuple[str, int], caplog: pytest.LogCaptureFixture) -> None:
+def test_our_own_error_is_in_the_log(
+    address: tuple[str, int], registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry.register(Broken())
     client = http.client.HTTPConnection(*address, timeout=10)
     client.request("GET", "/metrics")
     with pytest.raises(http.client.RemoteDisconnected):
@@ -55,6 +62,18 @@ def test_our_own_error_is_in_the_log(address: tuple[str, int], caplog: pytest.Lo
     client.close()
     wait_until(lambda: "a bug in the figures" in caplog.text)
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
+
+
+@pytest.mark.parametrize("accepted", ["text/plain;version=x", "application/openmetrics-text; version=abc", "\xff;;q=="])
+def test_an_odd_accept_header_gets_the_plain_format(
+    address: tuple[str, int], accepted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = http.client.HTTPConnection(*address, timeout=10)
+    client.request("GET", "/metrics", headers={"Accept": accepted})
+    answer = client.getresponse()
+    assert (answer.status, answer.headers.get_content_type()) == (HTTPStatus.OK, "text/plain")
+    client.close()
+    assert not caplog.records
 
 
 def test_a_client_that_goes_away_is_no_news(address: tuple[str, int], caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import pytest
 import redis
@@ -213,6 +214,7 @@ def test_a_long_line_in_the_inbox_is_not_looked_at_again_and_again(
 
     monkeypatch.setattr("engine_service.doors.inbox.parse_body", count)
     monkeypatch.setattr("engine_service.doors.inbox._REST", 1_000_000)
+    monkeypatch.setattr("engine_service.doors.inbox._MAX_REST_S", 1_000_000)
     queue = connect_queue()
     redis_client.hset(queue.keys.settings, "tenant_max_queued_jobs", 1)
     submit(queue, "x", tenant="x")
@@ -243,6 +245,29 @@ def test_room_is_found_for_one_in_the_middle_of_a_long_line(
     wait_until(partial(redis_client.exists, queue.keys.job("z-waits")))
     queue.cancel("y")
     wait_until(partial(redis_client.exists, queue.keys.job("y-waits")))
+
+
+def test_nobody_is_overtaken_by_newer_jobs_of_the_same_tenant(
+    parts: Parts, connect_queue: Connect, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_service.doors.inbox._REST", 1_000_000)
+    monkeypatch.setattr("engine_service.doors.inbox._MAX_REST_S", 0.3)
+    queue = connect_queue()
+    redis_client.hset(queue.keys.settings, "tenant_max_queued_jobs", 1)
+    submit(queue, "x", tenant="x")
+    submit(queue, "y", tenant="y")
+    for tenant, name in [("x", f"x{n}") for n in range(100)] + [("y", "y0"), ("y", "y1"), ("z", "z")]:
+        redis_client.xadd(queue.keys.inbox, {"job": f'{{"id":"{name}","prompt":"x","tenant":"{tenant}"}}'})
+    parts.inbox.start()
+    wait_until(partial(redis_client.exists, queue.keys.job("z")))
+    came = ["y"]
+    for number in range(3):
+        redis_client.xadd(queue.keys.inbox, {"job": f'{{"id":"y{number + 2}","prompt":"x","tenant":"y"}}'})
+        queue.cancel(came[-1])
+        wait_until(lambda: redis_client.exists(queue.keys.ready("y")))
+        members: Any = redis_client.zrange(queue.keys.ready("y"), 0, -1)
+        came += [member.decode().partition(":")[2] for member in members]
+    assert came == ["y", "y0", "y1", "y2"]
 
 
 def test_a_job_too_large_for_its_tenants_room_keeps_no_smaller_one_out(

@@ -57,12 +57,13 @@ def test_what_a_foreign_client_gave_a_job_hides_no_job(
     client: Client, queue: JobQueue, redis_client: redis.Redis
 ) -> None:
     client.submit("x", job_id="well", meta={"a": 1})
-    wrong = {"nan": b'{"a":NaN}', "list": b"[1]", "bytes": b'{"a":"\xff"}'}
+    deep = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+    wrong = {"nan": b'{"a":NaN}', "list": b"[1]", "bytes": b'{"a":"\xff"}', "deep": deep}
     for job_id, meta in wrong.items():
         client.submit("x", job_id=job_id, meta={"a": 1})
         redis_client.set(queue.keys.meta(job_id), meta)
     found = {job.id: job.meta for job in queue.list_jobs("queued")}
-    assert found == {"well": {"a": 1}, "nan": None, "list": None, "bytes": None}
+    assert found == {"well": {"a": 1}, "nan": None, "list": None, "bytes": None, "deep": None}
 
 
 @pytest.mark.parametrize("batch", ["", "a b", "a:b", "é", "x" * 65, 5])

@@ -11,6 +11,7 @@ from millrace import Client, InvalidRequest
 from results.errors import ResultExpired
 from results.messages import Event, Signal, StreamEvent
 from results.queue import JobQueue
+from results.reader import MAX_ENTRIES
 from tests.results.engines import Engine
 
 
@@ -53,6 +54,23 @@ def test_a_stream_whose_time_is_over_says_so(client: Client, engine: Engine, red
         list(client.stream(job_id))
     assert client.get(job_id).state == "finished"
     redis_client.rename(f"elsewhere-{result}", result)
+
+
+def test_a_stream_whose_time_is_over_in_the_middle_says_so(
+    client: Client, engine: Engine, redis_client: redis.Redis
+) -> None:
+    """And does not end as if it were complete: a slow reader has to know."""
+    job_id = client.submit("x")
+    run(engine, MAX_ENTRIES + 10)
+    result = engine.queue.keys.result(job_id)
+    events = client.stream(job_id)
+    assert next(events).offset == 0
+    redis_client.rename(result, f"elsewhere-{result}")
+    with pytest.raises(ResultExpired, match="has ended, and its result has expired"):
+        list(events)
+    redis_client.rename(f"elsewhere-{result}", result)
+    last = list(client.stream(job_id))[-1].id
+    assert list(client.stream(job_id, after=last)) == []
 
 
 def test_a_stream_of_a_job_that_nobody_watched_is_one_event_and_the_end(client: Client, engine: Engine) -> None:

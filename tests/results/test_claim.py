@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from results.connection import connect
-from results.messages import EngineId
+from results.messages import EngineId, Event
 from results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
 
@@ -175,9 +175,10 @@ def test_a_number_that_somebody_spoiled_does_not_block_the_queue(
     spoiled, here = engine.claim()
     assert engine.release(spoiled) == "ok"
     (spoiled,) = engine.claim(1)
-    assert [engine.finish(job) for job in (spoiled, here)] == ["ok", "ok"]
+    event = Event(offset=0, token_ids=[1], text="x")
+    assert [engine.finish(job, event) for job in (spoiled, here)] == ["ok", "ok"]
     assert (queue.stats().running, queue.stats().finished) == (0, 2)
-    redis_client.hset(queue.keys.job("spoiled"), field, 0)  # for who looks at the queue after every test
+    redis_client.hset(queue.keys.job("spoiled"), field, 1)  # for who looks at the queue after every test
 
 
 def test_a_job_that_costs_nothing_is_claimed_and_cancelled_like_others(queue: JobQueue, engine: Engine) -> None:

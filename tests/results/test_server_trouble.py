@@ -133,6 +133,18 @@ def test_states_of_the_server_are_told_from_commands_at_fault(answer: str, words
     assert words is None or words in str(told)
 
 
+@pytest.mark.parametrize(
+    ("scheme", "error", "words"),
+    [
+        ("rediss", "Timeout connecting to server", "does this port speak TLS"),
+        ("rediss", "Timeout reading from socket", "is it overloaded"),
+        ("redis", "Timeout connecting to server", "is it overloaded"),
+    ],
+)
+def test_only_who_gets_no_tls_connection_is_asked_about_it(scheme: str, error: str, words: str) -> None:
+    assert words in str(as_unavailable(redis.TimeoutError(error), f"{scheme}://here"))
+
+
 def test_a_server_that_takes_no_more_clients_says_so() -> None:
     with EmbeddedServer(options={"maxclients": "1"}) as server:
         first, second = connect(server.url), connect(server.url, blocking=True)
