@@ -189,6 +189,7 @@ class Engine:
             except ExecutorError as error:
                 return self._recover(error, plan)
             except BaseException:  # interrupted: the workers may have this step or not
+                self.scheduler.unsend(plan)
                 self._requeue()
                 raise
         return []
@@ -201,11 +202,15 @@ class Engine:
             result = future.result()
         except ExecutorError as error:
             return self._recover(error, plan)
-        self._under_way.popleft()
-        self._step_limits = None
-        self._epochs.count_good_step()
-        self._count_good_step()
-        return [self._take(advance) for advance in self.scheduler.apply(result)]
+        try:
+            self._under_way.popleft()
+            self._step_limits = None
+            self._epochs.count_good_step()
+            self._count_good_step()
+            return [self._take(advance) for advance in self.scheduler.apply(result)]
+        except BaseException:  # interrupted: nobody would collect this step again
+            self._requeue()
+            raise
 
     def _set_step_limits(self, plan: StepPlan) -> None:
         now_s = time.monotonic()

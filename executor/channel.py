@@ -167,8 +167,8 @@ class Channel:
             return None
 
     def _notice_stranger(self) -> None:
-        """ZeroMQ tells both of a stranger, that it was turned away and then that its connection was closed, and does not say
-        which two belong together: one closing is passed over for each."""
+        """Of most strangers ZeroMQ tells twice, that it was turned away and then that its connection was closed. It does not
+        say which two belong together: one closing is passed over for each."""
         event = recv_monitor_message(self._monitor)["event"]
         if event & _STRANGERS:
             self.num_dropped += 1
@@ -188,7 +188,9 @@ class Channel:
             self.num_dropped += 1
             limit_mib = MAX_MESSAGE_BYTES // 2**20
             message = "a connection was closed, and no process is known to have ended; ZeroMQ closes those"
-            self._warn("size", f"{message} that send a frame of more than {limit_mib} MiB")
+            self._warn(
+                "size", f"{message} that send a frame of more than {limit_mib} MiB, or do not speak its protocol"
+            )
 
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned_of:

@@ -203,8 +203,12 @@ class RemoteExecutor(Executor):
 
     def _send(self, payload: bytes, ranks: Iterable[int]) -> None:
         assert self._channel is not None
-        for rank in ranks:
-            self._channel.send(rank, payload)
+        try:
+            for rank in ranks:
+                self._channel.send(rank, payload)
+        except BaseException:  # some ranks have it and some do not, or half of it: they would go on out of step
+            self._lose(0, "the engine was interrupted while it sent", 0)
+            raise
 
     def check_health(self) -> None:
         self._recorder.idle()
@@ -251,8 +255,7 @@ class RemoteExecutor(Executor):
         if self._channel is None or self._lost is not None:
             return
         self._channel.wait(min(timeout_s, 1.0))
-        for rank, message in self._channel.receive():
-            self._deliver(rank, message)
+        self._take_in()
         if self._channel.has_ended:
             self._find_dead()
         else:
@@ -264,8 +267,16 @@ class RemoteExecutor(Executor):
         deadline_s = time.monotonic() + seconds
         while (left_s := deadline_s - time.monotonic()) > 0:
             self._channel.wait(left_s)
+            self._take_in()
+
+    def _take_in(self) -> None:
+        assert self._channel is not None
+        try:
             for rank, message in self._channel.receive():
                 self._deliver(rank, message)
+        except BaseException:  # a reply may be lost that somebody would wait for
+            self._lose(0, "the engine was interrupted while it received", 0)
+            raise
 
     def _deliver(self, rank: int, message: FromWorker) -> None:
         now_s = time.monotonic()

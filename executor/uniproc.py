@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -54,6 +55,7 @@ class UniprocExecutor(Executor):
             nonlocal phase
             phase = name
 
+        handled = sys.exception()
         try:
             create_worker = importlib.import_module(self._worker_module).create_worker
             worker: Worker = create_worker(0, 1, self._epoch, self._config, "")
@@ -62,7 +64,7 @@ class UniprocExecutor(Executor):
             self._recorder.num_failed_workers += 1
             failure = to_failure(error)
             logger.debug("traceback of the worker:\n%s", failure.traceback)
-            _drop_frames(error)  # they hold what was loaded so far
+            _drop_frames(error, handled)  # they hold what was loaded so far
             raise StartError(phase, 0, failure.message, is_retryable=failure.is_retryable, failure=failure) from error
         self._worker = worker
         return [facts]
@@ -143,6 +145,7 @@ class _Done:
     def __init__(self, work: Any) -> None:
         self.outcome: Any = None
         self._error: WorkerError | None = None
+        handled = sys.exception()
         try:
             self.outcome = work()
         except Exception as error:
@@ -151,7 +154,7 @@ class _Done:
                 logger.error("%s", failure.traceback.rstrip())
             self._error = WorkerError(0, failure)
             # They hold every tensor of the step, and this object: until the next collection of cycles.
-            _drop_frames(error)
+            _drop_frames(error, handled)
             self._error.__cause__ = error
 
     @property
@@ -172,9 +175,10 @@ class _Done:
         return self
 
 
-def _drop_frames(error: BaseException) -> None:
-    """Let go of what the frames hold that `error` went through, and the errors that led to it."""
+def _drop_frames(error: BaseException, handled: BaseException | None) -> None:
+    """Let go of what the frames hold that `error` went through, and the errors that led to it, but for what our caller was
+    handling before: that is not ours."""
     error.__traceback__ = None
     for earlier in (error.__cause__, error.__context__):
-        if earlier is not None and earlier.__traceback__ is not None:
-            _drop_frames(earlier)
+        if earlier is not None and earlier is not handled and earlier.__traceback__ is not None:
+            _drop_frames(earlier, handled)

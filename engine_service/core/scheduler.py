@@ -143,6 +143,10 @@ class Scheduler:
                 advances.append(self._extend(self._running[seq_id], token_ids, result.step_id))
         return advances
 
+    def unsend(self, plan: StepPlan) -> None:
+        """The plan may not have reached the workers: what it told them to forget is told once more."""
+        self._to_forget += plan.finished
+
     def requeue_in_flight(self) -> int:
         """What is in flight failed, and nobody is to blame: its sequences wait again, with their tokens, and are met anew.
 

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from engine_service.core.scheduler import SchedulerConfig
+from engine_service.core.scheduler import Scheduler, SchedulerConfig
 from engine_service.core.sequence import Sequence
 from engine_service.engine import Engine, Progress
 from engine_service.errors import ConfigurationError, EngineDead, WorkersLost
 from engine_service.generation import Generation, TextRules
 from executor.base import Executor
 from executor.calls import PendingCall
-from executor.messages import StepPlan, WorkerConfig
+from executor.channel import Channel
+from executor.messages import FromWorker, StepPlan, WorkerConfig
 from executor.multiproc import MultiprocExecutor
 from executor.uniproc import UniprocExecutor
 from tests.engine.sequences import make_sequence, stub_output
@@ -239,6 +240,76 @@ def test_after_an_interruption_the_engine_can_be_used_again(
     run(engine, generations)
     assert_undisturbed(generations)
     assert engine.metrics().executor.num_restarts == 0
+
+
+@stages
+@pytest.mark.parametrize("moment", ["send", "receive"])
+def test_ranks_that_an_interruption_left_out_of_step_are_replaced(
+    build: Build, monkeypatch: pytest.MonkeyPatch, num_stages: int, moment: str
+) -> None:
+    """The last rank has not got what the others have, or a reply of it has been taken in and is in nobody's hands."""
+    send, receive = Channel.send, Channel.receive
+
+    def send_to_all_but_the_last(channel: Channel, rank: int, payload: bytes) -> None:
+        if rank == num_stages - 1:
+            raise KeyboardInterrupt
+        send(channel, rank, payload)
+
+    def receive_and_stop(channel: Channel) -> Iterator[tuple[int, FromWorker]]:
+        for _ in receive(channel):
+            raise KeyboardInterrupt
+        yield from ()
+
+    engine = build(pipeline_parallel_size=num_stages)
+    engine.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(Channel, moment, {"send": send_to_all_but_the_last, "receive": receive_and_stop}[moment])
+        interrupted = [generation(number) for number in range(1, 5)]
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, interrupted)
+    for one in interrupted:
+        engine.abort(one)
+    generations = [generation(number) for number in range(21, 25)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+    assert engine.metrics().executor.num_restarts == 1
+
+
+@stages
+def test_an_interruption_while_a_step_is_taken_in_costs_no_later_one(
+    build: Build, monkeypatch: pytest.MonkeyPatch, num_stages: int
+) -> None:
+    engine = build(pipeline_parallel_size=num_stages)
+    engine.start()
+    interrupted = [generation(number) for number in range(1, 5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "apply", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, interrupted)
+    for one in interrupted:
+        engine.abort(one)
+    generations = [generation(number) for number in range(21, 25)]
+    run(engine, generations)
+    assert_undisturbed(generations)
+
+
+def test_what_workers_are_to_forget_outlives_an_interruption(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    engine.start()
+    first = [generation(1, max_tokens=1), generation(2, max_tokens=20)]
+    for one in first:
+        engine.add(one)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(MultiprocExecutor, "execute_model", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    engine.abort(first[1])
+    run(engine, [generation(number) for number in range(21, 25)])
+    engine.add(generation(30, max_tokens=2))
+    engine.step()
+    (stats,) = engine._executor.worker_stats()
+    assert stats["num_sequences"] == 1
 
 
 def interrupt(*arguments: object, **options: object) -> None:

@@ -43,6 +43,17 @@ def test_a_lost_device_is_a_worker_error_and_a_restart_is_possible(caplog: pytes
         executor.check_health()
 
 
+def test_an_error_that_the_caller_is_handling_keeps_its_traceback() -> None:
+    executor = fragile("memory-at-step=1")
+    try:
+        raise ValueError("the caller's own")
+    except ValueError as error:
+        with pytest.raises(WorkerError):
+            executor.execute_model(first_step(executor)).result()
+        kept = error.__traceback__
+    assert kept is not None
+
+
 def test_a_sleeping_worker_is_not_asked_for_its_device() -> None:
     executor = fragile("lose-device")
     executor.sleep()
