@@ -55,9 +55,7 @@ def _round_trip_us(executor: MultiprocExecutor) -> float:
 
 def _decode_plan() -> StepPlan:
     """A step in which every sequence gets its next token, and one in sixteen a new block, as with blocks of 16."""
-    rows = [
-        StepRow(SeqId(1000 + i), 500 + i, 1, 1, True, [2000 + i] if i % 16 == 0 else []) for i in range(NUM_SEQUENCES)
-    ]
+    rows = [StepRow(SeqId(1000 + i), 500 + i, 1, 1, [2000 + i] if i % 16 == 0 else []) for i in range(NUM_SEQUENCES)]
     return StepPlan(StepId(100_000), 1, depth=1, rows=rows)
 
 

@@ -159,7 +159,7 @@ class StubWorker:
             raise ValueError(f"{row} does not go on at {known.num_computed} of {len(known.token_ids)}")
         if end > len(known.blocks) * self._config.block_size:
             raise ValueError(f"{row} has no block for position {end - 1}")
-        if row.input_lag and known.sampled_at != plan.step_id - row.input_lag:
+        if row.input_lag > 0 and known.sampled_at != plan.step_id - row.input_lag:
             raise ValueError(f"{row} of step {plan.step_id} was sampled at {known.sampled_at}")
         if self._faults.get("die-on-token") in known.token_ids:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -161,8 +161,6 @@ class InputBatch:
         if sequence.is_broken:
             return
         end = row.start + row.num_tokens
-        if row.token_ids:
-            sequence.token_ids[end - len(row.token_ids) :] = row.token_ids
         assert row.num_tokens > 0 and end <= len(sequence.token_ids), f"{row} feeds tokens that are not here"
         assert end <= sequence.num_blocks * self._block_size, f"{row} has no block for position {end - 1}"
         assert row.samples == (end == len(sequence.token_ids)), f"{row}, but {len(sequence.token_ids)} tokens are known"

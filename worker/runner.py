@@ -117,5 +117,5 @@ def largest_prefill(num_tokens: int, max_num_seqs: int, max_model_len: int, bloc
         length = num_fed if index else max_model_len
         new.append(NewSequence(SeqId(index), [0] * length, length, sampling))
         blocks = [1] * num_blocks_for(length, block_size)
-        rows.append(StepRow(SeqId(index), length - num_fed, num_fed, 0, True, blocks))
+        rows.append(StepRow(SeqId(index), length - num_fed, num_fed, 0, blocks))
     return StepPlan(StepId(0), 0, 1, rows, new)

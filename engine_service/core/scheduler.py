@@ -9,7 +9,7 @@ import msgspec
 
 from engine_service.core.block_pool import BlockPool
 from engine_service.core.sequence import FinishReason, Sequence
-from executor.messages import NewSequence, RowFailure, SeqId, StepId, StepPlan, StepResult, StepRow
+from executor.messages import NO_TOKEN, NewSequence, RowFailure, SeqId, StepId, StepPlan, StepResult, StepRow
 
 ALONE_AFTER_CRASHES = 2
 """A sequence that was part of this many lost steps without progress runs alone, so that it cannot take others along."""
@@ -297,11 +297,12 @@ class Scheduler:
         num_tokens = min(step.budget, sequence.num_uncomputed)
         blocks = self.pool.allocate(self._missing_blocks(sequence, step))
         start = sequence.num_computed
-        samples = num_tokens == sequence.num_uncomputed
-        lag = step.step_id - sequence.sampled_step if samples and sequence.sampled_step is not None else 0
+        lag = NO_TOKEN
+        if num_tokens == sequence.num_uncomputed:
+            lag = 0 if sequence.sampled_step is None else step.step_id - sequence.sampled_step
         sequence.schedule(num_tokens, blocks)
         step.budget -= num_tokens
-        step.rows.append(StepRow(sequence.seq_id, start, num_tokens, lag, samples, blocks))
+        step.rows.append(StepRow(sequence.seq_id, start, num_tokens, lag, blocks))
 
     # --- results ---
 

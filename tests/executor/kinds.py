@@ -143,12 +143,12 @@ def start(executor: Executor) -> Executor:
 
 def first_step(executor: Executor, step_id: int = 1, seq_id: int = 1) -> StepPlan:
     new = NewSequence(SeqId(seq_id), [5, 6, 7], 3, GREEDY)
-    return StepPlan(StepId(step_id), executor.epoch, 1, [StepRow(SeqId(seq_id), 0, 3, 0, True, [seq_id])], [new])
+    return StepPlan(StepId(step_id), executor.epoch, 1, [StepRow(SeqId(seq_id), 0, 3, 0, [seq_id])], [new])
 
 
 def decode(executor: Executor, step_id: int, seq_id: int = 1) -> StepPlan:
     """The step after `first_step`."""
-    return StepPlan(StepId(step_id), executor.epoch, 1, [StepRow(SeqId(seq_id), 3, 1, 1, True, [])])
+    return StepPlan(StepId(step_id), executor.epoch, 1, [StepRow(SeqId(seq_id), 3, 1, 1, [])])
 
 
 def check_health_for(executor: Executor, seconds: float) -> None:

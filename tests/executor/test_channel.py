@@ -198,9 +198,6 @@ def test_messages_survive_the_wire() -> None:
 
 
 def test_a_step_of_many_sequences_is_a_small_message() -> None:
-    """256 that run, after 65,536 others, with contexts of thousands of tokens; one in 16 needs a new block of 16 tokens."""
-    rows = [
-        StepRow(SeqId(70_000 + number), 4_000 + number, 1, 1, True, [number] if number % 16 == 0 else [])
-        for number in range(256)
-    ]
+    """256 that run, after 65,536 others, with contexts of thousands of tokens, at the moment at which each needs a block."""
+    rows = [StepRow(SeqId(70_000 + number), 4_000 + number, 1, 1, [65_000 + number]) for number in range(256)]
     assert len(encode(Step(2**31, StepPlan(StepId(2**31), 9, 1, rows)))) <= 4096

@@ -13,7 +13,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from executor.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepResult, StepRow, WorkerConfig
+from executor.messages import (
+    NO_TOKEN,
+    NewSequence,
+    RowSampling,
+    SeqId,
+    StepId,
+    StepPlan,
+    StepResult,
+    StepRow,
+    WorkerConfig,
+)
 from worker.input_batch import StepBatch
 from worker.rank import Rank
 
@@ -111,8 +121,7 @@ class Driver:
         request.num_computed = end
         is_fed_back = request.sampled_at is not None and end == len(request.tokens)
         lag = step_id - request.sampled_at if is_fed_back and self._random.random() < 0.7 else 0  # type: ignore[operator]
-        ids = request.tokens[-1:] if is_fed_back and lag == 0 else []
-        return StepRow(request.seq_id, start, count, lag, count == left, new_blocks, ids)
+        return StepRow(request.seq_id, start, count, lag if count == left else NO_TOKEN, new_blocks)
 
     def _preempt(self, request: Request) -> SeqId:
         self.num_preemptions += 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from executor.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
+from executor.messages import NO_TOKEN, NewSequence, SeqId, StepId, StepPlan, StepRow
 from tests.worker.driver import GREEDY, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
 from worker.rank import Rank
@@ -30,7 +30,7 @@ def feed(worker: Rank, step_id: int, tokens: list[int], start: int = 0, num_toke
     end = len(tokens) if num_tokens is None else start + num_tokens
     blocks = list(range(1 + -(-start // size), 1 + -(-end // size)))
     new = [NewSequence(SeqId(1), tokens, len(tokens), GREEDY)] if start == 0 else []
-    row = StepRow(SeqId(1), start, end - start, 0, end == len(tokens), blocks)
+    row = StepRow(SeqId(1), start, end - start, 0 if end == len(tokens) else NO_TOKEN, blocks)
     return worker.execute_model(StepPlan(StepId(step_id), worker._epoch, 1, [row], new)).token_ids
 
 

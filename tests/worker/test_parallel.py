@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from executor.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepResult, StepRow
+from executor.messages import NO_TOKEN, NewSequence, RowSampling, SeqId, StepId, StepPlan, StepResult, StepRow
 from tests.worker.driver import GREEDY, Driver, Request, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
 from tests.worker.ranks import RankFailed, RankGroup, RankProcesses
@@ -199,11 +199,11 @@ def step(step_id: int, rows: list[StepRow], **changes: Any) -> StepPlan:
 
 
 def prefill(seq_id: int, count: int = len(PROMPT)) -> StepRow:
-    return StepRow(SeqId(seq_id), 0, count, 0, True, [3 * seq_id + 1, 3 * seq_id + 2, 3 * seq_id + 3])
+    return StepRow(SeqId(seq_id), 0, count, 0, [3 * seq_id + 1, 3 * seq_id + 2, 3 * seq_id + 3])
 
 
 def decode(seq_id: int, start: int, lag: int) -> StepRow:
-    return StepRow(SeqId(seq_id), start, 1, lag, True, [])
+    return StepRow(SeqId(seq_id), start, 1, lag, [])
 
 
 def new(seq_id: int, tokens: list[int]) -> NewSequence:
@@ -264,11 +264,11 @@ def test_a_row_without_finite_logits_fails_alone_on_all_ranks(
 
 
 def test_a_step_in_which_nothing_is_drawn(processes: RankProcesses, models: dict[str, Path]) -> None:
-    chunk = StepRow(SeqId(0), 0, 3, 0, False, [1, 2])
+    chunk = StepRow(SeqId(0), 0, 3, NO_TOKEN, [1, 2])
     with processes.group(models["llama"], 2, 2) as group:
         assert group.execute_model(step(1, [chunk], new=[new(0, PROMPT)])).token_ids == []
         assert group.execute_model(step(2, [])).token_ids == []
-        rest = group.execute_model(step(3, [StepRow(SeqId(0), 3, 2, 0, True, [])])).token_ids
+        rest = group.execute_model(step(3, [StepRow(SeqId(0), 3, 2, 0, [])])).token_ids
         assert rest == Driver(start_worker(models["llama"]), 1, preempts=False).run([PROMPT], 1)[0].output
 
 

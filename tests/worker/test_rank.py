@@ -11,7 +11,7 @@ import torch
 
 from engine_service.config import EngineConfig
 from engine_service.offline import build_engine
-from executor.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow, WorkerConfig
+from executor.messages import NO_TOKEN, NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow, WorkerConfig
 from tests.worker.driver import GREEDY, Driver, start_worker
 from tests.worker.models import make_model
 from worker import create_worker
@@ -37,11 +37,11 @@ def new(seq_id: int = 0, tokens: list[int] = PROMPT, sampling: RowSampling = GRE
 
 
 def prefill(seq_id: int = 0, blocks: tuple[int, ...] = (3, 1), count: int = len(PROMPT)) -> StepRow:
-    return StepRow(SeqId(seq_id), 0, count, 0, True, list(blocks))
+    return StepRow(SeqId(seq_id), 0, count, 0, list(blocks))
 
 
 def decode(seq_id: int, start: int, lag: int = 1) -> StepRow:
-    return StepRow(SeqId(seq_id), start, 1, lag, True, [])
+    return StepRow(SeqId(seq_id), start, 1, lag, [])
 
 
 def run(worker: Rank, step_id: int, rows: list[StepRow], **changes: list) -> tuple[list[int], list[str]]:
@@ -105,16 +105,19 @@ def test_what_was_never_here_can_be_forgotten(model: Path) -> None:
     assert worker.stats()["num_sequences"] == 1
 
 
-def test_sampled_tokens_are_fed_back_by_lag_or_by_id(model: Path) -> None:
+def test_the_token_that_a_row_feeds_is_the_one_that_its_step_sampled(model: Path) -> None:
     worker = start_worker(model)
-    first = run(worker, 1, [prefill()], new=[new()])[0]
-    by_lag = run(worker, 4, [decode(0, 5, lag=3)])[0]
-    run(worker, 5, [], finished=[0])
-    assert run(worker, 6, [prefill()], new=[new()])[0] == first
-    by_id = run(worker, 7, [StepRow(SeqId(0), 5, 1, 0, True, [], first)])[0]
-    assert by_id == by_lag
+    run(worker, 1, [prefill()], new=[new()])
+    run(worker, 4, [decode(0, 5, lag=3)])
     with pytest.raises(AssertionError):
         run(worker, 9, [decode(0, 6, lag=1)])
+
+
+@pytest.mark.parametrize(("count", "lag"), [(3, 0), (5, NO_TOKEN)])
+def test_a_row_and_its_worker_agree_on_whether_it_yields_a_token(model: Path, count: int, lag: int) -> None:
+    row = StepRow(SeqId(0), 0, count, lag, [3, 1])
+    with pytest.raises(AssertionError, match="tokens are known"):
+        run(start_worker(model), 1, [row], new=[new()])
 
 
 def test_a_preempted_sequence_returns_in_the_plan_that_ends_it(model: Path) -> None:
@@ -132,7 +135,7 @@ def test_copied_blocks_hold_the_same_keys_and_values(model: Path) -> None:
     first = run(worker, 1, [prefill(blocks=(3, 1))], new=[new()])[0]
     expected = run(worker, 2, [decode(0, 5)])[0]
     # A second sequence starts from copies of the first one's blocks, through a chain: 3 -> 10 -> 11.
-    row = StepRow(SeqId(1), 5, 1, 0, True, [11, 12])
+    row = StepRow(SeqId(1), 5, 1, 0, [11, 12])
     actual = run(worker, 3, [row], new=[new(1, PROMPT + first)], copy=[(3, 10), (10, 11), (1, 12)])[0]
     assert actual == expected
 
