@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import secrets
 import shutil
-import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from executor.broom import PrivateDirectory
 from executor.messages import FromWorker, StepReply, ToWorker, decode_from_worker, encode
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 ENDING_S = 1.0
 """Connections are closed by ZeroMQ, or because a process ends; in the second case its end is mostly seen within this time.
 The loss of a whole host is seen later."""
-MAX_DIRECTORY_BYTES = 90
-"""The kernel takes 107 bytes for the path of a unix socket."""
 
 _STRANGERS = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -62,8 +60,8 @@ class Channel:
         self.keys: Keys | None = None
         self._ranks = {f"{rank}.{life}".encode(): rank for rank in range(world_size)}
         self._hearts = {f"{rank}.{life}.beat".encode(): rank for rank in range(world_size)}
-        self._directory: str | None = None
-        """Where the socket's file is, until nobody looks for it any more."""
+        self._remove_directory: Callable[[], object] | None = None
+        """The one with the socket's file, until nobody looks for it any more."""
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -90,8 +88,12 @@ class Channel:
     def _bind(self, host: str | None, directory: str | None) -> str:
         """A directory of our own is made last, when nothing but the binding can fail that would leave it behind."""
         if host is None:
-            self._directory = directory or private_directory()
-            self._socket.bind(socket_address(self._directory))
+            if directory is None:
+                private = PrivateDirectory()
+                directory, self._remove_directory = private.path, private.remove
+            else:
+                self._remove_directory = partial(shutil.rmtree, directory, ignore_errors=True)
+            self._socket.bind(socket_address(directory))
         else:
             self._socket.bind(f"tcp://{host}:*")
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -198,10 +200,10 @@ class Channel:
             logger.warning("%s; any more of it is only counted", message)
 
     def forget_address(self) -> None:
-        """Remove the socket's file once every rank is connected, so that even SIGKILL leaves nothing behind."""
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
+        """Remove the socket's file once every rank is connected. Before that a broom does it, should we be killed."""
+        remove, self._remove_directory = self._remove_directory, None
+        if remove is not None:
+            remove()
 
     def close(self) -> None:
         """Close the socket and remove its file. Once."""
@@ -228,12 +230,3 @@ class _OneKey:
 def socket_address(directory: str) -> str:
     """Where the socket in this directory is reached."""
     return f"ipc://{directory}/executor.sock"
-
-
-def private_directory() -> str:
-    """A new directory that only this user can enter, with a path short enough for a unix socket in it."""
-    directory = tempfile.mkdtemp(prefix="millrace-")
-    if len(os.fsencode(directory)) <= MAX_DIRECTORY_BYTES:
-        return directory
-    os.rmdir(directory)
-    return tempfile.mkdtemp(prefix="millrace-", dir="/tmp")

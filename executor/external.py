@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from executor.broom import Broom
 from executor.channel import Channel, socket_address
 from executor.errors import StartError
 from executor.messages import ModelFacts
@@ -161,9 +162,11 @@ def become_rank(service_command: Sequence[str], *, worker_module: str = "worker"
     options = ["--address", socket_address(str(directory)), "--identity", f"{rank}.{_LIFE}"]
     options += ["--parent-pid", str(parent_pid), "--log-level", log_level]
     if rank == 0:
-        _make_private(directory)
+        broom = _make_private(directory)
         ours = {MEETING_PLACE: str(directory), PARENT: str(os.getpid())}
-        service = subprocess.Popen(service_command, stdin=subprocess.DEVNULL, env={**environment, **ours})
+        service = subprocess.Popen(
+            service_command, stdin=subprocess.DEVNULL, env={**environment, **ours}, pass_fds=(broom.fd,)
+        )
         options += ["--engine-pid", str(service.pid)]
     _leave_note(directory, rank)
     sys.stdout.flush()
@@ -204,12 +207,15 @@ def _meeting_place(environment: Mapping[str, str], parent_pid: int) -> Path:
     return Path(parent if len(parent) < 40 else "/tmp") / f"millrace-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
 
-def _make_private(directory: Path) -> None:
-    """Make it anew; what a killed group left there is removed. Raises ValueError when it is somebody else's."""
+def _make_private(directory: Path) -> Broom:
+    """Make it anew, to be swept by a broom that this process does not keep over `exec`: the service has to hold it. What a
+    killed group left there is removed. Raises ValueError when it is somebody else's."""
     if directory.exists():
         _check_ours(directory)
         shutil.rmtree(directory)
+    broom = Broom(str(directory))
     directory.mkdir(mode=0o700)
+    return broom
 
 
 def _leave_note(directory: Path, rank: int) -> None:

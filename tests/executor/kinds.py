@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from executor.base import Executor
-from executor.channel import private_directory, socket_address
+from executor.channel import socket_address
 from executor.external import MEETING_PLACE, ExternalLauncherExecutor
 from executor.limits import Limits
 from executor.messages import ModelFacts, NewSequence, SeqId, StepId, StepPlan, StepRow, WorkerConfig
@@ -59,7 +60,7 @@ class Launched(ExternalLauncherExecutor):
 
     def _start_workers(self) -> list[ModelFacts]:
         if self._num_starts == 1:
-            directory = private_directory()
+            directory = tempfile.mkdtemp(prefix="millrace-", dir="/tmp")
             os.environ[MEETING_PLACE] = directory
             self.processes: list[subprocess.Popen[bytes]] = [
                 self._launch_one(rank, directory) for rank in range(self.world_size)

@@ -179,7 +179,7 @@ def test_a_stranger_who_is_turned_away_counts_once_and_is_blamed_for_no_frame(
 
 
 def test_a_channel_that_can_not_listen_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.channel.MAX_DIRECTORY_BYTES", 1000)
+    monkeypatch.setattr("executor.broom.MAX_DIRECTORY_BYTES", 1000)
     monkeypatch.setattr("tempfile.tempdir", str(place := tmp_path / ("long" * 30)))
     place.mkdir()
     with pytest.raises(zmq.ZMQError, match="longer than 107"):

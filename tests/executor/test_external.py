@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -126,6 +127,21 @@ def begin_jobs(torchrun: Torchrun, client: Client) -> tuple[list[int], list[str]
     job_ids = [submit(client) for _ in range(4)]
     wait_for_tokens(client, job_ids)
     return undisturbed, job_ids
+
+
+@pytest.mark.ranks
+def test_a_group_that_is_killed_as_a_whole_in_its_start_leaves_no_directory(torchrun: Torchrun) -> None:
+    def directories() -> list[str]:
+        return re.findall(r"ipc://(\S+)/executor.sock", " ".join(torchrun.descendants().values()))
+
+    wait_until(directories, 60)
+    directory = Path(directories()[0])
+    wait_until(directory.exists)
+    victims = [pid for pid, command in torchrun.descendants().items() if not command.startswith("/bin/sh")]
+    for pid in (torchrun.process.pid, *victims):
+        os.kill(pid, signal.SIGKILL)
+    torchrun.process.wait()
+    wait_until(lambda: not directory.exists())
 
 
 @pytest.mark.ranks

@@ -1,0 +1,68 @@
+"""No file of a start is left behind, whenever it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from executor.broom import Broom, PrivateDirectory
+from executor.process import python_path
+from tests.processes import wait_until
+
+STARTS = """
+from executor.multiproc import MultiprocExecutor
+from tests.executor.kinds import stub_config
+executor = MultiprocExecutor(stub_config(), worker_module="executor.stub")
+print("starting", flush=True)
+executor.start()
+"""
+
+
+def start_in(directory: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": python_path(), "TMPDIR": str(directory)}
+    process = subprocess.Popen([sys.executable, "-P", "-c", STARTS], env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"starting\n"
+    return process
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.01, 0.03, 0.1, 0.3])
+def test_an_engine_killed_in_its_start_leaves_no_directory(tmp_path: Path, delay_s: float) -> None:
+    with start_in(tmp_path) as engine:
+        time.sleep(delay_s)
+        engine.send_signal(signal.SIGKILL)
+    wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_an_engine_killed_while_its_socket_has_a_file_leaves_none(tmp_path: Path) -> None:
+    with start_in(tmp_path) as engine:
+        wait_until(lambda: list(tmp_path.glob("*/executor.sock")))
+        engine.send_signal(signal.SIGKILL)
+    wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_a_directory_is_swept_when_the_last_holder_ends(tmp_path: Path) -> None:
+    directory = tmp_path / "it's $HOME; a name"
+    broom = Broom(str(directory))
+    directory.mkdir()
+    holder = subprocess.Popen(["sleep", "60"], pass_fds=(broom.fd,))
+    broom._pipe.close()
+    time.sleep(0.1)
+    assert directory.exists()
+    holder.kill()
+    holder.wait()
+    broom.close()
+    assert not directory.exists()
+
+
+def test_a_directory_that_can_not_be_made_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError):
+        PrivateDirectory()
+    assert f"{tmp_path}" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
