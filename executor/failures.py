@@ -29,6 +29,8 @@ _PEER_LOST_KINDS = frozenset({"DistError", "DistBackendError", "DistNetworkError
 _PEER_LOST_WORDS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe")
 """What gloo says then, in a plain RuntimeError that also names the file of gloo's source that it comes from."""
 _GLOO_SOURCES = "gloo/transport/"
+_REFUSAL_KINDS = frozenset({"ConfigError", "DeviceError", "ModelError"})
+"""Of `worker.errors`: their one sentence names the remedy."""
 
 
 def to_failure(error: BaseException) -> Failure:
@@ -43,6 +45,12 @@ def to_failure(error: BaseException) -> Failure:
         is_retryable=cause != "error" or is_peer_lost,
         cause=cause,
     )
+
+
+def needs_traceback(failure: Failure) -> bool:
+    """Whether a log says more with it: not for a refusal, and not for too little memory, which is expected now and then.
+    What follows from those the engine says."""
+    return failure.cause != "out_of_memory" and failure.kind not in _REFUSAL_KINDS
 
 
 def _has_gloo_lost_a_peer(message: str) -> bool:

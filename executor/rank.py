@@ -29,7 +29,7 @@ import zmq
 
 from executor.base import Worker
 from executor.channel import Keys
-from executor.failures import EXIT_DEVICE_LOST, exit_status, to_failure
+from executor.failures import EXIT_DEVICE_LOST, exit_status, needs_traceback, to_failure
 from executor.heart import Heart
 from executor.messages import (
     PROTOCOL,
@@ -198,9 +198,8 @@ def _run_call(worker: Worker, call: Call) -> Reply:
 
 
 def _logged(error: Exception, what: str) -> Failure:
-    """With its traceback, but for too little memory: that is expected now and then, and the engine says what follows."""
     failure = to_failure(error)
-    if failure.cause != "out_of_memory":
+    if needs_traceback(failure):
         logger.error("%s failed", what, exc_info=error)
     return failure
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from executor.base import Executor, Worker
 from executor.errors import Asleep, StartError, WorkerDied, WorkerError
-from executor.failures import to_failure
+from executor.failures import needs_traceback, to_failure
 from executor.limits import Limits
 from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 
@@ -150,7 +150,7 @@ class _Done:
             self.outcome = work()
         except Exception as error:
             failure = to_failure(error)
-            if failure.cause != "out_of_memory":
+            if needs_traceback(failure):
                 logger.error("%s", failure.traceback.rstrip())
             self._error = WorkerError(0, failure)
             # They hold every tensor of the step, and this object: until the next collection of cycles.

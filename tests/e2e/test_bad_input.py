@@ -255,6 +255,13 @@ def test_a_model_that_can_not_be_served_ends_the_start_with_one_sentence(
     assert str(tmp_path) in error or "homegrown" in error or "t5" in error.lower()
 
 
+def test_too_little_memory_for_one_sequence_is_one_sentence(redis_url: str) -> None:
+    status, error = serve("--model", str(TINY), "--redis", redis_url, "--kv-cache-memory", "1")
+    assert status == 2
+    assert "Traceback" not in error
+    assert error.splitlines()[-1].endswith("give the pool more memory (kv_cache_memory, gpu_memory_utilization)")
+
+
 def test_without_redis_there_is_one_sentence() -> None:
     status, error = serve("--model", str(TINY), "--redis", "redis://127.0.0.1:1/0")
     assert status == 4
