@@ -13,6 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import redis
@@ -26,6 +27,7 @@ from results.queue import JobQueue
 NUM_JOBS = 10_000
 NUM_ROUNDS = 5
 NUM_SINGLE = 2_000
+NUM_THREADS = 8
 NUM_RQ_RUN = 200
 BATCH = 256
 PAYLOAD = "x" * 1000
@@ -47,6 +49,8 @@ def _round(url: str) -> Figures:
     submit_s, _ = _timed(lambda: _submit(url, queue, NUM_JOBS))
     claim_s, claim_cpu_s = _timed(lambda: _claim_and_finish(url, queue))
     single_s, single_cpu_s = _timed(lambda: _submit_singly(url, _new_queue()))
+    set_s, _ = _timed(lambda: _set_singly(url))
+    threads_s, _ = _timed(lambda: _submit_from_threads(url, _new_queue()))
     rq_s, _ = _timed(lambda: _rq_enqueue(url))
     return {
         "submit_many_jobs_per_s": NUM_JOBS / submit_s,
@@ -54,6 +58,8 @@ def _round(url: str) -> Figures:
         "claim_and_finish_client_cpu_us_per_job": claim_cpu_s / NUM_JOBS * 1e6,
         "single_submit_jobs_per_s": NUM_SINGLE / single_s,
         "single_submit_client_cpu_us_per_job": single_cpu_s / NUM_SINGLE * 1e6,
+        "single_submit_over_redis_set": set_s / single_s,
+        "single_submit_of_threads_jobs_per_s": NUM_SINGLE / threads_s,
         **_streams_baseline(url),
         "rq_enqueue_many_jobs_per_s": NUM_JOBS / rq_s,
         "rq_simple_worker_jobs_per_s": _rq_work(url),
@@ -73,6 +79,13 @@ def _submit_singly(url: str, queue: str) -> None:
     with Client(url, queue=queue) as client:
         for _ in range(NUM_SINGLE):
             client.submit(PAYLOAD)
+
+
+def _submit_from_threads(url: str, queue: str) -> None:
+    """One client, and NUM_THREADS that wait for the reply to each of their jobs, as the requests of a web server do."""
+    with Client(url, queue=queue) as client, ThreadPoolExecutor(NUM_THREADS) as pool:
+        for _ in pool.map(client.submit, itertools.repeat(PAYLOAD, NUM_SINGLE)):
+            pass
 
 
 def _claim_and_finish(url: str, queue: str, limit: int | None = None) -> float:
@@ -192,6 +205,14 @@ def _streams_work(client: redis.Redis, stream: str) -> None:
                 pipe.xadd(stream + ":results", {"id": entry_id, "text": "ten tokens of text"})
                 pipe.xack(stream, "g", entry_id)
             pipe.execute()
+
+
+def _set_singly(url: str) -> None:
+    """A bare SET of the payload, through redis-py: the least that a call to the server costs."""
+    with connect(url) as client:
+        for i in range(NUM_SINGLE):
+            client.set(f"bench-set-{i}", PAYLOAD)
+        client.unlink(*(f"bench-set-{i}" for i in range(NUM_SINGLE)))
 
 
 def _rq_enqueue(url: str) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import hiredis
 import redis
 
 from results.scripts import Command
 
 _Connection: TypeAlias = Any
 """A redis.Connection, whose methods have no types."""
+_pack: Callable[..., bytes] = hiredis.pack_command
 LOOK_S = 0.0002
 """How long a caller looks for a reply before it sleeps. A thread that slept needs about 50 us to run again, as long as the
 server takes for a script; a reply from farther away than this is not looked for."""
@@ -33,7 +36,7 @@ class HeldConnections:
         """The reply to a command of `script_command`, sent once: no error is tried again. Raises as redis-py does."""
         connection = self._take()
         try:
-            connection.send_command(*command)
+            connection.send_packed_command([_pack(command)])
             reply = self._read(connection)
         except redis.ResponseError:  # an answer like any other
             self._idle.append(connection)

@@ -184,14 +184,6 @@ local function set_state(id, batch, from, to, ...)
   redis.call('HINCRBY', key, to, 1)
 end
 
-local function add_to_batch(id, batch)
-  local key, members = prefix .. 'batch:' .. batch, prefix .. 'members:' .. batch
-  redis.call('HSETNX', key, 'created', now)
-  redis.call('RPUSH', members, id)
-  redis.call('PERSIST', key)
-  redis.call('PERSIST', members)
-end
-
 -- A batch lives as long as the records of its jobs, from the end of the last one on.
 local function close_batch(batch, keep_ms)
   local key = prefix .. 'batch:' .. batch
@@ -217,10 +209,10 @@ local function arrivals_of(tenant)
 end
 
 -- The first limit of this queue that one more job would break, as "full <setting> <value>"; nil where it has room.
-local LIMITS = {'max_queued_jobs', 'max_queued_tokens', 'tenant_max_queued_jobs', 'tenant_max_queued_tokens'}
 local limits
 local function limit_reached(tenant, cost)
-  limits = limits or redis.call('HMGET', prefix .. 'settings', unpack(LIMITS))
+  limits = limits or redis.call('HMGET', prefix .. 'settings', 'max_queued_jobs', 'max_queued_tokens',
+    'tenant_max_queued_jobs', 'tenant_max_queued_tokens')
   if not (limits[1] or limits[2] or limits[3] or limits[4]) then return nil end
   local waiting = redis.call('HMGET', prefix .. 'waiting', ':tokens', tenant .. ':jobs', tenant .. ':tokens')
   local num_jobs = num_ready() + redis.call('ZCARD', prefix .. 'delayed')
@@ -230,7 +222,7 @@ local function limit_reached(tenant, cost)
   end
   local would_be = {num_jobs + num_ready_too + 1, (waiting[1] or 0) + num_tokens + cost,
     (waiting[2] or 0) + own.num_jobs + 1, (waiting[3] or 0) + own.num_tokens + cost}
-  for i, name in ipairs(LIMITS) do
+  for i, name in ipairs({'max_queued_jobs', 'max_queued_tokens', 'tenant_max_queued_jobs', 'tenant_max_queued_tokens'}) do
     local limit = tonumber(limits[i] or nil)
     if limit and would_be[i] > limit then return 'full ' .. name .. ' ' .. limits[i] end
   end
@@ -243,18 +235,6 @@ local function is_name(text, max_bytes)
   return #text <= max_bytes and find(text, NAME) ~= nil
 end
 
-local function is_integer(value, low, high)
-  return type(value) == 'number' and value >= low and value <= high and value % 1 == 0
-end
-
--- More than a Lua number holds, so digits are compared.
-local function is_int64(text)
-  if not find(text, DIGITS) then return false end
-  if #text < 19 then return true end
-  if find(text, '-', 1, true) then return #text < 20 or #text == 20 and text <= '-9223372036854775808' end
-  return #text == 19 and text <= '9223372036854775807'
-end
-
 -- The first of a job's arguments that no job can have; nil where there is none. The numbers have to be plain digits, since
 -- they are read as integers elsewhere; those of one tenant in one call mostly have one priority.
 local MAX_COST_DIGITS = 12  -- the sum over a queue must stay within 64 bits
@@ -262,35 +242,24 @@ local good_tenant, good_priority
 local function wrong_argument(id, cost, seed, tenant, priority)
   if not is_name(id, 128) then return 'id' end
   if #cost > MAX_COST_DIGITS or not find(cost, '^%d+$') then return 'cost' end
-  if not is_int64(seed) then return 'seed' end
+  if not find(seed, DIGITS) then return 'seed' end
+  if #seed > 18 then  -- more than a Lua number holds, so digits are compared
+    local largest = find(seed, '-', 1, true) and '-9223372036854775808' or '9223372036854775807'
+    if #seed > #largest or #seed == #largest and seed > largest then return 'seed' end
+  end
   if tenant ~= good_tenant then
     if not is_name(tenant, 64) then return 'tenant' end
     good_tenant = tenant
   end
   if priority ~= good_priority then
-    if not (find(priority, DIGITS) and is_integer(tonumber(priority), -2147483648, 2147483647)) then return 'priority' end
+    local number = find(priority, DIGITS) and tonumber(priority)
+    if not number or number < -2147483648 or number > 2147483647 then return 'priority' end
     good_priority = priority
   end
 end
 
-local MAX_MS, MAX_META_BYTES = 1e13, 16384
-local OPTION_RANGES = {{'delay_ms', 0, MAX_MS}, {'run_at_ms', 0, MAX_MS}, {'deadline_ms', 1, MAX_MS}, {'max_retries', 0, 100}}
-local function wrong_option(options)
-  for _, range in ipairs(OPTION_RANGES) do
-    local value = options[range[1]]
-    if value ~= nil and not is_integer(value, range[2], range[3]) then return range[1] end
-  end
-  local meta, batch = options.meta, options.batch
-  if meta ~= nil then
-    local is_object = type(meta) == 'string' and #meta <= MAX_META_BYTES and find(meta, '^%s*{')
-    if not (is_object and pcall(cjson.decode, meta)) then return 'meta' end
-  end
-  if batch ~= nil and not (type(batch) == 'string' and is_name(batch, 64)) then return 'batch' end
-  local due = options.run_at_ms or now + (options.delay_ms or 0)
-  if options.deadline_ms and due >= now + options.deadline_ms then return 'deadline_ms' end
-end
-
--- The options as a table; nil, then what is wrong with them. A null is an option that is not given.
+-- The options as a table, with `due`, when the job may begin; nil, then what is wrong with them. A null is an option that is
+-- not given. All that they need is in here, since most jobs have none.
 local NO_OPTIONS = {}
 local function read_options(text)
   if text == '' then return NO_OPTIONS end
@@ -299,14 +268,26 @@ local function read_options(text)
   for name, value in pairs(options) do
     if value == cjson.null then options[name] = nil end
   end
-  local wrong = wrong_option(options)
-  if wrong then return nil, wrong end
+  local ranges = {delay_ms = {0, 1e13}, run_at_ms = {0, 1e13}, deadline_ms = {1, 1e13}, max_retries = {0, 100}}
+  for name, range in pairs(ranges) do
+    local value = options[name]
+    local is_integer = type(value) == 'number' and value % 1 == 0
+    if value ~= nil and not (is_integer and value >= range[1] and value <= range[2]) then return nil, name end
+  end
+  local meta, batch = options.meta, options.batch
+  if meta ~= nil then
+    local is_object = type(meta) == 'string' and #meta <= 16384 and find(meta, '^%s*{')
+    if not (is_object and pcall(cjson.decode, meta)) then return nil, 'meta' end
+  end
+  if batch ~= nil and not (type(batch) == 'string' and is_name(batch, 64)) then return nil, 'batch' end
+  options.due = options.run_at_ms or now + (options.delay_ms or 0)
+  if options.deadline_ms and options.due >= now + options.deadline_ms then return nil, 'deadline_ms' end
   return options
 end
 
--- The options of a job that most jobs do without, into its record; returns when it is due, or nil when that is now.
+-- The options of a new job into its record and its batch. Returns whether it is delayed.
 local function apply_options(id, options)
-  local key = prefix .. 'job:' .. id
+  local key, due, batch = prefix .. 'job:' .. id, options.due, options.batch
   if options.deadline_ms then
     redis.call('HSET', key, 'deadline', now + options.deadline_ms)
     redis.call('ZADD', prefix .. 'deadlines', now + options.deadline_ms, id)
@@ -316,12 +297,16 @@ local function apply_options(id, options)
     redis.call('HSET', key, 'meta', '1')
     redis.call('SET', prefix .. 'meta:' .. id, options.meta)
   end
-  if options.batch then
-    redis.call('HSET', key, 'batch', options.batch)
-    add_to_batch(id, options.batch)
+  if batch then
+    redis.call('HSET', key, 'batch', batch)
+    redis.call('HSETNX', prefix .. 'batch:' .. batch, 'created', now)
+    redis.call('RPUSH', prefix .. 'members:' .. batch, id)
+    redis.call('PERSIST', prefix .. 'batch:' .. batch)
+    redis.call('PERSIST', prefix .. 'members:' .. batch)
   end
-  local due = options.run_at_ms or now + (options.delay_ms or 0)
-  return due > now and due or nil
+  if due > now then redis.call('ZADD', prefix .. 'delayed', due, id) end
+  set_state(id, batch, false, due > now and 'delayed' or 'queued')
+  return due > now
 end
 
 -- nil -> queued, or delayed. 'created', 'exists' (the same job is known), 'conflict' (the id belongs to another one),
@@ -339,14 +324,10 @@ local function create_job(id, digest, body, cost, seed, tenant, priority, is_str
   create_record(id, digest, serial, 'tenant', tenant, 'priority', priority, 'cost', cost, 'seed', seed,
     'stream', is_streamed, 'state', 'queued')
   redis.call('SET', prefix .. 'body:' .. id, body)
-  local due = options ~= NO_OPTIONS and apply_options(id, options)
+  local is_delayed = options ~= NO_OPTIONS and apply_options(id, options)
   local arrivals = arrivals_of(tenant)
   arrivals.num_jobs, arrivals.num_tokens = arrivals.num_jobs + 1, arrivals.num_tokens + cost
-  if due then
-    set_state(id, options.batch, false, 'delayed')
-    redis.call('ZADD', prefix .. 'delayed', due, id)
-  else
-    if options.batch then set_state(id, options.batch, false, 'queued') end
+  if not is_delayed then
     local ready = arrivals.ready
     ready[#ready + 1], ready[#ready + 2] = priority, ready_member(id, serial)
   end
