@@ -187,7 +187,7 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
-    for part, sentence in _IN_SCRIPTS.items():
+    for part, sentence in _BY_WORDS.items():
         if part in text:
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
     if isinstance(error, redis.ResponseError) and any(code in text for code in _CODES):
@@ -228,10 +228,11 @@ _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
     ),
 )
 
-# Servers before 7.0 wrap the error of a command in a script into text of their own.
-_IN_SCRIPTS = {
+# Told apart by their words alone. Servers before 7.0 wrap the error of a command in a script into text of their own.
+_BY_WORDS = {
     "ACL failure in script": _NOT_PERMITTED,
     "The user executing the script can't": _NOT_PERMITTED,
+    "DB index is out of range": "has no such database: check the number at the end of the URL",
     "-OOM ": _OUT_OF_MEMORY,
     "-READONLY ": _READ_ONLY,
 }

@@ -8,9 +8,9 @@ export class Redis {
   #arrived = () => {};
   #failure = null;
 
-  /** redis://host:port/db, or unix:///path/to/socket */
+  /** redis://user:password@host:port/db, or unix:///path/to/socket */
   static async connect(url) {
-    const { protocol, hostname, port, pathname } = new URL(url);
+    const { protocol, hostname, port, pathname, username, password } = new URL(url);
     const place = protocol === "unix:" ? { path: pathname } : { host: hostname, port: Number(port || 6379) };
     const redis = new Redis();
     redis.#socket = net.connect(place);
@@ -25,6 +25,9 @@ export class Redis {
         redis.#arrived();
       });
     }
+    const login = [username, password].filter(Boolean).map(decodeURIComponent);
+    if (login.length) await redis.command("AUTH", ...login);
+    if (protocol !== "unix:" && pathname.length > 1) await redis.command("SELECT", pathname.slice(1));
     return redis;
   }
 

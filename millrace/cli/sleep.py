@@ -33,7 +33,7 @@ def add_parsers(verbs: Verbs) -> None:
     for parser in (sleep, wake):
         parser.add_argument("--engine", metavar="ID", help="one engine, as `millrace stats` names it (default: all)")
         parser.add_argument(
-            "--timeout-s",
+            "--timeout",
             type=seconds,
             default=300.0,
             metavar="SECONDS",
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     """Tell the engines, wait until they have done it, and print who they are."""
     with open_client(args) as client:
         told = client.sleep(args.level, engine_id=args.engine) if args.level else client.wake(engine_id=args.engine)
-        if args.timeout_s > 0:
-            _wait(client, told, args.level, time.monotonic() + args.timeout_s)
+        if args.timeout > 0:
+            _wait(client, told, args.level, time.monotonic() + args.timeout)
     for engine_id in told:
         if args.json:
             print_json({"engine": engine_id})

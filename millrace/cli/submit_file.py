@@ -57,7 +57,7 @@ def submit_file(
                 print(job_id)
     status = _print_results(client, ids, timeout_s) if has_to_wait else OK
     if submission.num_refused:
-        remark(f"{submission.num_submitted} jobs submitted, {submission.num_refused} lines refused")
+        remark(f"jobs submitted: {submission.num_submitted}, lines refused: {submission.num_refused}")
         return INVALID
     return status
 

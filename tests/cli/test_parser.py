@@ -86,7 +86,7 @@ def test_the_version_is_printed() -> None:
         ("submit", "hello", "--priority", "1.5"),
         ("submit", "hello", "--wait", "--timeout", "nan"),
         ("submit", "hello", "--timeout", "5"),
-        ("sleep", "--timeout-s", "nan"),
+        ("sleep", "--timeout", "nan"),
         ("ls", "--state", "sleeping"),
         ("ls", "--limit", "0"),
         ("sleep", "--level", "3"),

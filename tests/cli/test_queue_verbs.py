@@ -99,19 +99,19 @@ def test_a_server_that_cannot_make_it_durable_is_told(millrace: Command) -> None
 
 def test_engines_are_told_to_sleep_and_to_wake(millrace: Command, engine: EngineByHand) -> None:
     engine.claim()
-    assert millrace("sleep", "--level", "2", "--timeout-s", "0").out == "by-hand\n"
-    assert millrace("sleep", "--level", "2", "--timeout-s", "0", "--json").out == '{"engine":"by-hand"}\n'
+    assert millrace("sleep", "--level", "2", "--timeout", "0").out == "by-hand\n"
+    assert millrace("sleep", "--level", "2", "--timeout", "0", "--json").out == '{"engine":"by-hand"}\n'
     assert engine.hear() == "beat"
     assert engine.beat(sleep_level=0).sleep_level == 2
     assert "engine by-hand\tawake" in millrace("stats").out
-    late = millrace("sleep", "--level", "2", "--timeout-s", "0.1")
+    late = millrace("sleep", "--level", "2", "--timeout", "0.1")
     assert (late.status, late.out) == (5, "")
     assert late.err.startswith("millrace: not asleep yet: by-hand")
     engine.beat(sleep_level=2)
     assert millrace("sleep", "--engine", "by-hand").out == "by-hand\n", "it sleeps deep enough"
     assert "engine by-hand\tasleep, weights dropped" in millrace("stats").out
     assert millrace("stats", "--json").json_lines()[0]["sleep_levels"] == {"by-hand": 2}
-    assert millrace("wake", "--engine", "by-hand", "--timeout-s", "0").status == 0
+    assert millrace("wake", "--engine", "by-hand", "--timeout", "0").status == 0
     assert engine.beat(sleep_level=2).sleep_level == 0
 
 

@@ -50,7 +50,7 @@ def test_a_bad_line_is_named_and_stops_nothing(millrace: Command, tmp_path: Path
     *complaints, last = ran.err.splitlines()
     numbers = [int(line.removeprefix("millrace: line ").partition(":")[0]) for line in complaints]
     assert sorted(numbers) == [2, 4, 5, 6, 7, 8, 9, 11]
-    assert last == "millrace: 3 jobs submitted, 8 lines refused"
+    assert last == "millrace: jobs submitted: 3, lines refused: 8"
 
 
 def test_a_line_that_the_server_refuses_stops_nothing_either(millrace: Command, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_line_that_the_server_refuses_stops_nothing_either(millrace: Command, 
     first, second, last = ran.err.splitlines()
     assert first.startswith("millrace: line 4: deadline_s: is over before job 'late'")
     assert second.startswith("millrace: line 602: deadline_s: is over before job 'later'")
-    assert last == "millrace: 600 jobs submitted, 2 lines refused"
+    assert last == "millrace: jobs submitted: 600, lines refused: 2"
 
 
 def test_lines_with_one_id_are_judged_each_by_itself(millrace: Command, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_lines_with_one_id_are_judged_each_by_itself(millrace: Command, tmp_path
     conflict, other, last = ran.err.splitlines()
     assert conflict.startswith("millrace: line 2: id: already taken")
     assert other.startswith("millrace: line 3: id: already taken")  # by line 4, which came in with it
-    assert last == "millrace: 2 jobs submitted, 2 lines refused"
+    assert last == "millrace: jobs submitted: 2, lines refused: 2"
 
 
 def test_at_a_limit_every_line_that_is_not_in_the_queue_is_named(

@@ -90,6 +90,23 @@ def test_a_job_from_node(server: EmbeddedServer) -> None:
 
 
 @needs_node
+def test_node_takes_login_and_database_from_the_url(server: EmbeddedServer) -> None:
+    script = """
+    import { Redis } from "./examples/node/redis.js";
+    const redis = await Redis.connect(process.argv[1]);
+    await redis.command("SET", "who", "node");
+    redis.close();
+    """
+    with connect(server.url) as admin:
+        admin.execute_command("ACL SETUSER", "app", "on", ">p@ss word", "~*", "+@all")
+    url = server.url.replace("redis://", "redis://app:p%40ss%20word@").removesuffix("/0") + "/3"
+    ran = run(NODE or "", "--input-type=module", "--eval", script, url)
+    assert ran.returncode == 0, ran.stderr
+    with connect(url) as client:
+        assert client.get("who") == b"node"
+
+
+@needs_node
 def test_node_and_python_agree_on_the_digest(server: EmbeddedServer) -> None:
     script = """
     import { Millrace } from "./examples/node/millrace.js";

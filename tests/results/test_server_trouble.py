@@ -123,6 +123,7 @@ def test_a_command_at_fault_is_an_error_of_its_own(queue: JobQueue, redis_url: s
         ("MOVED 3999 127.0.0.1:6381", "cannot do this now: MOVED"),
         ("CLUSTERDOWN The cluster is down", "cannot do this now: CLUSTERDOWN"),
         ("ERR Error running script: -OOM command not allowed", "is out of memory"),
+        ("DB index is out of range", "has no such database"),
         ("ERR wrong number of arguments", None),
         ("ACL failure in script: User app has no permissions", "does not permit this"),
     ],
