@@ -24,6 +24,19 @@ def wait_until(is_true: Callable[[], object], limit_s: float = 30.0, what: str =
         time.sleep(0.02)
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that it has started, but for the brooms of directories and what has not become a program of its own."""
+
+    def command(pid: int | str) -> bytes:
+        try:
+            return Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return b""
+
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(one) for one in children if command(one) != command(pid) and not command(one).startswith(b"/bin/sh")]
+
+
 class LoggedProcess:
     """Owns one `python -P -m <module>` from `with` to the end of its block, and the file that takes its words."""
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("producer", "engine_service", "executor", "worker", "results", "millrace")
 
 MAY_IMPORT: dict[str, set[str]] = {
-    "results": {"msgspec", "redis"},
+    "results": {"hiredis", "msgspec", "redis"},
     "producer": {"msgspec", "redis", "results"},
     "executor": {"msgspec", "zmq"},
     "worker": {
@@ -39,6 +39,7 @@ MAY_BE_IMPORTED_BY: dict[str, tuple[str, ...]] = {
     "safetensors": ("worker/",),
     "zmq": ("executor/",),
     "rq": ("engine_service/doors/",),
+    "hiredis": ("results/held",),
     "prometheus_client": ("engine_service/",),
     "redis": ("producer/", "results/", "engine_service/intake", "engine_service/doors/", "millrace/embedded.py"),
 }

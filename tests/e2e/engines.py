@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from tests.processes import ROOT, LoggedProcess, wait_until
+from tests.processes import ROOT, LoggedProcess, children_of, wait_until
 
 __all__ = ["ROOT", "TINY", "EngineProcess", "wait_until"]
 
@@ -37,5 +37,4 @@ class EngineProcess(LoggedProcess):
 
     def worker_pids(self) -> list[int]:
         """Its worker processes, found as an operator would."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(pid) for pid in children.split()]
+        return children_of(self.process.pid)

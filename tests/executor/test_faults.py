@@ -38,7 +38,7 @@ from tests.executor.kinds import (
     worker_pids,
 )
 from tests.executor.rude_worker import LARGEST_FRAME, NONSENSE
-from tests.processes import wait_until
+from tests.processes import children_of, wait_until
 
 TWO = {"tensor_parallel_size": 2}
 
@@ -337,8 +337,7 @@ def test_an_engine_that_is_killed_leaves_no_worker_and_no_file(tmp_path: Path) -
         try:
             wait_until(Path(fault.rpartition("=")[2]).exists, what="the fault")
             wait_until(lambda: not any(temporary.iterdir()), 10, "an empty directory")
-            pids = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-            fds = [os.pidfd_open(int(pid)) for pid in pids]
+            fds = [os.pidfd_open(pid) for pid in children_of(parent.pid)]
         finally:
             parent.kill()
             parent.wait()
