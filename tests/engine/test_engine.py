@@ -227,19 +227,27 @@ def test_after_an_interruption_the_engine_can_be_used_again(
 ) -> None:
     engine = build(pipeline_parallel_size=num_stages)
     engine.start()
-    interrupted = [generation(number) for number in range(1, 5)]
-    for method in ("execute_model", "pump"):
+    for first_id, method in ((1, "execute_model"), (11, "pump")):
         with monkeypatch.context() as patch:
             patch.setattr(MultiprocExecutor, method, interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                run(engine, interrupted)
-        for one in interrupted:
-            engine.abort(one)
-        interrupted = [generation(number) for number in range(11, 15)]
+            run_into_interruption(engine, first_id)
+    run_undisturbed(engine)
+    assert engine.metrics().executor.num_restarts == 0
+
+
+def run_into_interruption(engine: Engine, first_id: int = 1) -> None:
+    """Four generations, given up when the interruption has come."""
+    interrupted = [generation(number) for number in range(first_id, first_id + 4)]
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, interrupted)
+    for one in interrupted:
+        engine.abort(one)
+
+
+def run_undisturbed(engine: Engine) -> None:
     generations = [generation(number) for number in range(21, 25)]
     run(engine, generations)
     assert_undisturbed(generations)
-    assert engine.metrics().executor.num_restarts == 0
 
 
 @stages
@@ -264,14 +272,8 @@ def test_ranks_that_an_interruption_left_out_of_step_are_replaced(
     engine.start()
     with monkeypatch.context() as patch:
         patch.setattr(Channel, moment, {"send": send_to_all_but_the_last, "receive": receive_and_stop}[moment])
-        interrupted = [generation(number) for number in range(1, 5)]
-        with pytest.raises(KeyboardInterrupt):
-            run(engine, interrupted)
-    for one in interrupted:
-        engine.abort(one)
-    generations = [generation(number) for number in range(21, 25)]
-    run(engine, generations)
-    assert_undisturbed(generations)
+        run_into_interruption(engine)
+    run_undisturbed(engine)
     assert engine.metrics().executor.num_restarts == 1
 
 
@@ -281,16 +283,10 @@ def test_an_interruption_while_a_step_is_taken_in_costs_no_later_one(
 ) -> None:
     engine = build(pipeline_parallel_size=num_stages)
     engine.start()
-    interrupted = [generation(number) for number in range(1, 5)]
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "apply", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            run(engine, interrupted)
-    for one in interrupted:
-        engine.abort(one)
-    generations = [generation(number) for number in range(21, 25)]
-    run(engine, generations)
-    assert_undisturbed(generations)
+        run_into_interruption(engine)
+    run_undisturbed(engine)
 
 
 def test_what_workers_are_to_forget_outlives_an_interruption(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
