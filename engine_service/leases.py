@@ -134,7 +134,9 @@ class Leases:
             self._hurry.clear()
             next_beat = time.monotonic() + interval_s
             try:
-                self._beat()
+                news = self._beat()
+                # Whoever looks when an engine's time is over has its jobs back within the limit, not some time after it.
+                next_beat = min(next_beat, time.monotonic() + (news.next_lapse_ms + 1) / 1000)
                 if time.monotonic() >= self._recover_from_s:
                     self._recover()
             except QueueError as error:
@@ -150,13 +152,14 @@ class Leases:
             if recovered:
                 logger.warning("recovered %d jobs of dead engines", recovered)
 
-    def _beat(self) -> None:
+    def _beat(self) -> Reconciliation:
         with self._calls:
             news = self._heartbeat()
             with self._table:
                 for job_id in news.lost:
                     self._held.pop(job_id, None)
             self._on_news(news)  # before the next claim can bring one of them back
+            return news
 
     def _heartbeat(self) -> Reconciliation:
         with self._table:

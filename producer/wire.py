@@ -110,11 +110,15 @@ def _too_deep() -> InvalidRequest:
 
 
 def refusal(job_id: str, outcome: str) -> InvalidRequest | None:
-    """What the queue's answer "invalid <field>" says of a job; None for any other answer.
+    """What the queue's answers "invalid <field>" and "oversized <limit> <value>" say of a job; None for any other answer.
 
-    A request that was checked gets it for its times alone: run_at is compared by the server, whose clock counts.
+    A request that was checked is invalid for its times alone: run_at is compared by the server, whose clock counts.
     """
     word, _, field = outcome.partition(" ")
+    if word == "oversized":
+        limit, _, value = field.partition(" ")
+        rule = f"the prompt and max_tokens of job {job_id!r} are more tokens than {limit} of the queue ever lets in, {value}"
+        return InvalidRequest("max_tokens", f"{rule}; ask for fewer, or raise {limit} in the queue's settings")
     if word != "invalid":
         return None
     if field == "deadline_ms":

@@ -172,6 +172,8 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
     """Their deadline has passed: end them as expired."""
     sleep_level: int = 0
     """How the engine shall sleep: 0 (not at all), 1 or 2."""
+    next_lapse_ms: int = 2**31
+    """When the next engine counts as dead, if it is silent until then."""
 
 
 SignalKind = Literal["cancel", "watch", "expire"]

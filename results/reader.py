@@ -96,7 +96,8 @@ class EventFollower:
         self._last_id = after or START
         self._num_tokens: int | None = None if after else 0  # read so far; None: unknown, after a resumption
         self._num_chars: int | None = None if after else 0
-        self._asks_for: Literal["watch", "trimmed", "entries"] = "watch"
+        self._asks_for: Literal["watch", "trimmed", "entries", "resumption"] = "watch"
+        self._can_resume = False
         self._must_fill = False
         self._has_ended = False
         self._is_at_end = False  # behind the terminal entry, or the stream has expired meanwhile: another look tells
@@ -109,9 +110,14 @@ class EventFollower:
         if self._must_fill:
             self._asks_for = "trimmed"
             return [commands.trimmed(self._keys, self._job_id)]
+        stream = self._keys.result(self._job_id)
+        if self._can_resume:  # entries tell by their offset what is missing; the first ones, which follow any, do not
+            self._asks_for = "resumption"
+            read = commands.read_stream(stream, self._last_id, MAX_ENTRIES, None)
+            return [read, commands.watch(self._keys, self._job_id)]
         self._asks_for = "entries"
         block_ms = None if self._has_ended else int(BLOCK_LIMIT_S * 1000)
-        return [commands.read_stream(self._keys.result(self._job_id), self._last_id, MAX_ENTRIES, block_ms)]
+        return [commands.read_stream(stream, self._last_id, MAX_ENTRIES, block_ms)]
 
     def feed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
         match self._asks_for:
@@ -121,7 +127,13 @@ class EventFollower:
             case "trimmed":
                 return [self._take_trimmed(*answers[0])]
             case "entries":
-                return self._take_entries(replies.stream_entries(answers[0]))
+                entries = replies.stream_entries(answers[0])
+                self._can_resume = self._num_tokens is None and bool(entries)
+                return [] if self._can_resume else self._take_entries(entries)
+            case "resumption":
+                self._can_resume = False
+                self._take_watch(answers[1])
+                return [] if self._must_fill else self._take_entries(replies.stream_entries(answers[0]))
 
     def _take_watch(self, answer: Reply) -> None:
         if answer is None:

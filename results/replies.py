@@ -81,9 +81,16 @@ _INTEGER = re.compile(rb"-?\d{1,20}")
 
 
 def reconciliation(reply: list[Any]) -> Reconciliation:
-    *jobs, sleep_level = reply
+    *jobs, sleep_level, next_lapse_ms = reply
     lost, cancelled, watched, expired = ([JobId(job_id) for job_id in words(part)] for part in jobs)
-    return Reconciliation(lost=lost, cancelled=cancelled, watched=watched, expired=expired, sleep_level=sleep_level)
+    return Reconciliation(
+        lost=lost,
+        cancelled=cancelled,
+        watched=watched,
+        expired=expired,
+        sleep_level=sleep_level,
+        next_lapse_ms=next_lapse_ms,
+    )
 
 
 def signal(reply: tuple[bytes, bytes] | None, wake_key: str) -> Signal | Literal["wake", "beat"] | None:

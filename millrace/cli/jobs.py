@@ -63,8 +63,10 @@ def follow(client: Client, job_id: str, *, after: str | None = None, as_json: bo
     for event in client.stream(job_id, after=after):
         if as_json:
             print_json(event)
-        else:
-            print_text(event.text)
+            continue
+        if event.is_restart:
+            remark(f"the stream of job {job_id!r} has lost events after {after}: here is all of it, from the beginning")
+        print_text(event.text)
     if not as_json:
         print_text("\n")
     return end_of(client.get(job_id))

@@ -208,7 +208,15 @@ local function arrivals_of(tenant)
   return arrived[tenant]
 end
 
--- The first limit of this queue that one more job would break, as "full <setting> <value>"; nil where it has room.
+-- Anything in any language may call `submit`, and what is written by half can't be taken back: so all is looked at before.
+local find = string.find
+local NAME, DIGITS = '^[A-Za-z0-9._-]+$', '^-?%d+$'
+local function is_name(text, max_bytes)
+  return #text <= max_bytes and find(text, NAME) ~= nil
+end
+
+-- The first limit of this queue that one more job would break: "full <setting> <value>", or "oversized <setting> <value>"
+-- where the job would break it in an empty queue too. nil where there is room.
 local limits
 local function limit_reached(tenant, cost)
   limits = limits or redis.call('HMGET', prefix .. 'settings', 'max_queued_jobs', 'max_queued_tokens',
@@ -224,15 +232,11 @@ local function limit_reached(tenant, cost)
     (waiting[2] or 0) + own.num_jobs + 1, (waiting[3] or 0) + own.num_tokens + cost}
   for i, name in ipairs({'max_queued_jobs', 'max_queued_tokens', 'tenant_max_queued_jobs', 'tenant_max_queued_tokens'}) do
     local limit = tonumber(limits[i] or nil)
-    if limit and would_be[i] > limit then return 'full ' .. name .. ' ' .. limits[i] end
+    if limit and would_be[i] > limit then
+      local is_hopeless = find(name, 'tokens') and tonumber(cost) > limit
+      return (is_hopeless and 'oversized ' or 'full ') .. name .. ' ' .. limits[i]
+    end
   end
-end
-
--- Anything in any language may call `submit`, and what is written by half can't be taken back: so all is looked at before.
-local find = string.find
-local NAME, DIGITS = '^[A-Za-z0-9._-]+$', '^-?%d+$'
-local function is_name(text, max_bytes)
-  return #text <= max_bytes and find(text, NAME) ~= nil
 end
 
 -- The first of a job's arguments that no job can have; nil where there is none. The numbers have to be plain digits, since
@@ -310,7 +314,7 @@ local function apply_options(id, options)
 end
 
 -- nil -> queued, or delayed. 'created', 'exists' (the same job is known), 'conflict' (the id belongs to another one),
--- 'full ...', or 'invalid <field>'. The caller ends with `line_up`.
+-- 'full ...', 'oversized ...', or 'invalid <field>'. The caller ends with `line_up`.
 local function create_job(id, digest, body, cost, seed, tenant, priority, is_streamed, options_json)
   local known = redis.call('HGET', prefix .. 'job:' .. id, 'digest')
   if known then return known == digest and 'exists' or 'conflict' end
@@ -463,17 +467,58 @@ local function give_back_unharmed(id, engine, delay_ms)
   if record(id, 'attempt')[1] then redis.call('HINCRBY', prefix .. 'job:' .. id, 'attempt', -1) end
 end
 
+-- --- estimates -----------------------------------------------------------------------------------------------------
+
 -- Real throughput: completions in a millisecond, over the last of them. nil where nothing has been completed lately.
+-- MAX_PAGES: many that never began may have ended in between.
+local MAX_COMPLETIONS, MAX_PAGES = 500, 10
 local function jobs_per_ms()
-  local earliest, num_completed = now - 600000, 0
-  for _, entry in ipairs(redis.call('XREVRANGE', prefix .. 'done', '+', earliest, 'COUNT', 500)) do
-    local state = entry[2][4]
-    if state == 'finished' or state == 'failed' then
-      num_completed = num_completed + 1
-      earliest = tonumber(string.match(entry[1], '^%d+'))
+  local oldest, latest = now - 600000, '+'
+  local num_completed, earliest_id = 0, nil
+  for _ = 1, MAX_PAGES do
+    local entries = redis.call('XREVRANGE', prefix .. 'done', latest, oldest, 'COUNT', MAX_COMPLETIONS)
+    for _, entry in ipairs(entries) do
+      local state = entry[2][4]
+      if num_completed < MAX_COMPLETIONS and (state == 'finished' or state == 'failed') then
+        num_completed, earliest_id = num_completed + 1, entry[2][2]
+      end
+    end
+    if #entries < MAX_COMPLETIONS or num_completed == MAX_COMPLETIONS then break end
+    latest = '(' .. entries[#entries][1]
+  end
+  if not earliest_id then return nil end
+  local started, ended = unpack(record(earliest_id, 'started', 'ended'))
+  local span = now - whole_number(ended, now)
+  -- An engine may end many jobs in one moment: where they are all that there is, that took as long as the earliest ran.
+  if num_completed < MAX_COMPLETIONS and started and ended then span = math.max(span, ended - started) end
+  return num_completed / math.max(1, span)
+end
+
+-- A tenant's line: its jobs, what one of them costs on average, its virtual time and its weight.
+local function line_of(tenant, time)
+  local waiting = redis.call('HMGET', prefix .. 'waiting', tenant .. ':jobs', tenant .. ':tokens')
+  local num_jobs, num_tokens = tonumber(waiting[1] or 0), tonumber(waiting[2] or 0)
+  return {num_jobs = redis.call('ZCARD', prefix .. 'ready:' .. tenant), time = tonumber(time),
+    job_cost = num_jobs > 0 and math.max(1, num_tokens / num_jobs) or 1, weight = weight_of(tenant)}
+end
+
+-- How many jobs are likely to begin before a queued one. Fair share serves the other tenants until they are where this one
+-- will be when the job's turn comes.
+local MAX_TENANTS = 64  -- that the estimate looks at
+local function count_ahead(id, tenant, serial)
+  local rank = redis.call('ZRANK', prefix .. 'ready:' .. tenant, ready_member(id, serial)) or 0
+  local own = line_of(tenant, redis.call('ZSCORE', prefix .. 'tenants', tenant) or 0)
+  local turn = own.time + rank * own.job_cost / own.weight
+  local tenants = redis.call('ZRANGE', prefix .. 'tenants', 0, MAX_TENANTS - 1, 'WITHSCORES')
+  local num_ahead = rank
+  for i = 1, #tenants, 2 do
+    if tenants[i] ~= tenant then
+      local other = line_of(tenants[i], tenants[i + 1])
+      local num_served = math.ceil(math.max(0, turn - other.time) * other.weight / other.job_cost)
+      num_ahead = num_ahead + math.min(other.num_jobs, num_served)
     end
   end
-  return num_completed > 0 and num_completed / math.max(1, now - earliest) or nil
+  return num_ahead
 end
 
 -- --- what time brings ----------------------------------------------------------------------------------------------

@@ -2,14 +2,38 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  1 the batch
 -- Returns nil (unknown) or an array: created ms, queued, delayed, running, finished, failed, cancelled, expired, and the
---       milliseconds until all of it has ended at the pace of the last completions, -1 where that is not known
+--       milliseconds until all of it has ended, as far as the pace of the last completions and what is in front of its
+--       latest jobs tell; -1 where that is not known
 
-local key = prefix .. 'batch:' .. ARGV[1]
+local MAX_LATEST = 256
+local batch = ARGV[1]
+
+-- For its latest jobs, which are likely to be its last: how many begin before the last of them in line, and when the last
+-- of the delayed ones is due.
+local function latest_begin()
+  local num_ahead, due = nil, now
+  local ids = redis.call('LRANGE', prefix .. 'members:' .. batch, -MAX_LATEST, -1)
+  for i = #ids, 1, -1 do
+    local state, tenant, serial = unpack(record(ids[i], 'state', 'tenant', 'serial'))
+    if state == 'delayed' then
+      due = math.max(due, tonumber(redis.call('ZSCORE', prefix .. 'delayed', ids[i]) or 0))
+    elseif state == 'queued' and not num_ahead then
+      num_ahead = count_ahead(ids[i], tenant, serial)
+    end
+  end
+  return num_ahead or 0, due
+end
+
+local key = prefix .. 'batch:' .. batch
 if redis.call('EXISTS', key) == 0 then return false end
 local names = {'created', 'queued', 'delayed', 'running', 'finished', 'failed', 'cancelled', 'expired'}
 local reply = {}
 for i, count in ipairs(redis.call('HMGET', key, unpack(names))) do reply[i] = tonumber(count or 0) end
 local num_open = reply[2] + reply[3] + reply[4]
-local pace = num_open > 0 and jobs_per_ms()
-reply[9] = num_open == 0 and 0 or pace and not is_paused() and math.ceil(num_open / pace) or -1
+local pace = num_open > 0 and not is_paused() and jobs_per_ms()
+reply[9] = num_open == 0 and 0 or -1
+if pace then
+  local num_ahead, due = latest_begin()
+  reply[9] = math.ceil(math.max(math.max(num_open, num_ahead + 1) / pace, due - now + 1 / pace))
+end
 return reply

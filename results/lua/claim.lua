@@ -24,10 +24,11 @@ local MAX_LOOKED_AHEAD = 4  -- in the line of one tenant, when others wait for t
 -- A fingerprint is written with the first tokens: without one there is no checkpoint to read.
 local function read_job(id)
   local f = record(id, 'tenant', 'cost', 'crashes', 'fingerprint', 'published', 'attempt', 'seed', 'created', 'stream',
-    'started', 'batch', 'v', 'watched')
+    'started', 'batch', 'v', 'watched', 'deadline')
   return {id = id, tenant = f[1], cost = whole_number(f[2], 0), crashes = whole_number(f[3], 0),
     fingerprint = f[4], published = whole_number(f[5], 0), attempt = whole_number(f[6], 0), seed = f[7], created = f[8],
     stream = f[9], started = f[10], batch = f[11], protocol = f[12], watched = f[13],
+    deadline = tonumber(f[14] or nil),
     tokens = f[4] and redis.call('GET', prefix .. 'tokens:' .. id) or ''}
 end
 
@@ -97,6 +98,8 @@ end
 local function take_or_set_aside(job, tenant)
   if not job.tenant then  -- the record is gone: somebody has deleted it
     count_waiting(tenant, -1, 0)
+  elseif job.deadline and job.deadline <= now then  -- after a time without engines there may be more than are swept at once
+    end_job(job.id, 'expired', 'expired')
   elseif fits_this_model(job) then
     local lease = take(job)
     jobs[#jobs + 1] = describe(job, lease)

@@ -16,9 +16,8 @@ local function backoff_ms(num_retries, lease)
   return math.max(1, math.floor(full_ms * (0.5 + 0.5 * share)))
 end
 
-local function is_tried_again(state, num_retries, max_retries, cancel, expire)
-  return state == 'failed' and ARGV[8] == '1' and not cancel and not expire
-    and num_retries < tonumber(max_retries or DEFAULT_RETRIES)
+local function may_pass(state)
+  return state == 'failed' and ARGV[8] == '1'
 end
 
 go_on_when_out_of_memory()
@@ -33,7 +32,11 @@ if owner_lease ~= lease then return refuse_stale_write() end
 if from ~= 'running' then return 'already' end
 
 local num_retries = tonumber(retries or 0)
-if is_tried_again(state, num_retries, max_retries, cancel, expire) then
+if may_pass(state) and (cancel or expire) then  -- it would not have been tried again
+  give_back(id, engine, 0)
+  return 'ok'
+end
+if may_pass(state) and num_retries < tonumber(max_retries or DEFAULT_RETRIES) then
   redis.call('HSET', prefix .. 'job:' .. id, 'retries', num_retries + 1)
   give_back(id, engine, backoff_ms(num_retries, lease))
   return 'retrying'

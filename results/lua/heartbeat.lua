@@ -6,7 +6,7 @@
 -- ARGV  1 engine id, 2 how long the engine counts as alive in ms, 3 how it sleeps: "0" (not at all), "1" or "2", then for
 --       each job it holds 2 values: id, lease
 -- Returns an array: four arrays of job ids (lost, to be cancelled, watched, past their deadline), then how the engine
---       shall sleep, 0 to 2
+--       shall sleep, 0 to 2, then the milliseconds until the next engine that is alive counts as dead, if it is silent
 
 go_on_when_out_of_memory()
 local engine = ARGV[1]
@@ -48,6 +48,12 @@ for _, id in ipairs(redis.call('SMEMBERS', prefix .. 'leases:' .. engine)) do
 end
 redis.call('HSET', heartbeat, 'missed', table.concat(missed), 'asleep', ARGV[3])
 
+local next_lapse_ms = tonumber(ARGV[2])
+for _, other in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do
+  local left_ms = redis.call('PTTL', prefix .. 'engine:' .. other)
+  if left_ms > 0 then next_lapse_ms = math.min(next_lapse_ms, left_ms) end  -- else it is dead already
+end
+
 promote_due()
 if num_ready() > 0 and not is_paused() and redis.call('EXISTS', prefix .. 'wake') == 0 then wake(1) end
-return {lost, cancelled, watched, expired, tonumber(redis.call('HGET', heartbeat, 'sleep') or 0)}
+return {lost, cancelled, watched, expired, tonumber(redis.call('HGET', heartbeat, 'sleep') or 0), next_lapse_ms}

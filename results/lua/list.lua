@@ -4,9 +4,14 @@
 -- Returns an array of job ids; there may be more
 
 local state, limit = ARGV[1], tonumber(ARGV[2])
-local ids = {}
+local ids, is_listed = {}, {}
 local function add(id)
-  if #ids < limit then ids[#ids + 1] = id end
+  if #ids == limit or is_listed[id] then return end
+  ids[#ids + 1], is_listed[id] = id, true
+end
+
+local function add_known(id)
+  if redis.call('EXISTS', prefix .. 'job:' .. id) == 1 then add(id) end
 end
 
 if state == 'queued' then
@@ -22,8 +27,11 @@ elseif state == 'running' then
     for _, id in ipairs(redis.call('SRANDMEMBER', prefix .. 'leases:' .. engine, limit)) do add(id) end
   end
 else
+  if state == 'failed' then  -- the dead letters; what has been redriven is in `done` alone, which reaches less far back
+    for _, id in ipairs(redis.call('ZRANGE', prefix .. 'dead', 0, limit - 1, 'REV')) do add_known(id) end
+  end
   for _, entry in ipairs(redis.call('XREVRANGE', prefix .. 'done', '+', '-', 'COUNT', math.min(limit * 20, 20000))) do
-    if entry[2][4] == state and redis.call('EXISTS', prefix .. 'job:' .. entry[2][2]) == 1 then add(entry[2][2]) end
+    if entry[2][4] == state then add_known(entry[2][2]) end
   end
 end
 return ids

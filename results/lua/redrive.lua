@@ -19,7 +19,7 @@ end
 
 local id = ARGV[1]
 local f = record(id, 'state', 'digest', 'cost', 'seed', 'tenant', 'priority', 'stream', 'redrive_of', 'redriven_as',
-  'created', 'deadline', 'max_retries', 'batch')
+  'created', 'deadline', 'max_retries', 'batch', 'v')
 local state = f[1]
 if not state then return false end
 if f[9] then
@@ -38,7 +38,7 @@ limits = {}  -- they are for new work; this was in the queue before
 local has_options = next(options) ~= nil
 local outcome = create_job(new_id, f[2], body, f[3], f[4], f[5], f[6], f[7], has_options and cjson.encode(options) or '')
 if outcome ~= 'created' then return {'no body', ''} end
-redis.call('HSET', prefix .. 'job:' .. new_id, 'redrive_of', id)
+redis.call('HSET', prefix .. 'job:' .. new_id, 'redrive_of', id, 'v', f[14] or PROTOCOL)  -- a body of a newer version stays one
 redis.call('HSET', prefix .. 'job:' .. id, 'redriven_as', new_id)
 redis.call('ZREM', prefix .. 'dead', id)
 line_up()

@@ -4,8 +4,9 @@
 --       The options are a JSON object with any of: delay_ms, run_at_ms, deadline_ms (from now), max_retries, meta (the
 --       text of a JSON object), batch
 -- Returns for each job "created", "exists" (the same body is known under the id), "conflict" (another body is) or
---       "full <limit> <value>" (not taken: the queue, or the tenant's part of it, is at that limit) or "invalid <field>"
---       (not taken: no job can have that argument or option; deadline_ms also where it ends before the job may begin)
+--       "full <limit> <value>" (not taken: the queue, or the tenant's part of it, is at that limit), "oversized <limit>
+--       <value>" (not taken: it alone costs more than that limit) or "invalid <field>" (not taken: no job can have that
+--       argument or option; deadline_ms also where it ends before the job may begin)
 
 if #ARGV % 9 ~= 0 then return redis.error_reply('ERR each job needs 9 values, got ' .. #ARGV .. ' in all') end
 local outcomes = {}

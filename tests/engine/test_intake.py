@@ -191,7 +191,7 @@ def test_what_has_to_wait_in_the_inbox_keeps_nobody_else_out(
     redis_client.hset(queue.keys.settings, limit, 1 if limit.endswith("jobs") else 40)
     submit(queue, "x", tenant="x", cost=10)
     for i in range(num_waiting):
-        redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"x%d","prompt":"x","tenant":"x","max_tokens":100}' % i})
+        redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"x%d","prompt":"x","tenant":"x","max_tokens":35}' % i})
     parts.inbox.start()
     redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"bad","prompt":""}'})
     redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"y","prompt":"y","tenant":"y","max_tokens":8}'})
@@ -275,12 +275,27 @@ def test_a_job_too_large_for_its_tenants_room_keeps_no_smaller_one_out(
 ) -> None:
     queue = connect_queue()
     redis_client.hset(queue.keys.settings, "tenant_max_queued_tokens", 40)
-    for name, max_tokens in (("large", 100), ("small", 8)):
+    submit(queue, "first", cost=10)
+    for name, max_tokens in (("large", 35), ("small", 8)):
         body = f'{{"id":"{name}","prompt":"x","max_tokens":{max_tokens}}}'
         redis_client.xadd(queue.keys.inbox, {"job": body})
     parts.inbox.start()
     wait_until(partial(redis_client.exists, queue.keys.job("small")))
     assert redis_client.xlen(queue.keys.inbox) == 1
+
+
+def test_a_job_for_which_there_never_is_room_fails(
+    parts: Parts, connect_queue: Connect, redis_client: redis.Redis
+) -> None:
+    queue = connect_queue()
+    redis_client.hset(queue.keys.settings, "max_queued_tokens", 40)
+    redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"large","prompt":"x","max_tokens":100}'})
+    parts.inbox.start()
+    wait_until(partial(redis_client.exists, queue.keys.job("large")))
+    job = queue.get("large")
+    assert job.error is not None
+    assert (job.state, job.error.kind, job.error.field) == ("failed", "invalid_request", "max_tokens")
+    assert redis_client.xlen(queue.keys.inbox) == 0
 
 
 def test_a_full_queue_leaves_the_inbox_as_it_is_until_there_is_room(

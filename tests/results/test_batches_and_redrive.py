@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 import pytest
 import redis
@@ -80,6 +82,41 @@ def test_a_delayed_job_begins_when_it_is_due_and_a_paused_queue_never(queue: Job
     engine.finish(engine.claim_one())
     queue.pause(True)
     assert queue.position("b").eta_s is None
+
+
+def test_a_batch_takes_as_long_as_what_is_in_front_of_it_and_as_its_delays(queue: JobQueue, engine: Engine) -> None:
+    queue.submit([submission(f"x{i}") for i in range(200)])
+    submit(queue, "b1", "b2", batch="b")
+    submit(queue, "late", batch="later", delay_ms=3_600_000)
+    assert queue.batch_status("b").eta_s is None, "nothing has ended yet"
+    for job in engine.claim(20):
+        engine.finish(job)
+    in_front, own = queue.position("b2").eta_s, queue.batch_status("b").eta_s
+    assert in_front is not None
+    assert own is not None
+    assert own >= 0.9 * in_front > 0
+    assert queue.batch_status("later").eta_s == pytest.approx(3600, abs=60)
+    queue.pause(True)
+    assert queue.batch_status("b").eta_s is None
+
+
+def test_jobs_that_end_in_one_moment_have_taken_their_time(queue: JobQueue, engine: Engine) -> None:
+    queue.submit([submission(f"x{i}") for i in range(40)])
+    jobs = engine.claim(8)
+    time.sleep(0.4)
+    for job in jobs:
+        engine.finish(job)
+    eta_s = queue.position("x39").eta_s
+    assert eta_s is not None
+    assert eta_s >= 0.4 * 31 / 8
+
+
+def test_many_cancellations_do_not_hide_the_pace(queue: JobQueue, engine: Engine) -> None:
+    queue.submit([submission(f"x{i}") for i in range(602)])
+    engine.finish(engine.claim_one())
+    for number in range(1, 601):
+        queue.cancel(f"x{number}")
+    assert queue.position("x601").eta_s is not None
 
 
 # --- redrive -------------------------------------------------------------------------------------------------------
@@ -184,3 +221,24 @@ def test_a_job_of_a_newer_producer_is_told_from_ours_given_back_and_kept_as_it_w
     assert msgspec.structs.replace(again, lease=new.lease) == new
     engine.finish(again)
     assert redis_client.hmget(queue.keys.job("new"), "v", "colour") == [b"2", b"red"]
+
+
+def test_a_redriven_job_of_a_newer_version_stays_one(queue: JobQueue, redis_client: redis.Redis) -> None:
+    submit(queue, "a")
+    redis_client.hset(queue.keys.job("a"), "v", 2)
+    queue.cancel("a")
+    assert redis_client.hget(queue.keys.job(queue.redrive("a")), "v") == b"2"
+
+
+def test_failed_jobs_are_listed_however_many_others_have_ended_since(queue: JobQueue, engine: Engine) -> None:
+    submit(queue, "a", "b")
+    for job in engine.claim():
+        engine.finish(job, state="failed")
+    queue.redrive("b")
+    assert {job.id for job in queue.list_jobs("failed", 10)} == {"a", "b"}
+    engine.finish(engine.claim_one())
+    for number in range(0, 1100, 100):
+        queue.submit([submission(f"x{i}") for i in range(number, number + 100)])
+        for job in engine.claim(100):
+            engine.finish(job)
+    assert [job.id for job in queue.list_jobs("failed", 10)] == ["a"]

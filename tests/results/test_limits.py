@@ -40,10 +40,19 @@ def test_a_limit_on_tokens_lets_a_smaller_job_in(queue: JobQueue, redis_client: 
 def test_each_tenant_has_its_own_part(queue: JobQueue, redis_client: redis.Redis) -> None:
     set_setting(queue, redis_client, "tenant_max_queued_jobs", 2)
     set_setting(queue, redis_client, "tenant_max_queued_tokens", 50)
-    jobs = [submission(f"x{i}", tenant="x") for i in range(3)] + [submission("y", tenant="y", cost=51)]
-    outcomes = queue.submit([*jobs, submission("y2", tenant="y", cost=50)])
-    full = ["full tenant_max_queued_jobs 2", "full tenant_max_queued_tokens 50"]
-    assert outcomes == ["created", "created", *full, "created"]
+    jobs = [submission(f"x{i}", tenant="x") for i in range(3)]
+    jobs += [submission(f"y{cost}", tenant="y", cost=cost) for cost in (40, 11, 10)]
+    full = ["full tenant_max_queued_jobs 2", "created", "full tenant_max_queued_tokens 50"]
+    assert queue.submit(jobs) == ["created", "created", *full, "created"]
+
+
+@pytest.mark.parametrize("limit", ["max_queued_tokens", "tenant_max_queued_tokens"])
+def test_who_alone_breaks_a_limit_is_told_that_waiting_is_no_use(
+    queue: JobQueue, redis_client: redis.Redis, limit: str
+) -> None:
+    set_setting(queue, redis_client, limit, 50)
+    jobs = [submission(f"j{cost}", cost=cost) for cost in (51, 50, 51)]
+    assert queue.submit(jobs) == [f"oversized {limit} 50", "created", f"oversized {limit} 50"]
 
 
 def test_what_comes_back_is_taken_in_any_case(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -194,12 +195,24 @@ def test_a_retry_goes_on_after_the_last_token_and_revises_nothing(
     assert queue.get("a").text == "xyzv"
 
 
-def test_a_job_whose_end_was_asked_for_is_not_tried_again(queue: JobQueue, engine: Engine) -> None:
+def test_a_job_whose_end_was_asked_for_is_not_tried_again_nor_a_dead_letter(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
     submit(queue, "a")
     job = engine.claim_one()
     queue.cancel("a")
     assert engine.finish(job, state="failed", is_retryable=True) == "ok"
-    assert queue.get("a").state == "failed"
+    assert (queue.get("a").state, queue.get("a").num_retries) == ("cancelled", 0)
+    assert redis_client.zcard(queue.keys.dead) == 0
+
+
+def test_more_jobs_than_are_swept_at_once_expire_when_the_first_engine_comes(queue: JobQueue, engine: Engine) -> None:
+    queue.submit([submission(f"late{i}", deadline_ms=1) for i in range(300)])
+    submit(queue, "a")
+    time.sleep(0.01)
+    assert [job.job_id for job in engine.claim(300)] == ["a"]
+    stats = queue.stats()
+    assert (stats.expired, stats.queued, stats.waiting_tokens) == (300, 0, 0)
 
 
 def test_jobs_that_fail_together_come_back_apart(queue: JobQueue, engine: Engine) -> None:
