@@ -10,6 +10,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     tokens:<id>            string  checkpoint: token ids, uint32 little-endian   append               like the result
     result:<id>            stream  events, then one terminal entry               append, finish       result TTL after end
     text:<id>              string  text of events that the stream has lost       append               like the result
+    watched:<id>           string  somebody reads the job live                   reader               as long as it said
     ready:<tenant>         zset    queued jobs, score priority, by age within    submit, release      while not empty
     tenants                zset    tenants with ready jobs, score virtual time   submit, claim        while not empty
     away                   zset    tenants without any, while others have some    submit, claim        until caught up
@@ -75,6 +76,9 @@ class QueueKeys:
 
     def meta(self, job_id: str) -> str:
         return self.prefix + "meta:" + job_id
+
+    def watched(self, job_id: str) -> str:
+        return self.prefix + "watched:" + job_id
 
     def ready(self, tenant: str) -> str:
         return self.prefix + "ready:" + tenant

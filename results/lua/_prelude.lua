@@ -83,9 +83,9 @@ local function signal(engine, word, id)
   redis.call('PEXPIRE', key, 60000)
 end
 
--- From the record's `stream` and `watched`.
-local function is_watched(is_streamed, watched_until)
-  return is_streamed == '1' or tonumber(watched_until or 0) > now
+-- Whether somebody reads a job live: from the start (the record's `stream`), or now.
+local function is_watched(id, is_streamed)
+  return is_streamed == '1' or redis.call('EXISTS', prefix .. 'watched:' .. id) == 1
 end
 
 -- --- the ready jobs of the tenants ---------------------------------------------------------------------------------

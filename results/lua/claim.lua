@@ -24,17 +24,16 @@ local MAX_LOOKED_AHEAD = 4  -- in the line of one tenant, when others wait for t
 -- A fingerprint is written with the first tokens: without one there is no checkpoint to read.
 local function read_job(id)
   local f = record(id, 'tenant', 'cost', 'crashes', 'fingerprint', 'published', 'attempt', 'seed', 'created', 'stream',
-    'started', 'batch', 'v', 'watched', 'deadline')
+    'started', 'batch', 'v', 'deadline')
   return {id = id, tenant = f[1], cost = whole_number(f[2], 0), crashes = whole_number(f[3], 0),
     fingerprint = f[4], published = whole_number(f[5], 0), attempt = whole_number(f[6], 0), seed = f[7], created = f[8],
-    stream = f[9], started = f[10], batch = f[11], protocol = f[12], watched = f[13],
-    deadline = tonumber(f[14] or nil),
+    stream = f[9], started = f[10], batch = f[11], protocol = f[12], deadline = tonumber(f[13] or nil),
     tokens = f[4] and redis.call('GET', prefix .. 'tokens:' .. id) or ''}
 end
 
 local function describe(job, lease)
   return {job.id, lease, job.attempt, redis.call('GET', prefix .. 'body:' .. job.id), job.seed, job.cost, job.crashes,
-    job.tokens, job.published, is_watched(job.stream, job.watched) and 1 or 0, job.created, job.protocol}
+    job.tokens, job.published, is_watched(job.id, job.stream) and 1 or 0, job.created, job.protocol}
 end
 
 local function repeat_claim(claimed)

@@ -26,10 +26,10 @@ for i = 4, #ARGV, 2 do
   if stand == 'stale' then
     lost[#lost + 1] = id
   elseif stand == 'owned' then
-    local fields = record(id, 'cancel', 'stream', 'expire', 'watched')
+    local fields = record(id, 'cancel', 'stream', 'expire')
     if fields[1] then cancelled[#cancelled + 1] = id end
     if fields[3] then expired[#expired + 1] = id end
-    if is_watched(fields[2], fields[4]) then watched[#watched + 1] = id end
+    if is_watched(id, fields[2]) then watched[#watched + 1] = id end
   end
 end
 

@@ -6,11 +6,11 @@
 
 go_on_when_out_of_memory()
 local id = ARGV[1]
-local fields = record(id, 'state', 'ended', 'engine', 'trimmed', 'trimmed_id', 'watched')
+local fields = record(id, 'state', 'ended', 'engine', 'trimmed', 'trimmed_id')
 if not fields[1] then return false end
 if not fields[2] then
-  local is_news = not is_watched(nil, fields[6])
-  redis.call('HSET', prefix .. 'job:' .. id, 'watched', now + ARGV[2])
+  local is_news = not is_watched(id)
+  redis.call('SET', prefix .. 'watched:' .. id, '1', 'PX', ARGV[2])
   if is_news and fields[3] then signal(fields[3], 'watch', id) end
 end
 local has_expired = fields[2] and redis.call('EXISTS', prefix .. 'result:' .. id) == 0

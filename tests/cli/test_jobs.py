@@ -8,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import redis
 
+from millrace import Client
 from millrace.cli import main
+from results.queue import JobQueue
 from tests.cli.command import ROOT, Command, environment, python, started
 from tests.cli.conftest import EngineByHand
+from tests.results.engines import Engine
 
 
 def test_a_submitted_job_can_be_looked_up(millrace: Command) -> None:
@@ -103,6 +107,23 @@ def test_what_is_no_event_cannot_be_gone_on_from(millrace: Command) -> None:
     ran = millrace("tail", "a", "--after", "yesterday")
     assert (ran.status, ran.out) == (2, "")
     assert ran.err.startswith("millrace: after: must be the id of an event")
+
+
+def test_a_text_that_begins_anew_says_so(millrace: Command, redis_client: redis.Redis, queue_name: str) -> None:
+    queue = JobQueue(redis_client, queue_name)
+    redis_client.hset(queue.keys.settings, "max_events", 4)
+    millrace("submit", "x", "--id", "a")
+    engine = Engine(queue)
+    job = engine.claim_one()
+    for number in range(2):
+        engine.show(job, number, [number], str(number))
+    place = next(Client(redis_client, queue_name).stream("a")).id
+    for number in range(2, 9):
+        engine.show(job, number, [number], str(number))
+    engine.finish(job)
+    ran = millrace("tail", "a", "--after", place)
+    assert ran.out == "012345678\n"
+    assert f"the stream of job 'a' has lost events after {place}: here is all of it" in ran.err
 
 
 def test_jobs_are_listed_by_state(millrace: Command, engine: EngineByHand) -> None:

@@ -73,6 +73,22 @@ def test_an_engine_that_was_cut_off_takes_no_jobs_of_others_that_were_too(
     assert other.finish(job) == "ok"
 
 
+def test_the_jobs_of_an_engine_that_falls_silent_are_taken_when_its_time_is_over(queue: JobQueue) -> None:
+    """And not only when this engine, whose own limit is longer, sends its next heartbeat: after 15 s."""
+    other = Engine(queue)
+    submit(queue, "a")
+    other.claim()
+    other.beat(300)
+    leases = Leases(queue, new_engine_id(), 60, pending=dict, on_news=lambda _: None, sleep_level=lambda: 0)
+    leases.start()
+    leases.beat_soon()  # the first after `start`, which tells when
+    limit_s = time.monotonic() + 10
+    while queue.get("a").state == "running":
+        assert time.monotonic() < limit_s
+        time.sleep(0.02)
+    leases.stop()
+
+
 def test_the_engine_loop_waits_for_no_call(queue: JobQueue, leases: Leases) -> None:
     submit(queue, "a")
     (job,) = leases.claim("c1", 1, 1000, FINGERPRINT).jobs

@@ -69,6 +69,9 @@ def test_each_user_can_do_its_part(url_of: dict[str, str]) -> None:
         producer.retry_all()
         producer.pause()
         producer.resume()
+        assert producer.sleep(1) == [engine.id]
+        assert producer.wake() == [engine.id]
+        assert producer.stats().sleep_levels == {engine.id: 0}
         producer.cancel_batch("b")
         reading = JobQueue(connect(url_of["reader"]))
         for state in ("queued", "delayed", "running", "failed"):
@@ -86,13 +89,25 @@ def test_nobody_can_do_more(url_of: dict[str, str], user: str) -> None:
         other.stats()
 
 
-def test_a_reader_cannot_submit_and_a_producer_cannot_claim(url_of: dict[str, str]) -> None:
+def test_a_reader_changes_no_job_and_a_producer_cannot_claim(url_of: dict[str, str]) -> None:
+    engine = Engine(JobQueue(connect(url_of["engine"])))
     with Client(url_of["producer"]) as producer:
-        producer.submit("x", job_id="theirs")
+        producer.submit("x", job_id="runs")
+        engine.claim_one()
+        producer.submit("x", job_id="waits")
     with Client(url_of["reader"]) as reader:
         with pytest.raises(RedisUnavailable, match="permit"):
             reader.submit("x", job_id="not-mine")
+        for job_id in ("runs", "waits"):
+            with pytest.raises(RedisUnavailable, match="permit"):
+                reader.cancel(job_id)
+            assert reader.get(job_id).state == ("running" if job_id == "runs" else "queued")
+        for change in (reader.pause, reader.resume, reader.sleep):
+            with pytest.raises(RedisUnavailable, match="permit"):
+                change()
+    by_hand = Transport(connect(url_of["reader"]))
+    for key in (engine.queue.keys.job("runs"), engine.queue.keys.body("waits"), engine.queue.keys.wake):
         with pytest.raises(RedisUnavailable, match="permit"):
-            reader.cancel("theirs")
+            by_hand.send(("DEL", key))
     with pytest.raises(RedisUnavailable, match="permit"):
         JobQueue(connect(url_of["producer"])).heartbeat(EngineId("thief"), 1000, {})

@@ -16,6 +16,7 @@ from millrace import (
     InvalidRequest,
     JobNotFound,
     QueueFull,
+    SamplingParams,
 )
 from producer.messages import parse_body
 from results.queue import JobQueue
@@ -91,6 +92,19 @@ def test_a_full_queue_says_which_limit_and_what_got_in(
         client.get("one-more")
     redis_client.hdel(queue.keys.settings, "max_queued_jobs")
     assert len(client.submit_many(requests(1000))) == 1000
+
+
+def test_a_job_for_which_there_never_is_room_is_refused_and_costs_the_others_nothing(
+    client: Client, queue: JobQueue, redis_client: redis.Redis
+) -> None:
+    redis_client.hset(queue.keys.settings, "max_queued_tokens", 50)
+    told = r"^max_tokens: .* job 'large' are more tokens than max_queued_tokens of the queue ever lets in, 50; ask for"
+    large = GenerationRequest(id="large", prompt="x", sampling=SamplingParams(max_tokens=100))
+    with pytest.raises(InvalidRequest, match=told):
+        client.submit("x", job_id="large", max_tokens=100)
+    with pytest.raises(InvalidRequest, match=told) as caught:
+        client.submit_many([*requests(1, "a"), large, *requests(1, "b")])
+    assert (caught.value.index, caught.value.job_ids) == (1, ["a0", "b0"])
 
 
 def test_an_id_that_got_in_once_is_named_although_it_conflicts_later(

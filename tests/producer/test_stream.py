@@ -11,7 +11,8 @@ from millrace import Client, InvalidRequest
 from results.errors import ResultExpired
 from results.messages import Event, Signal, StreamEvent
 from results.queue import JobQueue
-from results.reader import MAX_ENTRIES
+from results.reader import MAX_ENTRIES, EventFollower
+from results.transport import Transport
 from tests.results.engines import Engine
 
 
@@ -113,7 +114,7 @@ def test_a_job_that_is_watched_before_it_runs_is_claimed_as_watched(
 ) -> None:
     job_id = client.submit("x")
     reader = pool.submit(list, client.stream(job_id))
-    while not redis_client.hexists(queue.keys.job(job_id), "watched"):
+    while not redis_client.exists(queue.keys.watched(job_id)):
         pass
     claimed = engine.claim_one()
     assert claimed.is_watched
@@ -127,7 +128,7 @@ def test_reading_what_has_ended_watches_nothing(
     job_id = client.submit("x")
     run(engine, 1)
     list(client.stream(job_id))
-    assert not redis_client.hexists(queue.keys.job(job_id), "watched")
+    assert not redis_client.exists(queue.keys.watched(job_id))
 
 
 def test_a_stream_can_be_resumed_after_each_of_its_events(client: Client, engine: Engine) -> None:
@@ -216,3 +217,24 @@ def test_a_reader_that_resumes_after_what_is_gone_is_told_to_start_over(client: 
     assert [event.is_restart for event in resumed] == [True] + [False] * (len(resumed) - 1)
     assert text_of(resumed) == client.get(job_id).text
     assert resumed[0].offset == 0
+
+
+@pytest.mark.usefixtures("short_streams")
+def test_what_a_stream_loses_while_a_reader_resumes_is_told(
+    client: Client, engine: Engine, redis_client: redis.Redis
+) -> None:
+    job_id = client.submit("x", stream=True)
+    claimed = engine.claim_one()
+    engine.show(claimed, 0, [0], "é0 ")
+    place = next(client.stream(job_id)).id
+    transport = Transport(redis_client)
+    follower = EventFollower(engine.queue.keys, job_id, place)
+    assert follower.feed(transport.send_many(follower.next_commands())) == [], "a look at what has been trimmed so far"
+    for i in range(1, 60):
+        engine.show(claimed, i, [i], f"é{i} ")
+    engine.finish(claimed)
+    events: list[StreamEvent] = []
+    while not follower.is_done:
+        events += follower.feed(transport.send_many(follower.next_commands()))
+    assert events[0].is_restart
+    assert text_of(events) == client.get(job_id).text

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import redis
@@ -18,10 +20,12 @@ from results.durability import _CONFIRMATIONS
 from results.errors import NotDurable
 from results.messages import Event
 from results.queue import JobQueue
+from results.transport import Transport
 from tests.results.engines import Engine
 
 pytestmark = pytest.mark.new_redis  # its way of configuring nodes
 
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 OPTIONS = {"cluster-enabled": "yes", "cluster-node-timeout": "2000", "appendfsync": "always"}
 HALVES = ((0, 8191), (8192, 16383))
 
@@ -136,3 +140,17 @@ async def test_the_same_under_asyncio(cluster: list[redis.Redis]) -> None:
             assert await client.cancel(job_id) == "cancelled"
             assert [event.state async for event in client.stream(job_id)] == ["cancelled"]
         assert await existing.get("not-there") is None
+
+
+def test_the_users_of_the_readme_need_two_rules_more(cluster: list[redis.Redis]) -> None:
+    users = re.findall(r"^ACL SETUSER (\w+) (.*)$", README, re.MULTILINE)
+    (more,) = re.findall(r"On a cluster add `(.*?)`", README)
+    for node in cluster:
+        for user, rules in users:
+            Transport(node).send(("ACL", "SETUSER", user, *rules.split(), *more.split()))
+    url_of = {user: f"redis+cluster://{user}:secret@127.0.0.1:{port_of(cluster[0])}" for user, _ in users}
+    with Client(url_of["producer"]) as producer, Client(url_of["reader"]) as reader:
+        job_id = producer.submit("x")
+        engine = Engine(JobQueue(connect(url_of["engine"])))
+        engine.finish(engine.claim_one(), Event(offset=0, token_ids=[1], text="x"))
+        assert "".join(event.text for event in reader.stream(job_id)) == "x"
