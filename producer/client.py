@@ -46,8 +46,8 @@ class Client:
     redis://localhost:6379/0 count. It may be a `redis.Redis` or `redis.RedisCluster` instead, with a socket_timeout of at
     least 10 s, without decode_responses and protocol 3 (else QueueError says so); closing the Client leaves it open.
     Every method raises RedisUnavailable when the server cannot be reached, or cannot do it now, and InvalidRequest for an
-    argument of a kind that it does not take. A server that does not answer is asked twice and given up after 20 s, also
-    when a `timeout_s` is shorter.
+    argument of a kind that it does not take. A server at a URL that does not answer is asked twice and given up after 20 s,
+    also when a `timeout_s` is shorter; a cluster, and a client that was there already, try as often as redis-py does.
     """
 
     def __init__(self, url: str | Connection | None = None, queue: str = "default") -> None:

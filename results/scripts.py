@@ -47,7 +47,8 @@ _NAMES = {sha: name for name, sha in _SHAS.items()}
 
 def script_command(name: str, prefix: str, *arguments: Argument) -> Command:
     """The command that runs a script on the queue with this prefix."""
-    return ("EVALSHA", _SHAS[name], 1, prefix, *arguments)
+    # Numbers as text: hiredis (3.5) crashes when a signal, such as Ctrl-C, raises while it writes a number.
+    return ("EVALSHA", _SHAS[name], "1", prefix, *[str(x) if isinstance(x, int | float) else x for x in arguments])
 
 
 def is_script(command: Command) -> bool:

@@ -50,7 +50,8 @@ class _OurErrors:
 class Transport:
     """Sends commands through a client of `connection.connect`. May be used by several threads.
 
-    What a server has not answered in time is sent once more, on another connection.
+    What a server has not answered in time is sent once more, on another connection; but for clients that do so themselves,
+    a borrowed one and a cluster's, and for one that is to send nothing again.
     """
 
     def __init__(self, client: redis.Redis, *, is_borrowed: bool = False) -> None:
@@ -62,6 +63,8 @@ class Transport:
         # A borrowed pool may be small, and a cluster's client finds the node for each command.
         has_own_pool = not is_borrowed and not isinstance(client, redis.RedisCluster)
         self._held = HeldConnections(client) if has_own_pool else None
+        retry = client.get_retry() if has_own_pool else None
+        self._sends_again = retry is not None and retry.get_retries() > 0
 
     @classmethod
     def to(cls, server: str | Connection | None) -> Transport:
@@ -106,10 +109,10 @@ class Transport:
         """
         with self._our_errors:
             node = node_of(self._pooled(), str(commands[0][_KEY]))
-            *replies, answer = _pipeline(node, [*commands, last])
+            *replies, answer = self._pipeline([*commands, last], node)
             if _forgotten(replies):
                 self._load(commands[0])
-                *replies, answer = _pipeline(node, [*commands, last])
+                *replies, answer = self._pipeline([*commands, last], node)
         return _all_good(_raise_unavailable(replies, self._server), self._server), answer
 
     def close(self) -> None:
@@ -121,8 +124,13 @@ class Transport:
             if self._held and is_script(command):
                 return self._held.call(command)
             return self._execute(command)
-        except (redis.ConnectionError, redis.TimeoutError):
-            return self._execute(command)
+        except redis.TimeoutError:
+            if not self._sends_again:
+                raise
+        except redis.ConnectionError:  # of a held one it is the first; redis-py has tried the others again
+            if not (self._sends_again and is_script(command)):
+                raise
+        return self._execute(command)
 
     def _execute(self, command: Command) -> Reply:
         execute: Callable[..., Reply] = self._pooled().execute_command
@@ -132,29 +140,27 @@ class Transport:
         for source in {source_of(command) for command in commands}:
             self._call(("SCRIPT LOAD", source))
 
-    def _pipeline(self, commands: Sequence[Command]) -> list[Reply]:
-        return _pipeline(self._pooled(), commands)
+    def _pipeline(self, commands: Sequence[Command], node: redis.Redis | None = None) -> list[Reply]:
+        with (node or self._pooled()).pipeline(transaction=False) as pipe:
+            enqueue: Callable[..., Any] = pipe.execute_command
+
+            def send() -> list[Reply]:
+                for command in commands:
+                    enqueue(*command)
+                return pipe.execute(raise_on_error=False)
+
+            try:
+                return send()
+            except redis.TimeoutError:
+                if not self._sends_again:
+                    raise
+                return send()
 
     def _pooled(self) -> redis.Redis:
         """The client, with what is held back in its pool, so that nobody needs a second connection for it."""
         if self._held:
             self._held.give_back()
         return self._client
-
-
-def _pipeline(client: redis.Redis, commands: Sequence[Command]) -> list[Reply]:
-    with client.pipeline(transaction=False) as pipe:
-        enqueue: Callable[..., Any] = pipe.execute_command
-
-        def send() -> list[Reply]:
-            for command in commands:
-                enqueue(*command)
-            return pipe.execute(raise_on_error=False)
-
-        try:
-            return send()
-        except redis.TimeoutError:
-            return send()
 
 
 class AsyncTransport:
@@ -165,6 +171,7 @@ class AsyncTransport:
         self._is_borrowed = is_borrowed
         self._server = server_name(client)
         self._our_errors = _OurErrors(self._server)
+        self._sends_again = not is_borrowed and not isinstance(client, redis.asyncio.RedisCluster)
 
     @classmethod
     def to(cls, server: str | AsyncConnection | None) -> AsyncTransport:
@@ -194,10 +201,10 @@ class AsyncTransport:
         with self._our_errors:
             node = await node_of_async(self._client, str(commands[0][_KEY]))
             try:
-                *replies, answer = await _pipeline_async(node, [*commands, last])
+                *replies, answer = await self._pipeline([*commands, last], node)
                 if _forgotten(replies):
                     await self._load(commands[0])
-                    *replies, answer = await _pipeline_async(node, [*commands, last])
+                    *replies, answer = await self._pipeline([*commands, last], node)
             finally:
                 if node is not self._client:
                     await node.aclose()
@@ -212,29 +219,29 @@ class AsyncTransport:
         try:
             return await execute(*command)
         except redis.TimeoutError:
+            if not self._sends_again:
+                raise
             return await execute(*command)
 
     async def _load(self, *commands: Command) -> None:
         for source in {source_of(command) for command in commands}:
             await self._call(("SCRIPT LOAD", source))
 
-    async def _pipeline(self, commands: Sequence[Command]) -> list[Reply]:
-        return await _pipeline_async(self._client, commands)
+    async def _pipeline(self, commands: Sequence[Command], node: redis.asyncio.Redis | None = None) -> list[Reply]:
+        async with (node or self._client).pipeline(transaction=False) as pipe:
+            enqueue: Callable[..., Any] = pipe.execute_command
 
+            async def send() -> list[Reply]:
+                for command in commands:
+                    enqueue(*command)
+                return await pipe.execute(raise_on_error=False)
 
-async def _pipeline_async(client: redis.asyncio.Redis, commands: Sequence[Command]) -> list[Reply]:
-    async with client.pipeline(transaction=False) as pipe:
-        enqueue: Callable[..., Any] = pipe.execute_command
-
-        async def send() -> list[Reply]:
-            for command in commands:
-                enqueue(*command)
-            return await pipe.execute(raise_on_error=False)
-
-        try:
-            return await send()
-        except redis.TimeoutError:
-            return await send()
+            try:
+                return await send()
+            except redis.TimeoutError:
+                if not self._sends_again:
+                    raise
+                return await send()
 
 
 def _forgotten(replies: list[Reply]) -> list[int]:

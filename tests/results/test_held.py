@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from millrace import AsyncClient, Client, RedisUnavailable
 from results import connection
 from results.connection import connect
+from results.messages import EngineId
+from results.queue import JobQueue
 
 
 @pytest.fixture
@@ -59,6 +63,30 @@ def test_a_server_that_does_not_answer_is_asked_twice_and_given_up(mute: _Mute, 
     with Client(mute.url) as client, pytest.raises(RedisUnavailable, match="does not answer in time"):
         getattr(client, call)(*arguments)
     assert len(mute.accepted) == 2
+
+
+def test_a_client_that_is_to_send_nothing_again_does_not(mute: _Mute) -> None:
+    queue = JobQueue(connect(mute.url, blocking=True))
+    with pytest.raises(RedisUnavailable, match="does not answer in time"):
+        queue.stats()
+    with pytest.raises(RedisUnavailable, match="does not answer in time"):
+        queue.wait_for_signal(EngineId("e"), 1, include_wake=True)
+    assert len(mute.accepted) == 2
+
+
+@pytest.mark.parametrize("call", ["submit", "get"])
+def test_a_borrowed_client_tries_again_as_it_was_told_to(mute: _Mute, call: str) -> None:
+    """Not also as ours do: that would be so many times as long."""
+    borrowed = redis.Redis.from_url(mute.url, socket_timeout=10, retry=Retry(NoBackoff(), 2), protocol=2)
+    with Client(borrowed) as client:
+        borrowed.connection_pool.connection_kwargs["socket_timeout"] = 0.2
+        with pytest.raises(RedisUnavailable, match="does not answer in time"):
+            getattr(client, call)("a-job")
+    by_itself = redis.Redis.from_url(mute.url, socket_timeout=0.2, retry=Retry(NoBackoff(), 2), protocol=2)
+    num_accepted = len(mute.accepted)
+    with pytest.raises(redis.TimeoutError):
+        by_itself.get("a-job")
+    assert num_accepted == len(mute.accepted) - num_accepted
 
 
 async def test_a_server_that_does_not_answer_is_given_up_under_asyncio(mute: _Mute) -> None:
