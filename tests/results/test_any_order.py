@@ -383,7 +383,10 @@ class AnyOrder(RuleBasedStateMachine):
         if model.state != "running" or model.lease != job.lease:
             return
         outcome = self.engines[number].finish(job, state="failed", is_retryable=True)
-        if model.num_retries < model.max_retries and not model.has_cancel and not model.is_told:
+        if model.has_cancel or model.is_told:
+            assert outcome == "ok"
+            model.leave()
+        elif model.num_retries < model.max_retries:
             assert outcome == "retrying"
             model.num_retries += 1
             model.leave()
