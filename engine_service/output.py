@@ -10,6 +10,7 @@ One write makes both bounds move: what it shows is in the checkpoint that it wri
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Literal
 
@@ -24,6 +25,9 @@ CHECKPOINT_TOKENS = 64
 """An unwatched job is saved when it is this far ahead of its checkpoint, in time or tokens."""
 DEFER_MS = 1000
 """How long a job that needs a newer or larger engine is out of everybody's way before it is offered again."""
+MAX_DEFER_MS = 15_000
+"""The same at most, for a job that has long been there and needs a newer engine. It comes back in front, so if many came
+back each second, an engine would have no time for the jobs behind them that it can run."""
 
 EndState = Literal["finished", "failed", "cancelled", "expired"]
 EndReason = Literal["stop", "length", "error", "cancelled", "expired"]
@@ -75,7 +79,8 @@ class Output:
         )
 
     def defer(self, claimed: ClaimedJob) -> None:
-        """The job is for an engine of a newer version: leave it to one."""
+        """The job is for an engine of a newer version: leave it to one, for a quarter of the job's age each time."""
+        age_ms = int(time.time() * 1000) - claimed.created_ms  # by two clocks, so it may be anything
         self._put(
             Release(
                 job_id=claimed.job_id,
@@ -83,7 +88,7 @@ class Output:
                 offset=len(claimed.token_ids),
                 token_ids=[],
                 fingerprint=self._fingerprint,
-                delay_ms=DEFER_MS,
+                delay_ms=min(max(age_ms // 4, DEFER_MS), MAX_DEFER_MS),
             )
         )
 

@@ -28,6 +28,7 @@ _REST = 10
 """Times as long as a look at all that wait has taken, until the next one."""
 _MAX_REST_S = 10.0
 _MAX_REPORTED = 1000
+_QUEUE_IS_FULL = "full max_queued_jobs"
 
 
 class _Room:
@@ -53,11 +54,11 @@ class Inbox:
     def __init__(self, queue: JobQueue) -> None:
         self._queue = queue
         self._seen = _FIRST
-        """The last entry that was looked at. What stays before it has been found to have no room."""
+        """The last entry that was looked at since the last look from the start. What stays up to it has found no room."""
         self._rest_until_s = 0.0
         """By the monotonic clock: when all that waits is looked at again."""
         self._waiting: set[str] = set()
-        """Tenants with entries that have found no room since that look, or in it."""
+        """All tenants of what stays up to `_seen`."""
         self._reported: deque[str] = deque(maxlen=_MAX_REPORTED)
         """Entries that break our code, and are in the log."""
         self._stopping = threading.Event()
@@ -92,8 +93,9 @@ class Inbox:
         began_s = time.monotonic()
         is_resting = began_s < self._rest_until_s
         if not is_resting:
+            self._seen = _FIRST
             self._waiting.clear()
-        are_taken = list(self._pass(self._seen if is_resting else _FIRST))
+        are_taken = list(self._pass(skip_to=self._seen))
         if are_taken and not is_resting:
             now_s = time.monotonic()
             rest_s = _REST * (now_s - began_s) * are_taken.count(False) / len(are_taken)
@@ -108,7 +110,7 @@ class Inbox:
         while entries := self._queue.read_inbox(after, _AT_ONCE):
             for entry in entries:
                 outcome = self._try_to_take(entry, room, overtaken)
-                if outcome.startswith("full max_queued_jobs") or self._stopping.is_set():
+                if outcome.startswith(_QUEUE_IS_FULL) or self._stopping.is_set():
                     yield False
                     return
                 after = entry.entry_id
@@ -142,7 +144,7 @@ class Inbox:
             logger.warning("inbox entry %s: %s", entry.entry_id, error)
             job_error = JobError(kind="invalid_request", message=str(error), field=error.field)
             return self._queue.reject(entry.entry_id, usable_id(entry.raw), entry.raw, job_error)
-        if outcome.startswith("full"):
+        if outcome.startswith("full") and not outcome.startswith(_QUEUE_IS_FULL):  # there the next look goes on
             self._waiting.add(submission.tenant)
         room.note(submission, outcome)
         return outcome

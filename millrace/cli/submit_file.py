@@ -31,6 +31,11 @@ class Line(NamedTuple):
     """From 1, as an editor counts."""
     request: GenerationRequest
 
+    @property
+    def job_id(self) -> str:
+        assert self.request.id is not None
+        return self.request.id
+
 
 def submit_file(
     client: Client,
@@ -73,10 +78,10 @@ class _Submission:
         self.num_refused = 0
 
     def submit(self, file: Iterable[bytes]) -> Iterator[str]:
-        """Yields the id of each job that the queue took."""
+        """Yields the id of each job that the queue took. Raises CommandError at a limit, with the lines that are left."""
         lines = self._requests(file)
         while batch := list(islice(lines, _BATCH_LINES)):
-            for job_id in self._submit_batch(batch):
+            for job_id in self._submit_batch(batch, lines):
                 self.num_submitted += 1
                 yield job_id
 
@@ -104,56 +109,68 @@ class _Submission:
             return text
         return msgspec.json.encode(gaps)[:-1] + (b"," if own else b"") + text.lstrip()[1:]
 
-    def _submit_batch(self, batch: list[Line]) -> Iterator[str]:
-        ids = [line.request.id for line in batch]
-        full: QueueFull | None = None
-        accepted: set[str | None] = set(ids)
+    def _submit_batch(self, batch: list[Line], behind: Iterator[Line]) -> Iterator[str]:
+        accepted, doubtful, full = self._submit_together(batch)
+        left: list[int] = []
+        for line in batch:
+            if line.job_id in accepted:
+                yield line.job_id
+            elif line.number not in doubtful:
+                left.append(line.number)
+            else:
+                try:
+                    if self._submit_alone(line):
+                        yield line.job_id
+                except QueueFull as error:
+                    full, doubtful = full or error, set()  # nothing more is sent
+                    left.append(line.number)
+        if full:
+            last_sent = max((line.number for line in batch if line.number not in left), default=0)
+            left += [line.number for line in islice(behind, 1)]
+            raise CommandError(f"not submitted: {_not_submitted(left, last_sent)}: {full}")
+
+    def _submit_together(self, batch: list[Line]) -> tuple[set[str], set[int], QueueFull | None]:
+        """The ids that are in the queue; the numbers of the lines that have to be sent alone, since it is lines that are
+        refused and not ids, which two of them may share; and what has kept out those in neither."""
+        ids = [line.job_id for line in batch]
+        accepted, num_sent, full = set(ids), len(batch), None
         try:
             self._client.submit_many([line.request for line in batch], **self._how)
         except JobConflict as error:  # all others of the batch are in the queue
             accepted -= set(error.job_ids)
         except InvalidRequest as error:  # the same, with what the server refused and what conflicts
             accepted = _known_once(error.job_ids, ids)
-        except QueueFull as error:
-            full, accepted = error, _known_once(error.job_ids, ids)
-        refused = _known_once(full.refused, ids) if full else set()
-        left: list[int] = []
-        for number, request in batch:
-            assert request.id is not None
-            if request.id in refused:
-                left.append(number)
-                continue
-            if request.id not in accepted:
-                try:  # alone, since it is a line that is refused and not an id: there may be two lines with one
-                    self._client.submit_many([request], **self._how)
-                except QueueFull as error:
-                    full = error
-                    left.append(number)
-                    continue
-                except (JobConflict, InvalidRequest) as error:
-                    self._refuse(number, error)
-                    continue
-            yield request.id
-        if left:
-            raise CommandError(f"not submitted: {_not_submitted(left, batch)}: {full}")
+        except QueueFull as error:  # the call has ended there: the ids that it names show how far it came
+            accepted, full = _known_once(error.job_ids, ids), error
+            num_sent = 1 + max(map(ids.index, {*error.job_ids, *error.refused}))
+        settled = accepted.union(set(full.refused) - set(full.job_ids) if full else ())
+        return accepted, {line.number for line in batch[:num_sent] if line.job_id not in settled}, full
+
+    def _submit_alone(self, line: Line) -> bool:
+        """Whether it is in the queue; otherwise it is refused. Raises QueueFull."""
+        try:
+            self._client.submit_many([line.request], **self._how)
+        except (JobConflict, InvalidRequest) as error:
+            self._refuse(line.number, error)
+            return False
+        return True
 
     def _refuse(self, number: int, error: Exception) -> None:
         self.num_refused += 1
         remark(f"line {number}: {error}")
 
 
-def _known_once(accepted: list[str], ids: list[str | None]) -> set[str | None]:
+def _known_once(accepted: list[str], ids: list[str]) -> set[str]:
     """Of the ids that the queue took, those that only one line has."""
     counts = Counter(ids)
     return {job_id for job_id in accepted if counts[job_id] == 1}
 
 
-def _not_submitted(left: list[int], batch: list[Line]) -> str:
-    """Which lines the caller has to submit again; of those behind this batch none has been sent."""
-    last_sent = max((line.number for line in batch if line.number not in left), default=0)
+def _not_submitted(left: list[int], last_sent: int) -> str:
+    """Which lines the caller has to submit again. Of those behind the last that was sent, the first stands for all."""
     in_between = [f"line {number}" for number in left if number < last_sent]
-    rest = next((number for number in left if number > last_sent), batch[-1].number + 1)
-    return ", ".join([*in_between, f"all from line {rest} on"])
+    rest = [f"all from line {number} on" for number in left if number > last_sent]
+    return ", ".join([*in_between, *rest[:1]])
 
 
 def _print_results(client: Client, ids: list[str], timeout_s: float | None) -> int:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import redis
 
+from millrace import Client, QueueFull
+from millrace.cli.exits import CommandError
+from millrace.cli.submit_file import submit_file
 from results.messages import ClaimedJob
 from tests.cli.command import Command, started
 from tests.cli.conftest import EngineByHand
@@ -101,6 +106,89 @@ def test_at_a_limit_every_line_that_is_not_in_the_queue_is_named(
     assert conflict.startswith("millrace: line 3: id: already taken")
     assert full.startswith("millrace: not submitted: line 4, all from line 6 on: the tenant has as many jobs waiting")
     assert ran.status not in (0, 2)
+
+
+class DrainedClient(Client):
+    """There is room again as soon as it has been told that there is none."""
+
+    def limit(self, **limits: int) -> None:
+        self.num_calls = 0
+        for name, value in limits.items():
+            self._transport.send(("HSET", self._keys.settings, name, value))
+
+    def submit_many(self, *arguments: Any, **options: Any) -> list[str]:
+        self.num_calls += 1
+        try:
+            return super().submit_many(*arguments, **options)
+        except QueueFull:
+            self._transport.send(("DEL", self._keys.settings))
+            raise
+
+
+@pytest.fixture
+def client(redis_url: str, queue_name: str) -> Iterator[DrainedClient]:
+    client = DrainedClient(redis_url, queue_name)
+    yield client
+    client.close()
+
+
+@pytest.mark.parametrize(("num_lines", "num_bytes"), [(1000, 1), (200, 100_000)])
+def test_at_a_limit_nothing_more_is_sent_even_if_there_is_room_again(
+    num_lines: int, num_bytes: int, client: DrainedClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One round trip takes 256 jobs, or 4 MiB."""
+    lines = [{"id": f"j{n}", "prompt": "x" * num_bytes} for n in range(num_lines)]
+    lines[-1] = lines[5]  # so the id says of the last line neither that it was sent nor that it was not
+    file = write_lines(tmp_path / "jobs", *lines[:10], {"prompt": ""}, *lines[10:])
+    client.limit(max_queued_jobs=20)
+    with pytest.raises(CommandError) as error:
+        submit_file(client, str(file), {}, {}, has_to_wait=False, timeout_s=None)
+    assert client.stats().queued == 20
+    assert capsys.readouterr().out.split() == [line["id"] for line in lines[:20]]
+    assert str(error.value).startswith(
+        "not submitted: all from line 22 on: the queue has as many jobs waiting as max_queued_jobs allows, 20; "
+        "20 jobs of this call are in the queue"
+    )
+    assert client.num_calls <= 3, "the check of the options, one for all, one for the line that shares its id"
+
+
+@pytest.mark.parametrize(("tenants", "named"), [("xxy", "line 2"), ("xxyz", "line 2, all from line 4 on")])
+def test_at_a_limit_no_line_is_named_that_is_not_there(
+    tenants: str, named: str, client: DrainedClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cli.submit_file._BATCH_LINES", 3)
+    client.limit(tenant_max_queued_jobs=1)
+    file = write_lines(tmp_path / "jobs", *({"prompt": "x", "tenant": tenant} for tenant in tenants))
+    with pytest.raises(CommandError, match=f"^not submitted: {named}: the tenant has"):
+        submit_file(client, str(file), {}, {}, has_to_wait=False, timeout_s=None)
+
+
+def test_a_job_larger_than_a_limit_is_refused_and_the_others_go_in(
+    millrace: Command, tmp_path: Path, redis_client: redis.Redis, queue_name: str
+) -> None:
+    settings = f"millrace:{{{queue_name}}}:settings"
+    redis_client.hset(settings, "max_queued_tokens", 50)
+    lines: list[dict[str, Any]] = [
+        {"id": "a", "prompt": "x", "max_tokens": 9},
+        {"id": "large", "prompt": "x", "max_tokens": 99},
+        {"id": "b", "prompt": "x", "max_tokens": 9},
+    ]
+    ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
+    assert (ran.status, ran.out.split()) == (2, ["a", "b"])
+    large, last = ran.err.splitlines()
+    assert large.startswith(
+        "millrace: line 2: max_tokens: the prompt and max_tokens of job 'large' are more tokens than"
+    )
+    assert last == "millrace: jobs submitted: 2, lines refused: 1"
+    redis_client.hset(settings, "tenant_max_queued_jobs", 3)
+    lines += [{"id": name, "prompt": "x", "max_tokens": 9} for name in "cd"]
+    ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
+    assert ran.out.split() == ["a", "b", "c"]
+    large, full = ran.err.splitlines()
+    assert large.startswith(
+        "millrace: line 2: max_tokens: the prompt and max_tokens of job 'large' are more tokens than"
+    )
+    assert full.startswith("millrace: not submitted: all from line 5 on: the tenant has as many jobs waiting")
 
 
 def test_the_same_file_twice_is_the_same_jobs(millrace: Command, tmp_path: Path) -> None:
