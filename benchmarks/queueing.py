@@ -12,11 +12,12 @@ import statistics
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import redis
+import rq
 
 from benchmarks import commands
 from millrace import Client, GenerationRequest
@@ -28,7 +29,7 @@ NUM_JOBS = 10_000
 NUM_ROUNDS = 5
 NUM_SINGLE = 2_000
 NUM_THREADS = 8
-NUM_RQ_RUN = 200
+NUM_RQ_RUN = 1_000
 BATCH = 256
 PAYLOAD = "x" * 1000
 FEW, MANY = 1_000, 1_000_000
@@ -50,8 +51,12 @@ def _round(url: str) -> Figures:
     claim_s, claim_cpu_s = _timed(lambda: _claim_and_finish(url, queue))
     single_s, single_cpu_s = _timed(lambda: _submit_singly(url, _new_queue()))
     set_s, _ = _timed(lambda: _set_singly(url))
+    _unset(url)
     threads_s, _ = _timed(lambda: _submit_from_threads(url, _new_queue()))
-    rq_s, _ = _timed(lambda: _rq_enqueue(url))
+    rq_queue = _rq_queue(url)
+    rq_s, _ = _timed(lambda: _rq_enqueue(rq_queue))
+    rq_queue.delete(delete_jobs=True)
+    rq_queue.connection.close()
     return {
         "submit_many_jobs_per_s": NUM_JOBS / submit_s,
         "claim_and_finish_jobs_per_s": NUM_JOBS / claim_s,
@@ -93,7 +98,7 @@ def _claim_and_finish(url: str, queue: str, limit: int | None = None) -> float:
     engine, claim_s, num_done = _Engine(url, queue), 0.0, 0
     while limit is None or num_done < limit:
         began_s = time.perf_counter()
-        jobs = engine.claim(BATCH)
+        jobs = engine.claim(BATCH if limit is None else min(BATCH, limit - num_done))
         claim_s += time.perf_counter() - began_s
         if not jobs:
             break
@@ -190,9 +195,9 @@ def _streams_baseline(url: str) -> Figures:
 
 
 def _streams_add(client: redis.Redis, stream: str) -> None:
-    for _ in range(0, NUM_JOBS, BATCH):
+    for num_jobs in _batches():
         with client.pipeline(transaction=False) as pipe:
-            for _ in range(BATCH):
+            for _ in range(num_jobs):
                 pipe.xadd(stream, {"job": PAYLOAD})
             pipe.execute()
 
@@ -212,34 +217,41 @@ def _set_singly(url: str) -> None:
     with connect(url) as client:
         for i in range(NUM_SINGLE):
             client.set(f"bench-set-{i}", PAYLOAD)
+
+
+def _unset(url: str) -> None:
+    with connect(url) as client:
         client.unlink(*(f"bench-set-{i}" for i in range(NUM_SINGLE)))
 
 
-def _rq_enqueue(url: str) -> None:
-    from rq import Queue
+def _rq_queue(url: str) -> rq.Queue:
+    return rq.Queue(_new_queue(), connection=redis.Redis.from_url(url), serializer="json")
 
-    connection = redis.Redis.from_url(url)
-    queue = Queue(f"bench-{uuid.uuid4().hex[:8]}", connection=connection, serializer="json")
-    for _ in range(0, NUM_JOBS, BATCH):
-        prepared = [Queue.prepare_data("bench.generate", kwargs={"prompt": PAYLOAD}) for _ in range(BATCH)]
-        queue.enqueue_many(prepared)
-    queue.delete(delete_jobs=True)
-    connection.close()
+
+def _rq_enqueue(queue: rq.Queue) -> None:
+    for num_jobs in _batches():
+        data = [rq.Queue.prepare_data("bench.generate", kwargs={"prompt": PAYLOAD}) for _ in range(num_jobs)]
+        queue.enqueue_many(data)
 
 
 def _rq_work(url: str) -> float:
     """Jobs per second of RQ's worker without a fork per job, for jobs that return at once."""
-    from rq import Queue, SimpleWorker
-
     logging.getLogger("rq.worker").setLevel(logging.ERROR)
-    connection = redis.Redis.from_url(url)
-    queue = Queue(f"bench-{uuid.uuid4().hex[:8]}", connection=connection, serializer="json")
+    queue = _rq_queue(url)
     for _ in range(NUM_RQ_RUN):
         queue.enqueue("builtins.len", PAYLOAD)
-    worker = SimpleWorker([queue], connection=connection, serializer="json")
+    worker = rq.SimpleWorker([queue], connection=queue.connection, serializer="json")
     work_s, _ = _timed(lambda: worker.work(burst=True, logging_level="ERROR"))
-    connection.close()
+    ids = queue.finished_job_registry.get_job_ids()  # they would expire while the memory of a long queue is measured
+    queue.connection.unlink(*(f"rq:{kind}:{job_id}" for kind in ("job", "results") for job_id in ids))
+    queue.connection.close()
     return NUM_RQ_RUN / work_s
+
+
+def _batches() -> Iterator[int]:
+    """Sizes of the batches that NUM_JOBS jobs come in, as `submit_many` divides them."""
+    for first in range(0, NUM_JOBS, BATCH):
+        yield min(BATCH, NUM_JOBS - first)
 
 
 def _new_queue() -> str:

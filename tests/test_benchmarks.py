@@ -1,4 +1,4 @@
-"""What the benchmarks say of the machine, and that they leave no process behind."""
+"""What the benchmarks say of the machine, that they count what they put in, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import redis
 
+from benchmarks import queueing
 from benchmarks.environment import describe
 from benchmarks.service import Service
+from results.queue import JobQueue
 from tests.processes import wait_until
 
 DEAF = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(sys.argv[-2:], flush=True); signal.pause()"
@@ -43,3 +46,33 @@ def test_a_service_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(subprocess.TimeoutExpired):
         service.stop()
     assert service._process.returncode == -9
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that are no multiples of a batch, as those of the benchmarks are."""
+    for name, number in (("NUM_JOBS", 300), ("NUM_SINGLE", 20), ("NUM_RQ_RUN", 20), ("BATCH", 256)):
+        monkeypatch.setattr(queueing, name, number)
+
+
+@pytest.mark.usefixtures("few")
+def test_as_many_jobs_are_put_in_as_the_figures_are_divided_by(redis_url: str, redis_client: redis.Redis) -> None:
+    stream, rq_queue, name = queueing._new_queue(), queueing._rq_queue(redis_url), queueing._new_queue()
+    queueing._streams_add(redis_client, stream)
+    queueing._rq_enqueue(rq_queue)
+    queueing._submit(redis_url, name, queueing.NUM_JOBS)
+    queue = JobQueue(redis_client, name)
+    assert [redis_client.xlen(stream), rq_queue.count, queue.stats().queued] == [300] * 3
+    rq_queue.delete(delete_jobs=True)
+    redis_client.delete(stream)
+
+    queueing._claim_and_finish(redis_url, name, 290)
+    assert queue.stats().queued == 10
+
+
+@pytest.mark.usefixtures("few")
+def test_a_round_of_the_queue_leaves_nothing_of_the_baselines(redis_url: str, redis_client: redis.Redis) -> None:
+    figures = queueing._round(redis_url)
+    assert all(figure > 0 for name, figure in figures.items() if "_cpu_" not in name), figures
+    left = [key for pattern in ("bench-*", "rq:job:*", "rq:results:*") for key in redis_client.scan_iter(pattern)]
+    assert left == []

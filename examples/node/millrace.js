@@ -3,6 +3,8 @@
 import { createHash, randomBytes, randomUUID } from "node:crypto";
 import { readFileSync } from "node:fs";
 
+import { asText } from "./redis.js";
+
 const TERMINAL = new Set(["finished", "failed", "cancelled", "expired"]);
 const BLOCK_MS = 5000;
 const WATCH_EVERY_MS = 10_000;
@@ -30,28 +32,41 @@ export class Millrace {
     const [outcome] = await this.#run("submit", ...job);
     if (outcome === "conflict") throw new Error(`the id ${id} belongs to another job`);
     if (outcome.startsWith("full")) throw new Error(`the queue is full: ${outcome}`);
-    if (outcome.startsWith("invalid")) throw new Error(`the job was refused: ${outcome}`); // and names the field
+    // The rest says why no job can be so: "invalid <field>", or "oversized <limit> <value>".
+    if (!["created", "exists"].includes(outcome)) throw new Error(`the job was refused: ${outcome}`);
     return id;
   }
 
-  /** Yields {offset, tokens, text} as they come, and last {state, reason, error}. `after` is the id of an event. */
+  /**
+   * Yields {id, offset, tokens, text} as they come, and last {id, state, reason, error}. To go on after an event give
+   * its id as `after`. Where the stream has lost that place, the first event has `restart`, and all from the beginning.
+   */
   async *stream(id, after = "0-0") {
-    let watchAgain = 0;
+    let [numTokens, numChars] = after === "0-0" ? [0, 0] : [NaN, NaN]; // read so far; NaN: not known
+    let watch = await this.#watch(id);
     while (true) {
-      if (Date.now() >= watchAgain) {
-        if ((await this.#run("watch", id, 30_000)) === null) throw new Error(`no job ${id}`);
-        watchAgain = Date.now() + WATCH_EVERY_MS;
+      if (Date.now() >= watch.again) watch = await this.#watch(id);
+      const entries = await this.#entries(id, after, !watch.hasEnded);
+      if (!entries.length && watch.hasEnded) {
+        await this.#watch(id); // throws when all have expired meanwhile; else `after` was the last one
+        return;
       }
-      const key = `${this.#prefix}result:${id}`;
-      const found = await this.#redis.command("XREAD", "COUNT", 100, "BLOCK", BLOCK_MS, "STREAMS", key, after);
-      for (const [at, flat] of found?.[0][1] ?? []) {
-        const entry = fields(flat);
-        after = at;
-        if (entry.state) {
-          yield { id: at, state: entry.state, reason: entry.reason, error: entry.error && JSON.parse(entry.error) };
-          return;
-        }
-        yield { id: at, offset: Number(entry.offset), tokens: JSON.parse(entry.tokens), text: entry.text };
+      if (entries.length && isNaN(numTokens)) {
+        // Their offset has nothing to be compared with. What is trimmed by now, after they were read, tells as well.
+        const { trimmedId } = await this.#watch(id);
+        numTokens = isLater(trimmedId, after) ? -1 : Number(entries[0].offset);
+      }
+      for (const entry of entries) {
+        const isMissing = Number(entry.offset) > numTokens; // what was between has been trimmed
+        const restart = isMissing && isNaN(numChars);
+        if (restart) [numTokens, numChars] = [0, 0];
+        const event = isMissing ? await this.#trimmed(id, numTokens, numChars) : toEvent(entry);
+        yield restart ? { ...event, restart } : event;
+        if (event.state) return;
+        after = event.id;
+        numTokens += event.tokens.length;
+        numChars += event.text.length;
+        if (isMissing) break; // and read on from there
       }
     }
   }
@@ -75,10 +90,39 @@ export class Millrace {
     return this.#run("cancel", id);
   }
 
+  /** Has the engine show the job's output for the next 30 s, and says how its stream is. */
+  async #watch(id) {
+    const answer = await this.#run("watch", id, 30_000);
+    if (answer === null) throw new Error(`no job ${id}`);
+    const [state, , trimmedId, hasStream] = answer;
+    if (!hasStream) throw new Error(`the result of job ${id} has expired`);
+    return { hasEnded: hasEnded(state), trimmedId, again: Date.now() + WATCH_EVERY_MS };
+  }
+
+  async #entries(id, after, isWaiting) {
+    const block = isWaiting ? ["BLOCK", BLOCK_MS] : [];
+    const key = `${this.#prefix}result:${id}`;
+    const found = await this.#redis.command("XREAD", "COUNT", 100, ...block, "STREAMS", key, after);
+    return (found?.[0][1] ?? []).map(([at, flat]) => ({ id: at, ...fields(flat) }));
+  }
+
+  /** What a long stream has lost at its beginning, from there on, as one event. */
+  async #trimmed(id, numTokens, numChars) {
+    const [text, tokens, last] = await this.#runForBytes("trimmed", id); // token ids of 4 bytes
+    if (!last.length) throw new Error(`the stream of job ${id} has lost entries`);
+    const ids = Array.from({ length: tokens.length / 4 }, (_, i) => tokens.readUInt32LE(4 * i));
+    return { id: `${last}`, offset: numTokens, tokens: ids.slice(numTokens), text: `${text}`.slice(numChars) };
+  }
+
   async #run(script, ...args) {
-    const source = () => readFileSync(`${this.#lua}/_prelude.lua`, "utf8") + readFileSync(`${this.#lua}/${script}.lua`, "utf8");
+    return asText(await this.#runForBytes(script, ...args));
+  }
+
+  async #runForBytes(script, ...args) {
+    const file = (name) => readFileSync(`${this.#lua}/${name}.lua`, "utf8");
+    const source = () => file("_prelude") + file(script);
     if (!this.#shas.has(script)) this.#shas.set(script, await this.#redis.command("SCRIPT", "LOAD", source()));
-    const call = () => this.#redis.command("EVALSHA", this.#shas.get(script), 1, this.#prefix, ...args);
+    const call = () => this.#redis.bytes("EVALSHA", this.#shas.get(script), 1, this.#prefix, ...args);
     try {
       return await call();
     } catch (error) {
@@ -90,6 +134,17 @@ export class Millrace {
 }
 
 export const hasEnded = (state) => TERMINAL.has(state);
+
+function toEvent({ id, offset, tokens, text, state, reason, error }) {
+  if (state) return { id, state, reason, error: error && JSON.parse(error) };
+  return { id, offset: Number(offset), tokens: JSON.parse(tokens), text };
+}
+
+/** Compares the ids of two entries; "" comes before all. */
+function isLater(id, other) {
+  const [[ms, number = 0], [otherMs, otherNumber = 0]] = [id, other].map((one) => one.split("-").map(Number));
+  return ms > otherMs || (ms === otherMs && number > otherNumber);
+}
 
 /** Sorted keys, no white space. Leave out what has its default, and the digest is that of every other client. */
 function canonical(request) {

@@ -31,8 +31,13 @@ export class Redis {
     return redis;
   }
 
-  /** The reply to one command; throws what the server answers with an error. */
+  /** The reply to one command, its strings as text; throws what the server answers with an error. */
   async command(...words) {
+    return asText(await this.bytes(...words));
+  }
+
+  /** The same with the strings as bytes. */
+  async bytes(...words) {
     const parts = words.map((word) => Buffer.from(String(word)));
     const bulk = parts.flatMap((part) => [Buffer.from(`$${part.length}\r\n`), part, Buffer.from("\r\n")]);
     this.#socket.write(Buffer.concat([Buffer.from(`*${parts.length}\r\n`), ...bulk]));
@@ -54,7 +59,7 @@ export class Redis {
     if (Number(rest) < 0) return null;
     if (kind === "$") {
       const length = Number(rest);
-      return (await this.#take(() => (this.#received.length >= length + 2 ? length : -1))).toString();
+      return this.#take(() => (this.#received.length >= length + 2 ? length : -1));
     }
     const items = [];
     for (let i = 0; i < Number(rest); i++) items.push(await this.#read());
@@ -75,4 +80,9 @@ export class Redis {
     this.#received = this.#received.subarray(end + 2);
     return taken;
   }
+}
+
+export function asText(reply) {
+  if (Array.isArray(reply)) return reply.map(asText);
+  return Buffer.isBuffer(reply) ? reply.toString() : reply;
 }

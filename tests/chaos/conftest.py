@@ -181,11 +181,14 @@ class Reserve:
         self._engine = engine
         self._mark = mark
 
-    def call(self) -> ChaosEngine:
-        """Let it serve."""
+    def let_serve(self) -> ChaosEngine:
+        """It serves as soon as it is ready."""
         self._mark.touch()
-        self._engine.wait_until_serving()
         return self._engine
+
+    def call(self) -> ChaosEngine:
+        """Let it serve, and wait until it does."""
+        return self.let_serve().wait_until_serving()
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ class WorkerFaults(msgspec.Struct, frozen=True, kw_only=True):
     """The step of its life that does not end; 0: none."""
     has_hung: str = ""
     """The file that says that one has hung already: only the first one does."""
+    hangs_until: str = ""
+    """The file that ends it: the step goes on once it exists. "": none."""
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> Any:
@@ -41,17 +43,17 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
             os.kill(os.getpid(), signal.SIGKILL)
         if next(numbers) == faults.hangs_at_step and not Path(faults.has_hung).exists():
             Path(faults.has_hung).touch()
-            hang_as_in_a_collective()
+            hang_as_in_a_collective(faults.hangs_until)
         return execute_model(plan)
 
     worker.execute_model = execute_or_fail
     return worker
 
 
-def hang_as_in_a_collective() -> None:
+def hang_as_in_a_collective(until: str) -> None:
     """Its heart beats on in another thread; only the step does not end."""
-    while True:
-        time.sleep(1.0)
+    while not until or not Path(until).exists():
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":

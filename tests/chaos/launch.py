@@ -47,6 +47,8 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """This step of the first worker's life does not end; 0: each of them does."""
     has_hung: str = ""
     """A path for the worker's note that it has hung."""
+    hangs_until: str = ""
+    """A path: the step that hangs goes on once this file exists. "": it never does."""
     stuck_s: float = 0.0
     """A shorter limit for a step than the product's; 0: that one."""
     serves_when: str = ""
@@ -87,7 +89,12 @@ def _shift_clock(offset_s: float) -> None:
 
 
 def _spoil_workers(faults: Faults) -> None:
-    wrong = WorkerFaults(poison=faults.poison, hangs_at_step=faults.hangs_at_step, has_hung=faults.has_hung)
+    wrong = WorkerFaults(
+        poison=faults.poison,
+        hangs_at_step=faults.hangs_at_step,
+        has_hung=faults.has_hung,
+        hangs_until=faults.hangs_until,
+    )
     os.environ[VARIABLE] = msgspec.json.encode(wrong).decode()
     make = getattr(offline, "make_executor")  # noqa: B009
     _patch(offline, "make_executor", lambda *args, **kw: make(*args, worker_module="tests.chaos.faulty_worker", **kw))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from results.queue import JobQueue
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
-from tests.chaos.processes import wait_until
+from tests.chaos.processes import ChaosEngine, wait_until
+from tests.chaos.proxy import Fault
 from tests.chaos.workload import make_jobs
 from tests.results.engines import Engine
 
@@ -42,17 +45,64 @@ def test_cancel_in_every_state(place: Place) -> None:
 
 
 @pytest.mark.slow
-def test_cancel_races_with_the_end(place: Place) -> None:
-    """Each is asked to end at another moment of its life; whichever comes first counts, and counts once."""
+def test_cancel_in_a_full_batch_and_in_the_line_before_it(place: Place) -> None:
+    """While jobs end, those that are soon to begin, or have just begun, are cancelled. The others do not notice."""
     engine = place.engine("--max-num-seqs", "16")
     ids = place.submit(make_jobs(120, max_tokens=40))
-    answers = {}
+    cancelled = set()
     for done in place.client.as_completed(ids, 60.0):
         number = int(done.id.removeprefix("job-"))
         for neighbour in (number + 16, number + 23):
-            if f"job-{neighbour}" in place.accepted and neighbour % 3:
-                answers[f"job-{neighbour}"] = place.client.cancel(f"job-{neighbour}")
+            if neighbour < len(ids) and neighbour % 3 and place.client.cancel(f"job-{neighbour}") != "finished":
+                cancelled.add(f"job-{neighbour}")
     states = place.states()
     assert set(states.values()) == {"finished", "cancelled"}
-    assert {states[job_id] for job_id, answer in answers.items() if answer == "cancelled"} <= {"cancelled"}
+    assert {job_id for job_id, state in states.items() if state == "cancelled"} <= cancelled
     place.check(ALL, engine, states=states)
+
+
+@pytest.mark.parametrize(
+    ("fault", "answer"),
+    [
+        pytest.param("hold-request", "cancelling", id="before the end is in Redis"),
+        pytest.param("hold-reply", "finished", id="before the engine knows that it is"),
+    ],
+)
+def test_cancel_comes_while_the_end_is_on_its_way(place: Place, fault: Fault, answer: str) -> None:
+    """The output is complete, so the job has finished, and the engine takes no notice of the word to cancel it."""
+    proxy = place.proxy()
+    engine = place.engine(via=proxy)
+    finish = proxy.catch("finish", fault)
+    (job_id,) = place.submit(make_jobs(1, max_tokens=8))
+    finish.wait()
+    wait_until(lambda: (place.record(job_id)["state"] == "finished") == (answer == "finished"))
+    assert place.client.cancel(job_id) == answer
+    wait_until(lambda: has_heard(place, engine))
+    finish.release()
+    place.wait_all()
+    assert place.client.cancel(job_id) == "finished"
+    place.check(ALL, engine)
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "end"),
+    [pytest.param(4, "finished", id="the last one"), pytest.param(64, "cancelled", id="one with more to follow")],
+)
+def test_cancel_comes_during_a_step(place: Place, tmp_path: Path, max_tokens: int, end: str) -> None:
+    """The engine has the word before the step is over, and obeys after it. After the last one the job has finished."""
+    has_hung, goes_on = tmp_path / "has-hung", tmp_path / "goes-on"
+    faults = {"hangs_at_step": 4, "has_hung": str(has_hung), "hangs_until": str(goes_on), "stuck_s": 60.0}
+    engine = place.engine(faults=faults)
+    (job_id,) = place.submit(make_jobs(1, max_tokens=max_tokens))
+    wait_until(has_hung.exists)
+    assert place.client.cancel(job_id) == "cancelling"
+    wait_until(lambda: has_heard(place, engine))
+    goes_on.touch()
+    place.wait_all()
+    assert place.states() == {job_id: end}
+    place.check(ALL, engine, states={job_id: end})
+
+
+def has_heard(place: Place, engine: ChaosEngine) -> bool:
+    """No word to the engine is left in Redis."""
+    return place.redis.llen(place.client._keys.signals(engine.engine_id)) == 0

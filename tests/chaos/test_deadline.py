@@ -26,25 +26,28 @@ def jobs_with_deadline(num_jobs: int, seconds: float = DEADLINE_S, first: int = 
 
 
 def test_it_passes_while_the_job_is_queued_delayed_or_at_a_dead_engine(place: Place) -> None:
-    queue = JobQueue(place.redis, place.queue)
-    delayed, orphaned = place.submit(jobs_with_deadline(2))
-    dead = Engine(queue)
-    first, second = dead.claim()
-    dead.release(first, delay_ms=3_600_000)
-    assert (first.job_id, second.job_id) == (delayed, orphaned)
+    """The queued and the delayed one expire with a heartbeat, the dead engine's when its heir recovers it."""
+    heir, dead = place.reserve(), place.engine()
+    (orphaned,) = place.submit(jobs_with_deadline(1))
+    wait_until(lambda: place.num_tokens_kept() > 0)
+    dead.kill()
+    living = Engine(JobQueue(place.redis, place.queue))
+    (delayed,) = place.submit(jobs_with_deadline(1, first=1))
+    living.release(living.claim_one(), delay_ms=3_600_000)
     (queued,) = place.submit(jobs_with_deadline(1, first=2))
-    assert place.states() == {delayed: "delayed", orphaned: "running", queued: "queued"}
-    dead.die()
-    living = Engine(queue)
+    assert place.states() == {orphaned: "running", delayed: "delayed", queued: "queued"}
 
     def is_over() -> bool:
         living.beat()
-        queue.recover()
-        return set(place.states().values()) == {"expired"}
+        return place.states() == {orphaned: "running", delayed: "expired", queued: "expired"}
 
     wait_until(is_over)
+    engine = heir.call()
+    place.wait_all()
+    expired = dict.fromkeys(place.accepted, "expired")
+    assert place.states() == expired
     assert place.client.stats().queued == 0
-    place.check(ALL, states=dict.fromkeys(place.accepted, "expired"))
+    place.check(ALL, engine, states=expired)
 
 
 def test_it_passes_while_the_job_runs(place: Place) -> None:

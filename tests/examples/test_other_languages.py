@@ -6,32 +6,23 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from engine_service.doors.inbox import Inbox
 from millrace.embedded import EmbeddedServer
 from producer.messages import parse_body, to_submission
 from results.connection import connect
+from results.keys import QueueKeys
 from results.messages import Event, InboxEntry, JobError
 from results.queue import JobQueue
+from tests.examples.conftest import LIMIT_S, NODE, needs_node
+from tests.processes import ROOT
 from tests.results.engines import Engine
 from tests.results.invariants import check_queue
 
-ROOT = Path(__file__).resolve().parents[2]
-NODE = shutil.which("node")
 BASH = shutil.which("bash")
-LIMIT_S = 30.0
-
-needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine: the Node example is not run")
 needs_bash = pytest.mark.skipif(BASH is None, reason="no bash on this machine: the shell example is not run")
-
-
-@pytest.fixture
-def server() -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(tcp=True) as running:
-        yield running
 
 
 class Answerer:
@@ -133,6 +124,22 @@ def test_node_and_python_agree_on_the_digest(server: EmbeddedServer) -> None:
         assert JobQueue(client, "examples").submit([to_submission(request)]) == ["exists"]
 
 
+@needs_node
+def test_node_says_why_a_job_can_never_be_taken(server: EmbeddedServer) -> None:
+    script = """
+    import { Millrace } from "./examples/node/millrace.js";
+    import { Redis } from "./examples/node/redis.js";
+    const redis = await Redis.connect(process.argv[1]);
+    const millrace = new Millrace(redis, { queue: "examples", lua: "results/lua" });
+    console.log(await millrace.submit({ prompt: "x", max_tokens: 50 }).catch((error) => error.message));
+    redis.close();
+    """
+    with connect(server.url) as client:
+        client.hset(QueueKeys("examples").settings, "max_queued_tokens", "50")
+    ran = run(NODE or "", "--input-type=module", "--eval", script, server.url)
+    assert ran.stdout == "the job was refused: oversized max_queued_tokens 50\n", ran.stderr
+
+
 @needs_bash
 @pytest.mark.parametrize(("state", "status"), [("finished", 0), ("failed", 1)])
 def test_a_job_from_the_shell(server: EmbeddedServer, state: str, status: int) -> None:
@@ -144,3 +151,19 @@ def test_a_job_from_the_shell(server: EmbeddedServer, state: str, status: int) -
     assert ran.stderr.splitlines()[-1] == state
     assert ("no more tea" in ran.stderr) == (state == "failed")
     assert parse_body(answerer.body).prompt == PROMPT
+
+
+@needs_bash
+def test_the_shell_says_why_a_job_can_never_be_taken(server: EmbeddedServer) -> None:
+    """An engine turns its inbox entry into a failed job."""
+    queue = JobQueue(connect(server.url), "examples")
+    queue._client.hset(queue.keys.settings, "max_queued_tokens", "10")
+    inbox = Inbox(queue)
+    inbox.start()
+    ran = run(BASH or "", "examples/shell/generate.sh", "x", server.url.removeprefix("redis://")[:-2], "examples")
+    inbox.stop()
+    inbox.thread.join()
+    queue.close()
+    assert ran.returncode == 1
+    assert "max_queued_tokens" in ran.stderr
+    assert ran.stderr.splitlines()[-1] == "failed"

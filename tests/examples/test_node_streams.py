@@ -1,0 +1,230 @@
+"""The Node example at streams that have lost entries, or all of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from millrace.embedded import EmbeddedServer
+from results.connection import connect
+from results.queue import JobQueue
+from tests.examples.conftest import LIMIT_S, NODE, needs_node
+from tests.processes import ROOT, wait_until
+from tests.results.engines import Engine, submit
+
+pytestmark = needs_node
+
+OPEN = """
+import readline from "node:readline/promises";
+import { Millrace } from "./examples/node/millrace.js";
+import { Redis } from "./examples/node/redis.js";
+const redis = await Redis.connect(process.argv[1]);
+const millrace = new Millrace(redis, { queue: "examples", lua: "results/lua" });
+const lines = readline.createInterface({ input: process.stdin });
+const goOn = (word) => (console.log(word), new Promise((resolve) => lines.once("line", resolve)));
+const read = async (events) => {
+  const all = [];
+  for await (const { id, ...event } of events) all.push(event);
+  return all;
+};
+const close = () => (lines.close(), redis.close());
+"""
+"""`goOn(word)` says the word and waits until it is told to go on."""
+
+
+class Node:
+    """Owns a script that talks with the test: it says where it is, and goes on when it is told to."""
+
+    def __init__(self, url: str, script: str) -> None:
+        command = (NODE or "", "--input-type=module", "--eval", OPEN + script, url)
+        self._process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._limit = threading.Timer(LIMIT_S, self._process.kill)
+        self._limit.start()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._limit.cancel()
+        self._process.kill()
+        self._process.communicate()
+
+    def wait(self, word: str) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == word + "\n"
+
+    def tell(self, line: str = "") -> None:
+        assert self._process.stdin is not None
+        print(line, file=self._process.stdin, flush=True)
+
+    def say(self) -> Any:
+        """Its last words, of JSON."""
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+class ShortStream:
+    """Owns a job whose stream holds 4 entries at most, and the engine that runs it."""
+
+    def __init__(self, url: str, **settings: int) -> None:
+        self.queue = JobQueue(connect(url), "examples")
+        self.client: Any = self.queue._client
+        for name, value in {"max_events": 4, **settings}.items():
+            self.client.hset(self.queue.keys.settings, name, str(value))
+        submit(self.queue, "long")
+        self.engine = Engine(self.queue)
+        self.job = self.engine.claim_one()
+        self.num_shown = 0
+
+    def __enter__(self) -> ShortStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.queue.close()
+
+    def show(self, num_events: int) -> None:
+        for offset in range(self.num_shown, self.num_shown + num_events):
+            assert self.engine.show(self.job, offset, [offset + 300], f"é{offset} ") == "ok"
+        self.num_shown += num_events
+
+    def finish(self) -> None:
+        assert self.engine.finish(self.job) == "ok"
+
+    def ids(self) -> list[str]:
+        return [entry_id.decode() for entry_id, _ in self.client.xrange(self.queue.keys.result("long"))]
+
+
+@pytest.fixture
+def short(server: EmbeddedServer) -> Iterator[ShortStream]:
+    with ShortStream(server.url) as short:
+        yield short
+
+
+def text_of(numbers: Iterable[int]) -> str:
+    return "".join(f"é{number} " for number in numbers)
+
+
+def check_whole(events: list[dict[str, Any]], num_tokens: int, first: int = 0) -> None:
+    """The events go on after the first tokens, leave nothing out, show nothing twice, and end."""
+    *shown, end = events
+    assert end["state"] == "finished"
+    assert "".join(event["text"] for event in shown) == text_of(range(first, num_tokens))
+    assert [token - 300 for event in shown for token in event["tokens"]] == list(range(first, num_tokens))
+    ends = itertools.accumulate((len(event["tokens"]) for event in shown), initial=first)
+    assert [event["offset"] for event in shown] == list(ends)[:-1]
+
+
+def test_node_waits_for_the_whole_text_of_a_trimmed_stream(server: EmbeddedServer, short: ShortStream) -> None:
+    short.show(10)
+    short.finish()
+    with Node(server.url, 'console.log(JSON.stringify(await millrace.wait("long"))); close();') as node:
+        assert node.say()["text"] == text_of(range(10))
+
+
+def test_node_reads_what_was_trimmed_while_it_was_slow(server: EmbeddedServer, short: ShortStream) -> None:
+    script = """
+    const events = millrace.stream("long");
+    const { value: { id, ...first } } = await events.next();
+    await goOn("has read");
+    console.log(JSON.stringify([first, ...(await read(events))]));
+    close();
+    """
+    short.show(1)
+    with Node(server.url, script) as node:
+        node.wait("has read")
+        short.show(9)
+        short.finish()
+        node.tell()
+        events = node.say()
+    check_whole(events, 10)
+    assert not any("restart" in event for event in events)
+
+
+RESUME = """
+const after = await goOn("after what?");
+console.log(JSON.stringify(await read(millrace.stream("long", after))));
+close();
+"""
+
+
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_node_resumes_after_an_event_that_is_there(server: EmbeddedServer, short: ShortStream, place: int) -> None:
+    short.show(10)
+    short.finish()
+    trimmed_id = short.client.hget(short.queue.keys.job("long"), "trimmed_id").decode()
+    ids = [trimmed_id, *short.ids()]
+    num_trimmed = 10 - (len(ids) - 2)
+    with Node(server.url, RESUME) as node:
+        node.wait("after what?")
+        node.tell(ids[place])
+        events = node.say()
+    assert not any("restart" in event for event in events)
+    if place == -1:
+        assert events == [], "nothing follows the end"
+    else:
+        check_whole(events, 10, first=num_trimmed + place)
+
+
+def test_node_starts_over_where_the_place_to_resume_after_is_gone(server: EmbeddedServer, short: ShortStream) -> None:
+    short.show(1)
+    (place,) = short.ids()
+    short.show(9)
+    short.finish()
+    with Node(server.url, RESUME) as node:
+        node.wait("after what?")
+        node.tell(place)
+        events = node.say()
+    check_whole(events, 10)
+    assert [event.get("restart", False) for event in events] == [True] + [False] * (len(events) - 1)
+
+
+def test_node_starts_over_where_the_place_goes_right_before_the_first_entries_are_read(
+    server: EmbeddedServer, short: ShortStream
+) -> None:
+    script = """
+    const command = redis.command.bind(redis);
+    redis.command = async (...words) => {
+      if (words[0] === "XREAD") {
+        redis.command = command;
+        await goOn("reads");
+      }
+      return command(...words);
+    };
+    """
+    short.show(1)
+    (place,) = short.ids()
+    with Node(server.url, script + RESUME) as node:
+        node.wait("after what?")
+        node.tell(place)
+        node.wait("reads")
+        short.show(9)
+        short.finish()
+        node.tell()
+        events = node.say()
+    check_whole(events, 10)
+    assert [event.get("restart", False) for event in events] == [True] + [False] * (len(events) - 1)
+
+
+def test_node_says_that_a_result_has_expired(server: EmbeddedServer) -> None:
+    script = """
+    for (const after of ["0-0", await goOn("after what?")]) {
+      const events = millrace.stream("long", after);
+      console.log(JSON.stringify(await events.next().catch((error) => error.message)));
+    }
+    close();
+    """
+    with ShortStream(server.url, result_ttl_ms=1, record_ttl_ms=3_600_000) as short:
+        short.show(2)
+        place = short.ids()[0]
+        short.finish()
+        wait_until(lambda: not short.ids())
+        with Node(server.url, script) as node:
+            node.wait("after what?")
+            node.tell(place)
+            assert [node.say(), node.say()] == ["the result of job long has expired"] * 2
