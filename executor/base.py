@@ -145,6 +145,11 @@ class Executor(ABC):
         assert self._facts, "the executor has not been started"
         return self._facts[0]
 
+    @property
+    def weights_checksums(self) -> list[int]:
+        """Of what the ranks loaded in the last start, by rank: see `ModelFacts.weights_checksum`."""
+        return [facts.weights_checksum for facts in self._facts]
+
     # --- life ---
 
     def start(self) -> ModelFacts:

@@ -85,6 +85,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes_per_block: int
     """Bytes of one block over all layers of this rank, keys and values."""
+    weights_checksum: int = 0
+    """Of a sample of what this rank has loaded. Another start with the same parallel sizes and files has the same."""
 
 
 class Boot(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):

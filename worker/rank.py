@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 from worker.attention.select import choose_attention
+from worker.checksum import checksums
 from worker.device import choose_device, keep_freed_memory
 from worker.errors import ConfigError, PlanError
 from worker.kv_budget import fixed_num_blocks, host_pool_bytes, num_blocks_within
@@ -21,7 +22,7 @@ from worker.parallel.peers import Peers
 from worker.parallel.runner import ParallelRunner
 from worker.parallel.topology import find_place
 from worker.runner import Runner, largest_prefill
-from worker.sleep import check_level, check_tags, check_unchanged, checksums
+from worker.sleep import check_level, check_tags, check_unchanged
 
 logger = logging.getLogger("millrace.worker")
 
