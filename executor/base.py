@@ -54,7 +54,8 @@ class Worker(Protocol):
         """Figures for logs and metrics: memory in bytes, steps, sequences. Cheap: a rank also asks itself now and then.
 
         Of these the engine makes use: `device_bytes` and `device_total_bytes` (what it holds and what there is, None on the
-        host) and `pool_budget` (in words: what the number of available blocks was made of).
+        host), `device_utilization` (share of the time that the device computes, 0 to 1, None where it does not tell) and
+        `pool_budget` (in words: what the number of available blocks was made of).
         """
 
     def shutdown(self) -> None:

@@ -64,6 +64,8 @@ class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """By rank: device memory held, some seconds ago at most; None where the device is the host."""
     device_total_bytes: list[int | None]
     """By rank: what the device has."""
+    device_utilization: list[float | None]
+    """By rank: share of the time that the device computed, 0 to 1, some seconds ago at most; None where it does not tell."""
 
 
 class Recorder:
@@ -77,6 +79,7 @@ class Recorder:
         self.recovery_s = 0.0
         self.device_bytes: list[int | None] = []
         self.device_total_bytes: list[int | None] = []
+        self.device_utilization: list[float | None] = []
         self.latency_s = Samples()
         self.step_s = Samples()
         self.host_s = Samples()
@@ -115,11 +118,14 @@ class Recorder:
         """What the ranks say of themselves."""
         self.device_bytes = [figures.get("device_bytes") for figures in by_rank]
         self.device_total_bytes = [figures.get("device_total_bytes") for figures in by_rank]
+        self.device_utilization = [figures.get("device_utilization") for figures in by_rank]
 
-    def saw_device_bytes(self, rank: int, num_bytes: int | None) -> None:
+    def saw_device(self, rank: int, num_bytes: int | None, utilization: float | None) -> None:
         """A rank has looked again."""
         if num_bytes is not None and rank < len(self.device_bytes):
             self.device_bytes[rank] = num_bytes
+        if utilization is not None and rank < len(self.device_utilization):
+            self.device_utilization[rank] = utilization
 
     def idle(self) -> None:
         """The engine had nothing to run: the time until the next step is nobody's."""
@@ -147,6 +153,7 @@ class Recorder:
             recovery_s=self.recovery_s,
             device_bytes=list(self.device_bytes),
             device_total_bytes=self.device_total_bytes,
+            device_utilization=list(self.device_utilization),
             **facts,
         )
 

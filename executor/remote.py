@@ -287,9 +287,9 @@ class RemoteExecutor(Executor):
                 self._take_reply(rank, message, now_s)
             case Reply():
                 self._take_reply(rank, message, now_s)
-            case Beat(phase, device_bytes):
+            case Beat(phase, device_bytes, device_utilization):
                 self._watch.heard(rank, phase, now_s)
-                self._recorder.saw_device_bytes(rank, device_bytes)
+                self._recorder.saw_device(rank, device_bytes, device_utilization)
             case Stacks(text):
                 logger.error("the stacks of rank %d:\n%s", rank, text)
             case _:

@@ -128,13 +128,14 @@ class StubWorker:
         pass
 
     def stats(self) -> dict[str, Any]:
-        """Its device holds a byte for each token."""
+        """Its device holds a byte for each token, and gets busier with each step."""
         return {
             "rank": self._rank,
             "num_steps": self._num_steps,
             "num_sequences": len(self._known),
             "device_bytes": sum(len(known.token_ids) for known in self._known.values()),
             "device_total_bytes": 2**20,
+            "device_utilization": min(1.0, self._num_steps / 10),
             "pool_budget": "as told",
         }
 

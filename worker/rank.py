@@ -23,6 +23,7 @@ from worker.parallel.runner import ParallelRunner
 from worker.parallel.topology import find_place
 from worker.runner import Runner, largest_prefill
 from worker.sleep import check_level, check_tags, check_unchanged
+from worker.utilization import device_utilization
 
 logger = logging.getLogger("millrace.worker")
 
@@ -151,6 +152,7 @@ class Rank:
             "weights_on": self._weights,
             "device_bytes": torch.cuda.memory_reserved(self._device) if on_gpu else None,
             "device_total_bytes": torch.cuda.get_device_properties(self._device).total_memory if on_gpu else None,
+            "device_utilization": device_utilization(self._device),
             "pool_budget": self._pool_budget,
         }
 

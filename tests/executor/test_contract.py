@@ -147,9 +147,12 @@ FIGURES: dict[str, Check] = {
     "num_blocks": lambda value, _: value == 32,
     "device_bytes": lambda value, all_of: len(value) == all_of.world_size and all(0 <= one <= 12 for one in value),
     "device_total_bytes": lambda value, all_of: value == [2**20] * all_of.world_size,
+    "device_utilization": lambda value, all_of: (
+        len(value) == all_of.world_size and all(0 <= one <= 0.3 for one in value)
+    ),
 }
 """What three steps without a fault leave, each of one token for a prompt of three. The stub's device holds a byte for each
-token."""
+token, and gets busier by a tenth with each step."""
 
 
 def is_sound(value: Percentiles) -> bool:
