@@ -6,10 +6,11 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine_service.core.scheduler import Scheduler, SchedulerConfig
+from engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig
 from engine_service.core.sequence import Sequence
 from engine_service.engine import Engine, Progress
 from engine_service.errors import ConfigurationError, EngineDead, WorkersLost
@@ -287,6 +288,31 @@ def test_an_interruption_while_a_step_is_taken_in_costs_no_later_one(
         patch.setattr(Scheduler, "apply", interrupt)
         run_into_interruption(engine)
     run_undisturbed(engine)
+
+
+@stages
+def test_an_interruption_between_two_sequences_of_a_step_leaves_none_behind(
+    build: Build, monkeypatch: pytest.MonkeyPatch, num_stages: int
+) -> None:
+    engine = build(pipeline_parallel_size=num_stages)
+    engine.start()
+    generations = [generation(number) for number in range(1, 7)]
+    extend, num_calls = Scheduler._extend, 0
+
+    def extend_one(*arguments: Any) -> Advance:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise KeyboardInterrupt
+        return extend(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "_extend", extend_one)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, generations)
+    engine.scheduler.check_integrity()
+    assert len(run(engine, [])) == len(generations)
+    assert_undisturbed(generations)
 
 
 def test_what_workers_are_to_forget_outlives_an_interruption(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
