@@ -294,9 +294,9 @@ class Executor(ABC):
         The result is the output rank's; an error or the death of any rank ends the wait for it.
         """
 
+    @abstractmethod
     def step_limit_s(self, num_tokens: int) -> float:
         """How long a step of so many tokens may take before it counts as stuck."""
-        return self._limits.longest_step_s
 
     def collective_rpc(
         self,

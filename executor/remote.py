@@ -187,7 +187,7 @@ class RemoteExecutor(Executor):
         return pending
 
     def step_limit_s(self, num_tokens: int) -> float:
-        return super().step_limit_s(num_tokens) if self._watch is None else self._watch.limit_s(num_tokens)
+        return self._limits.longest_step_s if self._watch is None else self._watch.pace.limit_s(num_tokens)
 
     def _register(
         self, wanted: Sequence[int], num_asked: int, *, is_list: bool, plan: StepPlan | None = None

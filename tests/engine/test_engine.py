@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from engine_service.generation import Generation, TextRules
 from executor.base import Executor
 from executor.calls import PendingCall
 from executor.channel import Channel
-from executor.messages import FromWorker, StepPlan, WorkerConfig
+from executor.messages import FromWorker, StepPlan, StepResult, WorkerConfig
 from executor.multiproc import MultiprocExecutor
+from executor.stub import StubWorker
 from executor.uniproc import UniprocExecutor
 from tests.engine.sequences import make_sequence, stub_output
 
@@ -313,6 +315,23 @@ def test_an_interruption_between_two_sequences_of_a_step_leaves_none_behind(
     engine.scheduler.check_integrity()
     assert len(run(engine, [])) == len(generations)
     assert_undisturbed(generations)
+
+
+def test_a_step_that_hangs_in_this_process_is_trouble_within_seconds(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(kind=UniprocExecutor)
+    engine.start()
+    run(engine, [generation(1)])
+    execute_model, told = StubWorker.execute_model, []
+
+    def look_meanwhile(worker: StubWorker, plan: StepPlan) -> StepResult:
+        told.append([engine.trouble(time.monotonic() + seconds) for seconds in (0, 9, 11)])
+        return execute_model(worker, plan)
+
+    monkeypatch.setattr(StubWorker, "execute_model", look_meanwhile)
+    run(engine, [generation(2, max_tokens=1)])
+    assert told == [[None, None, "a step has lasted 11 s"]]
 
 
 def test_what_workers_are_to_forget_outlives_an_interruption(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
