@@ -164,6 +164,7 @@ class Executor(ABC):
         self._num_starts += 1
         self._missing.clear()
         self._is_on_disk = False
+        self._recorder.idle()
         self._facts = self._start_workers()
         return self.facts
 
@@ -248,6 +249,7 @@ class Executor(ABC):
         """
         if level not in (1, 2):
             raise ValueError(f"level: must be 1 or 2, got {level!r}")
+        self._recorder.idle()
         self.collective_rpc("sleep", (level,), timeout_s=self._nap_limit_s(self._limits.move_bytes_per_s))
         self._missing.update(WAKE_TAGS)
         self._is_on_disk |= level == 2

@@ -48,7 +48,8 @@ class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
     step_s: Percentiles
     """What a step took: from its sending, or the reply before it where steps overlap, to its reply."""
     host_s: Percentiles
-    """From a reply to the next step's sending when no other was under way: the workers had nothing to do."""
+    """From a reply to the next step's sending when no other was under way: the workers had nothing to do. Time without
+    work, in sleep or in repair does not count."""
     rpc_s: Percentiles
     """A step's latency without the time that its worker reports: the way there and back."""
     plan_bytes: int
@@ -105,6 +106,8 @@ class Recorder:
         self.num_completed += not is_failure
         self.latency_s.add(latency_s)
         self._last_s = now_s
+        if is_failure:
+            self.idle()
 
     def completed_step(self, sent_s: float, now_s: float, device_s: float, num_tokens: int) -> None:
         """Before `completed` of the same request."""
@@ -128,7 +131,7 @@ class Recorder:
             self.device_utilization[rank] = utilization
 
     def idle(self) -> None:
-        """The engine had nothing to run: the time until the next step is nobody's."""
+        """There was nothing to run, or nobody to run it: the time until the next step is not the host's."""
         self._step_ended_s = None
 
     def metrics(self, **facts: Any) -> ExecutorMetrics:

@@ -174,6 +174,31 @@ def test_every_figure_is_there_and_plausible(make: Make) -> None:
     assert wrong == {}
 
 
+@every_kind
+def test_sleep_and_pauses_are_not_the_hosts_time(make: Make) -> None:
+    executor = start(make())
+    executor.execute_model(first_step(executor)).result()
+    executor.sleep()
+    executor.wake_up()
+    executor.execute_model(first_step(executor, 2, seq_id=2)).result()
+    executor.check_health()
+    executor.execute_model(first_step(executor, 3, seq_id=3)).result()
+    assert executor.stats().host_s.count == 0
+
+
+@restartable
+def test_repairs_are_not_the_hosts_time(make: Make) -> None:
+    executor = start(make("oom-at-step=2"))
+    executor.execute_model(first_step(executor)).result()
+    with pytest.raises(WorkerError):
+        executor.execute_model(first_step(executor, 2, seq_id=2)).result()
+    executor.execute_model(first_step(executor, 3, seq_id=3)).result()
+    assert executor.stats().host_s.count == 1, "from the first step to the second; the third comes after a failure"
+    executor.restart()
+    executor.execute_model(first_step(executor, 4, seq_id=4)).result()
+    assert executor.stats().host_s.count == 1
+
+
 @own_restartable
 def test_a_call_that_is_not_answered_has_failed(make: Make) -> None:
     executor = start(make("hang-at-step=1"))
