@@ -273,7 +273,7 @@ class Executor(ABC):
         num_at_a_time = self._config.max_parallel_loading_workers if is_read else None
         limit_s = self._nap_limit_s(self._limits.read_bytes_per_s if is_read else self._limits.move_bytes_per_s)
         for ranks in _groups(self.world_size, num_at_a_time or self.world_size):
-            self._call("wake_up", (wanted, epoch), {}, ranks).result(limit_s)
+            self._call("wake_up", (wanted, epoch), {}, ranks, limit_s=limit_s).result()
         self._epoch = epoch
         self._missing.difference_update(wanted)
         self._is_on_disk &= not is_read
@@ -313,18 +313,18 @@ class Executor(ABC):
         """Call one of `WORKER_METHODS` on every rank, after the steps and calls that were sent before.
 
         Returns the results in rank order, or the one of `unique_reply_rank`; with `non_block` a `CallFuture` for the same.
-        `timeout_s`: 60 s when not told (`Limits.call_s`); the one given to a future's `result` counts. Raises
-        `UnknownMethod` and ValueError (no such rank) before anything is sent, `WorkerError` (the worker's own error, with
-        its traceback, or an answer that makes no sense), `ExecutorTimeout` (the late reply is dropped and counted) and
-        `WorkerDied`.
+        `timeout_s`: 60 s when not told (`Limits.call_s`); with `non_block` it is the limit of the future's `result`, from
+        when that is called, unless `result` is given another. Raises `UnknownMethod` and ValueError (no such rank) before
+        anything is sent, `WorkerError` (the worker's own error, with its traceback, or an answer that makes no sense),
+        `ExecutorTimeout` (the late reply is dropped and counted) and `WorkerDied`.
         """
         if method not in WORKER_METHODS:
             known = ", ".join(sorted(WORKER_METHODS))
             raise UnknownMethod(f"{method!r} is not a method of a worker; there are {known}")
         if unique_reply_rank is not None and unique_reply_rank not in range(self.world_size):
             raise ValueError(f"unique_reply_rank: must be one of 0 to {self.world_size - 1}, got {unique_reply_rank!r}")
-        future = self._call(method, args, kwargs or {}, range(self.world_size), unique_reply_rank)
-        return future if non_block else future.result(timeout_s)
+        future = self._call(method, args, kwargs or {}, range(self.world_size), unique_reply_rank, timeout_s)
+        return future if non_block else future.result()
 
     @abstractmethod
     def check_health(self) -> None:
@@ -356,8 +356,10 @@ class Executor(ABC):
         kwargs: dict[str, Any],
         ranks: Sequence[int],
         reply_rank: int | None = None,
+        limit_s: float | None = None,
     ) -> CallFuture:
-        """Send a call to these ranks. Its outcome is their results in this order, or the one of `reply_rank`."""
+        """Send a call to these ranks. Its outcome is their results in this order, or the one of `reply_rank`.
+        `limit_s`: how long `result` waits when it is not told; `Limits.call_s` by default."""
 
     @abstractmethod
     def _discard_workers(self) -> None:

@@ -96,6 +96,7 @@ class UniprocExecutor(Executor):
         kwargs: dict[str, Any],
         ranks: Sequence[int],
         reply_rank: int | None = None,
+        limit_s: float | None = None,
     ) -> _Done:
         worker, began_s = self._require_worker(), time.monotonic()
         self._recorder.sent(began_s)

@@ -355,6 +355,15 @@ def test_a_reply_that_comes_too_late_is_dropped_and_counted(make: Make) -> None:
     assert executor.stats().num_stale_replies == executor.world_size
 
 
+@own_process
+def test_a_call_that_is_not_waited_for_yet_keeps_its_limit(make: Make) -> None:
+    executor = start(make("hang-at-step=1"))
+    executor.execute_model(first_step(executor))
+    call = executor.collective_rpc("stats", timeout_s=0.2, non_block=True)
+    with pytest.raises(ExecutorTimeout, match=r"within 0\.2 s"):
+        call.result()
+
+
 @own_restartable
 def test_a_stuck_step_times_out_and_the_worker_can_be_replaced(make: Make) -> None:
     executor = start(make("hang-at-step=1"))

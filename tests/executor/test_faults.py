@@ -120,11 +120,11 @@ def test_a_nap_is_waited_for_as_long_as_the_weights_need(make: Make, monkeypatch
     limits = Limits(nap_call_s=60, move_bytes_per_s=2**20, read_bytes_per_s=2**18)
     executor = make("", limits, **TWO)
     executor.start()
-    limits_s: list[float | None] = []
+    limits_s: list[float] = []
     real_result = PendingCall.result
 
     def result(self: PendingCall, timeout_s: float | None = None) -> object:
-        limits_s.append(timeout_s)
+        limits_s.append(self._limit_s if timeout_s is None else timeout_s)
         return real_result(self, timeout_s)
 
     monkeypatch.setattr(PendingCall, "result", result)
