@@ -55,6 +55,8 @@ class Epochs:
         self._block_size = block_size
         self._recovery = Recovery(executor)
         self._num_fruitless = 0
+        self._weights: dict[tuple[int, int], list[int]] = {}
+        """Their checksums by rank, by the sizes that they were divided by first."""
         self.scheduler: Scheduler
         self.repair: str | None = None
         """While the workers are replaced: why, for those who watch from other threads."""
@@ -62,6 +64,7 @@ class Epochs:
     def start(self) -> Scheduler:
         """The first epoch. Raises `ConfigurationError` when this can't work, else `EngineDead`."""
         self._recovery.start()
+        self._require_same_weights()
         self.scheduler = Scheduler(self._config, self._make_pool(), self._executor.epoch)
         return self.scheduler
 
@@ -101,6 +104,7 @@ class Epochs:
 
     def _begin(self) -> list[Casualty]:
         """The workers are new: whoever is blamed for that too often, or fits no more, is over."""
+        self._require_same_weights()
         quarantined = self.scheduler.restart(self._executor.epoch)
         is_same_size = self._executor.num_device_blocks == self.scheduler.pool.num_blocks
         misfits = [] if is_same_size else self.scheduler.replace_pool(self._make_pool())
@@ -112,6 +116,19 @@ class Epochs:
 
     def _make_pool(self) -> BlockPool:
         return BlockPool(self._executor.num_device_blocks, self._block_size)
+
+    def _require_same_weights(self) -> None:
+        """What goes on has to go on with the model that it began with: workers with another one are not kept. When the
+        weights are divided by these sizes for the first time there is nothing to compare."""
+        now = self._executor.weights_checksums
+        before = self._weights.setdefault(self._executor.parallel_sizes, now)
+        changed = [rank for rank, (old, new) in enumerate(zip(before, now, strict=True)) if old != new]
+        if changed:
+            self._executor.shutdown()
+            raise EngineDead(
+                f"rank {changed[0]}: the weights are not what they were before the workers were replaced: restart the "
+                "engine, with the model's files as they were when it started"
+            )
 
     def _require_sound_machine(self) -> None:
         """Before a sequence is blamed: one token of a harmless one. When that is lost too, it is not the sequence."""

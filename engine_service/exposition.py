@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, SummaryMetricFamily
@@ -107,6 +107,11 @@ def _workers(metrics: ExecutorMetrics) -> Iterator[Family]:
     yield _gauge("kv_pool_epoch", "The life of the KV pool: grows when workers start, restart or wake.", metrics.epoch)
     yield _by_rank("device_memory_bytes", "Device memory that a rank holds.", metrics.device_bytes)
     yield _by_rank("device_memory_total_bytes", "What a rank's device has.", metrics.device_total_bytes)
+    yield _by_rank(
+        "device_utilization_ratio",
+        "Share of the time that a rank's device computes, 0 to 1.",
+        metrics.device_utilization,
+    )
 
 
 def _counter(name: str, meaning: str, value: float) -> CounterMetricFamily:
@@ -117,7 +122,7 @@ def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"millrace_{name}", meaning, value)
 
 
-def _by_rank(name: str, meaning: str, values: list[int | None]) -> GaugeMetricFamily:
+def _by_rank(name: str, meaning: str, values: Sequence[float | None]) -> GaugeMetricFamily:
     """Of the ranks that know it."""
     family = GaugeMetricFamily(f"millrace_{name}", meaning, labels=["rank"])
     for rank, value in enumerate(values):

@@ -181,6 +181,7 @@ class LLM:
     def _run(self, generations: list[Generation], use_tqdm: bool) -> None:
         from tqdm.auto import tqdm
 
+        self._engine.check_workers()  # what happened to them since the last call is not these generations' doing
         for generation in generations:
             self._engine.add(generation)
         try:

@@ -54,7 +54,8 @@ class Worker(Protocol):
         """Figures for logs and metrics: memory in bytes, steps, sequences. Cheap: a rank also asks itself now and then.
 
         Of these the engine makes use: `device_bytes` and `device_total_bytes` (what it holds and what there is, None on the
-        host) and `pool_budget` (in words: what the number of available blocks was made of).
+        host), `device_utilization` (share of the time that the device computes, 0 to 1, None where it does not tell) and
+        `pool_budget` (in words: what the number of available blocks was made of).
         """
 
     def shutdown(self) -> None:
@@ -145,6 +146,11 @@ class Executor(ABC):
         assert self._facts, "the executor has not been started"
         return self._facts[0]
 
+    @property
+    def weights_checksums(self) -> list[int]:
+        """Of what the ranks loaded in the last start, by rank: see `ModelFacts.weights_checksum`."""
+        return [facts.weights_checksum for facts in self._facts]
+
     # --- life ---
 
     def start(self) -> ModelFacts:
@@ -158,6 +164,7 @@ class Executor(ABC):
         self._num_starts += 1
         self._missing.clear()
         self._is_on_disk = False
+        self._recorder.idle()
         self._facts = self._start_workers()
         return self.facts
 
@@ -242,6 +249,7 @@ class Executor(ABC):
         """
         if level not in (1, 2):
             raise ValueError(f"level: must be 1 or 2, got {level!r}")
+        self._recorder.idle()
         self.collective_rpc("sleep", (level,), timeout_s=self._nap_limit_s(self._limits.move_bytes_per_s))
         self._missing.update(WAKE_TAGS)
         self._is_on_disk |= level == 2
@@ -265,7 +273,7 @@ class Executor(ABC):
         num_at_a_time = self._config.max_parallel_loading_workers if is_read else None
         limit_s = self._nap_limit_s(self._limits.read_bytes_per_s if is_read else self._limits.move_bytes_per_s)
         for ranks in _groups(self.world_size, num_at_a_time or self.world_size):
-            self._call("wake_up", (wanted, epoch), {}, ranks).result(limit_s)
+            self._call("wake_up", (wanted, epoch), {}, ranks, limit_s=limit_s).result()
         self._epoch = epoch
         self._missing.difference_update(wanted)
         self._is_on_disk &= not is_read
@@ -288,9 +296,9 @@ class Executor(ABC):
         The result is the output rank's; an error or the death of any rank ends the wait for it.
         """
 
+    @abstractmethod
     def step_limit_s(self, num_tokens: int) -> float:
         """How long a step of so many tokens may take before it counts as stuck."""
-        return self._limits.longest_step_s
 
     def collective_rpc(
         self,
@@ -305,18 +313,18 @@ class Executor(ABC):
         """Call one of `WORKER_METHODS` on every rank, after the steps and calls that were sent before.
 
         Returns the results in rank order, or the one of `unique_reply_rank`; with `non_block` a `CallFuture` for the same.
-        `timeout_s`: 60 s when not told (`Limits.call_s`); the one given to a future's `result` counts. Raises
-        `UnknownMethod` and ValueError (no such rank) before anything is sent, `WorkerError` (the worker's own error, with
-        its traceback, or an answer that makes no sense), `ExecutorTimeout` (the late reply is dropped and counted) and
-        `WorkerDied`.
+        `timeout_s`: 60 s when not told (`Limits.call_s`); with `non_block` it is the limit of the future's `result`, from
+        when that is called, unless `result` is given another. Raises `UnknownMethod` and ValueError (no such rank) before
+        anything is sent, `WorkerError` (the worker's own error, with its traceback, or an answer that makes no sense),
+        `ExecutorTimeout` (the late reply is dropped and counted) and `WorkerDied`.
         """
         if method not in WORKER_METHODS:
             known = ", ".join(sorted(WORKER_METHODS))
             raise UnknownMethod(f"{method!r} is not a method of a worker; there are {known}")
         if unique_reply_rank is not None and unique_reply_rank not in range(self.world_size):
             raise ValueError(f"unique_reply_rank: must be one of 0 to {self.world_size - 1}, got {unique_reply_rank!r}")
-        future = self._call(method, args, kwargs or {}, range(self.world_size), unique_reply_rank)
-        return future if non_block else future.result(timeout_s)
+        future = self._call(method, args, kwargs or {}, range(self.world_size), unique_reply_rank, timeout_s)
+        return future if non_block else future.result()
 
     @abstractmethod
     def check_health(self) -> None:
@@ -348,8 +356,10 @@ class Executor(ABC):
         kwargs: dict[str, Any],
         ranks: Sequence[int],
         reply_rank: int | None = None,
+        limit_s: float | None = None,
     ) -> CallFuture:
-        """Send a call to these ranks. Its outcome is their results in this order, or the one of `reply_rank`."""
+        """Send a call to these ranks. Its outcome is their results in this order, or the one of `reply_rank`.
+        `limit_s`: how long `result` waits when it is not told; `Limits.call_s` by default."""
 
     @abstractmethod
     def _discard_workers(self) -> None:

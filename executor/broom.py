@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 MAX_DIRECTORY_BYTES = 107 - len("/executor.sock")
 """A unix socket's path may have 107 bytes."""
-_SWEEP = 'read -r line; rm -rf -- "$0"'  # its input ends with the last process that holds the other end
+_SWEEP = 'read -r line; rm -rf -- "$0"'  # until it is told, or its input ends with the last that holds the other end
 
 
 class Broom:
@@ -35,8 +36,11 @@ class Broom:
         return self._pipe.fileno()
 
     def close(self) -> None:
-        """Let go; returns when the directory has been removed, or when somebody else holds `fd`. Once."""
-        self._pipe.close()
+        """Have it swept now, whoever else holds `fd`, also unasked: a process that was forked meanwhile. Returns when the
+        directory has been removed. Once."""
+        with contextlib.suppress(BrokenPipeError):  # the shell was killed
+            self._pipe.write(b"\n")
+            self._pipe.close()
         self._shell.wait()
 
 

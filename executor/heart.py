@@ -20,7 +20,8 @@ BEAT_EVERY_MS = 1000
 
 
 class Heart:
-    """Owns the heartbeat's socket and thread. The rank's main thread sets `phase` and `device_bytes`, the heart reads."""
+    """Owns the heartbeat's socket and thread. The rank's main thread sets `phase` and what it knows of the device, the
+    heart reads."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], engine_pid: int | None = None, meeting_place: str | None = None
@@ -29,6 +30,7 @@ class Heart:
         `meeting_place` that an engine that failed early has left."""
         self.phase = "spawn"
         self.device_bytes: int | None = None
+        self.device_utilization: float | None = None
         self._socket = socket
         self._meeting_place = meeting_place
         self._poller = zmq.Poller()
@@ -55,7 +57,7 @@ class Heart:
 
     def _beat(self) -> None:
         with contextlib.suppress(zmq.Again):  # nobody reads them just now
-            self._socket.send(encode(Beat(self.phase, self.device_bytes)), zmq.DONTWAIT)
+            self._socket.send(encode(Beat(self.phase, self.device_bytes, self.device_utilization)), zmq.DONTWAIT)
 
     def _obey(self) -> None:
         if isinstance(decode_to_worker(self._socket.recv()), DumpStacks):

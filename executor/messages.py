@@ -85,6 +85,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int
     kv_bytes_per_block: int
     """Bytes of one block over all layers of this rank, keys and values."""
+    weights_checksum: int = 0
+    """Of a sample of what this rank has loaded. Another start with the same parallel sizes and files has the same."""
 
 
 class Boot(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -131,6 +133,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One of the start, as in `Phase`, then "idle", "step", or the method that it runs."""
     device_bytes: int | None = None
     """Device memory that the rank held when it last looked; None where the device is the host, or before the first look."""
+    device_utilization: float | None = None
+    """Share of the time that the device computed when it last looked, 0 to 1; None where it does not tell."""
 
 
 class DumpStacks(msgspec.Struct, frozen=True, tag=True, array_like=True):

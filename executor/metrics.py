@@ -48,7 +48,8 @@ class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
     step_s: Percentiles
     """What a step took: from its sending, or the reply before it where steps overlap, to its reply."""
     host_s: Percentiles
-    """From a reply to the next step's sending when no other was under way: the workers had nothing to do."""
+    """From a reply to the next step's sending when no other was under way: the workers had nothing to do. Time without
+    work, in sleep or in repair does not count."""
     rpc_s: Percentiles
     """A step's latency without the time that its worker reports: the way there and back."""
     plan_bytes: int
@@ -64,6 +65,8 @@ class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """By rank: device memory held, some seconds ago at most; None where the device is the host."""
     device_total_bytes: list[int | None]
     """By rank: what the device has."""
+    device_utilization: list[float | None]
+    """By rank: share of the time that the device computed, 0 to 1, some seconds ago at most; None where it does not tell."""
 
 
 class Recorder:
@@ -77,6 +80,7 @@ class Recorder:
         self.recovery_s = 0.0
         self.device_bytes: list[int | None] = []
         self.device_total_bytes: list[int | None] = []
+        self.device_utilization: list[float | None] = []
         self.latency_s = Samples()
         self.step_s = Samples()
         self.host_s = Samples()
@@ -102,6 +106,8 @@ class Recorder:
         self.num_completed += not is_failure
         self.latency_s.add(latency_s)
         self._last_s = now_s
+        if is_failure:
+            self.idle()
 
     def completed_step(self, sent_s: float, now_s: float, device_s: float, num_tokens: int) -> None:
         """Before `completed` of the same request."""
@@ -115,14 +121,17 @@ class Recorder:
         """What the ranks say of themselves."""
         self.device_bytes = [figures.get("device_bytes") for figures in by_rank]
         self.device_total_bytes = [figures.get("device_total_bytes") for figures in by_rank]
+        self.device_utilization = [figures.get("device_utilization") for figures in by_rank]
 
-    def saw_device_bytes(self, rank: int, num_bytes: int | None) -> None:
+    def saw_device(self, rank: int, num_bytes: int | None, utilization: float | None) -> None:
         """A rank has looked again."""
         if num_bytes is not None and rank < len(self.device_bytes):
             self.device_bytes[rank] = num_bytes
+        if utilization is not None and rank < len(self.device_utilization):
+            self.device_utilization[rank] = utilization
 
     def idle(self) -> None:
-        """The engine had nothing to run: the time until the next step is nobody's."""
+        """There was nothing to run, or nobody to run it: the time until the next step is not the host's."""
         self._step_ended_s = None
 
     def metrics(self, **facts: Any) -> ExecutorMetrics:
@@ -147,6 +156,7 @@ class Recorder:
             recovery_s=self.recovery_s,
             device_bytes=list(self.device_bytes),
             device_total_bytes=self.device_total_bytes,
+            device_utilization=list(self.device_utilization),
             **facts,
         )
 

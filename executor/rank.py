@@ -63,7 +63,7 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 10.0
-"""How often a rank that runs steps looks how much device memory it holds."""
+"""How often a rank that runs steps looks how much of its device it holds and uses."""
 
 _SPIN_S = 200e-6
 """How long a rank looks for its next order before it sleeps: between two steps an order comes sooner than an idle core
@@ -205,9 +205,11 @@ def _logged(error: Exception, what: str) -> Failure:
 
 
 def _look(worker: Worker, heart: Heart) -> None:
-    """How much device memory it holds. When it can't tell, what it told last stays: nobody has asked."""
+    """How much of the device it holds and uses. When it can't tell, what it told last stays: nobody has asked."""
     try:
-        heart.device_bytes = worker.stats().get("device_bytes")
+        figures = worker.stats()
+        heart.device_bytes = figures.get("device_bytes")
+        heart.device_utilization = figures.get("device_utilization")
     except Exception:
         logger.exception("the worker can't tell its figures")
 

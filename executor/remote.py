@@ -166,9 +166,12 @@ class RemoteExecutor(Executor):
         kwargs: dict[str, Any],
         ranks: Sequence[int],
         reply_rank: int | None = None,
+        limit_s: float | None = None,
     ) -> PendingCall:
         self.require_workers()
-        pending = self._register(ranks if reply_rank is None else (reply_rank,), len(ranks), is_list=reply_rank is None)
+        wanted, is_list = (ranks, True) if reply_rank is None else ((reply_rank,), False)
+        limit_s = self._limits.call_s if limit_s is None else limit_s
+        pending = self._register(wanted, len(ranks), is_list=is_list, limit_s=limit_s)
         call = Call(call_id=pending.call_id, method=method, args=list(args), kwargs=kwargs)
         self._send(encode(call), ranks)
         return pending
@@ -179,7 +182,8 @@ class RemoteExecutor(Executor):
             raise Asleep(f"the workers sleep: they miss {', '.join(sorted(self._missing))}")
         assert self._watch is not None
         num_in_flight = sum(call.is_step and not call.done() for call in self._pending.values())
-        pending = self._register((output_rank(self._config),), self.world_size, is_list=False, plan=plan)
+        wanted, limit_s = (output_rank(self._config),), self._limits.step_s
+        pending = self._register(wanted, self.world_size, is_list=False, limit_s=limit_s, plan=plan)
         payload = encode(Step(pending.call_id, plan))
         self._recorder.sent_step(pending.sent_s, len(payload), num_in_flight)
         self._watch.sent_step(sum(row.num_tokens for row in plan.rows), pending.sent_s)
@@ -187,13 +191,12 @@ class RemoteExecutor(Executor):
         return pending
 
     def step_limit_s(self, num_tokens: int) -> float:
-        return super().step_limit_s(num_tokens) if self._watch is None else self._watch.limit_s(num_tokens)
+        return self._limits.longest_step_s if self._watch is None else self._watch.pace.limit_s(num_tokens)
 
     def _register(
-        self, wanted: Sequence[int], num_asked: int, *, is_list: bool, plan: StepPlan | None = None
+        self, wanted: Sequence[int], num_asked: int, *, is_list: bool, limit_s: float, plan: StepPlan | None = None
     ) -> PendingCall:
         self._last_call_id += 1
-        limit_s = self._limits.call_s if plan is None else self._limits.step_s
         pending = PendingCall(
             self, self._last_call_id, wanted, num_asked=num_asked, is_list=is_list, limit_s=limit_s, plan=plan
         )
@@ -287,9 +290,9 @@ class RemoteExecutor(Executor):
                 self._take_reply(rank, message, now_s)
             case Reply():
                 self._take_reply(rank, message, now_s)
-            case Beat(phase, device_bytes):
+            case Beat(phase, device_bytes, device_utilization):
                 self._watch.heard(rank, phase, now_s)
-                self._recorder.saw_device_bytes(rank, device_bytes)
+                self._recorder.saw_device(rank, device_bytes, device_utilization)
             case Stacks(text):
                 logger.error("the stacks of rank %d:\n%s", rank, text)
             case _:

@@ -16,6 +16,7 @@ status 0) and `oom` (out of memory, after the plan was taken in); places are a s
     lacks-blocks=N        that many fewer fit
     meet=DIR              the ranks wait for each other in every step, as ranks with collectives do
     slow=MS               what a step takes
+    weights=PATH          the file that they are read from
     count-loading=DIR     notes in DIR how many ranks load at a time, in the start and on waking
 """
 
@@ -26,6 +27,7 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,7 @@ class StubWorker:
             num_parameters=0,
             weight_bytes=(1 + self._rank) * 2**20,
             kv_bytes_per_block=(1 + self._rank) * self._config.block_size,
+            weights_checksum=self._read_weights(),
         )
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -125,13 +128,14 @@ class StubWorker:
         pass
 
     def stats(self) -> dict[str, Any]:
-        """Its device holds a byte for each token."""
+        """Its device holds a byte for each token, and gets busier with each step."""
         return {
             "rank": self._rank,
             "num_steps": self._num_steps,
             "num_sequences": len(self._known),
             "device_bytes": sum(len(known.token_ids) for known in self._known.values()),
             "device_total_bytes": 2**20,
+            "device_utilization": min(1.0, self._num_steps / 10),
             "pool_budget": "as told",
         }
 
@@ -209,6 +213,10 @@ class StubWorker:
         is_back = Path(str(self._faults.get("unless"))).exists()
         if self._faults.get("never-start-rank") == self._rank and self._world_size > 1 and not is_back:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def _read_weights(self) -> int:
+        path = self._faults.get("weights")
+        return 0 if path is None else zlib.crc32(Path(path).read_bytes()) + self._rank
 
     def _count_loading(self) -> None:
         directory = self._faults.get("count-loading")

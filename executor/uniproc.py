@@ -14,6 +14,7 @@ from executor.errors import Asleep, StartError, WorkerDied, WorkerError
 from executor.failures import needs_traceback, to_failure
 from executor.limits import Limits
 from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from executor.watch import Pace
 
 _LOOK_EVERY_S = 10.0
 """How often it is looked how much device memory the worker holds."""
@@ -41,6 +42,7 @@ class UniprocExecutor(Executor):
             raise ValueError(f"executor uni runs one rank, {self.world_size} are wanted; take mp")
         self._worker_module = worker_module
         self._worker: Worker | None = None
+        self._pace = Pace(self._limits)
         self._look_at_s = 0.0
 
     def __repr__(self) -> str:
@@ -67,6 +69,7 @@ class UniprocExecutor(Executor):
             _drop_frames(error, handled)  # they hold what was loaded so far
             raise StartError(phase, 0, failure.message, is_retryable=failure.is_retryable, failure=failure) from error
         self._worker = worker
+        self._pace = Pace(self._limits, is_cpu=facts.device == "cpu")
         return [facts]
 
     def shutdown(self) -> None:
@@ -93,6 +96,7 @@ class UniprocExecutor(Executor):
         kwargs: dict[str, Any],
         ranks: Sequence[int],
         reply_rank: int | None = None,
+        limit_s: float | None = None,
     ) -> _Done:
         worker, began_s = self._require_worker(), time.monotonic()
         self._recorder.sent(began_s)
@@ -108,11 +112,16 @@ class UniprocExecutor(Executor):
         self._recorder.sent_step(began_s, 0, 0)
         done = _Done(lambda: worker.execute_model(plan))
         if isinstance(done.outcome, StepResult):
-            result = done.outcome
-            self._recorder.completed_step(began_s, time.monotonic(), result.device_s, len(result.token_ids))
+            result, now_s = done.outcome, time.monotonic()
+            self._recorder.completed_step(began_s, now_s, result.device_s, len(result.token_ids))
+            self._pace.measure(now_s - began_s, sum(row.num_tokens for row in plan.rows))
         self._record(done, began_s)
         self._look(worker)
         return done
+
+    def step_limit_s(self, num_tokens: int) -> float:
+        """Nobody can end a step in this process, but its health can say that it is stuck."""
+        return self._pace.limit_s(num_tokens)
 
     def _look(self, worker: Worker) -> None:
         if time.monotonic() >= self._look_at_s:

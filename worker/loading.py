@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from executor.messages import ModelFacts, WorkerConfig
 from worker.checkpoint import checkpoint_dtype, find_weights
+from worker.checksum import weights_checksum
 from worker.device import choose_dtype
 from worker.errors import WeightsDiffer
 from worker.kv_pool import LayerSpec
@@ -70,6 +71,7 @@ def load_model(
         num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(parameter.nbytes for parameter in parameters),
         kv_bytes_per_block=config.block_size * sum(spec.bytes_per_token(dtype) for spec in specs),
+        weights_checksum=weights_checksum(model),
     )
     return LoadedModel(model, specs, facts)
 

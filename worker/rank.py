@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 from worker.attention.select import choose_attention
+from worker.checksum import checksums
 from worker.device import choose_device, keep_freed_memory
 from worker.errors import ConfigError, PlanError
 from worker.kv_budget import fixed_num_blocks, host_pool_bytes, num_blocks_within
@@ -21,7 +22,8 @@ from worker.parallel.peers import Peers
 from worker.parallel.runner import ParallelRunner
 from worker.parallel.topology import find_place
 from worker.runner import Runner, largest_prefill
-from worker.sleep import check_level, check_tags, check_unchanged, checksums
+from worker.sleep import check_level, check_tags, check_unchanged
+from worker.utilization import device_utilization
 
 logger = logging.getLogger("millrace.worker")
 
@@ -150,6 +152,7 @@ class Rank:
             "weights_on": self._weights,
             "device_bytes": torch.cuda.memory_reserved(self._device) if on_gpu else None,
             "device_total_bytes": torch.cuda.get_device_properties(self._device).total_memory if on_gpu else None,
+            "device_utilization": device_utilization(self._device),
             "pool_budget": self._pool_budget,
         }
 

@@ -8,19 +8,13 @@ On a CPU the weights are in host memory anyway: level 1 gives up the KV pool alo
 
 from __future__ import annotations
 
-import zlib
-from itertools import chain
-
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from worker.checksum import checksums
 from worker.errors import ConfigError, WeightsChanged
 
 LEVELS = (1, 2)
 WAKE_TAGS = ("weights", "kv_cache")
-SAMPLES = 256
-"""Entries of each tensor that a checksum looks at, evenly spaced."""
 
 
 def check_level(level: int) -> None:
@@ -36,11 +30,6 @@ def check_tags(tags: list[str] | None) -> set[str]:
     return set(WAKE_TAGS if tags is None else tags)
 
 
-def checksums(model: PreTrainedModel) -> dict[str, int]:
-    """A number for each parameter and buffer, of a sample of its entries."""
-    return {name: _checksum(tensor) for name, tensor in chain(model.named_parameters(), model.named_buffers())}
-
-
 def check_unchanged(model: PreTrainedModel, before: dict[str, int]) -> None:
     """Raise `WeightsChanged` unless the model's tensors are those that the checksums were made of."""
     now = checksums(model)
@@ -50,11 +39,3 @@ def check_unchanged(model: PreTrainedModel, before: dict[str, int]) -> None:
             f"{len(changed)} of {len(before)} tensors are not what they were before the sleep, first of all {changed[0]}: "
             "restart the engine, with the model's files as they were when it started"
         )
-
-
-@torch.inference_mode()
-def _checksum(tensor: Tensor) -> int:
-    flat = tensor.detach().reshape(-1)
-    step = max(1, flat.numel() // SAMPLES)
-    sample = flat[::step][:SAMPLES].contiguous().cpu()
-    return zlib.crc32(bytes(sample.view(torch.uint8).tolist()))

@@ -132,8 +132,10 @@ class Scheduler:
         return StepPlan(step.step_id, self.epoch, depth, rows=step.rows, new=step.new, finished=finished)
 
     def apply(self, result: StepResult) -> list[Advance]:
-        """Take in what the step sampled; sequences that ended, or failed, are gone from here afterwards."""
-        del self._in_flight[result.step_id]
+        """Take in what the step sampled; sequences that ended, or failed, are gone from here afterwards.
+
+        After an interruption the step is in flight still: `requeue_in_flight` puts back whom it has not reached.
+        """
         advances = [self._fail(failure) for failure in result.failures if failure.seq_id in self._running]
         position = 0
         for seq_id, num_tokens in zip(result.seq_ids, result.num_tokens, strict=True):
@@ -141,6 +143,7 @@ class Scheduler:
             position += num_tokens
             if seq_id in self._running:  # else it was removed while the step ran
                 advances.append(self._extend(self._running[seq_id], token_ids, result.step_id))
+        del self._in_flight[result.step_id]
         return advances
 
     def unsend(self, plan: StepPlan) -> None:

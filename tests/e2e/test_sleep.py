@@ -10,6 +10,8 @@ import pytest
 import redis
 
 from engine_service import LLM
+from engine_service.errors import EngineDead
+from executor.multiproc import MultiprocExecutor
 from millrace import Client, GenerationRequest, SamplingParams
 from tests.e2e.conftest import StartEngine
 from tests.e2e.engines import TINY, EngineProcess, wait_until
@@ -156,6 +158,27 @@ def test_an_engine_does_not_wake_up_with_other_weights(
     assert engine.process.wait(LIMIT_S) == 6
     assert "tensors are not what they were before the sleep" in engine.text().splitlines()[-1]
     assert (client.get(job_id).state, client.stats().engines) == ("queued", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_worker_that_died_asleep_does_not_come_back_with_other_weights(level: int, tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    with LLM(tmp_path, device="cpu", executor="mp") as llm:
+        prompt, greedy = [7, 8, 9], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        (before,) = llm.generate(prompt, greedy, use_tqdm=False)
+        llm.sleep(level)
+        make_model("llama", tmp_path, seed=1)
+        executor = llm._engine._executor
+        assert isinstance(executor, MultiprocExecutor)
+        os.kill(executor.worker_pids()[0], signal.SIGKILL)
+        with pytest.raises(EngineDead, match="weights are not what they were"):
+            llm.wake_up()
+        with pytest.raises(EngineDead, match="weights are not what they were"):
+            llm.generate(prompt, greedy, use_tqdm=False)
+        make_model("llama", tmp_path)
+        (after,) = llm.generate(prompt, greedy, use_tqdm=False)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
 @pytest.mark.slow

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from engine_service.core.scheduler import Scheduler, SchedulerConfig
+from engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig
 from engine_service.core.sequence import Sequence
 from engine_service.engine import Engine, Progress
 from engine_service.errors import ConfigurationError, EngineDead, WorkersLost
@@ -17,8 +19,9 @@ from engine_service.generation import Generation, TextRules
 from executor.base import Executor
 from executor.calls import PendingCall
 from executor.channel import Channel
-from executor.messages import FromWorker, StepPlan, WorkerConfig
+from executor.messages import FromWorker, StepPlan, StepResult, WorkerConfig
 from executor.multiproc import MultiprocExecutor
+from executor.stub import StubWorker
 from executor.uniproc import UniprocExecutor
 from tests.engine.sequences import make_sequence, stub_output
 
@@ -287,6 +290,48 @@ def test_an_interruption_while_a_step_is_taken_in_costs_no_later_one(
         patch.setattr(Scheduler, "apply", interrupt)
         run_into_interruption(engine)
     run_undisturbed(engine)
+
+
+@stages
+def test_an_interruption_between_two_sequences_of_a_step_leaves_none_behind(
+    build: Build, monkeypatch: pytest.MonkeyPatch, num_stages: int
+) -> None:
+    engine = build(pipeline_parallel_size=num_stages)
+    engine.start()
+    generations = [generation(number) for number in range(1, 7)]
+    extend, num_calls = Scheduler._extend, 0
+
+    def extend_one(*arguments: Any) -> Advance:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise KeyboardInterrupt
+        return extend(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "_extend", extend_one)
+        with pytest.raises(KeyboardInterrupt):
+            run(engine, generations)
+    engine.scheduler.check_integrity()
+    assert len(run(engine, [])) == len(generations)
+    assert_undisturbed(generations)
+
+
+def test_a_step_that_hangs_in_this_process_is_trouble_within_seconds(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(kind=UniprocExecutor)
+    engine.start()
+    run(engine, [generation(1)])
+    execute_model, told = StubWorker.execute_model, []
+
+    def look_meanwhile(worker: StubWorker, plan: StepPlan) -> StepResult:
+        told.append([engine.trouble(time.monotonic() + seconds) for seconds in (0, 9, 11)])
+        return execute_model(worker, plan)
+
+    monkeypatch.setattr(StubWorker, "execute_model", look_meanwhile)
+    run(engine, [generation(2, max_tokens=1)])
+    assert told == [[None, None, "a step has lasted 11 s"]]
 
 
 def test_what_workers_are_to_forget_outlives_an_interruption(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,14 @@ def test_sampling_params_that_cannot_be_are_named(llm: LLM, params: Any) -> None
         llm.generate(["x", "y"], params, use_tqdm=False)
 
 
+def test_the_time_between_two_calls_is_not_the_hosts(llm: LLM) -> None:
+    before = llm.metrics().executor
+    for _ in range(2):
+        llm.generate("3 + 4 =", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    after = llm.metrics().executor
+    assert after.host_s.count - before.host_s.count == after.num_steps - before.num_steps - 2
+
+
 def test_after_all_that_it_generates(llm: LLM) -> None:
     (output,) = llm.generate("3 + 4 =", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert output.outputs[0].text == " 7"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
+from engine_service.engine import Engine
 from engine_service.errors import EngineDead, EngineError
 from engine_service.token_budget import FLOOR_TOKENS, GROW_EVERY_STEPS, TokenBudget
 from executor.base import Executor
@@ -145,6 +148,57 @@ def test_after_a_nap_everything_goes_on_where_it_was(build: Build, kind: type[Ex
         engine.step()
     assert_undisturbed(generations)
     assert all(one.sequence.crash_count == 0 for one in generations)
+
+
+@pytest.mark.parametrize("is_nap", [True, False])
+def test_workers_that_come_back_with_other_weights_end_the_engine(build: Build, tmp_path: Path, is_nap: bool) -> None:
+    (weights := tmp_path / "weights").write_text("as they were")
+    engine = build(f"weights={weights}", tensor_parallel_size=2)
+    engine.start()
+    one = generation(1)
+    engine.add(one)
+    engine.step()
+    if is_nap:
+        engine.sleep(1)
+    weights.write_text("noise")
+    kill_rank(engine, 1)
+    with pytest.raises(EngineDead, match="rank 0: the weights are not what they were"):
+        go_on(engine)
+    with pytest.raises(EngineDead, match="rank 0: the weights are not what they were"):
+        engine.check_workers()
+    weights.write_text("as they were")
+    engine.check_workers()
+    run(engine, [])
+    assert_undisturbed([one])
+
+
+def go_on(engine: Engine) -> None:
+    engine.wake_up()
+    run(engine, [])
+
+
+def kill_rank(engine: Engine, rank: int) -> None:
+    executor = engine._executor
+    assert isinstance(executor, MultiprocExecutor)
+    os.kill(executor.worker_pids()[rank], signal.SIGKILL)
+    assert executor._handles[rank].wait(10)
+
+
+def test_weights_are_compared_with_those_that_were_divided_by_the_same_sizes(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_service.recovery.GROW_AFTER_S", 0.0)
+    (weights := tmp_path / "weights").write_text("as they were")
+    (allowed := tmp_path / "allowed").touch()
+    engine = build(f"weights={weights},never-start-rank=1,unless={allowed}", tensor_parallel_size=2)
+    engine.start()
+    allowed.unlink()
+    kill_rank(engine, 0)
+    engine.check_workers()
+    assert engine.metrics().executor.world_size == 1
+    allowed.touch()
+    engine.check_workers()
+    assert engine.metrics().executor.world_size == 2
 
 
 def test_a_rank_that_dies_falling_asleep_is_replaced(build: Build, tmp_path: Path) -> None:

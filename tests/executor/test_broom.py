@@ -47,18 +47,43 @@ def test_an_engine_killed_while_its_socket_has_a_file_leaves_none(tmp_path: Path
     wait_until(lambda: not list(tmp_path.iterdir()))
 
 
+LEAVES = """
+import os, subprocess, sys
+from executor.broom import Broom
+broom = Broom(sys.argv[1])
+os.mkdir(sys.argv[1])
+print(subprocess.Popen(["sleep", "60"], pass_fds=(broom.fd,), stdout=subprocess.DEVNULL).pid, flush=True)
+os._exit(0)
+"""
+
+
 def test_a_directory_is_swept_when_the_last_holder_ends(tmp_path: Path) -> None:
     directory = tmp_path / "it's $HOME; a name"
-    broom = Broom(str(directory))
-    directory.mkdir()
-    holder = subprocess.Popen(["sleep", "60"], pass_fds=(broom.fd,))
-    broom._pipe.close()
+    command = [sys.executable, "-P", "-c", LEAVES, str(directory)]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    owner = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=60, check=True)
     time.sleep(0.1)
     assert directory.exists()
-    holder.kill()
-    holder.wait()
+    os.kill(int(owner.stdout), signal.SIGKILL)
+    wait_until(lambda: not directory.exists())
+
+
+def test_who_sweeps_waits_for_no_other_holder(tmp_path: Path) -> None:
+    """Such as a process that this one has forked meanwhile."""
+    (directory := tmp_path / "swept").mkdir()
+    broom = Broom(str(directory))
+    with subprocess.Popen(["sleep", "60"], pass_fds=(broom.fd,)) as holder:
+        broom.close()
+        assert not directory.exists()
+        assert holder.poll() is None
+        holder.kill()
+
+
+def test_a_broom_that_was_killed_is_let_go_of(tmp_path: Path) -> None:
+    broom = Broom(str(tmp_path / "swept"))
+    broom._shell.kill()
+    broom._shell.wait()
     broom.close()
-    assert not directory.exists()
 
 
 def test_a_directory_that_can_not_be_made_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,7 @@ def test_a_channel_that_can_not_listen_leaves_no_directory(tmp_path: Path, monke
 
 
 def test_messages_grow_at_the_end_and_old_readers_skip_what_they_do_not_know() -> None:
-    assert decode_from_worker(encode(["Beat", "step", 7, "from a later version"])) == Beat("step", 7)
+    assert decode_from_worker(encode(["Beat", "step", 7, 0.5, "from a later version"])) == Beat("step", 7, 0.5)
 
 
 def test_messages_survive_the_wire() -> None:

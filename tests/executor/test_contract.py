@@ -147,9 +147,12 @@ FIGURES: dict[str, Check] = {
     "num_blocks": lambda value, _: value == 32,
     "device_bytes": lambda value, all_of: len(value) == all_of.world_size and all(0 <= one <= 12 for one in value),
     "device_total_bytes": lambda value, all_of: value == [2**20] * all_of.world_size,
+    "device_utilization": lambda value, all_of: (
+        len(value) == all_of.world_size and all(0 <= one <= 0.3 for one in value)
+    ),
 }
 """What three steps without a fault leave, each of one token for a prompt of three. The stub's device holds a byte for each
-token."""
+token, and gets busier by a tenth with each step."""
 
 
 def is_sound(value: Percentiles) -> bool:
@@ -169,6 +172,31 @@ def test_every_figure_is_there_and_plausible(make: Make) -> None:
         if not is_right(getattr(figures, name), figures)
     }
     assert wrong == {}
+
+
+@every_kind
+def test_sleep_and_pauses_are_not_the_hosts_time(make: Make) -> None:
+    executor = start(make())
+    executor.execute_model(first_step(executor)).result()
+    executor.sleep()
+    executor.wake_up()
+    executor.execute_model(first_step(executor, 2, seq_id=2)).result()
+    executor.check_health()
+    executor.execute_model(first_step(executor, 3, seq_id=3)).result()
+    assert executor.stats().host_s.count == 0
+
+
+@restartable
+def test_repairs_are_not_the_hosts_time(make: Make) -> None:
+    executor = start(make("oom-at-step=2"))
+    executor.execute_model(first_step(executor)).result()
+    with pytest.raises(WorkerError):
+        executor.execute_model(first_step(executor, 2, seq_id=2)).result()
+    executor.execute_model(first_step(executor, 3, seq_id=3)).result()
+    assert executor.stats().host_s.count == 1, "from the first step to the second; the third comes after a failure"
+    executor.restart()
+    executor.execute_model(first_step(executor, 4, seq_id=4)).result()
+    assert executor.stats().host_s.count == 1
 
 
 @own_restartable
@@ -325,6 +353,15 @@ def test_a_reply_that_comes_too_late_is_dropped_and_counted(make: Make) -> None:
         call.result(timeout_s=0)
     executor.collective_rpc("check_health")
     assert executor.stats().num_stale_replies == executor.world_size
+
+
+@own_process
+def test_a_call_that_is_not_waited_for_yet_keeps_its_limit(make: Make) -> None:
+    executor = start(make("hang-at-step=1"))
+    executor.execute_model(first_step(executor))
+    call = executor.collective_rpc("stats", timeout_s=0.2, non_block=True)
+    with pytest.raises(ExecutorTimeout, match=r"within 0\.2 s"):
+        call.result()
 
 
 @own_restartable

@@ -120,11 +120,11 @@ def test_a_nap_is_waited_for_as_long_as_the_weights_need(make: Make, monkeypatch
     limits = Limits(nap_call_s=60, move_bytes_per_s=2**20, read_bytes_per_s=2**18)
     executor = make("", limits, **TWO)
     executor.start()
-    limits_s: list[float | None] = []
+    limits_s: list[float] = []
     real_result = PendingCall.result
 
     def result(self: PendingCall, timeout_s: float | None = None) -> object:
-        limits_s.append(timeout_s)
+        limits_s.append(self._limit_s if timeout_s is None else timeout_s)
         return real_result(self, timeout_s)
 
     monkeypatch.setattr(PendingCall, "result", result)
@@ -308,11 +308,12 @@ def test_a_rank_without_a_heart_is_not_waited_for(rude: Rude) -> None:
     assert caught.value.is_retryable
 
 
-def test_a_rank_that_runs_steps_tells_how_much_device_memory_it_holds(rude: Rude) -> None:
+def test_a_rank_that_runs_steps_tells_how_much_of_its_device_it_holds_and_uses(rude: Rude) -> None:
     """The stub's device holds a byte for each token: three of the prompt, and one more."""
     executor = start(rude("curious", **TWO))
     executor.execute_model(first_step(executor)).result()
     wait_for_figures(executor, lambda figures: figures.device_bytes == [4, 4])
+    wait_for_figures(executor, lambda figures: figures.device_utilization == [0.1, 0.1])
 
 
 # --- nothing is left ---

@@ -134,7 +134,7 @@ def test_a_step_that_failed_early_does_not_make_honest_ones_late() -> None:
 def test_a_plan_without_rows_tells_nothing_of_the_usual_time() -> None:
     bench = Bench()
     bench.run_steps(5, took_s=1.0, num_tokens=0)
-    assert bench.watch.limit_s(1) == LIMITS.first_step_s
+    assert bench.watch.pace.limit_s(1) == LIMITS.first_step_s
 
 
 def test_the_usual_time_is_that_of_the_rank_that_answers_last() -> None:
@@ -145,4 +145,4 @@ def test_the_usual_time_is_that_of_the_rank_that_answers_last() -> None:
         bench.watch.answered_step(0, bench.now_s + 0.01)
         bench.now_s += 2.0
         bench.watch.answered_step(1, bench.now_s)
-    assert bench.watch.limit_s(1) == 40
+    assert bench.watch.pace.limit_s(1) == 40

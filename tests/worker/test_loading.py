@@ -77,8 +77,17 @@ def test_the_facts_describe_the_model(tmp_path: Path) -> None:
         num_parameters=facts.num_parameters,
         weight_bytes=facts.num_parameters * 4,
         kv_bytes_per_block=8 * 3 * 2 * 2 * 16 * 4,
+        weights_checksum=facts.weights_checksum,
     )
     assert load(tmp_path, max_model_len=100_000)[1].max_model_len == 512
+
+
+def test_the_same_weights_have_the_same_checksum_and_others_another(llama: Path) -> None:
+    first = load(llama)[1].weights_checksum
+    assert load(llama)[1].weights_checksum == first
+    assert load(llama, dtype="bfloat16")[1].weights_checksum != first
+    edit_weights(llama, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].add_(1))
+    assert load(llama)[1].weights_checksum != first
 
 
 def test_sharded_weights_load_like_whole_ones(llama: Path, tmp_path: Path) -> None:
