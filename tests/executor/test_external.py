@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +81,11 @@ class Torchrun:
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd="/")
 
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(60)
+
     def text(self) -> str:
         return self.log.read_text()
 
@@ -113,9 +120,20 @@ def port() -> str:
 def torchrun(tmp_path: Path, redis_url: str, queue_name: str, port: str) -> Iterator[Torchrun]:
     running = Torchrun(tmp_path / "torchrun.log", redis_url, queue_name, port)
     yield running
-    if running.process.poll() is None:
-        running.process.terminate()
-    running.process.wait(60)
+    running.stop()
+
+
+@pytest.fixture
+def doomed(tmp_path: Path, redis_url: str, queue_name: str, port: str) -> Iterator[Callable[..., Torchrun]]:
+    """Launches one that is stopped at the end, if need be."""
+    with contextlib.ExitStack() as stack:
+
+        def launch(*options: str, **others: Any) -> Torchrun:
+            running = Torchrun(tmp_path / "torchrun.log", redis_url, queue_name, port, *options, **others)
+            stack.callback(running.stop)
+            return running
+
+        yield launch
 
 
 def submit(client: Client) -> str:
@@ -245,14 +263,12 @@ def test_torchrun_sees_with_what_the_service_ends(
     options: tuple[str, ...],
     status: int,
     reason: str,
+    doomed: Callable[..., Torchrun],
     tmp_path: Path,
     redis_url: str,
     queue_name: str,
-    port: str,
 ) -> None:
-    running = Torchrun(
-        tmp_path / "torchrun.log", redis_url, queue_name, port, *options, program=program, max_restarts=0
-    )
+    running = doomed(*options, program=program, max_restarts=0)
     if "execute_model:device" in program:
         running.wait_until_serving()
         submit(Client(redis_url, queue=queue_name))
@@ -268,11 +284,10 @@ def test_torchrun_sees_with_what_the_service_ends(
 
 @pytest.mark.ranks
 def test_a_rank_that_is_killed_in_its_start_is_a_crash_and_no_wrong_option(
-    tmp_path: Path, redis_url: str, queue_name: str, port: str
+    doomed: Callable[..., Torchrun], tmp_path: Path
 ) -> None:
     """torchrun sees that for itself, and ends the service with the group; who is quicker than that says the same."""
-    program = (*DOOMED, f"start:killed:{tmp_path / 'killed'}")
-    running = Torchrun(tmp_path / "torchrun.log", redis_url, queue_name, port, program=program, max_restarts=1)
+    running = doomed(program=(*DOOMED, f"start:killed:{tmp_path / 'killed'}"), max_restarts=1)
     running.wait_until_serving()
     words = [line for line in running.text().splitlines() if line.startswith("millrace serve: ")]
     assert all("the workers do not start: rank " in line and "its process has ended" in line for line in words)
