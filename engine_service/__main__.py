@@ -30,6 +30,7 @@ from engine_service.room import Room
 from engine_service.service import Service
 from engine_service.text import Tokenizer
 from executor.external import become_rank, die_with_rank_0, is_torchrun_rank
+from executor.failures import EXIT_CONFIGURATION, EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY
 from results.connection import connect
 from results.errors import QueueError
 from results.queue import JobQueue
@@ -37,11 +38,8 @@ from results.writer import Writer
 
 logger = logging.getLogger("millrace.engine")
 
-EXIT_CONFIGURATION = 2
 EXIT_REDIS = 4
 EXIT_WORKERS_LOST = 6
-EXIT_DEVICE_LOST = 7
-EXIT_OUT_OF_MEMORY = 8
 
 _EXIT_BY_CAUSE = {"device_lost": EXIT_DEVICE_LOST, "out_of_memory": EXIT_OUT_OF_MEMORY}
 

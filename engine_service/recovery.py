@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from engine_service.errors import ConfigurationError, EngineDead
 from executor.base import Executor
 from executor.errors import ExecutorTimeout, StartError, WorkerDied, WorkerError
+from executor.messages import Failure
 from executor.sizes import smaller_sizes
 
 logger = logging.getLogger("millrace.engine")
@@ -17,18 +18,25 @@ logger = logging.getLogger("millrace.engine")
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before the attempts to bring the workers back; after the last one there are fewer ranks, or no engine."""
 
+_DEVICE_ERROR = "DeviceError"
+"""The worker's error, by name: this side does not import it."""
+
 GROW_AFTER_S = 60.0
 """An engine that runs with fewer ranks than it should tries its full size after this long, then after twice as long, ..."""
 MAX_GROW_AFTER_S = 3600.0
 
 
 class Recovery:
-    """Owns the decision with how many ranks the workers run. Raises `ConfigurationError` when no attempt can succeed, and
-    `EngineDead` when none did."""
+    """Owns the decision with how many ranks the workers run.
+
+    Raises `ConfigurationError` when they refuse the very start that was asked for: another attempt would end the same way.
+    Options that have worked once, or with which fewer ranks than asked for can't run, are not to blame: then, and when no
+    attempt succeeded, it raises `EngineDead`, by the failure at the sizes with which it began."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._wanted = executor.parallel_sizes
+        self._has_run = False
         self._grow_after_s = GROW_AFTER_S
         self._grow_at_s = float("inf")
 
@@ -63,13 +71,18 @@ class Recovery:
             logger.warning("all %s ranks are back", _say(self._wanted))
 
     def _bring_up(self, attempt: Callable[[], object]) -> None:
+        first_error = None
         for sizes in self._sizes():
             error = self._with_retries(attempt)
             if error is None:
+                self._has_run = True
                 return
+            if not (error.is_retryable or self._has_run or self.is_small):
+                raise ConfigurationError(str(error)) from error
+            first_error = first_error or error
             if sizes is None:
-                raise _dead(error)
-            logger.error("rank %d does not come back; falling to %s ranks", error.rank, _say(sizes))
+                raise _dead(first_error, error)
+            logger.error("%s; falling to %s ranks", error, _say(sizes))
             self._fall_to(sizes, error.rank)
             attempt = self._executor.restart
 
@@ -84,19 +97,20 @@ class Recovery:
         self._grow_at_s = time.monotonic() + self._grow_after_s
 
     def _with_retries(self, attempt: Callable[[], object]) -> StartError | None:
-        """The last error when all attempts failed."""
+        """The last error when all attempts failed, or when there is no use in another one."""
         last_error = None
         for pause_s in RESTART_BACKOFF_S:
+            if last_error is not None:
+                logger.error("%s; trying again", last_error)
+                attempt = self._executor.restart  # the workers may be up, without a pool
             time.sleep(pause_s)
             try:
                 self._attempt(attempt)
                 return None
             except StartError as error:
-                if not error.is_retryable:
-                    raise ConfigurationError(str(error)) from error
-                logger.error("%s; trying again", error)
                 last_error = error
-                attempt = self._executor.restart  # the workers may be up, without a pool
+            if not (last_error.is_retryable and self._executor.can_restart):
+                break
         return last_error
 
     def _attempt(self, attempt: Callable[[], object]) -> None:
@@ -114,10 +128,21 @@ class Recovery:
             raise StartError("kv_pool", error.rank, str(error), is_retryable=True) from error
 
 
-def _dead(error: StartError) -> EngineDead:
-    dead = EngineDead(f"the workers do not start: {error}", error.failure.cause if error.failure else "error")
-    dead.__cause__ = error
+def _dead(first: StartError, last: StartError) -> EngineDead:
+    """`last`: with the fewest ranks."""
+    message = f"the workers do not start: {first}"
+    if last is not first:
+        message += f"; with fewer ranks: {last}"
+    dead = EngineDead(message, _cause(first.failure))
+    dead.__cause__ = first
     return dead
+
+
+def _cause(failure: Failure | None) -> str:
+    """As in `EngineDead`. A device that can't be used, where one could be before, is lost."""
+    if failure is None:
+        return "error"
+    return "device_lost" if failure.kind == _DEVICE_ERROR else failure.cause
 
 
 def _say(sizes: tuple[int, int]) -> str:

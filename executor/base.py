@@ -157,8 +157,8 @@ class Executor(ABC):
         """Start the workers and load the model: once, or after a `shutdown`. Blocks until every rank is ready, each phase
         of it within its limit. Returns the facts of rank 0.
 
-        Raises `StartError`, which names the phase and the rank; no worker is left then, and it, or `restart`, may be called
-        again when `is_retryable`.
+        Raises `StartError`, which names the phase and the rank; no worker of ours is left then, and it, or `restart`, may be
+        called again when `is_retryable`.
         """
         self._epoch += 1
         self._num_starts += 1
@@ -166,7 +166,14 @@ class Executor(ABC):
         self._is_on_disk = False
         self._recorder.idle()
         self._facts = self._start_workers()
+        self._keep_device()
         return self.facts
+
+    def _keep_device(self) -> None:
+        """What "auto" means is decided once: a GPU that is gone later is lost, and no reason to go on on the CPU."""
+        if self._config.device == "auto":
+            kind = self.facts.device.partition(":")[0]
+            self._config = msgspec.structs.replace(self._config, device=kind)
 
     def restart(self) -> None:
         """Replace the workers, lost, asleep or well, and begin a new epoch with a KV pool of the same size; after a `resize`

@@ -9,8 +9,9 @@ starts the engine service as its child, which holds no device:
               '- rank 1
 
 The lives are tied: when a rank ends, the service gives its jobs back to the queue and ends; when the service ends, rank 0
-ends as it did. torchrun then starts the group again, up to --max-restarts times (by default never), and the new service goes
-on with the jobs' tokens so far. When torchrun itself ends, all of them do.
+ends as it did, and the others with 0. Ranks that have failed or were told to go wait for that. torchrun then starts the
+group again, up to --max-restarts times (by default never), and the new service goes on with the jobs' tokens so far. When
+torchrun itself ends, all of them do.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from executor.broom import Broom
 from executor.channel import Channel, socket_address
 from executor.errors import StartError
 from executor.messages import ModelFacts
-from executor.process import End, python_path
+from executor.process import End, RankHandle, python_path
 from executor.rank import DUMP_SIGNAL, die_with_parent
 from executor.remote import RemoteExecutor
 
@@ -52,6 +53,8 @@ _TORCHRUN_NAMES = frozenset(
     }
 )
 _MEETING_LIMIT_S = 60.0
+_SERVICE = "engine-service"
+"""Name of the note that says which process the service is."""
 _LIFE = 1
 """torchrun makes new processes for a new life, the service's among them."""
 
@@ -76,9 +79,9 @@ class ExternalLauncherExecutor(RemoteExecutor):
         for rank in range(self.world_size):
             while not (note := _note(directory, rank)).exists():
                 if _has_lost_rank_0():
-                    raise StartError("spawn", 0, "its process has ended", is_retryable=False)
+                    raise StartError("spawn", 0, "its process has ended", is_retryable=True)
                 if time.monotonic() > deadline_s:
-                    raise StartError("spawn", rank, "torchrun did not start it", is_retryable=False)
+                    raise StartError("spawn", rank, "torchrun did not start it", is_retryable=True)
                 time.sleep(0.02)
             ranks.append(ExternalRank(rank, int(note.read_text())))
         return ranks
@@ -88,6 +91,13 @@ class ExternalLauncherExecutor(RemoteExecutor):
             message = "only torchrun can start the ranks again, and does with --max-restarts"
             raise StartError("spawn", 0, message, is_retryable=False)
         return super()._start_workers()
+
+    def _let_go(self) -> Sequence[RankHandle]:
+        """None: a rank that does not stand still ends after this process, so that torchrun sees how this one has ended, and
+        not that ranks were killed."""
+        for handle in super()._let_go():
+            handle.close()
+        return ()
 
     def worker_pids(self) -> list[int]:
         """Process ids in rank order, for logs and for whoever watches the processes."""
@@ -103,7 +113,7 @@ class ExternalRank:
         try:
             self._pidfd = os.pidfd_open(pid)
         except ProcessLookupError as error:
-            raise StartError("spawn", rank, "its process has ended", is_retryable=False) from error
+            raise StartError("spawn", rank, "its process has ended", is_retryable=True) from error
 
     def __repr__(self) -> str:
         return f"ExternalRank(rank={self.rank}, pid={self.pid})"
@@ -115,7 +125,7 @@ class ExternalRank:
         if not self.wait(0):
             return None
         reason = "its process has ended, and torchrun knows how; with --max-restarts it starts the group again"
-        return End(reason, is_killed=False, is_retryable=False)
+        return End(reason, is_killed=False, is_retryable=True)
 
     def dump_stacks(self) -> None:
         self._signal(DUMP_SIGNAL)
@@ -167,8 +177,9 @@ def become_rank(service_command: Sequence[str], *, worker_module: str = "worker"
         service = subprocess.Popen(
             service_command, stdin=subprocess.DEVNULL, env={**environment, **ours}, pass_fds=(broom.fd,)
         )
-        options += ["--engine-pid", str(service.pid)]
-    _leave_note(directory, rank)
+        _leave_note(directory / _SERVICE, service.pid)
+    options += ["--engine-pid", _wait_for_note(directory / _SERVICE)]
+    _leave_note(_note(directory, rank), os.getpid())
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-P", "-m", worker_module, *options], environment)
 
@@ -218,17 +229,22 @@ def _make_private(directory: Path) -> Broom:
     return broom
 
 
-def _leave_note(directory: Path, rank: int) -> None:
-    """Tell the service which process is this rank."""
+def _leave_note(note: Path, pid: int) -> None:
+    """Tell the others which process this is."""
+    draft = note.with_suffix(".draft")
+    draft.write_text(str(pid))
+    draft.rename(note)
+
+
+def _wait_for_note(note: Path) -> str:
+    """What rank 0 has left."""
     deadline_s = time.monotonic() + _MEETING_LIMIT_S
-    while not directory.exists():
+    while not note.exists():
         if time.monotonic() > deadline_s:
-            raise ValueError(f"executor: rank 0 did not make {directory} within {_MEETING_LIMIT_S:g} s")
+            raise ValueError(f"executor: rank 0 did not make {note.parent} within {_MEETING_LIMIT_S:g} s")
         time.sleep(0.02)
-    _check_ours(directory)
-    draft = directory / f"draft-{rank}"
-    draft.write_text(str(os.getpid()))
-    draft.rename(_note(directory, rank))
+    _check_ours(note.parent)
+    return note.read_text()
 
 
 def _note(directory: Path, rank: int) -> Path:

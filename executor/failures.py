@@ -9,9 +9,10 @@ from typing import Literal
 from executor.messages import Failure
 
 EXIT_CRASH = 1
-EXIT_CONFIGURATION = 3
-EXIT_DEVICE_LOST = 4
-EXIT_OUT_OF_MEMORY = 5
+EXIT_CONFIGURATION = 2
+EXIT_DEVICE_LOST = 7
+EXIT_OUT_OF_MEMORY = 8
+"""As `millrace serve` has them: under torchrun a rank is one, too."""
 
 _EXIT_MEANINGS = {
     EXIT_CRASH: "crash",

@@ -26,7 +26,7 @@ class Heart:
     def __init__(
         self, socket: zmq.Socket[bytes], engine_pid: int | None = None, meeting_place: str | None = None
     ) -> None:
-        """`engine_pid`: the engine is a child of this process, which ends with it, and as it did, and removes the
+        """`engine_pid`: this process ends when the engine does, as it did where the engine is its child, and removes the
         `meeting_place` that an engine that failed early has left."""
         self.phase = "spawn"
         self.device_bytes: int | None = None
@@ -35,10 +35,16 @@ class Heart:
         self._meeting_place = meeting_place
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
-        self._engine = os.pidfd_open(engine_pid) if engine_pid is not None else None
+        self._engine = _open_engine(engine_pid) if engine_pid is not None else None
         if self._engine is not None:
             self._poller.register(self._engine, zmq.POLLIN)
-        threading.Thread(target=self._run, name="heart", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread.start()
+
+    def wait_for_engine(self) -> None:
+        """Where this process ends with it: does not return."""
+        if self._engine is not None:
+            self._thread.join()
 
     def _run(self) -> None:
         """Until the context is terminated, which waits for this socket however the thread ends."""
@@ -69,10 +75,26 @@ class Heart:
     def _follow_engine(self) -> None:
         """Without an engine a rank is of no use; how the engine ended is how the group ended."""
         assert self._engine is not None
-        ended = os.waitid(os.P_PIDFD, self._engine, os.WEXITED)
-        assert ended is not None
-        is_exit = ended.si_code == os.CLD_EXITED
-        logger.info("the engine has ended, %s %d", "exit status" if is_exit else "signal", ended.si_status)
+        status = _exit_status(self._engine)
         if self._meeting_place is not None:
             shutil.rmtree(self._meeting_place, ignore_errors=True)
-        os._exit(ended.si_status if is_exit else 128 + ended.si_status)
+        os._exit(status)
+
+
+def _open_engine(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:  # it has ended before this rank has begun
+        os._exit(0)
+
+
+def _exit_status(pidfd: int) -> int:
+    """Of a process that has ended, as a shell has it. 0 for somebody else's child: its parent tells."""
+    try:
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    except ChildProcessError:
+        return 0
+    assert ended is not None
+    is_exit = ended.si_code == os.CLD_EXITED
+    logger.info("the engine has ended, %s %d", "exit status" if is_exit else "signal", ended.si_status)
+    return ended.si_status if is_exit else 128 + ended.si_status

@@ -39,7 +39,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """A local directory with config.json and safetensors files."""
     device: str = "auto"
-    """"auto" (cuda when there is one), "cpu", "cuda" or "cuda:N"."""
+    """"auto" (cuda when there is one; a restart keeps to it), "cpu", "cuda" or "cuda:N"."""
     dtype: str = "auto"
     """"auto" (what the checkpoint says; float32 on a CPU that would be slow otherwise), "float32", "bfloat16", "float16"."""
     attention: str = "auto"

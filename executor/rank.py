@@ -79,7 +79,7 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
     keys: Keys | None = None
     """Set where the address is reached over a network."""
     engine_pid: int | None = None
-    """Set when the engine is a child of this process."""
+    """Set when this process is to end with the engine's, which is on this host."""
 
 
 def serve_rank(create_worker: CreateWorker, argv: list[str] | None = None) -> int:
@@ -102,7 +102,9 @@ def accept(invitation: Invitation, create_worker: CreateWorker) -> int:
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     link = _Link(invitation)
     try:
-        return _serve(link, create_worker)
+        status = _serve(link, create_worker)
+        link.heart.wait_for_engine()
+        return status
     finally:
         link.close()
 

@@ -126,13 +126,12 @@ class RemoteExecutor(Executor):
             goodbye = encode(Call(call_id=0, method="shutdown"))
             # A worker in the middle of a step reads it afterwards, or is terminated.
             self._send(goodbye, range(self.world_size))
-            handles, self._handles = self._handles, ()
-            stop_all(handles, self._limits.shutdown_s)
+            stop_all(self._let_go(), self._limits.shutdown_s)
         self._discard_workers()
 
     def _discard_workers(self) -> None:
         self._dump_overdue()
-        handles, self._handles = self._handles, ()
+        handles = self._let_go()
         for handle in handles:
             handle.kill()
         close_all(handles)
@@ -140,6 +139,11 @@ class RemoteExecutor(Executor):
         self._give_up_calls(self._lost)
         if self._channel is not None:
             self._close_channel(self._channel)
+
+    def _let_go(self) -> Sequence[RankHandle]:
+        """The ranks of a life that is over, for the caller to end."""
+        handles, self._handles = self._handles, ()
+        return handles
 
     def _close_channel(self, channel: Channel) -> None:
         with self._counting:
@@ -152,6 +156,7 @@ class RemoteExecutor(Executor):
         if self._has_overdue and self._handles and self._lost is None:
             logger.error("a call has timed out; the stacks of all ranks follow, then they are ended")
             self._dump_stacks()
+            self._kill_all()
         self._has_overdue = False
 
     def _num_active_workers(self) -> int:
@@ -338,9 +343,12 @@ class RemoteExecutor(Executor):
     def _end_stuck(self, rank: int, reason: str) -> None:
         logger.error("rank %d is %s; the stacks of all ranks follow, then they are killed", rank, reason)
         self._dump_stacks()
+        self._kill_all()
+        self._lose(rank, reason, 1)
+
+    def _kill_all(self) -> None:
         for handle in self._handles:
             handle.kill()
-        self._lose(rank, reason, 1)
 
     def _dump_stacks(self) -> None:
         dump_all(self._handles, lambda: self._listen(self._limits.dump_s))

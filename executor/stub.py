@@ -5,8 +5,9 @@ lost, doubled or misplaced token shows in the output. It checks the plans that i
 sequence stands, a block that two sequences own, a plan of another epoch are errors.
 
 The option `model` is a comma-separated list of faults. Actions are `die`, `raise`, `hang`, `stop` (SIGSTOP), `exit` (with
-status 0) and `oom` (out of memory, after the plan was taken in); places are a step, as in `hang-at-step=3`, and `import`,
-`device`, `start` (the phase load_model), `kv-pool`, `sleep`, `wake-up` and `shutdown`, as in `die-at-start`. Others:
+status 0) and `oom` (out of memory; in a step after the plan was taken in); places are a step, as in `hang-at-step=3`, and
+`import`, `device`, `start` (the phase load_model), `kv-pool`, `sleep`, `wake-up` and `shutdown`, as in
+`die-at-start`. Others:
 
     on-rank=R             the other ranks have no such fault
     once=PATH             only while PATH does not exist; makes it
@@ -184,7 +185,7 @@ class StubWorker:
     # --- faults ---
 
     def fault_at(self, place: str, when: object = True) -> None:
-        for action in _ACTIONS:
+        for action in _ACTIONS if place == "step" else (*_ACTIONS, "oom"):
             if self._is_wanted(f"{action}-at-{place}", when):
                 if place in ("import", "device", "start"):
                     time.sleep(_ANNOUNCED_S)
@@ -255,6 +256,8 @@ def _act(action: str) -> None:
             threading.Event().wait()
         case "exit":
             os._exit(0)
+        case "oom":
+            raise OutOfMemoryError("the stub has no memory")
         case _:
             raise RuntimeError("the stub was told to raise")
 

@@ -1,6 +1,7 @@
 """The real worker on a machine that is out of order. Run as the engine service itself, this module starts one with such
 workers, whose restarts follow each other without pauses. Its first argument is what is wrong: METHOD:FAULT, or, for once
-only, METHOD:FAULT:FILE, which makes the file."""
+only, METHOD:FAULT:FILE, which makes the file. Two faults are there as long as their FILE is: with `away` rank 1 is killed,
+with `no-gpu` the device is chosen on a host without one."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
     method = getattr(worker, where)
 
     def fail(*args: object) -> object:
+        if what in ("away", "no-gpu"):
+            return fail_while_there(*args)
         if once and Path(once[0]).exists():
             return method(*args)
         for mark in once:
@@ -49,6 +53,15 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
                 raise OutOfMemoryError("CUDA out of memory")
         raise AssertionError(what)
 
+    def fail_while_there(*args: object) -> object:
+        if Path(once[0]).exists() and what == "no-gpu":
+            from worker.device import choose_device
+
+            choose_device("cuda")
+        if Path(once[0]).exists() and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(*args)
+
     setattr(worker, where, fail)
     return worker
 
@@ -61,6 +74,7 @@ def main(doom: str, arguments: list[str]) -> int:
     recovery.RESTART_BACKOFF_S = (0.0, 0.0)  # type: ignore[assignment]
     make = offline.make_executor  # type: ignore[attr-defined]
     offline.make_executor = lambda *args, **kw: make(*args, worker_module="tests.e2e.doomed_worker", **kw)  # type: ignore[attr-defined]
+    service.become_rank = partial(service.become_rank, worker_module="tests.e2e.doomed_worker")  # type: ignore[attr-defined]
     return service.main(arguments)
 
 

@@ -54,6 +54,35 @@ def test_workers_that_cannot_compute(
     assert (client.get(job_id).state, client.stats().engines) == ("queued", 0)
 
 
+@pytest.mark.ranks
+def test_fewer_ranks_than_asked_for_that_are_too_small_are_lost_workers(
+    redis_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    away = tmp_path / "away"
+    options = ("--tensor-parallel-size", "2", "--kv-cache-memory", "1500K", "--max-model-len", "1024")
+    with doomed(tmp_path, redis_url, queue_name, f"start:away:{away}", *options) as engine:
+        engine.wait_until_serving()
+        away.touch()
+        os.kill(engine.worker_pids()[1], signal.SIGKILL)
+        assert engine.process.wait(LIMIT_S) == 6
+        last_words = engine.text().splitlines()[-1]
+        assert "rank 1 did not start" in last_words and "one sequence of 1024 tokens needs" in last_words
+
+
+@pytest.mark.faults
+def test_a_gpu_that_is_gone_when_the_worker_is_restarted_is_a_lost_device(
+    redis_url: str, queue_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    gone = tmp_path / "gone"
+    with doomed(tmp_path, redis_url, queue_name, f"start:no-gpu:{gone}") as engine:
+        engine.wait_until_serving()
+        gone.touch()
+        os.kill(engine.worker_pids()[0], signal.SIGKILL)
+        assert engine.process.wait(LIMIT_S) == 7
+        assert "torch sees no GPU" in engine.text().splitlines()[-1]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_engine_that_is_told_to_stop_ends_with_0(launch: StartEngine, number: signal.Signals) -> None:
     starting, serving = launch("--metrics-port", "0"), launch()
@@ -72,8 +101,9 @@ def test_every_status_is_in_the_help_and_in_the_readme() -> None:
         assert f" {status} " in f" {words}"
 
 
-def doomed(directory: Path, redis_url: str, queue: str, doom: str) -> EngineProcess:
-    return EngineProcess(directory / "engine.log", redis_url, queue, module="tests.e2e.doomed_worker", before=(doom,))
+def doomed(directory: Path, redis_url: str, queue: str, doom: str, *options: str) -> EngineProcess:
+    log = directory / "engine.log"
+    return EngineProcess(log, redis_url, queue, *options, module="tests.e2e.doomed_worker", before=(doom,))
 
 
 def test_an_engine_whose_workers_do_not_come_back_can_be_told_to_stop(

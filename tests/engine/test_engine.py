@@ -36,10 +36,14 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
     engines: list[Engine] = []
 
     def make(
-        faults: str = "", kind: type[Executor] = MultiprocExecutor, num_blocks: int = 64, **options: int
+        faults: str = "",
+        kind: type[Executor] = MultiprocExecutor,
+        num_blocks: int = 64,
+        worker_module: str = "executor.stub",
+        **options: int,
     ) -> Engine:
         config = WorkerConfig(model=faults, num_blocks=num_blocks, block_size=4, **options)  # type: ignore[arg-type]
-        executor = kind(config, worker_module="executor.stub")  # type: ignore[call-arg]
+        executor = kind(config, worker_module=worker_module)  # type: ignore[call-arg]
         engines.append(Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4))
         return engines[-1]
 

@@ -12,7 +12,7 @@ from engine_service.engine import Engine
 from engine_service.errors import EngineDead, EngineError
 from engine_service.token_budget import FLOOR_TOKENS, GROW_EVERY_STEPS, TokenBudget
 from executor.base import Executor
-from executor.errors import Asleep
+from executor.errors import Asleep, WorkerDied
 from executor.multiproc import MultiprocExecutor
 from executor.sizes import smaller_sizes, why_impossible
 from executor.uniproc import UniprocExecutor
@@ -113,6 +113,58 @@ def test_one_rank_alone_has_nothing_to_fall_to(build: Build) -> None:
     engine = build("die-at-start")
     with pytest.raises(EngineDead):
         engine.start()
+
+
+FRAGILE = "tests.executor.fragile_worker"
+
+
+def kill_worker(engine: Engine, rank: int) -> None:
+    executor = engine._executor
+    assert isinstance(executor, MultiprocExecutor)
+    os.kill(executor.worker_pids()[rank], signal.SIGKILL)
+    assert executor._handles[rank].wait(10)
+
+
+def test_what_fewer_ranks_refuse_is_no_wrong_option(build: Build, tmp_path: Path) -> None:
+    """What was asked for has worked: the engine ends by the loss that has made it small."""
+    (allowed := tmp_path / "allowed").touch()
+    engine = build(f"never-start-rank=1,unless={allowed},fewest-ranks=2", worker_module=FRAGILE, tensor_parallel_size=2)
+    engine.start()
+    allowed.unlink()
+    kill_worker(engine, 1)
+    with pytest.raises(EngineDead, match=r"rank 1 .* SIGKILL.*; with fewer ranks: .* does not fit on 1") as caught:
+        engine.check_workers()
+    assert caught.value.cause == "error"
+
+
+def test_what_fewer_ranks_refuse_in_the_first_start_is_no_wrong_option_either(build: Build) -> None:
+    engine = build("oom-at-start,on-rank=1,fewest-ranks=2", worker_module=FRAGILE, tensor_parallel_size=2)
+    with pytest.raises(EngineDead, match="no memory") as caught:
+        engine.start()
+    assert caught.value.cause == "out_of_memory"
+
+
+@both_kinds
+def test_options_that_have_worked_once_are_not_to_blame_later(
+    build: Build, kind: type[Executor], tmp_path: Path
+) -> None:
+    (broken := tmp_path / "broken").touch()
+    engine = build(f"raise-at-start,once={broken}", kind=kind)
+    engine.start()
+    broken.unlink()
+    with pytest.raises(EngineDead, match=r"load_model: .* told to raise"):
+        engine._epochs.restart(WorkerDied(0, "for a test"))
+
+
+@both_kinds
+def test_a_gpu_that_is_gone_after_the_start_is_a_lost_device_and_no_reason_to_take_the_cpu(
+    build: Build, kind: type[Executor], tmp_path: Path
+) -> None:
+    engine = build(f"lose-gpu={tmp_path / 'gone'}", kind=kind, worker_module=FRAGILE)
+    assert engine.start().device == "cuda:0"
+    with pytest.raises(EngineDead, match="torch sees no GPU for cuda") as caught:
+        engine._epochs.restart(WorkerDied(0, "for a test"))
+    assert caught.value.cause == "device_lost"
 
 
 def test_sizes_to_fall_to_begin_with_the_largest_and_divide_the_heads_as_before() -> None:

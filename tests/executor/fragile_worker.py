@@ -5,6 +5,8 @@ Its faults stand in `model` beside those of the stub:
     lose-device          every step and check fails, and the shutdown too, as torch does after a sticky error
     memory-at-start=PATH the start runs out of memory unless PATH exists; makes it
     memory-at-step=N     that step runs out of memory deep in a forward pass
+    fewest-ranks=N       the start is refused when there are fewer
+    lose-gpu=PATH        it starts on a GPU unless PATH exists, and makes it; later there is none
     lose-figures         from its first step on it can't tell its figures
     lose-peer=DIR        of two ranks the second dies in its first step, a moment after the first has said so
 """
@@ -20,6 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from msgspec.structs import replace
+
 from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 from executor.rank import serve_rank
 from executor.stub import OutOfMemoryError, StubWorker
@@ -29,6 +33,14 @@ LOST_PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connecti
 
 class AcceleratorError(RuntimeError):
     """Named like torch's."""
+
+
+class ModelError(RuntimeError):
+    """Named like the worker's."""
+
+
+class DeviceError(RuntimeError):
+    """Named like the worker's."""
 
 
 class Activations:
@@ -46,7 +58,20 @@ class FragileWorker(StubWorker):
         if mark is not None and not Path(mark).exists():
             Path(mark).touch()
             self._run_forward()
-        return super().start(on_phase)
+        if self._world_size < self._faults.get("fewest-ranks", 0):
+            raise ModelError(f"the model does not fit on {self._world_size}")
+        facts = super().start(on_phase)
+        return replace(facts, device=self._choose_device()) if "lose-gpu" in self._faults else facts
+
+    def _choose_device(self) -> str:
+        """As the real one does, where "auto" may be either."""
+        mark = Path(self._faults["lose-gpu"])
+        if not mark.exists():
+            mark.touch()
+            return "cuda:0"
+        if self._config.device == "auto":
+            return "cpu"
+        raise DeviceError(f"torch sees no GPU for {self._config.device}")
 
     def execute_model(self, plan: StepPlan) -> StepResult:
         self._touch_device()

@@ -80,6 +80,7 @@ class Launched(ExternalLauncherExecutor):
     def shutdown(self) -> None:
         super().shutdown()
         for process in getattr(self, "processes", []):
+            process.kill()  # as torchrun does with those that an end of the group has left
             process.wait(30)
 
 
@@ -119,7 +120,12 @@ KINDS: dict[str, tuple[type[Executor], dict[str, int]]] = {
 }
 """By name: its class, and the sizes that it gets."""
 
-_RAY_MARKS = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]")]
+_RAY_MARKS = (pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"))
+
+
+def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Of tests on this kind."""
+    return _RAY_MARKS if name == "ray" else ()
 
 
 def kinds(*, is_remote: bool | None = None, **flags: bool) -> pytest.MarkDecorator:
@@ -131,9 +137,7 @@ def kinds(*, is_remote: bool | None = None, **flags: bool) -> pytest.MarkDecorat
         if is_remote in (None, issubclass(kind, RemoteExecutor))
         and all(getattr(kind, flag) == wanted for flag, wanted in flags.items())
     ]
-    return pytest.mark.parametrize(
-        "make", [pytest.param(name, marks=_RAY_MARKS if name == "ray" else ()) for name in names], indirect=True
-    )
+    return pytest.mark.parametrize("make", [pytest.param(name, marks=marks_of(name)) for name in names], indirect=True)
 
 
 def start(executor: Executor) -> Executor:

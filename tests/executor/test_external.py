@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,17 +59,32 @@ def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 class Torchrun:
     """One `torchrun` of two ranks, as the README has it, its log in a file."""
 
-    def __init__(self, log: Path, redis_url: str, queue: str, port: str, model: Path = TINY) -> None:
+    def __init__(
+        self,
+        log: Path,
+        redis_url: str,
+        queue: str,
+        port: str,
+        *options: str,
+        model: Path = TINY,
+        max_restarts: int = 3,
+        program: tuple[str, ...] = ("millrace", "serve"),
+    ) -> None:
         self.log = log
         scripts = os.path.dirname(sys.executable)
-        command = [f"{scripts}/torchrun", "--nproc-per-node", "2", "--max-restarts", "3", "--no-python"]
-        command += ["millrace", "serve", "--executor", "external", "--model", str(model)]
-        command += ["--redis", redis_url, "--queue", queue, "--device", "cpu", "--heartbeat", "0.5"]
+        command = [f"{scripts}/torchrun", "--nproc-per-node", "2", "--max-restarts", str(max_restarts), "--no-python"]
+        command += [*program, "--executor", "external", "--model", str(model)]
+        command += ["--redis", redis_url, "--queue", queue, "--device", "cpu", "--heartbeat", "0.5", *options]
         path = {"PATH": os.pathsep.join((scripts, os.environ["PATH"])), "PYTHONPATH": str(ROOT)}
         place = {"TMPDIR": str(log.parent), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
         environment = {**os.environ, **path, **place}
         with log.open("w") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd="/")
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(60)
 
     def text(self) -> str:
         return self.log.read_text()
@@ -103,9 +120,20 @@ def port() -> str:
 def torchrun(tmp_path: Path, redis_url: str, queue_name: str, port: str) -> Iterator[Torchrun]:
     running = Torchrun(tmp_path / "torchrun.log", redis_url, queue_name, port)
     yield running
-    if running.process.poll() is None:
-        running.process.terminate()
-    running.process.wait(60)
+    running.stop()
+
+
+@pytest.fixture
+def doomed(tmp_path: Path, redis_url: str, queue_name: str, port: str) -> Iterator[Callable[..., Torchrun]]:
+    """Launches one that is stopped at the end, if need be."""
+    with contextlib.ExitStack() as stack:
+
+        def launch(*options: str, **others: Any) -> Torchrun:
+            running = Torchrun(tmp_path / "torchrun.log", redis_url, queue_name, port, *options, **others)
+            stack.callback(running.stop)
+            return running
+
+        yield launch
 
 
 def submit(client: Client) -> str:
@@ -211,6 +239,58 @@ def test_a_model_that_cannot_be_loaded_is_named_before_torchrun_gives_up(
     shutil.copytree(TINY, model)
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    running = Torchrun(tmp_path / "torchrun.log", redis_url, queue_name, port, model)
+    running = Torchrun(tmp_path / "torchrun.log", redis_url, queue_name, port, model=model)
     assert running.process.wait(120) != 0
     assert str(model) in next(line for line in running.text().splitlines() if line.startswith("millrace serve: "))
+
+
+DOOMED = (sys.executable, "-P", "-m", "tests.e2e.doomed_worker")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("program", "options", "status", "reason"),
+    [
+        ((*DOOMED, "initialize_cache:memory"), (), 8, "phase kv_pool: CUDA out of memory"),
+        ((*DOOMED, "start:device"), (), 7, "uncorrectable ECC error"),
+        pytest.param((*DOOMED, "start:memory"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
+        pytest.param((*DOOMED, "execute_model:device"), (), 7, "uncorrectable ECC error", marks=pytest.mark.slow),
+        (("millrace", "serve"), ("--kv-cache-memory", "1KiB"), 2, "give the pool more memory"),
+    ],
+)
+def test_torchrun_sees_with_what_the_service_ends(
+    program: tuple[str, ...],
+    options: tuple[str, ...],
+    status: int,
+    reason: str,
+    doomed: Callable[..., Torchrun],
+    tmp_path: Path,
+    redis_url: str,
+    queue_name: str,
+) -> None:
+    running = doomed(*options, program=program, max_restarts=0)
+    if "execute_model:device" in program:
+        running.wait_until_serving()
+        submit(Client(redis_url, queue=queue_name))
+    assert running.process.wait(100) != 0
+    log = running.text()
+    (last_words,) = [line for line in log.splitlines() if line.startswith("millrace serve: ")]
+    assert reason in last_words and "rank " in last_words
+    assert "trying again" not in log
+    root_cause = log.split("Root Cause")[1]
+    assert re.search(r"exitcode *: (-?\d+)", root_cause)[1] == str(status), log  # type: ignore[index]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("millrace-")] == []
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_killed_in_its_start_is_a_crash_and_no_wrong_option(
+    doomed: Callable[..., Torchrun], tmp_path: Path
+) -> None:
+    """torchrun sees that for itself, and ends the service with the group; who is quicker than that says the same."""
+    running = doomed(program=(*DOOMED, f"start:killed:{tmp_path / 'killed'}"), max_restarts=1)
+    running.wait_until_serving()
+    words = [line for line in running.text().splitlines() if line.startswith("millrace serve: ")]
+    assert all("the workers do not start: rank " in line and "its process has ended" in line for line in words)
+    assert "exitcode: -9" in running.text()
+    os.kill(running.pid_of("engine_service"), signal.SIGTERM)
+    assert running.process.wait(60) == 0, running.text()

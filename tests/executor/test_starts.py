@@ -1,14 +1,18 @@
-"""What goes wrong in a start, in each of its phases: which phase and which rank is named, and whether to try again."""
+"""What goes wrong in a start, in each of its phases: which phase and which rank is named, whether to try again, and how the
+engine ends."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
+from engine_service.errors import ConfigurationError, EngineDead, EngineError
 from engine_service.recovery import Recovery
 from executor.channel import Channel
 from executor.errors import StartError
@@ -17,7 +21,8 @@ from executor.handshake import Handshake
 from executor.messages import DumpStacks, Failure, StartFailed, encode
 from executor.multiproc import MultiprocExecutor
 from executor.process import End
-from tests.executor.kinds import SHORT, STUB, stub_config, worker_pids
+from executor.uniproc import UniprocExecutor
+from tests.executor.kinds import SHORT, STUB, Make, marks_of, stub_config, worker_pids
 
 slow = pytest.mark.slow
 
@@ -45,9 +50,10 @@ def is_slow(phase: str, action: str) -> bool:
         pytest.param(phase, action, marks=[slow] if is_slow(phase, action) else [])
         for phase in PLACES
         for action in ENDS
+        if phase == "spawn" or action in ("hang", "stop")  # of the others every kind is asked
     ],
 )
-def test_a_start_that_fails_names_the_phase_and_the_rank(
+def test_a_start_that_stands_still_names_the_phase_and_the_rank(
     phase: str, action: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits = msgspec.structs.replace(
@@ -67,6 +73,46 @@ def test_a_start_that_fails_names_the_phase_and_the_rank(
     assert (caught.value.phase, caught.value.rank, caught.value.is_retryable) == (phase, 1, is_retryable)
     assert worker_pids(executor) == []
     assert (action, phase) != ("hang", "load_model") or "in fault_at" in capfd.readouterr().err
+
+
+FAILURES: dict[str, tuple[type[EngineError], str | None, str]] = {
+    "raise": (ConfigurationError, None, "told to raise"),
+    "oom": (EngineDead, "out_of_memory", "no memory"),
+    "die": (EngineDead, "error", r"SIGKILL|has ended|lost by Ray"),
+    "exit": (EngineDead, "error", r"exit status 0|has ended|lost by Ray"),
+}
+"""By action: how the engine ends when its workers fail so, why, and what it says."""
+
+
+QUICK = {("import", "raise"), ("device", "exit"), ("load_model", "die"), ("load_model", "oom"), ("kv_pool", "oom")}
+"""(phase, action): `make test` has each phase and each action of every kind."""
+
+
+def failures() -> Iterator[Any]:
+    """(kind, phase, action), as parameters."""
+    for kind, phase, action in product(("uni", "mp", "external", "ray"), list(PLACES)[1:], FAILURES):
+        marks = [] if kind == "uni" or (phase, action) in QUICK else [slow]
+        if kind != "uni" or action in ("raise", "oom"):  # else its worker would not end without us
+            yield pytest.param(kind, phase, action, marks=[*marks, *marks_of(kind)])
+
+
+@pytest.mark.parametrize(("make", "phase", "action"), list(failures()), indirect=["make"])
+def test_a_start_that_fails_ends_the_engine_by_the_phase_the_rank_and_the_reason(
+    make: Make, phase: str, action: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_service.recovery.RESTART_BACKOFF_S", (0.0, 0.0))
+    num_ranks = 1 if isinstance(make(), UniprocExecutor) else 2
+    rank = num_ranks - 1
+    executor = make(f"{action}-at-{PLACES[phase]},on-rank={rank}", tensor_parallel_size=num_ranks)
+    monkeypatch.setattr(executor, "can_resize", False)  # without this rank there would be no fault
+    kind, cause, message = FAILURES[action]
+    with pytest.raises(kind, match=message) as caught:
+        Recovery(executor).start()
+    error = caught.value.__cause__
+    assert isinstance(error, StartError)
+    assert (error.phase, error.rank, getattr(caught.value, "cause", None)) == (phase, rank, cause)
+    has_tried_again = kind is EngineDead and executor.can_restart
+    assert executor.stats().num_restarts == int(has_tried_again)
 
 
 class ToldByHeart(MultiprocExecutor):
@@ -108,7 +154,7 @@ class Leaver:
             self._has_spoken = True
             failure = Failure(kind="ModelError", message="there is no model")
             self._socket.send(encode(StartFailed(phase="load_model", failure=failure)))
-        return End("exit status 3", is_killed=False, is_retryable=True)
+        return End("exit status 2", is_killed=False, is_retryable=True)
 
     def close(self) -> None:
         self._socket.close()
@@ -129,7 +175,7 @@ def test_the_last_words_of_a_rank_count_though_its_end_is_seen_before_them() -> 
 
 
 @pytest.mark.parametrize(
-    ("status", "is_retryable"), [(0, True), (1, True), (3, False), (4, True), (5, True), (-9, True)]
+    ("status", "is_retryable"), [(0, True), (1, True), (2, False), (7, True), (8, True), (-9, True)]
 )
 def test_only_a_worker_that_names_the_configuration_is_not_started_again(status: int, is_retryable: bool) -> None:
     assert is_retryable_exit(status) == is_retryable
