@@ -13,6 +13,8 @@ from typing import NoReturn
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from engine_service.admission import Admission
+from engine_service.build import build_engine
+from engine_service.capacity import Capacity
 from engine_service.config import ServeConfig, parse
 from engine_service.doors.inbox import Inbox
 from engine_service.endpoint import Endpoint
@@ -24,9 +26,7 @@ from engine_service.intake import Intake
 from engine_service.jobs import Lost
 from engine_service.leases import Leases, new_engine_id
 from engine_service.model_files import eos_token_ids, fingerprint, resolve_model
-from engine_service.offline import build_engine
 from engine_service.output import Output
-from engine_service.room import Room
 from engine_service.service import Service
 from engine_service.text import Tokenizer
 from executor.external import become_rank, die_with_rank_0, is_torchrun_rank
@@ -121,7 +121,7 @@ class _Process:
         """Until a signal. Returns whether Redis has taken everything that there was to say."""
         config = self._config
         mark = fingerprint(self._path, self._tokenizer_path, engine.facts.dtype)
-        room = Room(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)
+        capacity = Capacity(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)
         writer = Writer(self._connect(), on_stale=lambda job_id, lease: service.tell(Lost(job_id, lease)))
         leases = Leases(
             self._connect(),
@@ -132,11 +132,11 @@ class _Process:
             sleep_level=lambda: engine.sleep_level,
         )
         output = Output(writer.put, mark)
-        service = Service(engine, room, output, writer, on_over=leases.drop, on_nap=leases.beat_soon)
+        service = Service(engine, capacity, output, writer, on_over=leases.drop, on_sleep_change=leases.beat_soon)
         intake = Intake(
             self._connect,
             leases,
-            room,
+            capacity,
             admission,
             model_name=config.model_name,
             fingerprint=mark,

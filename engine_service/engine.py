@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import msgspec
 
 from engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig, SchedulerStats
-from engine_service.core.sequence import FinishReason
+from engine_service.core.sequence import StopReason
 from engine_service.epochs import Casualty, Epochs, Failure, too_large
 from engine_service.errors import EngineDead, EngineError, WorkersLost
 from engine_service.generation import Generation
@@ -33,7 +33,7 @@ class Progress(msgspec.Struct, frozen=True):
     """What a step did to one generation."""
 
     generation: Generation
-    finish_reason: FinishReason | None
+    finish_reason: StopReason | None
     """Set when it is over. Its sequence is then gone from the scheduler."""
     failure: Failure | None = None
 

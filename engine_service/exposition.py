@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 
 from engine_service.engine import Engine, EngineMetrics
 from engine_service.health import Health
+from engine_service.job_metrics import JobMetrics
 from engine_service.service import Service
-from engine_service.tally import ServiceMetrics
 from executor.metrics import ExecutorMetrics, Percentiles
 
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily | SummaryMetricFamily
@@ -43,7 +43,7 @@ class Exposition(Collector):
             yield from _jobs(self._service.metrics())
 
 
-def _jobs(metrics: ServiceMetrics) -> Iterator[Family]:
+def _jobs(metrics: JobMetrics) -> Iterator[Family]:
     ended = CounterMetricFamily(
         "millrace_jobs",
         "Jobs that left this engine: ended, given back to the queue (released), or lost to another engine.",

@@ -6,7 +6,7 @@ from bisect import bisect_right
 
 import msgspec
 
-from engine_service.core.sequence import FinishReason, Sequence
+from engine_service.core.sequence import Sequence, StopReason
 from engine_service.text import Detokenizer, Tokenizer, find_stop
 
 
@@ -28,7 +28,7 @@ class Generation:
         self._tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
         self._stop_at: int | None = None
-        self.finish_reason: FinishReason | None = sequence.finish_reason()
+        self.finish_reason: StopReason | None = sequence.finish_reason()
         if rules.stop:
             self._follow()
 
@@ -39,7 +39,7 @@ class Generation:
     def token_ids(self) -> list[int]:
         return self.sequence.output_token_ids
 
-    def advance(self, reason: FinishReason | None) -> FinishReason | None:
+    def advance(self, reason: StopReason | None) -> StopReason | None:
         """Take in the tokens that the sequence has got; `reason` is why they are the last, None when they are not.
 
         Returns the reason that counts: a stop string that they completed goes before the limit that they reached.

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable
 
 from engine_service.admission import Admission
+from engine_service.capacity import Capacity, ClaimBudget
 from engine_service.generation import Generation
 from engine_service.jobs import Arrived, CutShort, Deferred, Refused, ServedJob, Watch, Word, is_alone
 from engine_service.leases import Leases
-from engine_service.room import Offer, Room
 from producer.messages import InvalidRequest
 from producer.wire import parse_body
 from results.errors import QueueError
@@ -36,7 +36,7 @@ class Intake:
         self,
         connect: Callable[[], JobQueue],
         leases: Leases,
-        room: Room,
+        capacity: Capacity,
         admission: Admission,
         *,
         model_name: str,
@@ -44,7 +44,7 @@ class Intake:
         tell: Callable[[Word], None],
     ) -> None:
         self._leases = leases
-        self._room = room
+        self._capacity = capacity
         self._admission = admission
         self._model_name = model_name
         self._fingerprint = fingerprint
@@ -80,22 +80,22 @@ class Intake:
     # --- claim ---
 
     def _claim_once(self, queue: JobQueue) -> None:
-        offer = self._room.wait_for_offer(_BLOCK_S)
-        if offer is None:
+        budget = self._capacity.wait_for_budget(_BLOCK_S)
+        if budget is None:
             return
-        num_claimed, num_ready = self._claim(offer)
+        num_claimed, num_ready = self._claim(budget)
         if num_claimed == 0 and num_ready == 0:
             self._listen(queue, include_wake=True)
         elif num_claimed == 0:
-            self._room.wait_for_change(_BLOCK_S)
+            self._capacity.wait_for_change(_BLOCK_S)
 
-    def _claim(self, offer: Offer) -> tuple[int, int]:
+    def _claim(self, budget: ClaimBudget) -> tuple[int, int]:
         """One claim; after an error the next one repeats its id, in case that only the reply was lost."""
-        max_jobs = min(offer.max_jobs, MAX_JOBS_PER_CLAIM)
-        claim = self._leases.claim(f"c{self._claim_number}", max_jobs, offer.kv_token_budget, self._fingerprint)
+        max_jobs = min(budget.max_jobs, MAX_JOBS_PER_CLAIM)
+        claim = self._leases.claim(f"c{self._claim_number}", max_jobs, budget.kv_token_budget, self._fingerprint)
         self._claim_number += 1
         for claimed in claim.jobs:
-            self._room.open(claimed.cost, is_alone=is_alone(claimed))
+            self._capacity.open(claimed.cost, is_alone=is_alone(claimed))
             self._tell(self._admit(claimed))
         return len(claim.jobs), claim.num_ready
 
@@ -142,5 +142,5 @@ class Intake:
                 self._tell(Watch(job_id))
             case "beat":
                 self._leases.beat_soon()
-            case "wake" if self._room.is_shut:  # for another engine: a heartbeat has one woken where jobs are ready
+            case "wake" if self._capacity.is_shut:  # for another engine: a heartbeat has one woken where jobs are ready
                 self._leases.beat_soon()

@@ -90,10 +90,10 @@ class Lost(msgspec.Struct, frozen=True):
     """The lease that was lost; None for whichever is held."""
 
 
-class Nap(msgspec.Struct, frozen=True):
+class SetSleepLevel(msgspec.Struct, frozen=True):
     """The operator wants the engine to sleep this deep, or, with 0, to be awake. Said with every heartbeat."""
 
     level: int
 
 
-Word: TypeAlias = Arrived | Refused | Deferred | CutShort | Watch | Lost | Nap
+Word: TypeAlias = Arrived | Refused | Deferred | CutShort | Watch | Lost | SetSleepLevel

@@ -23,14 +23,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from engine_service.admission import Admission
+from engine_service.build import build_engine
 from engine_service.config import EngineConfig, checked
 from engine_service.core.scheduler import SchedulerStats
-from engine_service.engine import Engine, EngineMetrics, Progress
+from engine_service.engine import EngineMetrics, Progress
 from engine_service.errors import ConfigurationError, EngineError
 from engine_service.generation import Generation
-from engine_service.model_files import check_parallel_sizes, eos_token_ids, resolve_model
+from engine_service.model_files import eos_token_ids, resolve_model
 from engine_service.text import Tokenizer
-from executor.select import make_executor
 from producer.checks import shown
 from producer.messages import GenerationRequest, InvalidRequest, SamplingParams
 
@@ -191,16 +191,6 @@ class LLM:
         finally:
             for generation in generations:
                 self._engine.abort(generation)  # nothing is left when all went well
-
-
-def build_engine(config: EngineConfig, path: Path, *, is_service: bool, log_level: str = "WARNING") -> Engine:
-    """The engine for the model in `path`, with its executor; not yet started. Raises `ConfigurationError`."""
-    check_parallel_sizes(path, config.tensor_parallel_size, config.pipeline_parallel_size)
-    try:
-        executor = make_executor(config.executor, config.for_worker(path), is_service=is_service, log_level=log_level)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
-    return Engine(executor, config.for_scheduler(), config.block_size)
 
 
 def _is_over(progress: Progress) -> bool:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from engine_service.core.sequence import FinishReason
+from engine_service.core.sequence import StopReason
 from engine_service.jobs import ServedJob
 from results.messages import Append, Begin, ClaimedJob, Event, Finish, JobError, Release, Usage, Write
 
@@ -52,7 +52,7 @@ class Output:
         elif self._is_checkpoint_due(job, now_s):
             self._append(job, now_s, event=None)
 
-    def finish(self, job: ServedJob, reason: FinishReason) -> None:
+    def finish(self, job: ServedJob, reason: StopReason) -> None:
         """The job has its whole output."""
         self._end(job, "finished", reason)
 

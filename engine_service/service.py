@@ -9,14 +9,25 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from engine_service.core.sequence import FinishReason
+from engine_service.capacity import Capacity
+from engine_service.core.sequence import StopReason
 from engine_service.engine import Engine, Progress
 from engine_service.epochs import TOO_LARGE
 from engine_service.errors import EngineDead, EngineError, WorkersLost
-from engine_service.jobs import Arrived, CutShort, Deferred, Lost, Nap, Refused, ServedJob, Watch, Word, is_alone
+from engine_service.job_metrics import JobMetrics, JobRecorder, Outcome
+from engine_service.jobs import (
+    Arrived,
+    CutShort,
+    Deferred,
+    Lost,
+    Refused,
+    ServedJob,
+    SetSleepLevel,
+    Watch,
+    Word,
+    is_alone,
+)
 from engine_service.output import DEFER_MS, Output
-from engine_service.room import Room
-from engine_service.tally import Outcome, ServiceMetrics, Tally
 from executor.messages import SeqId
 from results.messages import ClaimedJob, JobError, JobId, Lease, Reconciliation
 from results.writer import Writer
@@ -33,23 +44,24 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        room: Room,
+        capacity: Capacity,
         output: Output,
         writer: Writer,
         *,
         on_over: Callable[[JobId, Lease], None],
-        on_nap: Callable[[], None],
+        on_sleep_change: Callable[[], None],
     ) -> None:
-        """`on_over` hears of every lease that this engine is through with, `on_nap` when it fell asleep or woke up."""
+        """`on_over` hears of every lease that this engine is through with; `on_sleep_change`, when it fell asleep or woke
+        up."""
         self._engine = engine
-        self._room = room
+        self._capacity = capacity
         self._output = output
         self._writer = writer
         self._on_over = on_over
-        self._on_nap = on_nap
+        self._on_sleep_change = on_sleep_change
         self._jobs: dict[JobId, ServedJob] = {}
         self._by_sequence: dict[SeqId, ServedJob] = {}
-        self._tally = Tally()
+        self._recorder = JobRecorder()
         self._words: queue.SimpleQueue[Word | None] = queue.SimpleQueue()
         self._is_draining = self._is_hurrying = False
 
@@ -72,11 +84,11 @@ class Service:
             self.tell(CutShort(job_id, "expired"))
         for job_id in news.watched:
             self.tell(Watch(job_id))
-        self.tell(Nap(news.sleep_level))
+        self.tell(SetSleepLevel(news.sleep_level))
 
-    def metrics(self) -> ServiceMetrics:
+    def metrics(self) -> JobMetrics:
         """Asks nobody and never blocks."""
-        return self._tally.metrics(num_open=len(self._jobs))
+        return self._recorder.metrics(num_open=len(self._jobs))
 
     def drain(self) -> None:
         """Finish what runs and take nothing new; the second time, do not even finish. For signal handlers too, which is
@@ -89,7 +101,7 @@ class Service:
     # --- the loop ---
 
     def serve(self) -> None:
-        """Until `drain`: the heart loop."""
+        """Until `drain`: the engine loop."""
         while not self._is_draining:
             self._turn()
 
@@ -140,7 +152,7 @@ class Service:
         else:
             self._output.advance(job, now_s)
 
-    def _finish(self, job: ServedJob, reason: FinishReason) -> None:
+    def _finish(self, job: ServedJob, reason: StopReason) -> None:
         self._output.finish(job, reason)
         self._forget(job, "finished")
 
@@ -164,7 +176,7 @@ class Service:
     def _obey(self, words: Iterable[Word | None]) -> None:
         for word in words:
             match word:
-                case Arrived(job) if self._room.is_shut:  # claimed on the way into sleep
+                case Arrived(job) if self._capacity.is_shut:  # claimed on the way into sleep
                     self._hand_back(job)
                 case Arrived(job):
                     self._start(job)
@@ -180,12 +192,12 @@ class Service:
                     self._watch(job_id)
                 case Lost(job_id, lease):
                     self._lose(job_id, lease)
-                case Nap(level) if not self._is_draining:
-                    self._nap(level)
+                case SetSleepLevel(level) if not self._is_draining:
+                    self._set_sleep_level(level)
 
     def _start(self, job: ServedJob) -> None:
         self._lose(job.job_id, lease=None)  # an older lease of the same job, if its loss has not been told yet
-        self._room.arrive(job.cost)
+        self._capacity.arrive(job.cost)
         self._jobs[job.job_id] = job
         self._by_sequence[job.generation.sequence.seq_id] = job
         job.arrived_s = job.saved_at_s = time.monotonic()
@@ -213,9 +225,9 @@ class Service:
         return False
 
     def _turn_away(self, claimed: ClaimedJob, outcome: Outcome) -> None:
-        self._tally.count(outcome)
-        self._room.arrive(claimed.cost)
-        self._room.close(is_alone=is_alone(claimed))
+        self._recorder.count(outcome)
+        self._capacity.arrive(claimed.cost)
+        self._capacity.close(is_alone=is_alone(claimed))
         self._on_over(claimed.job_id, claimed.lease)
 
     def _cut_short(self, job_id: JobId, state: Literal["cancelled", "expired"]) -> None:
@@ -245,23 +257,23 @@ class Service:
             self._forget(job, "released")
 
     def _hand_back(self, job: ServedJob) -> None:
-        self._tally.count("released")
+        self._recorder.count("released")
         self._output.release(job)
-        self._room.arrive(job.cost)
-        self._room.close(is_alone=job.is_alone)
+        self._capacity.arrive(job.cost)
+        self._capacity.close(is_alone=job.is_alone)
         self._on_over(job.job_id, job.lease)
 
     # --- sleep ---
 
-    def _nap(self, level: int) -> None:
+    def _set_sleep_level(self, level: int) -> None:
         """Sleep as deep as this, or be awake; mostly it is so already. What fails is tried again at the next heartbeat."""
         if level > self._engine.sleep_level:
             self._fall_asleep(level)
-        elif level == 0 and self._room.is_shut:
+        elif level == 0 and self._capacity.is_shut:
             self._wake_up()
 
     def _fall_asleep(self, level: int) -> None:
-        self._room.shut(True)
+        self._capacity.shut(True)
         self._release(list(self._jobs.values()))
         try:
             self._engine.sleep(level)
@@ -271,23 +283,23 @@ class Service:
             logger.error("%s; trying again", error)
             return
         logger.info("asleep, level %d; jobs wait, or go to other engines", level)
-        self._on_nap()
+        self._on_sleep_change()
 
     def _wake_up(self) -> None:
         self._engine.wake_up()
-        self._room.shut(False)
+        self._capacity.shut(False)
         self._tell_room()
         logger.info("awake")
-        self._on_nap()
+        self._on_sleep_change()
 
     # --- bookkeeping ---
 
     def _forget(self, job: ServedJob, outcome: Outcome) -> None:
-        self._tally.count(outcome, time.monotonic() - job.arrived_s)
+        self._recorder.count(outcome, time.monotonic() - job.arrived_s)
         del self._jobs[job.job_id]
         del self._by_sequence[job.generation.sequence.seq_id]
-        self._room.close(is_alone=job.is_alone)
+        self._capacity.close(is_alone=job.is_alone)
         self._on_over(job.job_id, job.lease)
 
     def _tell_room(self) -> None:
-        self._room.update(self._engine.scheduler.free_tokens)
+        self._capacity.update(self._engine.scheduler.free_tokens)

@@ -1,11 +1,11 @@
-"""The two contracts of this folder: what an engine may ask of an executor, and what a rank must be able to do."""
+"""What an engine may ask of an executor; what that in turn asks of a rank stands in `worker`."""
 
 from __future__ import annotations
 
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -14,52 +14,9 @@ from executor.errors import UnknownMethod
 from executor.limits import Limits
 from executor.messages import WORKER_METHODS, ModelFacts, StepPlan, StepResult, WorkerConfig
 from executor.metrics import ExecutorMetrics, Recorder
+from executor.worker import WAKE_TAGS
 
 logger = logging.getLogger("millrace.executor")
-
-WAKE_TAGS = ("weights", "kv_cache")
-"""What a sleeping worker gets back, together or one after the other."""
-
-
-class Worker(Protocol):
-    """One rank: the device, the weights and the KV tensors. Owned by one thread; every method blocks.
-
-    A worker package offers `create_worker(rank, world_size, epoch, config, rendezvous) -> Worker`, and
-    `python -P -m <package>` runs one in a process of its own.
-    """
-
-    def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
-        """Take the device and load the model, announcing the phases "device" and "load_model" as they begin."""
-
-    def determine_num_available_blocks(self) -> tuple[int, int]:
-        """(device blocks, host blocks) that fit; block 0 included. Profiles the largest prefill where memory is scarce."""
-
-    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV pool. Once, after `determine_num_available_blocks`, before the first step."""
-
-    def execute_model(self, plan: StepPlan) -> StepResult:
-        """Run one step. Plans arrive in the order of their step ids."""
-
-    def check_health(self) -> None:
-        """Raise when the device cannot be used."""
-
-    def sleep(self, level: int) -> None:
-        """Drop the KV pool and all sequences. Level 1 keeps the weights in host memory, level 2 drops them too."""
-
-    def wake_up(self, tags: list[str], epoch: int) -> None:
-        """Take back what `tags` name, of `WAKE_TAGS`. With "kv_cache" the pool is there again, empty, at its old size, and
-        plans are of `epoch` from now on."""
-
-    def stats(self) -> dict[str, Any]:
-        """Figures for logs and metrics: memory in bytes, steps, sequences. Cheap: a rank also asks itself now and then.
-
-        Of these the engine makes use: `device_bytes` and `device_total_bytes` (what it holds and what there is, None on the
-        host), `device_utilization` (share of the time that the device computes, 0 to 1, None where it does not tell) and
-        `pool_budget` (in words: what the number of available blocks was made of).
-        """
-
-    def shutdown(self) -> None:
-        """Give the device memory back. Nothing is called afterwards."""
 
 
 class StepFuture(Protocol):
@@ -257,7 +214,7 @@ class Executor(ABC):
         if level not in (1, 2):
             raise ValueError(f"level: must be 1 or 2, got {level!r}")
         self._recorder.idle()
-        self.collective_rpc("sleep", (level,), timeout_s=self._nap_limit_s(self._limits.move_bytes_per_s))
+        self.collective_rpc("sleep", (level,), timeout_s=self._sleep_limit_s(self._limits.move_bytes_per_s))
         self._missing.update(WAKE_TAGS)
         self._is_on_disk |= level == 2
 
@@ -278,16 +235,16 @@ class Executor(ABC):
         epoch = self._epoch + ("kv_cache" in wanted)
         is_read = self._is_on_disk and "weights" in wanted
         num_at_a_time = self._config.max_parallel_loading_workers if is_read else None
-        limit_s = self._nap_limit_s(self._limits.read_bytes_per_s if is_read else self._limits.move_bytes_per_s)
+        limit_s = self._sleep_limit_s(self._limits.read_bytes_per_s if is_read else self._limits.move_bytes_per_s)
         for ranks in _groups(self.world_size, num_at_a_time or self.world_size):
             self._call("wake_up", (wanted, epoch), {}, ranks, limit_s=limit_s).result()
         self._epoch = epoch
         self._missing.difference_update(wanted)
         self._is_on_disk &= not is_read
 
-    def _nap_limit_s(self, bytes_per_s: float) -> float:
+    def _sleep_limit_s(self, bytes_per_s: float) -> float:
         """How long it may take to move the weights of all ranks at this speed, and to do the rest."""
-        return self._limits.nap_call_s + sum(facts.weight_bytes for facts in self._facts) / bytes_per_s
+        return self._limits.sleep_call_s + sum(facts.weight_bytes for facts in self._facts) / bytes_per_s
 
     @property
     def is_asleep(self) -> bool:

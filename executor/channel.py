@@ -127,7 +127,7 @@ class Channel:
         """Queue an encoded `ToWorker` for the rank."""
         self._socket.send_multipart([self.identity(rank).encode(), payload])
 
-    def send_to_heart(self, rank: int, message: ToWorker) -> None:
+    def send_to_heartbeat(self, rank: int, message: ToWorker) -> None:
         """For the rank's heartbeat thread, which also answers while the rank is busy."""
         self._socket.send_multipart([f"{rank}.{self.life}.beat".encode(), encode(message)])
 

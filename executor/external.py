@@ -99,10 +99,6 @@ class ExternalLauncherExecutor(RemoteExecutor):
             handle.close()
         return ()
 
-    def worker_pids(self) -> list[int]:
-        """Process ids in rank order, for logs and for whoever watches the processes."""
-        return [rank.pid for rank in self._handles if isinstance(rank, ExternalRank)]
-
 
 class ExternalRank:
     """A rank on this host that is not our child: it can be watched and signalled. Implements `RankHandle`."""

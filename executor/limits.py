@@ -20,7 +20,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """For a call without a limit of its own."""
     pool_call_s: float = 900.0
     """For the calls that profile, allocate or capture graphs."""
-    nap_call_s: float = 60.0
+    sleep_call_s: float = 60.0
     """For falling asleep and waking up, besides what the weights take that move meanwhile."""
     move_bytes_per_s: float = 2.0**30
     """What is expected at least of weights on their way between device and host memory, all ranks together."""

@@ -63,10 +63,6 @@ class MultiprocExecutor(RemoteExecutor):
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(self._devices)}
 
-    def worker_pids(self) -> list[int]:
-        """Process ids in rank order, for logs and for whoever watches the processes."""
-        return [process.pid for process in self._handles if isinstance(process, WorkerProcess)]
-
 
 def visible_devices(world_size: int) -> list[str]:
     """Names of the GPUs that ranks take one after the other; on a host without any they mean nothing."""

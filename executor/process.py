@@ -40,6 +40,10 @@ class RankHandle(Protocol):
 
     rank: int
 
+    @property
+    def pid(self) -> int:
+        """Of its process, on its own host."""
+
     def fileno(self) -> int:
         """A descriptor that is readable once the rank has ended."""
 

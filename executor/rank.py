@@ -27,10 +27,9 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from executor.base import Worker
 from executor.channel import Keys
 from executor.failures import EXIT_DEVICE_LOST, exit_status, needs_traceback, to_failure
-from executor.heart import Heart
+from executor.heartbeat import Heartbeat
 from executor.messages import (
     PROTOCOL,
     WORKER_METHODS,
@@ -53,6 +52,7 @@ from executor.messages import (
     encode,
     output_rank,
 )
+from executor.worker import Worker
 
 CreateWorker: TypeAlias = Callable[[int, int, int, WorkerConfig, str], Worker]
 
@@ -103,7 +103,7 @@ def accept(invitation: Invitation, create_worker: CreateWorker) -> int:
     link = _Link(invitation)
     try:
         status = _serve(link, create_worker)
-        link.heart.wait_for_engine()
+        link.heartbeat.wait_for_engine()
         return status
     finally:
         link.close()
@@ -137,7 +137,7 @@ def _start(link: _Link, create_worker: CreateWorker, boot: Boot) -> Worker | Fai
 
     def enter(name: str) -> None:
         nonlocal phase
-        phase = link.heart.phase = name
+        phase = link.heartbeat.phase = name
         link.send(Phase(name=name))
         if name == "load_model" and boot.has_to_queue:
             assert isinstance(link.recv(), Go)
@@ -156,13 +156,13 @@ def _start(link: _Link, create_worker: CreateWorker, boot: Boot) -> Worker | Fai
 
 def _answer_calls(link: _Link, worker: Worker, boot: Boot) -> int:
     """Until `shutdown` or until the device is lost. Returns the exit status."""
-    heart, is_output = link.heart, boot.rank == output_rank(boot.config)
+    heartbeat, is_output = link.heartbeat, boot.rank == output_rank(boot.config)
     look_at_s = 0.0
     while True:
-        heart.phase = "idle"
+        heartbeat.phase = "idle"
         match link.recv():
             case Step(call_id, plan):
-                heart.phase = "step"
+                heartbeat.phase = "step"
                 reply = _run_step(worker, call_id, plan, is_output=is_output)
                 link.send(reply)
                 if reply.failure is not None and reply.failure.cause == "device_lost":
@@ -171,13 +171,13 @@ def _answer_calls(link: _Link, worker: Worker, boot: Boot) -> int:
                 link.send(Reply(call_id=call_id))
                 return 0
             case Call() as call:
-                heart.phase = call.method
+                heartbeat.phase = call.method
                 link.send(_run_call(worker, call))
                 look_at_s = 0.0
             case unexpected:
                 logger.error("ignored an unexpected message: %r", unexpected)
         if time.monotonic() >= look_at_s:
-            _look(worker, heart)
+            _look(worker, heartbeat)
             look_at_s = time.monotonic() + _LOOK_EVERY_S
 
 
@@ -206,18 +206,18 @@ def _logged(error: Exception, what: str) -> Failure:
     return failure
 
 
-def _look(worker: Worker, heart: Heart) -> None:
+def _look(worker: Worker, heartbeat: Heartbeat) -> None:
     """How much of the device it holds and uses. When it can't tell, what it told last stays: nobody has asked."""
     try:
         figures = worker.stats()
-        heart.device_bytes = figures.get("device_bytes")
-        heart.device_utilization = figures.get("device_utilization")
+        heartbeat.device_bytes = figures.get("device_bytes")
+        heartbeat.device_utilization = figures.get("device_utilization")
     except Exception:
         logger.exception("the worker can't tell its figures")
 
 
 class _Link:
-    """Owns the rank's socket, and the heart beside it."""
+    """Owns the rank's socket, and the heartbeat beside it."""
 
     def __init__(self, invitation: Invitation) -> None:
         self._context = zmq.Context()
@@ -225,7 +225,7 @@ class _Link:
         self._socket.setsockopt(zmq.LINGER, 1000)
         socket = self._connect(invitation, f"{invitation.identity}.beat")
         meeting_place = os.path.dirname(invitation.address.removeprefix("ipc://"))
-        self.heart = Heart(socket, invitation.engine_pid, meeting_place if invitation.engine_pid else None)
+        self.heartbeat = Heartbeat(socket, invitation.engine_pid, meeting_place if invitation.engine_pid else None)
 
     def _connect(self, invitation: Invitation, identity: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
@@ -255,7 +255,7 @@ class _Link:
 
     def close(self) -> None:
         self._socket.close()
-        self._context.term()  # ends the heart
+        self._context.term()  # ends the heartbeat
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -208,10 +208,6 @@ class RayExecutor(RemoteExecutor):
             self._ray.util.remove_placement_group(self._group)
         self._group, self._is_group_ours = None, False
 
-    def worker_pids(self) -> list[int]:
-        """Process ids in rank order, each on the rank's own host."""
-        return [rank.pid for rank in self._handles if isinstance(rank, RayRank)]
-
 
 def _connect(ray: Any, address: str) -> None:
     try:

@@ -75,7 +75,7 @@ class RayRank:
         return self._end
 
     def dump_stacks(self) -> None:
-        self._channel.send_to_heart(self.rank, DumpStacks())
+        self._channel.send_to_heartbeat(self.rank, DumpStacks())
 
     def wait(self, timeout_s: float) -> bool:
         return self._has_ended.wait(timeout_s)

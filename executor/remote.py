@@ -35,7 +35,7 @@ from executor.messages import (
 )
 from executor.metrics import ExecutorMetrics
 from executor.process import RankHandle, close_all, dump_all, stop_all
-from executor.watch import Watch
+from executor.watchdog import Watchdog
 
 logger = logging.getLogger("millrace.executor")
 
@@ -63,7 +63,7 @@ class RemoteExecutor(Executor):
         self._channel: Channel | None = None
         self._counting = threading.Lock()
         """Held while a channel's counts go over to the recorder: who reads the figures sees them in one of the two."""
-        self._watch: Watch | None = None
+        self._watchdog: Watchdog | None = None
         self._lost: WorkerDied | None = WorkerDied(0, "the executor has not been started")
         self._has_overdue = False
         """Whether a call of this life has timed out: before the workers are ended they shall say where they are."""
@@ -102,7 +102,7 @@ class RemoteExecutor(Executor):
                 raise StartError("spawn", 0, str(error), is_retryable=True) from error
             raise
         facts = facts_by_rank[0]
-        self._watch = Watch(
+        self._watchdog = Watchdog(
             self._limits,
             self.world_size,
             time.monotonic(),
@@ -139,6 +139,10 @@ class RemoteExecutor(Executor):
         self._give_up_calls(self._lost)
         if self._channel is not None:
             self._close_channel(self._channel)
+
+    def worker_pids(self) -> list[int]:
+        """Process ids in rank order, each on the rank's own host, for logs and for whoever watches the processes."""
+        return [handle.pid for handle in self._handles]
 
     def _let_go(self) -> Sequence[RankHandle]:
         """The ranks of a life that is over, for the caller to end."""
@@ -185,18 +189,18 @@ class RemoteExecutor(Executor):
         self.require_workers()
         if self._missing:
             raise Asleep(f"the workers sleep: they miss {', '.join(sorted(self._missing))}")
-        assert self._watch is not None
+        assert self._watchdog is not None
         num_in_flight = sum(call.is_step and not call.done() for call in self._pending.values())
         wanted, limit_s = (output_rank(self._config),), self._limits.step_s
         pending = self._register(wanted, self.world_size, is_list=False, limit_s=limit_s, plan=plan)
         payload = encode(Step(pending.call_id, plan))
         self._recorder.sent_step(pending.sent_s, len(payload), num_in_flight)
-        self._watch.sent_step(sum(row.num_tokens for row in plan.rows), pending.sent_s)
+        self._watchdog.sent_step(sum(row.num_tokens for row in plan.rows), pending.sent_s)
         self._send(payload, range(self.world_size))
         return pending
 
     def step_limit_s(self, num_tokens: int) -> float:
-        return self._limits.longest_step_s if self._watch is None else self._watch.pace.limit_s(num_tokens)
+        return self._limits.longest_step_s if self._watchdog is None else self._watchdog.pace.limit_s(num_tokens)
 
     def _register(
         self, wanted: Sequence[int], num_asked: int, *, is_list: bool, limit_s: float, plan: StepPlan | None = None
@@ -288,15 +292,15 @@ class RemoteExecutor(Executor):
 
     def _deliver(self, rank: int, message: FromWorker) -> None:
         now_s = time.monotonic()
-        assert self._watch is not None
+        assert self._watchdog is not None
         match message:
             case StepReply():
-                self._watch.answered_step(rank, now_s, has_failed=message.failure is not None)
+                self._watchdog.answered_step(rank, now_s, has_failed=message.failure is not None)
                 self._take_reply(rank, message, now_s)
             case Reply():
                 self._take_reply(rank, message, now_s)
             case Beat(phase, device_bytes, device_utilization):
-                self._watch.heard(rank, phase, now_s)
+                self._watchdog.heard(rank, phase, now_s)
                 self._recorder.saw_device(rank, device_bytes, device_utilization)
             case Stacks(text):
                 logger.error("the stacks of rank %d:\n%s", rank, text)
@@ -332,11 +336,11 @@ class RemoteExecutor(Executor):
 
     def _look_for_stuck(self) -> None:
         now_s = time.monotonic()
-        assert self._watch is not None
-        if not self._watch.is_due(now_s):
+        assert self._watchdog is not None
+        if not self._watchdog.is_due(now_s):
             return
         is_busy = any(not call.is_step for call in self._pending.values())
-        verdict = self._watch.verdict(now_s, is_busy=is_busy)
+        verdict = self._watchdog.verdict(now_s, is_busy=is_busy)
         if verdict is not None:
             self._end_stuck(*verdict)
 

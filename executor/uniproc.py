@@ -9,12 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from executor.base import Executor, Worker
+from executor.base import Executor
 from executor.errors import Asleep, StartError, WorkerDied, WorkerError
 from executor.failures import needs_traceback, to_failure
 from executor.limits import Limits
 from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
-from executor.watch import Pace
+from executor.watchdog import Pace
+from executor.worker import Worker
 
 _LOOK_EVERY_S = 10.0
 """How often it is looked how much device memory the worker holds."""

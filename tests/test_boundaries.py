@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": {"msgspec", "zmq"},
     "worker": {
         *("torch", "transformers", "safetensors", "msgspec"),
-        *("executor.messages", "executor.channel", "executor.rank", "executor.base"),
+        *("executor.messages", "executor.channel", "executor.rank", "executor.worker"),
     },
     "engine_service": {
         *("producer", "results", "executor"),

@@ -8,7 +8,7 @@ from itertools import islice
 import msgspec
 
 from engine_service.core.block_pool import BlockPool
-from engine_service.core.sequence import FinishReason, Sequence
+from engine_service.core.sequence import Sequence, StopReason
 from executor.messages import NO_TOKEN, NewSequence, RowFailure, SeqId, StepId, StepPlan, StepResult, StepRow
 
 ALONE_AFTER_CRASHES = 2
@@ -29,7 +29,7 @@ class Advance(msgspec.Struct, frozen=True):
 
     sequence: Sequence
     num_new_tokens: int
-    finish_reason: FinishReason | None
+    finish_reason: StopReason | None
     failure: RowFailure | None = None
 
 

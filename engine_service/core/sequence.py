@@ -14,7 +14,7 @@ import msgspec
 
 from executor.messages import NewSequence, RowSampling, SeqId
 
-FinishReason = Literal["stop", "length"]
+StopReason = Literal["stop", "length"]
 
 
 class StopRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class Sequence:
         """Known tokens whose keys and values are not in the pool yet; 1 in a plain decode."""
         return self.num_tokens - self.num_computed
 
-    def finish_reason(self) -> FinishReason | None:
+    def finish_reason(self) -> StopReason | None:
         """Why the tokens so far are the end; None when there is more to come."""
         outputs, rules = self.output_token_ids, self.stop_rules
         if outputs and outputs[-1] in rules.end_token_ids and len(outputs) > rules.min_tokens:
@@ -108,7 +108,7 @@ class Sequence:
         self.block_ids.extend(new_blocks)
         self.is_known_to_workers = True
 
-    def extend(self, token_ids: list[int], step_id: int) -> FinishReason | None:
+    def extend(self, token_ids: list[int], step_id: int) -> StopReason | None:
         """Take in what a step sampled. Tokens past the end are dropped. Returns the reason when this is the end."""
         self.crash_count = 0
         self.sampled_step = step_id

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 import engine_service.__main__ as service
-from engine_service import intake, offline
+from engine_service import build, intake
 from engine_service.admission import Admission
 from engine_service.engine import Engine, Progress
 from engine_service.generation import Generation
@@ -96,8 +96,8 @@ def _spoil_workers(faults: Faults) -> None:
         hangs_until=faults.hangs_until,
     )
     os.environ[VARIABLE] = msgspec.json.encode(wrong).decode()
-    make = getattr(offline, "make_executor")  # noqa: B009
-    _patch(offline, "make_executor", lambda *args, **kw: make(*args, worker_module="tests.chaos.faulty_worker", **kw))
+    make = getattr(build, "make_executor")  # noqa: B009
+    _patch(build, "make_executor", lambda *args, **kw: make(*args, worker_module="tests.chaos.faulty_worker", **kw))
 
 
 def _die_of(prompt: list[int]) -> None:

@@ -68,12 +68,12 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
 def main(doom: str, arguments: list[str]) -> int:
     from engine_service import __main__ as service
-    from engine_service import offline, recovery
+    from engine_service import build, recovery
 
     os.environ[VARIABLE] = doom
     recovery.RESTART_BACKOFF_S = (0.0, 0.0)  # type: ignore[assignment]
-    make = offline.make_executor  # type: ignore[attr-defined]
-    offline.make_executor = lambda *args, **kw: make(*args, worker_module="tests.e2e.doomed_worker", **kw)  # type: ignore[attr-defined]
+    make = build.make_executor  # type: ignore[attr-defined]
+    build.make_executor = lambda *args, **kw: make(*args, worker_module="tests.e2e.doomed_worker", **kw)  # type: ignore[attr-defined]
     service.become_rank = partial(service.become_rank, worker_module="tests.e2e.doomed_worker")  # type: ignore[attr-defined]
     return service.main(arguments)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import redis
 
+from engine_service.capacity import Capacity
 from engine_service.core.block_pool import BlockPool
 from engine_service.core.scheduler import SchedulerConfig
 from engine_service.engine import Engine
 from engine_service.generation import Generation, TextRules
 from engine_service.jobs import Arrived, ServedJob
 from engine_service.output import Output
-from engine_service.room import Room
 from engine_service.service import Service
 from executor.messages import WorkerConfig
 from executor.uniproc import UniprocExecutor
@@ -38,9 +38,9 @@ def test_a_job_that_fits_no_more_goes_back_and_waits_for_a_larger_engine(
     )
     engine.start()
     engine.scheduler.replace_pool(BlockPool(8, 4))  # as when ranks do not come back
-    writer, room = Writer(queue, on_stale=print), Room(8, 28)
-    room.open(claimed.cost, is_alone=False)
-    service = Service(engine, room, Output(writer.put, FINGERPRINT), writer, on_over=print, on_nap=print)
+    writer, capacity = Writer(queue, on_stale=print), Capacity(8, 28)
+    capacity.open(claimed.cost, is_alone=False)
+    service = Service(engine, capacity, Output(writer.put, FINGERPRINT), writer, on_over=print, on_sleep_change=print)
     generation = Generation(make_sequence(1, 5, 100), TextRules(is_text_wanted=False), tokenizer=None)
     service.tell(Arrived(ServedJob(claimed, generation)))
     service._listen()
@@ -49,5 +49,5 @@ def test_a_job_that_fits_no_more_goes_back_and_waits_for_a_larger_engine(
     engine.shutdown()
     job = queue.get("large")
     assert (job.state, job.attempt) == ("delayed", 0)
-    assert room.wait_for_offer(0.0) is not None
+    assert capacity.wait_for_budget(0.0) is not None
     check_queue(redis_client, queue_name)

@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from engine_service.admission import Admission
+from engine_service.capacity import Capacity
 from engine_service.core.scheduler import SchedulerConfig
 from engine_service.doors.inbox import Inbox
 from engine_service.engine import Engine
@@ -18,7 +19,6 @@ from engine_service.health import Health
 from engine_service.intake import Intake
 from engine_service.jobs import Arrived, Refused, Word
 from engine_service.leases import Leases, new_engine_id
-from engine_service.room import Room
 from executor.messages import WorkerConfig
 from executor.uniproc import UniprocExecutor
 from producer.request import GenerationRequest
@@ -70,7 +70,7 @@ class Parts:
         self.intake = Intake(
             connect_queue,
             self.leases,
-            Room(8, 1000),
+            Capacity(8, 1000),
             Admission(engine.facts, None, []),
             model_name="stub",
             fingerprint=FINGERPRINT,

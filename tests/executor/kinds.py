@@ -41,7 +41,7 @@ SHORT = Limits(
     busy_heartbeat_s=2.5,
     shutdown_s=0.5,
     call_s=20.0,
-    nap_call_s=6.0,
+    sleep_call_s=6.0,
 )
 
 

@@ -23,7 +23,7 @@ import zmq
 from msgspec.structs import replace
 
 from executor import rank
-from executor.heart import Heart
+from executor.heartbeat import Heartbeat
 from executor.messages import FromWorker, Hello, Reply, SeqId, Step, StepId, StepReply, StepResult, ToWorker, encode
 from executor.rank import Invitation
 from executor.stub import _act, create_worker
@@ -118,7 +118,7 @@ if __name__ == "__main__":
     if RUDENESS.endswith("-at-spawn") and "1.1" in sys.argv:
         _act(RUDENESS.removesuffix("-at-spawn"))
     if RUDENESS == "heartless":
-        Heart._beat = lambda self: None  # type: ignore[method-assign]
+        Heartbeat._beat = lambda self: None  # type: ignore[method-assign]
     if RUDENESS == "curious":
         rank._LOOK_EVERY_S = 0.0
     rank._Link = RudeLink  # type: ignore[misc]

@@ -100,7 +100,7 @@ SHOWN = {("stop", "sleep", 1), ("hang", "wake-up", 0)}
 def test_a_nap_that_fails_says_so_and_a_restart_helps(
     make: Make, action: str, place: str, rank: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    limits = msgspec.structs.replace(SHORT, nap_call_s=1.5) if action == "hang" else SHORT
+    limits = msgspec.structs.replace(SHORT, sleep_call_s=1.5) if action == "hang" else SHORT
     executor = start(make(f"{action}-at-{place},on-rank={rank},once={tmp_path / 'done'}", limits, **TWO))
     with pytest.raises(NAP_ERRORS[action]) as caught:
         nap(executor)
@@ -117,7 +117,7 @@ def nap(executor: Executor) -> None:
 
 def test_a_nap_is_waited_for_as_long_as_the_weights_need(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """The stub's ranks have 1 MiB and 2 MiB. Only after level 2 they are read from disk."""
-    limits = Limits(nap_call_s=60, move_bytes_per_s=2**20, read_bytes_per_s=2**18)
+    limits = Limits(sleep_call_s=60, move_bytes_per_s=2**20, read_bytes_per_s=2**18)
     executor = make("", limits, **TWO)
     executor.start()
     limits_s: list[float] = []
@@ -193,7 +193,7 @@ def test_the_stacks_of_a_stuck_worker_and_of_those_that_wait_for_it_are_written_
         executor.execute_model(first_step(executor)).result()
     written = capfd.readouterr().err
     assert written.count("in fault_at") == written.count("in _meet") == 1
-    assert written.count("heart.py") >= 2
+    assert written.count("heartbeat.py") >= 2
 
 
 def test_running_out_of_memory_is_told_apart(make: Make) -> None:

@@ -12,7 +12,7 @@ import zmq
 
 from executor.errors import StartError, UnknownMethod, WorkerDied, WorkerError
 from executor.failures import EXIT_CRASH, exit_status, is_retryable_exit, to_failure
-from executor.heart import Heart
+from executor.heartbeat import Heartbeat
 from executor.multiproc import MultiprocExecutor
 from tests.executor.fragile_worker import AcceleratorError
 from tests.executor.kinds import SHORT, Make, decode, first_step, start, stub_config
@@ -178,17 +178,17 @@ def test_a_host_whose_gpus_are_hidden_hides_them_from_fewer_ranks_too(monkeypatc
     assert devices(executor) == ""
 
 
-# --- the heart ---
+# --- the heartbeat ---
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_heart_that_fails_does_not_hold_the_end_of_its_process_up() -> None:
     context = zmq.Context()
     engine, socket = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
-    engine.bind("inproc://heart")
-    socket.connect("inproc://heart")
-    Heart(socket)
+    engine.bind("inproc://heartbeat")
+    socket.connect("inproc://heartbeat")
+    Heartbeat(socket)
     engine.send(b"\xc1 this is no message")
-    wait_until(lambda: socket.closed, what="the end of the heart")
+    wait_until(lambda: socket.closed, what="the end of the heartbeat")
     engine.close(linger=0)
     context.term()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from engine_service import LLM
+from engine_service.build import build_engine
 from engine_service.config import EngineConfig
 from engine_service.errors import ConfigurationError
-from engine_service.offline import build_engine
 from executor.external import MEETING_PLACE
 from executor.messages import WorkerConfig
 from executor.select import make_executor

@@ -121,7 +121,7 @@ class ToldByHeart(MultiprocExecutor):
     def _launch(self, channel: Channel) -> list[Any]:
         handles: list[Any] = list(super()._launch(channel))
         for handle in handles:
-            handle.dump_stacks = partial(channel.send_to_heart, handle.rank, DumpStacks())
+            handle.dump_stacks = partial(channel.send_to_heartbeat, handle.rank, DumpStacks())
         return handles
 
 

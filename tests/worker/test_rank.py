@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_service.build import build_engine
 from engine_service.config import EngineConfig
-from engine_service.offline import build_engine
 from executor.messages import NO_TOKEN, NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow, WorkerConfig
 from tests.worker.driver import GREEDY, Driver, start_worker
 from tests.worker.models import make_model

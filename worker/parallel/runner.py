@@ -33,7 +33,7 @@ from worker.parallel.vocabulary import Vocabulary
 from worker.runner import Runner
 from worker.sampler import Sampled
 
-NO_TOKEN = -1
+NOT_DRAWN = -1
 """Sent for a row that could not be drawn."""
 
 
@@ -107,7 +107,7 @@ class ParallelRunner(Runner):
 
     def _publish(self, sampled: Sampled) -> None:
         pairs = zip(sampled.token_ids, sampled.is_valid, strict=True)
-        token_ids = torch.tensor([token_id if is_valid else NO_TOKEN for token_id, is_valid in pairs])
+        token_ids = torch.tensor([token_id if is_valid else NOT_DRAWN for token_id, is_valid in pairs])
         for stage in range(self._topology.stage if len(token_ids) else 0):
             self._peers.send(token_ids, stage)
 
@@ -126,4 +126,4 @@ class ParallelRunner(Runner):
         expected = self._expected.popleft()
         expected.work.wait()
         token_ids = expected.token_ids.tolist()
-        self._record(expected.step_id, expected.rows, Sampled(token_ids, [each != NO_TOKEN for each in token_ids]))
+        self._record(expected.step_id, expected.rows, Sampled(token_ids, [each != NOT_DRAWN for each in token_ids]))

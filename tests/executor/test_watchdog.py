@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from executor.limits import Limits
-from executor.watch import Watch
+from executor.watchdog import Watchdog
 
 LIMITS = Limits(stuck_s=10, stuck_factor=20, first_step_s=60, heartbeat_s=10, busy_heartbeat_s=60, longest_step_s=300)
 
@@ -16,22 +16,22 @@ class Bench:
         self.world_size = world_size
         self.silent: set[int] = set()
         self.is_busy = False
-        self.watch = Watch(LIMITS, world_size, self.now_s, is_cpu=is_cpu)
+        self.watchdog = Watchdog(LIMITS, world_size, self.now_s, is_cpu=is_cpu)
 
     def run_steps(self, number: int, took_s: float, num_tokens: int = 1) -> None:
         for _ in range(number):
-            self.watch.sent_step(num_tokens, self.now_s)
+            self.watchdog.sent_step(num_tokens, self.now_s)
             self.now_s += took_s
             for rank in range(self.world_size):
-                self.watch.answered_step(rank, self.now_s)
+                self.watchdog.answered_step(rank, self.now_s)
 
     def pass_time(self, seconds: int) -> tuple[int, str] | None:
         """The first verdict within this many seconds."""
         for _ in range(seconds):
             self.now_s += 1
             for rank in set(range(self.world_size)) - self.silent:
-                self.watch.heard(rank, "step", self.now_s)
-            if verdict := self.watch.verdict(self.now_s, is_busy=self.is_busy):
+                self.watchdog.heard(rank, "step", self.now_s)
+            if verdict := self.watchdog.verdict(self.now_s, is_busy=self.is_busy):
                 return verdict
         return None
 
@@ -43,7 +43,7 @@ def test_an_idle_worker_is_well_for_ever() -> None:
 def test_a_step_that_lasts_longer_than_ten_seconds_is_stuck_when_steps_are_usually_short() -> None:
     bench = Bench()
     bench.run_steps(10, took_s=0.02)
-    bench.watch.sent_step(1, bench.now_s)
+    bench.watchdog.sent_step(1, bench.now_s)
     assert bench.pass_time(10) is None
     verdict = bench.pass_time(2)
     assert verdict is not None
@@ -53,7 +53,7 @@ def test_a_step_that_lasts_longer_than_ten_seconds_is_stuck_when_steps_are_usual
 def test_where_steps_are_long_twenty_usual_ones_are_waited_for() -> None:
     bench = Bench()
     bench.run_steps(10, took_s=2.0)
-    bench.watch.sent_step(1, bench.now_s)
+    bench.watchdog.sent_step(1, bench.now_s)
     assert bench.pass_time(39) is None
     assert bench.pass_time(3) is not None
 
@@ -62,7 +62,7 @@ def test_a_long_prompt_gets_the_time_that_its_tokens_need() -> None:
     bench = Bench()
     bench.run_steps(5, took_s=2.0, num_tokens=20)
     bench.run_steps(200, took_s=0.2)
-    bench.watch.sent_step(1000, bench.now_s)  # at 0.1 s a token: 100 s of honest work
+    bench.watchdog.sent_step(1000, bench.now_s)  # at 0.1 s a token: 100 s of honest work
     assert bench.pass_time(290) is None
     assert bench.pass_time(20) is not None
 
@@ -70,7 +70,7 @@ def test_a_long_prompt_gets_the_time_that_its_tokens_need() -> None:
 def test_the_first_steps_may_take_longer_and_on_a_cpu_longest() -> None:
     for is_cpu, limit_s in ((False, 60), (True, 300)):
         bench = Bench(is_cpu=is_cpu)
-        bench.watch.sent_step(2048, bench.now_s)
+        bench.watchdog.sent_step(2048, bench.now_s)
         assert bench.pass_time(limit_s) is None
         assert bench.pass_time(2) is not None
 
@@ -78,9 +78,9 @@ def test_the_first_steps_may_take_longer_and_on_a_cpu_longest() -> None:
 def test_the_rank_that_does_not_answer_is_named() -> None:
     bench = Bench(world_size=4)
     bench.run_steps(5, took_s=0.1)
-    bench.watch.sent_step(1, bench.now_s)
+    bench.watchdog.sent_step(1, bench.now_s)
     for rank in (0, 1, 3):
-        bench.watch.answered_step(rank, bench.now_s)
+        bench.watchdog.answered_step(rank, bench.now_s)
     verdict = bench.pass_time(20)
     assert verdict is not None
     assert verdict[0] == 2
@@ -89,10 +89,10 @@ def test_the_rank_that_does_not_answer_is_named() -> None:
 def test_a_step_behind_another_is_timed_from_the_answer_to_that() -> None:
     bench = Bench()
     bench.run_steps(5, took_s=0.01)
-    bench.watch.sent_step(1, bench.now_s)
-    bench.watch.sent_step(1, bench.now_s)
+    bench.watchdog.sent_step(1, bench.now_s)
+    bench.watchdog.sent_step(1, bench.now_s)
     assert bench.pass_time(4) is None
-    bench.watch.answered_step(0, bench.now_s)
+    bench.watchdog.answered_step(0, bench.now_s)
     assert bench.pass_time(9) is None
     assert bench.pass_time(3) is not None
 
@@ -110,39 +110,39 @@ def test_a_heart_that_stops_is_noticed_in_ten_seconds_or_later_during_calls() ->
 
 def test_an_engine_that_was_away_itself_blames_nobody() -> None:
     bench = Bench()
-    bench.watch.sent_step(1, bench.now_s)
+    bench.watchdog.sent_step(1, bench.now_s)
     bench.now_s += 3600
-    assert bench.watch.verdict(bench.now_s, is_busy=False) is None
+    assert bench.watchdog.verdict(bench.now_s, is_busy=False) is None
     assert bench.pass_time(9) is None
 
 
 def test_an_answer_too_many_changes_nothing() -> None:
     bench = Bench()
-    bench.watch.answered_step(0, bench.now_s)
+    bench.watchdog.answered_step(0, bench.now_s)
     assert bench.pass_time(100) is None
 
 
 def test_a_step_that_failed_early_does_not_make_honest_ones_late() -> None:
     bench = Bench()
     bench.run_steps(5, took_s=2.0, num_tokens=20)
-    bench.watch.sent_step(2048, bench.now_s)
-    bench.watch.answered_step(0, bench.now_s + 0.001, has_failed=True)
-    bench.watch.sent_step(1000, bench.now_s)  # at 0.1 s a token: 100 s of honest work
+    bench.watchdog.sent_step(2048, bench.now_s)
+    bench.watchdog.answered_step(0, bench.now_s + 0.001, has_failed=True)
+    bench.watchdog.sent_step(1000, bench.now_s)  # at 0.1 s a token: 100 s of honest work
     assert bench.pass_time(290) is None
 
 
 def test_a_plan_without_rows_tells_nothing_of_the_usual_time() -> None:
     bench = Bench()
     bench.run_steps(5, took_s=1.0, num_tokens=0)
-    assert bench.watch.pace.limit_s(1) == LIMITS.first_step_s
+    assert bench.watchdog.pace.limit_s(1) == LIMITS.first_step_s
 
 
 def test_the_usual_time_is_that_of_the_rank_that_answers_last() -> None:
     bench = Bench(world_size=2)
-    bench.watch = Watch(LIMITS, 2, bench.now_s, measured_rank=1)
+    bench.watchdog = Watchdog(LIMITS, 2, bench.now_s, measured_rank=1)
     for _ in range(5):
-        bench.watch.sent_step(1, bench.now_s)
-        bench.watch.answered_step(0, bench.now_s + 0.01)
+        bench.watchdog.sent_step(1, bench.now_s)
+        bench.watchdog.answered_step(0, bench.now_s + 0.01)
         bench.now_s += 2.0
-        bench.watch.answered_step(1, bench.now_s)
-    assert bench.watch.pace.limit_s(1) == 40
+        bench.watchdog.answered_step(1, bench.now_s)
+    assert bench.watchdog.pace.limit_s(1) == 40

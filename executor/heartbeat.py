@@ -19,9 +19,9 @@ logger = logging.getLogger("millrace.worker")
 BEAT_EVERY_MS = 1000
 
 
-class Heart:
+class Heartbeat:
     """Owns the heartbeat's socket and thread. The rank's main thread sets `phase` and what it knows of the device, the
-    heart reads."""
+    heartbeat reads."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], engine_pid: int | None = None, meeting_place: str | None = None
@@ -38,7 +38,7 @@ class Heart:
         self._engine = _open_engine(engine_pid) if engine_pid is not None else None
         if self._engine is not None:
             self._poller.register(self._engine, zmq.POLLIN)
-        self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
 
     def wait_for_engine(self) -> None:

@@ -7,14 +7,14 @@ import threading
 import msgspec
 
 
-class Offer(msgspec.Struct, frozen=True):
+class ClaimBudget(msgspec.Struct, frozen=True):
     """What fits now."""
 
     max_jobs: int
     kv_token_budget: int
 
 
-class Room:
+class Capacity:
     """Counts the open jobs and the free KV tokens. Shared by the intake, which fills it, and the engine loop, which
     empties it."""
 
@@ -28,20 +28,20 @@ class Room:
         self._tokens_on_the_way = 0
 
     def __repr__(self) -> str:
-        return f"Room({self._num_open} of {self._max_open_jobs} jobs open, {self._free_tokens} KV tokens free)"
+        return f"Capacity({self._num_open} of {self._max_open_jobs} jobs open, {self._free_tokens} KV tokens free)"
 
     # --- intake ---
 
-    def wait_for_offer(self, timeout_s: float) -> Offer | None:
+    def wait_for_budget(self, timeout_s: float) -> ClaimBudget | None:
         """What fits, as soon as something does; None when nothing does within the time."""
         with self._changed:
-            self._changed.wait_for(self._has_room, timeout_s)
-            if not self._has_room():
+            self._changed.wait_for(self._has_capacity, timeout_s)
+            if not self._has_capacity():
                 return None
-            return Offer(self._max_open_jobs - self._num_open, self._free_tokens - self._tokens_on_the_way)
+            return ClaimBudget(self._max_open_jobs - self._num_open, self._free_tokens - self._tokens_on_the_way)
 
     def wait_for_change(self, timeout_s: float) -> None:
-        """Until a job has ended, or the time is up: what is ready did not fit the last offer."""
+        """Until a job has ended, or the time is up: what is ready did not fit the last budget."""
         with self._changed:
             self._changed.wait(timeout_s)
 
@@ -83,10 +83,10 @@ class Room:
             return
         with self._changed:
             self._free_tokens = free_tokens
-            if self._has_room():
+            if self._has_capacity():
                 self._changed.notify_all()
 
-    def _has_room(self) -> bool:
+    def _has_capacity(self) -> bool:
         """A job that runs alone, because engines have died with it, keeps others out until it is over."""
         if self._num_alone or self._is_shut:
             return False

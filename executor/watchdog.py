@@ -46,7 +46,7 @@ class Pace:
         return min(self._limits.longest_step_s, max(self._limits.stuck_s, self._limits.stuck_factor * expected_s))
 
 
-class Watch:
+class Watchdog:
     """Owns what is known of the ranks' progress in one life. Pure: time comes in as an argument, in seconds."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Watch:
         return self._slowest_step(now_s)
 
     def _slowest_step(self, now_s: float) -> tuple[int, str] | None:
-        """Ranks wait for each other: of those that are late, the one is named whose heart was heard longest ago."""
+        """Ranks wait for each other: of those that are late, the one is named whose heartbeat was heard longest ago."""
         late = [rank for rank, steps in enumerate(self._under_way) if steps and self._is_late(rank, now_s)]
         if not late:
             return None

@@ -12,7 +12,7 @@ Outcome = Literal["finished", "failed", "cancelled", "expired", "released", "los
 """How a job left: it ended, was given back to the queue, or is another engine's."""
 
 
-class ServiceMetrics(msgspec.Struct, frozen=True, kw_only=True):
+class JobMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of one engine's jobs since it began to serve."""
 
     num_open: int
@@ -22,7 +22,7 @@ class ServiceMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """From a job's arrival in the engine to when it left."""
 
 
-class Tally:
+class JobRecorder:
     """Owns the counts. One thread counts, any may read."""
 
     def __init__(self) -> None:
@@ -35,7 +35,5 @@ class Tally:
         if job_s is not None:
             self._job_s.add(job_s)
 
-    def metrics(self, num_open: int) -> ServiceMetrics:
-        return ServiceMetrics(
-            num_open=num_open, num_by_outcome=dict(self._num_by_outcome), job_s=self._job_s.percentiles()
-        )
+    def metrics(self, num_open: int) -> JobMetrics:
+        return JobMetrics(num_open=num_open, num_by_outcome=dict(self._num_by_outcome), job_s=self._job_s.percentiles())

@@ -1,0 +1,21 @@
+"""From a configuration to an engine, for the service and for `LLM`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine_service.config import EngineConfig
+from engine_service.engine import Engine
+from engine_service.errors import ConfigurationError
+from engine_service.model_files import check_parallel_sizes
+from executor.select import make_executor
+
+
+def build_engine(config: EngineConfig, path: Path, *, is_service: bool, log_level: str = "WARNING") -> Engine:
+    """The engine for the model in `path`, with its executor; not yet started. Raises `ConfigurationError`."""
+    check_parallel_sizes(path, config.tensor_parallel_size, config.pipeline_parallel_size)
+    try:
+        executor = make_executor(config.executor, config.for_worker(path), is_service=is_service, log_level=log_level)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    return Engine(executor, config.for_scheduler(), config.block_size)
