@@ -51,7 +51,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
     job_id: JobId
     body: bytes
-    """The request as JSON, as the user sent it."""
+    """The request as JSON, in its canonical form."""
     digest: str
     """SHA-256 of the canonical body, hexadecimal: the same id with the same digest is the same job."""
     cost: int

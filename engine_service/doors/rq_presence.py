@@ -91,8 +91,8 @@ class Presence:
 
 
 class Ear:
-    """Owns the thread that listens to the commands that RQ sends to a worker. What is said while the connection is lost
-    is not heard."""
+    """Owns the subscription to the commands that RQ sends to a worker. What is said while the connection is lost is not
+    heard."""
 
     def __init__(
         self, connection: redis.Redis, name: str, stop_job: Callable[[str], None], stop: Callable[[], None]
