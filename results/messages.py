@@ -22,7 +22,6 @@ PROTOCOL = 1
 """The version that `docs/protocol.md` describes; a record carries its own."""
 DEFAULT_RETRIES = 2
 
-State = Literal["delayed", "queued", "running", "finished", "failed", "cancelled", "expired"]
 TERMINAL_STATES: frozenset[str] = frozenset({"finished", "failed", "cancelled", "expired"})
 
 FinishReason = Literal["stop", "length", "error", "cancelled", "expired"]

@@ -37,9 +37,6 @@ from results.errors import QueueError
 
 logger = logging.getLogger("millrace.gateway")
 
-DEFAULT_MAX_IN_FLIGHT = 1024
-"""Enough for a few engines of 256 sequences each; the rest waits in RQ's queue, where RQ counts it."""
-
 _BEAT_INTERVAL_S = 1.0
 _TEND_INTERVAL_S = 1.5
 _WAIT_S = 1
@@ -47,9 +44,7 @@ _MAX_RETRY_S = 4.0
 _CLOSE_LIMIT_S = 15.0
 
 
-def serve(
-    redis_url: str | None, rq_queues: Sequence[str], to_queue: str, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
-) -> None:
+def serve(redis_url: str | None, rq_queues: Sequence[str], to_queue: str, max_in_flight: int) -> None:
     """Be the gateway until SIGTERM, SIGINT or RQ's shutdown command. Raises RedisUnavailable or ServerUnsuitable when it
     cannot start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -10,6 +10,9 @@ from millrace.cli.options import Verbs, add_verb
 from millrace.cli.values import counted
 from millrace.shadowing import CLIENT_PACKAGES, check_packages
 
+DEFAULT_MAX_IN_FLIGHT = 1024
+"""Enough for a few engines of 256 sequences each; the rest waits in RQ's queue, where RQ counts it."""
+
 
 def add_parsers(verbs: Verbs) -> None:
     gateway = verbs.add_parser("gateway", help="bridge another queue system into Millrace")
@@ -22,7 +25,7 @@ def add_parsers(verbs: Verbs) -> None:
     rq.add_argument(
         "--max-in-flight",
         type=counted,
-        default=1024,
+        default=DEFAULT_MAX_IN_FLIGHT,
         metavar="N",
         help="RQ jobs to hold at once (default: %(default)s)",
     )
