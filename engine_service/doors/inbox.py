@@ -12,8 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Set
 
-from producer.messages import InvalidRequest
-from producer.wire import parse_body, refusal, to_submission, usable_id
+from producer.messages import InvalidRequest, parse_body, refusal, to_submission, usable_id
 from results.errors import QueueError, RedisUnavailable
 from results.messages import InboxEntry, JobError, Submission
 from results.queue import JobQueue

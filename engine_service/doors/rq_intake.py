@@ -37,7 +37,7 @@ from engine_service.doors.rq_runs import (
     write_start,
 )
 from engine_service.doors.rq_settler import Settler
-from producer.wire import refusal
+from producer.messages import refusal
 from results.messages import Submission
 
 logger = logging.getLogger("millrace.gateway")

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import redis
 
-from producer.client import queue_keys
+from producer.lookups import queue_keys
 from results import commands, replies
 from results.errors import JobNotFound
 from results.messages import TERMINAL_STATES, Job, Submission

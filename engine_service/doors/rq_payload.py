@@ -10,8 +10,7 @@ import json
 import zlib
 from typing import Any
 
-from producer import InvalidRequest
-from producer.wire import MAX_BODY_BYTES, parse_body, to_submission
+from producer.messages import MAX_BODY_BYTES, InvalidRequest, parse_body, to_submission
 from results.messages import Submission
 
 FUNCTION = "millrace.generate"

@@ -37,7 +37,7 @@ def run_rq(args: argparse.Namespace) -> int:
     if find_spec("rq") is None:
         raise CommandError("the RQ gateway needs rq; run: pip install 'millrace[gateway]'")
     from engine_service.doors.rq_gateway import serve
-    from producer.client import queue_keys
+    from producer.lookups import queue_keys
 
     queue = args.to_queue or args.queue
     queue_keys(queue)  # a name that no queue has is refused in the client's words
