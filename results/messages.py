@@ -8,7 +8,7 @@ is exactly what those tokens added; the events of a job cover its output without
 
 from __future__ import annotations
 
-from typing import Any, Literal, NewType
+from typing import Any, Literal, NewType, get_args
 
 import msgspec
 
@@ -22,9 +22,10 @@ PROTOCOL = 1
 """The version that `docs/protocol.md` describes; a record carries its own."""
 DEFAULT_RETRIES = 2
 
-TERMINAL_STATES: frozenset[str] = frozenset({"finished", "failed", "cancelled", "expired"})
+EndState = Literal["finished", "failed", "cancelled", "expired"]
+TERMINAL_STATES: frozenset[str] = frozenset(get_args(EndState))
 
-FinishReason = Literal["stop", "length", "error", "cancelled", "expired"]
+EndReason = Literal["stop", "length", "error", "cancelled", "expired"]
 
 
 class JobError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -136,8 +137,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
     job_id: JobId
     lease: Lease
-    state: Literal["finished", "failed", "cancelled", "expired"]
-    finish_reason: FinishReason
+    state: EndState
+    finish_reason: EndReason
     usage: Usage
     event: Event | None = None
     error: JobError | None = None
