@@ -25,11 +25,11 @@ from rq.serializers import JSONSerializer
 
 from engine_service.doors.rq_completions import Completions
 from engine_service.doors.rq_flights import Flights
-from engine_service.doors.rq_intake import Intake
+from engine_service.doors.rq_intake import RQIntake
 from engine_service.doors.rq_keeper import Keeper
 from engine_service.doors.rq_ledger import Ledger
 from engine_service.doors.rq_native import NativeJobs
-from engine_service.doors.rq_presence import Ear, Presence
+from engine_service.doors.rq_presence import CommandListener, Presence
 from engine_service.doors.rq_runs import GatewayJob
 from engine_service.doors.rq_settler import Settler
 from results.connection import as_unavailable, connect, server_name
@@ -78,10 +78,10 @@ class Gateway:
         self._flights = Flights(max_in_flight)
         self._presence = Presence(client, queues, self.name, self._flights)
         settler = Settler(client, self._presence, self._flights)
-        self._intake = Intake(client, self._ledgers, native, self._presence, self._flights, settler)
+        self._intake = RQIntake(client, self._ledgers, native, self._presence, self._flights, settler)
         self._completions = Completions(native, self._flights, settler, self._intake)
         self._keeper = Keeper(client, self._ledgers, native, self._presence, self._flights, self._intake, settler)
-        self._ear = Ear(client, self.name, self._keeper.stop_job, self.stop)
+        self._command_listener = CommandListener(client, self.name, self._keeper.stop_job, self.stop)
         self._title = f"{', '.join(one.name for one in queues)} -> Millrace queue {to_queue}"
 
     def stop(self) -> None:
@@ -100,7 +100,7 @@ class Gateway:
             self._thread("completions", self._completions.follow, on_error=self._completions.sweep_soon),
             self._thread("keeper", self._keeper.tend, _TEND_INTERVAL_S),
         ]
-        self._thread("commands", self._ear.listen)
+        self._thread("commands", self._command_listener.listen)
         logger.info("gateway %s: RQ queues %s", self.name, self._title)
         self._wait_for_stop()
         self._stopping.set()
