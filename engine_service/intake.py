@@ -15,8 +15,7 @@ from engine_service.capacity import Capacity, ClaimBudget
 from engine_service.generation import Generation
 from engine_service.jobs import Arrived, CutShort, Deferred, Refused, ServedJob, Watch, Word, is_alone
 from engine_service.leases import Leases
-from producer.messages import InvalidRequest
-from producer.wire import parse_body
+from producer.messages import InvalidRequest, parse_body
 from results.errors import QueueError
 from results.messages import PROTOCOL, ClaimedJob, JobError, Signal
 from results.queue import JobQueue

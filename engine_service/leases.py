@@ -91,10 +91,6 @@ class Leases:
             return None
         return f"Redis has not taken a heartbeat for {silence_s:.1f} s, the limit is {self._ttl_ms / 1000:g} s"
 
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
     def claim(self, claim_id: str, max_jobs: int, kv_token_budget: int, fingerprint: str) -> Claim:
         """Claim and take into the table. A repeated claim id returns what the first one got."""
         with self._calls:

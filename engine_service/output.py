@@ -16,7 +16,19 @@ from typing import Literal
 
 from engine_service.core.sequence import StopReason
 from engine_service.jobs import ServedJob
-from results.messages import Append, Begin, ClaimedJob, Event, Finish, JobError, Release, Usage, Write
+from results.messages import (
+    Append,
+    Begin,
+    ClaimedJob,
+    EndReason,
+    EndState,
+    Event,
+    Finish,
+    JobError,
+    Release,
+    Usage,
+    Write,
+)
 
 EVENT_INTERVAL_S = 0.05
 """A watched job shows what it has this often; the first token at once."""
@@ -28,9 +40,6 @@ DEFER_MS = 1000
 MAX_DEFER_MS = 15_000
 """The same at most, for a job that has long been there and needs a newer engine. It comes back in front, so if many came
 back each second, an engine would have no time for the jobs behind them that it can run."""
-
-EndState = Literal["finished", "failed", "cancelled", "expired"]
-EndReason = Literal["stop", "length", "error", "cancelled", "expired"]
 
 
 class Output:

@@ -7,48 +7,5 @@ from producer.client import Client
 from producer.errors import InvalidRequest, PayloadTooLarge
 from producer.request import GenerationRequest
 from producer.sampling import SamplingParams
-from results.errors import (
-    BatchNotFound,
-    CannotRedrive,
-    EngineNotFound,
-    JobConflict,
-    JobNotFound,
-    MillraceError,
-    NotDurable,
-    QueueError,
-    QueueFull,
-    RedisUnavailable,
-    ResultExpired,
-    ServerUnsuitable,
-    WaitTimeout,
-)
-from results.messages import BatchStatus, Job, JobError, Position, QueueStats, StreamEvent, Usage
 
-__all__ = [
-    "AsyncClient",
-    "BatchNotFound",
-    "BatchStatus",
-    "CannotRedrive",
-    "Client",
-    "EngineNotFound",
-    "GenerationRequest",
-    "InvalidRequest",
-    "Job",
-    "JobConflict",
-    "JobError",
-    "JobNotFound",
-    "MillraceError",
-    "NotDurable",
-    "PayloadTooLarge",
-    "Position",
-    "QueueError",
-    "QueueFull",
-    "QueueStats",
-    "RedisUnavailable",
-    "ResultExpired",
-    "SamplingParams",
-    "ServerUnsuitable",
-    "StreamEvent",
-    "Usage",
-    "WaitTimeout",
-]
+__all__ = ["AsyncClient", "Client", "GenerationRequest", "InvalidRequest", "PayloadTooLarge", "SamplingParams"]

@@ -7,8 +7,9 @@ from types import TracebackType
 from typing import Unpack
 
 from producer.batches import SubmitCall, submitted
-from producer.client import CANCEL_BATCH, READ_BATCH, queue_keys
 from producer.lookups import (
+    CANCEL_BATCH,
+    READ_BATCH,
     batched,
     is_job_id,
     many_ids,
@@ -18,6 +19,7 @@ from producer.lookups import (
     one_event,
     one_job,
     patience,
+    queue_keys,
     sleep_level,
 )
 from producer.options import SubmitOptions, build_request

@@ -25,7 +25,8 @@ BATCHES_CONFIRMED_TOGETHER = 16
 
 
 def batches(submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
-    """Takes from `submissions` only as they are needed."""
+    """A call holds up the server for as long as it takes, so it is bounded in jobs and in bytes. Takes from
+    `submissions` only as they are needed."""
     together: list[Submission] = []
     num_bytes = 0
     for submission in submissions:

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Unpack
 
 from producer.batches import SubmitCall, submitted
-from producer.checks import shown
-from producer.errors import InvalidRequest
 from producer.lookups import (
+    CANCEL_BATCH,
+    READ_BATCH,
     batched,
     is_job_id,
     many_ids,
@@ -19,6 +19,7 @@ from producer.lookups import (
     one_event,
     one_job,
     patience,
+    queue_keys,
     sleep_level,
 )
 from producer.options import SubmitOptions, build_request
@@ -28,15 +29,9 @@ from results import commands, replies
 from results.connection import Connection
 from results.durability import Durability
 from results.errors import BatchNotFound
-from results.keys import QueueKeys
 from results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
 from results.reader import CompletionFollower, EndFollower, EventFollower
 from results.transport import Transport
-
-READ_BATCH = 64
-"""Jobs that `as_completed` reads at a time."""
-CANCEL_BATCH = 500
-"""Jobs that are cancelled, or run again, in one round trip."""
 
 
 class Client:
@@ -233,11 +228,3 @@ class Client:
     def _get_many(self, job_ids: list[str]) -> list[Job]:
         found = self._transport.send_many([commands.get(self._keys, job_id) for job_id in job_ids])
         return [replies.job(job_id, self._keys.queue, reply) for job_id, reply in zip(job_ids, found, strict=True)]
-
-
-def queue_keys(queue: str) -> QueueKeys:
-    """The names of a queue's keys. Raises InvalidRequest for a name that no queue has."""
-    try:
-        return QueueKeys(queue)
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest("queue", f"must match [A-Za-z0-9._-]{{1,64}}, got {shown(queue)}") from error

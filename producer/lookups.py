@@ -13,9 +13,22 @@ from producer.request import BATCH_PATTERN, ID_PATTERN, MAX_SECONDS
 from results.errors import BatchNotFound, EngineNotFound, JobNotFound
 from results.keys import QueueKeys
 
+READ_BATCH = 64
+"""Jobs that `as_completed` reads at a time."""
+CANCEL_BATCH = 500
+"""Jobs that are cancelled, or run again, in one round trip."""
+
 _ID = re.compile(ID_PATTERN)
 _BATCH = re.compile(BATCH_PATTERN)
 _ENTRY_ID = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
+
+
+def queue_keys(queue: str) -> QueueKeys:
+    """The names of a queue's keys. Raises InvalidRequest for a name that no queue has."""
+    try:
+        return QueueKeys(queue)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest("queue", f"must match [A-Za-z0-9._-]{{1,64}}, got {shown(queue)}") from error
 
 
 def one_job(keys: QueueKeys, job_id: str) -> str:

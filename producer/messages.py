@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from producer.errors import InvalidRequest, PayloadTooLarge
-from producer.request import ID_PATTERN, TENANT_PATTERN, GenerationRequest
+from producer.errors import InvalidRequest
+from producer.request import GenerationRequest
 from producer.sampling import SamplingParams
 from producer.wire import (
     MAX_BODY_BYTES,
     canonical_body,
     estimate_cost,
     parse_body,
+    refusal,
     to_submission,
     usable_id,
 )
 
 __all__ = [
-    "ID_PATTERN",
     "MAX_BODY_BYTES",
-    "TENANT_PATTERN",
     "GenerationRequest",
     "InvalidRequest",
-    "PayloadTooLarge",
     "SamplingParams",
     "canonical_body",
     "estimate_cost",
     "parse_body",
+    "refusal",
     "to_submission",
     "usable_id",
 ]

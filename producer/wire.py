@@ -50,13 +50,11 @@ _encoder = msgspec.json.Encoder(order="sorted")
 # --- out -----------------------------------------------------------------------------------------------------------
 
 
-def to_submission(
-    request: GenerationRequest, *, max_body_bytes: int = MAX_BODY_BYTES, batch: str | None = None
-) -> Submission:
+def to_submission(request: GenerationRequest, *, batch: str | None = None) -> Submission:
     """The request as the queue takes it, with an id and a seed drawn where it has none. Raises PayloadTooLarge."""
     body = canonical_body(request)
-    if len(body) > max_body_bytes:
-        raise PayloadTooLarge(len(body), max_body_bytes)
+    if len(body) > MAX_BODY_BYTES:
+        raise PayloadTooLarge(len(body), MAX_BODY_BYTES)
     seed = request.sampling.seed
     return Submission(
         job_id=JobId(request.id or os.urandom(16).hex()),
@@ -150,10 +148,10 @@ def _draw_seed() -> int:
 # --- in ------------------------------------------------------------------------------------------------------------
 
 
-def parse_body(raw: bytes, *, max_body_bytes: int = MAX_BODY_BYTES) -> GenerationRequest:
+def parse_body(raw: bytes) -> GenerationRequest:
     """The request in a JSON body. Raises InvalidRequest with the field at fault, "body" when it is the whole."""
-    if len(raw) > max_body_bytes:
-        raise PayloadTooLarge(len(raw), max_body_bytes)
+    if len(raw) > MAX_BODY_BYTES:
+        raise PayloadTooLarge(len(raw), MAX_BODY_BYTES)
     try:
         flat = _decoder.decode(raw)
     except msgspec.ValidationError as error:

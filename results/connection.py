@@ -206,9 +206,9 @@ _READ_ONLY = "is a read-only replica: give the URL of the primary, or wait for t
 
 _OUT_OF_MEMORY = "is out of memory: raise maxmemory, or wait until results expire"
 
-_CLUSTER_DOWN = "is a cluster that cannot serve this now"
+_Errors: TypeAlias = type[Exception] | tuple[type[Exception], ...]
 
-_SENTENCES: tuple[tuple[type[Exception], str], ...] = (
+_SENTENCES: tuple[tuple[_Errors, str], ...] = (
     (redis.AuthenticationError, "refuses the login: check user and password in the URL"),
     (redis.exceptions.NoPermissionError, _NOT_PERMITTED),
     (redis.BusyLoadingError, "is still loading its data: try again in a moment"),
@@ -217,14 +217,12 @@ _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
     (redis.OutOfMemoryError, _OUT_OF_MEMORY),
     (redis.TimeoutError, "does not answer in time: is it overloaded, or the network cut?"),
     (
-        redis.ConnectionError,
+        (redis.ConnectionError, OSError),
         "cannot be reached: is it running, does it take more clients, and is the URL right? Set it with MILLRACE_REDIS_URL",
     ),
-    (redis.exceptions.ClusterError, _CLUSTER_DOWN),
-    (redis.exceptions.RedisClusterException, _CLUSTER_DOWN),
     (
-        OSError,
-        "cannot be reached: is it running, does it take more clients, and is the URL right? Set it with MILLRACE_REDIS_URL",
+        (redis.exceptions.ClusterError, redis.exceptions.RedisClusterException),
+        "is a cluster that cannot serve this now",
     ),
 )
 
@@ -236,8 +234,6 @@ _BY_WORDS = {
     "-OOM ": _OUT_OF_MEMORY,
     "-READONLY ": _READ_ONLY,
 }
-
-_MOVED = ("MOVED ", "ASK ", "CLUSTERDOWN ")
 
 # Codes of errors that pass by themselves, wherever in the text.
 _CODES = (
@@ -252,7 +248,9 @@ _CODES = (
     "UNBLOCKED ",  # whoever waits on a primary that becomes a replica
     "NOAUTH ",
     "NOSCRIPT ",  # flushed again between loading and sending: the next try loads it again
-    *_MOVED,
+    "MOVED ",
+    "ASK ",
+    "CLUSTERDOWN ",
 )
 
 

@@ -88,7 +88,8 @@ class CannotRedrive(QueueError):
 
 
 class RedisUnavailable(QueueError):
-    """Raised when the server cannot be reached or does not answer in time."""
+    """Raised when the server cannot be reached, does not answer in time or cannot do what it is asked now: it is
+    loading, read-only or out of memory, or refuses this user the login or the command. Also for a malformed URL."""
 
 
 class ServerUnsuitable(QueueError):

@@ -1,4 +1,6 @@
-"""The key legend: every key that Millrace keeps in Redis, what it is and who touches it. No other module builds a key.
+"""The key legend: every key that a queue has in Redis, what it is, who touches it. No other Python module builds one.
+
+The Lua scripts get the prefix and build theirs by this legend too. The RQ gateway's own keys stand in `rq_ledger`.
 
 All keys of a queue share the hash tag `{queue}`, so they live in one slot of a Redis Cluster.
 
@@ -7,7 +9,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     job:<id>               hash    the record; short values, stays a listpack    every transition     record TTL after end
     body:<id>              string  the request, raw JSON                         submit               like the record
     meta:<id>              string  the submitter's own JSON object                submit               like the record
-    tokens:<id>            string  checkpoint: token ids, uint32 little-endian   append               like the result
+    tokens:<id>            string  checkpoint: token ids, uint32 little-endian   append               until the end *
     result:<id>            stream  events, then one terminal entry               append, finish       result TTL after end
     text:<id>              string  text of events that the stream has lost       append               like the result
     watched:<id>           string  somebody reads the job live                   reader               as long as it said
@@ -31,6 +33,8 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     settings               hash    times, limits, weights, paused                operator             for ever
     counts                 hash    jobs queued now, totals of ends and tokens    every transition     for ever
     serial                 string  the last number for an age or a lease         submit, claim        for ever
+
+    * or like the result, when the stream has lost events
 """
 
 from __future__ import annotations

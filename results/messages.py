@@ -8,7 +8,7 @@ is exactly what those tokens added; the events of a job cover its output without
 
 from __future__ import annotations
 
-from typing import Any, Literal, NewType
+from typing import Any, Literal, NewType, get_args
 
 import msgspec
 
@@ -22,10 +22,10 @@ PROTOCOL = 1
 """The version that `docs/protocol.md` describes; a record carries its own."""
 DEFAULT_RETRIES = 2
 
-State = Literal["delayed", "queued", "running", "finished", "failed", "cancelled", "expired"]
-TERMINAL_STATES: frozenset[str] = frozenset({"finished", "failed", "cancelled", "expired"})
+EndState = Literal["finished", "failed", "cancelled", "expired"]
+TERMINAL_STATES: frozenset[str] = frozenset(get_args(EndState))
 
-FinishReason = Literal["stop", "length", "error", "cancelled", "expired"]
+EndReason = Literal["stop", "length", "error", "cancelled", "expired"]
 
 
 class JobError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -51,7 +51,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
     job_id: JobId
     body: bytes
-    """The request as JSON, as the user sent it."""
+    """The request as JSON, in its canonical form."""
     digest: str
     """SHA-256 of the canonical body, hexadecimal: the same id with the same digest is the same job."""
     cost: int
@@ -137,8 +137,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
     job_id: JobId
     lease: Lease
-    state: Literal["finished", "failed", "cancelled", "expired"]
-    finish_reason: FinishReason
+    state: EndState
+    finish_reason: EndReason
     usage: Usage
     event: Event | None = None
     error: JobError | None = None

@@ -9,10 +9,8 @@ They do no input or output, so that one logic serves sync and async clients alik
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
 
 from results import commands, replies
 from results.connection import BLOCK_LIMIT_S
@@ -24,7 +22,6 @@ from results.tokens import unpack_tokens
 from results.transport import Reply
 
 START = "0-0"
-_ENTRY_ID = re.compile(r"\d+(-\d+)?")
 WATCH_REFRESH_S = 10.0
 SWEEP_INTERVAL_S = 30.0
 MAX_ENTRIES = 500
@@ -88,15 +85,15 @@ class EventFollower:
     """
 
     def __init__(self, keys: QueueKeys, job_id: str, after: str | None) -> None:
-        if after and not _ENTRY_ID.fullmatch(after):
-            raise QueueError(f"after: not the id of an event: {after!r}")
+        """`after` is the id of an event to go on from, which the caller has checked; None or "": from the beginning."""
         self.is_done = False
         self._keys = keys
         self._job_id = job_id
         self._last_id = after or START
         self._num_tokens: int | None = None if after else 0  # read so far; None: unknown, after a resumption
         self._num_chars: int | None = None if after else 0
-        self._asks_for: Literal["watch", "trimmed", "entries", "resumption"] = "watch"
+        self._take: Callable[[Sequence[Reply]], list[StreamEvent]] = self._take_watch
+        """Makes sense of the answers to the last commands."""
         self._can_resume = False
         self._must_fill = False
         self._has_ended = False
@@ -105,46 +102,45 @@ class EventFollower:
 
     def next_commands(self) -> list[Command]:
         if self._is_at_end or (not self._has_ended and time.monotonic() >= self._watch_again_s):
-            self._asks_for = "watch"
+            self._take = self._take_watch
             return [commands.watch(self._keys, self._job_id)]
         if self._must_fill:
-            self._asks_for = "trimmed"
+            self._take = self._take_trimmed
             return [commands.trimmed(self._keys, self._job_id)]
         stream = self._keys.result(self._job_id)
         if self._can_resume:  # entries tell by their offset what is missing; the first ones, which follow any, do not
-            self._asks_for = "resumption"
+            self._take = self._take_resumption
             read = commands.read_stream(stream, self._last_id, MAX_ENTRIES, None)
             return [read, commands.watch(self._keys, self._job_id)]
-        self._asks_for = "entries"
+        self._take = self._take_read
         block_ms = None if self._has_ended else int(BLOCK_LIMIT_S * 1000)
         return [commands.read_stream(stream, self._last_id, MAX_ENTRIES, block_ms)]
 
     def feed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
-        match self._asks_for:
-            case "watch":
-                self._take_watch(answers[0])
-                return []
-            case "trimmed":
-                return [self._take_trimmed(*answers[0])]
-            case "entries":
-                entries = replies.stream_entries(answers[0])
-                self._can_resume = self._num_tokens is None and bool(entries)
-                return [] if self._can_resume else self._take_entries(entries)
-            case "resumption":
-                self._can_resume = False
-                self._take_watch(answers[1])
-                return [] if self._must_fill else self._take_entries(replies.stream_entries(answers[0]))
+        return self._take(answers)
 
-    def _take_watch(self, answer: Reply) -> None:
-        if answer is None:
+    def _take_watch(self, answers: Sequence[Reply]) -> list[StreamEvent]:
+        if answers[0] is None:
             raise JobNotFound(self._job_id, self._keys.queue)
-        state, _, trimmed_id, has_stream = answer
+        state, _, trimmed_id, has_stream = answers[0]
         if not has_stream:
             raise ResultExpired(self._job_id, self._keys.queue)
         self.is_done = self._is_at_end
         self._watch_again_s = time.monotonic() + WATCH_REFRESH_S
         self._has_ended = replies.is_terminal(state)
         self._must_fill = bool(trimmed_id) and _is_later(trimmed_id.decode(), self._last_id)
+        return []
+
+    def _take_read(self, answers: Sequence[Reply]) -> list[StreamEvent]:
+        entries = replies.stream_entries(answers[0])
+        self._can_resume = self._num_tokens is None and bool(entries)
+        return [] if self._can_resume else self._take_entries(entries)
+
+    def _take_resumption(self, answers: Sequence[Reply]) -> list[StreamEvent]:
+        self._can_resume = False
+        read, watched = answers
+        self._take_watch([watched])
+        return [] if self._must_fill else self._take_entries(replies.stream_entries(read))
 
     def _take_entries(self, entries: list[replies.Entry]) -> list[StreamEvent]:
         events = []
@@ -156,7 +152,8 @@ class EventFollower:
         self._is_at_end = self._has_ended and not entries
         return events
 
-    def _take_trimmed(self, text: bytes, tokens: bytes, trimmed_id: bytes) -> StreamEvent:
+    def _take_trimmed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
+        text, tokens, trimmed_id = answers[0]
         if not trimmed_id:
             raise QueueError(f"the stream of job {self._job_id!r} has lost entries; read the job with get")
         self._must_fill = False
@@ -170,7 +167,7 @@ class EventFollower:
             text=text.decode()[self._num_chars :],
             is_restart=is_restart,
         )
-        return self._passed(event)
+        return [self._passed(event)]
 
     def _passed(self, event: StreamEvent) -> StreamEvent:
         self._last_id = event.id

@@ -12,8 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Set
 
-from producer.messages import InvalidRequest
-from producer.wire import parse_body, refusal, to_submission, usable_id
+from producer.messages import InvalidRequest, parse_body, refusal, to_submission, usable_id
 from results.errors import QueueError, RedisUnavailable
 from results.messages import InboxEntry, JobError, Submission
 from results.queue import JobQueue
@@ -31,7 +30,7 @@ _MAX_REPORTED = 1000
 _QUEUE_IS_FULL = "full max_queued_jobs"
 
 
-class _Room:
+class _TenantLimits:
     """What one pass has learned about the limits, so that it asks only for jobs that may find room."""
 
     def __init__(self) -> None:
@@ -105,11 +104,11 @@ class Inbox:
     def _pass(self, skip_to: str) -> Iterator[bool]:
         """Look at the first entries and at those after `skip_to`. An entry for which there is no room stays, and keeps
         nobody else's out. Yields of each whether it was taken."""
-        after, room = _FIRST, _Room()
+        after, limits = _FIRST, _TenantLimits()
         overtaken: frozenset[str] = frozenset()
         while entries := self._queue.read_inbox(after, _AT_ONCE):
             for entry in entries:
-                outcome = self._try_to_take(entry, room, overtaken)
+                outcome = self._try_to_take(entry, limits, overtaken)
                 if outcome.startswith(_QUEUE_IS_FULL) or self._stopping.is_set():
                     yield False
                     return
@@ -119,10 +118,10 @@ class Inbox:
             if _place(after) < _place(skip_to):
                 after, overtaken = skip_to, frozenset(self._waiting)
 
-    def _try_to_take(self, entry: InboxEntry, room: _Room, overtaken: Set[str]) -> str:
+    def _try_to_take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> str:
         """`overtaken` are the tenants whose older entries are not looked at now."""
         try:
-            return self._take(entry, room, overtaken)
+            return self._take(entry, limits, overtaken)
         except RedisUnavailable:
             raise
         except Exception:  # our bug, or the scripts': the entry stays, for a version without it, and the others go on
@@ -131,12 +130,12 @@ class Inbox:
                 logger.exception("inbox entry %s stays where it is", entry.entry_id)
             return "full"
 
-    def _take(self, entry: InboxEntry, room: _Room, overtaken: Set[str]) -> str:
+    def _take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> str:
         """What became of the entry, as `JobQueue.accept` and `reject` say it."""
         try:
             submission = to_submission(parse_body(entry.raw))
             outcome = "full"
-            if submission.tenant not in overtaken and room.may_have(submission):
+            if submission.tenant not in overtaken and limits.may_have(submission):
                 outcome = self._queue.accept(entry.entry_id, submission)
             if invalid := refusal(submission.job_id, outcome):
                 raise invalid
@@ -146,7 +145,7 @@ class Inbox:
             return self._queue.reject(entry.entry_id, usable_id(entry.raw), entry.raw, job_error)
         if outcome.startswith("full") and not outcome.startswith(_QUEUE_IS_FULL):  # there the next look goes on
             self._waiting.add(submission.tenant)
-        room.note(submission, outcome)
+        limits.note(submission, outcome)
         return outcome
 
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import msgspec
 
 from engine_service.doors.rq_flights import Flights
-from engine_service.doors.rq_intake import Intake
+from engine_service.doors.rq_intake import RQIntake
 from engine_service.doors.rq_native import NativeJobs, is_over
-from engine_service.doors.rq_runs import Flight, Outcome
+from engine_service.doors.rq_runs import Flight, FlightEnd
 from engine_service.doors.rq_settler import Settler
 from results.messages import Job
 
@@ -25,7 +25,7 @@ _MAX_LOOKUPS_LOST = 2
 class Completions:
     """Owns the way out."""
 
-    def __init__(self, native: NativeJobs, flights: Flights, settler: Settler, intake: Intake) -> None:
+    def __init__(self, native: NativeJobs, flights: Flights, settler: Settler, intake: RQIntake) -> None:
         self._native = native
         self._flights = flights
         self._settler = settler
@@ -67,14 +67,14 @@ class Completions:
             jobs = self._native.get([flight.native_id for flight in some])
             self._settler.settle(
                 [
-                    _outcome(flight, job)
+                    _end_of(flight, job)
                     for flight, job in zip(some, jobs, strict=True)
                     if job is not None and job.is_done
                 ]
             )
 
 
-def _outcome(flight: Flight, job: Job) -> Outcome:
+def _end_of(flight: Flight, job: Job) -> FlightEnd:
     if job.state == "finished":
         value = {
             "text": job.text,
@@ -82,8 +82,8 @@ def _outcome(flight: Flight, job: Job) -> Outcome:
             "finish_reason": job.finish_reason,
             "usage": msgspec.to_builtins(job.usage),
         }
-        return Outcome(flight, "finished", value)
+        return FlightEnd(flight, "finished", value)
     if job.state == "cancelled" and flight.is_stopping:
-        return Outcome(flight, "stopped", reason="stopped by RQ's stop-job command")
+        return FlightEnd(flight, "stopped", reason="stopped by RQ's stop-job command")
     why = f": {job.error.kind}: {job.error.message}" if job.error else ""
-    return Outcome(flight, "failed", reason=job.state + why)
+    return FlightEnd(flight, "failed", reason=job.state + why)

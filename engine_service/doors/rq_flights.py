@@ -10,7 +10,7 @@ from engine_service.doors.rq_runs import Flight
 
 
 class Flights:
-    """Owns the table of flights. The intake adds, the outcomes remove; every thread may look."""
+    """Owns the table of flights. The intake adds and takes back, the settler removes; every thread may look."""
 
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight

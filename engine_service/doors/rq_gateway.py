@@ -25,20 +25,17 @@ from rq.serializers import JSONSerializer
 
 from engine_service.doors.rq_completions import Completions
 from engine_service.doors.rq_flights import Flights
-from engine_service.doors.rq_intake import Intake
+from engine_service.doors.rq_intake import RQIntake
 from engine_service.doors.rq_keeper import Keeper
 from engine_service.doors.rq_ledger import Ledger
 from engine_service.doors.rq_native import NativeJobs
-from engine_service.doors.rq_presence import Ear, Presence
+from engine_service.doors.rq_presence import CommandListener, Presence
 from engine_service.doors.rq_runs import GatewayJob
 from engine_service.doors.rq_settler import Settler
 from results.connection import as_unavailable, connect, server_name
 from results.errors import QueueError
 
 logger = logging.getLogger("millrace.gateway")
-
-DEFAULT_MAX_IN_FLIGHT = 1024
-"""Enough for a few engines of 256 sequences each; the rest waits in RQ's queue, where RQ counts it."""
 
 _BEAT_INTERVAL_S = 1.0
 _TEND_INTERVAL_S = 1.5
@@ -47,9 +44,7 @@ _MAX_RETRY_S = 4.0
 _CLOSE_LIMIT_S = 15.0
 
 
-def serve(
-    redis_url: str | None, rq_queues: Sequence[str], to_queue: str, max_in_flight: int = DEFAULT_MAX_IN_FLIGHT
-) -> None:
+def serve(redis_url: str | None, rq_queues: Sequence[str], to_queue: str, max_in_flight: int) -> None:
     """Be the gateway until SIGTERM, SIGINT or RQ's shutdown command. Raises RedisUnavailable or ServerUnsuitable when it
     cannot start."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -83,10 +78,10 @@ class Gateway:
         self._flights = Flights(max_in_flight)
         self._presence = Presence(client, queues, self.name, self._flights)
         settler = Settler(client, self._presence, self._flights)
-        self._intake = Intake(client, self._ledgers, native, self._presence, self._flights, settler)
+        self._intake = RQIntake(client, self._ledgers, native, self._presence, self._flights, settler)
         self._completions = Completions(native, self._flights, settler, self._intake)
         self._keeper = Keeper(client, self._ledgers, native, self._presence, self._flights, self._intake, settler)
-        self._ear = Ear(client, self.name, self._keeper.stop_job, self.stop)
+        self._command_listener = CommandListener(client, self.name, self._keeper.stop_job, self.stop)
         self._title = f"{', '.join(one.name for one in queues)} -> Millrace queue {to_queue}"
 
     def stop(self) -> None:
@@ -105,7 +100,7 @@ class Gateway:
             self._thread("completions", self._completions.follow, on_error=self._completions.sweep_soon),
             self._thread("keeper", self._keeper.tend, _TEND_INTERVAL_S),
         ]
-        self._thread("commands", self._ear.listen)
+        self._thread("commands", self._command_listener.listen)
         logger.info("gateway %s: RQ queues %s", self.name, self._title)
         self._wait_for_stop()
         self._stopping.set()

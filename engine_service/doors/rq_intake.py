@@ -24,12 +24,12 @@ from rq.job import JobStatus
 from engine_service.doors.rq_flights import Flights
 from engine_service.doors.rq_ledger import Ledger
 from engine_service.doors.rq_native import NativeJobs, is_over
-from engine_service.doors.rq_payload import Refused, read_submission
+from engine_service.doors.rq_payload import PayloadRefused, read_submission
 from engine_service.doors.rq_presence import Presence
 from engine_service.doors.rq_runs import (
     Flight,
+    FlightEnd,
     GatewayJob,
-    Outcome,
     Standing,
     delete_executions,
     new_job,
@@ -37,7 +37,7 @@ from engine_service.doors.rq_runs import (
     write_start,
 )
 from engine_service.doors.rq_settler import Settler
-from producer.wire import refusal
+from producer.messages import refusal
 from results.messages import Submission
 
 logger = logging.getLogger("millrace.gateway")
@@ -68,7 +68,7 @@ class _Started(NamedTuple):
     refusal: str = ""
 
 
-class Intake:
+class RQIntake:
     """Owns the way in. Its callers wait for each other, so no job is begun twice at a time."""
 
     def __init__(
@@ -89,9 +89,8 @@ class Intake:
         self._gateway = presence.name
         self._lock = threading.Lock()
         self._is_halfway = False  # something was taken and could not be submitted
-        self._full_tenants: set[str] = (
-            set()
-        )  # who has as many jobs in Millrace's queue as may be, as of the last second look
+        self._full_tenants: set[str] = set()
+        """Who has as many jobs in Millrace's queue as may be, as of the last second look."""
 
     def take(self) -> Literal["taken", "empty", "suspended", "full"]:
         """Take from the first queue that has something, as much as there is room for; "full" when jobs that wait in front of
@@ -170,7 +169,7 @@ class Intake:
         except BaseException:
             self._flights.remove(flights)  # they are in the ledger: reconcile will try again
             raise
-        refused = [Outcome(one.flight, "failed", reason=one.refusal) for one in started if one.submission is None]
+        refused = [FlightEnd(one.flight, "failed", reason=one.refusal) for one in started if one.submission is None]
         waiting = []
         for (flight, submission), outcome in zip(accepted, outcomes, strict=True):
             if outcome.startswith("full"):
@@ -179,9 +178,9 @@ class Intake:
                     self._full_tenants.add(submission.tenant)
             elif outcome == "conflict":
                 reason = f"conflict: Millrace already has another job with the id {flight.native_id}"
-                refused.append(Outcome(flight, "failed", reason=reason))
+                refused.append(FlightEnd(flight, "failed", reason=reason))
             elif invalid := refusal(flight.native_id, outcome):
-                refused.append(Outcome(flight, "failed", reason=f"invalid_request: {invalid}"))
+                refused.append(FlightEnd(flight, "failed", reason=f"invalid_request: {invalid}"))
         self._presence.correct_state()
         self._settler.settle(refused)
         if waiting:
@@ -258,7 +257,7 @@ class Intake:
         flight = Flight(found.job, ledger, native_id, execution, is_checked=is_new)
         try:
             return _Started(flight, _submission(found, native_id))
-        except Refused as refused:
+        except PayloadRefused as refused:
             return _Started(flight, None, str(refused))
         except Exception as error:  # our bug: it must not cost the other jobs anything
             logger.exception("job %s cannot be read", found.job.id)
@@ -288,10 +287,12 @@ def _found(ledger: Ledger, job_id: str, fields: Any, standing: Standing) -> _Fou
 
 def _submission(found: _Found, native_id: str) -> Submission:
     if found.malformed:
-        raise Refused(found.malformed)
+        raise PayloadRefused(found.malformed)
     if found.job.not_mirrored:
         names = ", ".join(found.job.not_mirrored)
-        raise Refused(f"{names}: the gateway does not run these yet; enqueue a job that depends on this one instead")
+        raise PayloadRefused(
+            f"{names}: the gateway does not run these yet; enqueue a job that depends on this one instead"
+        )
     submission = read_submission(native_id, found.job.payload)
     found.job.payload = None  # Millrace keeps it from here on
     return submission

@@ -10,11 +10,11 @@ import redis
 from rq.job import JobStatus
 
 from engine_service.doors.rq_flights import Flights
-from engine_service.doors.rq_intake import Intake
+from engine_service.doors.rq_intake import RQIntake
 from engine_service.doors.rq_ledger import GATEWAY_TTL_MS, Ledger
 from engine_service.doors.rq_native import NativeJobs
 from engine_service.doors.rq_presence import Presence
-from engine_service.doors.rq_runs import RENEWAL_INTERVAL_S, Flight, Outcome, renew
+from engine_service.doors.rq_runs import RENEWAL_INTERVAL_S, Flight, FlightEnd, renew
 from engine_service.doors.rq_settler import Settler
 
 logger = logging.getLogger("millrace.gateway")
@@ -32,7 +32,7 @@ class Keeper:
         native: NativeJobs,
         presence: Presence,
         flights: Flights,
-        intake: Intake,
+        intake: RQIntake,
         settler: Settler,
     ) -> None:
         self._connection = connection
@@ -87,9 +87,9 @@ class Keeper:
             is_ours = owner == self._gateway.encode()
             if status is None or (is_ours and status.decode() in (JobStatus.CANCELED, JobStatus.STOPPED)):
                 self._native.cancel(flight.native_id)
-                dropped.append(Outcome(flight, "dropped"))
+                dropped.append(FlightEnd(flight, "dropped"))
             elif not is_ours:
-                dropped.append(Outcome(flight, "dropped"))
+                dropped.append(FlightEnd(flight, "dropped"))
             elif status.decode() == JobStatus.FAILED:
                 abandoned.append(flight)  # by RQ's cleanup; or it has just ended, and left the ledger
             elif flight.is_stopping:

@@ -59,9 +59,9 @@ class Ledger:
         keys = [*self._lists, self.key, WORKERS_SUSPENDED]
         return cast("list[bytes] | None", self._take(keys, [max_jobs, self._gateway, Job.redis_job_namespace_prefix]))
 
-    def beat(self) -> int:
-        """Stay alive. Returns how many jobs the ledger has for this gateway."""
-        return int(cast(int, self._beat([self._alive, self.key], [self._gateway])))
+    def beat(self) -> None:
+        """Stay alive."""
+        self._beat([self._alive], [self._gateway])
 
     def adopt(self) -> Adoption | None:
         """Take over jobs, some at a time, of one gateway that has stopped; None when there is none."""
@@ -129,13 +129,12 @@ return ids
 
 _BEAT = """
 -- A gateway's heartbeat.
--- KEYS  1 the gateways, 2 the ledger
+-- KEYS  1 the gateways
 -- ARGV  1 this gateway
--- Returns the number of jobs in the ledger
+-- Returns nil
 
 local clock = redis.call('TIME')
 redis.call('ZADD', KEYS[1], clock[1] * 1000 + math.floor(clock[2] / 1000), ARGV[1])
-return redis.call('HLEN', KEYS[2])
 """
 
 _ADOPT = """

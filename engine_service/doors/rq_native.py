@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import redis
 
-from producer.client import queue_keys
+from producer.batches import batches
+from producer.lookups import queue_keys
 from results import commands, replies
 from results.errors import JobNotFound
 from results.messages import TERMINAL_STATES, Job, Submission
@@ -16,7 +17,6 @@ from results.transport import Transport
 
 _BLOCK_MS = 1000
 _FEED_ENTRIES = 1000
-_CALL_BYTES = 4 * 1024 * 1024
 
 
 class NativeJobs:
@@ -35,7 +35,7 @@ class NativeJobs:
 
     def submit(self, submissions: Sequence[Submission]) -> list[str]:
         """For each job what `JobQueue.submit` says."""
-        return [outcome for batch in _batches(submissions) for outcome in self._queue.submit(batch)]
+        return [outcome for batch in batches(submissions) for outcome in self._queue.submit(batch)]
 
     def states(self, native_ids: Sequence[str]) -> list[str | None]:
         """None for a job that is not known."""
@@ -64,20 +64,6 @@ class NativeJobs:
         if entries:
             self._after = entries[-1][0].decode()
         return [fields[b"id"].decode() for _, fields in entries]
-
-
-def _batches(submissions: Sequence[Submission]) -> Iterator[list[Submission]]:
-    """A call holds up the server for as long as it takes, so it is bounded in bytes."""
-    batch: list[Submission] = []
-    num_bytes = 0
-    for submission in submissions:
-        batch.append(submission)
-        num_bytes += len(submission.body)
-        if num_bytes >= _CALL_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
 
 
 def is_over(state: str | None) -> bool:

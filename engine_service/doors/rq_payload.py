@@ -10,8 +10,7 @@ import json
 import zlib
 from typing import Any
 
-from producer import InvalidRequest
-from producer.wire import MAX_BODY_BYTES, parse_body, to_submission
+from producer.messages import MAX_BODY_BYTES, InvalidRequest, parse_body, to_submission
 from results.messages import Submission
 
 FUNCTION = "millrace.generate"
@@ -24,29 +23,29 @@ _NOT_JSON = (
 )
 
 
-class Refused(Exception):
+class PayloadRefused(Exception):
     """Raised when an RQ job does not ask for a generation that could be made; says why, for whoever enqueued it."""
 
 
 def read_submission(job_id: str, payload: bytes | None) -> Submission:
-    """What an RQ job's payload asks for, as Millrace's job of this id. Raises Refused."""
+    """What an RQ job's payload asks for, as Millrace's job of this id. Raises PayloadRefused."""
     fields = _fields(*_read_call(_inflate(payload)))
     try:
         return to_submission(parse_body(_as_json({**fields, "id": job_id})))
     except InvalidRequest as error:
-        raise Refused(f"invalid_request: {error}") from error
+        raise PayloadRefused(f"invalid_request: {error}") from error
 
 
 def _inflate(payload: bytes | None) -> bytes:
     """Undo zlib, but no further than a proper payload can be long: a few KB can stand for gigabytes."""
     if not payload:
-        raise Refused("the RQ job has no payload")
+        raise PayloadRefused("the RQ job has no payload")
     try:
         plain = zlib.decompressobj().decompress(payload, MAX_PAYLOAD_BYTES + 1)
     except zlib.error:
         plain = payload  # RQ, too, takes what is not compressed as it is
     if len(plain) > MAX_PAYLOAD_BYTES:
-        raise Refused(f"the payload is larger than {MAX_PAYLOAD_BYTES} bytes; it was not opened")
+        raise PayloadRefused(f"the payload is larger than {MAX_PAYLOAD_BYTES} bytes; it was not opened")
     return plain
 
 
@@ -55,25 +54,25 @@ def _read_call(plain: bytes) -> tuple[Any, Any, Any, Any]:
         call = json.loads(plain)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         is_text = plain.lstrip()[:1] in (b"[", b"{")
-        raise Refused(f"the payload is not JSON that can be read: {error}" if is_text else _NOT_JSON) from error
+        raise PayloadRefused(f"the payload is not JSON that can be read: {error}" if is_text else _NOT_JSON) from error
     if not isinstance(call, list) or len(call) != 4:
-        raise Refused("the payload is JSON, but not [function name, instance, args, kwargs] as RQ writes it")
+        raise PayloadRefused("the payload is JSON, but not [function name, instance, args, kwargs] as RQ writes it")
     return call[0], call[1], call[2], call[3]
 
 
 def _fields(function: Any, instance: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     if function != FUNCTION or instance is not None:
-        raise Refused(f'this queue runs "{FUNCTION}" and nothing else, not {_shown(function)}')
+        raise PayloadRefused(f'this queue runs "{FUNCTION}" and nothing else, not {_shown(function)}')
     if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise Refused("the payload's args must be a list and its kwargs an object")
+        raise PayloadRefused("the payload's args must be a list and its kwargs an object")
     if "id" in kwargs:
-        raise Refused("id: the job has the id of the RQ job; choose it with enqueue(..., job_id=...)")
+        raise PayloadRefused("id: the job has the id of the RQ job; choose it with enqueue(..., job_id=...)")
     if not args:
         return kwargs
     if len(args) > 1 or not isinstance(args[0], str):
-        raise Refused(f"{FUNCTION} takes one positional argument, the prompt, a string; name the others")
+        raise PayloadRefused(f"{FUNCTION} takes one positional argument, the prompt, a string; name the others")
     if "prompt" in kwargs:
-        raise Refused("prompt: is given twice, by position and by name")
+        raise PayloadRefused("prompt: is given twice, by position and by name")
     return {"prompt": args[0], **kwargs}
 
 

@@ -1,4 +1,4 @@
-"""The gateway as RQ sees it: one worker, with a heartbeat, a state, counts, and an ear for commands."""
+"""The gateway as RQ sees it: one worker, with a heartbeat, a state, counts, and a listener for commands."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ class Presence:
             self._worker.set_current_job_id(None, pipeline=pipe)
 
 
-class Ear:
-    """Owns the thread that listens to the commands that RQ sends to a worker. What is said while the connection is lost
-    is not heard."""
+class CommandListener:
+    """Owns the subscription to the commands that RQ sends to a worker. What is said while the connection is lost is not
+    heard."""
 
     def __init__(
         self, connection: redis.Redis, name: str, stop_job: Callable[[str], None], stop: Callable[[], None]

@@ -74,7 +74,7 @@ class Flight:
     """Somebody has sent RQ's stop-job command."""
 
 
-class Outcome(NamedTuple):
+class FlightEnd(NamedTuple):
     """How a flight ends."""
 
     flight: Flight
@@ -136,20 +136,20 @@ def renew(pipe: Pipeline, flight: Flight) -> None:
 # --- end -----------------------------------------------------------------------------------------------------------
 
 
-def write_end(pipe: Pipeline, outcome: Outcome, job: GatewayJob, standing: Standing, gateway: str) -> None:
+def write_end(pipe: Pipeline, end: FlightEnd, job: GatewayJob, standing: Standing, gateway: str) -> None:
     """started -> finished, failed or stopped, or back to the queue when the producer gave it a Retry. `job` is changed."""
-    flight = outcome.flight
+    flight = end.flight
     leave_registries(pipe, flight.ledger, job, standing.status)
     delete_executions(pipe, job, standing.execution_ids)
     forget(pipe, flight)
     job.ended_at = now()
-    if outcome.kind == "finished":
-        _write_success(pipe, flight, job, outcome.value, gateway)
-    elif outcome.kind == "failed" and job.should_retry:
+    if end.kind == "finished":
+        _write_success(pipe, flight, job, end.value, gateway)
+    elif end.kind == "failed" and job.should_retry:
         _write_retry(pipe, flight, job)
     else:
-        status = JobStatus.STOPPED if outcome.kind == "stopped" else JobStatus.FAILED
-        _write_failure(pipe, flight, job, status, outcome.reason, gateway)
+        status = JobStatus.STOPPED if end.kind == "stopped" else JobStatus.FAILED
+        _write_failure(pipe, flight, job, status, end.reason, gateway)
 
 
 def forget(pipe: Pipeline, flight: Flight) -> None:

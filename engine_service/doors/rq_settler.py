@@ -24,7 +24,7 @@ from rq.job import JobStatus
 
 from engine_service.doors.rq_flights import Flights
 from engine_service.doors.rq_presence import Presence
-from engine_service.doors.rq_runs import GatewayJob, Outcome, Standing, forget, new_job, read_executions, write_end
+from engine_service.doors.rq_runs import FlightEnd, GatewayJob, Standing, forget, new_job, read_executions, write_end
 
 logger = logging.getLogger("millrace.gateway")
 
@@ -40,31 +40,31 @@ class Settler:
         self._flights = flights
         self._gateway = presence.name
 
-    def settle(self, outcomes: Sequence[Outcome]) -> None:
+    def settle(self, ends: Sequence[FlightEnd]) -> None:
         """Write these ends, and let go of the flights; also of those that turn out to be no longer ours."""
-        for first in range(0, len(outcomes), _AT_ONCE):
-            self._settle_some(outcomes[first : first + _AT_ONCE])
+        for first in range(0, len(ends), _AT_ONCE):
+            self._settle_some(ends[first : first + _AT_ONCE])
 
-    def _settle_some(self, outcomes: Sequence[Outcome]) -> None:
+    def _settle_some(self, ends: Sequence[FlightEnd]) -> None:
         """A job whose fields, not written by RQ, make RQ fail at its end costs the others nothing, and ends."""
         try:
-            for outcome in self._settle_together(outcomes):
-                self._settle_parent(outcome)
+            for end in self._settle_together(ends):
+                self._settle_parent(end)
         except (redis.RedisError, OSError):
             raise
         except Exception:
-            if len(outcomes) > 1:
-                for outcome in outcomes:
-                    self._settle_some([outcome])
+            if len(ends) > 1:
+                for end in ends:
+                    self._settle_some([end])
                 return
-            flight = outcomes[0].flight
+            flight = ends[0].flight
             logger.exception("job %s, or one that depends on it, is malformed: only its end is written", flight.job.id)
             flight.job = new_job(flight.job.id, flight.ledger)
-            self._settle_together(outcomes, with_dependents=False)
+            self._settle_together(ends, with_dependents=False)
 
-    def _settle_together(self, outcomes: Sequence[Outcome], *, with_dependents: bool = True) -> list[Outcome]:
+    def _settle_together(self, ends: Sequence[FlightEnd], *, with_dependents: bool = True) -> list[FlightEnd]:
         """Returns those that have to be settled alone."""
-        parents: list[Outcome] = []
+        parents: list[FlightEnd] = []
         failed_parents: list[tuple[Queue, GatewayJob]] = []
 
         def write(pipe: Pipeline, standings: list[Standing]) -> None:
@@ -72,58 +72,58 @@ class Settler:
             failed_parents.clear()
             ended = []
             pipe.multi()
-            for outcome, standing in zip(outcomes, standings, strict=True):
+            for end, standing in zip(ends, standings, strict=True):
                 is_parent = with_dependents and standing.has_dependents
-                if is_parent and outcome.kind == "finished":
-                    parents.append(outcome)
-                elif job := self._write(pipe, outcome, standing):
-                    ended.append((outcome, job))
+                if is_parent and end.kind == "finished":
+                    parents.append(end)
+                elif job := self._write(pipe, end, standing):
+                    ended.append((end, job))
                     if is_parent and job.get_status(refresh=False) == JobStatus.FAILED:
-                        failed_parents.append((outcome.flight.ledger.queue, job))
+                        failed_parents.append((end.flight.ledger.queue, job))
             self._count(pipe, ended)
 
-        standings = self._transaction(outcomes, write)
-        self._let_go(outcomes, standings, parents)
+        standings = self._transaction(ends, write)
+        self._let_go(ends, standings, parents)
         for queue, job in failed_parents:  # some dependents allow a failure; RQ, too, enqueues them afterwards
             queue.enqueue_dependents(job)
         return parents
 
-    def _settle_parent(self, outcome: Outcome) -> None:
+    def _settle_parent(self, end: FlightEnd) -> None:
         """A success that others wait for: they are enqueued in the transaction that ends it."""
 
         def write(pipe: Pipeline, standings: list[Standing]) -> None:
             if standings[0].is_held_by(self._gateway):
-                queue = outcome.flight.ledger.queue
-                queue.enqueue_dependents(outcome.flight.job, pipeline=pipe, refresh_job_status=False)
+                queue = end.flight.ledger.queue
+                queue.enqueue_dependents(end.flight.job, pipeline=pipe, refresh_job_status=False)
             if not pipe.explicit_transaction:  # it begins one when there is something to enqueue
                 pipe.multi()
-            if job := self._write(pipe, outcome, standings[0]):
-                self._count(pipe, [(outcome, job)])
+            if job := self._write(pipe, end, standings[0]):
+                self._count(pipe, [(end, job)])
 
-        standings = self._transaction([outcome], write)
-        self._let_go([outcome], standings, [])
+        standings = self._transaction([end], write)
+        self._let_go([end], standings, [])
 
     def _transaction(
-        self, outcomes: Sequence[Outcome], write: Callable[[Pipeline, list[Standing]], None]
+        self, ends: Sequence[FlightEnd], write: Callable[[Pipeline, list[Standing]], None]
     ) -> list[Standing]:
         """Read where the jobs stand and write what follows, again and again until nobody has touched them in between."""
-        jobs = [outcome.flight.job for outcome in outcomes]
+        jobs = [end.flight.job for end in ends]
         while True:
             pipe: Any = self._connection.pipeline()
             with pipe:
                 try:
                     pipe.watch(*(job.key for job in jobs), *(job.dependents_key for job in jobs))
-                    standings = self._read(outcomes)
+                    standings = self._read(ends)
                     write(pipe, standings)
                     pipe.execute()
                     return standings
                 except WatchError:
                     continue
 
-    def _read(self, outcomes: Sequence[Outcome]) -> list[Standing]:
+    def _read(self, ends: Sequence[FlightEnd]) -> list[Standing]:
         with self._connection.pipeline(transaction=False) as pipe:
-            for outcome in outcomes:
-                flight = outcome.flight
+            for end in ends:
+                flight = end.flight
                 pipe.hmget(flight.job.key, "status", "worker_name")
                 flight.ledger.read(pipe, flight.job.id)
                 read_executions(pipe, flight.job.id)
@@ -141,35 +141,35 @@ class Settler:
             for (status, owner), native_id, execution_ids, has_dependents in fields
         ]
 
-    def _write(self, pipe: Pipeline, outcome: Outcome, standing: Standing) -> GatewayJob | None:
+    def _write(self, pipe: Pipeline, end: FlightEnd, standing: Standing) -> GatewayJob | None:
         """Returns the job as it ended, None when it did not."""
         if not standing.is_held_by(self._gateway):
-            logger.info("job %s is no longer ours: %s, with %s", outcome.flight.job.id, standing.status, standing.owner)
-            forget(pipe, outcome.flight)
+            logger.info("job %s is no longer ours: %s, with %s", end.flight.job.id, standing.status, standing.owner)
+            forget(pipe, end.flight)
             return None
-        if outcome.kind == "dropped":
+        if end.kind == "dropped":
             return None
-        job = copy.copy(outcome.flight.job)  # the transaction may have to be repeated, and begins anew then
-        write_end(pipe, outcome, job, standing, self._gateway)
+        job = copy.copy(end.flight.job)  # the transaction may have to be repeated, and begins anew then
+        write_end(pipe, end, job, standing, self._gateway)
         return job
 
-    def _count(self, pipe: Pipeline, ended: list[tuple[Outcome, GatewayJob]]) -> None:
+    def _count(self, pipe: Pipeline, ended: list[tuple[FlightEnd, GatewayJob]]) -> None:
         if not ended:
             return
-        num_finished = sum(outcome.kind == "finished" for outcome, _ in ended)
+        num_finished = sum(end.kind == "finished" for end, _ in ended)
         working_time = timedelta()
         for _, job in ended:
             if job.started_at and job.ended_at:
                 working_time += job.ended_at - job.started_at
         self._presence.write_counts(pipe, num_finished, len(ended) - num_finished, working_time.total_seconds())
-        num_ending = sum(self._flights.get(job.id) is outcome.flight for outcome, job in ended)
+        num_ending = sum(self._flights.get(job.id) is end.flight for end, job in ended)
         if num_ending == len(self._flights):
             self._presence.write_idle(pipe)
 
-    def _let_go(self, outcomes: Sequence[Outcome], standings: list[Standing], kept: list[Outcome]) -> None:
+    def _let_go(self, ends: Sequence[FlightEnd], standings: list[Standing], kept: list[FlightEnd]) -> None:
         self._flights.remove(
-            outcome.flight
-            for outcome, standing in zip(outcomes, standings, strict=True)
-            if outcome not in kept and not (outcome.kind == "dropped" and standing.is_held_by(self._gateway))
+            end.flight
+            for end, standing in zip(ends, standings, strict=True)
+            if end not in kept and not (end.kind == "dropped" and standing.is_held_by(self._gateway))
         )
         self._presence.correct_state()

@@ -23,8 +23,8 @@ _PLAIN_INTERVAL_S = 1.0
 class Screen:
     """Owns the picture. `show` is called often and draws what changed; `say` prints a line that stays."""
 
-    def __init__(self, num_jobs: int, console: Console | None = None) -> None:
-        self._console = console or Console(markup=False, highlight=False)
+    def __init__(self, num_jobs: int) -> None:
+        self._console = Console(markup=False, highlight=False)
         self._num_jobs = num_jobs
         self._live = Live(console=self._console, refresh_per_second=12, transient=True)
         self._shown_s = 0.0

@@ -10,6 +10,9 @@ from millrace.cli.options import Verbs, add_verb
 from millrace.cli.values import counted
 from millrace.shadowing import CLIENT_PACKAGES, check_packages
 
+DEFAULT_MAX_IN_FLIGHT = 1024
+"""Enough for a few engines of 256 sequences each; the rest waits in RQ's queue, where RQ counts it."""
+
 
 def add_parsers(verbs: Verbs) -> None:
     gateway = verbs.add_parser("gateway", help="bridge another queue system into Millrace")
@@ -22,7 +25,7 @@ def add_parsers(verbs: Verbs) -> None:
     rq.add_argument(
         "--max-in-flight",
         type=counted,
-        default=1024,
+        default=DEFAULT_MAX_IN_FLIGHT,
         metavar="N",
         help="RQ jobs to hold at once (default: %(default)s)",
     )
@@ -34,7 +37,7 @@ def run_rq(args: argparse.Namespace) -> int:
     if find_spec("rq") is None:
         raise CommandError("the RQ gateway needs rq; run: pip install 'millrace[gateway]'")
     from engine_service.doors.rq_gateway import serve
-    from producer.client import queue_keys
+    from producer.lookups import queue_keys
 
     queue = args.to_queue or args.queue
     queue_keys(queue)  # a name that no queue has is refused in the client's words

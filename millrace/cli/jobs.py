@@ -100,7 +100,7 @@ def run_ls(args: argparse.Namespace) -> int:
 
 
 def _list_jobs(args: argparse.Namespace) -> list[Job]:
-    from producer.client import queue_keys
+    from producer.lookups import queue_keys
     from results.connection import connect
     from results.queue import JobQueue
 

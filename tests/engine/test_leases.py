@@ -94,7 +94,7 @@ def test_the_engine_loop_waits_for_no_call(queue: JobQueue, leases: Leases) -> N
     (job,) = leases.claim("c1", 1, 1000, FINGERPRINT).jobs
     with leases._calls:  # as while Redis does not answer
         leases.drop(job.job_id, job.lease)
-    assert leases.num_held == 0
+    assert leases._held == {}
 
 
 def test_a_cancellation_and_a_reader_are_told_too(queue: JobQueue, leases: Leases, news: News) -> None:
@@ -111,4 +111,4 @@ def test_a_job_that_was_lost_is_held_no_longer(queue: JobQueue, leases: Leases, 
     (job,) = leases.claim("c1", 1, 1000, FINGERPRINT).jobs
     queue.deregister(leases.engine_id)
     assert hear(news, "lost") == [job.job_id]
-    assert leases.num_held == 0
+    assert leases._held == {}

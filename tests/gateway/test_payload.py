@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_service.doors.rq_payload import MAX_PAYLOAD_BYTES, Refused, read_submission
+from engine_service.doors.rq_payload import MAX_PAYLOAD_BYTES, PayloadRefused, read_submission
 from producer import GenerationRequest, SamplingParams
 from producer.wire import to_submission
 
@@ -23,7 +23,7 @@ def _body(payload: bytes) -> Any:
 
 
 def _refusal(payload: bytes, job_id: str = "job-1") -> str:
-    with pytest.raises(Refused) as raised:
+    with pytest.raises(PayloadRefused) as raised:
         read_submission(job_id, payload)
     return str(raised.value)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Literal
+from typing import Any
 
 from results.messages import (
     Append,
     Begin,
     ClaimedJob,
+    EndReason,
+    EndState,
     EngineId,
     Event,
     Finish,
-    FinishReason,
     JobError,
     JobId,
     Lease,
@@ -120,8 +121,8 @@ def finish_of(
     job: ClaimedJob,
     event: Event | None = None,
     *,
-    state: Literal["finished", "failed", "cancelled", "expired"] = "finished",
-    reason: FinishReason = "stop",
+    state: EndState = "finished",
+    reason: EndReason = "stop",
     usage: Usage | None = None,
     error: JobError | None = None,
     is_retryable: bool = False,
