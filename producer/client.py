@@ -10,6 +10,7 @@ from producer.batches import SubmitCall, submitted
 from producer.lookups import (
     CANCEL_BATCH,
     READ_BATCH,
+    at_most,
     batched,
     is_job_id,
     many_ids,
@@ -18,6 +19,7 @@ from producer.lookups import (
     one_engine,
     one_event,
     one_job,
+    one_state,
     patience,
     queue_keys,
     sleep_level,
@@ -224,6 +226,16 @@ class Client:
     def stats(self) -> QueueStats:
         """Counts of the queue."""
         return replies.queue_stats(self._transport.send(commands.stats(self._keys)))
+
+    def list_jobs(self, state: str, limit: int = 100) -> list[Job]:
+        """Some jobs in a state, at most `limit`: the next in line, those that run, or those that ended last; of the failed
+        ones first those that were not run again. Raises InvalidRequest."""
+        listed = self._transport.send(commands.list_jobs(self._keys, one_state(state), at_most(limit)))
+        jobs: list[Job] = []
+        for some in batched(replies.words(listed), READ_BATCH):
+            found = self._transport.send_many([commands.get(self._keys, job_id) for job_id in some])
+            jobs += replies.known_jobs(some, self._keys.queue, found)
+        return jobs
 
     def _get_many(self, job_ids: list[str]) -> list[Job]:
         found = self._transport.send_many([commands.get(self._keys, job_id) for job_id in job_ids])

@@ -5,18 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 from producer.checks import integer, matching, shown, text
 from producer.errors import InvalidRequest
 from producer.request import BATCH_PATTERN, ID_PATTERN, MAX_SECONDS
 from results.errors import BatchNotFound, EngineNotFound, JobNotFound
 from results.keys import QueueKeys
+from results.messages import EndState
 
 READ_BATCH = 64
 """Jobs that `as_completed` reads at a time."""
 CANCEL_BATCH = 500
 """Jobs that are cancelled, or run again, in one round trip."""
+
+STATES = ("queued", "delayed", "running", *get_args(EndState))
+MAX_LISTED = 100_000
+"""Jobs that one call names: the feed of ends goes back about as far."""
 
 _ID = re.compile(ID_PATTERN)
 _BATCH = re.compile(BATCH_PATTERN)
@@ -83,6 +88,20 @@ def one_event(after: str | None) -> str | None:
     if after is not None and _string("after", after) and not _ENTRY_ID.fullmatch(after):
         raise InvalidRequest("after", f"must be the id of an event, such as 1700000000000-0, got {shown(after)}")
     return after
+
+
+def one_state(state: str) -> str:
+    """The state of a job. Raises InvalidRequest for one that there is not."""
+    if _string("state", state) not in STATES:
+        raise InvalidRequest("state", f"must be one of {', '.join(STATES)}, got {shown(state)}")
+    return state
+
+
+def at_most(limit: int) -> int:
+    """How many jobs to name. Raises InvalidRequest."""
+    if wrong := integer(1, MAX_LISTED)(limit):
+        raise InvalidRequest("limit", wrong)
+    return limit
 
 
 def patience(timeout_s: Any) -> float | None:

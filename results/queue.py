@@ -180,15 +180,6 @@ class JobQueue:
     def stats(self) -> QueueStats:
         return replies.queue_stats(self._transport.send(commands.stats(self.keys)))
 
-    def list_jobs(self, state: str, limit: int = 100) -> list[Job]:
-        """Some jobs in a state: the next in line, those that run, or those that ended last."""
-        ids = replies.words(self._transport.send(commands.list_jobs(self.keys, state, limit)))
-        found = self._transport.send_many([commands.get(self.keys, job_id) for job_id in ids])
-        queue = self.keys.queue
-        return [
-            replies.job(job_id, queue, reply) for job_id, reply in zip(ids, found, strict=True) if reply is not None
-        ]
-
     def check_server(self) -> list[str]:
         """Warnings about the server's settings. Raises ServerUnsuitable when it would lose jobs or is too old."""
         return check_server(self._client, self.keys.prefix)

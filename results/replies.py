@@ -196,6 +196,12 @@ def job(job_id: str, queue: str, reply: list[Any] | None) -> Job:
     )
 
 
+def known_jobs(job_ids: Sequence[str], queue: str, found: Sequence[list[Any] | None]) -> list[Job]:
+    """Of jobs that were listed, those that are still there."""
+    pairs = zip(job_ids, found, strict=True)
+    return [job(job_id, queue, reply) for job_id, reply in pairs if reply is not None]
+
+
 def _meta(raw: bytes) -> dict[str, Any] | None:
     """None also for what a foreign client wrote and nobody can read: it must not hide the job."""
     try:

@@ -100,16 +100,11 @@ def run_ls(args: argparse.Namespace) -> int:
 
 
 def _list_jobs(args: argparse.Namespace) -> list[Job]:
-    from producer.lookups import queue_keys
-    from results.connection import connect
-    from results.queue import JobQueue
-
-    queue_keys(args.queue)  # a name that no queue has is refused in the client's words
     jobs: list[Job] = []
-    with connect(args.redis) as connection:
-        queue = JobQueue(connection, args.queue)
+    with open_client(args) as client:
         for state in [args.state] if args.state else _STATES:
-            jobs += queue.list_jobs(state, args.limit - len(jobs)) if len(jobs) < args.limit else []
+            if len(jobs) < args.limit:
+                jobs += client.list_jobs(state, args.limit - len(jobs))
     return jobs
 
 

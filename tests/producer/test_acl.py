@@ -73,9 +73,8 @@ def test_each_user_can_do_its_part(url_of: dict[str, str]) -> None:
         assert producer.wake() == [engine.id]
         assert producer.stats().sleep_levels == {engine.id: 0}
         producer.cancel_batch("b")
-        reading = JobQueue(connect(url_of["reader"]))
         for state in ("queued", "delayed", "running", "failed"):
-            reading.list_jobs(state)
+            reader.list_jobs(state)
         jobs.deregister(engine.id)
 
 

@@ -24,6 +24,7 @@ async def test_the_whole_life_of_a_job(url_and_queue: tuple[str, str], engine: E
         job_id = await client.submit("x", max_tokens=5, stream=True)
         assert (await client.get(job_id)).state == "queued"
         assert (await client.stats()).queued == 1
+        assert [job.state for job in await client.list_jobs("queued")] == ["queued"]
         waiting = asyncio.create_task(client.wait(job_id, 10))
         claimed = await asyncio.to_thread(engine.claim_one)
         await asyncio.to_thread(engine.show, claimed, 0, [1], "a")

@@ -63,8 +63,20 @@ def test_what_a_foreign_client_gave_a_job_hides_no_job(
     for job_id, meta in wrong.items():
         client.submit("x", job_id=job_id, meta={"a": 1})
         redis_client.set(queue.keys.meta(job_id), meta)
-    found = {job.id: job.meta for job in queue.list_jobs("queued")}
+    found = {job.id: job.meta for job in client.list_jobs("queued")}
     assert found == {"well": {"a": 1}, "nan": None, "list": None, "bytes": None, "deep": None}
+
+
+def test_jobs_are_listed_by_state(client: Client, engine: Engine) -> None:
+    client.submit_many(requests(100))
+    for job in engine.claim(3):
+        engine.finish(job, state="failed")
+    assert [job.id for job in client.list_jobs("queued", 90)] == [f"j{i}" for i in range(3, 93)]
+    assert {(job.id, job.state) for job in client.list_jobs("failed")} == {(f"j{i}", "failed") for i in range(3)}
+    assert client.list_jobs("delayed") == []
+    for wrong, field in ((("dead",), "state"), ((b"failed",), "state"), (("failed", 0), "limit")):
+        with pytest.raises(InvalidRequest, match=f"^{field}: must be"):
+            client.list_jobs(*wrong)
 
 
 @pytest.mark.parametrize("batch", ["", "a b", "a:b", "é", "x" * 65, 5])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from results import commands
 from results.messages import (
     Append,
     Begin,
@@ -23,6 +24,7 @@ from results.messages import (
     Usage,
 )
 from results.queue import JobQueue
+from results.replies import words
 
 FINGERPRINT = "model-a"
 _numbers = itertools.count(1)
@@ -35,6 +37,11 @@ def submission(job_id: str | None = None, *, body: bytes = b'{"prompt":"hi"}', *
 
 def submit(queue: JobQueue, *job_ids: str, **fields: Any) -> None:
     assert queue.submit([submission(job_id, **fields) for job_id in job_ids]) == ["created"] * len(job_ids)
+
+
+def listed(queue: JobQueue, state: str, limit: int = 10) -> list[str]:
+    """The ids that `list` names."""
+    return words(queue._transport.send(commands.list_jobs(queue.keys, state, limit)))
 
 
 class Engine:

@@ -4,7 +4,7 @@ import redis
 
 from results.messages import Append, Event, JobError, Lease, Usage, Write
 from results.queue import JobQueue
-from tests.results.engines import FINGERPRINT, Engine, finish_of, submit
+from tests.results.engines import FINGERPRINT, Engine, finish_of, listed, submit
 
 
 def test_a_checkpoint_survives_its_engine(queue: JobQueue, engine: Engine) -> None:
@@ -104,7 +104,7 @@ def test_a_failed_job_tells_why_and_keeps_its_text(queue: JobQueue, engine: Engi
     engine.finish(claimed, event, state="failed", reason="error", error=error)
     job = queue.get("a")
     assert (job.state, job.finish_reason, job.error, job.text) == ("failed", "error", error, "x")
-    assert [job.id for job in queue.list_jobs("failed")] == ["a"]
+    assert listed(queue, "failed") == ["a"]
 
 
 def test_a_lease_that_was_given_back_writes_nothing(queue: JobQueue, engine: Engine) -> None:
