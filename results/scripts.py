@@ -43,12 +43,13 @@ def _words(source: str) -> set[str]:
 
 _SHAS = {name: hashlib.sha1(script_source(name).encode()).hexdigest() for name in _SOURCES}
 _NAMES = {sha: name for name, sha in _SHAS.items()}
+_NUMBERS = frozenset((int, float))
 
 
 def script_command(name: str, prefix: str, *arguments: Argument) -> Command:
     """The command that runs a script on the queue with this prefix."""
     # Numbers as text: hiredis (3.5) crashes when a signal, such as Ctrl-C, raises while it writes a number.
-    return ("EVALSHA", _SHAS[name], "1", prefix, *[str(x) if isinstance(x, int | float) else x for x in arguments])
+    return ("EVALSHA", _SHAS[name], "1", prefix, *[str(x) if type(x) in _NUMBERS else x for x in arguments])
 
 
 def is_script(command: Command) -> bool:
