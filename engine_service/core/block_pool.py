@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-import msgspec
-
 from executor.messages import NULL_BLOCK
-
-
-class BlockPoolStats(msgspec.Struct, frozen=True):
-    num_blocks: int
-    """Usable blocks: the null block is not counted."""
-    num_free: int
 
 
 class BlockPool:
@@ -55,9 +47,6 @@ class BlockPool:
     def free(self, blocks: Iterable[int]) -> None:
         """Take blocks back, the last of a sequence first, so that its beginning is reused last."""
         self._free.extend(reversed(list(blocks)))
-
-    def stats(self) -> BlockPoolStats:
-        return BlockPoolStats(num_blocks=self.num_blocks - 1, num_free=self.num_free)
 
     def check_integrity(self, tables: Iterable[list[int]]) -> None:
         """Every block is free or in exactly one of `tables`."""

@@ -28,7 +28,6 @@ class Advance(msgspec.Struct, frozen=True):
     """What a step brought to one sequence."""
 
     sequence: Sequence
-    num_new_tokens: int
     finish_reason: StopReason | None
     failure: RowFailure | None = None
 
@@ -310,16 +309,15 @@ class Scheduler:
     # --- results ---
 
     def _extend(self, sequence: Sequence, token_ids: list[int], step_id: int) -> Advance:
-        before = len(sequence.output_token_ids)
         reason = sequence.extend(token_ids, step_id)
         if reason is not None:
             self.remove(sequence)
-        return Advance(sequence, len(sequence.output_token_ids) - before, reason)
+        return Advance(sequence, reason)
 
     def _fail(self, failure: RowFailure) -> Advance:
         sequence = self._running[failure.seq_id]
         self.remove(sequence)
-        return Advance(sequence, 0, None, failure)
+        return Advance(sequence, None, failure)
 
     # --- figures ---
 
