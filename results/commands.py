@@ -12,7 +12,7 @@ import msgspec
 
 from results.keys import QueueKeys
 from results.messages import Append, Begin, EngineId, Event, Finish, JobError, JobId, Lease, Release, Submission, Write
-from results.scripts import Argument, Command, script_command
+from results.scripts import Argument, Command, command, script_command
 from results.tokens import pack_tokens
 
 WATCH_TTL_MS = 30_000
@@ -65,11 +65,11 @@ def batch_status(keys: QueueKeys, batch: str) -> Command:
 
 
 def batch_members(keys: QueueKeys, batch: str, first: int, count: int) -> Command:
-    return ("LRANGE", keys.members(batch), first, first + count - 1)
+    return command("LRANGE", keys.members(batch), first, first + count - 1)
 
 
 def dead(keys: QueueKeys, first: int, count: int) -> Command:
-    return ("ZRANGE", keys.dead, first, first + count - 1)
+    return command("ZRANGE", keys.dead, first, first + count - 1)
 
 
 def trimmed(keys: QueueKeys, job_id: str) -> Command:
@@ -77,7 +77,7 @@ def trimmed(keys: QueueKeys, job_id: str) -> Command:
 
 
 def state(keys: QueueKeys, job_id: str) -> Command:
-    return ("HGET", keys.job(job_id), "state")
+    return command("HGET", keys.job(job_id), "state")
 
 
 def stats(keys: QueueKeys) -> Command:
@@ -89,13 +89,13 @@ def list_jobs(keys: QueueKeys, in_state: str, limit: int) -> Command:
 
 
 def last_entry(stream: str) -> Command:
-    return ("XREVRANGE", stream, "+", "-", "COUNT", 1)
+    return command("XREVRANGE", stream, "+", "-", "COUNT", 1)
 
 
 def read_stream(stream: str, after: str, count: int, block_ms: int | None) -> Command:
     """Entries after an id. `block_ms` None: what is there; otherwise wait so long for the first one."""
     blocking: tuple[Argument, ...] = () if block_ms is None else ("BLOCK", max(1, block_ms))
-    return ("XREAD", "COUNT", count, *blocking, "STREAMS", stream, after)
+    return command("XREAD", "COUNT", count, *blocking, "STREAMS", stream, after)
 
 
 # --- engine --------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def recover(keys: QueueKeys, max_jobs: int) -> Command:
 
 def wait_for_signal(keys: QueueKeys, engine_id: EngineId, timeout_s: float, include_wake: bool) -> Command:
     lists = (keys.signals(engine_id), keys.wake) if include_wake else (keys.signals(engine_id),)
-    return ("BLPOP", *lists, max(timeout_s, 0.001))  # 0 would wait for ever
+    return command("BLPOP", *lists, max(timeout_s, 0.001))  # 0 would wait for ever
 
 
 # --- parts ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Literal
 import redis
 
 from results.errors import NotDurable
-from results.scripts import Command
+from results.scripts import Command, command
 from results.transport import Reply
 
 Durability = Literal["memory", "disk", "replica"]
@@ -17,8 +17,8 @@ CONFIRM_LIMIT_MS = 8000
 """Less than a socket's timeout, so that the server answers first."""
 
 _CONFIRMATIONS: dict[str, Command] = {
-    "disk": ("WAITAOF", 1, 0, CONFIRM_LIMIT_MS),
-    "replica": ("WAIT", 1, CONFIRM_LIMIT_MS),
+    "disk": command("WAITAOF", 1, 0, CONFIRM_LIMIT_MS),
+    "replica": command("WAIT", 1, CONFIRM_LIMIT_MS),
 }
 DURABILITIES = ("memory", *_CONFIRMATIONS)
 

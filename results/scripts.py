@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 
 Argument = str | bytes | int | float
-Command = tuple[Argument, ...]
-"""One Redis command with its arguments."""
+Command = tuple[str | bytes, ...]
+"""One Redis command with its arguments, as `command` makes it."""
 
 _FOLDER = Path(__file__).parent / "lua"
 _SOURCES = {path.stem: path.read_text() for path in sorted(_FOLDER.glob("[!_]*.lua"))}
@@ -46,17 +46,21 @@ _NAMES = {sha: name for name, sha in _SHAS.items()}
 _NUMBERS = frozenset((int, float))
 
 
+def command(*arguments: Argument) -> Command:
+    """Numbers as text: hiredis (3.5) crashes when a signal, such as Ctrl-C, raises while it writes a number."""
+    return tuple([str(x) if type(x) in _NUMBERS else x for x in arguments])  # type: ignore[misc]  # the rest is text
+
+
 def script_command(name: str, prefix: str, *arguments: Argument) -> Command:
     """The command that runs a script on the queue with this prefix."""
-    # Numbers as text: hiredis (3.5) crashes when a signal, such as Ctrl-C, raises while it writes a number.
-    return ("EVALSHA", _SHAS[name], "1", prefix, *[str(x) if type(x) in _NUMBERS else x for x in arguments])
+    return command("EVALSHA", _SHAS[name], "1", prefix, *arguments)
 
 
-def is_script(command: Command) -> bool:
+def is_script(sent: Command) -> bool:
     """Whether it is one of `script_command`."""
-    return command[0] == "EVALSHA"
+    return sent[0] == "EVALSHA"
 
 
-def source_of(command: Command) -> str:
+def source_of(sent: Command) -> str:
     """The text of the script that a command of `script_command` runs."""
-    return script_source(_NAMES[str(command[1])])
+    return script_source(_NAMES[str(sent[1])])

@@ -126,7 +126,8 @@ class _Submission:
                     left.append(line.number)
         if full:
             last_sent = max((line.number for line in batch if line.number not in left), default=0)
-            left += [line.number for line in islice(behind, 1)]
+            if not any(number > last_sent for number in left):  # otherwise a pipe need not bring another line first
+                left += [line.number for line in islice(behind, 1)]
             raise CommandError(f"not submitted: {_not_submitted(left, last_sent)}: {full}")
 
     def _submit_together(self, batch: list[Line]) -> tuple[set[str], set[int], QueueFull | None]:

@@ -474,21 +474,21 @@ end
 local MAX_COMPLETIONS, MAX_PAGES = 500, 10
 local function jobs_per_ms()
   local oldest, latest = now - 600000, '+'
-  local num_completed, earliest_id = 0, nil
+  local num_completed, earliest = 0, nil
   for _ = 1, MAX_PAGES do
     local entries = redis.call('XREVRANGE', prefix .. 'done', latest, oldest, 'COUNT', MAX_COMPLETIONS)
     for _, entry in ipairs(entries) do
       local state = entry[2][4]
       if num_completed < MAX_COMPLETIONS and (state == 'finished' or state == 'failed') then
-        num_completed, earliest_id = num_completed + 1, entry[2][2]
+        num_completed, earliest = num_completed + 1, entry
       end
     end
     if #entries < MAX_COMPLETIONS or num_completed == MAX_COMPLETIONS then break end
     latest = '(' .. entries[#entries][1]
   end
-  if not earliest_id then return nil end
-  local started, ended = unpack(record(earliest_id, 'started', 'ended'))
-  local span = now - whole_number(ended, now)
+  if not earliest then return nil end
+  local span = now - tonumber(string.match(earliest[1], '^%d+'))
+  local started, ended = unpack(record(earliest[2][2], 'started', 'ended'))  -- nil where the record has expired
   -- An engine may end many jobs in one moment: where they are all that there is, that took as long as the earliest ran.
   if num_completed < MAX_COMPLETIONS and started and ended then span = math.max(span, ended - started) end
   return num_completed / math.max(1, span)

@@ -59,7 +59,7 @@ def check_a_life_with(place: Place, url: str, folder: Path) -> str:
 
 def test_a_cluster(queue_name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
     with start_node() as server, Place(server, queue_name, tmp_path, undisturbed) as place:
-        Transport(place.redis).send(("CLUSTER", "ADDSLOTSRANGE", 0, 16383))
+        Transport(place.redis).send(("CLUSTER", "ADDSLOTSRANGE", "0", "16383"))
         wait_until(lambda: place.redis.cluster("INFO")["cluster_state"] == "ok")
         check_a_life_with(place, f"redis+cluster://127.0.0.1:{port_of(place.redis)}", tmp_path)
 

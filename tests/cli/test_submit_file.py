@@ -12,7 +12,7 @@ import redis
 
 from millrace import Client, QueueFull
 from millrace.cli.exits import CommandError
-from millrace.cli.submit_file import submit_file
+from millrace.cli.submit_file import _Submission, submit_file
 from results.messages import ClaimedJob
 from tests.cli.command import Command, started
 from tests.cli.conftest import EngineByHand
@@ -114,7 +114,7 @@ class DrainedClient(Client):
     def limit(self, **limits: int) -> None:
         self.num_calls = 0
         for name, value in limits.items():
-            self._transport.send(("HSET", self._keys.settings, name, value))
+            self._transport.send(("HSET", self._keys.settings, name, str(value)))
 
     def submit_many(self, *arguments: Any, **options: Any) -> list[str]:
         self.num_calls += 1
@@ -150,6 +150,17 @@ def test_at_a_limit_nothing_more_is_sent_even_if_there_is_room_again(
         "20 jobs of this call are in the queue"
     )
     assert client.num_calls <= 3, "the check of the options, one for all, one for the line that shares its id"
+
+
+def test_at_a_limit_a_pipe_need_not_end_first(client: DrainedClient) -> None:
+    def open_pipe() -> Iterator[bytes]:
+        for n in range(500):
+            yield b'{"id":"j%d","prompt":"x"}\n' % n
+        raise AssertionError("it has waited for another line")
+
+    client.limit(max_queued_jobs=20)
+    with pytest.raises(CommandError, match=r"^not submitted: all from line 21 on: "):
+        list(_Submission(client, {}, {}).submit(open_pipe()))
 
 
 @pytest.mark.parametrize(("tenants", "named"), [("xxy", "line 2"), ("xxyz", "line 2, all from line 4 on")])

@@ -111,6 +111,17 @@ def test_jobs_that_end_in_one_moment_have_taken_their_time(queue: JobQueue, engi
     assert eta_s >= 0.4 * 31 / 8
 
 
+def test_the_pace_is_known_longer_than_the_records(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+    queue.submit([submission(f"x{i}") for i in range(40)])
+    for job in engine.claim(2):
+        engine.finish(job)
+        time.sleep(0.2)
+    redis_client.delete(queue.keys.job("x0"), queue.keys.job("x1"))  # as their record TTL does
+    eta_s = queue.position("x39").eta_s
+    assert eta_s is not None
+    assert eta_s >= 0.4 * 37 / 2
+
+
 def test_many_cancellations_do_not_hide_the_pace(queue: JobQueue, engine: Engine) -> None:
     queue.submit([submission(f"x{i}") for i in range(602)])
     engine.finish(engine.claim_one())

@@ -140,7 +140,7 @@ def test_a_note_of_an_earlier_lease_says_nothing_of_this_one(queue: JobQueue, tr
     job = crash(queue, has_begun=False)
     for _ in range(3):
         assert queue.get("poison").state == "queued"
-        transport.send(("HSET", queue.keys.job("poison"), "unbegun", job.lease))
+        transport.send(("HSET", queue.keys.job("poison"), "unbegun", str(job.lease)))
         crash(queue, has_begun=False, says_begin=False)
     assert queue.get("poison").state == "failed"
 

@@ -70,10 +70,10 @@ def test_every_field_of_the_record_is_on_the_page() -> None:
 
 def test_a_client_of_plain_commands_gets_through(queue: JobQueue, engine: Engine, transport: Transport) -> None:
     prefix = f"millrace:{{{queue.keys.queue}}}:"
-    job = ("a1", "digest", '{"prompt":"3 + 4 ="}', 20, 1, "default", 0, "", "")
-    assert transport.send(("EVAL", script_source("submit"), 1, prefix, *job)) == [b"created"]
+    job = ("a1", "digest", '{"prompt":"3 + 4 ="}', "20", "1", "default", "0", "", "")
+    assert transport.send(("EVAL", script_source("submit"), "1", prefix, *job)) == [b"created"]
     assert transport.send(("HGET", prefix + "job:a1", "state")) == b"queued"
     engine.finish(engine.claim_one())
     ((_, entries),) = transport.send(("XREAD", "STREAMS", prefix + "result:a1", "0"))
     assert entries[-1][1][b"state"] == b"finished"
-    assert transport.send(("EVAL", script_source("cancel"), 1, prefix, "a1")) == b"finished"
+    assert transport.send(("EVAL", script_source("cancel"), "1", prefix, "a1")) == b"finished"
