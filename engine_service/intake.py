@@ -17,7 +17,7 @@ from engine_service.jobs import Arrived, CutShort, Deferred, Refused, ServedJob,
 from engine_service.leases import Leases
 from producer.messages import InvalidRequest, parse_body
 from results.errors import QueueError
-from results.messages import PROTOCOL, ClaimedJob, JobError, Signal
+from results.messages import PROTOCOL, Claim, ClaimedJob, JobError, Signal
 from results.queue import JobQueue
 
 logger = logging.getLogger("millrace.engine")
@@ -82,13 +82,15 @@ class Intake:
         budget = self._capacity.wait_for_budget(_BLOCK_S)
         if budget is None:
             return
-        num_claimed, num_ready = self._claim(budget)
-        if num_claimed == 0 and num_ready == 0:
+        claim = self._claim(budget)
+        if claim.jobs or claim.num_set_aside:
+            return  # there may be more behind them
+        if claim.num_ready == 0:
             self._listen(queue, include_wake=True)
-        elif num_claimed == 0:
+        else:
             self._capacity.wait_for_change(_BLOCK_S)
 
-    def _claim(self, budget: ClaimBudget) -> tuple[int, int]:
+    def _claim(self, budget: ClaimBudget) -> Claim:
         """One claim; after an error the next one repeats its id, in case that only the reply was lost."""
         max_jobs = min(budget.max_jobs, MAX_JOBS_PER_CLAIM)
         claim = self._leases.claim(f"c{self._claim_number}", max_jobs, budget.kv_token_budget, self._fingerprint)
@@ -96,7 +98,7 @@ class Intake:
         for claimed in claim.jobs:
             self._capacity.open(claimed.cost, is_alone=is_alone(claimed))
             self._tell(self._admit(claimed))
-        return len(claim.jobs), claim.num_ready
+        return claim
 
     def _admit(self, claimed: ClaimedJob) -> Word:
         if claimed.protocol > PROTOCOL:

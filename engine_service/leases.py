@@ -101,7 +101,7 @@ class Leases:
             jobs = claim.jobs if claim is not None else []
             with self._table:
                 self._held.update((job.job_id, job.lease) for job in jobs)
-            return claim or Claim(jobs=[], num_ready=0)
+            return claim or Claim(jobs=[], num_ready=0, num_set_aside=0)
 
     def drop(self, job_id: JobId, lease: Lease) -> None:
         """The engine is through with this lease: its last write is on its way, or it is another engine's."""
@@ -122,7 +122,7 @@ class Leases:
 
     def _run(self) -> None:
         interval_s = self._ttl_ms / 4000
-        next_beat = time.monotonic() + interval_s
+        next_beat = time.monotonic()  # at once: one that has just died may be over before the next
         while True:
             self._hurry.wait(max(0.0, next_beat - time.monotonic()))
             if self._stopping.is_set():

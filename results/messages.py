@@ -100,6 +100,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     jobs: list[ClaimedJob]
     num_ready: int
     """Jobs still ready after this claim, so that a caller with room knows whether to ask again."""
+    num_set_aside: int
+    """Jobs in front that nobody can run now, after their deadline or of another model. A claim that brings nothing else has
+    not seen what is behind them."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,8 +47,8 @@ def words(reply: Sequence[bytes]) -> list[str]:
 
 
 def claim(reply: list[Any]) -> Claim:
-    num_ready, *jobs = reply
-    return Claim(jobs=[_claimed_job(fields) for fields in jobs], num_ready=num_ready)
+    num_ready, num_set_aside, *jobs = reply
+    return Claim(jobs=[_claimed_job(fields) for fields in jobs], num_ready=num_ready, num_set_aside=num_set_aside)
 
 
 def _claimed_job(fields: list[Any]) -> ClaimedJob:

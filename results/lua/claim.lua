@@ -1,12 +1,13 @@
 -- Hands ready jobs to an engine: queued -> running. The tenant served least comes first; within a tenant priority, then
--- age. The claim stops at the first job that it may not take, so that a large job is never passed over for ever. A paused
--- queue hands out nothing.
+-- age. The claim stops at the first job that it may not take, so that a large job is never passed over for ever. Jobs that
+-- nobody can run now, after their deadline or of another model, are set aside; a claim that only does that is to be made
+-- again. A paused queue hands out nothing.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 engine id, 2 claim id (repeating it returns the same jobs), 3 most jobs, 4 KV budget in tokens,
 --       5 fingerprint of the engine's model, 6 jobs that the engine holds already, 7 "1" when the engine says `begin` before
 --       it computes a job that runs alone (may be left out)
--- Returns nil when the engine's heartbeat is gone, else an array: jobs still ready (0 while the queue is paused), then for
---       each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token), tokens published,
+-- Returns nil when the engine's heartbeat is gone, else an array: jobs still ready (0 while the queue is paused), jobs set
+--       aside, then for each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token), tokens published,
 --       1 when watched or 0, created ms, the record's protocol version
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, in the
 --       end failed, where the output is another model's
@@ -18,7 +19,8 @@ local heartbeat = prefix .. 'engine:' .. engine
 local leases = prefix .. 'leases:' .. engine
 
 local ALONE_FROM = 2  -- crashes without progress
-local MAX_SET_ASIDE = 256  -- jobs of another model that one claim looks at
+local MAX_SET_ASIDE = 256  -- jobs that one claim sets aside,
+local MAX_SET_ASIDE_OF_ONE = 16  -- and those of one tenant, when others wait for their turn
 local MAX_LOOKED_AHEAD = 4  -- in the line of one tenant, when others wait for their turn
 
 -- A fingerprint is written with the first tokens: without one there is no checkpoint to read.
@@ -37,7 +39,7 @@ local function describe(job, lease)
 end
 
 local function repeat_claim(claimed)
-  local jobs = {num_ready()}
+  local jobs = {num_ready(), 0}
   for id, lease in string.gmatch(claimed, '(%S+) (%S+)') do
     if standing(id, lease) == 'owned' then jobs[#jobs + 1] = describe(read_job(id), lease) end
   end
@@ -86,11 +88,16 @@ local function take(job)
   return lease
 end
 
-local jobs, claimed, alone, num_set_aside = {0}, {}, nil, 0
+local jobs, claimed, alone = {0, 0}, {}, nil
+local num_set_aside, num_set_aside_of = 0, {}  -- of all tenants, by tenant
 
 local function may_take(job)
   local can_be_alone = is_idle and #claimed == 0
   return can_be_alone or not must_be_alone(job) and job.cost <= budget
+end
+
+local function set_aside(tenant)
+  num_set_aside, num_set_aside_of[tenant] = num_set_aside + 1, (num_set_aside_of[tenant] or 0) + 1
 end
 
 -- Takes the job, or sets it aside; returns what its tenant has to pay.
@@ -107,7 +114,7 @@ local function take_or_set_aside(job, tenant)
     if must_be_alone(job) then alone = job.id end
     return job.cost
   end
-  num_set_aside = num_set_aside + 1
+  set_aside(tenant)
   return 0
 end
 
@@ -144,14 +151,20 @@ promote_due()
 local is_held_back = is_paused()
 local goes_on = not runs_alone and not is_held_back and num_ready() > 0
 if goes_on then reserve_serials(math.min(max_jobs, num_ready())) end
+local num_passed_over = 0  -- tenants in front whose jobs to set aside are so many that others would wait for them
 while goes_on and not alone and #claimed < max_jobs and num_set_aside < MAX_SET_ASIDE do
-  local least_served = redis.call('ZRANGE', prefix .. 'tenants', 0, 1, 'WITHSCORES')
-  if not least_served[1] then break end
-  goes_on = serve(least_served[1], tonumber(least_served[2]), tonumber(least_served[4]))
+  local tenant, time, next_tenant, next_time =
+    unpack(redis.call('ZRANGE', prefix .. 'tenants', num_passed_over, num_passed_over + 1, 'WITHSCORES'))
+  if not tenant then break end
+  goes_on = serve(tenant, tonumber(time), tonumber(next_time))
+  local has_many = (num_set_aside_of[tenant] or 0) >= MAX_SET_ASIDE_OF_ONE
+  if next_tenant and has_many and redis.call('ZSCORE', prefix .. 'tenants', tenant) then
+    num_passed_over = num_passed_over + 1
+  end
 end
 
 redis.call('HSET', heartbeat, 'claim', claim_id, 'claimed', table.concat(claimed, ' '))
 if alone then redis.call('HSET', heartbeat, 'alone', alone) end
-jobs[1] = is_held_back and 0 or num_ready()
+jobs[1], jobs[2] = is_held_back and 0 or num_ready(), num_set_aside
 if jobs[1] == 0 then redis.call('DEL', prefix .. 'wake') elseif #claimed > 0 then wake(1) end
 return jobs

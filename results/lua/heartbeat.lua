@@ -1,7 +1,7 @@
 -- Keeps an engine alive, and compares the leases it holds with those that the record says it has. A lease that the engine
 -- does not hold at two heartbeats in a row goes back: running -> queued, the attempt does not count. (Once is no proof: a
--- claim may have been on its way.) Also: delayed jobs that are due -> queued; queued, delayed -> expired after their
--- deadline.
+-- claim may have been on its way.) Engines with a longer limit than a new one has are told of it by a `beat now`. Also:
+-- delayed jobs that are due -> queued; queued, delayed -> expired after their deadline.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 engine id, 2 how long the engine counts as alive in ms, 3 how it sleeps: "0" (not at all), "1" or "2", then for
 --       each job it holds 2 values: id, lease
@@ -11,7 +11,8 @@
 go_on_when_out_of_memory()
 local engine = ARGV[1]
 local heartbeat = prefix .. 'engine:' .. engine
-if redis.call('HSETNX', heartbeat, 'since', now) == 1 then
+local is_new = redis.call('HSETNX', heartbeat, 'since', now) == 1
+if is_new then
   redis.call('HSET', heartbeat, 'sleep', ARGV[3])  -- a heartbeat that had lapsed wakes nobody
 end
 redis.call('PEXPIRE', heartbeat, ARGV[2])
@@ -52,6 +53,7 @@ local next_lapse_ms = tonumber(ARGV[2])
 for _, other in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do
   local left_ms = redis.call('PTTL', prefix .. 'engine:' .. other)
   if left_ms > 0 then next_lapse_ms = math.min(next_lapse_ms, left_ms) end  -- else it is dead already
+  if is_new and left_ms > tonumber(ARGV[2]) then signal(other, 'beat', 'now') end  -- it has to know of a shorter limit
 end
 
 promote_due()

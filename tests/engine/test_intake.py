@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue as queues
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -29,7 +30,7 @@ from results.queue import JobQueue
 from results.scripts import Command, script_command
 from results.transport import Reply
 from tests.processes import wait_until
-from tests.results.engines import FINGERPRINT, submit
+from tests.results.engines import FINGERPRINT, submission, submit
 
 BODY = b'{"prompt_token_ids":[1,2,3],"max_tokens":2}'
 
@@ -127,6 +128,20 @@ def test_a_claim_that_breaks_our_code_is_logged_and_repeated(
     assert isinstance(word, Arrived)
     assert word.job.job_id == "a"
     assert "a bug in the claim" in caplog.text
+
+
+def test_an_idle_engine_goes_on_claiming_behind_overdue_jobs(
+    parts: Parts, connect_queue: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(parts.intake._capacity, "wait_for_change", waits.append)
+    queue = connect_queue()
+    queue.submit([submission(f"late{i}", deadline_ms=1) for i in range(2000)])
+    submit(queue, "a", body=BODY)
+    time.sleep(0.01)
+    parts.intake.start()
+    assert isinstance(parts.words.get(timeout=30), Arrived)
+    assert waits == [], "as if the engine were full"
 
 
 def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(

@@ -81,7 +81,6 @@ def test_the_jobs_of_an_engine_that_falls_silent_are_taken_when_its_time_is_over
     other.beat(300)
     leases = Leases(queue, new_engine_id(), 60, pending=dict, on_news=lambda _: None, sleep_level=lambda: 0)
     leases.start()
-    leases.beat_soon()  # the first after `start`, which tells when
     limit_s = time.monotonic() + 10
     while queue.get("a").state == "running":
         assert time.monotonic() < limit_s

@@ -147,7 +147,7 @@ class EchoEngine:
             num_held=len(self.held),
             fingerprint="echo",
         )
-        return claim or Claim(jobs=[], num_ready=0)
+        return claim or Claim(jobs=[], num_ready=0, num_set_aside=0)
 
     def _ended(self, job: ClaimedJob) -> Finish:
         error = self.errors.get(job.job_id)

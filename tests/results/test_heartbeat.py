@@ -94,3 +94,17 @@ def test_a_heartbeat_makes_up_for_a_lost_wake_up(queue: JobQueue, engine: Engine
     queue.wait_for_signal(engine.id, 1, include_wake=True)  # by an engine that then died
     engine.beat()
     assert queue.wait_for_signal(engine.id, 1, include_wake=True) == "wake"
+
+
+def test_engines_with_a_longer_limit_hear_of_a_new_one(queue: JobQueue, engine: Engine) -> None:
+    """So that the next heartbeat tells them when the new one's time may be over."""
+    engine.beat(60_000)
+    same, shorter = Engine(queue), Engine(queue)
+    for other, ttl_ms in ((same, 60_000), (shorter, 500)):
+        queue.deregister(other.id)
+        other.beat(ttl_ms)
+        other.beat(ttl_ms)
+    for told in (engine, same):
+        assert queue.wait_for_signal(told.id, 1, include_wake=False) == "beat"
+        assert queue.wait_for_signal(told.id, 0.01, include_wake=False) is None, "once"
+    assert 0 < engine.beat(60_000).next_lapse_ms <= 500

@@ -215,6 +215,13 @@ def test_more_jobs_than_are_swept_at_once_expire_when_the_first_engine_comes(que
     assert (stats.expired, stats.queued, stats.waiting_tokens) == (300, 0, 0)
 
 
+def test_many_overdue_jobs_of_one_tenant_keep_no_other_waiting(queue: JobQueue, engine: Engine) -> None:
+    queue.submit([submission(f"late{i}", tenant="late", deadline_ms=1) for i in range(2000)])
+    submit(queue, "a", tenant="other")
+    time.sleep(0.01)
+    assert engine.claim_ids(1) == ["a"]
+
+
 def test_jobs_that_fail_together_come_back_apart(queue: JobQueue, engine: Engine) -> None:
     queue.submit([submission(f"j{i}") for i in range(50)])
     for _ in range(50):
