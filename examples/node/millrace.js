@@ -27,7 +27,8 @@ export class Millrace {
     const body = canonical(request);
     const digest = createHash("sha256").update(body).digest("hex");
     const { tenant = "default", priority = 0, stream = false } = request;
-    const seed = request.seed ?? (randomBytes(8).readBigUInt64LE() >> 1n);
+    const isDrawn = (request.seed ?? -1) === -1;
+    const seed = isDrawn ? randomBytes(8).readBigUInt64LE() >> 1n : request.seed;
     const job = [id, digest, body, cost(request), seed, tenant, priority, stream ? "1" : "", options(request)];
     const [outcome] = await this.#run("submit", ...job);
     if (outcome === "conflict") throw new Error(`the id ${id} belongs to another job`);
@@ -163,9 +164,9 @@ function cost({ prompt, prompt_token_ids, messages, max_tokens = 16 }) {
 }
 
 function options({ delay_s, run_at, deadline_s, max_retries, meta }) {
-  const ms = (seconds) => (seconds === undefined ? undefined : Math.ceil(seconds * 1000));
+  const ms = (seconds) => (seconds == null ? undefined : Math.ceil(seconds * 1000));
   const given = { delay_ms: ms(delay_s), run_at_ms: ms(run_at), deadline_ms: ms(deadline_s), max_retries };
-  if (meta !== undefined) given.meta = JSON.stringify(meta);
+  if (meta != null) given.meta = JSON.stringify(meta);
   const text = JSON.stringify(given);
   return text === "{}" ? "" : text;
 }

@@ -106,6 +106,10 @@ class Place:
         mark = self._folder / f"go-{next(self._numbers)}"
         return Reserve(self.launch(*options, faults={"serves_when": str(mark), **(faults or {})}, **settings), mark)
 
+    def has_heard(self, engine: ChaosEngine) -> bool:
+        """No word to the engine is left in Redis."""
+        return self.redis.llen(self.client._keys.signals(engine.engine_id)) == 0
+
     # --- jobs ------------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[GenerationRequest], durability: Durability = "memory") -> list[str]:

@@ -78,10 +78,9 @@ def main(faults: Faults, arguments: list[str]) -> int:
     for writer in writers:
         print(f"writes refused: {writer.stats().num_stale}", flush=True)
     for engine in engines:
-        pool = engine.scheduler.pool
-        print(
-            f"KV blocks: {pool.num_free} of {pool.num_blocks - 1} free", flush=True
-        )  # the null block is never handed out
+        pool, num_usable = engine.scheduler.pool, engine.scheduler.pool.num_blocks - 1
+        print(f"KV blocks: {pool.num_free} of {num_usable} free", flush=True)
+        print(f"tokens sampled: {engine.metrics().executor.num_tokens}", flush=True)
     return status
 
 

@@ -80,6 +80,12 @@ class ChaosEngine(EngineProcess):
         assert match is not None, f"{self.log.name} has not drained:\n{self.text()}"
         return int(match[1])
 
+    def num_sampled(self) -> int:
+        """Once it has drained: tokens that its workers have sampled, those included that came behind an end."""
+        match = re.search(r"tokens sampled: (\d+)", self.text())
+        assert match is not None, f"{self.log.name} has not drained:\n{self.text()}"
+        return int(match[1])
+
     def check_kv_returned(self) -> None:
         """Once it has drained: every KV block is free."""
         match = re.search(r"KV blocks: (\d+) of (\d+) free", self.text())

@@ -183,17 +183,18 @@ class Soak:
         elif kind == "producer":
             self._kill_producer()
         else:
-            self._kill_engine(kind)
+            kind = self._kill_engine(kind)
         self.kills[kind] += 1
 
     def _serving_slot(self) -> Slot:
         return self._rng.choice([slot for slot in self._slots if slot.is_serving])
 
-    def _kill_engine(self, kind: str) -> None:
+    def _kill_engine(self, kind: str) -> str:
+        """Returns the kind that it was: one whose moment does not come is killed at any."""
         slot = self._serving_slot()
         catch = self._catch(slot.proxy, kind)
-        if catch is not None:
-            catch.comes_within(WINDOW_LIMIT_S)
+        if catch is not None and not catch.comes_within(WINDOW_LIMIT_S):
+            kind = "engine"
         engine, proxy = slot.engine, slot.proxy
         others = [other for other in self._slots if other is not slot and self._is_alive(other)]
         engine.kill()
@@ -208,6 +209,7 @@ class Soak:
             catch.release()  # what the dead engine had sent arrives after all
         engine.__exit__(None, None, None)
         proxy.__exit__()
+        return kind
 
     def _is_alive(self, slot: Slot) -> bool:
         """To the queue: it may take over what another one leaves."""
@@ -228,8 +230,7 @@ class Soak:
         num_ready = slot.engine.text().count("ready:")
         pids = slot.engine.worker_pids()
         if not pids:  # just now it is being replaced
-            self._kill_engine("engine")
-            return "engine"
+            return self._kill_engine("engine")
         begin_s = time.monotonic()
         slot.engine.kill_worker()
         wait_until(lambda: slot.engine.text().count("ready:") > num_ready, START_LIMIT_S, "the next worker")

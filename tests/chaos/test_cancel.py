@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from results.queue import JobQueue
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
-from tests.chaos.processes import ChaosEngine, wait_until
+from tests.chaos.processes import wait_until
 from tests.chaos.proxy import Fault
 from tests.chaos.workload import make_jobs
 from tests.results.engines import Engine
@@ -77,32 +75,8 @@ def test_cancel_comes_while_the_end_is_on_its_way(place: Place, fault: Fault, an
     finish.wait()
     wait_until(lambda: (place.record(job_id)["state"] == "finished") == (answer == "finished"))
     assert place.client.cancel(job_id) == answer
-    wait_until(lambda: has_heard(place, engine))
+    wait_until(lambda: place.has_heard(engine))
     finish.release()
     place.wait_all()
     assert place.client.cancel(job_id) == "finished"
     place.check(ALL, engine)
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "end"),
-    [pytest.param(4, "finished", id="the last one"), pytest.param(64, "cancelled", id="one with more to follow")],
-)
-def test_cancel_comes_during_a_step(place: Place, tmp_path: Path, max_tokens: int, end: str) -> None:
-    """The engine has the word before the step is over, and obeys after it. After the last one the job has finished."""
-    has_hung, goes_on = tmp_path / "has-hung", tmp_path / "goes-on"
-    faults = {"hangs_at_step": 4, "has_hung": str(has_hung), "hangs_until": str(goes_on), "stuck_s": 60.0}
-    engine = place.engine(faults=faults)
-    (job_id,) = place.submit(make_jobs(1, max_tokens=max_tokens))
-    wait_until(has_hung.exists)
-    assert place.client.cancel(job_id) == "cancelling"
-    wait_until(lambda: has_heard(place, engine))
-    goes_on.touch()
-    place.wait_all()
-    assert place.states() == {job_id: end}
-    place.check(ALL, engine, states={job_id: end})
-
-
-def has_heard(place: Place, engine: ChaosEngine) -> bool:
-    """No word to the engine is left in Redis."""
-    return place.redis.llen(place.client._keys.signals(engine.engine_id)) == 0
