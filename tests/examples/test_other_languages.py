@@ -125,6 +125,23 @@ def test_node_and_python_agree_on_the_digest(server: EmbeddedServer) -> None:
 
 
 @needs_node
+def test_what_is_null_in_node_is_not_given(server: EmbeddedServer) -> None:
+    script = """
+    import { Millrace } from "./examples/node/millrace.js";
+    import { Redis } from "./examples/node/redis.js";
+    const redis = await Redis.connect(process.argv[1]);
+    const millrace = new Millrace(redis, { queue: "examples", lua: "results/lua" });
+    const id = await millrace.submit({ prompt: "x", delay_s: 3600, run_at: null, deadline_s: null, meta: null, seed: -1 });
+    console.log(await millrace.state(id));
+    console.log(await redis.command("HGET", `millrace:{examples}:job:${id}`, "seed"));
+    redis.close();
+    """
+    ran = run(NODE or "", "--input-type=module", "--eval", script, server.url)
+    state, seed = ran.stdout.split()
+    assert (state, int(seed) >= 0) == ("delayed", True)
+
+
+@needs_node
 def test_node_says_why_a_job_can_never_be_taken(server: EmbeddedServer) -> None:
     script = """
     import { Millrace } from "./examples/node/millrace.js";
