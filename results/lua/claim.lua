@@ -7,8 +7,8 @@
 --       5 fingerprint of the engine's model, 6 jobs that the engine holds already, 7 "1" when the engine says `begin` before
 --       it computes a job that runs alone (may be left out)
 -- Returns nil when the engine's heartbeat is gone, else an array: jobs still ready (0 while the queue is paused), jobs set
---       aside, then for each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token), tokens published,
---       1 when watched or 0, created ms, the record's protocol version
+--       aside, then for each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token),
+--       tokens published, 1 when watched or 0, created ms, the record's protocol version
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, in the
 --       end failed, where the output is another model's
 
