@@ -58,7 +58,7 @@ class Leases:
         self._stopping = threading.Event()
         self._hurry = threading.Event()
         """Ends the wait for the next heartbeat."""
-        self._beat_at_s = time.monotonic()
+        self._beat_at_s = self._next_beat_s = time.monotonic()
         self._recover_from_s = 0.0
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -67,7 +67,7 @@ class Leases:
 
     def start(self) -> None:
         """Register with the queue and keep registered. Raises `QueueError` when the first heartbeat fails."""
-        self._beat()
+        self._next_beat_s = self._time_after(self._beat())
         self.thread.start()
 
     def stop(self) -> None:
@@ -121,24 +121,25 @@ class Leases:
         )
 
     def _run(self) -> None:
-        interval_s = self._ttl_ms / 4000
-        next_beat = time.monotonic()  # at once: one that has just died may be over before the next
         while True:
-            self._hurry.wait(max(0.0, next_beat - time.monotonic()))
+            self._hurry.wait(max(0.0, self._next_beat_s - time.monotonic()))
             if self._stopping.is_set():
                 return
             self._hurry.clear()
-            next_beat = time.monotonic() + interval_s
+            self._next_beat_s = time.monotonic() + self._ttl_ms / 4000
             try:
-                news = self._beat()
-                # Whoever looks when an engine's time is over has its jobs back within the limit, not some time after it.
-                next_beat = min(next_beat, time.monotonic() + (news.next_lapse_ms + 1) / 1000)
+                self._next_beat_s = self._time_after(self._beat())
                 if time.monotonic() >= self._recover_from_s:
                     self._recover()
             except QueueError as error:
                 logger.warning("heartbeat failed: %s", error)
             except Exception:  # our bug: without heartbeats all jobs of this engine would be another one's
                 logger.exception("heartbeat failed")
+
+    def _time_after(self, news: Reconciliation) -> float:
+        """When the heartbeat after this one is due. Whoever looks when an engine's time is over has its jobs back within the
+        limit, not some time after it."""
+        return time.monotonic() + min(self._ttl_ms / 4, news.next_lapse_ms + 1) / 1000
 
     def _recover(self) -> None:
         recovered = _RECOVER_AT_ONCE

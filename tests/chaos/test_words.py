@@ -16,7 +16,7 @@ from tests.chaos.workload import make_jobs
 pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 HEARTBEAT_S = 600.0
-"""The second heartbeat comes with the start, the third after the test: nothing but the word tells the engine."""
+"""The first comes with the start, the second after the test: nothing but the word tells the engine."""
 
 
 @pytest.fixture
