@@ -13,15 +13,34 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from executor.base import Executor
+from executor.channel import Channel
 from executor.errors import StartError, WorkerDied
-from executor.external import ExternalLauncherExecutor, become_rank
+from executor.external import ExternalLauncherExecutor, ExternalRank, become_rank
 from producer.client import Client
 from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
-from tests.executor.kinds import Make, start, stub_config, wait_until_gone, worker_pids
+from tests.executor.kinds import (
+    SHORT,
+    Make,
+    start,
+    stub_config,
+    wait_until_gone,
+    worker_pids,
+)
 
 external = pytest.mark.parametrize("make", ["external"], indirect=True)
+
+LIMITS = msgspec.structs.replace(SHORT, shutdown_s=2.0)
+"""A rank that is well beats meanwhile."""
+
+
+def shut_down_without_launcher(executor: Executor) -> None:
+    """What the service does; the launcher would kill whatever is left."""
+    assert isinstance(executor, ExternalLauncherExecutor)
+    ExternalLauncherExecutor.shutdown(executor)
 
 
 def test_without_torchrun_it_says_what_to_type() -> None:
@@ -47,6 +66,34 @@ def test_a_start_that_fails_names_phase_and_rank(make: Make) -> None:
     with pytest.raises(StartError, match="told to raise") as caught:
         executor.start()
     assert (caught.value.phase, caught.value.rank) == ("load_model", 1)
+
+
+@external
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stands_still_when_the_service_stops_is_killed(make: Make, rank: int) -> None:
+    executor = start(make(limits=LIMITS))
+    pid = worker_pids(executor)[rank]
+    os.kill(pid, signal.SIGSTOP)
+    shut_down_without_launcher(executor)
+    wait_until_gone(pid)
+
+
+@external
+def test_a_rank_that_stands_still_while_another_fails_to_start_is_killed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor: Any = make("raise-at-start,on-rank=1", limits=LIMITS)
+    launch = executor._launch
+
+    def launch_and_stop(channel: Channel) -> list[ExternalRank]:
+        ranks: list[ExternalRank] = launch(channel)
+        os.kill(ranks[0].pid, signal.SIGSTOP)
+        return ranks
+
+    monkeypatch.setattr(executor, "_launch", launch_and_stop)
+    with pytest.raises(StartError, match="told to raise"):
+        executor.start()
+    wait_until_gone(executor.processes[0].pid)
 
 
 def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +276,20 @@ def test_a_service_that_is_told_to_stop_ends_the_group_in_order(torchrun: Torchr
     os.kill(torchrun.pid_of("engine_service"), signal.SIGTERM)
     assert torchrun.process.wait(60) == 0, torchrun.text()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("millrace-")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_does_not_wait_for_a_rank_that_stands_still_when_the_service_stops(
+    doomed: Callable[..., Torchrun], rank: int
+) -> None:
+    running = doomed(max_restarts=0)
+    running.wait_until_serving()
+    os.kill(running.pid_of(f"--identity {rank}.1"), signal.SIGSTOP)
+    os.kill(running.pid_of("engine_service"), signal.SIGTERM)
+    assert running.process.wait(60) != 0
+    assert re.search(rf"rank *: {rank} .*\n *exitcode *: -9", running.text()), running.text()
 
 
 @pytest.mark.slow
