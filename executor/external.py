@@ -127,6 +127,14 @@ class ExternalLauncherExecutor(RemoteExecutor):
         """The ranks of which something has come."""
         return set() if self._channel is None else {rank for rank, _ in self._channel.receive()}
 
+    def _kill_stuck(self) -> None:
+        """Those without a heartbeat. One that waits for them, or is in a step that does not end, ends after this process."""
+        assert self._watchdog is not None
+        now_s = time.monotonic()
+        for handle in self._handles:
+            if self._watchdog.silence_s(handle.rank, now_s) > self._limits.shutdown_s:
+                handle.kill()
+
 
 class ExternalRank:
     """A rank on this host that is not our child: it can be watched and signalled. Implements `RankHandle`."""

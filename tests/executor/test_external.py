@@ -18,13 +18,15 @@ import pytest
 
 from executor.base import Executor
 from executor.channel import Channel
-from executor.errors import StartError, WorkerDied
+from executor.errors import ExecutorTimeout, StartError, WorkerDied
 from executor.external import ExternalLauncherExecutor, ExternalRank, become_rank
 from producer.client import Client
 from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
 from tests.executor.kinds import (
     SHORT,
     Make,
+    check_health_for,
+    first_step,
     start,
     stub_config,
     wait_until_gone,
@@ -94,6 +96,28 @@ def test_a_rank_that_stands_still_while_another_fails_to_start_is_killed(
     with pytest.raises(StartError, match="told to raise"):
         executor.start()
     wait_until_gone(executor.processes[0].pid)
+
+
+@external
+def test_of_a_group_only_the_rank_that_stands_still_is_killed(make: Make) -> None:
+    executor: Any = start(make(limits=LIMITS))
+    os.kill(worker_pids(executor)[1], signal.SIGSTOP)
+    with pytest.raises(WorkerDied, match=r"rank 1 .*no heartbeat"):
+        check_health_for(executor, 20)
+    wait_until_gone(executor.processes[1].pid)
+    with pytest.raises(subprocess.TimeoutExpired):
+        executor.processes[0].wait(0.5)
+
+
+@external
+def test_a_rank_that_does_not_answer_but_has_its_heartbeat_is_left_to_end_with_the_service(make: Make) -> None:
+    """It may only wait for another rank, and torchrun is to see with what the service ends."""
+    executor: Any = start(make("hang-at-step=1,on-rank=1", limits=LIMITS))
+    executor.execute_model(first_step(executor))
+    with pytest.raises(ExecutorTimeout):
+        executor.collective_rpc("check_health", timeout_s=0.1)
+    shut_down_without_launcher(executor)
+    assert [process.poll() for process in executor.processes] == [None, None]
 
 
 def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,6 +340,8 @@ DOOMED = (sys.executable, "-P", "-m", "tests.e2e.doomed_worker")
         ((*DOOMED, "start:device"), (), 7, "uncorrectable ECC error"),
         pytest.param((*DOOMED, "start:memory"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
         pytest.param((*DOOMED, "execute_model:device"), (), 7, "uncorrectable ECC error", marks=pytest.mark.slow),
+        pytest.param((*DOOMED, "execute_model:memory@0"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
+        pytest.param((*DOOMED, "execute_model:memory@1"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
         (("millrace", "serve"), ("--kv-cache-memory", "1KiB"), 2, "give the pool more memory"),
     ],
 )
@@ -330,7 +356,7 @@ def test_torchrun_sees_with_what_the_service_ends(
     queue_name: str,
 ) -> None:
     running = doomed(*options, program=program, max_restarts=0)
-    if "execute_model:device" in program:
+    if program[-1].startswith("execute_model:"):
         running.wait_until_serving()
         submit(Client(redis_url, queue=queue_name))
     assert running.process.wait(100) != 0
