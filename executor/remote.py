@@ -220,7 +220,6 @@ class RemoteExecutor(Executor):
             raise
 
     def check_health(self) -> None:
-        self._recorder.idle()
         self.pump(timeout_s=0)
         self.require_workers()
 
