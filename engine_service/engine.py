@@ -156,6 +156,7 @@ class Engine:
         self._untold = [one for one in self._untold if one.generation is not generation]
         if self._generations.pop(generation.sequence.seq_id, None) is not None:
             self.scheduler.remove(generation.sequence)
+            self._mark_idle()
 
     def step(self) -> list[Progress]:
         """Keep every stage of the workers busy, and wait for the oldest step: what it brought. Empty when there was nothing
@@ -207,10 +208,17 @@ class Engine:
             self._step_limits = None
             self._epochs.count_good_step()
             self._count_good_step()
-            return [self._take(advance) for advance in self.scheduler.apply(result)]
+            progress = [self._take(advance) for advance in self.scheduler.apply(result)]
+            self._mark_idle()
+            return progress
         except BaseException:  # interrupted: nobody would collect this step again
             self._requeue()
             raise
+
+    def _mark_idle(self) -> None:
+        """When nothing is left: the time until there is something again is not the host's."""
+        if not self._under_way and not self.scheduler.has_work:
+            self._executor.mark_idle()
 
     def _set_step_limits(self, plan: StepPlan) -> None:
         now_s = time.monotonic()

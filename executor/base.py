@@ -260,6 +260,10 @@ class Executor(ABC):
         The result is the output rank's; an error or the death of any rank ends the wait for it.
         """
 
+    def mark_idle(self) -> None:
+        """There is nothing to run: the time until the next step is not the host's."""
+        self._recorder.idle()
+
     @abstractmethod
     def step_limit_s(self, num_tokens: int) -> float:
         """How long a step of so many tokens may take before it counts as stuck."""

@@ -9,14 +9,15 @@ starts the engine service as its child, which holds no device:
               '- rank 1
 
 The lives are tied: when a rank ends, the service gives its jobs back to the queue and ends; when the service ends, rank 0
-ends as it did, and the others with 0. Ranks that have failed or were told to go wait for that. torchrun then starts the
-group again, up to --max-restarts times (by default never), and the new service goes on with the jobs' tokens so far. When
-torchrun itself ends, all of them do.
+ends as it did, and the others with 0. Ranks that have failed or were told to go wait for that; those that stand still the
+service kills. torchrun then starts the group again, up to --max-restarts times (by default never), and the new service goes
+on with the jobs' tokens so far. When torchrun itself ends, all of them do.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import select
 import shutil
@@ -34,9 +35,11 @@ from executor.broom import Broom
 from executor.channel import Channel, socket_address
 from executor.errors import StartError
 from executor.messages import ModelFacts
-from executor.process import End, RankHandle, python_path
+from executor.process import End, RankHandle, close_all, python_path
 from executor.rank import DUMP_SIGNAL, die_with_parent
 from executor.remote import RemoteExecutor
+
+logger = logging.getLogger("millrace.executor")
 
 MEETING_PLACE = "MILLRACE_EXTERNAL_DIRECTORY"
 """Set for the service by rank 0: the directory where it meets the ranks."""
@@ -53,6 +56,7 @@ _TORCHRUN_NAMES = frozenset(
     }
 )
 _MEETING_LIMIT_S = 60.0
+_LISTEN_EVERY_S = 0.02
 _SERVICE = "engine-service"
 """Name of the note that says which process the service is."""
 _LIFE = 1
@@ -94,10 +98,42 @@ class ExternalLauncherExecutor(RemoteExecutor):
 
     def _let_go(self) -> Sequence[RankHandle]:
         """None: a rank that does not stand still ends after this process, so that torchrun sees how this one has ended, and
-        not that ranks were killed."""
-        for handle in super()._let_go():
-            handle.close()
+        not that ranks were killed. One that does would never end, and is killed here."""
+        handles = super()._let_go()
+        silent = self._find_silent(handles)
+        for handle in silent:
+            logger.error("rank %d stands still, and is killed", handle.rank)
+            handle.kill()
+        close_all(silent)
+        for handle in handles:
+            if handle not in silent:
+                handle.close()
         return ()
+
+    def _find_silent(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
+        """Those that neither end nor give a sign of life from now on. Blocks until all others have, a second mostly: a rank
+        that computes or waits for another has its heartbeat, but not always while it starts."""
+        limit_s = self._limits.busy_heartbeat_s if self._watchdog is None else self._limits.shutdown_s
+        deadline_s = time.monotonic() + limit_s
+        silent = list(handles)
+        self._hear()  # what was sent before
+        while silent and time.monotonic() < deadline_s:
+            time.sleep(_LISTEN_EVERY_S)
+            heard = self._hear()
+            silent = [handle for handle in silent if handle.rank not in heard and not handle.wait(0)]
+        return silent
+
+    def _hear(self) -> set[int]:
+        """The ranks of which something has come."""
+        return set() if self._channel is None else {rank for rank, _ in self._channel.receive()}
+
+    def _kill_stuck(self) -> None:
+        """Those without a heartbeat. One that waits for them, or is in a step that does not end, ends after this process."""
+        assert self._watchdog is not None
+        now_s = time.monotonic()
+        for handle in self._handles:
+            if self._watchdog.silence_s(handle.rank, now_s) > self._limits.shutdown_s:
+                handle.kill()
 
 
 class ExternalRank:

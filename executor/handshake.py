@@ -196,14 +196,13 @@ class Handshake:
     def _end_stuck(self, rank: int, message: str) -> NoReturn:
         phase = self._phases[rank]
         logger.error(
-            "rank %d is stuck in phase %s: %s; the stacks of all ranks follow, then they are killed",
+            "rank %d is stuck in phase %s: %s; the stacks of all ranks follow, then they are ended",
             rank,
             phase,
             message,
         )
         dump_all(self._handles, self._hear_stacks)
-        for handle in self._handles:
-            handle.kill()
+        self._handles[rank].kill()  # the others are for the executor to end
         raise StartError(phase, rank, message, is_retryable=True)
 
     def _hear_stacks(self) -> None:

@@ -121,8 +121,7 @@ class RemoteExecutor(Executor):
         return handshake.run()
 
     def shutdown(self) -> None:
-        if self._channel is not None and self._lost is None:
-            self._dump_overdue()
+        if self._channel is not None and self._lost is None and not self._has_overdue:
             goodbye = encode(Call(call_id=0, method="shutdown"))
             # A worker in the middle of a step reads it afterwards, or is terminated.
             self._send(goodbye, range(self.world_size))
@@ -132,8 +131,7 @@ class RemoteExecutor(Executor):
     def _discard_workers(self) -> None:
         self._dump_overdue()
         handles = self._let_go()
-        for handle in handles:
-            handle.kill()
+        _kill(handles)
         close_all(handles)
         self._lost = WorkerDied(0, "the executor has been shut down")
         self._give_up_calls(self._lost)
@@ -160,7 +158,6 @@ class RemoteExecutor(Executor):
         if self._has_overdue and self._handles and self._lost is None:
             logger.error("a call has timed out; the stacks of all ranks follow, then they are ended")
             self._dump_stacks()
-            self._kill_all()
         self._has_overdue = False
 
     def _num_active_workers(self) -> int:
@@ -223,7 +220,6 @@ class RemoteExecutor(Executor):
             raise
 
     def check_health(self) -> None:
-        self._recorder.idle()
         self.pump(timeout_s=0)
         self.require_workers()
 
@@ -345,14 +341,14 @@ class RemoteExecutor(Executor):
             self._end_stuck(*verdict)
 
     def _end_stuck(self, rank: int, reason: str) -> None:
-        logger.error("rank %d is %s; the stacks of all ranks follow, then they are killed", rank, reason)
+        logger.error("rank %d is %s; the stacks of all ranks follow, then they are ended", rank, reason)
         self._dump_stacks()
-        self._kill_all()
+        self._kill_stuck()
         self._lose(rank, reason, 1)
 
-    def _kill_all(self) -> None:
-        for handle in self._handles:
-            handle.kill()
+    def _kill_stuck(self) -> None:
+        """A rank stands still: end the whole group, of which some may wait for it."""
+        _kill(self._handles)
 
     def _dump_stacks(self) -> None:
         dump_all(self._handles, lambda: self._listen(self._limits.dump_s))
@@ -363,6 +359,11 @@ class RemoteExecutor(Executor):
         self._give_up_calls(self._lost)
         if not self.is_asleep:  # those that die asleep are not missed before somebody wakes them
             self._lost_s = time.monotonic()
+
+
+def _kill(handles: Iterable[RankHandle]) -> None:
+    for handle in handles:
+        handle.kill()
 
 
 def _free_port() -> int:

@@ -137,7 +137,6 @@ class UniprocExecutor(Executor):
         self._recorder.completed(now_s - began_s, now_s, is_failure=done.is_failure)
 
     def check_health(self) -> None:
-        self._recorder.idle()
         worker = self._require_worker()
         if not self._missing:  # the device may be somebody else's while the worker sleeps
             _Done(worker.check_health).result()

@@ -96,10 +96,14 @@ class Watchdog:
             self._forgive(now_s)
             return None
         silence_s = self._limits.busy_heartbeat_s if is_busy else self._limits.heartbeat_s
-        for rank, heard_s in enumerate(self._heard_s):
-            if now_s - heard_s > silence_s:
-                return rank, f"stuck: no heartbeat for {now_s - heard_s:.1f} s (last seen: {self._phases[rank]})"
+        for rank, phase in enumerate(self._phases):
+            if (lasts_s := self.silence_s(rank, now_s)) > silence_s:
+                return rank, f"stuck: no heartbeat for {lasts_s:.1f} s (last seen: {phase})"
         return self._slowest_step(now_s)
+
+    def silence_s(self, rank: int, now_s: float) -> float:
+        """How long ago the rank's last heartbeat was taken in."""
+        return now_s - self._heard_s[rank]
 
     def _slowest_step(self, now_s: float) -> tuple[int, str] | None:
         """Ranks wait for each other: of those that are late, the one is named whose heartbeat was heard longest ago."""

@@ -1,7 +1,7 @@
 """The real worker on a machine that is out of order. Run as the engine service itself, this module starts one with such
 workers, whose restarts follow each other without pauses. Its first argument is what is wrong: METHOD:FAULT, or, for once
-only, METHOD:FAULT:FILE, which makes the file. Two faults are there as long as their FILE is: with `away` rank 1 is killed,
-with `no-gpu` the device is chosen on a host without one."""
+only, METHOD:FAULT:FILE, which makes the file; METHOD:FAULT@RANK is one rank's alone. Two faults are there as long as their
+FILE is: with `away` rank 1 is killed, with `no-gpu` the device is chosen on a host without one."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
     worker: Any = create_real_worker(rank, world_size, epoch, config, rendezvous)
     where, what, *once = os.environ[VARIABLE].split(":")
+    what, _, only_rank = what.partition("@")
+    if only_rank and int(only_rank) != rank:
+        return worker
     method = getattr(worker, where)
 
     def fail(*args: object) -> object:

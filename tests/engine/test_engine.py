@@ -87,6 +87,21 @@ def test_a_batch_runs_to_its_end(build: Build, kind: type[Executor]) -> None:
     assert_undisturbed(generations)
 
 
+@pytest.mark.parametrize("kind", [UniprocExecutor, MultiprocExecutor])
+def test_the_time_without_work_is_not_the_hosts(build: Build, kind: type[Executor]) -> None:
+    engine = build(kind=kind)
+    engine.start()
+    run(engine, [generation(1)])
+    dropped = generation(2)
+    engine.add(dropped)
+    engine.step()
+    engine.step()
+    engine.abort(dropped)
+    run(engine, [generation(3)])
+    figures = engine.metrics().executor
+    assert figures.host_s.count == figures.num_steps - 3, "all but the first step of each"
+
+
 @stages
 def test_a_worker_that_dies_in_a_step_is_replaced_and_the_output_is_the_same(
     build: Build, tmp_path: Path, num_stages: int

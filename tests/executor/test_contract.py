@@ -181,7 +181,7 @@ def test_sleep_and_pauses_are_not_the_hosts_time(make: Make) -> None:
     executor.sleep()
     executor.wake_up()
     executor.execute_model(first_step(executor, 2, seq_id=2)).result()
-    executor.check_health()
+    executor.mark_idle()
     executor.execute_model(first_step(executor, 3, seq_id=3)).result()
     assert executor.stats().host_s.count == 0
 

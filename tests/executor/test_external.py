@@ -13,15 +13,36 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from executor.errors import StartError, WorkerDied
-from executor.external import ExternalLauncherExecutor, become_rank
+from executor.base import Executor
+from executor.channel import Channel
+from executor.errors import ExecutorTimeout, StartError, WorkerDied
+from executor.external import ExternalLauncherExecutor, ExternalRank, become_rank
 from producer.client import Client
 from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
-from tests.executor.kinds import Make, start, stub_config, wait_until_gone, worker_pids
+from tests.executor.kinds import (
+    SHORT,
+    Make,
+    check_health_for,
+    first_step,
+    start,
+    stub_config,
+    wait_until_gone,
+    worker_pids,
+)
 
 external = pytest.mark.parametrize("make", ["external"], indirect=True)
+
+LIMITS = msgspec.structs.replace(SHORT, shutdown_s=2.0)
+"""A rank that is well beats meanwhile."""
+
+
+def shut_down_without_launcher(executor: Executor) -> None:
+    """What the service does; the launcher would kill whatever is left."""
+    assert isinstance(executor, ExternalLauncherExecutor)
+    ExternalLauncherExecutor.shutdown(executor)
 
 
 def test_without_torchrun_it_says_what_to_type() -> None:
@@ -47,6 +68,56 @@ def test_a_start_that_fails_names_phase_and_rank(make: Make) -> None:
     with pytest.raises(StartError, match="told to raise") as caught:
         executor.start()
     assert (caught.value.phase, caught.value.rank) == ("load_model", 1)
+
+
+@external
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_stands_still_when_the_service_stops_is_killed(make: Make, rank: int) -> None:
+    executor = start(make(limits=LIMITS))
+    pid = worker_pids(executor)[rank]
+    os.kill(pid, signal.SIGSTOP)
+    shut_down_without_launcher(executor)
+    wait_until_gone(pid)
+
+
+@external
+def test_a_rank_that_stands_still_while_another_fails_to_start_is_killed(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor: Any = make("raise-at-start,on-rank=1", limits=LIMITS)
+    launch = executor._launch
+
+    def launch_and_stop(channel: Channel) -> list[ExternalRank]:
+        ranks: list[ExternalRank] = launch(channel)
+        os.kill(ranks[0].pid, signal.SIGSTOP)
+        return ranks
+
+    monkeypatch.setattr(executor, "_launch", launch_and_stop)
+    with pytest.raises(StartError, match="told to raise"):
+        executor.start()
+    wait_until_gone(executor.processes[0].pid)
+
+
+@external
+def test_of_a_group_only_the_rank_that_stands_still_is_killed(make: Make) -> None:
+    executor: Any = start(make(limits=LIMITS))
+    os.kill(worker_pids(executor)[1], signal.SIGSTOP)
+    with pytest.raises(WorkerDied, match=r"rank 1 .*no heartbeat"):
+        check_health_for(executor, 20)
+    wait_until_gone(executor.processes[1].pid)
+    with pytest.raises(subprocess.TimeoutExpired):
+        executor.processes[0].wait(0.5)
+
+
+@external
+def test_a_rank_that_does_not_answer_but_has_its_heartbeat_is_left_to_end_with_the_service(make: Make) -> None:
+    """It may only wait for another rank, and torchrun is to see with what the service ends."""
+    executor: Any = start(make("hang-at-step=1,on-rank=1", limits=LIMITS))
+    executor.execute_model(first_step(executor))
+    with pytest.raises(ExecutorTimeout):
+        executor.collective_rpc("check_health", timeout_s=0.1)
+    shut_down_without_launcher(executor)
+    assert [process.poll() for process in executor.processes] == [None, None]
 
 
 def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +303,20 @@ def test_a_service_that_is_told_to_stop_ends_the_group_in_order(torchrun: Torchr
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_does_not_wait_for_a_rank_that_stands_still_when_the_service_stops(
+    doomed: Callable[..., Torchrun], rank: int
+) -> None:
+    running = doomed(max_restarts=0)
+    running.wait_until_serving()
+    os.kill(running.pid_of(f"--identity {rank}.1"), signal.SIGSTOP)
+    os.kill(running.pid_of("engine_service"), signal.SIGTERM)
+    assert running.process.wait(60) != 0
+    assert re.search(rf"rank *: {rank} .*\n *exitcode *: -9", running.text()), running.text()
+
+
+@pytest.mark.slow
 def test_a_model_that_cannot_be_loaded_is_named_before_torchrun_gives_up(
     tmp_path: Path, redis_url: str, queue_name: str, port: str
 ) -> None:
@@ -255,6 +340,8 @@ DOOMED = (sys.executable, "-P", "-m", "tests.e2e.doomed_worker")
         ((*DOOMED, "start:device"), (), 7, "uncorrectable ECC error"),
         pytest.param((*DOOMED, "start:memory"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
         pytest.param((*DOOMED, "execute_model:device"), (), 7, "uncorrectable ECC error", marks=pytest.mark.slow),
+        pytest.param((*DOOMED, "execute_model:memory@0"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
+        pytest.param((*DOOMED, "execute_model:memory@1"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
         (("millrace", "serve"), ("--kv-cache-memory", "1KiB"), 2, "give the pool more memory"),
     ],
 )
@@ -269,7 +356,7 @@ def test_torchrun_sees_with_what_the_service_ends(
     queue_name: str,
 ) -> None:
     running = doomed(*options, program=program, max_restarts=0)
-    if "execute_model:device" in program:
+    if program[-1].startswith("execute_model:"):
         running.wait_until_serving()
         submit(Client(redis_url, queue=queue_name))
     assert running.process.wait(100) != 0
