@@ -100,28 +100,29 @@ class ExternalLauncherExecutor(RemoteExecutor):
         """None: a rank that does not stand still ends after this process, so that torchrun sees how this one has ended, and
         not that ranks were killed. One that does would never end, and is killed here."""
         handles = super()._let_go()
-        silent = self._find_silent(handles)
-        for handle in silent:
-            logger.error("rank %d stands still, and is killed", handle.rank)
-            handle.kill()
-        close_all(silent)
-        for handle in handles:
-            if handle not in silent:
-                handle.close()
+        silent = list(handles)
+        try:
+            self._wait_for_life(silent)
+        finally:  # a second signal may have ended the wait
+            for handle in silent:
+                logger.error("rank %d stands still, and is killed", handle.rank)
+                handle.kill()
+            close_all(silent)
+            for handle in handles:
+                if handle not in silent:
+                    handle.close()
         return ()
 
-    def _find_silent(self, handles: Sequence[RankHandle]) -> list[RankHandle]:
-        """Those that neither end nor give a sign of life from now on. Blocks until all others have, a second mostly: a rank
-        that computes or waits for another has its heartbeat, but not always while it starts."""
+    def _wait_for_life(self, silent: list[RankHandle]) -> None:
+        """Take those out that end or give a sign of life from now on. Blocks until all have, a second mostly: a rank that
+        computes or waits for another has its heartbeat, but not always while it starts."""
         limit_s = self._limits.busy_heartbeat_s if self._watchdog is None else self._limits.shutdown_s
         deadline_s = time.monotonic() + limit_s
-        silent = list(handles)
         self._hear()  # what was sent before
         while silent and time.monotonic() < deadline_s:
             time.sleep(_LISTEN_EVERY_S)
             heard = self._hear()
-            silent = [handle for handle in silent if handle.rank not in heard and not handle.wait(0)]
-        return silent
+            silent[:] = [handle for handle in silent if handle.rank not in heard and not handle.wait(0)]
 
     def _hear(self) -> set[int]:
         """The ranks of which something has come."""

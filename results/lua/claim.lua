@@ -20,7 +20,7 @@ local leases = prefix .. 'leases:' .. engine
 
 local ALONE_FROM = 2  -- crashes without progress
 local MAX_SET_ASIDE = 256  -- jobs that one claim sets aside,
-local MAX_SET_ASIDE_OF_ONE = 16  -- and those of one tenant, when others wait for their turn
+local MAX_OVER_OF_ONE = 16  -- and those of one tenant whose deadline has passed, when others wait for their turn
 local MAX_LOOKED_AHEAD = 4  -- in the line of one tenant, when others wait for their turn
 
 -- A fingerprint is written with the first tokens: without one there is no checkpoint to read.
@@ -89,24 +89,18 @@ local function take(job)
 end
 
 local jobs, claimed, alone = {0, 0}, {}, nil
-local num_set_aside, num_set_aside_of = 0, {}  -- of all tenants, by tenant
+local num_set_aside, num_over_of = 0, {}  -- in all; by tenant, of those that do not come back
 
 local function may_take(job)
   local can_be_alone = is_idle and #claimed == 0
   return can_be_alone or not must_be_alone(job) and job.cost <= budget
 end
 
-local function set_aside(tenant)
-  num_set_aside, num_set_aside_of[tenant] = num_set_aside + 1, (num_set_aside_of[tenant] or 0) + 1
-end
-
 -- Takes the job, or sets it aside; returns what its tenant has to pay.
 local function take_or_set_aside(job, tenant)
-  if not job.tenant then  -- the record is gone: somebody has deleted it
-    count_waiting(tenant, -1, 0)
-  elseif job.deadline and job.deadline <= now then  -- after a time without engines there may be more than are swept at once
-    end_job(job.id, 'expired', 'expired')
-  elseif fits_this_model(job) then
+  local is_gone = not job.tenant  -- somebody has deleted the record
+  local is_over = is_gone or job.deadline and job.deadline <= now  -- there may be more than are swept at once
+  if not is_over and fits_this_model(job) then
     local lease = take(job)
     jobs[#jobs + 1] = describe(job, lease)
     claimed[#claimed + 1] = job.id .. ' ' .. lease
@@ -114,7 +108,9 @@ local function take_or_set_aside(job, tenant)
     if must_be_alone(job) then alone = job.id end
     return job.cost
   end
-  set_aside(tenant)
+  num_set_aside = num_set_aside + 1
+  if is_over then num_over_of[tenant] = (num_over_of[tenant] or 0) + 1 end
+  if is_gone then count_waiting(tenant, -1, 0) elseif is_over then end_job(job.id, 'expired', 'expired') end
   return 0
 end
 
@@ -151,14 +147,15 @@ promote_due()
 local is_held_back = is_paused()
 local goes_on = not runs_alone and not is_held_back and num_ready() > 0
 if goes_on then reserve_serials(math.min(max_jobs, num_ready())) end
-local num_passed_over = 0  -- tenants in front whose jobs to set aside are so many that others would wait for them
+local num_passed_over = 0  -- tenants that stay in front: so many of their jobs are over that others would wait for them
 while goes_on and not alone and #claimed < max_jobs and num_set_aside < MAX_SET_ASIDE do
   local tenant, time, next_tenant, next_time =
     unpack(redis.call('ZRANGE', prefix .. 'tenants', num_passed_over, num_passed_over + 1, 'WITHSCORES'))
   if not tenant then break end
+  local num_before = #claimed
   goes_on = serve(tenant, tonumber(time), tonumber(next_time))
-  local has_many = (num_set_aside_of[tenant] or 0) >= MAX_SET_ASIDE_OF_ONE
-  if next_tenant and has_many and redis.call('ZSCORE', prefix .. 'tenants', tenant) then
+  local is_first_still = #claimed == num_before and redis.call('ZSCORE', prefix .. 'tenants', tenant)
+  if is_first_still and next_tenant and (num_over_of[tenant] or 0) >= MAX_OVER_OF_ONE then
     num_passed_over = num_passed_over + 1
   end
 end

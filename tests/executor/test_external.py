@@ -81,6 +81,21 @@ def test_a_rank_that_stands_still_when_the_service_stops_is_killed(make: Make, r
 
 
 @external
+def test_a_second_signal_does_not_save_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = start(make(limits=LIMITS))
+    pid = worker_pids(executor)[1]
+    os.kill(pid, signal.SIGSTOP)
+
+    def interrupt(_: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(executor, "_wait_for_life", interrupt)
+    with pytest.raises(SystemExit):
+        shut_down_without_launcher(executor)
+    wait_until_gone(pid)
+
+
+@external
 def test_a_rank_that_stands_still_while_another_fails_to_start_is_killed(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

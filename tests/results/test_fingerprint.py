@@ -68,3 +68,15 @@ def test_it_is_put_off_for_another_time_each_time(queue: JobQueue, redis_client:
         waits_ms.append((redis_client.zscore(queue.keys.delayed, "a") or 0.0) - seconds * 1000 - microseconds / 1000)
         redis_client.zadd(queue.keys.delayed, {"a": 1})
     assert min(waits_ms) < 100 < max(waits_ms) <= 1024
+
+
+def test_many_of_them_keep_neither_their_tenant_nor_others_from_their_turn(queue: JobQueue) -> None:
+    first = Engine(queue, "first")
+    submit(queue, *(f"seen{i}" for i in range(100)), tenant="a")
+    for job in first.claim(100):
+        first.show(job, 0, [1], "x")
+        first.release(job)
+    for tenant in ("a", "b"):
+        submit(queue, *(f"{tenant}{i}" for i in range(20)), tenant=tenant)
+    claimed = [job_id[0] for job_id in Engine(queue, "other", fingerprint="model-b").claim_ids(20)]
+    assert (claimed.count("a"), claimed.count("b")) == (10, 10)

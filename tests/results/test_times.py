@@ -222,6 +222,19 @@ def test_many_overdue_jobs_of_one_tenant_keep_no_other_waiting(queue: JobQueue, 
     assert engine.claim_ids(1) == ["a"]
 
 
+def test_a_tenant_is_passed_over_only_where_a_claim_brings_nothing_of_it(
+    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    """It has been charged for what it gave, and no longer stands in front."""
+    for tenant, cost in (("a", 10), ("b", 15)):
+        for i in range(60):
+            submit(queue, f"{tenant}{i:02}", tenant=tenant, cost=cost)
+    for i in [*range(15), 16]:
+        redis_client.hset(queue.keys.job(f"a{i:02}"), "deadline", 1)
+    claimed = "".join(job_id[0] for job_id in engine.claim_ids(40))
+    assert claimed.count("a") * 10 == pytest.approx(claimed.count("b") * 15, abs=15)
+
+
 def test_jobs_that_fail_together_come_back_apart(queue: JobQueue, engine: Engine) -> None:
     queue.submit([submission(f"j{i}") for i in range(50)])
     for _ in range(50):
