@@ -15,7 +15,7 @@ from rich.table import Table
 from benchmarks import checkpoints, executors, generation, messages, parallel, queueing
 from benchmarks.environment import ROOT, describe
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
+from millrace.results.connection import connect
 
 SEED = 0
 PARTS: dict[str, Callable[[str, Path], dict[str, Any]]] = {

@@ -15,7 +15,7 @@ from benchmarks.environment import ROOT
 from benchmarks.service import Service
 from millrace import Client, GenerationRequest, SamplingParams
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
+from millrace.results.connection import connect
 
 MODEL = ROOT / "examples" / "tiny_model"
 NUM_JOBS = 100

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.generation import make_work, run_offline
-from engine_service import LLM
+from millrace import LLM
 
 NUM_PAIRS = 12
 _FIELDS = {"minor_faults": 7, "user_ticks": 11, "system_ticks": 12}

@@ -18,8 +18,7 @@ from typing import Any
 
 from benchmarks.environment import ROOT
 from benchmarks.service import Service
-from engine_service import LLM
-from millrace import GenerationRequest, SamplingParams
+from millrace import LLM, GenerationRequest, SamplingParams
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

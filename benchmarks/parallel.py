@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.generation import make_work, run_offline
-from engine_service import LLM
+from millrace import LLM
 
 NUM_ROUNDS = 7
 SIZES: dict[str, dict[str, int]] = {

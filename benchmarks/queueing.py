@@ -21,9 +21,9 @@ import rq
 
 from benchmarks import commands
 from millrace import Client, GenerationRequest
-from results.connection import connect
-from results.messages import ClaimedJob, EngineId, Event, Finish, Usage
-from results.queue import JobQueue
+from millrace.results.connection import connect
+from millrace.results.messages import ClaimedJob, EngineId, Event, Finish, Usage
+from millrace.results.queue import JobQueue
 
 NUM_JOBS = 10_000
 NUM_ROUNDS = 5

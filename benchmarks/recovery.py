@@ -31,7 +31,7 @@ from benchmarks.generation import make_model
 from benchmarks.service import Service
 from millrace import Client
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
+from millrace.results.connection import connect
 
 NUM_KILLS = 50
 NUM_READERS = 16

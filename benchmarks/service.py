@@ -26,7 +26,7 @@ class Service:
         url: str,
         model: Path,
         queue: str,
-        start: Sequence[str] = ("-m", "engine_service"),
+        start: Sequence[str] = ("-m", "millrace.engine_service"),
         log: Path | None = None,
     ) -> None:
         """`start`: how Python starts the service, for one that is not quite as users have it. `log`: a file that takes all

@@ -12,29 +12,29 @@ from typing import NoReturn
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from engine_service.admission import Admission
-from engine_service.build import build_engine
-from engine_service.capacity import Capacity
-from engine_service.config import ServeConfig, parse
-from engine_service.doors.inbox import Inbox
-from engine_service.endpoint import Endpoint
-from engine_service.engine import Engine
-from engine_service.errors import ConfigurationError, EngineDead
-from engine_service.exposition import Exposition
-from engine_service.health import Health
-from engine_service.intake import Intake
-from engine_service.jobs import Lost
-from engine_service.leases import Leases, new_engine_id
-from engine_service.model_files import eos_token_ids, fingerprint, resolve_model
-from engine_service.output import Output
-from engine_service.service import Service
-from engine_service.text import Tokenizer
-from executor.external import become_rank, die_with_rank_0, is_torchrun_rank
-from executor.failures import EXIT_CONFIGURATION, EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY
-from results.connection import connect
-from results.errors import QueueError
-from results.queue import JobQueue
-from results.writer import Writer
+from millrace.engine_service.admission import Admission
+from millrace.engine_service.build import build_engine
+from millrace.engine_service.capacity import Capacity
+from millrace.engine_service.config import ServeConfig, parse
+from millrace.engine_service.doors.inbox import Inbox
+from millrace.engine_service.endpoint import Endpoint
+from millrace.engine_service.engine import Engine
+from millrace.engine_service.errors import ConfigurationError, EngineDead
+from millrace.engine_service.exposition import Exposition
+from millrace.engine_service.health import Health
+from millrace.engine_service.intake import Intake
+from millrace.engine_service.jobs import Lost
+from millrace.engine_service.leases import Leases, new_engine_id
+from millrace.engine_service.model_files import eos_token_ids, fingerprint, resolve_model
+from millrace.engine_service.output import Output
+from millrace.engine_service.service import Service
+from millrace.engine_service.text import Tokenizer
+from millrace.executor.external import become_rank, die_with_rank_0, is_torchrun_rank
+from millrace.executor.failures import EXIT_CONFIGURATION, EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY
+from millrace.results.connection import connect
+from millrace.results.errors import QueueError
+from millrace.results.queue import JobQueue
+from millrace.results.writer import Writer
 
 logger = logging.getLogger("millrace.engine")
 
@@ -73,7 +73,7 @@ def _become_rank(config: ServeConfig, arguments: list[str]) -> NoReturn:
             f"got {config.tensor_parallel_size} x {stages}"
         )
     chosen = ["--executor", "external", "--tensor-parallel-size", str(world_size // stages)]
-    command = [sys.executable, "-P", "-m", "engine_service", *arguments, *chosen]
+    command = [sys.executable, "-P", "-m", "millrace.engine_service", *arguments, *chosen]
     try:
         become_rank(command, log_level=config.log_level)
     except ValueError as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from engine_service.core.sequence import Sequence, StopRules
-from engine_service.generation import Generation, TextRules
-from engine_service.text import TextError, Tokenizer
-from executor.messages import ModelFacts, RowSampling, SeqId
-from producer.messages import GenerationRequest, InvalidRequest, SamplingParams
+from millrace.engine_service.core.sequence import Sequence, StopRules
+from millrace.engine_service.generation import Generation, TextRules
+from millrace.engine_service.text import TextError, Tokenizer
+from millrace.executor.messages import ModelFacts, RowSampling, SeqId
+from millrace.producer.messages import GenerationRequest, InvalidRequest, SamplingParams
 
 _SEED_MASK = 2**64 - 1
 

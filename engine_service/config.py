@@ -11,11 +11,11 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from engine_service.core.scheduler import SchedulerConfig
-from engine_service.errors import ConfigurationError
-from executor.messages import WorkerConfig
-from executor.select import NAMES as EXECUTOR_NAMES
-from results.keys import QUEUE_PATTERN
+from millrace.engine_service.core.scheduler import SchedulerConfig
+from millrace.engine_service.errors import ConfigurationError
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.select import NAMES as EXECUTOR_NAMES
+from millrace.results.keys import QUEUE_PATTERN
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 

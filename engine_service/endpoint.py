@@ -17,8 +17,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from engine_service.errors import ConfigurationError
-from engine_service.health import Health
+from millrace.engine_service.errors import ConfigurationError
+from millrace.engine_service.health import Health
 
 logger = logging.getLogger("millrace.engine")
 

@@ -9,16 +9,16 @@ from collections.abc import Iterable
 
 import msgspec
 
-from engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig, SchedulerStats
-from engine_service.core.sequence import StopReason
-from engine_service.epochs import Casualty, Epochs, Failure, too_large
-from engine_service.errors import EngineDead, EngineError, WorkersLost
-from engine_service.generation import Generation
-from engine_service.token_budget import TokenBudget
-from executor.base import Executor, StepFuture
-from executor.errors import Asleep, ExecutorError, WorkerError
-from executor.messages import ModelFacts, SeqId, StepPlan
-from executor.metrics import ExecutorMetrics
+from millrace.engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig, SchedulerStats
+from millrace.engine_service.core.sequence import StopReason
+from millrace.engine_service.epochs import Casualty, Epochs, Failure, too_large
+from millrace.engine_service.errors import EngineDead, EngineError, WorkersLost
+from millrace.engine_service.generation import Generation
+from millrace.engine_service.token_budget import TokenBudget
+from millrace.executor.base import Executor, StepFuture
+from millrace.executor.errors import Asleep, ExecutorError, WorkerError
+from millrace.executor.messages import ModelFacts, SeqId, StepPlan
+from millrace.executor.metrics import ExecutorMetrics
 
 logger = logging.getLogger("millrace.engine")
 

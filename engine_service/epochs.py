@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import msgspec
 
-from engine_service.core.block_pool import BlockPool
-from engine_service.core.scheduler import ALONE_AFTER_CRASHES, Scheduler, SchedulerConfig
-from engine_service.core.sequence import Sequence, StopRules
-from engine_service.errors import EngineDead
-from engine_service.recovery import Recovery
-from executor.base import Executor
-from executor.errors import ExecutorError, WorkerError
-from executor.messages import RowSampling, SeqId
+from millrace.engine_service.core.block_pool import BlockPool
+from millrace.engine_service.core.scheduler import ALONE_AFTER_CRASHES, Scheduler, SchedulerConfig
+from millrace.engine_service.core.sequence import Sequence, StopRules
+from millrace.engine_service.errors import EngineDead
+from millrace.engine_service.recovery import Recovery
+from millrace.executor.base import Executor
+from millrace.executor.errors import ExecutorError, WorkerError
+from millrace.executor.messages import RowSampling, SeqId
 
 logger = logging.getLogger("millrace.engine")
 

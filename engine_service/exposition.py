@@ -8,11 +8,11 @@ from typing import TypeAlias
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
-from engine_service.engine import Engine, EngineMetrics
-from engine_service.health import Health
-from engine_service.job_metrics import JobMetrics
-from engine_service.service import Service
-from executor.metrics import ExecutorMetrics, Percentiles
+from millrace.engine_service.engine import Engine, EngineMetrics
+from millrace.engine_service.health import Health
+from millrace.engine_service.job_metrics import JobMetrics
+from millrace.engine_service.service import Service
+from millrace.executor.metrics import ExecutorMetrics, Percentiles
 
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily | SummaryMetricFamily
 

@@ -6,8 +6,8 @@ from bisect import bisect_right
 
 import msgspec
 
-from engine_service.core.sequence import Sequence, StopReason
-from engine_service.text import Detokenizer, Tokenizer, find_stop
+from millrace.engine_service.core.sequence import Sequence, StopReason
+from millrace.engine_service.text import Detokenizer, Tokenizer, find_stop
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-from engine_service.engine import Engine
-from engine_service.leases import Leases
+from millrace.engine_service.engine import Engine
+from millrace.engine_service.leases import Leases
 
 
 class Health:

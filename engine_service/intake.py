@@ -10,15 +10,15 @@ import logging
 import threading
 from collections.abc import Callable
 
-from engine_service.admission import Admission
-from engine_service.capacity import Capacity, ClaimBudget
-from engine_service.generation import Generation
-from engine_service.jobs import Arrived, CutShort, Deferred, Refused, ServedJob, Watch, Word, is_alone
-from engine_service.leases import Leases
-from producer.messages import InvalidRequest, parse_body
-from results.errors import QueueError
-from results.messages import PROTOCOL, Claim, ClaimedJob, JobError, Signal
-from results.queue import JobQueue
+from millrace.engine_service.admission import Admission
+from millrace.engine_service.capacity import Capacity, ClaimBudget
+from millrace.engine_service.generation import Generation
+from millrace.engine_service.jobs import Arrived, CutShort, Deferred, Refused, ServedJob, Watch, Word, is_alone
+from millrace.engine_service.leases import Leases
+from millrace.producer.messages import InvalidRequest, parse_body
+from millrace.results.errors import QueueError
+from millrace.results.messages import PROTOCOL, Claim, ClaimedJob, JobError, Signal
+from millrace.results.queue import JobQueue
 
 logger = logging.getLogger("millrace.engine")
 

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from executor.metrics import Percentiles, Samples
+from millrace.executor.metrics import Percentiles, Samples
 
 Outcome = Literal["finished", "failed", "cancelled", "expired", "released", "lost"]
 """How a job left: it ended, was given back to the queue, or is another engine's."""

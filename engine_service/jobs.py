@@ -6,9 +6,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from engine_service.core.scheduler import ALONE_AFTER_CRASHES
-from engine_service.generation import Generation
-from results.messages import ClaimedJob, JobError, JobId, Lease
+from millrace.engine_service.core.scheduler import ALONE_AFTER_CRASHES
+from millrace.engine_service.generation import Generation
+from millrace.results.messages import ClaimedJob, JobError, JobId, Lease
 
 
 class ServedJob:

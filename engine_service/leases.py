@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from results.errors import QueueError
-from results.messages import Claim, EngineId, JobId, Lease, Reconciliation
-from results.queue import JobQueue
+from millrace.results.errors import QueueError
+from millrace.results.messages import Claim, EngineId, JobId, Lease, Reconciliation
+from millrace.results.queue import JobQueue
 
 logger = logging.getLogger("millrace.engine")
 

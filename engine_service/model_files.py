@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from engine_service.errors import ConfigurationError
-from executor.sizes import why_impossible
+from millrace.engine_service.errors import ConfigurationError
+from millrace.executor.sizes import why_impossible
 
 _SAMPLE_BYTES = 1 << 16
 

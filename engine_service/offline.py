@@ -1,6 +1,6 @@
 """The offline face: generate from a list of prompts in this process, without Redis.
 
-    from engine_service import LLM
+    from millrace import LLM, SamplingParams
 
     with LLM(model="examples/tiny_model") as llm:
         for output in llm.generate(["3 + 4 =", "20 + 22 ="], SamplingParams(temperature=0, max_tokens=8)):
@@ -22,17 +22,17 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from engine_service.admission import Admission
-from engine_service.build import build_engine
-from engine_service.config import EngineConfig, checked
-from engine_service.core.scheduler import SchedulerStats
-from engine_service.engine import EngineMetrics, Progress
-from engine_service.errors import ConfigurationError, EngineError
-from engine_service.generation import Generation
-from engine_service.model_files import eos_token_ids, resolve_model
-from engine_service.text import Tokenizer
-from producer.checks import shown
-from producer.messages import GenerationRequest, InvalidRequest, SamplingParams
+from millrace.engine_service.admission import Admission
+from millrace.engine_service.build import build_engine
+from millrace.engine_service.config import EngineConfig, checked
+from millrace.engine_service.core.scheduler import SchedulerStats
+from millrace.engine_service.engine import EngineMetrics, Progress
+from millrace.engine_service.errors import ConfigurationError, EngineError
+from millrace.engine_service.generation import Generation
+from millrace.engine_service.model_files import eos_token_ids, resolve_model
+from millrace.engine_service.text import Tokenizer
+from millrace.producer.checks import shown
+from millrace.producer.messages import GenerationRequest, InvalidRequest, SamplingParams
 
 logger = logging.getLogger("millrace.engine")
 

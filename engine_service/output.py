@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from engine_service.core.sequence import StopReason
-from engine_service.jobs import ServedJob
-from results.messages import (
+from millrace.engine_service.core.sequence import StopReason
+from millrace.engine_service.jobs import ServedJob
+from millrace.results.messages import (
     Append,
     Begin,
     ClaimedJob,

@@ -7,11 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 
-from engine_service.errors import ConfigurationError, EngineDead
-from executor.base import Executor
-from executor.errors import ExecutorTimeout, StartError, WorkerDied, WorkerError
-from executor.messages import Failure
-from executor.sizes import smaller_sizes
+from millrace.engine_service.errors import ConfigurationError, EngineDead
+from millrace.executor.base import Executor
+from millrace.executor.errors import ExecutorTimeout, StartError, WorkerDied, WorkerError
+from millrace.executor.messages import Failure
+from millrace.executor.sizes import smaller_sizes
 
 logger = logging.getLogger("millrace.engine")
 

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from engine_service.capacity import Capacity
-from engine_service.core.sequence import StopReason
-from engine_service.engine import Engine, Progress
-from engine_service.epochs import TOO_LARGE
-from engine_service.errors import EngineDead, EngineError, WorkersLost
-from engine_service.job_metrics import JobMetrics, JobRecorder, Outcome
-from engine_service.jobs import (
+from millrace.engine_service.capacity import Capacity
+from millrace.engine_service.core.sequence import StopReason
+from millrace.engine_service.engine import Engine, Progress
+from millrace.engine_service.epochs import TOO_LARGE
+from millrace.engine_service.errors import EngineDead, EngineError, WorkersLost
+from millrace.engine_service.job_metrics import JobMetrics, JobRecorder, Outcome
+from millrace.engine_service.jobs import (
     Arrived,
     CutShort,
     Deferred,
@@ -27,10 +27,10 @@ from engine_service.jobs import (
     Word,
     is_alone,
 )
-from engine_service.output import DEFER_MS, Output
-from executor.messages import SeqId
-from results.messages import ClaimedJob, JobError, JobId, Lease, Reconciliation
-from results.writer import Writer
+from millrace.engine_service.output import DEFER_MS, Output
+from millrace.executor.messages import SeqId
+from millrace.results.messages import ClaimedJob, JobError, JobId, Lease, Reconciliation
+from millrace.results.writer import Writer
 
 logger = logging.getLogger("millrace.engine")
 

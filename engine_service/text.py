@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from engine_service.errors import ConfigurationError, EngineError
+from millrace.engine_service.errors import ConfigurationError, EngineError
 
 logger = logging.getLogger("millrace.engine")
 

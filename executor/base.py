@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from executor.errors import UnknownMethod
-from executor.limits import Limits
-from executor.messages import WORKER_METHODS, ModelFacts, StepPlan, StepResult, WorkerConfig
-from executor.metrics import ExecutorMetrics, Recorder
-from executor.worker import WAKE_TAGS
+from millrace.executor.errors import UnknownMethod
+from millrace.executor.limits import Limits
+from millrace.executor.messages import WORKER_METHODS, ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.executor.metrics import ExecutorMetrics, Recorder
+from millrace.executor.worker import WAKE_TAGS
 
 logger = logging.getLogger("millrace.executor")
 

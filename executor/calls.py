@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from executor.errors import ExecutorTimeout, WorkerDied, WorkerError
-from executor.messages import Failure, Reply, StepPlan, StepReply, StepResult
+from millrace.executor.errors import ExecutorTimeout, WorkerDied, WorkerError
+from millrace.executor.messages import Failure, Reply, StepPlan, StepReply, StepResult
 
 _WITNESS_S = 0.5
 """When a rank says that it lost another, the end of that one gets this long to be noticed: its connections close first."""

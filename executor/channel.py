@@ -19,8 +19,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from executor.broom import PrivateDirectory
-from executor.messages import FromWorker, StepReply, ToWorker, decode_from_worker, encode
+from millrace.executor.broom import PrivateDirectory
+from millrace.executor.messages import FromWorker, StepReply, ToWorker, decode_from_worker, encode
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator

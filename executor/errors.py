@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from executor.messages import Failure
+from millrace.executor.messages import Failure
 
 
 class ExecutorError(Exception):

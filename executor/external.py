@@ -31,13 +31,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from executor.broom import Broom
-from executor.channel import Channel, socket_address
-from executor.errors import StartError
-from executor.messages import ModelFacts
-from executor.process import End, RankHandle, close_all, python_path
-from executor.rank import DUMP_SIGNAL, die_with_parent
-from executor.remote import RemoteExecutor
+from millrace.executor.broom import Broom
+from millrace.executor.channel import Channel, socket_address
+from millrace.executor.errors import StartError
+from millrace.executor.messages import ModelFacts
+from millrace.executor.process import End, RankHandle, close_all, python_path
+from millrace.executor.rank import DUMP_SIGNAL, die_with_parent
+from millrace.executor.remote import RemoteExecutor
 
 logger = logging.getLogger("millrace.executor")
 
@@ -188,7 +188,9 @@ def is_torchrun_rank(environment: Mapping[str, str]) -> bool:
     return "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment
 
 
-def become_rank(service_command: Sequence[str], *, worker_module: str = "worker", log_level: str = "INFO") -> NoReturn:
+def become_rank(
+    service_command: Sequence[str], *, worker_module: str = "millrace.worker", log_level: str = "INFO"
+) -> NoReturn:
     """Replace this process with the rank that torchrun numbered it. Rank 0 starts the service with `service_command`.
 
     Raises ValueError when the ranks are spread over several hosts, and when torchrun has ended already.

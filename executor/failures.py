@@ -6,7 +6,7 @@ import signal
 import traceback
 from typing import Literal
 
-from executor.messages import Failure
+from millrace.executor.messages import Failure
 
 EXIT_CRASH = 1
 EXIT_CONFIGURATION = 2
@@ -31,7 +31,7 @@ _PEER_LOST_WORDS = ("connection closed by peer", "connection reset by peer", "ti
 """What gloo says then, in a plain RuntimeError that also names the file of gloo's source that it comes from."""
 _GLOO_SOURCES = "gloo/transport/"
 _REFUSAL_KINDS = frozenset({"ConfigError", "DeviceError", "ModelError"})
-"""Of `worker.errors`: their one sentence names the remedy."""
+"""Of `millrace.worker.errors`: their one sentence names the remedy."""
 
 
 def to_failure(error: BaseException) -> Failure:

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn
 
-from executor.channel import Channel
-from executor.errors import StartError
-from executor.limits import Limits
-from executor.messages import (
+from millrace.executor.channel import Channel
+from millrace.executor.errors import StartError
+from millrace.executor.limits import Limits
+from millrace.executor.messages import (
     PROTOCOL,
     Beat,
     Boot,
@@ -27,7 +27,7 @@ from executor.messages import (
     WorkerConfig,
     encode,
 )
-from executor.process import RankHandle, dump_all
+from millrace.executor.process import RankHandle, dump_all
 
 logger = logging.getLogger("millrace.executor")
 

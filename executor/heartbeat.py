@@ -12,7 +12,7 @@ import threading
 
 import zmq
 
-from executor.messages import Beat, DumpStacks, Stacks, decode_to_worker, encode
+from millrace.executor.messages import Beat, DumpStacks, Stacks, decode_to_worker, encode
 
 logger = logging.getLogger("millrace.worker")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from executor.channel import Channel
-from executor.messages import WorkerConfig
-from executor.process import WorkerProcess, close_all
-from executor.remote import RemoteExecutor
+from millrace.executor.channel import Channel
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.process import WorkerProcess, close_all
+from millrace.executor.remote import RemoteExecutor
 
 
 class MultiprocExecutor(RemoteExecutor):

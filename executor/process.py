@@ -15,15 +15,16 @@ from typing import Protocol
 
 import msgspec
 
-from executor.failures import describe_exit, is_retryable_exit
-from executor.rank import DUMP_SIGNAL
+from millrace.executor.failures import describe_exit, is_retryable_exit
+from millrace.executor.rank import DUMP_SIGNAL
 
 logger = logging.getLogger("millrace.executor")
 
 _KILLED_S = 30.0
 """What the kernel gets to take a killed process away; a device driver may hold it for a while."""
 
-PROJECT_ROOT = str(Path(__file__).resolve().parent.parent)
+PACKAGE_ROOT = str(Path(__file__).absolute().parents[2])
+"""Where `import millrace` finds this package. Links stay: a checkout has this folder at its top, too."""
 
 
 class End(msgspec.Struct, frozen=True):
@@ -169,5 +170,5 @@ class WorkerProcess:
 def python_path() -> str:
     """A rank imports our packages from where this one lies, also without an installation."""
     known = os.environ.get("PYTHONPATH", "")
-    paths = [PROJECT_ROOT, *(path for path in known.split(os.pathsep) if path)]
+    paths = [PACKAGE_ROOT, *(path for path in known.split(os.pathsep) if path)]
     return os.pathsep.join(dict.fromkeys(paths))

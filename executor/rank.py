@@ -27,10 +27,10 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
-from executor.channel import Keys
-from executor.failures import EXIT_DEVICE_LOST, exit_status, needs_traceback, to_failure
-from executor.heartbeat import Heartbeat
-from executor.messages import (
+from millrace.executor.channel import Keys
+from millrace.executor.failures import EXIT_DEVICE_LOST, exit_status, needs_traceback, to_failure
+from millrace.executor.heartbeat import Heartbeat
+from millrace.executor.messages import (
     PROTOCOL,
     WORKER_METHODS,
     Boot,
@@ -52,7 +52,7 @@ from executor.messages import (
     encode,
     output_rank,
 )
-from executor.worker import Worker
+from millrace.executor.worker import Worker
 
 CreateWorker: TypeAlias = Callable[[int, int, int, WorkerConfig, str], Worker]
 

@@ -20,15 +20,15 @@ from typing import Any
 
 import msgspec
 
-from executor.channel import Channel
-from executor.errors import StartError
-from executor.messages import WorkerConfig
-from executor.process import python_path
-from executor.rank import Invitation
-from executor.ray_cluster import LocalRay, does_answer, known_address
-from executor.ray_rank import RankActor, RayRank
-from executor.remote import RemoteExecutor
-from executor.select import num_visible_gpus
+from millrace.executor.channel import Channel
+from millrace.executor.errors import StartError
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.process import python_path
+from millrace.executor.rank import Invitation
+from millrace.executor.ray_cluster import LocalRay, does_answer, known_address
+from millrace.executor.ray_rank import RankActor, RayRank
+from millrace.executor.remote import RemoteExecutor
+from millrace.executor.select import num_visible_gpus
 
 logger = logging.getLogger("millrace.executor")
 

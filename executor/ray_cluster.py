@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from millrace.executor.process import PACKAGE_ROOT
+
 logger = logging.getLogger("millrace.executor")
 
 _LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
@@ -106,10 +108,10 @@ class LocalRay:
 
 def _call_broom(directory: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "executor.ray_cluster", directory],
+        [sys.executable, "-P", "-m", "millrace.executor.ray_cluster", directory],
         stdin=subprocess.PIPE,
-        cwd=Path(__file__).resolve().parent.parent,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)},
+        cwd=PACKAGE_ROOT,
+        env={**os.environ, "PYTHONPATH": PACKAGE_ROOT},
         start_new_session=True,  # Ctrl-C is not for it: it ends after its owner
     )
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from executor.channel import Channel
-from executor.failures import describe_exit, is_retryable_exit
-from executor.messages import DumpStacks
-from executor.process import End
-from executor.rank import Invitation, accept
+from millrace.executor.channel import Channel
+from millrace.executor.failures import describe_exit, is_retryable_exit
+from millrace.executor.messages import DumpStacks
+from millrace.executor.process import End
+from millrace.executor.rank import Invitation, accept
 
 _LAST_WORD_S = 10.0
 """What Ray gets to say that a call has ended whose actor is gone."""

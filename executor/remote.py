@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 import zmq
 
-from executor.base import Executor
-from executor.calls import PendingCall
-from executor.channel import Channel
-from executor.errors import Asleep, StartError, WorkerDied
-from executor.handshake import Handshake
-from executor.limits import Limits
-from executor.messages import (
+from millrace.executor.base import Executor
+from millrace.executor.calls import PendingCall
+from millrace.executor.channel import Channel
+from millrace.executor.errors import Asleep, StartError, WorkerDied
+from millrace.executor.handshake import Handshake
+from millrace.executor.limits import Limits
+from millrace.executor.messages import (
     Beat,
     Call,
     FromWorker,
@@ -33,9 +33,9 @@ from executor.messages import (
     encode,
     output_rank,
 )
-from executor.metrics import ExecutorMetrics
-from executor.process import RankHandle, close_all, dump_all, stop_all
-from executor.watchdog import Watchdog
+from millrace.executor.metrics import ExecutorMetrics
+from millrace.executor.process import RankHandle, close_all, dump_all, stop_all
+from millrace.executor.watchdog import Watchdog
 
 logger = logging.getLogger("millrace.executor")
 
@@ -50,7 +50,7 @@ class RemoteExecutor(Executor):
         self,
         config: WorkerConfig,
         *,
-        worker_module: str = "worker",
+        worker_module: str = "millrace.worker",
         log_level: str = "INFO",
         limits: Limits | None = None,
     ) -> None:

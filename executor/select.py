@@ -9,12 +9,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from executor.base import Executor
-from executor.external import COMMAND_LINE, MEETING_PLACE, ExternalLauncherExecutor, is_torchrun_rank
-from executor.messages import WorkerConfig
-from executor.multiproc import MultiprocExecutor
-from executor.ray_cluster import known_address
-from executor.uniproc import UniprocExecutor
+from millrace.executor.base import Executor
+from millrace.executor.external import COMMAND_LINE, MEETING_PLACE, ExternalLauncherExecutor, is_torchrun_rank
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.multiproc import MultiprocExecutor
+from millrace.executor.ray_cluster import known_address
+from millrace.executor.uniproc import UniprocExecutor
 
 logger = logging.getLogger("millrace.executor")
 
@@ -22,7 +22,12 @@ NAMES = ("auto", "uni", "mp", "ray", "external")
 
 
 def make_executor(
-    name: str, config: WorkerConfig, *, is_service: bool, worker_module: str = "worker", log_level: str = "INFO"
+    name: str,
+    config: WorkerConfig,
+    *,
+    is_service: bool,
+    worker_module: str = "millrace.worker",
+    log_level: str = "INFO",
 ) -> Executor:
     """The executor called `name`, or with "auto" the one that fits; not yet started.
 
@@ -100,7 +105,7 @@ def _check(chosen: str, world_size: int, num_gpus: int | None) -> None:
 
 def _class_of(name: str) -> type[UniprocExecutor] | type[MultiprocExecutor] | type[ExternalLauncherExecutor]:
     if name == "ray":
-        ray_executor: type[MultiprocExecutor] = importlib.import_module("executor.ray").RayExecutor
+        ray_executor: type[MultiprocExecutor] = importlib.import_module("millrace.executor.ray").RayExecutor
         return ray_executor
     known = {"uni": UniprocExecutor, "mp": MultiprocExecutor, "external": ExternalLauncherExecutor}
     return known[name]  # type: ignore[return-value]

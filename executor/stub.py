@@ -1,4 +1,4 @@
-"""A worker without a model, for tests of everything around it: `worker_module="executor.stub"`.
+"""A worker without a model, for tests of everything around it: `worker_module="millrace.executor.stub"`.
 
 It keeps no KV and needs no torch. The next token of a sequence is a fixed function of its last token and its position, so a
 lost, doubled or misplaced token shows in the output. It checks the plans that it gets: a row that does not go on where the
@@ -33,7 +33,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from executor.messages import ModelFacts, NewSequence, SeqId, StepPlan, StepResult, StepRow, WorkerConfig
+from millrace.executor.messages import ModelFacts, NewSequence, SeqId, StepPlan, StepResult, StepRow, WorkerConfig
 
 VOCAB_SIZE = 1000
 
@@ -271,6 +271,6 @@ def _parse_faults(text: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from executor.rank import serve_rank
+    from millrace.executor.rank import serve_rank
 
     sys.exit(serve_rank(create_worker))

@@ -9,13 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from executor.base import Executor
-from executor.errors import Asleep, StartError, WorkerDied, WorkerError
-from executor.failures import needs_traceback, to_failure
-from executor.limits import Limits
-from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
-from executor.watchdog import Pace
-from executor.worker import Worker
+from millrace.executor.base import Executor
+from millrace.executor.errors import Asleep, StartError, WorkerDied, WorkerError
+from millrace.executor.failures import needs_traceback, to_failure
+from millrace.executor.limits import Limits
+from millrace.executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.executor.watchdog import Pace
+from millrace.executor.worker import Worker
 
 _LOOK_EVERY_S = 10.0
 """How often it is looked how much device memory the worker holds."""
@@ -33,7 +33,7 @@ class UniprocExecutor(Executor):
         self,
         config: WorkerConfig,
         *,
-        worker_module: str = "worker",
+        worker_module: str = "millrace.worker",
         log_level: str = "INFO",
         limits: Limits | None = None,
     ) -> None:

@@ -6,7 +6,7 @@ from collections import deque
 
 import msgspec
 
-from executor.limits import Limits
+from millrace.executor.limits import Limits
 
 _LOOK_EVERY_S = 1.0
 _MEASURED_STEPS = 3

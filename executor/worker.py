@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from executor.messages import ModelFacts, StepPlan, StepResult
+from millrace.executor.messages import ModelFacts, StepPlan, StepResult
 
 WAKE_TAGS = ("weights", "kv_cache")
 """What a sleeping worker gets back, together or one after the other."""

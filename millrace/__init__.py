@@ -15,8 +15,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from producer import AsyncClient, Client, GenerationRequest, InvalidRequest, PayloadTooLarge, SamplingParams
-    from results.errors import (
+    from millrace.engine_service.offline import LLM, CompletionOutput, RequestOutput
+    from millrace.producer import (
+        AsyncClient,
+        Client,
+        GenerationRequest,
+        InvalidRequest,
+        PayloadTooLarge,
+        SamplingParams,
+    )
+    from millrace.results.errors import (
         BatchNotFound,
         CannotRedrive,
         EngineNotFound,
@@ -31,16 +39,18 @@ if TYPE_CHECKING:
         ServerUnsuitable,
         WaitTimeout,
     )
-    from results.messages import BatchStatus, Job, JobError, Position, QueueStats, StreamEvent, Usage
+    from millrace.results.messages import BatchStatus, Job, JobError, Position, QueueStats, StreamEvent, Usage
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "AsyncClient",
     "BatchNotFound",
     "BatchStatus",
     "CannotRedrive",
     "Client",
+    "CompletionOutput",
     "EngineNotFound",
     "GenerationRequest",
     "InvalidRequest",
@@ -56,6 +66,7 @@ __all__ = [
     "QueueFull",
     "QueueStats",
     "RedisUnavailable",
+    "RequestOutput",
     "ResultExpired",
     "SamplingParams",
     "ServerUnsuitable",
@@ -66,8 +77,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "producer": {"AsyncClient", "Client", "GenerationRequest", "InvalidRequest", "PayloadTooLarge", "SamplingParams"},
-    "results.messages": {"BatchStatus", "Job", "JobError", "Position", "QueueStats", "StreamEvent", "Usage"},
+    "millrace.engine_service.offline": {"LLM", "CompletionOutput", "RequestOutput"},
+    "millrace.producer": {
+        "AsyncClient",
+        "Client",
+        "GenerationRequest",
+        "InvalidRequest",
+        "PayloadTooLarge",
+        "SamplingParams",
+    },
+    "millrace.results.messages": {"BatchStatus", "Job", "JobError", "Position", "QueueStats", "StreamEvent", "Usage"},
 }
 """Everything else is an error."""
 
@@ -75,11 +94,14 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'millrace' has no attribute {name!r}")
-    from millrace.shadowing import CLIENT_PACKAGES, check_packages
-
-    check_packages(CLIENT_PACKAGES)
-    home = next((module for module, names in _HOMES.items() if name in names), "results.errors")
-    value = globals()[name] = getattr(import_module(home), name)
+    home = next((module for module, names in _HOMES.items() if name in names), "millrace.results.errors")
+    try:
+        module = import_module(home)
+    except ModuleNotFoundError as error:
+        if (error.name or "millrace").partition(".")[0] == "millrace":
+            raise
+        raise ImportError(f"millrace.{name} needs {error.name}; run: pip install 'millrace[engine]'") from error
+    value = globals()[name] = getattr(module, name)
     return value
 
 

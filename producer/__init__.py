@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from producer.async_client import AsyncClient
-from producer.client import Client
-from producer.errors import InvalidRequest, PayloadTooLarge
-from producer.request import GenerationRequest
-from producer.sampling import SamplingParams
+from millrace.producer.async_client import AsyncClient
+from millrace.producer.client import Client
+from millrace.producer.errors import InvalidRequest, PayloadTooLarge
+from millrace.producer.request import GenerationRequest
+from millrace.producer.sampling import SamplingParams
 
 __all__ = ["AsyncClient", "Client", "GenerationRequest", "InvalidRequest", "PayloadTooLarge", "SamplingParams"]

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from producer.checks import shown
-from producer.errors import InvalidRequest
-from producer.lookups import new_batch
-from producer.request import GenerationRequest
-from producer.wire import refusal, to_submission
-from results import commands, replies
-from results.durability import DURABILITIES, check_confirmed, confirmation
-from results.errors import JobConflict, QueueFull
-from results.keys import QueueKeys
-from results.messages import Submission
-from results.scripts import Command
-from results.transport import Reply
+from millrace.producer.checks import shown
+from millrace.producer.errors import InvalidRequest
+from millrace.producer.lookups import new_batch
+from millrace.producer.request import GenerationRequest
+from millrace.producer.wire import refusal, to_submission
+from millrace.results import commands, replies
+from millrace.results.durability import DURABILITIES, check_confirmed, confirmation
+from millrace.results.errors import JobConflict, QueueFull
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import Submission
+from millrace.results.scripts import Command
+from millrace.results.transport import Reply
 
 BATCH_JOBS = 256
 BATCH_BYTES = 4 * 1024 * 1024

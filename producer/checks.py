@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from producer.errors import InvalidRequest
+from millrace.producer.errors import InvalidRequest
 
 Check = Callable[[Any], str | None]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Unpack
 
-from producer.batches import SubmitCall, submitted
-from producer.lookups import (
+from millrace.producer.batches import SubmitCall, submitted
+from millrace.producer.lookups import (
     CANCEL_BATCH,
     READ_BATCH,
     at_most,
@@ -24,16 +24,16 @@ from producer.lookups import (
     queue_keys,
     sleep_level,
 )
-from producer.options import SubmitOptions, build_request
-from producer.request import GenerationRequest
-from producer.wire import to_submission
-from results import commands, replies
-from results.connection import Connection
-from results.durability import Durability
-from results.errors import BatchNotFound
-from results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
-from results.reader import CompletionFollower, EndFollower, EventFollower
-from results.transport import Transport
+from millrace.producer.options import SubmitOptions, build_request
+from millrace.producer.request import GenerationRequest
+from millrace.producer.wire import to_submission
+from millrace.results import commands, replies
+from millrace.results.connection import Connection
+from millrace.results.durability import Durability
+from millrace.results.errors import BatchNotFound
+from millrace.results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
+from millrace.results.reader import CompletionFollower, EndFollower, EventFollower
+from millrace.results.transport import Transport
 
 
 class Client:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from results.errors import MillraceError
+from millrace.results.errors import MillraceError
 
 
 class InvalidRequest(MillraceError, ValueError):

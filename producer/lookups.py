@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, get_args
 
-from producer.checks import integer, matching, shown, text
-from producer.errors import InvalidRequest
-from producer.request import BATCH_PATTERN, ID_PATTERN, MAX_SECONDS
-from results.errors import BatchNotFound, EngineNotFound, JobNotFound
-from results.keys import QueueKeys
-from results.messages import EndState
+from millrace.producer.checks import integer, matching, shown, text
+from millrace.producer.errors import InvalidRequest
+from millrace.producer.request import BATCH_PATTERN, ID_PATTERN, MAX_SECONDS
+from millrace.results.errors import BatchNotFound, EngineNotFound, JobNotFound
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import EndState
 
 READ_BATCH = 64
 """Jobs that `as_completed` reads at a time."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from producer.errors import InvalidRequest
-from producer.request import GenerationRequest
-from producer.sampling import SamplingParams
-from producer.wire import (
+from millrace.producer.errors import InvalidRequest
+from millrace.producer.request import GenerationRequest
+from millrace.producer.sampling import SamplingParams
+from millrace.producer.wire import (
     MAX_BODY_BYTES,
     canonical_body,
     estimate_cost,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from producer.errors import InvalidRequest
-from producer.request import GenerationRequest
-from producer.sampling import SamplingParams
+from millrace.producer.errors import InvalidRequest
+from millrace.producer.request import GenerationRequest
+from millrace.producer.sampling import SamplingParams
 
 
 class SubmitOptions(TypedDict, total=False):

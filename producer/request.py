@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from producer.checks import (
+from millrace.producer.checks import (
     Check,
     boolean,
     check_fields,
@@ -20,9 +20,9 @@ from producer.checks import (
     text,
     token_ids,
 )
-from producer.errors import InvalidRequest
-from producer.sampling import SamplingParams
-from results.messages import DEFAULT_RETRIES
+from millrace.producer.errors import InvalidRequest
+from millrace.producer.sampling import SamplingParams
+from millrace.results.messages import DEFAULT_RETRIES
 
 ID_PATTERN = r"[A-Za-z0-9._-]{1,128}"
 TENANT_PATTERN = r"[A-Za-z0-9._-]{1,64}"

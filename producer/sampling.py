@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from producer.checks import (
+from millrace.producer.checks import (
     MAX_COUNT,
     MAX_TOKEN_ID,
     Check,
@@ -21,7 +21,7 @@ from producer.checks import (
     texts,
     token_ids,
 )
-from producer.errors import InvalidRequest
+from millrace.producer.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from producer.errors import InvalidRequest, PayloadTooLarge
-from producer.request import ID_PATTERN, GenerationRequest
-from producer.sampling import SamplingParams
-from results.messages import DEFAULT_RETRIES, JobId, Submission
+from millrace.producer.errors import InvalidRequest, PayloadTooLarge
+from millrace.producer.request import ID_PATTERN, GenerationRequest
+from millrace.producer.sampling import SamplingParams
+from millrace.results.messages import DEFAULT_RETRIES, JobId, Submission
 
 MAX_BODY_BYTES = 1024 * 1024
 DEFAULT_COST_TOKENS = 1024

@@ -10,10 +10,22 @@ from hashlib import sha256
 
 import msgspec
 
-from results.keys import QueueKeys
-from results.messages import Append, Begin, EngineId, Event, Finish, JobError, JobId, Lease, Release, Submission, Write
-from results.scripts import Argument, Command, command, script_command
-from results.tokens import pack_tokens
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import (
+    Append,
+    Begin,
+    EngineId,
+    Event,
+    Finish,
+    JobError,
+    JobId,
+    Lease,
+    Release,
+    Submission,
+    Write,
+)
+from millrace.results.scripts import Argument, Command, command, script_command
+from millrace.results.tokens import pack_tokens
 
 WATCH_TTL_MS = 30_000
 MAX_REJECTED_BYTES = 4096

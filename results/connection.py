@@ -11,7 +11,7 @@ import redis.asyncio.retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from results.errors import QueueError, RedisUnavailable
+from millrace.results.errors import QueueError, RedisUnavailable
 
 CLIENT_ERRORS = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
 """What redis-py raises."""

@@ -6,9 +6,9 @@ from typing import Literal
 
 import redis
 
-from results.errors import NotDurable
-from results.scripts import Command, command
-from results.transport import Reply
+from millrace.results.errors import NotDurable
+from millrace.results.scripts import Command, command
+from millrace.results.transport import Reply
 
 Durability = Literal["memory", "disk", "replica"]
 """In the memory of the server, in its append-only file on disk (fsync), or in the memory of a replica too."""

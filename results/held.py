@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import hiredis
 import redis
 
-from results.scripts import Command
+from millrace.results.scripts import Command
 
 _Connection: TypeAlias = Any
 """A redis.Connection, whose methods have no types."""

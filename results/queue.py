@@ -7,10 +7,10 @@ from typing import Literal
 
 import redis
 
-from results import commands, replies
-from results.connection import BLOCK_LIMIT_S
-from results.keys import QueueKeys
-from results.messages import (
+from millrace.results import commands, replies
+from millrace.results.connection import BLOCK_LIMIT_S
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import (
     BatchStatus,
     Claim,
     EngineId,
@@ -26,9 +26,9 @@ from results.messages import (
     Submission,
     Write,
 )
-from results.scripts import Command
-from results.server_check import check_server
-from results.transport import Transport
+from millrace.results.scripts import Command
+from millrace.results.server_check import check_server
+from millrace.results.transport import Transport
 
 
 class JobQueue:

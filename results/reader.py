@@ -12,14 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from results import commands, replies
-from results.connection import BLOCK_LIMIT_S
-from results.errors import JobNotFound, QueueError, ResultExpired, WaitTimeout
-from results.keys import QueueKeys
-from results.messages import StreamEvent
-from results.scripts import Command
-from results.tokens import unpack_tokens
-from results.transport import Reply
+from millrace.results import commands, replies
+from millrace.results.connection import BLOCK_LIMIT_S
+from millrace.results.errors import JobNotFound, QueueError, ResultExpired, WaitTimeout
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import StreamEvent
+from millrace.results.scripts import Command
+from millrace.results.tokens import unpack_tokens
+from millrace.results.transport import Reply
 
 START = "0-0"
 WATCH_REFRESH_S = 10.0

@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from results.errors import BatchNotFound, CannotRedrive, EngineNotFound, JobNotFound
-from results.messages import (
+from millrace.results.errors import BatchNotFound, CannotRedrive, EngineNotFound, JobNotFound
+from millrace.results.messages import (
     PROTOCOL,
     TERMINAL_STATES,
     BatchStatus,
@@ -29,7 +29,7 @@ from results.messages import (
     Timings,
     Usage,
 )
-from results.tokens import unpack_tokens
+from millrace.results.tokens import unpack_tokens
 
 _decode_error = msgspec.json.Decoder(JobError).decode
 _decode_meta = msgspec.json.Decoder(dict[str, Any]).decode

@@ -7,8 +7,8 @@ from typing import Any
 
 import redis
 
-from results.connection import as_unavailable, node_of, server_name
-from results.errors import QueueError, ServerUnsuitable
+from millrace.results.connection import as_unavailable, node_of, server_name
+from millrace.results.errors import QueueError, ServerUnsuitable
 
 MIN_REDIS = (6, 2)
 MIN_VALKEY = (7, 2)

@@ -10,7 +10,7 @@ import redis
 import redis.asyncio
 from redis.exceptions import NoScriptError
 
-from results.connection import (
+from millrace.results.connection import (
     CLIENT_ERRORS,
     AsyncConnection,
     Connection,
@@ -23,9 +23,9 @@ from results.connection import (
     node_of_async,
     server_name,
 )
-from results.errors import QueueError
-from results.held import HeldConnections
-from results.scripts import Command, is_script, source_of
+from millrace.results.errors import QueueError
+from millrace.results.held import HeldConnections
+from millrace.results.scripts import Command, is_script, source_of
 
 Reply = Any
 """What the server answers, as redis-py gives it under RESP2: bytes, int, None or nested lists."""

@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from results.errors import QueueError
-from results.messages import Append, Begin, Finish, JobId, Lease, Release, Write
-from results.queue import JobQueue
+from millrace.results.errors import QueueError
+from millrace.results.messages import Append, Begin, Finish, JobId, Lease, Release, Write
+from millrace.results.queue import JobQueue
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
+from millrace.results.connection import connect
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """For this process and all that it starts, before torch is there to read it: tiny models gain nothing from a second thread,

@@ -12,8 +12,8 @@ from benchmarks import queueing
 from benchmarks.environment import describe
 from benchmarks.service import Service
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.queue import JobQueue
+from millrace.results.connection import connect
+from millrace.results.queue import JobQueue
 from tests.processes import wait_until
 
 DEAF = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(sys.argv[-2:], flush=True); signal.pause()"

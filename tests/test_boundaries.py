@@ -1,5 +1,8 @@
 """Who may import whom: the table of docs/design.md, read from the source and enforced.
 
+Every module of ours is `millrace.<folder>...`, also in tests and benchmarks: from a checkout `worker` could be imported too,
+and a module that is loaded under two names has two of everything.
+
 The folders are floors: `results` and `executor` stand on nothing of ours, `producer` on `results`, `worker` on what it
 exchanges with `executor`, `engine_service` on all but `worker`, and `millrace` on top.
 """
@@ -16,7 +19,9 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("producer", "engine_service", "executor", "worker", "results", "millrace")
+LINKED = ("producer", "engine_service", "executor", "worker", "results")
+"""Folders at the top of the tree that are packages of `millrace`: millrace/worker is a link to worker/."""
+FOLDERS = (*LINKED, "millrace")
 
 MAY_IMPORT: dict[str, set[str]] = {
     "results": {"hiredis", "msgspec", "redis"},
@@ -63,7 +68,10 @@ class Import(NamedTuple):
 
     @property
     def package(self) -> str:
-        return self.module.partition(".")[0]
+        """Which folder of ours it is from, else which distribution's top-level module."""
+        top, _, rest = self.module.partition(".")
+        inner = (rest or self.name or "").partition(".")[0]
+        return inner if top == "millrace" and inner in LINKED else top
 
     @property
     def folder(self) -> str:
@@ -72,6 +80,8 @@ class Import(NamedTuple):
     def names(self) -> set[str]:
         """Every dotted name that this could mean, from the package to the name taken."""
         parts = self.module.split(".") + ([self.name] if self.name else [])
+        if parts[0] == "millrace" and self.package in LINKED:
+            parts = parts[1:]
         return {".".join(parts[: length + 1]) for length in range(len(parts))}
 
     def __str__(self) -> str:
@@ -104,6 +114,19 @@ def _all_imports() -> list[Import]:
 
 
 IMPORTS = _all_imports()
+
+
+def test_the_folders_are_packages_of_millrace() -> None:
+    for folder in LINKED:
+        link = ROOT / "millrace" / folder
+        assert link.is_symlink()
+        assert link.resolve() == ROOT / folder
+
+
+def test_no_module_is_imported_without_millrace_in_front() -> None:
+    places = [path for top in (*FOLDERS, "tests", "benchmarks", "examples") for path in (ROOT / top).rglob("*.py")]
+    wrong = [found for path in places for found in _imports_of(path) if found.module.partition(".")[0] in LINKED]
+    assert not wrong, _wrong(wrong)
 
 
 def _wrong(imports: list[Import]) -> str:
@@ -148,7 +171,7 @@ def _reached_from(module: str) -> Iterator[Import]:
     """The imports of a module and, within our folders, of what it imports; packages' own `__init__` apart."""
     waiting, seen = [module], {module}
     while waiting:
-        file = waiting.pop().replace(".", "/") + ".py"
+        file = waiting.pop().removeprefix("millrace.").replace(".", "/") + ".py"
         for found in (found for found in IMPORTS if found.file == file):
             yield found
             if found.package in FOLDERS and found.module not in seen:
@@ -159,7 +182,7 @@ def _reached_from(module: str) -> Iterator[Import]:
 @pytest.mark.parametrize("folder", ["producer", "results", "executor"])
 def test_messages_are_leaves(folder: str) -> None:
     """What crosses a border can be read without what stands behind it: standard library and msgspec only."""
-    reached = list(_reached_from(f"{folder}.messages"))
+    reached = list(_reached_from(f"millrace.{folder}.messages"))
     wrong = [found for found in reached if found.package not in {"msgspec", *FOLDERS, *sys.stdlib_module_names}]
     assert reached
     assert not wrong, _wrong(wrong)
@@ -187,14 +210,14 @@ def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        ("import millrace", ("torch", "redis", "msgspec", "rich", "producer", "results")),
-        ("import millrace.cli", ("torch", "redis", "msgspec", "rich", "producer", "results")),
-        ("from millrace import Client", ("torch", "transformers", "zmq", "rq", "rich", "engine_service")),
-        ("import producer", ("torch", "transformers", "zmq", "rq")),
-        ("import results.messages", ("torch", "redis")),
-        ("import executor.messages", ("torch", "zmq")),
-        ("import engine_service", ("torch",)),
-        ("import engine_service.config", ("torch",)),
+        ("import millrace", ("torch", "redis", "msgspec", "rich", "millrace.producer", "millrace.results")),
+        ("import millrace.cli", ("torch", "redis", "msgspec", "rich", "millrace.producer", "millrace.results")),
+        ("from millrace import Client", ("torch", "transformers", "zmq", "rq", "rich", "millrace.engine_service")),
+        ("import millrace.producer", ("torch", "transformers", "zmq", "rq")),
+        ("import millrace.results.messages", ("torch", "redis")),
+        ("import millrace.executor.messages", ("torch", "zmq")),
+        ("import millrace.engine_service", ("torch",)),
+        ("import millrace.engine_service.config", ("torch",)),
     ],
 )
 def test_what_an_import_leaves_out(statement: str, absent: tuple[str, ...]) -> None:
@@ -221,7 +244,7 @@ def _uses(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("folder", ["executor", "worker"])
 def test_nothing_between_engine_and_ranks_is_pickled(folder: str) -> None:
     """Neither on our sockets nor among the ranks: tensors travel there, and no object collectives. Ray pickles the arguments
-    of its actors itself: strings, numbers and bytes, which `executor.ray` gives it; nothing comes back but such."""
+    of its actors itself: strings, numbers and bytes, which `millrace.executor.ray` gives it; nothing comes back but such."""
     wrong = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in sorted((ROOT / folder).rglob("*.py"))

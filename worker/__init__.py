@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from executor.messages import WorkerConfig
-    from executor.worker import Worker
+    from millrace.executor.messages import WorkerConfig
+    from millrace.executor.worker import Worker
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> Worker:
@@ -15,6 +15,6 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
     Raises `ConfigError` for a configuration that no device could serve.
     """
-    from worker.rank import Rank
+    from millrace.worker.rank import Rank
 
     return Rank(rank, world_size, epoch, config, rendezvous)

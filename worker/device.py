@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from worker.errors import ConfigError, DeviceError
+from millrace.worker.errors import ConfigError, DeviceError
 
 logger = logging.getLogger("millrace.worker")
 

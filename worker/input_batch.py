@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from executor.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
-from worker.kv_pool import num_blocks_for
+from millrace.executor.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
+from millrace.worker.kv_pool import num_blocks_for
 
 
 class SampledRow(NamedTuple):

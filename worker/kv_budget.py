@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from executor.messages import ModelFacts, WorkerConfig
-from worker.device import free_host_bytes
-from worker.errors import ConfigError, ModelError
-from worker.kv_pool import num_blocks_for
+from millrace.executor.messages import ModelFacts, WorkerConfig
+from millrace.worker.device import free_host_bytes
+from millrace.worker.errors import ConfigError, ModelError
+from millrace.worker.kv_pool import num_blocks_for
 
 USUAL_TOKENS = 512
 """Length of a sequence for which the default pool on a CPU is sized."""

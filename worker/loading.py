@@ -9,19 +9,19 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from executor.messages import ModelFacts, WorkerConfig
-from worker.checkpoint import checkpoint_dtype, find_weights
-from worker.checksum import weights_checksum
-from worker.device import choose_dtype
-from worker.errors import WeightsDiffer
-from worker.kv_pool import LayerSpec
-from worker.model import build_empty, longest_sequence, read_config
-from worker.parallel.part import ModelPart
-from worker.parallel.peers import Peers
-from worker.parallel.topology import Topology
-from worker.probe import probe_layers
-from worker.rope import fix_frequencies
-from worker.weights import load_converted, load_weights, take_weights
+from millrace.executor.messages import ModelFacts, WorkerConfig
+from millrace.worker.checkpoint import checkpoint_dtype, find_weights
+from millrace.worker.checksum import weights_checksum
+from millrace.worker.device import choose_dtype
+from millrace.worker.errors import WeightsDiffer
+from millrace.worker.kv_pool import LayerSpec
+from millrace.worker.model import build_empty, longest_sequence, read_config
+from millrace.worker.parallel.part import ModelPart
+from millrace.worker.parallel.peers import Peers
+from millrace.worker.parallel.topology import Topology
+from millrace.worker.probe import probe_layers
+from millrace.worker.rope import fix_frequencies
+from millrace.worker.weights import load_converted, load_weights, take_weights
 
 logger = logging.getLogger("millrace.worker")
 

@@ -1,7 +1,7 @@
 """A model directory, read and judged: its configuration, and the module tree that transformers builds from it.
 
 Any decoder-only language model whose attention goes through transformers' attention interface is served. What would be
-computed wrongly is refused here by its configuration, or after loading by `worker.probe`.
+computed wrongly is refused here by its configuration, or after loading by `millrace.worker.probe`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from worker.attention.interface import ATTENTION_NAME
-from worker.errors import ConfigError, ModelError
+from millrace.worker.attention.interface import ATTENTION_NAME
+from millrace.worker.errors import ConfigError, ModelError
 
 logger = logging.getLogger("millrace.worker")
 

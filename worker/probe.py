@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from worker.attention.interface import STEP_KEYWORD
-from worker.errors import ModelError
-from worker.kv_pool import LayerSpec
-from worker.parallel.stages import find_inlet
-from worker.rope import unchanged_frequencies
+from millrace.worker.attention.interface import STEP_KEYWORD
+from millrace.worker.errors import ModelError
+from millrace.worker.kv_pool import LayerSpec
+from millrace.worker.parallel.stages import find_inlet
+from millrace.worker.rope import unchanged_frequencies
 
 PROBE_TOKENS = 2
 

@@ -10,20 +10,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
-from worker.attention.select import choose_attention
-from worker.checksum import checksums
-from worker.device import choose_device, keep_freed_memory
-from worker.errors import ConfigError, PlanError
-from worker.kv_budget import fixed_num_blocks, host_pool_bytes, num_blocks_within
-from worker.kv_pool import KVPool
-from worker.loading import load_model
-from worker.parallel.peers import Peers
-from worker.parallel.runner import ParallelRunner
-from worker.parallel.topology import find_place
-from worker.runner import Runner, largest_prefill
-from worker.sleep import check_level, check_tags, check_unchanged
-from worker.utilization import device_utilization
+from millrace.executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.worker.attention.select import choose_attention
+from millrace.worker.checksum import checksums
+from millrace.worker.device import choose_device, keep_freed_memory
+from millrace.worker.errors import ConfigError, PlanError
+from millrace.worker.kv_budget import fixed_num_blocks, host_pool_bytes, num_blocks_within
+from millrace.worker.kv_pool import KVPool
+from millrace.worker.loading import load_model
+from millrace.worker.parallel.peers import Peers
+from millrace.worker.parallel.runner import ParallelRunner
+from millrace.worker.parallel.topology import find_place
+from millrace.worker.runner import Runner, largest_prefill
+from millrace.worker.sleep import check_level, check_tags, check_unchanged
+from millrace.worker.utilization import device_utilization
 
 logger = logging.getLogger("millrace.worker")
 
@@ -114,7 +114,7 @@ class Rank:
         torch.ones(1, device=self._device).add_(1).item()
 
     def sleep(self, level: int) -> None:
-        """Give memory of the device back, as `worker.sleep` has it. All sequences are forgotten."""
+        """Give memory of the device back, as `millrace.worker.sleep` has it. All sequences are forgotten."""
         check_level(level)
         self._drop_pool()
         if self._weights == "device":

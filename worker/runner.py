@@ -10,12 +10,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from executor.messages import NewSequence, RowFailure, RowSampling, SeqId, StepId, StepPlan, StepResult, StepRow
-from worker.attention.interface import STEP_KEYWORD, Attention, ForwardStep
-from worker.errors import PlanError
-from worker.input_batch import InputBatch, SampledRow, StepBatch
-from worker.kv_pool import KVPool, num_blocks_for
-from worker.sampler import Sampled, sample
+from millrace.executor.messages import (
+    NewSequence,
+    RowFailure,
+    RowSampling,
+    SeqId,
+    StepId,
+    StepPlan,
+    StepResult,
+    StepRow,
+)
+from millrace.worker.attention.interface import STEP_KEYWORD, Attention, ForwardStep
+from millrace.worker.errors import PlanError
+from millrace.worker.input_batch import InputBatch, SampledRow, StepBatch
+from millrace.worker.kv_pool import KVPool, num_blocks_for
+from millrace.worker.sampler import Sampled, sample
 
 logger = logging.getLogger("millrace.worker")
 

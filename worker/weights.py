@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from worker.attention.interface import ATTENTION_NAME
-from worker.checkpoint import open_weights
-from worker.errors import ModelError, WeightsDiffer
-from worker.parallel.part import ModelPart
-from worker.parallel.tensor_plan import Slice
+from millrace.worker.attention.interface import ATTENTION_NAME
+from millrace.worker.checkpoint import open_weights
+from millrace.worker.errors import ModelError, WeightsDiffer
+from millrace.worker.parallel.part import ModelPart
+from millrace.worker.parallel.tensor_plan import Slice
 
 logger = logging.getLogger("millrace.worker")
 

@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Iterator, Set
 
-from producer.messages import InvalidRequest, parse_body, refusal, to_submission, usable_id
-from results.errors import QueueError, RedisUnavailable
-from results.messages import InboxEntry, JobError, Submission
-from results.queue import JobQueue
+from millrace.producer.messages import InvalidRequest, parse_body, refusal, to_submission, usable_id
+from millrace.results.errors import QueueError, RedisUnavailable
+from millrace.results.messages import InboxEntry, JobError, Submission
+from millrace.results.queue import JobQueue
 
 logger = logging.getLogger("millrace.engine")
 

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine_service.doors.rq_flights import Flights
-from engine_service.doors.rq_intake import RQIntake
-from engine_service.doors.rq_native import NativeJobs, is_over
-from engine_service.doors.rq_runs import Flight, FlightEnd
-from engine_service.doors.rq_settler import Settler
-from results.messages import Job
+from millrace.engine_service.doors.rq_flights import Flights
+from millrace.engine_service.doors.rq_intake import RQIntake
+from millrace.engine_service.doors.rq_native import NativeJobs, is_over
+from millrace.engine_service.doors.rq_runs import Flight, FlightEnd
+from millrace.engine_service.doors.rq_settler import Settler
+from millrace.results.messages import Job
 
 logger = logging.getLogger("millrace.gateway")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from engine_service.doors.rq_ledger import Ledger
-from engine_service.doors.rq_runs import Flight
+from millrace.engine_service.doors.rq_ledger import Ledger
+from millrace.engine_service.doors.rq_runs import Flight
 
 
 class Flights:

@@ -23,17 +23,17 @@ import redis
 from rq import Queue
 from rq.serializers import JSONSerializer
 
-from engine_service.doors.rq_completions import Completions
-from engine_service.doors.rq_flights import Flights
-from engine_service.doors.rq_intake import RQIntake
-from engine_service.doors.rq_keeper import Keeper
-from engine_service.doors.rq_ledger import Ledger
-from engine_service.doors.rq_native import NativeJobs
-from engine_service.doors.rq_presence import CommandListener, Presence
-from engine_service.doors.rq_runs import GatewayJob
-from engine_service.doors.rq_settler import Settler
-from results.connection import as_unavailable, connect, server_name
-from results.errors import QueueError
+from millrace.engine_service.doors.rq_completions import Completions
+from millrace.engine_service.doors.rq_flights import Flights
+from millrace.engine_service.doors.rq_intake import RQIntake
+from millrace.engine_service.doors.rq_keeper import Keeper
+from millrace.engine_service.doors.rq_ledger import Ledger
+from millrace.engine_service.doors.rq_native import NativeJobs
+from millrace.engine_service.doors.rq_presence import CommandListener, Presence
+from millrace.engine_service.doors.rq_runs import GatewayJob
+from millrace.engine_service.doors.rq_settler import Settler
+from millrace.results.connection import as_unavailable, connect, server_name
+from millrace.results.errors import QueueError
 
 logger = logging.getLogger("millrace.gateway")
 

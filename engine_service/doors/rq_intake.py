@@ -21,12 +21,12 @@ from redis.client import Pipeline
 from redis.exceptions import WatchError
 from rq.job import JobStatus
 
-from engine_service.doors.rq_flights import Flights
-from engine_service.doors.rq_ledger import Ledger
-from engine_service.doors.rq_native import NativeJobs, is_over
-from engine_service.doors.rq_payload import PayloadRefused, read_submission
-from engine_service.doors.rq_presence import Presence
-from engine_service.doors.rq_runs import (
+from millrace.engine_service.doors.rq_flights import Flights
+from millrace.engine_service.doors.rq_ledger import Ledger
+from millrace.engine_service.doors.rq_native import NativeJobs, is_over
+from millrace.engine_service.doors.rq_payload import PayloadRefused, read_submission
+from millrace.engine_service.doors.rq_presence import Presence
+from millrace.engine_service.doors.rq_runs import (
     Flight,
     FlightEnd,
     GatewayJob,
@@ -36,9 +36,9 @@ from engine_service.doors.rq_runs import (
     read_executions,
     write_start,
 )
-from engine_service.doors.rq_settler import Settler
-from producer.messages import refusal
-from results.messages import Submission
+from millrace.engine_service.doors.rq_settler import Settler
+from millrace.producer.messages import refusal
+from millrace.results.messages import Submission
 
 logger = logging.getLogger("millrace.gateway")
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import redis
 from rq.job import JobStatus
 
-from engine_service.doors.rq_flights import Flights
-from engine_service.doors.rq_intake import RQIntake
-from engine_service.doors.rq_ledger import GATEWAY_TTL_MS, Ledger
-from engine_service.doors.rq_native import NativeJobs
-from engine_service.doors.rq_presence import Presence
-from engine_service.doors.rq_runs import RENEWAL_INTERVAL_S, Flight, FlightEnd, renew
-from engine_service.doors.rq_settler import Settler
+from millrace.engine_service.doors.rq_flights import Flights
+from millrace.engine_service.doors.rq_intake import RQIntake
+from millrace.engine_service.doors.rq_ledger import GATEWAY_TTL_MS, Ledger
+from millrace.engine_service.doors.rq_native import NativeJobs
+from millrace.engine_service.doors.rq_presence import Presence
+from millrace.engine_service.doors.rq_runs import RENEWAL_INTERVAL_S, Flight, FlightEnd, renew
+from millrace.engine_service.doors.rq_settler import Settler
 
 logger = logging.getLogger("millrace.gateway")
 

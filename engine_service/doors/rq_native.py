@@ -7,13 +7,13 @@ from contextlib import suppress
 
 import redis
 
-from producer.batches import batches
-from producer.lookups import queue_keys
-from results import commands, replies
-from results.errors import JobNotFound
-from results.messages import TERMINAL_STATES, Job, Submission
-from results.queue import JobQueue
-from results.transport import Transport
+from millrace.producer.batches import batches
+from millrace.producer.lookups import queue_keys
+from millrace.results import commands, replies
+from millrace.results.errors import JobNotFound
+from millrace.results.messages import TERMINAL_STATES, Job, Submission
+from millrace.results.queue import JobQueue
+from millrace.results.transport import Transport
 
 _BLOCK_MS = 1000
 _FEED_ENTRIES = 1000

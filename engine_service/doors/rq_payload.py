@@ -10,8 +10,8 @@ import json
 import zlib
 from typing import Any
 
-from producer.messages import MAX_BODY_BYTES, InvalidRequest, parse_body, to_submission
-from results.messages import Submission
+from millrace.producer.messages import MAX_BODY_BYTES, InvalidRequest, parse_body, to_submission
+from millrace.results.messages import Submission
 
 FUNCTION = "millrace.generate"
 MAX_PAYLOAD_BYTES = 8 * MAX_BODY_BYTES

@@ -15,8 +15,8 @@ from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
-from engine_service.doors.rq_flights import Flights
-from engine_service.doors.rq_runs import GatewayJob
+from millrace.engine_service.doors.rq_flights import Flights
+from millrace.engine_service.doors.rq_runs import GatewayJob
 
 logger = logging.getLogger("millrace.gateway")
 

@@ -20,7 +20,7 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.utils import now
 
-from engine_service.doors.rq_ledger import Ledger
+from millrace.engine_service.doors.rq_ledger import Ledger
 
 EXECUTION_TTL_S = 3600
 """RQ declares an execution abandoned, and its job failed, when nobody has renewed it for so long: the time that there may

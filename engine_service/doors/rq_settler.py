@@ -22,9 +22,17 @@ from redis.exceptions import WatchError
 from rq import Queue
 from rq.job import JobStatus
 
-from engine_service.doors.rq_flights import Flights
-from engine_service.doors.rq_presence import Presence
-from engine_service.doors.rq_runs import FlightEnd, GatewayJob, Standing, forget, new_job, read_executions, write_end
+from millrace.engine_service.doors.rq_flights import Flights
+from millrace.engine_service.doors.rq_presence import Presence
+from millrace.engine_service.doors.rq_runs import (
+    FlightEnd,
+    GatewayJob,
+    Standing,
+    forget,
+    new_job,
+    read_executions,
+    write_end,
+)
 
 logger = logging.getLogger("millrace.gateway")
 

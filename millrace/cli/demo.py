@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from millrace.cli.demo_jobs import DemoJob
     from millrace.cli.demo_parts import DemoProcess, Followers
     from millrace.cli.demo_screen import Screen
-    from producer import Client
-    from results.messages import Job
+    from millrace.producer import Client
+    from millrace.results.messages import Job
 
 _LIMIT_S = 180.0
 _LOOK_INTERVAL_S = 0.05
@@ -71,8 +71,8 @@ def _server(redis_url: str | None) -> Iterator[str]:
 
 def _remove_keys(redis_url: str, queue: str) -> None:
     """Leave somebody's server as it was, if it is still there."""
-    from results.connection import connect
-    from results.keys import QueueKeys
+    from millrace.results.connection import connect
+    from millrace.results.keys import QueueKeys
 
     with contextlib.suppress(Exception), connect(redis_url) as client:
         for key in client.scan_iter(QueueKeys(queue).prefix + "*", count=1000):

@@ -30,10 +30,6 @@ def as_exit(error: Exception) -> tuple[int, str]:
         return error.status, str(error)
     if isinstance(error, OSError) and error.filename:
         return INVALID, f"{error.filename}: {error.strerror}"
-    from millrace.shadowing import ShadowedPackage
-
-    if isinstance(error, ShadowedPackage):
-        return OTHER, str(error)
     status = _status_of(error)
     if status is None:
         traceback.print_exception(error)

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from millrace.cli.exits import OK, CommandError
 from millrace.cli.options import Verbs, add_verb
 from millrace.cli.values import counted
-from millrace.shadowing import CLIENT_PACKAGES, check_packages
 
 DEFAULT_MAX_IN_FLIGHT = 1024
 """Enough for a few engines of 256 sequences each; the rest waits in RQ's queue, where RQ counts it."""
@@ -33,11 +32,10 @@ def add_parsers(verbs: Verbs) -> None:
 
 
 def run_rq(args: argparse.Namespace) -> int:
-    check_packages((*CLIENT_PACKAGES, "engine_service"))
     if find_spec("rq") is None:
         raise CommandError("the RQ gateway needs rq; run: pip install 'millrace[gateway]'")
-    from engine_service.doors.rq_gateway import serve
-    from producer.lookups import queue_keys
+    from millrace.engine_service.doors.rq_gateway import serve
+    from millrace.producer.lookups import queue_keys
 
     queue = args.to_queue or args.queue
     queue_keys(queue)  # a name that no queue has is refused in the client's words

@@ -11,8 +11,8 @@ from millrace.cli.output import duration, end_of, print_json, print_table, print
 from millrace.cli.values import counted
 
 if TYPE_CHECKING:
-    from producer import Client
-    from results.messages import Job, Position
+    from millrace.producer import Client
+    from millrace.results.messages import Job, Position
 
 _STATES = ("running", "queued", "delayed", "failed", "finished", "cancelled", "expired")
 

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from producer import Client
+    from millrace.producer import Client
 
 Verbs = Any
 """What `add_subparsers` returns; argparse keeps the type private."""

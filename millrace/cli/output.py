@@ -11,7 +11,7 @@ from millrace.cli.exits import OK, OTHER
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from results.messages import Job
+    from millrace.results.messages import Job
 
 
 def print_json(value: Any) -> None:

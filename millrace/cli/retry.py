@@ -10,7 +10,7 @@ from millrace.cli.options import Verbs, add_json, add_verb, open_client
 from millrace.cli.output import print_json, remark
 
 if TYPE_CHECKING:
-    from producer import Client
+    from millrace.producer import Client
 
 
 def add_parsers(verbs: Verbs) -> None:

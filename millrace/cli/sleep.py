@@ -12,7 +12,7 @@ from millrace.cli.output import print_json
 from millrace.cli.values import seconds
 
 if TYPE_CHECKING:
-    from producer import Client
+    from millrace.producer import Client
 
 _LOOK_EVERY_S = 0.1
 

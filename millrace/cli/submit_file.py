@@ -18,10 +18,10 @@ import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.output import end_of, print_json, progress_bar, remark
-from producer import Client
-from producer.messages import GenerationRequest, InvalidRequest, parse_body
-from producer.options import build_request
-from results.errors import JobConflict, QueueFull
+from millrace.producer import Client
+from millrace.producer.messages import GenerationRequest, InvalidRequest, parse_body
+from millrace.producer.options import build_request
+from millrace.results.errors import JobConflict, QueueFull
 
 _BATCH_LINES = 500
 

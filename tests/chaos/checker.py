@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from results.connection import connect
-from results.keys import QueueKeys
-from results.messages import TERMINAL_STATES
-from results.queue import JobQueue
+from millrace.results.connection import connect
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import TERMINAL_STATES
+from millrace.results.queue import JobQueue
 from tests.chaos.processes import ChaosEngine
 from tests.chaos.workload import Output
 from tests.results.invariants import check_queue

@@ -14,10 +14,10 @@ import redis
 
 from millrace import Client, GenerationRequest, Job
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.durability import Durability
-from results.scripts import script_source
-from results.tokens import unpack_tokens
+from millrace.results.connection import connect
+from millrace.results.durability import Durability
+from millrace.results.scripts import script_source
+from millrace.results.tokens import unpack_tokens
 from tests.chaos.checker import ALL, Checker, Invariant
 from tests.chaos.processes import HEARTBEAT_S, LIMIT_S, ChaosEngine
 from tests.chaos.proxy import Proxy

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from executor.messages import WorkerConfig
+from millrace.executor.messages import WorkerConfig
 
 VARIABLE = "CHAOS_WORKER_FAULTS"
 """The `WorkerFaults` as JSON."""
@@ -32,7 +32,7 @@ class WorkerFaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> Any:
-    from worker import create_worker as create_real_worker
+    from millrace.worker import create_worker as create_real_worker
 
     faults = msgspec.json.decode(os.environ[VARIABLE], type=WorkerFaults)
     worker: Any = create_real_worker(rank, world_size, epoch, config, rendezvous)
@@ -57,6 +57,6 @@ def hang_as_in_a_collective(until: str) -> None:
 
 
 if __name__ == "__main__":
-    from executor.rank import serve_rank
+    from millrace.executor.rank import serve_rank
 
     sys.exit(serve_rank(create_worker))

@@ -17,14 +17,14 @@ from typing import Any
 
 import msgspec
 
-import engine_service.__main__ as service
-from engine_service import build, intake
-from engine_service.admission import Admission
-from engine_service.engine import Engine, Progress
-from engine_service.generation import Generation
-from engine_service.leases import Leases
-from executor import base
-from executor.limits import Limits
+import millrace.engine_service.__main__ as service
+from millrace.engine_service import build, intake
+from millrace.engine_service.admission import Admission
+from millrace.engine_service.engine import Engine, Progress
+from millrace.engine_service.generation import Generation
+from millrace.engine_service.leases import Leases
+from millrace.executor import base
+from millrace.executor.limits import Limits
 from tests.chaos.faulty_worker import VARIABLE, WorkerFaults
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Literal
 from urllib.parse import urlparse
 
-from results.scripts import script_command
+from millrace.results.scripts import script_command
 
 Direction = Literal["to_server", "to_client"]
 Fault = Literal["hold-request", "hold-reply", "cut-before-reply"]

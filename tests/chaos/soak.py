@@ -21,8 +21,8 @@ import msgspec
 
 from millrace import Client, GenerationRequest
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.scripts import script_source
+from millrace.results.connection import connect
+from millrace.results.scripts import script_source
 from tests.chaos.checker import ALL, Checker
 from tests.chaos.processes import HEARTBEAT_S, ChaosEngine, ProducerProcess, wait_until
 from tests.chaos.proxy import Catch, Proxy

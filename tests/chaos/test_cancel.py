@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from results.queue import JobQueue
+from millrace.results.queue import JobQueue
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import wait_until

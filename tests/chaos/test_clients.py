@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from millrace import Client, GenerationRequest
-from results.errors import JobConflict, JobNotFound
+from millrace.results.errors import JobConflict, JobNotFound
 from tests.chaos.checker import ALL, Invariant
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import ProducerProcess, wait_until

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from millrace import Client
-from results.errors import RedisUnavailable
+from millrace.results.errors import RedisUnavailable
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import LIMIT_S, wait_until

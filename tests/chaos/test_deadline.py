@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from millrace import GenerationRequest
-from results.queue import JobQueue
+from millrace.results.queue import JobQueue
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import wait_until

@@ -14,7 +14,7 @@ import pytest
 
 from millrace import GenerationRequest, NotDurable
 from millrace.embedded import EmbeddedServer
-from results.durability import Durability
+from millrace.results.durability import Durability
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import wait_until

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from millrace import GenerationRequest, SamplingParams
-from results.messages import TERMINAL_STATES
+from millrace.results.messages import TERMINAL_STATES
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import LIMIT_S, wait_until

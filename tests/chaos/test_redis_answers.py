@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from millrace.embedded import EmbeddedServer
-from results.errors import RedisUnavailable
+from millrace.results.errors import RedisUnavailable
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import wait_until

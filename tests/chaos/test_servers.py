@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from millrace.embedded import EmbeddedServer
-from results.transport import Transport
+from millrace.results.transport import Transport
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import HEARTBEAT_S, wait_until

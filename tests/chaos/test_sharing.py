@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from results.connection import connect
-from results.messages import EngineId
-from results.queue import JobQueue
+from millrace.results.connection import connect
+from millrace.results.messages import EngineId
+from millrace.results.queue import JobQueue
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import wait_until

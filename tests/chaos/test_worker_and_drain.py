@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from engine_service import LLM
-from engine_service.engine import Progress
+from millrace import LLM
+from millrace.engine_service.engine import Progress
 from tests.chaos.checker import ALL, Invariant
 from tests.chaos.conftest import TEST_LIMIT, Place
 from tests.chaos.processes import LIMIT_S, wait_until

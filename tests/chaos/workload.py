@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from engine_service import LLM
-from millrace import GenerationRequest, SamplingParams
+from millrace import LLM, GenerationRequest, SamplingParams
 from tests.e2e.engines import TINY
 
 

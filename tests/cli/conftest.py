@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from results.connection import connect
-from results.messages import ClaimedJob, EngineId, Event, Finish, JobError, Reconciliation, Usage
-from results.queue import JobQueue
+from millrace.results.connection import connect
+from millrace.results.messages import ClaimedJob, EngineId, Event, Finish, JobError, Reconciliation, Usage
+from millrace.results.queue import JobQueue
 from tests.cli.command import Command
 
 ENGINE = EngineId("by-hand")

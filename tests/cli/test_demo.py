@@ -100,7 +100,7 @@ def test_a_model_that_is_not_there_ends_it_with_the_words_of_the_engine(
 
 def test_sigterm_ends_it_and_everything_that_it_started(traces: Traces) -> None:
     with subprocess.Popen(DEMO, env=traces.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as demo:
-        wait_until(lambda: any("-m worker" in line for line in traces.processes().values()), 30)
+        wait_until(lambda: any("-m millrace.worker" in line for line in traces.processes().values()), 30)
         demo.terminate()
         _, words = demo.communicate(timeout=30)
     assert demo.returncode == 130

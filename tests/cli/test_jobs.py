@@ -12,7 +12,7 @@ import redis
 
 from millrace import Client
 from millrace.cli import main
-from results.queue import JobQueue
+from millrace.results.queue import JobQueue
 from tests.cli.command import ROOT, Command, environment, python, started
 from tests.cli.conftest import EngineByHand
 from tests.results.engines import Engine

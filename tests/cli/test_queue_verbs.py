@@ -7,7 +7,7 @@ from pathlib import Path
 
 import redis
 
-from results.keys import QueueKeys
+from millrace.results.keys import QueueKeys
 from tests.cli.command import Command, Ran, python
 from tests.cli.conftest import EngineByHand
 

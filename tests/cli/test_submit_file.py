@@ -13,7 +13,7 @@ import redis
 from millrace import Client, QueueFull
 from millrace.cli.exits import CommandError
 from millrace.cli.submit_file import _Submission, submit_file
-from results.messages import ClaimedJob
+from millrace.results.messages import ClaimedJob
 from tests.cli.command import Command, started
 from tests.cli.conftest import EngineByHand
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from engine_service.config import parse
 from millrace.cli import build_parser
+from millrace.engine_service.config import parse
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPOSE_FILE = ROOT / "docker-compose.yml"

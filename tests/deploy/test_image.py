@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: list[str] = PROJECT["tool"]["setuptools"]["packages"]
+FOLDERS = {"millrace", *(link.name for link in (ROOT / "millrace").iterdir() if link.is_symlink())}
+"""Those at the top of the tree that the packages come from."""
 
 
 def instructions(stage: str) -> list[tuple[str, str]]:
@@ -40,22 +42,21 @@ def test_the_image_is_the_command() -> None:
 def test_the_build_context_holds_every_package_and_nothing_private() -> None:
     lines = (ROOT / ".dockerignore").read_text().split()
     allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
-    folders = {package.partition(".")[0] for package in PACKAGES}
     assert lines[0] == "*"
-    assert allowed == {*folders, "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    assert allowed == {*FOLDERS, "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
 
 
 def test_every_folder_with_modules_is_a_declared_package() -> None:
-    tops = {package.partition(".")[0] for package in PACKAGES}
-    found = {path.parent.relative_to(ROOT).as_posix() for top in tops for path in (ROOT / top).rglob("*.py")}
-    assert {folder.replace("/", ".") for folder in found} == set(PACKAGES)
+    found = {path.parent.relative_to(ROOT).as_posix() for top in FOLDERS for path in (ROOT / top).rglob("*.py")}
+    names = {folder.replace("/", ".") for folder in found}
+    assert {name if name.startswith("millrace") else f"millrace.{name}" for name in names} == set(PACKAGES)
 
 
 def test_the_wheel_carries_the_scripts_and_only_our_packages(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     tree.mkdir()
-    for name in {package.partition(".")[0] for package in PACKAGES}:
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
@@ -63,9 +64,7 @@ def test_the_wheel_carries_the_scripts_and_only_our_packages(tmp_path: Path) -> 
     assert ran.returncode == 0, ran.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    scripts = {path.relative_to(ROOT).as_posix() for path in (ROOT / "results" / "lua").glob("*.lua")}
+    scripts = {f"millrace/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "results" / "lua").glob("*.lua")}
     assert scripts
     assert scripts <= names
-    assert {name.partition("/")[0] for name in names if not name.startswith("millrace-")} == {
-        package.partition(".")[0] for package in PACKAGES
-    }
+    assert {name.partition("/")[0] for name in names if not name.startswith("millrace-")} == {"millrace"}

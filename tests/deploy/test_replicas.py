@@ -15,7 +15,7 @@ import pytest
 
 from millrace import Client, GenerationRequest, SamplingParams
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
+from millrace.results.connection import connect
 from tests.cli.command import environment, python
 from tests.deploy.test_compose import ROOT, SERVICES, command_of
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from executor.messages import WorkerConfig
+from millrace.executor.messages import WorkerConfig
 
 VARIABLE = "DOOM"
 
@@ -27,7 +27,7 @@ class AcceleratorError(RuntimeError):
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> Any:
-    from worker import create_worker as create_real_worker
+    from millrace.worker import create_worker as create_real_worker
 
     worker: Any = create_real_worker(rank, world_size, epoch, config, rendezvous)
     where, what, *once = os.environ[VARIABLE].split(":")
@@ -58,7 +58,7 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
     def fail_while_there(*args: object) -> object:
         if Path(once[0]).exists() and what == "no-gpu":
-            from worker.device import choose_device
+            from millrace.worker.device import choose_device
 
             choose_device("cuda")
         if Path(once[0]).exists() and rank == 1:
@@ -70,8 +70,8 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
 
 def main(doom: str, arguments: list[str]) -> int:
-    from engine_service import __main__ as service
-    from engine_service import build, recovery
+    from millrace.engine_service import __main__ as service
+    from millrace.engine_service import build, recovery
 
     os.environ[VARIABLE] = doom
     recovery.RESTART_BACKOFF_S = (0.0, 0.0)  # type: ignore[assignment]
@@ -83,7 +83,7 @@ def main(doom: str, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     if "--identity" in sys.argv:
-        from executor.rank import serve_rank
+        from millrace.executor.rank import serve_rank
 
         sys.exit(serve_rank(create_worker))
     sys.exit(main(sys.argv[1], sys.argv[2:]))

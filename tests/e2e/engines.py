@@ -24,7 +24,7 @@ class EngineProcess(LoggedProcess):
         queue: str,
         *options: str,
         model: str | Path = TINY,
-        module: str = "engine_service",
+        module: str = "millrace.engine_service",
         before: tuple[str, ...] = (),
         heartbeat_s: float = 0.5,
     ) -> None:

@@ -15,10 +15,10 @@ import redis
 
 from millrace import Client, GenerationRequest, SamplingParams
 from millrace.embedded import EmbeddedServer
-from producer.errors import InvalidRequest
-from results.errors import JobConflict
-from results.messages import JobId, Submission
-from results.queue import JobQueue
+from millrace.producer.errors import InvalidRequest
+from millrace.results.errors import JobConflict
+from millrace.results.messages import JobId, Submission
+from millrace.results.queue import JobQueue
 from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
 from tests.results.invariants import check_all_ended
 from tests.worker.models import make_model

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_service import LLM
-from producer import SamplingParams
+from millrace import LLM
+from millrace.producer import SamplingParams
 from tests.worker.models import make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import redis
 
 from millrace import Client
-from results.keys import QueueKeys
+from millrace.results.keys import QueueKeys
 from tests.e2e.conftest import StartEngine
 from tests.e2e.engines import wait_until
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_service import LLM
-from millrace import Client, GenerationRequest, SamplingParams
+from millrace import LLM, Client, GenerationRequest, SamplingParams
 from tests.e2e.conftest import StartEngine
 from tests.e2e.models import Oracle, assert_equal_where_sure, make_prompts, make_servable
 

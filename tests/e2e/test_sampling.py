@@ -7,8 +7,7 @@ import signal
 
 import pytest
 
-from engine_service import LLM
-from millrace import Client, GenerationRequest, SamplingParams
+from millrace import LLM, Client, GenerationRequest, SamplingParams
 from tests.e2e.conftest import StartEngine
 from tests.e2e.engines import TINY
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from engine_service import LLM
-from engine_service.errors import EngineDead
-from executor.multiproc import MultiprocExecutor
-from millrace import Client, GenerationRequest, SamplingParams
+from millrace import LLM, Client, GenerationRequest, SamplingParams
+from millrace.engine_service.errors import EngineDead
+from millrace.executor.multiproc import MultiprocExecutor
 from tests.e2e.conftest import StartEngine
 from tests.e2e.engines import TINY, EngineProcess, wait_until
 from tests.e2e.models import make_servable

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine_service.core.sequence import Sequence, StopRules
-from executor.messages import RowSampling, SeqId
-from executor.stub import next_token
+from millrace.engine_service.core.sequence import Sequence, StopRules
+from millrace.executor.messages import RowSampling, SeqId
+from millrace.executor.stub import next_token
 
 GREEDY = RowSampling(
     temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, candidate=0, min_tokens=0, end_token_ids=[]

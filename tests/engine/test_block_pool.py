@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine_service.core.block_pool import BlockPool
+from millrace.engine_service.core.block_pool import BlockPool
 
 
 def test_block_zero_is_never_handed_out() -> None:

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine_service.capacity import Capacity, ClaimBudget
-from engine_service.core.scheduler import SchedulerConfig
-from engine_service.engine import Engine as LlmEngine
-from engine_service.generation import Generation, TextRules
-from engine_service.jobs import Arrived, ServedJob
-from engine_service.output import CHECKPOINT_TOKENS, Output
-from engine_service.service import Service
-from executor.messages import WorkerConfig
-from executor.uniproc import UniprocExecutor
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.queue import JobQueue
-from results.writer import Writer
+from millrace.engine_service.capacity import Capacity, ClaimBudget
+from millrace.engine_service.core.scheduler import SchedulerConfig
+from millrace.engine_service.engine import Engine as LlmEngine
+from millrace.engine_service.generation import Generation, TextRules
+from millrace.engine_service.jobs import Arrived, ServedJob
+from millrace.engine_service.output import CHECKPOINT_TOKENS, Output
+from millrace.engine_service.service import Service
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.uniproc import UniprocExecutor
+from millrace.results.connection import connect
+from millrace.results.queue import JobQueue
+from millrace.results.writer import Writer
 from tests.engine.sequences import make_sequence, stub_output
 from tests.processes import wait_until
 from tests.results.engines import FINGERPRINT, Engine, submit
@@ -114,7 +114,9 @@ def test_who_waits_hears_at_once_that_there_is_room(capacity: Capacity, what: st
 
 @pytest.fixture
 def engine() -> Iterator[LlmEngine]:
-    executor = UniprocExecutor(WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="executor.stub")
+    executor = UniprocExecutor(
+        WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="millrace.executor.stub"
+    )
     engine = LlmEngine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4)
     engine.start()
     yield engine

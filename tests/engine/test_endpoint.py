@@ -13,12 +13,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
-from engine_service.core.scheduler import SchedulerConfig
-from engine_service.endpoint import Endpoint
-from engine_service.engine import Engine
-from engine_service.health import Health
-from executor.messages import WorkerConfig
-from executor.uniproc import UniprocExecutor
+from millrace.engine_service.core.scheduler import SchedulerConfig
+from millrace.engine_service.endpoint import Endpoint
+from millrace.engine_service.engine import Engine
+from millrace.engine_service.health import Health
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.uniproc import UniprocExecutor
 from tests.processes import wait_until
 
 
@@ -39,7 +39,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def address(registry: CollectorRegistry) -> Iterator[tuple[str, int]]:
-    executor = UniprocExecutor(WorkerConfig(model=""), worker_module="executor.stub")
+    executor = UniprocExecutor(WorkerConfig(model=""), worker_module="millrace.executor.stub")
     endpoint = Endpoint(
         "127.0.0.1",
         0,

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig
-from engine_service.core.sequence import Sequence
-from engine_service.engine import Engine, Progress
-from engine_service.errors import ConfigurationError, EngineDead, WorkersLost
-from engine_service.generation import Generation, TextRules
-from executor.base import Executor
-from executor.calls import PendingCall
-from executor.channel import Channel
-from executor.messages import FromWorker, StepPlan, StepResult, WorkerConfig
-from executor.multiproc import MultiprocExecutor
-from executor.stub import StubWorker
-from executor.uniproc import UniprocExecutor
+from millrace.engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig
+from millrace.engine_service.core.sequence import Sequence
+from millrace.engine_service.engine import Engine, Progress
+from millrace.engine_service.errors import ConfigurationError, EngineDead, WorkersLost
+from millrace.engine_service.generation import Generation, TextRules
+from millrace.executor.base import Executor
+from millrace.executor.calls import PendingCall
+from millrace.executor.channel import Channel
+from millrace.executor.messages import FromWorker, StepPlan, StepResult, WorkerConfig
+from millrace.executor.multiproc import MultiprocExecutor
+from millrace.executor.stub import StubWorker
+from millrace.executor.uniproc import UniprocExecutor
 from tests.engine.sequences import make_sequence, stub_output
 
 Build = Callable[..., Engine]
@@ -32,14 +32,14 @@ stages = pytest.mark.parametrize("num_stages", [1, 2])
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
-    monkeypatch.setattr("engine_service.recovery.RESTART_BACKOFF_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("millrace.engine_service.recovery.RESTART_BACKOFF_S", (0.0, 0.0, 0.0))
     engines: list[Engine] = []
 
     def make(
         faults: str = "",
         kind: type[Executor] = MultiprocExecutor,
         num_blocks: int = 64,
-        worker_module: str = "executor.stub",
+        worker_module: str = "millrace.executor.stub",
         **options: int,
     ) -> Engine:
         config = WorkerConfig(model=faults, num_blocks=num_blocks, block_size=4, **options)  # type: ignore[arg-type]

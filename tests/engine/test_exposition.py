@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine_service.core.scheduler import SchedulerConfig
-from engine_service.engine import Engine
-from engine_service.exposition import Exposition
-from engine_service.health import Health
-from executor.messages import WorkerConfig
-from executor.stub import StubWorker
-from executor.uniproc import UniprocExecutor
+from millrace.engine_service.core.scheduler import SchedulerConfig
+from millrace.engine_service.engine import Engine
+from millrace.engine_service.exposition import Exposition
+from millrace.engine_service.health import Health
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.stub import StubWorker
+from millrace.executor.uniproc import UniprocExecutor
 
 
 @pytest.mark.parametrize("value", [0.25, None])
@@ -19,7 +19,7 @@ def test_how_busy_a_device_is_stands_there_when_it_is_known(
     value: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StubWorker, "stats", lambda worker: {"device_utilization": value})
-    executor = UniprocExecutor(WorkerConfig(model="", num_blocks=8), worker_module="executor.stub")
+    executor = UniprocExecutor(WorkerConfig(model="", num_blocks=8), worker_module="millrace.executor.stub")
     engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=16)
     engine.start()
     registry = CollectorRegistry()

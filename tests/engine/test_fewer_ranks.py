@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import redis
 
-from engine_service.capacity import Capacity
-from engine_service.core.block_pool import BlockPool
-from engine_service.core.scheduler import SchedulerConfig
-from engine_service.engine import Engine
-from engine_service.generation import Generation, TextRules
-from engine_service.jobs import Arrived, ServedJob
-from engine_service.output import Output
-from engine_service.service import Service
-from executor.messages import WorkerConfig
-from executor.uniproc import UniprocExecutor
-from results.connection import connect
-from results.queue import JobQueue
-from results.writer import Writer
+from millrace.engine_service.capacity import Capacity
+from millrace.engine_service.core.block_pool import BlockPool
+from millrace.engine_service.core.scheduler import SchedulerConfig
+from millrace.engine_service.engine import Engine
+from millrace.engine_service.generation import Generation, TextRules
+from millrace.engine_service.jobs import Arrived, ServedJob
+from millrace.engine_service.output import Output
+from millrace.engine_service.service import Service
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.uniproc import UniprocExecutor
+from millrace.results.connection import connect
+from millrace.results.queue import JobQueue
+from millrace.results.writer import Writer
 from tests.engine.sequences import make_sequence
 from tests.results.engines import FINGERPRINT, submit
 from tests.results.engines import Engine as EngineByHand
@@ -32,7 +32,7 @@ def test_a_job_that_fits_no_more_goes_back_and_waits_for_a_larger_engine(
     claimed = by_hand.claim_one()
     config = WorkerConfig(model="", num_blocks=64, block_size=4)
     engine = Engine(
-        UniprocExecutor(config, worker_module="executor.stub"),
+        UniprocExecutor(config, worker_module="millrace.executor.stub"),
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
         block_size=4,
     )

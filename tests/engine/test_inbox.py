@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import redis
 
-from engine_service.doors.inbox import Inbox
-from producer.request import GenerationRequest
-from producer.wire import parse_body
-from results.connection import connect
-from results.queue import JobQueue
+from millrace.engine_service.doors.inbox import Inbox
+from millrace.producer.request import GenerationRequest
+from millrace.producer.wire import parse_body
+from millrace.results.connection import connect
+from millrace.results.queue import JobQueue
 from tests.processes import wait_until
 from tests.results.engines import submit
 
@@ -29,8 +29,8 @@ def queue(redis_url: str, queue_name: str) -> Iterator[JobQueue]:
 @pytest.fixture
 def inbox(redis_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Inbox]:
     """Not started, with a connection of its own."""
-    monkeypatch.setattr("engine_service.doors.inbox._BLOCK_MS", 50)
-    monkeypatch.setattr("engine_service.doors.inbox._RETRY_S", 0.05)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._BLOCK_MS", 50)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._RETRY_S", 0.05)
     queue = JobQueue(connect(redis_url), queue_name)
     inbox = Inbox(queue)
     yield inbox
@@ -75,9 +75,9 @@ def test_a_long_line_in_the_inbox_is_not_looked_at_again_and_again(
         looks[raw] += 1
         return parse_body(raw)
 
-    monkeypatch.setattr("engine_service.doors.inbox.parse_body", count)
-    monkeypatch.setattr("engine_service.doors.inbox._REST", 1_000_000)
-    monkeypatch.setattr("engine_service.doors.inbox._MAX_REST_S", 1_000_000)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox.parse_body", count)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._REST", 1_000_000)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._MAX_REST_S", 1_000_000)
     redis_client.hset(queue.keys.settings, "tenant_max_queued_jobs", 1)
     submit(queue, "x", tenant="x")
     line = [b'{"id":"x%d","prompt":"x","tenant":"x"}' % number for number in range(300)]
@@ -111,8 +111,8 @@ def test_room_is_found_for_one_in_the_middle_of_a_long_line(
 def test_nobody_is_overtaken_by_newer_jobs_of_the_same_tenant(
     inbox: Inbox, queue: JobQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_service.doors.inbox._REST", 1_000_000)
-    monkeypatch.setattr("engine_service.doors.inbox._MAX_REST_S", 0.3)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._REST", 1_000_000)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._MAX_REST_S", 0.3)
     redis_client.hset(queue.keys.settings, "tenant_max_queued_jobs", 1)
     submit(queue, "x", tenant="x")
     submit(queue, "y", tenant="y")
@@ -134,7 +134,7 @@ def test_who_meets_the_queues_limit_goes_on_as_soon_as_there_is_room(
     inbox: Inbox, queue: JobQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody's entries are skipped behind the one at which a look has stopped, so none of its tenant overtakes it."""
-    monkeypatch.setattr("engine_service.doors.inbox._REST", 1_000_000)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._REST", 1_000_000)
     redis_client.hset(queue.keys.settings, mapping={"tenant_max_queued_jobs": 2, "max_queued_jobs": 3})
     submit(queue, "first", "second", tenant="x")
     post(redis_client, queue, *(f"x{number}" for number in range(100)), "z0", "z1", "z2", "z3")
@@ -146,14 +146,14 @@ def test_who_meets_the_queues_limit_goes_on_as_soon_as_there_is_room(
 def test_nobody_is_overtaken_after_a_look_that_the_queues_limit_has_stopped(
     inbox: Inbox, queue: JobQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_service.doors.inbox._REST", 1_000_000)
-    monkeypatch.setattr("engine_service.doors.inbox._MAX_REST_S", 0)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._REST", 1_000_000)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._MAX_REST_S", 0)
     redis_client.hset(queue.keys.settings, "tenant_max_queued_jobs", 1)
     submit(queue, "x", tenant="x")
     submit(queue, "y", tenant="y")
     post(redis_client, queue, *(f"x{number}" for number in range(100)), "y0")
     assert not inbox._take_all()
-    monkeypatch.setattr("engine_service.doors.inbox._MAX_REST_S", 1_000_000)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._MAX_REST_S", 1_000_000)
     redis_client.hset(queue.keys.settings, "max_queued_jobs", 2)
     assert not inbox._take_all()
     redis_client.hdel(queue.keys.settings, "max_queued_jobs")

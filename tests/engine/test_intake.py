@@ -11,24 +11,24 @@ from functools import partial
 import pytest
 import redis
 
-from engine_service.admission import Admission
-from engine_service.capacity import Capacity
-from engine_service.core.scheduler import SchedulerConfig
-from engine_service.doors.inbox import Inbox
-from engine_service.engine import Engine
-from engine_service.health import Health
-from engine_service.intake import Intake
-from engine_service.jobs import Arrived, Refused, Word
-from engine_service.leases import Leases, new_engine_id
-from executor.messages import WorkerConfig
-from executor.uniproc import UniprocExecutor
-from producer.request import GenerationRequest
-from producer.wire import parse_body
-from results.connection import connect
-from results.messages import Reconciliation
-from results.queue import JobQueue
-from results.scripts import Command, script_command
-from results.transport import Reply
+from millrace.engine_service.admission import Admission
+from millrace.engine_service.capacity import Capacity
+from millrace.engine_service.core.scheduler import SchedulerConfig
+from millrace.engine_service.doors.inbox import Inbox
+from millrace.engine_service.engine import Engine
+from millrace.engine_service.health import Health
+from millrace.engine_service.intake import Intake
+from millrace.engine_service.jobs import Arrived, Refused, Word
+from millrace.engine_service.leases import Leases, new_engine_id
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.uniproc import UniprocExecutor
+from millrace.producer.request import GenerationRequest
+from millrace.producer.wire import parse_body
+from millrace.results.connection import connect
+from millrace.results.messages import Reconciliation
+from millrace.results.queue import JobQueue
+from millrace.results.scripts import Command, script_command
+from millrace.results.transport import Reply
 from tests.processes import wait_until
 from tests.results.engines import FINGERPRINT, submission, submit
 
@@ -51,7 +51,9 @@ def connect_queue(redis_url: str, queue_name: str) -> Iterator[Connect]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    executor = UniprocExecutor(WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="executor.stub")
+    executor = UniprocExecutor(
+        WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="millrace.executor.stub"
+    )
     engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4)
     engine.start()
     yield engine
@@ -92,9 +94,9 @@ class Parts:
 
 @pytest.fixture
 def parts(connect_queue: Connect, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
-    monkeypatch.setattr("engine_service.intake._BLOCK_S", 0.05)
-    monkeypatch.setattr("engine_service.doors.inbox._BLOCK_MS", 50)
-    monkeypatch.setattr("engine_service.doors.inbox._RETRY_S", 0.05)
+    monkeypatch.setattr("millrace.engine_service.intake._BLOCK_S", 0.05)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._BLOCK_MS", 50)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox._RETRY_S", 0.05)
     parts = Parts(connect_queue, engine)
     yield parts
     parts.stop()
@@ -184,7 +186,7 @@ def test_an_entry_that_breaks_our_code_again_and_again_keeps_no_other_out(
             raise RuntimeError("a bug in the parser")
         return parse_body(raw)
 
-    monkeypatch.setattr("engine_service.doors.inbox.parse_body", break_on)
+    monkeypatch.setattr("millrace.engine_service.doors.inbox.parse_body", break_on)
     keys = parts.inbox_queue.keys
     redis_client.xadd(keys.inbox, {"job": b'{"id":"cursed","prompt":"x"}'})
     parts.inbox.start()

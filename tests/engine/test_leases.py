@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from engine_service.leases import Leases, new_engine_id
-from results.connection import connect
-from results.messages import Reconciliation
-from results.queue import JobQueue
+from millrace.engine_service.leases import Leases, new_engine_id
+from millrace.results.connection import connect
+from millrace.results.messages import Reconciliation
+from millrace.results.queue import JobQueue
 from tests.results.engines import FINGERPRINT, Engine, submit
 
 News = queues.SimpleQueue[Reconciliation]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine_service import LLM
-from engine_service.config import parse
-from engine_service.errors import ConfigurationError
-from producer import InvalidRequest, SamplingParams
+from millrace import LLM
+from millrace.engine_service.config import parse
+from millrace.engine_service.errors import ConfigurationError
+from millrace.producer import InvalidRequest, SamplingParams
 from tests.e2e.engines import TINY
 
 

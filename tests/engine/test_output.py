@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from engine_service.output import Output
-from results.messages import ClaimedJob, JobId, Lease, Release, Write
+from millrace.engine_service.output import Output
+from millrace.results.messages import ClaimedJob, JobId, Lease, Release, Write
 
 HOUR_S = 3600
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from engine_service.engine import Engine
-from engine_service.errors import EngineDead, EngineError
-from engine_service.token_budget import FLOOR_TOKENS, GROW_EVERY_STEPS, TokenBudget
-from executor.base import Executor
-from executor.errors import Asleep, WorkerDied
-from executor.multiproc import MultiprocExecutor
-from executor.sizes import smaller_sizes, why_impossible
-from executor.uniproc import UniprocExecutor
+from millrace.engine_service.engine import Engine
+from millrace.engine_service.errors import EngineDead, EngineError
+from millrace.engine_service.token_budget import FLOOR_TOKENS, GROW_EVERY_STEPS, TokenBudget
+from millrace.executor.base import Executor
+from millrace.executor.errors import Asleep, WorkerDied
+from millrace.executor.multiproc import MultiprocExecutor
+from millrace.executor.sizes import smaller_sizes, why_impossible
+from millrace.executor.uniproc import UniprocExecutor
 from tests.engine.test_engine import Build, assert_undisturbed, build, generation, run
 
 __all__ = ["build"]
@@ -48,7 +48,7 @@ def test_without_memory_for_the_smallest_step_the_engine_ends(build: Build) -> N
 def test_a_rank_that_does_not_come_out_of_it_is_restarted(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_service.engine._STILL_ALIVE_S", 0.5)
+    monkeypatch.setattr("millrace.engine_service.engine._STILL_ALIVE_S", 0.5)
     fault = f"oom-at-step=3,on-rank=1,once={tmp_path / 'done'},meet={tmp_path}"
     engine = build(fault, tensor_parallel_size=2)
     engine.start()
@@ -79,7 +79,7 @@ def test_the_budget_halves_and_grows_back_slowly() -> None:
 def test_when_a_rank_does_not_come_back_fewer_do_the_work(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_service.recovery.GROW_AFTER_S", 0.0)
+    monkeypatch.setattr("millrace.engine_service.recovery.GROW_AFTER_S", 0.0)
     engine = build(f"never-start-rank=1,unless={tmp_path / 'back'}", tensor_parallel_size=2)
     engine.start()
     generations = [generation(number) for number in range(1, 4)]
@@ -239,7 +239,7 @@ def kill_rank(engine: Engine, rank: int) -> None:
 def test_weights_are_compared_with_those_that_were_divided_by_the_same_sizes(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_service.recovery.GROW_AFTER_S", 0.0)
+    monkeypatch.setattr("millrace.engine_service.recovery.GROW_AFTER_S", 0.0)
     (weights := tmp_path / "weights").write_text("as they were")
     (allowed := tmp_path / "allowed").touch()
     engine = build(f"weights={weights},never-start-rank=1,unless={allowed}", tensor_parallel_size=2)

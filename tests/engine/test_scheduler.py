@@ -5,11 +5,11 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_service.core.block_pool import BlockPool
-from engine_service.core.scheduler import QUARANTINE_AFTER_CRASHES, Scheduler, SchedulerConfig
-from engine_service.core.sequence import Sequence
-from executor.messages import RowFailure, StepPlan, StepResult, WorkerConfig
-from executor.stub import StubWorker
+from millrace.engine_service.core.block_pool import BlockPool
+from millrace.engine_service.core.scheduler import QUARANTINE_AFTER_CRASHES, Scheduler, SchedulerConfig
+from millrace.engine_service.core.sequence import Sequence
+from millrace.executor.messages import RowFailure, StepPlan, StepResult, WorkerConfig
+from millrace.executor.stub import StubWorker
 from tests.engine.sequences import make_sequence, stub_output
 
 BLOCK_SIZE = 4

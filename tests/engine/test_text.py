@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_service.core.sequence import Sequence, StopRules
-from engine_service.errors import ConfigurationError
-from engine_service.generation import Generation, TextRules
-from engine_service.text import Detokenizer, TextError, Tokenizer, find_stop
-from executor.messages import SeqId
+from millrace.engine_service.core.sequence import Sequence, StopRules
+from millrace.engine_service.errors import ConfigurationError
+from millrace.engine_service.generation import Generation, TextRules
+from millrace.engine_service.text import Detokenizer, TextError, Tokenizer, find_stop
+from millrace.executor.messages import SeqId
 from tests.engine.sequences import GREEDY
 
 TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny_model"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.queue import JobQueue
+from millrace.results.connection import connect
+from millrace.results.queue import JobQueue
 from tests.examples.conftest import LIMIT_S, NODE, needs_node
 from tests.processes import ROOT, wait_until
 from tests.results.engines import Engine, submit

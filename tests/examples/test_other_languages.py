@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from engine_service.doors.inbox import Inbox
 from millrace.embedded import EmbeddedServer
-from producer.messages import parse_body, to_submission
-from results.connection import connect
-from results.keys import QueueKeys
-from results.messages import Event, InboxEntry, JobError
-from results.queue import JobQueue
+from millrace.engine_service.doors.inbox import Inbox
+from millrace.producer.messages import parse_body, to_submission
+from millrace.results.connection import connect
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import Event, InboxEntry, JobError
+from millrace.results.queue import JobQueue
 from tests.examples.conftest import LIMIT_S, NODE, needs_node
 from tests.processes import ROOT
 from tests.results.engines import Engine

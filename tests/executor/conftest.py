@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from executor.base import Executor
+from millrace.executor.base import Executor
 from tests.executor.kinds import KINDS, STUB, Make, SharedRay, stub_config
 
 

@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
-from executor.rank import serve_rank
-from executor.stub import OutOfMemoryError, StubWorker
+from millrace.executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.executor.rank import serve_rank
+from millrace.executor.stub import OutOfMemoryError, StubWorker
 
 LOST_PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 

@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from executor.base import Executor
-from executor.channel import socket_address
-from executor.external import MEETING_PLACE, ExternalLauncherExecutor
-from executor.limits import Limits
-from executor.messages import ModelFacts, NewSequence, SeqId, StepId, StepPlan, StepRow, WorkerConfig
-from executor.multiproc import MultiprocExecutor
-from executor.process import python_path
-from executor.ray import RayExecutor
-from executor.ray_cluster import LocalRay
-from executor.remote import RemoteExecutor
-from executor.uniproc import UniprocExecutor
+from millrace.executor.base import Executor
+from millrace.executor.channel import socket_address
+from millrace.executor.external import MEETING_PLACE, ExternalLauncherExecutor
+from millrace.executor.limits import Limits
+from millrace.executor.messages import ModelFacts, NewSequence, SeqId, StepId, StepPlan, StepRow, WorkerConfig
+from millrace.executor.multiproc import MultiprocExecutor
+from millrace.executor.process import python_path
+from millrace.executor.ray import RayExecutor
+from millrace.executor.ray_cluster import LocalRay
+from millrace.executor.remote import RemoteExecutor
+from millrace.executor.uniproc import UniprocExecutor
 from tests.engine.sequences import GREEDY
 
-STUB = "executor.stub"
+STUB = "millrace.executor.stub"
 
 Make = Callable[..., Executor]
 """Called with faults for the stub; keywords are options of `WorkerConfig`, and `limits`."""

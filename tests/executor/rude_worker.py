@@ -22,11 +22,22 @@ from pathlib import Path
 import zmq
 from msgspec.structs import replace
 
-from executor import rank
-from executor.heartbeat import Heartbeat
-from executor.messages import FromWorker, Hello, Reply, SeqId, Step, StepId, StepReply, StepResult, ToWorker, encode
-from executor.rank import Invitation
-from executor.stub import _act, create_worker
+from millrace.executor import rank
+from millrace.executor.heartbeat import Heartbeat
+from millrace.executor.messages import (
+    FromWorker,
+    Hello,
+    Reply,
+    SeqId,
+    Step,
+    StepId,
+    StepReply,
+    StepResult,
+    ToWorker,
+    encode,
+)
+from millrace.executor.rank import Invitation
+from millrace.executor.stub import _act, create_worker
 
 RUDENESS = os.environ.get("RUDE", "")
 

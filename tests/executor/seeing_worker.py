@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from executor.messages import WorkerConfig
-from executor.stub import StubWorker
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.stub import StubWorker
 
 
 class SeeingWorker(StubWorker):

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from executor.broom import Broom, PrivateDirectory
-from executor.process import python_path
+from millrace.executor.broom import Broom, PrivateDirectory
+from millrace.executor.process import python_path
 from tests.processes import wait_until
 
 STARTS = """
-from executor.multiproc import MultiprocExecutor
+from millrace.executor.multiproc import MultiprocExecutor
 from tests.executor.kinds import stub_config
-executor = MultiprocExecutor(stub_config(), worker_module="executor.stub")
+executor = MultiprocExecutor(stub_config(), worker_module="millrace.executor.stub")
 print("starting", flush=True)
 executor.start()
 """
@@ -49,7 +49,7 @@ def test_an_engine_killed_while_its_socket_has_a_file_leaves_none(tmp_path: Path
 
 LEAVES = """
 import os, subprocess, sys
-from executor.broom import Broom
+from millrace.executor.broom import Broom
 broom = Broom(sys.argv[1])
 os.mkdir(sys.argv[1])
 print(subprocess.Popen(["sleep", "60"], pass_fds=(broom.fd,), stdout=subprocess.DEVNULL).pid, flush=True)

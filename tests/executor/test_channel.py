@@ -11,8 +11,8 @@ from socket import create_connection
 import pytest
 import zmq
 
-from executor.channel import Channel
-from executor.messages import (
+from millrace.executor.channel import Channel
+from millrace.executor.messages import (
     PROTOCOL,
     Beat,
     Call,
@@ -115,8 +115,8 @@ def test_what_no_rank_of_ours_would_send_changes_nothing_and_is_logged_once(
 def test_oversized_frames_cost_their_senders_the_connection_are_counted_and_logged_once(
     connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("executor.channel.MAX_MESSAGE_BYTES", 2**20)
-    monkeypatch.setattr("executor.channel.ENDING_S", 0.1)
+    monkeypatch.setattr("millrace.executor.channel.MAX_MESSAGE_BYTES", 2**20)
+    monkeypatch.setattr("millrace.executor.channel.ENDING_S", 0.1)
     channel = open_channel()
     with caplog.at_level(logging.INFO, "millrace.executor"):
         for identity in ("0.1", "stranger"):
@@ -158,7 +158,7 @@ def drop(channel: Channel, num_wanted: int) -> int:
 def test_a_stranger_who_is_turned_away_counts_once_and_is_blamed_for_no_frame(
     stranger: str, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("executor.channel.ENDING_S", 0.0)
+    monkeypatch.setattr("millrace.executor.channel.ENDING_S", 0.0)
     channel = open_channel(is_remote=True)
     assert channel.keys is not None
     server = channel.keys.server_public.encode()
@@ -179,7 +179,7 @@ def test_a_stranger_who_is_turned_away_counts_once_and_is_blamed_for_no_frame(
 
 
 def test_a_channel_that_can_not_listen_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.broom.MAX_DIRECTORY_BYTES", 1000)
+    monkeypatch.setattr("millrace.executor.broom.MAX_DIRECTORY_BYTES", 1000)
     monkeypatch.setattr("tempfile.tempdir", str(place := tmp_path / ("long" * 30)))
     place.mkdir()
     with pytest.raises(zmq.ZMQError, match="longer than 107"):

@@ -1,4 +1,4 @@
-"""One suite for every executor: what `executor.base.Executor` promises."""
+"""One suite for every executor: what `millrace.executor.base.Executor` promises."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from executor.errors import Asleep, ExecutorTimeout, StartError, UnknownMethod, WorkerDied, WorkerError
-from executor.metrics import ExecutorMetrics, Percentiles
-from executor.stub import next_token
+from millrace.executor.errors import Asleep, ExecutorTimeout, StartError, UnknownMethod, WorkerDied, WorkerError
+from millrace.executor.metrics import ExecutorMetrics, Percentiles
+from millrace.executor.stub import next_token
 from tests.executor.kinds import Make, check_health_for, first_step, kinds, start, wait_until_gone, worker_pids
 
 every_kind = kinds()

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from executor.base import Executor
-from executor.errors import Asleep, ExecutorTimeout, UnknownMethod, WorkerError
-from executor.messages import WorkerConfig
-from executor.remote import RemoteExecutor
-from executor.uniproc import UniprocExecutor
+from millrace.executor.base import Executor
+from millrace.executor.errors import Asleep, ExecutorTimeout, UnknownMethod, WorkerError
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.remote import RemoteExecutor
+from millrace.executor.uniproc import UniprocExecutor
 from tests.e2e.engines import TINY
 from tests.executor.kinds import KINDS, check_health_for, decode, first_step, kinds, start
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 def make_real(kind: type[Executor], sizes: dict[str, int]) -> Executor:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 32, "block_size": 4, **sizes}
-    return kind(WorkerConfig(model=str(TINY), **options), worker_module="worker")  # type: ignore[call-arg]
+    return kind(WorkerConfig(model=str(TINY), **options), worker_module="millrace.worker")  # type: ignore[call-arg]
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from executor.base import Executor
-from executor.channel import Channel
-from executor.errors import ExecutorTimeout, StartError, WorkerDied
-from executor.external import ExternalLauncherExecutor, ExternalRank, become_rank
-from producer.client import Client
+from millrace.executor.base import Executor
+from millrace.executor.channel import Channel
+from millrace.executor.errors import ExecutorTimeout, StartError, WorkerDied
+from millrace.executor.external import ExternalLauncherExecutor, ExternalRank, become_rank
+from millrace.producer.client import Client
 from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
 from tests.executor.kinds import (
     SHORT,

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from executor.errors import StartError, WorkerDied
-from executor.ray import RayExecutor
-from executor.ray_cluster import LocalRay, users_of
+from millrace.executor.errors import StartError, WorkerDied
+from millrace.executor.ray import RayExecutor
+from millrace.executor.ray_cluster import LocalRay, users_of
 from tests.executor.kinds import (
     SHORT,
     Make,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from engine_service import recovery
-from executor.base import Executor
-from executor.errors import StartError, WorkerDied
-from executor.limits import Limits
-from executor.messages import SeqId
-from executor.ray import RayExecutor
-from executor.ray_cluster import users_of
-from executor.select import make_executor
+from millrace.engine_service import recovery
+from millrace.executor.base import Executor
+from millrace.executor.errors import StartError, WorkerDied
+from millrace.executor.limits import Limits
+from millrace.executor.messages import SeqId
+from millrace.executor.ray import RayExecutor
+from millrace.executor.ray_cluster import users_of
+from millrace.executor.select import make_executor
 from tests.executor.kinds import STUB, check_health_for, first_step, start, stub_config, wait_until_gone
 from tests.executor.ray_nodes import Process, RayNodes, ray_nodes
 from tests.executor.test_real_ranks import TP2, expected, generate, make_llm
@@ -231,8 +231,8 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
 
 OWNER = """
 import sys, time
-from executor.ray import RayExecutor
-from executor.ray_cluster import users_of
+from millrace.executor.ray import RayExecutor
+from millrace.executor.ray_cluster import users_of
 from tests.executor.kinds import STUB, start, stub_config
 executor = start(RayExecutor(stub_config(tensor_parallel_size=2), worker_module=STUB))
 print(executor._local.directory, *executor.worker_pids(), flush=True)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from engine_service import LLM
-from executor.calls import PendingCall
-from executor.messages import StepPlan
-from executor.multiproc import MultiprocExecutor
-from producer.sampling import SamplingParams
+from millrace import LLM
+from millrace.executor.calls import PendingCall
+from millrace.executor.messages import StepPlan
+from millrace.executor.multiproc import MultiprocExecutor
+from millrace.producer.sampling import SamplingParams
 from tests.e2e.engines import TINY
 
 pytestmark = pytest.mark.ranks

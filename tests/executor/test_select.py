@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from engine_service import LLM
-from engine_service.build import build_engine
-from engine_service.config import EngineConfig
-from engine_service.errors import ConfigurationError
-from executor.external import MEETING_PLACE
-from executor.messages import WorkerConfig
-from executor.select import make_executor
+from millrace import LLM
+from millrace.engine_service.build import build_engine
+from millrace.engine_service.config import EngineConfig
+from millrace.engine_service.errors import ConfigurationError
+from millrace.executor.external import MEETING_PLACE
+from millrace.executor.messages import WorkerConfig
+from millrace.executor.select import make_executor
 from tests.e2e.engines import TINY
 
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.select.is_ray_reachable", lambda: False)
+    monkeypatch.setattr("millrace.executor.select.is_ray_reachable", lambda: False)
 
 
 def name_of(name: str, *, is_service: bool = True, ranks: int = 1, device: str = "auto") -> str:
@@ -29,7 +29,7 @@ def name_of(name: str, *, is_service: bool = True, ranks: int = 1, device: str =
 
 
 def see_gpus(number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("executor.select.num_visible_gpus", lambda: number)
+    monkeypatch.setattr("millrace.executor.select.num_visible_gpus", lambda: number)
 
 
 def test_one_rank_runs_in_the_process_of_llm_and_beside_that_of_a_service(caplog: pytest.LogCaptureFixture) -> None:
@@ -61,7 +61,7 @@ def test_too_few_devices_are_an_error_that_names_ray(name: str, monkeypatch: pyt
 def test_too_few_devices_take_ray_when_it_is_reachable(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     see_gpus(2, monkeypatch)
-    monkeypatch.setattr("executor.select.is_ray_reachable", lambda: True)
+    monkeypatch.setattr("millrace.executor.select.is_ray_reachable", lambda: True)
     assert name_of("auto", ranks=4) == "ray"
 
 
@@ -90,7 +90,7 @@ def test_a_script_that_torchrun_runs_twice_gets_ranks_in_each_process_only_when_
 
 
 def test_visible_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from executor.select import num_visible_gpus
+    from millrace.executor.select import num_visible_gpus
 
     for named, number in (("0,1,3", 3), ("", None), ("-1", None), ("GPU-5f", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)

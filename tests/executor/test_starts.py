@@ -12,16 +12,16 @@ import msgspec
 import pytest
 import zmq
 
-from engine_service.errors import ConfigurationError, EngineDead, EngineError
-from engine_service.recovery import Recovery
-from executor.channel import Channel
-from executor.errors import StartError
-from executor.failures import is_retryable_exit
-from executor.handshake import Handshake
-from executor.messages import DumpStacks, Failure, StartFailed, encode
-from executor.multiproc import MultiprocExecutor
-from executor.process import End
-from executor.uniproc import UniprocExecutor
+from millrace.engine_service.errors import ConfigurationError, EngineDead, EngineError
+from millrace.engine_service.recovery import Recovery
+from millrace.executor.channel import Channel
+from millrace.executor.errors import StartError
+from millrace.executor.failures import is_retryable_exit
+from millrace.executor.handshake import Handshake
+from millrace.executor.messages import DumpStacks, Failure, StartFailed, encode
+from millrace.executor.multiproc import MultiprocExecutor
+from millrace.executor.process import End
+from millrace.executor.uniproc import UniprocExecutor
 from tests.executor.kinds import SHORT, STUB, Make, marks_of, stub_config, worker_pids
 
 slow = pytest.mark.slow
@@ -100,7 +100,7 @@ def failures() -> Iterator[Any]:
 def test_a_start_that_fails_ends_the_engine_by_the_phase_the_rank_and_the_reason(
     make: Make, phase: str, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_service.recovery.RESTART_BACKOFF_S", (0.0, 0.0))
+    monkeypatch.setattr("millrace.engine_service.recovery.RESTART_BACKOFF_S", (0.0, 0.0))
     num_ranks = 1 if isinstance(make(), UniprocExecutor) else 2
     rank = num_ranks - 1
     executor = make(f"{action}-at-{PLACES[phase]},on-rank={rank}", tensor_parallel_size=num_ranks)

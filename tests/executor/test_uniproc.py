@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from executor.errors import StartError, WorkerDied, WorkerError
-from executor.uniproc import UniprocExecutor
+from millrace.executor.errors import StartError, WorkerDied, WorkerError
+from millrace.executor.uniproc import UniprocExecutor
 from tests.executor.fragile_worker import Activations
 from tests.executor.kinds import first_step, start, stub_config
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from executor.limits import Limits
-from executor.watchdog import Watchdog
+from millrace.executor.limits import Limits
+from millrace.executor.watchdog import Watchdog
 
 LIMITS = Limits(stuck_s=10, stuck_factor=20, first_step_s=60, heartbeat_s=10, busy_heartbeat_s=60, longest_step_s=300)
 

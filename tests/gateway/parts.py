@@ -15,11 +15,11 @@ from typing import Any, Self
 from rq import Queue
 from rq.job import Job
 
-from engine_service.leases import new_engine_id
-from results.connection import connect
-from results.errors import QueueError
-from results.messages import Claim, ClaimedJob, Event, Finish, JobError, JobId, Lease, Usage
-from results.queue import JobQueue
+from millrace.engine_service.leases import new_engine_id
+from millrace.results.connection import connect
+from millrace.results.errors import QueueError
+from millrace.results.messages import Claim, ClaimedJob, Event, Finish, JobError, JobId, Lease, Usage
+from millrace.results.queue import JobQueue
 from tests.processes import LoggedProcess, wait_until
 
 

@@ -19,10 +19,10 @@ from rq.results import Result
 from rq.serializers import JSONSerializer
 from rq.suspension import resume, suspend
 
-from engine_service.doors import rq_payload
 from millrace import Client
-from results.keys import QueueKeys
-from results.messages import JobError
+from millrace.engine_service.doors import rq_payload
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import JobError
 from tests.gateway.parts import (
     EchoEngine,
     GatewayProcess,

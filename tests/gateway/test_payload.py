@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine_service.doors.rq_payload import MAX_PAYLOAD_BYTES, PayloadRefused, read_submission
-from producer import GenerationRequest, SamplingParams
-from producer.wire import to_submission
+from millrace.engine_service.doors.rq_payload import MAX_PAYLOAD_BYTES, PayloadRefused, read_submission
+from millrace.producer import GenerationRequest, SamplingParams
+from millrace.producer.wire import to_submission
 
 
 def _payload(*args: Any, function: Any = "millrace.generate", instance: Any = None, **kwargs: Any) -> bytes:

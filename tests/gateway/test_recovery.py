@@ -16,11 +16,11 @@ from rq.job import Job
 from rq.results import Result
 from rq.serializers import JSONSerializer
 
-from engine_service.doors.rq_gateway import Gateway
-from engine_service.doors.rq_ledger import Ledger
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.errors import RedisUnavailable
+from millrace.engine_service.doors.rq_gateway import Gateway
+from millrace.engine_service.doors.rq_ledger import Ledger
+from millrace.results.connection import connect
+from millrace.results.errors import RedisUnavailable
 from tests.gateway.parts import (
     EchoEngine,
     GatewayProcess,

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from millrace import Client
-from results.queue import JobQueue
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine
 from tests.results.invariants import check_queue
 

@@ -10,10 +10,10 @@ import pytest
 
 from millrace import Client, GenerationRequest, RedisUnavailable
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.messages import EngineId
-from results.queue import JobQueue
-from results.transport import Transport
+from millrace.results.connection import connect
+from millrace.results.messages import EngineId
+from millrace.results.queue import JobQueue
+from millrace.results.transport import Transport
 from tests.results.engines import Engine
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()

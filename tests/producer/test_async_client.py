@@ -8,9 +8,16 @@ import pytest
 import redis
 
 from millrace import AsyncClient, GenerationRequest, InvalidRequest, QueueFull
-from results.errors import BatchNotFound, CannotRedrive, JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
-from results.messages import Event
-from results.queue import JobQueue
+from millrace.results.errors import (
+    BatchNotFound,
+    CannotRedrive,
+    JobConflict,
+    JobNotFound,
+    RedisUnavailable,
+    WaitTimeout,
+)
+from millrace.results.messages import Event
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine
 
 

@@ -10,11 +10,11 @@ import pytest
 import redis
 
 from millrace import Client, GenerationRequest, InvalidRequest, SamplingParams
-from producer.batches import batches
-from producer.messages import parse_body, to_submission
-from results.errors import JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
-from results.messages import Event
-from results.queue import JobQueue
+from millrace.producer.batches import batches
+from millrace.producer.messages import parse_body, to_submission
+from millrace.results.errors import JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
+from millrace.results.messages import Event
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine
 
 
@@ -268,8 +268,8 @@ def test_as_completed_of_nothing_is_nothing(client: Client) -> None:
 def test_an_end_that_the_feed_has_lost_is_found_by_the_next_sweep(
     client: Client, engine: Engine, redis_client: redis.Redis, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("results.reader.SWEEP_INTERVAL_S", 0.05)
-    monkeypatch.setattr("results.reader.BLOCK_LIMIT_S", 0.05)
+    monkeypatch.setattr("millrace.results.reader.SWEEP_INTERVAL_S", 0.05)
+    monkeypatch.setattr("millrace.results.reader.BLOCK_LIMIT_S", 0.05)
     job_id = client.submit("x")
     completed = client.as_completed([job_id], timeout_s=10)
     waiting = ThreadPoolExecutor(1).submit(next, completed)
@@ -287,7 +287,7 @@ def test_records_that_expire_while_they_are_waited_for_are_not_found(
     pool: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("results.reader.BLOCK_LIMIT_S", 0.05)
+    monkeypatch.setattr("millrace.results.reader.BLOCK_LIMIT_S", 0.05)
     job_id = client.submit("x")
     waiting = pool.submit(client.wait, job_id, 10)
     redis_client.delete(queue.keys.job(job_id))

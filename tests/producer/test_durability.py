@@ -10,8 +10,8 @@ import redis
 
 from millrace import AsyncClient, Client, GenerationRequest, InvalidRequest, NotDurable
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.durability import _CONFIRMATIONS
+from millrace.results.connection import connect
+from millrace.results.durability import _CONFIRMATIONS
 
 
 @pytest.fixture(scope="module")

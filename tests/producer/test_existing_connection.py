@@ -9,9 +9,9 @@ import redis
 import redis.asyncio
 
 from millrace import AsyncClient, Client
-from results.errors import QueueError
-from results.messages import Event
-from results.queue import JobQueue
+from millrace.results.errors import QueueError
+from millrace.results.messages import Event
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from producer.errors import InvalidRequest
-from producer.options import SubmitOptions, build_request
-from producer.request import GenerationRequest
-from producer.sampling import _NOT_YET, SamplingParams
+from millrace.producer.errors import InvalidRequest
+from millrace.producer.options import SubmitOptions, build_request
+from millrace.producer.request import GenerationRequest
+from millrace.producer.sampling import _NOT_YET, SamplingParams
 
 REQUEST = set(GenerationRequest.__struct_fields__)
 SAMPLING = set(SamplingParams.__struct_fields__)

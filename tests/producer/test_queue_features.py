@@ -18,8 +18,8 @@ from millrace import (
     QueueFull,
     SamplingParams,
 )
-from producer.messages import parse_body
-from results.queue import JobQueue
+from millrace.producer.messages import parse_body
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine
 
 

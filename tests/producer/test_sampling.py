@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from producer import InvalidRequest, SamplingParams
+from millrace.producer import InvalidRequest, SamplingParams
 
 
 def test_the_defaults_are_vllms() -> None:

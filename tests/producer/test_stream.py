@@ -8,11 +8,11 @@ import pytest
 import redis
 
 from millrace import Client, InvalidRequest
-from results.errors import ResultExpired
-from results.messages import Event, Signal, StreamEvent
-from results.queue import JobQueue
-from results.reader import MAX_ENTRIES, EventFollower
-from results.transport import Transport
+from millrace.results.errors import ResultExpired
+from millrace.results.messages import Event, Signal, StreamEvent
+from millrace.results.queue import JobQueue
+from millrace.results.reader import MAX_ENTRIES, EventFollower
+from millrace.results.transport import Transport
 from tests.results.engines import Engine
 
 

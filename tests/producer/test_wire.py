@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer import GenerationRequest, InvalidRequest, PayloadTooLarge, SamplingParams
-from producer.messages import MAX_BODY_BYTES, canonical_body, estimate_cost, parse_body, to_submission, usable_id
+from millrace.producer import GenerationRequest, InvalidRequest, PayloadTooLarge, SamplingParams
+from millrace.producer.messages import (
+    MAX_BODY_BYTES,
+    canonical_body,
+    estimate_cost,
+    parse_body,
+    to_submission,
+    usable_id,
+)
 
 DEEP = b"[" * 10_000 + b"]" * 10_000
 

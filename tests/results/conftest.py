@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from results.queue import JobQueue
-from results.transport import Transport
+from millrace.results.queue import JobQueue
+from millrace.results.transport import Transport
 from tests.results.engines import Engine
 from tests.results.invariants import check_queue
 

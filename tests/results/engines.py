@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from results import commands
-from results.messages import (
+from millrace.results import commands
+from millrace.results.messages import (
     Append,
     Begin,
     ClaimedJob,
@@ -23,8 +23,8 @@ from results.messages import (
     Submission,
     Usage,
 )
-from results.queue import JobQueue
-from results.replies import words
+from millrace.results.queue import JobQueue
+from millrace.results.replies import words
 
 FINGERPRINT = "model-a"
 _numbers = itertools.count(1)

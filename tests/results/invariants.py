@@ -8,8 +8,8 @@ from typing import Any
 
 import redis
 
-from results.keys import QueueKeys
-from results.messages import TERMINAL_STATES
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import TERMINAL_STATES
 
 PLACES = {"queued": "ready", "delayed": "delayed", "running": "leases"}
 """By state: the kind of set that such a job is in. A job that has ended is in none."""

@@ -21,11 +21,11 @@ from hypothesis.stateful import (
 )
 
 from millrace.embedded import EmbeddedServer
-from results import commands
-from results.connection import connect
-from results.errors import CannotRedrive
-from results.messages import TERMINAL_STATES, ClaimedJob, Event, JobError, JobId
-from results.queue import JobQueue
+from millrace.results import commands
+from millrace.results.connection import connect
+from millrace.results.errors import CannotRedrive
+from millrace.results.messages import TERMINAL_STATES, ClaimedJob, Event, JobError, JobId
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission
 from tests.results.invariants import check_queue
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import redis
 
-from results.errors import BatchNotFound, CannotRedrive, JobNotFound
-from results.messages import Event, JobError
-from results.queue import JobQueue
+from millrace.results.errors import BatchNotFound, CannotRedrive, JobNotFound
+from millrace.results.messages import Event, JobError
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, listed, submission, submit
 
 

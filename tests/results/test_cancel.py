@@ -5,10 +5,10 @@ import threading
 import pytest
 import redis
 
-from results.connection import connect
-from results.errors import JobNotFound
-from results.messages import Event, Signal
-from results.queue import JobQueue
+from millrace.results.connection import connect
+from millrace.results.errors import JobNotFound
+from millrace.results.messages import Event, Signal
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
 
 

@@ -6,9 +6,9 @@ from collections import Counter
 import pytest
 import redis
 
-from results.connection import connect
-from results.messages import EngineId, Event
-from results.queue import JobQueue
+from millrace.results.connection import connect
+from millrace.results.messages import EngineId, Event
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
 
 

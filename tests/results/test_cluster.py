@@ -15,12 +15,12 @@ import redis.asyncio
 
 from millrace import AsyncClient, Client, GenerationRequest, RedisUnavailable
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.durability import _CONFIRMATIONS
-from results.errors import NotDurable
-from results.messages import Event
-from results.queue import JobQueue
-from results.transport import Transport
+from millrace.results.connection import connect
+from millrace.results.durability import _CONFIRMATIONS
+from millrace.results.errors import NotDurable
+from millrace.results.messages import Event
+from millrace.results.queue import JobQueue
+from millrace.results.transport import Transport
 from tests.results.engines import Engine
 
 pytestmark = pytest.mark.new_redis  # its way of configuring nodes

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from millrace.embedded import EmbeddedServer
-from results.connection import connect, connect_async, resolve_url, server_name
-from results.errors import RedisUnavailable
-from results.queue import JobQueue
-from results.transport import Transport
+from millrace.results.connection import connect, connect_async, resolve_url, server_name
+from millrace.results.errors import RedisUnavailable
+from millrace.results.queue import JobQueue
+from millrace.results.transport import Transport
 
 
 def test_the_given_url_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

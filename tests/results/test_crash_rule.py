@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from results.messages import ClaimedJob
-from results.queue import JobQueue
-from results.transport import Transport
+from millrace.results.messages import ClaimedJob
+from millrace.results.queue import JobQueue
+from millrace.results.transport import Transport
 from tests.results.engines import Engine, submit
 
 MAX_FALSE_STARTS = 20

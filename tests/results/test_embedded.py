@@ -12,7 +12,7 @@ import pytest
 import redis
 
 from millrace.embedded import EmbeddedServer, EmbeddedServerError
-from results.connection import connect
+from millrace.results.connection import connect
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import redis
 
-from results.queue import JobQueue
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submit
 
 

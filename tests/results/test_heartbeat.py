@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import redis
 
-from results.messages import JobId, Lease
-from results.queue import JobQueue
+from millrace.results.messages import JobId, Lease
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submit
 
 

@@ -17,10 +17,10 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from millrace import AsyncClient, Client, RedisUnavailable
-from results import connection
-from results.connection import connect
-from results.messages import EngineId
-from results.queue import JobQueue
+from millrace.results import connection
+from millrace.results.connection import connect
+from millrace.results.messages import EngineId
+from millrace.results.queue import JobQueue
 
 
 @pytest.fixture

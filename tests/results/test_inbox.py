@@ -4,8 +4,8 @@ from typing import Any
 
 import redis
 
-from results.messages import JobError, JobId
-from results.queue import JobQueue
+from millrace.results.messages import JobError, JobId
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
 
 ERROR = JobError(kind="invalid_request", message="prompt: must not be empty", field="prompt")

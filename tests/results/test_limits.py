@@ -8,10 +8,10 @@ import pytest
 import redis
 
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.errors import QueueError
-from results.messages import Event, Usage
-from results.queue import JobQueue
+from millrace.results.connection import connect
+from millrace.results.errors import QueueError
+from millrace.results.messages import Event, Usage
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import redis
 
-from results.messages import Append, Event, JobError, Lease, Usage, Write
-from results.queue import JobQueue
+from millrace.results.messages import Append, Event, JobError, Lease, Usage, Write
+from millrace.results.queue import JobQueue
 from tests.results.engines import FINGERPRINT, Engine, finish_of, listed, submit
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from producer.request import GenerationRequest
-from producer.sampling import SamplingParams
-from results import keys
-from results.queue import JobQueue
-from results.scripts import script_source
-from results.transport import Transport
+from millrace.producer.request import GenerationRequest
+from millrace.producer.sampling import SamplingParams
+from millrace.results import keys
+from millrace.results.queue import JobQueue
+from millrace.results.scripts import script_source
+from millrace.results.transport import Transport
 from tests.results.engines import Engine
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import threading
 
-from results.connection import connect
-from results.messages import Event
-from results.queue import JobQueue
+from millrace.results.connection import connect
+from millrace.results.messages import Event
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-import results
+from millrace import results
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.errors import RedisUnavailable, ServerUnsuitable
-from results.queue import JobQueue
-from results.server_check import check_server
-from results.transport import Transport
+from millrace.results.connection import connect
+from millrace.results.errors import RedisUnavailable, ServerUnsuitable
+from millrace.results.queue import JobQueue
+from millrace.results.server_check import check_server
+from millrace.results.transport import Transport
 
 
 class Pretender:

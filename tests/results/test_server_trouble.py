@@ -8,13 +8,13 @@ import pytest
 import redis
 
 from millrace.embedded import EmbeddedServer
-from results import commands
-from results.connection import as_unavailable, connect, connect_async
-from results.errors import QueueError, RedisUnavailable
-from results.messages import Append, Event
-from results.queue import JobQueue
-from results.scripts import script_source
-from results.transport import AsyncTransport, Transport
+from millrace.results import commands
+from millrace.results.connection import as_unavailable, connect, connect_async
+from millrace.results.errors import QueueError, RedisUnavailable
+from millrace.results.messages import Append, Event
+from millrace.results.queue import JobQueue
+from millrace.results.scripts import script_source
+from millrace.results.transport import AsyncTransport, Transport
 from tests.results.engines import Engine, finish_of, submission, submit
 from tests.results.invariants import check_queue
 

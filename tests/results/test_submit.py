@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import redis
 
-from producer.messages import GenerationRequest, SamplingParams, to_submission
-from results.errors import QueueError
-from results.messages import Submission
-from results.queue import JobQueue
-from results.scripts import Argument, script_command
-from results.transport import Transport
+from millrace.producer.messages import GenerationRequest, SamplingParams, to_submission
+from millrace.results.errors import QueueError
+from millrace.results.messages import Submission
+from millrace.results.queue import JobQueue
+from millrace.results.scripts import Argument, script_command
+from millrace.results.transport import Transport
 from tests.results.engines import Engine, submission, submit
 from tests.results.invariants import check_queue
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import redis
 
-from results.messages import Event, JobError, Signal
-from results.queue import JobQueue
+from millrace.results.messages import Event, JobError, Signal
+from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
 
 LATER_MS = 3_600_000

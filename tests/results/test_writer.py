@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from millrace.embedded import EmbeddedServer
-from results.connection import connect
-from results.messages import Append, ClaimedJob, Event, JobId, Lease, Write
-from results.queue import JobQueue
-from results.writer import Writer
+from millrace.results.connection import connect
+from millrace.results.messages import Append, ClaimedJob, Event, JobId, Lease, Write
+from millrace.results.queue import JobQueue
+from millrace.results.writer import Writer
 from tests.results.engines import FINGERPRINT, Engine, finish_of, submission, submit
 from tests.results.invariants import check_all_ended
 

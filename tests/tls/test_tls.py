@@ -74,7 +74,7 @@ async def test_a_certificate_that_is_not_trusted_is_one_error_of_the_async_clien
 
 
 @pytest.mark.parametrize(
-    "verb", [("millrace", "stats"), ("engine_service", "--model", str(TINY))], ids=["command", "engine"]
+    "verb", [("millrace", "stats"), ("millrace.engine_service", "--model", str(TINY))], ids=["command", "engine"]
 )
 def test_a_certificate_that_is_not_trusted_is_one_line_of_every_process(
     url_not_trusted: str, verb: tuple[str, ...]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from executor.messages import (
+from millrace.executor.messages import (
     NO_TOKEN,
     NewSequence,
     RowSampling,
@@ -24,8 +24,8 @@ from executor.messages import (
     StepRow,
     WorkerConfig,
 )
-from worker.input_batch import StepBatch
-from worker.rank import Rank
+from millrace.worker.input_batch import StepBatch
+from millrace.worker.rank import Rank
 
 GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [])
 BLOCK_SIZE = 4

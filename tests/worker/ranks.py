@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.worker.rank import Rank
 from tests.worker.driver import BLOCK_SIZE, NUM_BLOCKS
-from worker.rank import Rank
 
 REPLY_LIMIT_S = 60.0
 

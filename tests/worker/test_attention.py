@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from worker.attention.cpu import CPUAttention
-from worker.attention.interface import Attention
-from worker.attention.reference import ReferenceAttention, visible_positions
-from worker.input_batch import StepBatch
-from worker.kv_pool import KVPool, LayerCache, LayerSpec
+from millrace.worker.attention.cpu import CPUAttention
+from millrace.worker.attention.interface import Attention
+from millrace.worker.attention.reference import ReferenceAttention, visible_positions
+from millrace.worker.input_batch import StepBatch
+from millrace.worker.kv_pool import KVPool, LayerCache, LayerSpec
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 400
@@ -98,7 +98,7 @@ def test_a_batch_of_decodes_is_computed_in_groups_that_fit(monkeypatch: pytest.M
     rows = [(length, 1) for length in range(1, 91, 3)]
     expected = attend(ReferenceAttention(), rows, 1, None)
     for elements in (1, 1 << 10, 1 << 13, 1 << 30):
-        monkeypatch.setattr("worker.attention.cpu.GATHERED_ELEMENTS", elements)
+        monkeypatch.setattr("millrace.worker.attention.cpu.GATHERED_ELEMENTS", elements)
         torch.testing.assert_close(attend(CPUAttention(), rows, 1, None), expected, rtol=1e-5, atol=2e-6)
 
 
@@ -130,9 +130,9 @@ def test_a_long_chunk_is_computed_in_parts_that_fit(window: int | None, monkeypa
         sizes.append(HEADS * num_queries * kv_len)
         return visible_positions(num_queries, kv_len, *rest)
 
-    monkeypatch.setattr("worker.attention.reference.visible_positions", note)
+    monkeypatch.setattr("millrace.worker.attention.reference.visible_positions", note)
     for most in (1, 1 << 12):
-        monkeypatch.setattr("worker.attention.reference.SCORES_AT_ONCE", most)
+        monkeypatch.setattr("millrace.worker.attention.reference.SCORES_AT_ONCE", most)
         sizes.clear()
         torch.testing.assert_close(attend(ReferenceAttention(), rows, 1, window), expected, rtol=1e-5, atol=2e-6)
         assert max(sizes) <= max(most, HEADS * 90)

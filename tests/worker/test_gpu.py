@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from executor.messages import NO_TOKEN, NewSequence, SeqId, StepId, StepPlan, StepRow
+from millrace.executor.messages import NO_TOKEN, NewSequence, SeqId, StepId, StepPlan, StepRow
+from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
-from worker.rank import Rank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 

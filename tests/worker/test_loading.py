@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, T5Config
 
-from executor.messages import ModelFacts, WorkerConfig
+from millrace.executor.messages import ModelFacts, WorkerConfig
+from millrace.worker.errors import ConfigError, DeviceError, ModelError
+from millrace.worker.rank import Rank
 from tests.worker.driver import Driver, start_worker
 from tests.worker.models import build_model, make_model
-from worker.errors import ConfigError, DeviceError, ModelError
-from worker.rank import Rank
 
 WEIGHTS = "model.safetensors"
 

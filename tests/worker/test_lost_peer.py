@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from executor.failures import EXIT_CRASH, exit_status, to_failure
-from executor.messages import Failure
+from millrace.executor.failures import EXIT_CRASH, exit_status, to_failure
+from millrace.executor.messages import Failure
 
 LIMIT = timedelta(seconds=3)
 """Of gloo itself, for a message from the other rank."""

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.noise import INCREMENT, LARGEST_UNIFORM, exponentials, row_keys
+from millrace.worker.noise import INCREMENT, LARGEST_UNIFORM, exponentials, row_keys
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1

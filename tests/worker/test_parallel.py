@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from executor.messages import NO_TOKEN, NewSequence, RowSampling, SeqId, StepId, StepPlan, StepResult, StepRow
+from millrace.executor.messages import NO_TOKEN, NewSequence, RowSampling, SeqId, StepId, StepPlan, StepResult, StepRow
+from millrace.worker.parallel.stages import find_inlet
+from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, Driver, Request, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
 from tests.worker.ranks import RankFailed, RankGroup, RankProcesses
-from worker.parallel.stages import find_inlet
-from worker.rank import Rank
 
 pytestmark = pytest.mark.ranks
 

@@ -9,18 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_service.build import build_engine
-from engine_service.config import EngineConfig
-from executor.messages import NO_TOKEN, NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow, WorkerConfig
+from millrace.engine_service.build import build_engine
+from millrace.engine_service.config import EngineConfig
+from millrace.executor.messages import (
+    NO_TOKEN,
+    NewSequence,
+    RowSampling,
+    SeqId,
+    StepId,
+    StepPlan,
+    StepRow,
+    WorkerConfig,
+)
+from millrace.worker import create_worker
+from millrace.worker.device import free_host_bytes
+from millrace.worker.errors import ConfigError, ModelError, PlanError
+from millrace.worker.input_batch import SampledRow
+from millrace.worker.rank import Rank
+from millrace.worker.runner import largest_prefill
+from millrace.worker.sampler import sample
 from tests.worker.driver import GREEDY, Driver, start_worker
 from tests.worker.models import make_model
-from worker import create_worker
-from worker.device import free_host_bytes
-from worker.errors import ConfigError, ModelError, PlanError
-from worker.input_batch import SampledRow
-from worker.rank import Rank
-from worker.runner import largest_prefill
-from worker.sampler import sample
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -194,7 +203,7 @@ def test_the_pool_is_sized_by_what_the_configuration_says(model: Path) -> None:
 
 def test_the_default_pool_leaves_most_of_the_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block_bytes = 16 * 3 * 2 * 2 * 16 * 4
-    monkeypatch.setattr("worker.kv_budget.free_host_bytes", lambda: 400 * block_bytes)
+    monkeypatch.setattr("millrace.worker.kv_budget.free_host_bytes", lambda: 400 * block_bytes)
     assert blocks_of(model, max_num_seqs=256) == 100
 
 
@@ -235,7 +244,7 @@ def test_the_profiled_step_of_short_sequences_is_as_large_as_a_step_can_be() -> 
 
 
 def test_files_that_were_read_do_not_count_as_used_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.device._CGROUP", tmp_path)
+    monkeypatch.setattr("millrace.worker.device._CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("900000\n")
     assert free_host_bytes() == 100000

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor.messages import RowSampling, SeqId
-from worker.input_batch import SampledRow
-from worker.sampler import sample
+from millrace.executor.messages import RowSampling, SeqId
+from millrace.worker.input_batch import SampledRow
+from millrace.worker.sampler import sample
 
 LARGEST_SEED = 2**64 - 1
 

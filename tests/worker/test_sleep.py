@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from executor.messages import StepId, StepPlan
+from millrace.executor.messages import StepId, StepPlan
+from millrace.worker.errors import ConfigError, PlanError, WeightsChanged
+from millrace.worker.rank import Rank
 from tests.worker.driver import Driver, start_worker
 from tests.worker.models import make_model
-from worker.errors import ConfigError, PlanError, WeightsChanged
-from worker.rank import Rank
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12]]
 

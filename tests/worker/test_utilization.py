@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from worker.utilization import device_utilization
+from millrace.worker.utilization import device_utilization
 
 GPU = torch.device("cuda:0")
 

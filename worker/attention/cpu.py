@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from worker.attention.reference import ReferenceAttention, visible_positions
-from worker.input_batch import StepBatch
-from worker.kv_pool import LayerCache
+from millrace.worker.attention.reference import ReferenceAttention, visible_positions
+from millrace.worker.input_batch import StepBatch
+from millrace.worker.kv_pool import LayerCache
 
 GATHERED_ELEMENTS = 1 << 20
 """Elements of keys that one decode group gathers at most; few enough to stay in a CPU's cache."""

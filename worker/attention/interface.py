@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from worker.errors import ModelError
-from worker.input_batch import StepBatch
-from worker.kv_pool import LayerCache
+from millrace.worker.errors import ModelError
+from millrace.worker.input_batch import StepBatch
+from millrace.worker.kv_pool import LayerCache
 
 ATTENTION_NAME = "millrace"
 """Our entry in transformers' attention interface. It has no mask function on purpose: without one transformers builds

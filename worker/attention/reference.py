@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.input_batch import StepBatch
-from worker.kv_pool import LayerCache
+from millrace.worker.input_batch import StepBatch
+from millrace.worker.kv_pool import LayerCache
 
 SCORES_AT_ONCE = 1 << 27
 """Entries of the scores [Hq, Q, L] that exist at a time, which bounds the memory that the end of a long prompt takes."""

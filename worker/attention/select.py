@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from worker.attention.cpu import CPUAttention
-from worker.attention.interface import Attention
-from worker.attention.reference import ReferenceAttention
-from worker.errors import ConfigError
+from millrace.worker.attention.cpu import CPUAttention
+from millrace.worker.attention.interface import Attention
+from millrace.worker.attention.reference import ReferenceAttention
+from millrace.worker.errors import ConfigError
 
 
 def choose_attention(name: str, device: torch.device) -> Attention:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from worker.parallel.peers import Peers
+from millrace.worker.parallel.peers import Peers
 
 
 class RowParallelLinear(nn.Module):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from worker.errors import ModelError
-from worker.kv_pool import LayerSpec
-from worker.parallel.peers import Peers
-from worker.parallel.stages import cut_stages
-from worker.parallel.tensor_plan import Slice, TensorPlan
-from worker.parallel.topology import Topology
-from worker.probe import probe_layers
+from millrace.worker.errors import ModelError
+from millrace.worker.kv_pool import LayerSpec
+from millrace.worker.parallel.peers import Peers
+from millrace.worker.parallel.stages import cut_stages
+from millrace.worker.parallel.tensor_plan import Slice, TensorPlan
+from millrace.worker.parallel.topology import Topology
+from millrace.worker.probe import probe_layers
 
 
 class ModelPart:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from worker.errors import RendezvousError
-from worker.parallel.topology import Topology
+from millrace.worker.errors import RendezvousError
+from millrace.worker.parallel.topology import Topology
 
 logger = logging.getLogger("millrace.worker")
 

@@ -22,16 +22,16 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from executor.messages import SeqId, StepId, StepPlan, StepResult
-from worker.attention.interface import Attention
-from worker.input_batch import SampledRow, StepBatch
-from worker.kv_pool import KVPool
-from worker.parallel.peers import Peers
-from worker.parallel.stages import find_inlet
-from worker.parallel.topology import Topology
-from worker.parallel.vocabulary import Vocabulary
-from worker.runner import Runner
-from worker.sampler import Sampled
+from millrace.executor.messages import SeqId, StepId, StepPlan, StepResult
+from millrace.worker.attention.interface import Attention
+from millrace.worker.input_batch import SampledRow, StepBatch
+from millrace.worker.kv_pool import KVPool
+from millrace.worker.parallel.peers import Peers
+from millrace.worker.parallel.stages import find_inlet
+from millrace.worker.parallel.topology import Topology
+from millrace.worker.parallel.vocabulary import Vocabulary
+from millrace.worker.runner import Runner
+from millrace.worker.sampler import Sampled
 
 NOT_DRAWN = -1
 """Sent for a row that could not be drawn."""

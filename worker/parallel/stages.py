@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from worker.errors import ModelError
-from worker.parallel.topology import Topology
+from millrace.worker.errors import ModelError
+from millrace.worker.parallel.topology import Topology
 
 
 class StandIn(nn.Module):

@@ -2,7 +2,7 @@
 
 The plan names a kind for each module. `colwise` divides a linear layer's outputs, such as the heads of attention or the
 inner width of an MLP, `rowwise` the inputs of the layer that takes those in. Embedding and head are divided by
-vocabulary whatever the plan says: each rank then has the logits of its own ids (see `worker.parallel.vocabulary`).
+vocabulary whatever the plan says: each rank then has the logits of its own ids (see `millrace.worker.parallel.vocabulary`).
 
 The experts of a mixture are no linear layers but stacked tensors in one module. Each rank has a part of the inner width of
 every expert, so that all do the same work whatever the router chooses; gate and up lie packed behind each other:
@@ -25,15 +25,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from worker.errors import ModelError
-from worker.parallel.layers import (
+from millrace.worker.errors import ModelError
+from millrace.worker.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallelExperts,
     VocabParallelEmbedding,
 )
-from worker.parallel.peers import Peers
-from worker.parallel.topology import Topology
+from millrace.worker.parallel.peers import Peers
+from millrace.worker.parallel.topology import Topology
 
 NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 HEADS = {"num_attention_heads": "attention heads", "num_key_value_heads": "key and value heads"}

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from executor.messages import WorkerConfig
-from worker.errors import ConfigError
+from millrace.executor.messages import WorkerConfig
+from millrace.worker.errors import ConfigError
 
 
 @dataclass(frozen=True)

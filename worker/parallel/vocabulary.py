@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from worker.input_batch import SampledRow
-from worker.parallel.peers import Peers
-from worker.parallel.topology import Topology
-from worker.sampler import Sampled, sample
+from millrace.worker.input_batch import SampledRow
+from millrace.worker.parallel.peers import Peers
+from millrace.worker.parallel.topology import Topology
+from millrace.worker.sampler import Sampled, sample
 
 
 class Vocabulary:
