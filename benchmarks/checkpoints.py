@@ -27,7 +27,7 @@ NUM_PAIRS = 40
 
 _TOLD_BY_SIGNALS = """
 import signal, sys
-from millrace.engine_service import output
+from millrace.engine_service.serving import output
 from millrace.engine_service.__main__ import main
 usual = output.CHECKPOINT_TOKENS, output.CHECKPOINT_INTERVAL_S
 def set_limits(tokens, interval_s):

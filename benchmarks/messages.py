@@ -9,8 +9,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from millrace.executor.messages import SeqId, Step, StepId, StepPlan, StepRow, WorkerConfig, decode_to_worker, encode
-from millrace.executor.multiproc import MultiprocExecutor
+from millrace.executor.launch.multiproc import MultiprocExecutor
+from millrace.executor.wire.messages import (
+    SeqId,
+    Step,
+    StepId,
+    StepPlan,
+    StepRow,
+    WorkerConfig,
+    decode_to_worker,
+    encode,
+)
 
 NUM_ROUNDS = 9
 NUM_CALLS = 2000
@@ -32,7 +41,7 @@ def measure(model: Path) -> dict[str, Any]:
 def _round_trips(model: Path) -> dict[str, Any]:
     """Of a call without payload to one rank on this host, in turns: to the stub, which does nothing with it, and to a real
     worker, which tries its device."""
-    kinds = {"rpc": ("millrace.executor.stub", WorkerConfig(model="", num_blocks=32, block_size=16))}
+    kinds = {"rpc": ("millrace.executor.rank.stub", WorkerConfig(model="", num_blocks=32, block_size=16))}
     kinds["health_check"] = ("millrace.worker", WorkerConfig(model=str(model), num_blocks=32, device="cpu"))
     with ExitStack() as stack:
         executors = {}

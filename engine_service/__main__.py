@@ -12,25 +12,25 @@ from typing import NoReturn
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from millrace.engine_service.admission import Admission
 from millrace.engine_service.build import build_engine
-from millrace.engine_service.capacity import Capacity
 from millrace.engine_service.config import ServeConfig, parse
-from millrace.engine_service.doors.inbox import Inbox
-from millrace.engine_service.endpoint import Endpoint
 from millrace.engine_service.engine import Engine
 from millrace.engine_service.errors import ConfigurationError, EngineDead
-from millrace.engine_service.exposition import Exposition
-from millrace.engine_service.health import Health
-from millrace.engine_service.intake import Intake
-from millrace.engine_service.jobs import Lost
-from millrace.engine_service.leases import Leases, new_engine_id
 from millrace.engine_service.model_files import eos_token_ids, fingerprint, resolve_model
-from millrace.engine_service.output import Output
-from millrace.engine_service.service import Service
+from millrace.engine_service.observe.endpoint import Endpoint
+from millrace.engine_service.observe.health import Health
+from millrace.engine_service.observe.metrics import Exposition
+from millrace.engine_service.serving.admission import Admission
+from millrace.engine_service.serving.capacity import Capacity
+from millrace.engine_service.serving.inbox import Inbox
+from millrace.engine_service.serving.intake import Intake
+from millrace.engine_service.serving.jobs import Lost
+from millrace.engine_service.serving.leases import Leases, new_engine_id
+from millrace.engine_service.serving.output import Output
+from millrace.engine_service.serving.service import Service
 from millrace.engine_service.text import Tokenizer
-from millrace.executor.external import become_rank, die_with_rank_0, is_torchrun_rank
-from millrace.executor.failures import EXIT_CONFIGURATION, EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY
+from millrace.executor.launch.external import become_rank, die_with_rank_0, is_torchrun_rank
+from millrace.executor.wire.failures import EXIT_CONFIGURATION, EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY
 from millrace.results.connection import connect
 from millrace.results.errors import QueueError
 from millrace.results.queue import JobQueue

@@ -8,7 +8,7 @@ from millrace.engine_service.config import EngineConfig
 from millrace.engine_service.engine import Engine
 from millrace.engine_service.errors import ConfigurationError
 from millrace.engine_service.model_files import check_parallel_sizes
-from millrace.executor.select import make_executor
+from millrace.executor.launch.select import make_executor
 
 
 def build_engine(config: EngineConfig, path: Path, *, is_service: bool, log_level: str = "WARNING") -> Engine:

@@ -13,8 +13,8 @@ import msgspec
 
 from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.errors import ConfigurationError
-from millrace.executor.messages import WorkerConfig
-from millrace.executor.select import NAMES as EXECUTOR_NAMES
+from millrace.executor.launch.select import NAMES as EXECUTOR_NAMES
+from millrace.executor.wire.messages import WorkerConfig
 from millrace.results.keys import QUEUE_PATTERN
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")

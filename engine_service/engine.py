@@ -11,14 +11,14 @@ import msgspec
 
 from millrace.engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig, SchedulerStats
 from millrace.engine_service.core.sequence import StopReason
+from millrace.engine_service.core.token_budget import TokenBudget
 from millrace.engine_service.epochs import Casualty, Epochs, Failure, too_large
 from millrace.engine_service.errors import EngineDead, EngineError, WorkersLost
 from millrace.engine_service.generation import Generation
-from millrace.engine_service.token_budget import TokenBudget
 from millrace.executor.base import Executor, StepFuture
 from millrace.executor.errors import Asleep, ExecutorError, WorkerError
-from millrace.executor.messages import ModelFacts, SeqId, StepPlan
 from millrace.executor.metrics import ExecutorMetrics
+from millrace.executor.wire.messages import ModelFacts, SeqId, StepPlan
 
 logger = logging.getLogger("millrace.engine")
 

@@ -15,7 +15,7 @@ from millrace.engine_service.errors import EngineDead
 from millrace.engine_service.recovery import Recovery
 from millrace.executor.base import Executor
 from millrace.executor.errors import ExecutorError, WorkerError
-from millrace.executor.messages import RowSampling, SeqId
+from millrace.executor.wire.messages import RowSampling, SeqId
 
 logger = logging.getLogger("millrace.engine")
 

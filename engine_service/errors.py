@@ -19,6 +19,6 @@ class EngineDead(EngineError):
     """Raised when the workers are lost and do not come back."""
 
     def __init__(self, message: str, cause: str = "error") -> None:
-        """`cause`: as in `millrace.executor.messages.Failure`, of the last attempt."""
+        """`cause`: as in `millrace.executor.wire.messages.Failure`, of the last attempt."""
         super().__init__(message)
         self.cause = cause

@@ -22,7 +22,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from millrace.engine_service.admission import Admission
 from millrace.engine_service.build import build_engine
 from millrace.engine_service.config import EngineConfig, checked
 from millrace.engine_service.core.scheduler import SchedulerStats
@@ -30,6 +29,7 @@ from millrace.engine_service.engine import EngineMetrics, Progress
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.model_files import eos_token_ids, resolve_model
+from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
 from millrace.producer.checks import shown
 from millrace.producer.messages import GenerationRequest, InvalidRequest, SamplingParams

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from millrace.engine_service.errors import ConfigurationError, EngineDead
 from millrace.executor.base import Executor
 from millrace.executor.errors import ExecutorTimeout, StartError, WorkerDied, WorkerError
-from millrace.executor.messages import Failure
 from millrace.executor.sizes import smaller_sizes
+from millrace.executor.wire.messages import Failure
 
 logger = logging.getLogger("millrace.engine")
 

@@ -12,9 +12,9 @@ import msgspec
 
 from millrace.executor.errors import UnknownMethod
 from millrace.executor.limits import Limits
-from millrace.executor.messages import WORKER_METHODS, ModelFacts, StepPlan, StepResult, WorkerConfig
 from millrace.executor.metrics import ExecutorMetrics, Recorder
-from millrace.executor.worker import WAKE_TAGS
+from millrace.executor.rank.worker import WAKE_TAGS
+from millrace.executor.wire.messages import WORKER_METHODS, ModelFacts, StepPlan, StepResult, WorkerConfig
 
 logger = logging.getLogger("millrace.executor")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.executor.messages import Failure
+from millrace.executor.wire.messages import Failure
 
 
 class ExecutorError(Exception):

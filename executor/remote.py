@@ -14,12 +14,15 @@ import msgspec
 import zmq
 
 from millrace.executor.base import Executor
-from millrace.executor.calls import PendingCall
-from millrace.executor.channel import Channel
 from millrace.executor.errors import Asleep, StartError, WorkerDied
-from millrace.executor.handshake import Handshake
+from millrace.executor.launch.process import RankHandle, close_all, dump_all, stop_all
 from millrace.executor.limits import Limits
-from millrace.executor.messages import (
+from millrace.executor.metrics import ExecutorMetrics
+from millrace.executor.watchdog import Watchdog
+from millrace.executor.wire.calls import PendingCall
+from millrace.executor.wire.channel import Channel
+from millrace.executor.wire.handshake import Handshake
+from millrace.executor.wire.messages import (
     Beat,
     Call,
     FromWorker,
@@ -33,9 +36,6 @@ from millrace.executor.messages import (
     encode,
     output_rank,
 )
-from millrace.executor.metrics import ExecutorMetrics
-from millrace.executor.process import RankHandle, close_all, dump_all, stop_all
-from millrace.executor.watchdog import Watchdog
 
 logger = logging.getLogger("millrace.executor")
 

@@ -23,8 +23,8 @@ from millrace.results.connection import (
     node_of_async,
     server_name,
 )
+from millrace.results.connection_cache import HeldConnections
 from millrace.results.errors import QueueError
-from millrace.results.held import HeldConnections
 from millrace.results.scripts import Command, is_script, source_of
 
 Reply = Any

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from millrace.executor.messages import WorkerConfig
-    from millrace.executor.worker import Worker
+    from millrace.executor.rank.worker import Worker
+    from millrace.executor.wire.messages import WorkerConfig
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> Worker:

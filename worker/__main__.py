@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from millrace.executor.rank import serve_rank
+from millrace.executor.rank.serve import serve_rank
 from millrace.worker import create_worker
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from millrace.executor.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
+from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.kv_pool import num_blocks_for
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.executor.messages import ModelFacts, WorkerConfig
+from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.device import free_host_bytes
 from millrace.worker.errors import ConfigError, ModelError
 from millrace.worker.kv_pool import num_blocks_for

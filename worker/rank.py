@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from millrace.executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.executor.wire.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 from millrace.worker.attention.select import choose_attention
-from millrace.worker.checksum import checksums
 from millrace.worker.device import choose_device, keep_freed_memory
 from millrace.worker.errors import ConfigError, PlanError
 from millrace.worker.kv_budget import fixed_num_blocks, host_pool_bytes, num_blocks_within
 from millrace.worker.kv_pool import KVPool
-from millrace.worker.loading import load_model
+from millrace.worker.loading.checksum import checksums
+from millrace.worker.loading.load import load_model
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.runner import ParallelRunner
 from millrace.worker.parallel.topology import find_place

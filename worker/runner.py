@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.executor.messages import (
+from millrace.executor.wire.messages import (
     NewSequence,
     RowFailure,
     RowSampling,

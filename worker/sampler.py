@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from millrace.worker.counter_rng import exponentials, row_keys
 from millrace.worker.input_batch import SampledRow
-from millrace.worker.noise import exponentials, row_keys
 
 ENTRIES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Entries of [R, V] that are drawn from at a time: bounds the memory, and stays in a CPU's cache."""

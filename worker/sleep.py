@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from millrace.worker.checksum import checksums
 from millrace.worker.errors import ConfigError, WeightsChanged
+from millrace.worker.loading.checksum import checksums
 
 LEVELS = (1, 2)
 WAKE_TAGS = ("weights", "kv_cache")

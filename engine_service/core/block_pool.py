@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from millrace.executor.messages import NULL_BLOCK
+from millrace.executor.wire.messages import NULL_BLOCK
 
 
 class BlockPool:

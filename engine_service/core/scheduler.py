@@ -9,7 +9,16 @@ import msgspec
 
 from millrace.engine_service.core.block_pool import BlockPool
 from millrace.engine_service.core.sequence import Sequence, StopReason
-from millrace.executor.messages import NO_TOKEN, NewSequence, RowFailure, SeqId, StepId, StepPlan, StepResult, StepRow
+from millrace.executor.wire.messages import (
+    NO_TOKEN,
+    NewSequence,
+    RowFailure,
+    SeqId,
+    StepId,
+    StepPlan,
+    StepResult,
+    StepRow,
+)
 
 ALONE_AFTER_CRASHES = 2
 """A sequence that was part of this many lost steps without progress runs alone, so that it cannot take others along."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from millrace.executor.messages import NewSequence, RowSampling, SeqId
+from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId
 
 StopReason = Literal["stop", "length"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from millrace.executor.messages import WorkerConfig
+from millrace.executor.wire.messages import WorkerConfig
 
 VARIABLE = "CHAOS_WORKER_FAULTS"
 """The `WorkerFaults` as JSON."""
@@ -57,6 +57,6 @@ def hang_as_in_a_collective(until: str) -> None:
 
 
 if __name__ == "__main__":
-    from millrace.executor.rank import serve_rank
+    from millrace.executor.rank.serve import serve_rank
 
     sys.exit(serve_rank(create_worker))

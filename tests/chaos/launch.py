@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 
 import millrace.engine_service.__main__ as service
-from millrace.engine_service import build, intake
-from millrace.engine_service.admission import Admission
+from millrace.engine_service import build
 from millrace.engine_service.engine import Engine, Progress
 from millrace.engine_service.generation import Generation
-from millrace.engine_service.leases import Leases
+from millrace.engine_service.serving import intake
+from millrace.engine_service.serving.admission import Admission
+from millrace.engine_service.serving.leases import Leases
 from millrace.executor import base
 from millrace.executor.limits import Limits
 from tests.chaos.faulty_worker import VARIABLE, WorkerFaults

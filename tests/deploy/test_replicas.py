@@ -16,8 +16,8 @@ import pytest
 from millrace import Client, GenerationRequest, SamplingParams
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
-from tests.cli.command import environment, python
 from tests.deploy.test_compose import ROOT, SERVICES, command_of
+from tests.millrace.cli.command import environment, python
 
 START_LIMIT_S = 60.0
 NUM_JOBS = 40

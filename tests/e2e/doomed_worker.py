@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millrace.executor.messages import WorkerConfig
+from millrace.executor.wire.messages import WorkerConfig
 
 VARIABLE = "DOOM"
 
@@ -83,7 +83,7 @@ def main(doom: str, arguments: list[str]) -> int:
 
 if __name__ == "__main__":
     if "--identity" in sys.argv:
-        from millrace.executor.rank import serve_rank
+        from millrace.executor.rank.serve import serve_rank
 
         sys.exit(serve_rank(create_worker))
     sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from millrace import Client
-from tests.cli.command import python
 from tests.e2e.conftest import StartEngine
 from tests.e2e.engines import ROOT, TINY, EngineProcess
+from tests.millrace.cli.command import python
 
 LIMIT_S = 100.0
 README = (ROOT / "README.md").read_text()

@@ -11,7 +11,7 @@ import redis
 
 from millrace import LLM, Client, GenerationRequest, SamplingParams
 from millrace.engine_service.errors import EngineDead
-from millrace.executor.multiproc import MultiprocExecutor
+from millrace.executor.launch.multiproc import MultiprocExecutor
 from tests.e2e.conftest import StartEngine
 from tests.e2e.engines import TINY, EngineProcess, wait_until
 from tests.e2e.models import make_servable

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from millrace.embedded import EmbeddedServer
-from millrace.engine_service.doors.inbox import Inbox
+from millrace.engine_service.serving.inbox import Inbox
 from millrace.producer.messages import parse_body, to_submission
 from millrace.results.connection import connect
 from millrace.results.keys import QueueKeys

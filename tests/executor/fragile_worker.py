@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from millrace.executor.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
-from millrace.executor.rank import serve_rank
-from millrace.executor.stub import OutOfMemoryError, StubWorker
+from millrace.executor.rank.serve import serve_rank
+from millrace.executor.rank.stub import OutOfMemoryError, StubWorker
+from millrace.executor.wire.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 
 LOST_PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 

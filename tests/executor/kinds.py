@@ -16,19 +16,19 @@ from pathlib import Path
 import pytest
 
 from millrace.executor.base import Executor
-from millrace.executor.channel import socket_address
-from millrace.executor.external import MEETING_PLACE, ExternalLauncherExecutor
+from millrace.executor.launch.external import MEETING_PLACE, ExternalLauncherExecutor
+from millrace.executor.launch.multiproc import MultiprocExecutor
+from millrace.executor.launch.process import python_path
+from millrace.executor.launch.ray import RayExecutor
+from millrace.executor.launch.ray_cluster import LocalRay
+from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.limits import Limits
-from millrace.executor.messages import ModelFacts, NewSequence, SeqId, StepId, StepPlan, StepRow, WorkerConfig
-from millrace.executor.multiproc import MultiprocExecutor
-from millrace.executor.process import python_path
-from millrace.executor.ray import RayExecutor
-from millrace.executor.ray_cluster import LocalRay
 from millrace.executor.remote import RemoteExecutor
-from millrace.executor.uniproc import UniprocExecutor
-from tests.engine.sequences import GREEDY
+from millrace.executor.wire.channel import socket_address
+from millrace.executor.wire.messages import ModelFacts, NewSequence, SeqId, StepId, StepPlan, StepRow, WorkerConfig
+from tests.engine_service.core.sequences import GREEDY
 
-STUB = "millrace.executor.stub"
+STUB = "millrace.executor.rank.stub"
 
 Make = Callable[..., Executor]
 """Called with faults for the stub; keywords are options of `WorkerConfig`, and `limits`."""

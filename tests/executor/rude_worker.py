@@ -22,9 +22,11 @@ from pathlib import Path
 import zmq
 from msgspec.structs import replace
 
-from millrace.executor import rank
-from millrace.executor.heartbeat import Heartbeat
-from millrace.executor.messages import (
+from millrace.executor.rank import serve as rank
+from millrace.executor.rank.heartbeat import Heartbeat
+from millrace.executor.rank.serve import Invitation
+from millrace.executor.rank.stub import _act, create_worker
+from millrace.executor.wire.messages import (
     FromWorker,
     Hello,
     Reply,
@@ -36,8 +38,6 @@ from millrace.executor.messages import (
     ToWorker,
     encode,
 )
-from millrace.executor.rank import Invitation
-from millrace.executor.stub import _act, create_worker
 
 RUDENESS = os.environ.get("RUDE", "")
 

@@ -14,7 +14,7 @@ import pytest
 
 from millrace.executor.errors import Asleep, ExecutorTimeout, StartError, UnknownMethod, WorkerDied, WorkerError
 from millrace.executor.metrics import ExecutorMetrics, Percentiles
-from millrace.executor.stub import next_token
+from millrace.executor.rank.stub import next_token
 from tests.executor.kinds import Make, check_health_for, first_step, kinds, start, wait_until_gone, worker_pids
 
 every_kind = kinds()

@@ -9,9 +9,9 @@ import pytest
 
 from millrace.executor.base import Executor
 from millrace.executor.errors import Asleep, ExecutorTimeout, UnknownMethod, WorkerError
-from millrace.executor.messages import WorkerConfig
+from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.remote import RemoteExecutor
-from millrace.executor.uniproc import UniprocExecutor
+from millrace.executor.wire.messages import WorkerConfig
 from tests.e2e.engines import TINY
 from tests.executor.kinds import KINDS, check_health_for, decode, first_step, kinds, start
 

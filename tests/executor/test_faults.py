@@ -17,14 +17,14 @@ import pytest
 from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.engine import Engine
 from millrace.executor.base import Executor
-from millrace.executor.calls import PendingCall
-from millrace.executor.channel import Channel
 from millrace.executor.errors import ExecutorError, ExecutorTimeout, StartError, WorkerDied, WorkerError
+from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.limits import Limits
 from millrace.executor.metrics import ExecutorMetrics
-from millrace.executor.multiproc import MultiprocExecutor
-from millrace.executor.stub import next_token
-from tests.engine.test_engine import assert_undisturbed, generation, run
+from millrace.executor.rank.stub import next_token
+from millrace.executor.wire.calls import PendingCall
+from millrace.executor.wire.channel import Channel
+from tests.engine_service.test_engine import assert_undisturbed, generation, run
 from tests.executor.kinds import (
     SHORT,
     Make,
@@ -251,8 +251,8 @@ def test_a_worker_that_sends_garbage_is_heard_where_it_makes_sense(
 def test_what_arrives_in_the_middle_of_a_step_and_is_not_ours_changes_nothing(
     rude: Rude, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("millrace.executor.channel.MAX_MESSAGE_BYTES", LARGEST_FRAME)
-    monkeypatch.setattr("millrace.executor.channel.ENDING_S", 0.2)
+    monkeypatch.setattr("millrace.executor.wire.channel.MAX_MESSAGE_BYTES", LARGEST_FRAME)
+    monkeypatch.setattr("millrace.executor.wire.channel.ENDING_S", 0.2)
     executor = start(rude("crowd", "slow=300"))
     before = executor.stats()
     with caplog.at_level(logging.WARNING, "millrace.executor"):
@@ -320,9 +320,9 @@ def test_a_rank_that_runs_steps_tells_how_much_of_its_device_it_holds_and_uses(r
 
 PARENT = """
 import sys, time
-from millrace.executor.multiproc import MultiprocExecutor
+from millrace.executor.launch.multiproc import MultiprocExecutor
 from tests.executor.kinds import start, stub_config, worker_pids
-executor = MultiprocExecutor(stub_config(sys.argv[1], tensor_parallel_size=2), worker_module="millrace.executor.stub")
+executor = MultiprocExecutor(stub_config(sys.argv[1], tensor_parallel_size=2), worker_module="millrace.executor.rank.stub")
 start(executor)
 time.sleep(60)
 """
@@ -369,7 +369,7 @@ def test_a_hundred_lives_leave_no_process_no_file_and_no_memory(
 def live_once(number: int) -> tuple[int, int]:
     """(open files, resident bytes) of this process after one more life, which ends well or badly by turns."""
     executor = MultiprocExecutor(
-        stub_config("die-at-step=1" if number % 3 == 0 else ""), worker_module="millrace.executor.stub"
+        stub_config("die-at-step=1" if number % 3 == 0 else ""), worker_module="millrace.executor.rank.stub"
     )
     start(executor)
     try:

@@ -11,9 +11,9 @@ import pytest
 import zmq
 
 from millrace.executor.errors import StartError, UnknownMethod, WorkerDied, WorkerError
-from millrace.executor.failures import EXIT_CRASH, exit_status, is_retryable_exit, to_failure
-from millrace.executor.heartbeat import Heartbeat
-from millrace.executor.multiproc import MultiprocExecutor
+from millrace.executor.launch.multiproc import MultiprocExecutor
+from millrace.executor.rank.heartbeat import Heartbeat
+from millrace.executor.wire.failures import EXIT_CRASH, exit_status, is_retryable_exit, to_failure
 from tests.executor.fragile_worker import AcceleratorError
 from tests.executor.kinds import SHORT, Make, decode, first_step, start, stub_config
 from tests.processes import wait_until
@@ -40,7 +40,7 @@ def start_fragile(fragile: list[MultiprocExecutor], faults: str, **sizes: int) -
 def test_the_rank_that_died_is_named_and_not_the_peer_that_noticed(
     fragile: list[MultiprocExecutor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.executor.calls._WITNESS_S", 10.0)
+    monkeypatch.setattr("millrace.executor.wire.calls._WITNESS_S", 10.0)
     executor = start_fragile(fragile, f"lose-peer={tmp_path}", tensor_parallel_size=2)
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         executor.execute_model(first_step(executor)).result()
@@ -130,7 +130,7 @@ def test_what_the_system_does_not_give_now_it_may_give_later(
 def four(monkeypatch: pytest.MonkeyPatch) -> MultiprocExecutor:
     """Of four ranks, not started: only which devices they would get matters here."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return MultiprocExecutor(stub_config(tensor_parallel_size=4), worker_module="millrace.executor.stub")
+    return MultiprocExecutor(stub_config(tensor_parallel_size=4), worker_module="millrace.executor.rank.stub")
 
 
 def devices(executor: MultiprocExecutor) -> str | None:
@@ -173,7 +173,7 @@ def test_when_all_ranks_are_back_no_device_counts_as_lost(make: Make, monkeypatc
 
 def test_a_host_whose_gpus_are_hidden_hides_them_from_fewer_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    executor = MultiprocExecutor(stub_config(tensor_parallel_size=2), worker_module="millrace.executor.stub")
+    executor = MultiprocExecutor(stub_config(tensor_parallel_size=2), worker_module="millrace.executor.rank.stub")
     executor.resize(1, 1, lost_rank=0)
     assert devices(executor) == ""
 

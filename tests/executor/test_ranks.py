@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millrace.executor.errors import ExecutorTimeout, StartError, WorkerDied, WorkerError
-from millrace.executor.messages import output_rank
+from millrace.executor.wire.messages import output_rank
 from tests.executor.kinds import SHORT, Make, first_step, is_alive, start, stub_config, worker_pids
 
 TWO_BY_TWO = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}

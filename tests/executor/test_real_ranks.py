@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from millrace import LLM
-from millrace.executor.calls import PendingCall
-from millrace.executor.messages import StepPlan
-from millrace.executor.multiproc import MultiprocExecutor
+from millrace.executor.launch.multiproc import MultiprocExecutor
+from millrace.executor.wire.calls import PendingCall
+from millrace.executor.wire.messages import StepPlan
 from millrace.producer.sampling import SamplingParams
 from tests.e2e.engines import TINY
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from millrace.executor.messages import (
+from millrace.executor.wire.messages import (
     NO_TOKEN,
     NewSequence,
     RowSampling,

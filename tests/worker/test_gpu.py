@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.executor.messages import NO_TOKEN, NewSequence, SeqId, StepId, StepPlan, StepRow
+from millrace.executor.wire.messages import NO_TOKEN, NewSequence, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.executor.messages import NO_TOKEN, NewSequence, SeqId, StepId, StepPlan, StepRow
+from millrace.executor.wire.messages import NO_TOKEN, NewSequence, SeqId, StepId, StepPlan, StepRow
 from tests.worker.driver import GREEDY, Driver, Request, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, make_model
 

@@ -13,16 +13,16 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from millrace.executor.messages import WorkerConfig
-from millrace.worker.checkpoint import find_weights, open_weights
+from millrace.executor.wire.messages import WorkerConfig
 from millrace.worker.device import keep_freed_memory
 from millrace.worker.errors import ConfigError, ModelError, RendezvousError
-from millrace.worker.model import build_empty, read_config
+from millrace.worker.loading.checkpoint import find_weights, open_weights
+from millrace.worker.loading.model import build_empty, read_config
+from millrace.worker.loading.probe import probe_layers
+from millrace.worker.loading.weights import load_weights
 from millrace.worker.parallel.part import ModelPart
 from millrace.worker.parallel.topology import Topology
-from millrace.worker.probe import probe_layers
 from millrace.worker.rank import Rank
-from millrace.worker.weights import load_weights
 from tests.worker.models import CONFIGS, build_model, make_model
 
 CPU = torch.device("cpu")
@@ -101,7 +101,7 @@ def test_only_this_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.Mon
             whole_reads.append(name)
             return self._file.get_tensor(name)
 
-    monkeypatch.setattr("millrace.worker.weights.open_weights", lambda path: Spy(open_weights(path)))
+    monkeypatch.setattr("millrace.worker.loading.weights.open_weights", lambda path: Spy(open_weights(path)))
     model, _ = load_part(tmp_path, Topology(3, 2, 2))
     assert sorted(whole_reads) == [
         "model.layers.2.input_layernorm.weight",

@@ -11,7 +11,7 @@ import torch
 
 from millrace.engine_service.build import build_engine
 from millrace.engine_service.config import EngineConfig
-from millrace.executor.messages import (
+from millrace.executor.wire.messages import (
     NO_TOKEN,
     NewSequence,
     RowSampling,

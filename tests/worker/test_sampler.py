@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.executor.messages import RowSampling, SeqId
+from millrace.executor.wire.messages import RowSampling, SeqId
 from millrace.worker.input_batch import SampledRow
 from millrace.worker.sampler import sample
 

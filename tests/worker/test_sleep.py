@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from millrace.executor.messages import StepId, StepPlan
+from millrace.executor.wire.messages import StepId, StepPlan
 from millrace.worker.errors import ConfigError, PlanError, WeightsChanged
 from millrace.worker.rank import Rank
 from tests.worker.driver import Driver, start_worker

@@ -6,11 +6,11 @@ from transformers import PreTrainedModel
 
 from millrace.worker.errors import ModelError
 from millrace.worker.kv_pool import LayerSpec
+from millrace.worker.loading.probe import probe_layers
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.stages import cut_stages
 from millrace.worker.parallel.tensor_plan import Slice, TensorPlan
 from millrace.worker.parallel.topology import Topology
-from millrace.worker.probe import probe_layers
 
 
 class ModelPart:

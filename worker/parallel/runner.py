@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.executor.messages import SeqId, StepId, StepPlan, StepResult
+from millrace.executor.wire.messages import SeqId, StepId, StepPlan, StepResult
 from millrace.worker.attention.interface import Attention
 from millrace.worker.input_batch import SampledRow, StepBatch
 from millrace.worker.kv_pool import KVPool

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.executor.messages import WorkerConfig
+from millrace.executor.wire.messages import WorkerConfig
 from millrace.worker.errors import ConfigError
 
 

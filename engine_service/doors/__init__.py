@@ -1,1 +1,0 @@
-"""Other ways in: each turns what it takes into native jobs."""

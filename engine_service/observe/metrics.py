@@ -1,0 +1,139 @@
+"""The engine's figures as Prometheus metrics: which there are, what they are called, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, SummaryMetricFamily
+from prometheus_client.registry import Collector
+
+from millrace.engine_service.engine import Engine, EngineMetrics
+from millrace.engine_service.observe.health import Health
+from millrace.engine_service.serving.job_metrics import JobMetrics
+from millrace.engine_service.serving.service import Service
+from millrace.executor.metrics import ExecutorMetrics, Percentiles
+
+Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily | SummaryMetricFamily
+
+
+class Exposition(Collector):
+    """Reads the figures anew for every scrape; asks nobody and never blocks. What is not there yet is left out."""
+
+    def __init__(self, engine: Engine, health: Health) -> None:
+        self._engine = engine
+        self._health = health
+        self._service: Service | None = None
+        self._names: dict[str, str] = {}
+
+    def watch(self, service: Service, **names: str) -> None:
+        """From now on the engine serves; `names` say what, and are labels of one metric."""
+        self._service = service
+        self._names = names
+
+    def collect(self) -> Iterator[Family]:
+        yield _gauge("healthy", "1 while /health answers 200, else 0.", self._health.trouble() is None)
+        if self._engine.is_started:
+            metrics = self._engine.metrics()
+            yield from _engine(metrics)
+            yield from _executor(metrics.executor)
+            yield from _workers(metrics.executor)
+        if self._service is not None:
+            yield InfoMetricFamily("millrace_engine", "The engine and what it serves.", self._names)
+            yield from _jobs(self._service.metrics())
+
+
+def _jobs(metrics: JobMetrics) -> Iterator[Family]:
+    ended = CounterMetricFamily(
+        "millrace_jobs",
+        "Jobs that left this engine: ended, given back to the queue (released), or lost to another engine.",
+        labels=["outcome"],
+    )
+    for outcome, number in metrics.num_by_outcome.items():
+        ended.add_metric([outcome], number)
+    yield ended
+    yield _gauge("jobs_open", "Jobs that this engine holds now.", metrics.num_open)
+    yield _summary("job_seconds", "From a job's arrival in this engine to when it left.", metrics.job_s)
+
+
+def _engine(metrics: EngineMetrics) -> Iterator[Family]:
+    scheduler, executor = metrics.scheduler, metrics.executor
+    yield _gauge(
+        "sleep_level", "0: awake, 1: asleep with the weights in host memory, 2: without them.", metrics.sleep_level
+    )
+    yield _gauge("sequences_running", "Sequences in the batch.", scheduler.num_running)
+    yield _gauge("sequences_waiting", "Sequences that wait for room in the batch.", scheduler.num_waiting)
+    yield _counter("preemptions", "Sequences put back to waiting for want of KV blocks.", scheduler.num_preemptions)
+    yield _gauge("kv_pool_blocks", "Size of the KV pool in blocks.", executor.num_blocks)
+    yield _gauge("kv_pool_used_ratio", "Share of the KV pool's blocks that sequences hold, 0 to 1.", metrics.pool_use)
+    yield _gauge(
+        "step_budget_tokens",
+        "Tokens that a step may have now; less than configured after the device ran out of memory.",
+        metrics.token_budget,
+    )
+
+
+def _executor(metrics: ExecutorMetrics) -> Iterator[Family]:
+    yield _counter("generated_tokens", "Tokens sampled; its rate is the throughput.", metrics.num_tokens)
+    yield _counter("executor_steps", "Steps sent to the workers.", metrics.num_steps)
+    yield _counter("executor_requests", "Steps and calls sent to the workers.", metrics.num_requests)
+    yield _counter("executor_requests_completed", "Of those, answered with a result.", metrics.num_completed)
+    yield _counter("executor_requests_failed", "Of those, answered with an error, or never.", metrics.num_failed)
+    yield _counter("executor_plan_bytes", "Payload of all step plans.", metrics.plan_bytes)
+    yield _counter("executor_reply_bytes", "Payload of all replies to steps.", metrics.reply_bytes)
+    yield _counter(
+        "executor_stale_replies",
+        "Messages that nobody waited for any more, and what no worker of ours sent.",
+        metrics.num_stale_replies,
+    )
+    latency = "From a step's or a call's sending to its last needed reply."
+    yield _summary("executor_latency_seconds", latency, metrics.latency_s)
+    yield _summary("step_seconds", "What a step took, sending and reply included.", metrics.step_s)
+    yield _summary("host_seconds", "Between a step's reply and the next one's sending: workers idle.", metrics.host_s)
+    yield _summary("rpc_seconds", "A step's way to the worker and back, without its computation.", metrics.rpc_s)
+
+
+def _workers(metrics: ExecutorMetrics) -> Iterator[Family]:
+    yield _gauge("workers_active", "Workers that are up.", metrics.num_active_workers)
+    yield _gauge("ranks", "Ranks that the model is divided over now.", metrics.world_size)
+    yield _gauge("ranks_wanted", "Ranks that it should be divided over.", metrics.wanted_world_size)
+    yield _counter("worker_failures", "Losses of workers, by whatever cause.", metrics.num_failed_workers)
+    yield _counter("worker_restarts", "Times that the workers were replaced.", metrics.num_restarts)
+    yield _gauge(
+        "worker_recovery_seconds",
+        "What replacing the workers took the last time, from the notice of their loss on; 0 before the first.",
+        metrics.recovery_s,
+    )
+    yield _gauge("kv_pool_epoch", "The life of the KV pool: grows when workers start, restart or wake.", metrics.epoch)
+    yield _by_rank("device_memory_bytes", "Device memory that a rank holds.", metrics.device_bytes)
+    yield _by_rank("device_memory_total_bytes", "What a rank's device has.", metrics.device_total_bytes)
+    yield _by_rank(
+        "device_utilization_ratio",
+        "Share of the time that a rank's device computes, 0 to 1.",
+        metrics.device_utilization,
+    )
+
+
+def _counter(name: str, meaning: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(f"millrace_{name}", meaning, value)
+
+
+def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"millrace_{name}", meaning, value)
+
+
+def _by_rank(name: str, meaning: str, values: Sequence[float | None]) -> GaugeMetricFamily:
+    """Of the ranks that know it."""
+    family = GaugeMetricFamily(f"millrace_{name}", meaning, labels=["rank"])
+    for rank, value in enumerate(values):
+        if value is not None:
+            family.add_metric([str(rank)], value)
+    return family
+
+
+def _summary(name: str, meaning: str, of: Percentiles) -> SummaryMetricFamily:
+    """Quantiles are of the last samples, count and sum of all."""
+    family = SummaryMetricFamily(f"millrace_{name}", meaning, count_value=of.count, sum_value=of.sum_s)
+    for quantile, value in (("0.5", of.p50), ("0.95", of.p95), ("0.99", of.p99)):
+        family.add_sample(family.name, {"quantile": quantile}, value if of.count else float("nan"))
+    return family

@@ -1,0 +1,118 @@
+"""From a request to a generation: what can only be checked where the model is known."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from millrace.engine_service.core.sequence import Sequence, StopRules
+from millrace.engine_service.generation import Generation, TextRules
+from millrace.engine_service.text import TextError, Tokenizer
+from millrace.executor.wire.messages import ModelFacts, RowSampling, SeqId
+from millrace.producer.messages import GenerationRequest, InvalidRequest, SamplingParams
+
+_SEED_MASK = 2**64 - 1
+
+
+class Admission:
+    """Owns the rules of one loaded model: its vocabulary, its context, its tokenizer, its end tokens."""
+
+    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None, eos_token_ids: list[int]) -> None:
+        self._facts = facts
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._seq_ids = itertools.count(1)
+
+    def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+        """The ids of whichever of prompt, prompt_token_ids and messages the request has. Raises `InvalidRequest`, also
+        when they do not fit into the context."""
+        if request.prompt_token_ids is not None:
+            token_ids, field = list(request.prompt_token_ids), "prompt_token_ids"
+            self._check_vocabulary(field, token_ids)
+        else:
+            field = "prompt" if request.prompt is not None else "messages"
+            token_ids = self._encode(request, field)
+        self._check_length(field, token_ids)
+        return token_ids
+
+    def admit(
+        self,
+        prompt_token_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        drawn_seed: int,
+        output_token_ids: list[int] | None = None,
+        crash_count: int = 0,
+    ) -> Generation:
+        """A generation ready for the engine. `drawn_seed` counts when the request names none; `output_token_ids` and
+        `crash_count` are what an earlier attempt left behind.
+
+        Raises `InvalidRequest` when an id is out of the vocabulary.
+        """
+        self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
+        end_token_ids = frozenset(sampling.stop_token_ids) | self._eos_of(sampling)
+        sequence = Sequence(
+            SeqId(next(self._seq_ids)),
+            prompt_token_ids,
+            _row_sampling(sampling, drawn_seed if sampling.seed is None else sampling.seed, end_token_ids),
+            self._stop_rules(sampling, len(prompt_token_ids), end_token_ids),
+            output_token_ids=output_token_ids,
+            crash_count=crash_count,
+        )
+        return Generation(sequence, self._text_rules(sampling), self._tokenizer)
+
+    def _encode(self, request: GenerationRequest, field: str) -> list[int]:
+        if self._tokenizer is None:
+            raise InvalidRequest(field, "the engine's model has no tokenizer; send prompt_token_ids")
+        try:
+            if request.prompt is not None:
+                return self._tokenizer.encode(request.prompt)
+            return self._tokenizer.encode_chat(list(request.messages or []))
+        except TextError as error:
+            raise InvalidRequest(field, str(error)) from error
+
+    def _eos_of(self, sampling: SamplingParams) -> frozenset[int]:
+        return frozenset() if sampling.ignore_eos else frozenset(self._eos_token_ids)
+
+    def _stop_rules(self, sampling: SamplingParams, num_prompt_tokens: int, end_token_ids: frozenset[int]) -> StopRules:
+        room = self._facts.max_model_len - num_prompt_tokens
+        max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        return StopRules(max_tokens=max_tokens, min_tokens=sampling.min_tokens, end_token_ids=end_token_ids)
+
+    def _text_rules(self, sampling: SamplingParams) -> TextRules:
+        if self._tokenizer is None and sampling.stop:
+            raise InvalidRequest("stop", "the engine's model has no tokenizer; use stop_token_ids")
+        return TextRules(
+            stop=tuple(sampling.stop_strings),
+            is_text_wanted=sampling.detokenize and self._tokenizer is not None,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+
+    def _check_length(self, field: str, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequest(field, "is empty; give at least one token")
+        limit = self._facts.max_model_len
+        if len(token_ids) >= limit:
+            message = (
+                f"has {len(token_ids)} tokens, and the context of {limit} must hold an output token too; shorten it"
+            )
+            raise InvalidRequest(field, message)
+
+    def _check_vocabulary(self, field: str, token_ids: Iterable[int]) -> None:
+        size = self._facts.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < size:
+                raise InvalidRequest(field, f"token id {token_id} is outside the vocabulary of {size}")
+
+
+def _row_sampling(sampling: SamplingParams, seed: int, end_token_ids: frozenset[int]) -> RowSampling:
+    return RowSampling(
+        temperature=0.0 if sampling.is_greedy else sampling.temperature,
+        top_k=max(0, sampling.top_k),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=seed & _SEED_MASK,
+        candidate=0,
+        min_tokens=sampling.min_tokens,
+        end_token_ids=sorted(end_token_ids) if sampling.min_tokens else [],
+    )

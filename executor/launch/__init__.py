@@ -1,0 +1,1 @@
+"""The ways to start ranks, notice their end, and end them."""

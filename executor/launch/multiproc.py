@@ -1,0 +1,70 @@
+"""`MultiprocExecutor`: one process per rank on this host, reached over ZeroMQ. It survives the death of its workers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from millrace.executor.launch.process import WorkerProcess, close_all
+from millrace.executor.remote import RemoteExecutor
+from millrace.executor.wire.channel import Channel
+from millrace.executor.wire.messages import WorkerConfig
+
+
+class MultiprocExecutor(RemoteExecutor):
+    """Owns the worker processes. Start it from a thread that lives as long as they shall."""
+
+    name = "mp"
+    can_restart = True
+    can_resize = True
+
+    def __init__(self, config: WorkerConfig, **options: Any) -> None:
+        """Takes `worker_module`, `log_level` and `limits`."""
+        super().__init__(config, **options)
+        self._devices = visible_devices(self.world_size)
+        """Those that the present ranks may take, in their order."""
+        self._lost_devices: list[str] = []
+        """Of ranks that did not come up since all did; the oldest loss first."""
+
+    def resize(self, tensor_parallel_size: int, pipeline_parallel_size: int, *, lost_rank: int | None = None) -> None:
+        lost = [] if lost_rank is None else self._devices[lost_rank : lost_rank + 1]
+        super().resize(tensor_parallel_size, pipeline_parallel_size)
+        self._lost_devices = [name for name in self._lost_devices if name not in lost] + lost
+        self._devices = visible_devices(self._wanted_world_size)
+        if self.world_size < self._wanted_world_size:
+            sound = [name for name in self._devices if name not in self._lost_devices]
+            self._devices = (sound + self._lost_devices)[: max(len(sound), self.world_size)]
+
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        super().initialize_cache(num_device_blocks, num_host_blocks)
+        if self.world_size == self._wanted_world_size:
+            self._lost_devices.clear()  # all are back
+
+    def _open_channel(self) -> Channel:
+        return Channel(self._num_starts, self.world_size)
+
+    def _launch(self, channel: Channel) -> list[WorkerProcess]:
+        processes: list[WorkerProcess] = []
+        try:
+            for rank in range(self.world_size):
+                identity = channel.identity(rank)
+                where = (self._worker_module, channel.address, identity, self._log_level)
+                processes.append(WorkerProcess(rank, *where, environment=self._environment()))
+        except BaseException:
+            for process in processes:
+                process.kill()
+            close_all(processes)
+            raise
+        return processes
+
+    def _environment(self) -> dict[str, str]:
+        """With fewer ranks than wanted, the devices that are left; else the ranks see what this process sees."""
+        if self.world_size == self._wanted_world_size:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self._devices)}
+
+
+def visible_devices(world_size: int) -> list[str]:
+    """Names of the GPUs that ranks take one after the other; on a host without any they mean nothing."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named is not None else [str(rank) for rank in range(world_size)]

@@ -1,0 +1,1 @@
+"""What runs in a rank's process, beside the worker that computes."""

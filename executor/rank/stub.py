@@ -1,0 +1,276 @@
+"""A worker without a model, for tests of everything around it: `worker_module="millrace.executor.rank.stub"`.
+
+It keeps no KV and needs no torch. The next token of a sequence is a fixed function of its last token and its position, so a
+lost, doubled or misplaced token shows in the output. It checks the plans that it gets: a row that does not go on where the
+sequence stands, a block that two sequences own, a plan of another epoch are errors.
+
+The option `model` is a comma-separated list of faults. Actions are `die`, `raise`, `hang`, `stop` (SIGSTOP), `exit` (with
+status 0) and `oom` (out of memory; in a step after the plan was taken in); places are a step, as in `hang-at-step=3`, and
+`import`, `device`, `start` (the phase load_model), `kv-pool`, `sleep`, `wake-up` and `shutdown`, as in
+`die-at-start`. Others:
+
+    on-rank=R             the other ranks have no such fault
+    once=PATH             only while PATH does not exist; makes it
+    die-on-token=N        a poisonous prompt
+    most-tokens=N         the device has no memory for a larger step
+    never-start-rank=R    that rank dies in every start, unless it is the only one, or the file of `unless=PATH` exists
+    lacks-blocks=N        that many fewer fit
+    meet=DIR              the ranks wait for each other in every step, as ranks with collectives do
+    slow=MS               what a step takes
+    weights=PATH          the file that they are read from
+    count-loading=DIR     notes in DIR how many ranks load at a time, in the start and on waking
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from millrace.executor.wire.messages import ModelFacts, NewSequence, SeqId, StepPlan, StepResult, StepRow, WorkerConfig
+
+VOCAB_SIZE = 1000
+
+
+def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> StubWorker:
+    worker = StubWorker(epoch, config, rank, world_size)
+    worker.fault_at("import")
+    return worker
+
+
+def next_token(last_token: int, position: int) -> int:
+    """What follows `last_token` at `position`; never 0, which ends a sequence."""
+    return 1 + (last_token * 31 + position * 7) % (VOCAB_SIZE - 1)
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's."""
+
+
+class _Known:
+    """What the stub knows of one sequence."""
+
+    def __init__(self, new: NewSequence) -> None:
+        self.token_ids = list(new.token_ids)
+        self.num_computed = 0
+        self.blocks: list[int] = []
+        self.sampled_at = 0
+
+
+class StubWorker:
+    """Owns the tokens of every sequence that the engine has shown it."""
+
+    def __init__(self, epoch: int, config: WorkerConfig, rank: int = 0, world_size: int = 1) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._epoch = epoch
+        self._config = config
+        self._faults = _parse_faults(config.model)
+        self._known: dict[SeqId, _Known] = {}
+        self._num_blocks = 0
+        self._num_steps = 0
+        self._is_on_disk = False
+
+    def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
+        on_phase("device")
+        self.fault_at("device")
+        on_phase("load_model")
+        self.fault_at("start")
+        self._refuse_to_start()
+        self._count_loading()
+        return ModelFacts(
+            architecture="Stub",
+            vocab_size=VOCAB_SIZE,
+            max_model_len=self._config.max_model_len or 2048,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=1,
+            dtype="float32",
+            device="cpu",
+            attention="none",
+            num_parameters=0,
+            weight_bytes=(1 + self._rank) * 2**20,
+            kv_bytes_per_block=(1 + self._rank) * self._config.block_size,
+            weights_checksum=self._read_weights(),
+        )
+
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        is_short = self._faults.get("on-rank", self._rank) == self._rank
+        return (self._config.num_blocks or 4096) - is_short * self._faults.get("lacks-blocks", 0), 0
+
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        self.fault_at("kv-pool")
+        self._num_blocks = num_device_blocks
+
+    def execute_model(self, plan: StepPlan) -> StepResult:
+        self._num_steps += 1
+        time.sleep(self._faults.get("slow", 0) / 1000)
+        self.fault_at("step", self._num_steps)
+        if plan.epoch != self._epoch:
+            raise ValueError(f"plan of epoch {plan.epoch} in epoch {self._epoch}")
+        for seq_id in plan.finished:
+            self._known.pop(seq_id, None)
+        for new in plan.new:
+            self._known[new.seq_id] = _Known(new)
+        self._run_out_of_memory(plan)
+        self._meet(plan)
+        sampled = [(row.seq_id, token) for row in plan.rows if (token := self._run(row, plan)) is not None]
+        self._check_blocks()
+        seq_ids = [seq_id for seq_id, _ in sampled]
+        return StepResult(plan.step_id, plan.epoch, seq_ids, [1] * len(sampled), [token for _, token in sampled])
+
+    def check_health(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, Any]:
+        """Its device holds a byte for each token, and gets busier with each step."""
+        return {
+            "rank": self._rank,
+            "num_steps": self._num_steps,
+            "num_sequences": len(self._known),
+            "device_bytes": sum(len(known.token_ids) for known in self._known.values()),
+            "device_total_bytes": 2**20,
+            "device_utilization": min(1.0, self._num_steps / 10),
+            "pool_budget": "as told",
+        }
+
+    def sleep(self, level: int) -> None:
+        self.fault_at("sleep")
+        self._known.clear()
+        self._is_on_disk |= level == 2
+
+    def wake_up(self, tags: list[str], epoch: int) -> None:
+        self.fault_at("wake-up")
+        self._epoch = epoch
+        if self._is_on_disk and "weights" in tags:
+            self._count_loading()
+            self._is_on_disk = False
+
+    def shutdown(self) -> None:
+        self.fault_at("shutdown")
+        self._known.clear()
+
+    def _run(self, row: StepRow, plan: StepPlan) -> int | None:
+        known = self._known[row.seq_id]
+        known.blocks.extend(row.new_blocks)
+        end = row.start + row.num_tokens
+        if row.start != known.num_computed or end > len(known.token_ids):
+            raise ValueError(f"{row} does not go on at {known.num_computed} of {len(known.token_ids)}")
+        if end > len(known.blocks) * self._config.block_size:
+            raise ValueError(f"{row} has no block for position {end - 1}")
+        if row.input_lag > 0 and known.sampled_at != plan.step_id - row.input_lag:
+            raise ValueError(f"{row} of step {plan.step_id} was sampled at {known.sampled_at}")
+        if self._faults.get("die-on-token") in known.token_ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        known.num_computed = end
+        if not row.samples:
+            return None
+        if end != len(known.token_ids):
+            raise ValueError(f"{row} samples before the last known token")
+        known.token_ids.append(next_token(known.token_ids[-1], end))
+        known.sampled_at = plan.step_id
+        return known.token_ids[-1]
+
+    def _check_blocks(self) -> None:
+        owned = [block for known in self._known.values() for block in known.blocks]
+        if len(owned) != len(set(owned)) or any(not 0 < block < self._num_blocks for block in owned):
+            raise ValueError(f"blocks owned twice or out of the pool: {sorted(owned)}")
+
+    # --- faults ---
+
+    def fault_at(self, place: str, when: object = True) -> None:
+        for action in _ACTIONS if place == "step" else (*_ACTIONS, "oom"):
+            if self._is_wanted(f"{action}-at-{place}", when):
+                if place in ("import", "device", "start"):
+                    time.sleep(_ANNOUNCED_S)
+                _act(action)
+
+    def _is_wanted(self, fault: str, when: object) -> bool:
+        wanted = self._faults.get(fault)
+        if wanted is None or wanted != when or self._faults.get("on-rank", self._rank) != self._rank:
+            return False
+        return self._is_first_time()
+
+    def _run_out_of_memory(self, plan: StepPlan) -> None:
+        num_tokens = sum(row.num_tokens for row in plan.rows)
+        if num_tokens > self._faults.get("most-tokens", num_tokens) or self._is_wanted("oom-at-step", self._num_steps):
+            raise OutOfMemoryError(f"no memory for {num_tokens} tokens")
+
+    def _meet(self, plan: StepPlan) -> None:
+        if "meet" in self._faults:
+            place = Path(self._faults["meet"]) / f"{plan.epoch}-{plan.step_id}"
+            place.mkdir(exist_ok=True)
+            (place / str(self._rank)).touch()
+            while len(list(place.iterdir())) < self._world_size:
+                time.sleep(0.001)
+
+    def _refuse_to_start(self) -> None:
+        is_back = Path(str(self._faults.get("unless"))).exists()
+        if self._faults.get("never-start-rank") == self._rank and self._world_size > 1 and not is_back:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _read_weights(self) -> int:
+        path = self._faults.get("weights")
+        return 0 if path is None else zlib.crc32(Path(path).read_bytes()) + self._rank
+
+    def _count_loading(self) -> None:
+        directory = self._faults.get("count-loading")
+        if directory is None:
+            return
+        mark = Path(directory) / f"loading-{self._rank}"
+        mark.touch()
+        time.sleep(0.1)
+        num_loading = len(list(Path(directory).glob("loading-*")))
+        (Path(directory) / f"seen-{self._rank}-{num_loading}").touch()
+        mark.unlink()
+
+    def _is_first_time(self) -> bool:
+        once = self._faults.get("once")
+        if once is None:
+            return True
+        if Path(str(once)).exists():
+            return False
+        Path(str(once)).touch()
+        return True
+
+
+_ANNOUNCED_S = 0.2
+"""What ZeroMQ's thread gets to tell the engine that the phase has begun, before the process is no more."""
+
+_ACTIONS = ("die", "raise", "hang", "stop", "exit")
+
+
+def _act(action: str) -> None:
+    match action:
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            threading.Event().wait()
+        case "exit":
+            os._exit(0)
+        case "oom":
+            raise OutOfMemoryError("the stub has no memory")
+        case _:
+            raise RuntimeError("the stub was told to raise")
+
+
+def _parse_faults(text: str) -> dict[str, Any]:
+    faults: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.partition("=")
+        faults[name] = int(value) if value.isdigit() else value or True
+    return faults
+
+
+if __name__ == "__main__":
+    from millrace.executor.rank.serve import serve_rank
+
+    sys.exit(serve_rank(create_worker))

@@ -1,0 +1,1 @@
+"""The RQ gateway: a worker for RQ, a client of Millrace."""

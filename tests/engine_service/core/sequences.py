@@ -1,0 +1,26 @@
+"""Sequences, and the stub's answers, for tests of the core."""
+
+from __future__ import annotations
+
+from millrace.engine_service.core.sequence import Sequence, StopRules
+from millrace.executor.rank.stub import next_token
+from millrace.executor.wire.messages import RowSampling, SeqId
+
+GREEDY = RowSampling(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, candidate=0, min_tokens=0, end_token_ids=[]
+)
+
+
+def make_sequence(seq_id: int, prompt_len: int, max_tokens: int, *, output: list[int] | None = None) -> Sequence:
+    """A greedy sequence with a prompt of its own that nothing but `max_tokens` ends."""
+    prompt = [1 + (seq_id * 37 + position) % 900 for position in range(prompt_len)]
+    rules = StopRules(max_tokens=max_tokens, min_tokens=0, end_token_ids=frozenset())
+    return Sequence(SeqId(seq_id), prompt, GREEDY, rules, output_token_ids=output)
+
+
+def stub_output(prompt: list[int], num_tokens: int) -> list[int]:
+    """What the stub generates for a prompt when nothing goes wrong."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids[-1], len(token_ids)))
+    return token_ids[len(prompt) :]

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.engine_service.core.block_pool import BlockPool
+from millrace.engine_service.core.scheduler import QUARANTINE_AFTER_CRASHES, Scheduler, SchedulerConfig
+from millrace.engine_service.core.sequence import Sequence
+from millrace.executor.rank.stub import StubWorker
+from millrace.executor.wire.messages import RowFailure, StepPlan, StepResult, WorkerConfig
+from tests.engine_service.core.sequences import make_sequence, stub_output
+
+BLOCK_SIZE = 4
+OPERATIONS = ["add", "add", "send", "send", "collect", "step", "step", "remove", "lose"]
+
+
+class Bench:
+    """A scheduler with the checking stub as its worker. Results come back when they are collected."""
+
+    def __init__(self, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_in_flight: int = 1) -> None:
+        self.num_blocks = num_blocks
+        self.max_in_flight = max_in_flight
+        self.in_flight: deque[StepResult] = deque()
+        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        self.scheduler = Scheduler(config, BlockPool(num_blocks, BLOCK_SIZE), epoch=1)
+        self.plans: list[StepPlan] = []
+        self.start_worker()
+
+    def start_worker(self) -> None:
+        self.worker = StubWorker(self.scheduler.epoch, WorkerConfig(model="", block_size=BLOCK_SIZE))
+        self.worker.initialize_cache(self.num_blocks, 0)
+
+    def send(self) -> StepPlan | None:
+        plan = self.scheduler.schedule(self.max_in_flight)
+        if plan is not None:
+            self.plans.append(plan)
+            assert set(plan.finished) <= self.worker._known.keys(), (
+                "workers pass over such ids; the scheduler has no reason to"
+            )
+            self.in_flight.append(self.worker.execute_model(plan))
+            assert plan.depth == len(self.in_flight) <= self.max_in_flight
+        self.scheduler.check_integrity()
+        return plan
+
+    def collect(self) -> None:
+        if self.in_flight:
+            self.scheduler.apply(self.in_flight.popleft())
+        self.scheduler.check_integrity()
+
+    def step(self) -> StepPlan | None:
+        """Send what may be in flight, and take in the oldest result; returns what was sent first."""
+        first = self.send()
+        while self.send():
+            pass
+        self.collect()
+        return first
+
+    def lose_step(self) -> list[Sequence]:
+        """The workers die in the middle of the next step, and of those in flight."""
+        self.scheduler.schedule(self.max_in_flight)
+        self.in_flight.clear()
+        quarantined = self.scheduler.restart(self.scheduler.epoch + 1)
+        self.start_worker()
+        return quarantined
+
+    def run(self, limit: int = 2000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work and not self.in_flight:
+                return
+            self.step()
+        raise AssertionError(f"not done after {limit} steps: {self.scheduler}")
+
+
+def assert_undisturbed(sequences: list[Sequence]) -> None:
+    for sequence in sequences:
+        assert sequence.output_token_ids == stub_output(sequence.prompt_token_ids, sequence.stop_rules.max_tokens)
+
+
+def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks() -> None:
+    bench = Bench(budget=8)
+    sequence = make_sequence(1, prompt_len=20, max_tokens=3)
+    bench.scheduler.add(sequence)
+    bench.run()
+    assert [(row.start, row.num_tokens, row.samples) for plan in bench.plans for row in plan.rows] == [
+        (0, 8, False),
+        (8, 8, False),
+        (16, 4, True),
+        (20, 1, True),
+        (21, 1, True),
+    ]
+    assert_undisturbed([sequence])
+
+
+def test_decodes_go_first_and_prompts_take_what_is_left_of_the_budget() -> None:
+    bench = Bench(budget=8)
+    decoding, prefilling = make_sequence(1, prompt_len=4, max_tokens=9), make_sequence(2, prompt_len=30, max_tokens=1)
+    bench.scheduler.add(decoding)
+    bench.step()
+    bench.scheduler.add(prefilling)
+    plan = bench.step()
+    assert plan is not None
+    assert [(row.seq_id, row.num_tokens) for row in plan.rows] == [(1, 1), (2, 7)]
+
+
+def test_a_decode_names_the_step_that_sampled_its_input() -> None:
+    bench = Bench()
+    bench.scheduler.add(make_sequence(1, prompt_len=3, max_tokens=3))
+    bench.run()
+    assert [plan.rows[0].input_lag for plan in bench.plans] == [0, 1, 1]
+
+
+def test_a_sequence_is_sent_whole_once_and_later_only_by_its_id() -> None:
+    bench = Bench()
+    bench.scheduler.add(make_sequence(1, prompt_len=3, max_tokens=4))
+    bench.run()
+    assert [len(plan.new) for plan in bench.plans] == [1, 0, 0, 0]
+
+
+def test_a_small_pool_preempts_and_the_output_is_the_same() -> None:
+    bench = Bench(num_blocks=13, budget=16)
+    sequences = [make_sequence(number, prompt_len=6, max_tokens=30) for number in range(1, 5)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.run()
+    assert bench.scheduler.stats().num_preemptions > 0
+    assert_undisturbed(sequences)
+    assert bench.scheduler.pool.num_free == 12
+
+
+def test_the_oldest_sequence_is_never_preempted() -> None:
+    bench = Bench(num_blocks=13, budget=16)
+    sequences = [make_sequence(number, prompt_len=6, max_tokens=40) for number in range(1, 4)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    while not sequences[0].finish_reason():
+        bench.step()
+        assert 1 not in bench.plans[-1].finished
+    assert_undisturbed(sequences[:1])
+
+
+def test_removing_a_sequence_gives_its_blocks_back_and_tells_the_workers() -> None:
+    bench = Bench()
+    kept, dropped = make_sequence(1, prompt_len=9, max_tokens=5), make_sequence(2, prompt_len=9, max_tokens=5)
+    bench.scheduler.add(kept)
+    bench.scheduler.add(dropped)
+    bench.step()
+    bench.scheduler.remove(dropped)
+    plan = bench.step()
+    assert plan is not None
+    assert plan.finished == [2]
+    bench.run()
+    assert_undisturbed([kept])
+
+
+def test_a_resumed_sequence_goes_on_after_its_last_token() -> None:
+    whole = make_sequence(1, prompt_len=5, max_tokens=10)
+    output = stub_output(whole.prompt_token_ids, 10)
+    resumed = make_sequence(1, prompt_len=5, max_tokens=10, output=output[:6])
+    bench = Bench()
+    bench.scheduler.add(resumed)
+    bench.run()
+    assert resumed.output_token_ids == output
+
+
+def test_a_lost_step_is_computed_again_from_the_tokens_so_far() -> None:
+    bench = Bench(num_blocks=30)
+    sequences = [make_sequence(number, prompt_len=6, max_tokens=12) for number in range(1, 6)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    for _ in range(4):
+        bench.step()
+        assert not bench.lose_step()
+    bench.run()
+    assert_undisturbed(sequences)
+
+
+def test_only_the_sequences_of_a_lost_step_carry_the_blame_until_their_next_token() -> None:
+    bench = Bench(max_num_seqs=1)
+    first, second = make_sequence(1, prompt_len=3, max_tokens=5), make_sequence(2, prompt_len=3, max_tokens=5)
+    bench.scheduler.add(first)
+    bench.scheduler.add(second)
+    bench.lose_step()
+    assert (first.crash_count, second.crash_count) == (1, 0)
+    bench.step()
+    assert first.crash_count == 0
+
+
+def test_a_poisonous_sequence_ends_alone_and_takes_nobody_along() -> None:
+    bench = Bench(max_num_seqs=4)
+    sequences = [make_sequence(number, prompt_len=3, max_tokens=6) for number in range(1, 5)]
+    poison = sequences[2]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    quarantined: list[Sequence] = []
+    for _ in range(200):
+        if not bench.scheduler.has_work:
+            break
+        plan = bench.scheduler.schedule()
+        if plan is None:
+            continue
+        if any(row.seq_id == poison.seq_id for row in plan.rows):
+            if poison.crash_count >= 2:
+                assert [row.seq_id for row in plan.rows] == [poison.seq_id]
+            quarantined += bench.scheduler.restart(bench.scheduler.epoch + 1)
+            bench.start_worker()
+        else:
+            bench.scheduler.apply(bench.worker.execute_model(plan))
+        bench.scheduler.check_integrity()
+    assert quarantined == [poison]
+    assert poison.crash_count == QUARANTINE_AFTER_CRASHES
+    assert_undisturbed([sequence for sequence in sequences if sequence is not poison])
+
+
+def test_a_row_that_fails_ends_alone() -> None:
+    bench = Bench()
+    fine, broken = make_sequence(1, prompt_len=3, max_tokens=4), make_sequence(2, prompt_len=3, max_tokens=4)
+    bench.scheduler.add(fine)
+    bench.scheduler.add(broken)
+    plan = bench.scheduler.schedule()
+    assert plan is not None
+    failure = RowFailure(broken.seq_id, "nan_logits", "no number")
+    result = bench.worker.execute_model(plan)
+    kept = StepResult(result.step_id, result.epoch, result.seq_ids[:1], [1], result.token_ids[:1], [failure])
+    advances = bench.scheduler.apply(kept)
+    assert [(advance.sequence.seq_id, advance.failure) for advance in advances] == [(2, failure), (1, None)]
+    bench.run()
+    assert_undisturbed([fine])
+
+
+# --- several steps in flight ---
+
+
+def test_the_stages_of_a_pipeline_share_the_sequences() -> None:
+    bench = Bench(max_in_flight=2)
+    sequences = [make_sequence(number, prompt_len=3, max_tokens=6) for number in range(1, 8)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.send()
+    bench.send()
+    assert [[row.seq_id for row in plan.rows] for plan in bench.plans] == [[1, 2, 3, 4], [5, 6, 7]]
+    bench.run()
+    assert_undisturbed(sequences)
+    assert max(len(plan.rows) for plan in bench.plans) == 4
+    assert [row.input_lag for row in bench.plans[2].rows] == [2, 2, 2, 2]
+
+
+def test_a_pipeline_stays_full_when_more_waits_than_the_pool_holds() -> None:
+    bench = Bench(num_blocks=33, max_num_seqs=64, budget=64, max_in_flight=2)
+    sequences = [make_sequence(number, prompt_len=6, max_tokens=6) for number in range(1, 60)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.run()
+    assert_undisturbed(sequences)
+    alone = [plan.step_id for plan in bench.plans if plan.depth == 1]
+    assert alone == [bench.plans[0].step_id]
+
+
+def test_chunks_of_one_prompt_follow_each_other_through_the_pipeline() -> None:
+    bench = Bench(budget=8, max_in_flight=3)
+    sequence = make_sequence(1, prompt_len=20, max_tokens=2)
+    bench.scheduler.add(sequence)
+    bench.step()
+    assert [(row.start, row.num_tokens) for plan in bench.plans for row in plan.rows] == [(0, 8), (8, 8), (16, 4)]
+    bench.run()
+    assert_undisturbed([sequence])
+
+
+def test_a_sequence_in_flight_keeps_its_blocks_when_the_pool_runs_short() -> None:
+    bench = Bench(num_blocks=9, budget=16, max_in_flight=2)
+    sequences = [make_sequence(number, prompt_len=6, max_tokens=20) for number in range(1, 4)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    for _ in range(200):
+        in_flight = {seq_id for result in bench.in_flight for seq_id in result.seq_ids}
+        plan = bench.send()
+        assert plan is None or not in_flight & set(plan.finished)
+        if plan is None:
+            bench.collect()
+    assert bench.scheduler.stats().num_preemptions > 0
+    assert_undisturbed(sequences)
+
+
+def test_all_that_was_in_flight_is_blamed_and_a_suspect_is_alone_in_the_pipeline() -> None:
+    bench = Bench(max_num_seqs=4, max_in_flight=2)
+    sequences = [make_sequence(number, prompt_len=3, max_tokens=4) for number in range(1, 5)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    for _ in range(2):
+        bench.send()
+        assert not bench.lose_step()
+    assert [sequence.crash_count for sequence in sequences] == [2, 2, 2, 2]
+    bench.plans.clear()
+    for number in range(1, 5):
+        assert bench.send() is not None
+        assert bench.send() is None
+        assert [row.seq_id for row in bench.plans[-1].rows] == [number]
+        bench.collect()
+    bench.run()
+    assert_undisturbed(sequences)
+
+
+def test_steps_that_are_given_up_are_computed_again_and_nobody_is_blamed() -> None:
+    bench = Bench(max_in_flight=2)
+    sequences = [make_sequence(number, prompt_len=3, max_tokens=8) for number in range(1, 7)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.step()
+    bench.send()
+    bench.in_flight.clear()
+    assert bench.scheduler.requeue_in_flight() == 6
+    bench.run()
+    assert [sequence.crash_count for sequence in sequences] == [0] * 6
+    assert_undisturbed(sequences)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one(data: st.DataObject) -> None:
+    draw = data.draw
+    bench = Bench(
+        num_blocks=draw(st.integers(14, 40), "blocks"),
+        max_num_seqs=draw(st.integers(1, 6), "seqs"),
+        budget=draw(st.integers(1, 24), "budget"),
+        max_in_flight=draw(st.integers(1, 3), "in flight"),
+    )
+    sequences: list[Sequence] = []
+    removed: list[Sequence] = []
+    for number in range(1, draw(st.integers(1, 25), "operations") + 1):
+        match draw(st.sampled_from(OPERATIONS), "operation"):
+            case "add":
+                prompt_len, max_tokens = draw(st.integers(1, 24)), draw(st.integers(1, 20))
+                sequences.append(make_sequence(number, prompt_len, max_tokens))
+                bench.scheduler.add(sequences[-1])
+            case "remove" if sequences:
+                removed.append(draw(st.sampled_from(sequences)))
+                bench.scheduler.remove(removed[-1])
+            case "lose":
+                removed += bench.lose_step()
+            case "send":
+                bench.send()
+            case "collect":
+                bench.collect()
+            case _:
+                bench.step()
+        bench.scheduler.check_integrity()
+    bench.run()
+    assert_undisturbed([sequence for sequence in sequences if sequence not in removed])
+    assert bench.scheduler.pool.num_free == bench.num_blocks - 1

@@ -1,0 +1,220 @@
+"""The threads that bring work in: what breaks one of them, and what it costs."""
+
+from __future__ import annotations
+
+import queue as queues
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+
+import pytest
+import redis
+
+from millrace.engine_service.core.scheduler import SchedulerConfig
+from millrace.engine_service.engine import Engine
+from millrace.engine_service.observe.health import Health
+from millrace.engine_service.serving.admission import Admission
+from millrace.engine_service.serving.capacity import Capacity
+from millrace.engine_service.serving.inbox import Inbox
+from millrace.engine_service.serving.intake import Intake
+from millrace.engine_service.serving.jobs import Arrived, Refused, Word
+from millrace.engine_service.serving.leases import Leases, new_engine_id
+from millrace.executor.launch.uniproc import UniprocExecutor
+from millrace.executor.wire.messages import WorkerConfig
+from millrace.producer.request import GenerationRequest
+from millrace.producer.wire import parse_body
+from millrace.results.connection import connect
+from millrace.results.messages import Reconciliation
+from millrace.results.queue import JobQueue
+from millrace.results.scripts import Command, script_command
+from millrace.results.transport import Reply
+from tests.processes import wait_until
+from tests.results.engines import FINGERPRINT, submission, submit
+
+BODY = b'{"prompt_token_ids":[1,2,3],"max_tokens":2}'
+
+Connect = Callable[[], JobQueue]
+
+
+@pytest.fixture
+def connect_queue(redis_url: str, queue_name: str) -> Iterator[Connect]:
+    with ExitStack() as stack:
+
+        def make() -> JobQueue:
+            queue = JobQueue(connect(redis_url), queue_name)
+            stack.callback(queue.close)
+            return queue
+
+        yield make
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    executor = UniprocExecutor(
+        WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="millrace.executor.rank.stub"
+    )
+    engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4)
+    engine.start()
+    yield engine
+    engine.shutdown()
+
+
+class Parts:
+    """What an engine has for its work to come in, on queues of its own."""
+
+    def __init__(self, connect_queue: Connect, engine: Engine) -> None:
+        self.words: queues.SimpleQueue[Word] = queues.SimpleQueue()
+        self.news: queues.SimpleQueue[Reconciliation] = queues.SimpleQueue()
+        self.lease_queue, self.inbox_queue = connect_queue(), connect_queue()
+        self.leases = Leases(
+            self.lease_queue, new_engine_id(), 0.4, pending=dict, on_news=self.news.put, sleep_level=lambda: 0
+        )
+        self.intake = Intake(
+            connect_queue,
+            self.leases,
+            Capacity(8, 1000),
+            Admission(engine.facts, None, []),
+            model_name="stub",
+            fingerprint=FINGERPRINT,
+            tell=self.words.put,
+        )
+        self.inbox = Inbox(self.inbox_queue)
+        self.leases.start()
+
+    def stop(self) -> None:
+        self.inbox.stop()
+        if self.intake.threads[0].ident is not None:
+            self.intake.stop()
+        self.leases.stop()
+        for thread in (*self.intake.threads, self.inbox.thread):
+            if thread.ident is not None:
+                thread.join()
+
+
+@pytest.fixture
+def parts(connect_queue: Connect, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
+    monkeypatch.setattr("millrace.engine_service.serving.intake._BLOCK_S", 0.05)
+    monkeypatch.setattr("millrace.engine_service.serving.inbox._BLOCK_MS", 50)
+    monkeypatch.setattr("millrace.engine_service.serving.inbox._RETRY_S", 0.05)
+    parts = Parts(connect_queue, engine)
+    yield parts
+    parts.stop()
+
+
+CLAIM, HEARTBEAT = (script_command(name, "")[:2] for name in ("claim", "heartbeat"))
+READ: Command = ("XREAD",)
+
+
+def break_reply(queue: JobQueue, start: Command, error: BaseException) -> None:
+    """The answer to the next command that starts so breaks the code that reads it."""
+    transport, send = queue._transport, queue._transport.send
+
+    def fail(command: Command) -> Reply:
+        reply = send(command)
+        if command[: len(start)] != start:
+            return reply
+        transport.send = send  # type: ignore[method-assign]
+        raise error
+
+    transport.send = fail  # type: ignore[method-assign]
+
+
+def test_a_claim_that_breaks_our_code_is_logged_and_repeated(
+    parts: Parts, connect_queue: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    submit(connect_queue(), "a", body=BODY)
+    break_reply(parts.lease_queue, CLAIM, RuntimeError("a bug in the claim"))
+    parts.intake.start()
+    word = parts.words.get(timeout=30)
+    assert isinstance(word, Arrived)
+    assert word.job.job_id == "a"
+    assert "a bug in the claim" in caplog.text
+
+
+def test_an_idle_engine_goes_on_claiming_behind_overdue_jobs(
+    parts: Parts, connect_queue: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(parts.intake._capacity, "wait_for_change", waits.append)
+    queue = connect_queue()
+    queue.submit([submission(f"late{i}", deadline_ms=1) for i in range(2000)])
+    submit(queue, "a", body=BODY)
+    time.sleep(0.01)
+    parts.intake.start()
+    assert isinstance(parts.words.get(timeout=30), Arrived)
+    assert waits == [], "as if the engine were full"
+
+
+def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(
+    parts: Parts, connect_queue: Connect, redis_client: redis.Redis
+) -> None:
+    queue = connect_queue()
+    queue.pause(True)
+    submit(queue, "seed", "created", "tokens", "well", body=BODY)
+    redis_client.hset(queue.keys.job("seed"), "seed", "abc")
+    redis_client.hdel(queue.keys.job("created"), "created")
+    redis_client.hset(queue.keys.job("tokens"), "fingerprint", FINGERPRINT)
+    redis_client.set(queue.keys.tokens("tokens"), b"12345")
+    queue.pause(False)
+    parts.intake.start()
+    words = [parts.words.get(timeout=30) for _ in range(4)]
+    refused = {str(word.claimed.job_id): word.error.message for word in words if isinstance(word, Refused)}
+    assert [word.job.job_id for word in words if isinstance(word, Arrived)] == ["well"]
+    assert list(refused) == ["seed", "created", "tokens"]
+    assert "seed is b'abc'" in refused["seed"]
+    assert "created is None" in refused["created"]
+    assert "the checkpoint has 5 bytes" in refused["tokens"]
+
+
+def test_the_inbox_goes_on_after_what_breaks_our_code(
+    parts: Parts, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = parts.inbox_queue.keys
+    redis_client.xadd(keys.inbox, {"job": b'{"id":"a","prompt":"x"}'})
+    break_reply(parts.inbox_queue, READ, RuntimeError("a bug in the inbox"))
+    parts.inbox.start()
+    wait_until(lambda: redis_client.hget(keys.job("a"), "state") == b"queued")
+    assert "a bug in the inbox" in caplog.text
+
+
+def test_an_entry_that_breaks_our_code_again_and_again_keeps_no_other_out(
+    parts: Parts, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def break_on(raw: bytes) -> GenerationRequest:
+        if b"cursed" in raw:
+            raise RuntimeError("a bug in the parser")
+        return parse_body(raw)
+
+    monkeypatch.setattr("millrace.engine_service.serving.inbox.parse_body", break_on)
+    keys = parts.inbox_queue.keys
+    redis_client.xadd(keys.inbox, {"job": b'{"id":"cursed","prompt":"x"}'})
+    parts.inbox.start()
+    for job_id in "ab":
+        redis_client.xadd(keys.inbox, {"job": f'{{"id":"{job_id}","prompt":"x"}}'})
+        wait_until(partial(redis_client.exists, keys.job(job_id)))
+    assert redis_client.xlen(keys.inbox) == 1
+    assert "a bug in the parser" in caplog.text
+    assert caplog.text.count("stays where it is") == 1
+
+
+def test_the_heart_beats_on_after_what_breaks_our_code(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
+    break_reply(parts.lease_queue, HEARTBEAT, RuntimeError("a bug in the heartbeat"))
+    wait_until(lambda: "a bug in the heartbeat" in caplog.text)
+    while not parts.news.empty():
+        parts.news.get()
+    parts.news.get(timeout=30)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_with_a_dead_thread_is_not_healthy(parts: Parts, engine: Engine) -> None:
+    health = Health(engine)
+    parts.intake.start()
+    parts.inbox.start()
+    health.watch(parts.leases, [*parts.intake.threads, parts.inbox.thread, parts.leases.thread])
+    assert health.trouble() is None
+    break_reply(parts.inbox_queue, READ, SystemExit())  # ends the thread, and says nothing
+    wait_until(lambda: not parts.inbox.thread.is_alive())
+    assert health.trouble() == "the thread 'inbox' has died; restart the engine"
+    health.let_threads_end()
+    assert health.trouble() is None

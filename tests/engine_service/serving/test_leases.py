@@ -1,0 +1,113 @@
+"""What an engine hears of its jobs through its heartbeats."""
+
+from __future__ import annotations
+
+import queue as queues
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from millrace.engine_service.serving.leases import Leases, new_engine_id
+from millrace.results.connection import connect
+from millrace.results.messages import Reconciliation
+from millrace.results.queue import JobQueue
+from tests.results.engines import FINGERPRINT, Engine, submit
+
+News = queues.SimpleQueue[Reconciliation]
+
+
+@pytest.fixture
+def queue(redis_url: str, queue_name: str) -> Iterator[JobQueue]:
+    queue = JobQueue(connect(redis_url), queue_name)
+    yield queue
+    queue.close()
+
+
+@pytest.fixture
+def news() -> News:
+    return queues.SimpleQueue()
+
+
+@pytest.fixture
+def leases(queue: JobQueue, news: News) -> Iterator[Leases]:
+    leases = Leases(queue, new_engine_id(), 0.4, pending=dict, on_news=news.put, sleep_level=lambda: 0)
+    leases.start()
+    yield leases
+    leases.stop()
+
+
+def hear(news: News, kind: str) -> list[str]:
+    """The jobs of the first heartbeat that has something of this kind to say."""
+    while not (found := getattr(news.get(timeout=30), kind)):
+        pass
+    return list(found)
+
+
+def test_a_deadline_that_passes_is_told_by_the_heartbeat_alone(
+    queue: JobQueue, leases: Leases, news: News, redis_client: redis.Redis
+) -> None:
+    """Nobody listens to the signals here: the word may be lost, the heartbeat's news come again."""
+    submit(queue, "late", deadline_ms=3_600_000)
+    assert [job.job_id for job in leases.claim("c1", 1, 1000, FINGERPRINT).jobs] == ["late"]
+    redis_client.zadd(queue.keys.deadlines, {"late": 1})
+    assert hear(news, "expired") == hear(news, "expired") == ["late"]
+
+
+def test_an_engine_that_was_cut_off_takes_no_jobs_of_others_that_were_too(
+    queue: JobQueue, leases: Leases, news: News, redis_client: redis.Redis
+) -> None:
+    """Both heartbeats have lapsed. The other engine comes back a little later, and still has its job."""
+    other = Engine(queue)
+    submit(queue, "a")
+    (job,) = other.claim()
+    with leases._calls:  # no heartbeat comes through
+        time.sleep(0.5)
+        redis_client.delete(queue.keys.engine(leases.engine_id), queue.keys.engine(other.id))
+        while not news.empty():
+            news.get()
+    for _ in range(2):
+        news.get(timeout=30)
+    assert other.beat().lost == []
+    assert other.finish(job) == "ok"
+
+
+def test_the_jobs_of_an_engine_that_falls_silent_are_taken_when_its_time_is_over(queue: JobQueue) -> None:
+    """And not only when this engine, whose own limit is longer, sends its next heartbeat: after 15 s."""
+    other = Engine(queue)
+    submit(queue, "a")
+    other.claim()
+    other.beat(300)
+    leases = Leases(queue, new_engine_id(), 60, pending=dict, on_news=lambda _: None, sleep_level=lambda: 0)
+    leases.start()
+    limit_s = time.monotonic() + 10
+    while queue.get("a").state == "running":
+        assert time.monotonic() < limit_s
+        time.sleep(0.02)
+    leases.stop()
+
+
+def test_the_engine_loop_waits_for_no_call(queue: JobQueue, leases: Leases) -> None:
+    submit(queue, "a")
+    (job,) = leases.claim("c1", 1, 1000, FINGERPRINT).jobs
+    with leases._calls:  # as while Redis does not answer
+        leases.drop(job.job_id, job.lease)
+    assert leases._held == {}
+
+
+def test_a_cancellation_and_a_reader_are_told_too(queue: JobQueue, leases: Leases, news: News) -> None:
+    submit(queue, "a")
+    submit(queue, "b", is_streamed=True)
+    leases.claim("c1", 2, 1000, FINGERPRINT)
+    queue.cancel("a")
+    assert hear(news, "cancelled") == ["a"]
+    assert hear(news, "watched") == ["b"]
+
+
+def test_a_job_that_was_lost_is_held_no_longer(queue: JobQueue, leases: Leases, news: News) -> None:
+    submit(queue, "a")
+    (job,) = leases.claim("c1", 1, 1000, FINGERPRINT).jobs
+    queue.deregister(leases.engine_id)
+    assert hear(news, "lost") == [job.job_id]
+    assert leases._held == {}

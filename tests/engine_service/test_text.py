@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.engine_service.core.sequence import Sequence, StopRules
+from millrace.engine_service.errors import ConfigurationError
+from millrace.engine_service.generation import Generation, TextRules
+from millrace.engine_service.text import Detokenizer, TextError, Tokenizer, find_stop
+from millrace.executor.wire.messages import SeqId
+from tests.engine_service.core.sequences import GREEDY
+
+TINY = Path(__file__).resolve().parents[2] / "examples" / "tiny_model"
+VOCAB_SIZE = 512
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(TINY)
+
+
+def generation(
+    tokenizer: Tokenizer, *, stop: tuple[str, ...] = (), max_tokens: int = 1000, min_tokens: int = 0
+) -> Generation:
+    rules = StopRules(max_tokens=max_tokens, min_tokens=min_tokens, end_token_ids=frozenset())
+    sequence = Sequence(SeqId(1), tokenizer.encode("Say:"), GREEDY, rules)
+    return Generation(sequence, TextRules(stop=stop), tokenizer)
+
+
+def feed(one: Generation, token_ids: list[int]) -> str | None:
+    """As the engine does it: token by token until something ends it."""
+    for token_id in token_ids:
+        reason = one.advance(one.sequence.extend([token_id], step_id=1))
+        if reason is not None:
+            return reason
+    return None
+
+
+def published_in_pieces(one: Generation, token_ids: list[int]) -> list[str]:
+    pieces, published = [], 0
+    for token_id in token_ids:
+        if one.advance(one.sequence.extend([token_id], step_id=1)) is not None:
+            break
+        settled = one.num_settled()
+        pieces.append(one.text_between(published, settled))
+        published = settled
+    return [*pieces, one.final_text_after(published)]
+
+
+@pytest.mark.parametrize("text", ["plain", "grün und weiß", "数据流", "👩‍🔬 and 🇪🇺", "mixed ✓ κόσμε\n\ttab"])
+def test_a_text_comes_back_whole_from_its_pieces(tokenizer: Tokenizer, text: str) -> None:
+    pieces = published_in_pieces(generation(tokenizer), tokenizer.encode(text))
+    assert "".join(pieces) == text
+
+
+def test_special_tokens_that_are_skipped_do_not_slow_the_next_ones_down(tokenizer: Tokenizer) -> None:
+    text = Detokenizer(tokenizer, [], skip_special_tokens=True)
+    special = min(tokenizer.special_token_ids)
+    for token_id in [*tokenizer.encode("grü"), *[special] * 1000, *tokenizer.encode("n")]:
+        text.feed(token_id)
+    assert text.text == text.flush() == "grün"
+    assert len(text._ids) < 20
+
+
+def test_no_piece_ever_shows_half_a_character(tokenizer: Tokenizer) -> None:
+    pieces = published_in_pieces(generation(tokenizer), tokenizer.encode("a👩‍🔬b数c"))
+    assert all("�" not in piece for piece in pieces)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(5, VOCAB_SIZE - 1), min_size=1, max_size=40))
+def test_any_tokens_give_the_same_text_in_pieces_and_at_once(token_ids: list[int]) -> None:
+    tokenizer = Tokenizer(TINY)
+    whole = generation(tokenizer)
+    feed(whole, token_ids)
+    assert "".join(published_in_pieces(generation(tokenizer), token_ids)) == whole.final_text()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(5, VOCAB_SIZE - 1), min_size=2, max_size=40), st.data())
+def test_a_resumed_text_stands_where_the_first_one_stood(token_ids: list[int], data: st.DataObject) -> None:
+    tokenizer = Tokenizer(TINY)
+    cut = data.draw(st.integers(1, len(token_ids) - 1))
+    first = Detokenizer(tokenizer, [7, 8], skip_special_tokens=True)
+    for token_id in token_ids:
+        first.feed(token_id)
+    second = Detokenizer(tokenizer, [7, 8], skip_special_tokens=True)
+    for token_id in token_ids[:cut]:
+        second.feed(token_id)
+    assert second.ends == first.ends[:cut]
+    assert first.text.startswith(second.text)
+
+
+def test_a_stop_string_over_token_borders_ends_the_text_before_it(tokenizer: Tokenizer) -> None:
+    one = generation(tokenizer, stop=("END",))
+    assert feed(one, tokenizer.encode("one two END three")) == "stop"
+    assert one.final_text() == "one two "
+
+
+def test_what_could_become_a_stop_string_is_held_back_until_it_can_not(tokenizer: Tokenizer) -> None:
+    one = generation(tokenizer, stop=("<stop>",))
+    feed(one, tokenizer.encode("abc<sto"))
+    assert one.text_between(0, one.num_settled()) in ("ab", "a", "")
+    feed(one, tokenizer.encode("nes and more text"))
+    assert "<stones" in one.text_between(0, one.num_settled())
+
+
+def test_the_earliest_of_several_stop_strings_counts() -> None:
+    assert find_stop("a long text", ["text", "long"], 0) == 2
+    assert find_stop("a long text", ["short"], 0) is None
+
+
+def test_a_stop_string_does_not_count_within_the_first_min_tokens(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("x END y END z")
+    early = len(tokenizer.encode("x END"))
+    one = generation(tokenizer, stop=("END",), min_tokens=early)
+    assert feed(one, token_ids) == "stop"
+    assert one.final_text() == "x END y "
+
+
+def test_a_stop_string_goes_before_the_limit_reached_with_the_same_token(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("one END")
+    one = generation(tokenizer, stop=("END",), max_tokens=len(token_ids))
+    assert feed(one, token_ids) == "stop"
+
+
+def test_stop_strings_are_found_again_in_the_tokens_of_an_earlier_attempt(tokenizer: Tokenizer) -> None:
+    rules = StopRules(max_tokens=100, min_tokens=0, end_token_ids=frozenset())
+    output = tokenizer.encode("one END")
+    sequence = Sequence(SeqId(1), [7], GREEDY, rules, output_token_ids=output)
+    assert Generation(sequence, TextRules(stop=("END",)), tokenizer).finish_reason == "stop"
+
+
+def test_the_token_that_ends_a_sequence_is_no_text(tokenizer: Tokenizer) -> None:
+    word, end = tokenizer.encode("word"), tokenizer.encode("!")
+    rules = StopRules(max_tokens=100, min_tokens=0, end_token_ids=frozenset(end))
+    one = Generation(Sequence(SeqId(1), [7], GREEDY, rules), TextRules(), tokenizer)
+    assert feed(one, word + end) == "stop"
+    assert one.final_text() == "word"
+    assert one.token_ids == word + end
+
+
+def test_a_chat_template_that_can_not_render_says_so(tokenizer: Tokenizer) -> None:
+    with pytest.raises(TextError, match="chat template"):
+        tokenizer.encode_chat([{"role": object()}])
+
+
+def test_a_broken_chat_template_costs_chats_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((TINY / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content")
+    broken = Tokenizer(tmp_path)
+    with pytest.raises(TextError, match="chat template"):
+        broken.encode_chat([{"role": "user", "content": "hello"}])
+    assert broken.encode("3 + 4 =")
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"tokenizer: .* has no usable tokenizer"):
+        Tokenizer(tmp_path)

@@ -1,0 +1,93 @@
+"""No file of a start is left behind, whenever it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from millrace.executor.launch.directory_reaper import Broom, PrivateDirectory
+from millrace.executor.launch.process import python_path
+from tests.processes import wait_until
+
+STARTS = """
+from millrace.executor.launch.multiproc import MultiprocExecutor
+from tests.executor.kinds import stub_config
+executor = MultiprocExecutor(stub_config(), worker_module="millrace.executor.rank.stub")
+print("starting", flush=True)
+executor.start()
+"""
+
+
+def start_in(directory: Path) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONPATH": python_path(), "TMPDIR": str(directory)}
+    process = subprocess.Popen([sys.executable, "-P", "-c", STARTS], env=environment, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"starting\n"
+    return process
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.01, 0.03, 0.1, 0.3])
+def test_an_engine_killed_in_its_start_leaves_no_directory(tmp_path: Path, delay_s: float) -> None:
+    with start_in(tmp_path) as engine:
+        time.sleep(delay_s)
+        engine.send_signal(signal.SIGKILL)
+    wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+def test_an_engine_killed_while_its_socket_has_a_file_leaves_none(tmp_path: Path) -> None:
+    with start_in(tmp_path) as engine:
+        wait_until(lambda: list(tmp_path.glob("*/executor.sock")))
+        engine.send_signal(signal.SIGKILL)
+    wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+LEAVES = """
+import os, subprocess, sys
+from millrace.executor.launch.directory_reaper import Broom
+broom = Broom(sys.argv[1])
+os.mkdir(sys.argv[1])
+print(subprocess.Popen(["sleep", "60"], pass_fds=(broom.fd,), stdout=subprocess.DEVNULL).pid, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_directory_is_swept_when_the_last_holder_ends(tmp_path: Path) -> None:
+    directory = tmp_path / "it's $HOME; a name"
+    command = [sys.executable, "-P", "-c", LEAVES, str(directory)]
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    owner = subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=60, check=True)
+    time.sleep(0.1)
+    assert directory.exists()
+    os.kill(int(owner.stdout), signal.SIGKILL)
+    wait_until(lambda: not directory.exists())
+
+
+def test_who_sweeps_waits_for_no_other_holder(tmp_path: Path) -> None:
+    """Such as a process that this one has forked meanwhile."""
+    (directory := tmp_path / "swept").mkdir()
+    broom = Broom(str(directory))
+    with subprocess.Popen(["sleep", "60"], pass_fds=(broom.fd,)) as holder:
+        broom.close()
+        assert not directory.exists()
+        assert holder.poll() is None
+        holder.kill()
+
+
+def test_a_broom_that_was_killed_is_let_go_of(tmp_path: Path) -> None:
+    broom = Broom(str(tmp_path / "swept"))
+    broom._shell.kill()
+    broom._shell.wait()
+    broom.close()
+
+
+def test_a_directory_that_can_not_be_made_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError):
+        PrivateDirectory()
+    assert f"{tmp_path}" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,101 @@
+"""What the worker in this process does wrong reaches its caller as an error of the executor, and nothing else of it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from millrace.executor.errors import StartError, WorkerDied, WorkerError
+from millrace.executor.launch.uniproc import UniprocExecutor
+from tests.executor.fragile_worker import Activations
+from tests.executor.kinds import first_step, start, stub_config
+
+
+def fragile(faults: str) -> UniprocExecutor:
+    executor = UniprocExecutor(stub_config(faults), worker_module="tests.executor.fragile_worker")
+    start(executor)
+    return executor
+
+
+@pytest.fixture
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_lost_device_is_a_worker_error_and_a_restart_is_possible(caplog: pytest.LogCaptureFixture) -> None:
+    executor = fragile("lose-device")
+    with pytest.raises(WorkerError, match="illegal memory access") as caught:
+        executor.check_health()
+    assert caught.value.failure.cause == "device_lost"
+    with caplog.at_level(logging.ERROR, "millrace.executor"):
+        executor.restart()
+    assert (executor.epoch, executor.stats().num_active_workers) == (2, 1)
+    assert "the worker did not end in order" in caplog.text
+    executor.shutdown()
+    with pytest.raises(WorkerDied):
+        executor.check_health()
+
+
+def test_an_error_that_the_caller_is_handling_keeps_its_traceback() -> None:
+    executor = fragile("memory-at-step=1")
+    try:
+        raise ValueError("the caller's own")
+    except ValueError as error:
+        with pytest.raises(WorkerError):
+            executor.execute_model(first_step(executor)).result()
+        kept = error.__traceback__
+    assert kept is not None
+
+
+def test_a_sleeping_worker_is_not_asked_for_its_device() -> None:
+    executor = fragile("lose-device")
+    executor.sleep()
+    executor.check_health()
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_a_step_out_of_memory_leaves_none_of_its_tensors() -> None:
+    executor = fragile("memory-at-step=1")
+    with pytest.raises(WorkerError) as caught:
+        executor.execute_model(first_step(executor)).result()
+    assert "_run_forward" in caught.value.failure.traceback
+    assert len(Activations.alive) == 0
+    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+
+
+@pytest.mark.usefixtures("_no_collection")
+def test_a_start_out_of_memory_leaves_room_for_the_next(tmp_path: Path) -> None:
+    faults = f"memory-at-start={tmp_path / 'tried'}"
+    executor = UniprocExecutor(stub_config(faults), worker_module="tests.executor.fragile_worker")
+    try:
+        executor.start()
+    except StartError as error:
+        last_error = error  # as who tries again keeps it meanwhile
+    assert last_error.is_retryable
+    assert len(Activations.alive) == 0
+    start(executor)
+
+
+def test_a_worker_that_can_not_tell_its_figures_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    executor = fragile("lose-figures")
+    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+    executor._look_at_s = 0.0
+    executor.check_health()
+    assert caplog.text.count("can't tell its figures") == 2
+    assert executor.stats().device_bytes == [0]
+
+
+def test_the_traceback_of_a_failed_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    executor = fragile("raise-at-step=1,memory-at-step=2")
+    for number in (1, 2):
+        with pytest.raises(WorkerError):
+            executor.execute_model(first_step(executor, number)).result()
+    assert "the stub was told to raise" in caplog.text
+    assert "_run_forward" not in caplog.text, "running out of memory is told in one line"

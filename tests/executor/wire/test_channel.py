@@ -1,0 +1,203 @@
+"""The wire: who may speak on it, and what becomes of everything else."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from socket import create_connection
+
+import pytest
+import zmq
+
+from millrace.executor.wire.channel import Channel
+from millrace.executor.wire.messages import (
+    PROTOCOL,
+    Beat,
+    Call,
+    FromWorker,
+    Hello,
+    SeqId,
+    Step,
+    StepId,
+    StepPlan,
+    StepRow,
+    decode_from_worker,
+    decode_to_worker,
+    encode,
+)
+from tests.executor.kinds import first_step, make_mp, stub_config
+
+HELLO = Hello(pid=1, protocol=PROTOCOL)
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
+    """Makes sockets that are not ours; who is turned away does not come back."""
+    context = zmq.Context()
+    made: list[zmq.Socket[bytes]] = []
+
+    def make(
+        address: str, identity: str = "stranger", keys: tuple[bytes, bytes, bytes] | None = None
+    ) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt_string(zmq.IDENTITY, identity)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        if keys is not None:
+            socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = keys
+        socket.connect(address)
+        made.append(socket)
+        return socket
+
+    yield make
+    for socket in made:
+        socket.close(linger=0)
+    context.term()
+
+
+def open_channel(*, is_remote: bool = False) -> Channel:
+    return Channel(1, 1, host="127.0.0.1" if is_remote else None)
+
+
+def hear(channel: Channel, for_s: float = 0.5) -> list[tuple[int, FromWorker]]:
+    """What is heard until the first message, or within the time."""
+    deadline_s = time.monotonic() + for_s
+    heard: list[tuple[int, FromWorker]] = []
+    while not heard and time.monotonic() < deadline_s:
+        channel.wait(0.05)
+        heard += channel.receive()
+    return heard
+
+
+Connect = Callable[..., "zmq.Socket[bytes]"]
+
+
+def test_a_rank_is_heard_and_so_is_its_heart(connect: Connect) -> None:
+    channel = open_channel()
+    connect(channel.address, "0.1").send(encode(HELLO))
+    assert hear(channel) == [(0, HELLO)]
+    connect(channel.address, "0.1.beat").send(encode(Beat("idle", 3)))
+    assert hear(channel) == [(0, Beat("idle", 3))]
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    ("identity", "frames"),
+    [
+        ("0.1", [b"\xc1 garbage"]),
+        ("0.1", [b""]),
+        ("0.1", [encode(["Hello", "not a pid"])]),
+        ("0.1", [encode(["FromTheFuture", 1])]),
+        ("0.1", [encode(HELLO), b"surplus"]),
+        ("0.2", [encode(HELLO)]),  # another life
+        ("1.1", [encode(HELLO)]),  # no such rank
+        ("stranger", [encode(HELLO)]),
+        ("0.1", [b"\x80\x04cos\nsystem\n."]),  # a pickle
+    ],
+)
+def test_what_no_rank_of_ours_would_send_changes_nothing_and_is_logged_once(
+    identity: str, frames: list[bytes], connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    channel = open_channel()
+    socket = connect(channel.address, identity)
+    with caplog.at_level(logging.WARNING, "millrace.executor"):
+        socket.send_multipart(frames)
+        socket.send_multipart(frames)
+        deadline_s = time.monotonic() + 5
+        while channel.num_dropped < 2 and time.monotonic() < deadline_s:
+            assert hear(channel, 0.1) == []
+    assert channel.num_dropped == 2
+    assert len(caplog.records) == 1
+    channel.close()
+
+
+def test_oversized_frames_cost_their_senders_the_connection_are_counted_and_logged_once(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("millrace.executor.wire.channel.MAX_MESSAGE_BYTES", 2**20)
+    monkeypatch.setattr("millrace.executor.wire.channel.ENDING_S", 0.1)
+    channel = open_channel()
+    with caplog.at_level(logging.INFO, "millrace.executor"):
+        for identity in ("0.1", "stranger"):
+            connect(channel.address, identity).send(b"x" * (2**20 + 1))
+        deadline_s = time.monotonic() + 10
+        while channel.num_dropped < 2 and time.monotonic() < deadline_s:
+            assert hear(channel, 0.1) == []
+    assert channel.num_dropped == 2
+    assert len([record for record in caplog.records if "connection was closed" in record.message]) == 1
+    connect(channel.address, "0.1.beat").send(encode(Beat("idle", 0)))
+    assert hear(channel, 5) == [(0, Beat("idle", 0))]
+    channel.close()
+
+
+def test_between_hosts_only_who_has_the_keys_is_heard(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    channel = open_channel(is_remote=True)
+    assert channel.keys is not None
+    server = channel.keys.server_public.encode()
+    with caplog.at_level(logging.WARNING, "millrace.executor"):
+        connect(channel.address, "0.1").send(encode(HELLO))
+        connect(channel.address, "0.1", (server, *zmq.curve_keypair())).send(encode(HELLO))
+        assert hear(channel, 1.0) == []
+    ours = (server, channel.keys.public.encode(), channel.keys.secret.encode())
+    connect(channel.address, "0.1", ours).send(encode(HELLO))
+    assert hear(channel, 5) == [(0, HELLO)]
+    assert len([record for record in caplog.records if "stranger" in record.message]) == 1
+    channel.close()
+
+
+def drop(channel: Channel, num_wanted: int) -> int:
+    """How many are dropped when it has listened until so many are."""
+    deadline_s = time.monotonic() + 5
+    while channel.num_dropped < num_wanted and time.monotonic() < deadline_s:
+        hear(channel, 0.05)
+    return channel.num_dropped
+
+
+@pytest.mark.parametrize("stranger", ["a probe of the port", "a wrong key"])
+def test_a_stranger_who_is_turned_away_counts_once_and_is_blamed_for_no_frame(
+    stranger: str, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("millrace.executor.wire.channel.ENDING_S", 0.0)
+    channel = open_channel(is_remote=True)
+    assert channel.keys is not None
+    server = channel.keys.server_public.encode()
+    if stranger == "a wrong key":
+        connect(channel.address, "0.1", (server, *zmq.curve_keypair())).send(encode(HELLO))
+    else:
+        host, port = channel.address.removeprefix("tcp://").split(":")
+        create_connection((host, int(port))).close()
+    assert drop(channel, 1) == 1
+    ours = connect(channel.address, "0.1", (server, channel.keys.public.encode(), channel.keys.secret.encode()))
+    ours.send(encode(HELLO))
+    assert hear(channel, 5) == [(0, HELLO)]
+    assert "connection was closed" not in caplog.text
+    ours.close(linger=0)
+    assert drop(channel, 2) == 2
+    assert "connection was closed" in caplog.text
+    channel.close()
+
+
+def test_a_channel_that_can_not_listen_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.executor.launch.directory_reaper.MAX_DIRECTORY_BYTES", 1000)
+    monkeypatch.setattr("tempfile.tempdir", str(place := tmp_path / ("long" * 30)))
+    place.mkdir()
+    with pytest.raises(zmq.ZMQError, match="longer than 107"):
+        open_channel()
+    assert list(place.iterdir()) == []
+
+
+def test_messages_grow_at_the_end_and_old_readers_skip_what_they_do_not_know() -> None:
+    assert decode_from_worker(encode(["Beat", "step", 7, 0.5, "from a later version"])) == Beat("step", 7, 0.5)
+
+
+def test_messages_survive_the_wire() -> None:
+    executor = make_mp(stub_config())
+    for message in (Step(1, first_step(executor)), Call(call_id=2, method="stats")):
+        assert decode_to_worker(encode(message)) == message
+
+
+def test_a_step_of_many_sequences_is_a_small_message() -> None:
+    """256 that run, after 65,536 others, with contexts of thousands of tokens, at the moment at which each needs a block."""
+    rows = [StepRow(SeqId(70_000 + number), 4_000 + number, 1, 1, [65_000 + number]) for number in range(256)]
+    assert len(encode(Step(2**31, StepPlan(StepId(2**31), 9, 1, rows)))) <= 4096

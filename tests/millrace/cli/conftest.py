@@ -1,0 +1,72 @@
+"""The command on the run's private server, and an engine's part played by hand, so that no model is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from millrace.results.connection import connect
+from millrace.results.messages import ClaimedJob, EngineId, Event, Finish, JobError, Reconciliation, Usage
+from millrace.results.queue import JobQueue
+from tests.millrace.cli.command import Command
+
+ENGINE = EngineId("by-hand")
+
+
+class EngineByHand:
+    """Claims and ends jobs when it is told to."""
+
+    def __init__(self, queue: JobQueue) -> None:
+        self._queue = queue
+        self._num_claims = 0
+
+    def claim(self) -> list[ClaimedJob]:
+        self._queue.heartbeat(ENGINE, 60_000, {})
+        self._num_claims += 1
+        claim = self._queue.claim(
+            ENGINE, f"claim-{self._num_claims}", max_jobs=100, kv_token_budget=10**6, num_held=0, fingerprint="none"
+        )
+        assert claim
+        return claim.jobs
+
+    def beat(self, sleep_level: int) -> Reconciliation:
+        return self._queue.heartbeat(ENGINE, 60_000, {}, sleep_level)
+
+    def hear(self) -> object:
+        return self._queue.wait_for_signal(ENGINE, 1.0, include_wake=False)
+
+    def finish(self, job: ClaimedJob, text: str) -> None:
+        token_ids = list(text.encode())
+        usage = Usage(prompt_tokens=3, completion_tokens=len(token_ids))
+        self._write(job, usage, event=Event(offset=0, token_ids=token_ids, text=text))
+
+    def fail(self, job: ClaimedJob, message: str) -> None:
+        error = JobError(kind="internal", message=message)
+        self._write(job, Usage(prompt_tokens=3, completion_tokens=0), error=error)
+
+    def _write(
+        self, job: ClaimedJob, usage: Usage, *, event: Event | None = None, error: JobError | None = None
+    ) -> None:
+        finish = Finish(
+            job_id=job.job_id,
+            lease=job.lease,
+            state="failed" if error else "finished",
+            finish_reason="error" if error else "stop",
+            usage=usage,
+            event=event,
+            error=error,
+        )
+        assert self._queue.write([finish]) == ["ok"]
+
+
+@pytest.fixture
+def millrace(redis_url: str, queue_name: str) -> Command:
+    return Command(redis_url, queue_name)
+
+
+@pytest.fixture
+def engine(redis_url: str, queue_name: str) -> Iterator[EngineByHand]:
+    queue = JobQueue(connect(redis_url), queue_name)
+    yield EngineByHand(queue)
+    queue.close()

@@ -1,0 +1,32 @@
+"""`millrace gateway rq` as a process: it starts, says so, and ends when it is told. What it does with jobs is tested with
+the gateway itself."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from millrace.cli import gateway
+from millrace.cli.exits import CommandError
+from tests.millrace.cli.command import Command, started
+
+
+def test_it_serves_until_it_is_told_to_stop(millrace: Command, queue_name: str) -> None:
+    with started("-P", "-m", "millrace", "gateway", "rq", *millrace.place, "--queues", f"{queue_name}-rq") as running:
+        assert running.stderr
+        for line in running.stderr:
+            if f"{queue_name}-rq -> Millrace queue {queue_name}" in line:
+                break
+        running.send_signal(signal.SIGTERM)
+        assert "done" in running.communicate(timeout=30)[1]
+    assert running.returncode == 0
+
+
+def test_without_rq_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from millrace.cli import build_parser
+
+    monkeypatch.setattr(gateway, "find_spec", lambda name: None)
+    args = build_parser().parse_args(["gateway", "rq", "--queues", "a"])
+    with pytest.raises(CommandError, match=r"needs rq; run: pip install 'millrace\[gateway\]'"):
+        args.run(args)

@@ -1,0 +1,245 @@
+"""One job through the command, on a real server: submit, look, stream, cancel, and every error with its exit status."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import redis
+
+from millrace import Client
+from millrace.cli import main
+from millrace.results.queue import JobQueue
+from tests.millrace.cli.command import ROOT, Command, environment, python, started
+from tests.millrace.cli.conftest import EngineByHand
+from tests.results.engines import Engine
+
+
+def test_a_submitted_job_can_be_looked_up(millrace: Command) -> None:
+    assert millrace("submit", "3 + 4 =", "--id", "a", "--max-tokens", "4") == (0, "a\n", "")
+    (job,) = millrace("get", "a", "--json").json_lines()
+    assert (job["id"], job["state"], job["text"]) == ("a", "queued", "")
+    assert millrace("get", "a").out == "a: queued, 0 ahead of it\n"
+
+
+def test_the_options_reach_the_request(millrace: Command, engine: EngineByHand) -> None:
+    options = ("--temperature", "0.5", "--top-k", "3", "--seed", "7", "--stop", "a", "--stop", "b", "--ignore-eos")
+    assert millrace("submit", "-", *options, "--stop-token-ids", "5", stdin="from stdin\n").status == 0
+    (job,) = engine.claim()
+    assert job.seed == 7
+    for part in ('"prompt":"from stdin"', '"temperature":0.5', '"top_k":3', '"stop":["a","b"]', '"ignore_eos":true'):
+        assert part in job.body.decode()
+
+
+def test_what_an_engine_wrote_is_shown(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.finish(engine.claim()[0], "täglich\n")
+    assert millrace("get", "a").out == "a: finished (stop) 3 + 9 tokens\ntäglich\n\n"
+    assert millrace("submit", "x", "--id", "a", "--wait").out == "täglich\n\n"
+    assert millrace("tail", "a").out == "täglich\n\n"
+    first, last = millrace("tail", "a", "--json").json_lines()
+    assert (first["text"], last["text"], last["state"]) == ("täglich\n", "", "finished")
+    assert [event["id"] for event in millrace("tail", "a", "--json", "--after", first["id"]).json_lines()] == [
+        last["id"]
+    ]
+
+
+def test_a_terminal_without_the_characters_gets_escapes(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.finish(engine.claim()[0], "weiß")
+    ran = python(*millrace.line("tail", "a"), PYTHONIOENCODING="ascii")
+    assert (ran.status, ran.out) == (0, "wei\\xdf\n")
+
+
+def test_a_stream_is_printed_as_it_comes(millrace: Command, engine: EngineByHand) -> None:
+    with started(*millrace.line("submit", "x", "--stream")) as streaming:
+        while not (jobs := engine.claim()):
+            assert streaming.poll() is None
+        engine.finish(jobs[0], "seven")
+        assert streaming.communicate(timeout=20)[0] == "seven\n"
+    assert streaming.returncode == 0
+
+
+def test_a_failed_job_gives_status_1_and_its_reason(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.fail(engine.claim()[0], "the model is tired")
+    for verb in ("tail", "get"):
+        assert "Traceback" not in millrace(verb, "a").err
+    assert millrace("tail", "a").status == 1
+    assert millrace("tail", "a").err == "millrace: a: failed: the model is tired\n"
+    assert millrace("submit", "x", "--id", "a", "--wait").status == 1
+    assert millrace("get", "a").out == "a: failed (error) 3 + 0 tokens the model is tired\n"
+
+
+def test_cancelling_says_what_became_of_each(millrace: Command) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id)
+    assert millrace("cancel", "a", "b") == (0, "a\tcancelled\nb\tcancelled\n", "")
+    assert millrace("cancel", "a", "--json").json_lines() == [{"id": "a", "outcome": "cancelled"}]
+    assert millrace("get", "a").out.startswith("a: cancelled")
+
+
+def test_an_unknown_job_keeps_no_other_from_being_cancelled(millrace: Command) -> None:
+    millrace("submit", "x", "--id", "live")
+    ran = python(*millrace.line("cancel", "nobody"), "\udcff", "live")  # \xff as a terminal sends it
+    assert (ran.status, ran.out) == (3, "live\tcancelled\n")
+    assert [line.partition(" in queue")[0] for line in ran.err.splitlines()] == [
+        "millrace: no job 'nobody'",
+        "millrace: no job '\\udcff'",
+    ]
+
+
+def test_a_name_that_is_no_text_is_not_found(millrace: Command) -> None:
+    for verb in ("get", "tail", "cancel", "retry"):
+        ran = millrace(verb, "\udcff")
+        assert (ran.status, ran.out) == (3, "")
+        assert ran.err.startswith("millrace: no job '\\udcff' in queue ")
+    assert millrace("cancel", "--batch", "\udcff").err.startswith("millrace: no batch '\\udcff' in queue ")
+    assert millrace("wake", "--engine", "\udcff").err.startswith("millrace: no engine '\\udcff' runs on queue ")
+    assert millrace("submit", "\udcff").err.startswith("millrace: prompt: ")
+
+
+def test_what_is_no_event_cannot_be_gone_on_from(millrace: Command) -> None:
+    millrace("submit", "x", "--id", "a")
+    ran = millrace("tail", "a", "--after", "yesterday")
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("millrace: after: must be the id of an event")
+
+
+def test_a_text_that_begins_anew_says_so(millrace: Command, redis_client: redis.Redis, queue_name: str) -> None:
+    queue = JobQueue(redis_client, queue_name)
+    redis_client.hset(queue.keys.settings, "max_events", 4)
+    millrace("submit", "x", "--id", "a")
+    engine = Engine(queue)
+    job = engine.claim_one()
+    for number in range(2):
+        engine.show(job, number, [number], str(number))
+    place = next(Client(redis_client, queue_name).stream("a")).id
+    for number in range(2, 9):
+        engine.show(job, number, [number], str(number))
+    engine.finish(job)
+    ran = millrace("tail", "a", "--after", place)
+    assert ran.out == "012345678\n"
+    assert f"the stream of job 'a' has lost events after {place}: here is all of it" in ran.err
+
+
+def test_jobs_are_listed_by_state(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.finish(engine.claim()[0], "two\nlines")
+    millrace("submit", "x", "--id", "b")
+    assert millrace("ls").out == "b\tqueued\t0\t\na\tfinished\t9\ttwo lines\n"
+    assert [job["id"] for job in millrace("ls", "--state", "finished", "--json").json_lines()] == ["a"]
+    assert millrace("ls", "--limit", "1").out.count("\n") == 1
+
+
+def test_the_counts_of_a_queue(millrace: Command, engine: EngineByHand) -> None:
+    assert millrace("stats", "--min-engines", "1").status == 1
+    millrace("submit", "x")
+    engine.finish(engine.claim()[0], "text")
+    (counts,) = millrace("stats", "--json").json_lines()
+    assert (counts["queued"], counts["finished"], counts["engines"], counts["generated_tokens"]) == (0, 1, 1, 4)
+    ran = millrace("stats", "--min-engines", "1")
+    assert ran.status == 0
+    assert "generated tokens\t4\n" in ran.out
+
+
+def test_an_unknown_job_is_status_3(millrace: Command) -> None:
+    for verb in ("get", "tail", "cancel"):
+        ran = millrace(verb, "nobody")
+        assert (ran.status, ran.out) == (3, "")
+        assert "nobody" in ran.err
+        assert len(ran.err.splitlines()) == 1
+
+
+def test_an_invalid_request_is_status_2_and_names_the_field(millrace: Command) -> None:
+    millrace("submit", "x", "--id", "a")
+    for arguments, field in [
+        (("x", "--max-tokens", "0"), "max_tokens"),
+        (("x", "--temperature", "nan"), "temperature"),
+        (("",), "prompt"),
+        (("x", "--id", "not an id"), "id"),
+        (("another prompt", "--id", "a"), "id"),
+    ]:
+        ran = millrace("submit", *arguments)
+        assert (ran.status, ran.out) == (2, "")
+        assert ran.err.startswith(f"millrace: {field}: ")
+        assert len(ran.err.splitlines()) == 1
+    assert millrace("submit", "-", stdin=b"\xff").status == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--temperature", "nan"),
+        ("--delay-s", "-1"),
+        ("--delay-s", "inf"),
+        ("--deadline-s", "0"),
+        ("--deadline-s", "-5"),
+        ("--deadline-s", "nan"),
+        ("--deadline-s", "5", "--delay-s", "5"),
+        ("--run-at", "1700000000000"),
+        ("--run-at", "2030-01-31", "--delay-s", "1"),
+        ("--priority", "3000000000"),
+        ("--tenant", "a b"),
+        ("--batch", "a b"),
+        ("--batch", ""),
+        ("--meta", '{"a": NaN}'),
+    ],
+    ids=" ".join,
+)
+def test_an_option_that_cannot_be_is_named_before_anything_is_submitted(
+    options: tuple[str, ...], millrace: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command in this process: nothing of it depends on a process of its own."""
+    field = options[0].removeprefix("--").replace("-", "_")
+    (tmp_path / "jobs").write_text('{"prompt": "x"}\n')
+    for what in (("x",), ("--file", str(tmp_path / "jobs"))):
+        assert main(["submit", *millrace.place, *what, *options]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"millrace: {field}: ")
+        assert len(err.splitlines()) == 1
+
+
+def test_a_queue_name_that_cannot_be_is_status_2(redis_url: str) -> None:
+    for verb in (("stats",), ("ls",), ("submit", "x")):
+        ran = Command(redis_url, "a b")(*verb)
+        assert ran.status == 2
+        assert ran.err.startswith("millrace: queue: ")
+
+
+def test_a_server_that_cannot_be_used_is_status_4(tmp_path: Path) -> None:
+    for url in (f"unix://{tmp_path}/no.sock", "redis://127.0.0.1:1/0", "http://127.0.0.1"):
+        ran = Command(url, "default")("stats")
+        assert (ran.status, ran.out) == (4, "")
+        assert len(ran.err.splitlines()) == 1
+
+
+def test_the_server_comes_from_the_environment_too(millrace: Command, redis_url: str, queue_name: str) -> None:
+    millrace("submit", "x", "--id", "a")
+    ran = python("-P", "-m", "millrace", "get", "a", "--queue", queue_name, MILLRACE_REDIS_URL=redis_url)
+    assert ran.out == "a: queued, 0 ahead of it\n"
+
+
+def test_waiting_too_long_is_status_5(millrace: Command) -> None:
+    ran = millrace("submit", "x", "--wait", "--timeout", "0.2")
+    assert (ran.status, ran.out) == (5, "")
+    assert len(ran.err.splitlines()) == 1
+
+
+def test_an_interrupt_is_status_130_and_silent(millrace: Command) -> None:
+    with started(*millrace.line("submit", "x", "--id", "a", "--wait")) as waiting:
+        while millrace("get", "a").status:
+            assert waiting.poll() is None
+        waiting.send_signal(signal.SIGINT)
+        _, words = waiting.communicate(timeout=20)
+    assert (waiting.returncode, words) == (130, "")
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly(millrace: Command) -> None:
+    command = f"{sys.executable} {' '.join(millrace.line('stats'))} | true"
+    ran = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, timeout=20)
+    assert ran.stderr == b""

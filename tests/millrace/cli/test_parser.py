@@ -1,0 +1,104 @@
+"""The command line itself: what it offers, what it refuses, and how fast it answers."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import pytest
+
+from millrace import __version__
+from millrace.cli import build_parser
+from tests.millrace.cli.command import python
+
+VERBS = (
+    "demo",
+    "serve",
+    "submit",
+    "get",
+    "tail",
+    "cancel",
+    "ls",
+    "retry",
+    "batch",
+    "stats",
+    "pause",
+    "resume",
+    "sleep",
+    "wake",
+    "gateway",
+)
+
+
+def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(found[0]) if found else {}
+
+
+def test_help_names_every_verb_and_is_quick() -> None:
+    began = time.perf_counter()
+    ran = python("-m", "millrace", "--help")
+    assert time.perf_counter() - began < 2.0  # 0.1 s on an idle machine; torch alone takes longer than this
+    assert ran.status == 0
+    assert all(f"\n    {verb} " in ran.out for verb in VERBS)
+
+
+def test_every_verb_takes_a_server_and_a_queue() -> None:
+    for name, parser in verbs_of(build_parser()).items():
+        if name == "serve":  # its arguments are the engine's own
+            continue
+        for leaf in verbs_of(parser).values() or [parser]:
+            options = leaf.parse_known_args
+            assert {"--redis", "--queue"} <= leaf._option_string_actions.keys(), (name, options)
+
+
+def test_serve_shows_the_help_of_the_engine() -> None:
+    ran = python("-m", "millrace", "serve", "--help")
+    assert ran.status == 0
+    assert "--max-num-batched-tokens" in ran.out
+    assert "--drain-grace" in ran.out
+
+
+def test_the_version_is_printed() -> None:
+    assert python("-m", "millrace", "--version").out == f"millrace {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("unknown",),
+        ("submit",),
+        ("submit", "hello", "--file", "jobs.jsonl"),
+        ("submit", "hello", "--wait", "--stream"),
+        ("submit", "hello", "--max-tokens", "many"),
+        ("submit", "--file", "jobs.jsonl", "--stream"),
+        ("submit", "--file", "jobs.jsonl", "--id", "a"),
+        ("submit", "--file", "/nowhere/jobs.jsonl"),
+        ("get",),
+        ("cancel",),
+        ("cancel", "a", "--batch", "b"),
+        ("retry",),
+        ("retry", "a", "--all"),
+        ("batch",),
+        ("batch", "status"),
+        ("submit", "hello", "--durability", "forever"),
+        ("submit", "hello", "--priority", "1.5"),
+        ("submit", "hello", "--wait", "--timeout", "nan"),
+        ("submit", "hello", "--timeout", "5"),
+        ("sleep", "--timeout", "nan"),
+        ("ls", "--state", "sleeping"),
+        ("ls", "--limit", "0"),
+        ("sleep", "--level", "3"),
+        ("sleep", "engine"),
+        ("gateway",),
+        ("gateway", "rq"),
+        ("gateway", "rq", "--queues", ","),
+    ],
+)
+def test_a_wrong_command_line_ends_with_status_2_and_no_traceback(arguments: tuple[str, ...]) -> None:
+    ran = python("-m", "millrace", *arguments)
+    assert ran.status == 2
+    assert ran.out == ""
+    assert ran.err.startswith("millrace")
+    assert len(ran.err.splitlines()) == 1

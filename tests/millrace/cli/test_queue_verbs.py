@@ -1,0 +1,134 @@
+"""Batches, retries, pauses and places in the queue, through the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import redis
+
+from millrace.results.keys import QueueKeys
+from tests.millrace.cli.command import Command, Ran, python
+from tests.millrace.cli.conftest import EngineByHand
+
+
+def batch_status(millrace: Command, *arguments: str) -> Ran:
+    return python("-P", "-m", "millrace", "batch", "status", *millrace.place, *arguments)
+
+
+def test_a_batch_is_submitted_looked_at_and_cancelled(millrace: Command, engine: EngineByHand) -> None:
+    lines = "".join(json.dumps({"id": f"j{n}", "prompt": "x"}) + "\n" for n in range(3))
+    assert millrace("submit", "--file", "-", "--batch", "nightly", stdin=lines).status == 0
+    assert millrace("submit", "x", "--id", "late", "--batch", "nightly", "--delay-s", "3600").status == 0
+    engine.finish(engine.claim()[0], "done")
+    rows = dict(line.split("\t") for line in batch_status(millrace, "nightly").out.splitlines())
+    assert (rows["running"], rows["delayed"], rows["finished"], rows["total"]) == ("2", "1", "1", "4")
+    assert "time left" in rows
+    (status,) = batch_status(millrace, "nightly", "--json").json_lines()
+    assert (status["batch"], status["running"]) == ("nightly", 2)
+    cancelled = millrace("cancel", "--batch", "nightly")
+    assert set(cancelled.out.splitlines()) == {"j0\tfinished", "j1\tcancelling", "j2\tcancelling", "late\tcancelled"}
+    assert millrace("cancel", "--batch", "unheard-of").status == 3
+    assert batch_status(millrace, "unheard-of").status == 3
+
+
+def test_failed_jobs_are_run_again(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id)
+    for job in engine.claim():
+        engine.fail(job, "no luck")
+    assert millrace("retry", "a").out == "a\ta.r1\n"
+    assert millrace("get", "a").out == "a: failed (error) 3 + 0 tokens no luck, run again as a.r1\n"
+    assert millrace("retry", "--all", "--json").json_lines() == [{"id": "b", "redriven_as": "b.r1"}]
+    refused = millrace("retry", "a.r1")
+    assert refused.status == 2
+    assert refused.err.startswith("millrace: job 'a.r1' is queued: only a job that has failed")
+    assert millrace("retry", "nobody").status == 3
+
+
+def test_a_job_that_cannot_be_run_again_keeps_no_other_from_it(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id)
+    for job in engine.claim():
+        engine.fail(job, "no luck")
+    millrace("submit", "x", "--id", "live")
+    ran = millrace("retry", "live", "a", "nobody", "b")
+    assert (ran.status, ran.out) == (3, "a\ta.r1\nb\tb.r1\n")
+    assert [line[:24] for line in ran.err.splitlines()] == ["millrace: job 'live' is ", "millrace: no job 'nobody"]
+
+
+def test_a_paused_queue_gives_nothing_out(millrace: Command, engine: EngineByHand) -> None:
+    assert millrace("pause").status == 0
+    millrace("submit", "x", "--id", "a")
+    assert engine.claim() == []
+    assert "is paused\tTrue" in millrace("stats").out
+    assert millrace("resume").status == 0
+    assert [job.job_id for job in engine.claim()] == ["a"]
+
+
+def test_get_tells_a_jobs_place(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b", "c"):
+        millrace("submit", "x", "--id", job_id)
+    (job,) = [job for job in engine.claim() if job.job_id == "a"]
+    engine.finish(job, "x")
+    millrace("submit", "x", "--id", "d", "--priority", "1")
+    place = millrace("get", "d", "--json").json_lines()[0]
+    assert place["num_ahead"] == 0
+    assert place["eta_s"] is not None
+    assert millrace("get", "d").out.startswith("d: queued, 0 ahead of it, begins in about ")
+
+
+def test_what_a_full_queue_did_not_take_is_named(
+    millrace: Command, redis_client: redis.Redis, queue_name: str, tmp_path: Path
+) -> None:
+    redis_client.hset(QueueKeys(queue_name).settings, "max_queued_jobs", 2)
+    file = tmp_path / "jobs"
+    file.write_text("".join(json.dumps({"id": f"j{n}", "prompt": "x"}) + "\n" for n in range(4)))
+    ran = millrace("submit", "--file", str(file))
+    assert (ran.status, ran.out.split()) == (1, ["j0", "j1"])
+    assert ran.err.startswith("millrace: not submitted: all from line 3 on: the queue has as many jobs waiting")
+    assert millrace("submit", "x").status == 1
+
+
+def test_a_server_that_cannot_make_it_durable_is_told(millrace: Command) -> None:
+    ran = millrace("submit", "x", "--id", "a", "--durability", "disk")
+    assert ran.status == 4
+    assert "appendonly" in ran.err
+    assert millrace("get", "a").status == 0
+
+
+def test_engines_are_told_to_sleep_and_to_wake(millrace: Command, engine: EngineByHand) -> None:
+    engine.claim()
+    assert millrace("sleep", "--level", "2", "--timeout", "0").out == "by-hand\n"
+    assert millrace("sleep", "--level", "2", "--timeout", "0", "--json").out == '{"engine":"by-hand"}\n'
+    assert engine.hear() == "beat"
+    assert engine.beat(sleep_level=0).sleep_level == 2
+    assert "engine by-hand\tawake" in millrace("stats").out
+    late = millrace("sleep", "--level", "2", "--timeout", "0.1")
+    assert (late.status, late.out) == (5, "")
+    assert late.err.startswith("millrace: not asleep yet: by-hand")
+    engine.beat(sleep_level=2)
+    assert millrace("sleep", "--engine", "by-hand").out == "by-hand\n", "it sleeps deep enough"
+    assert "engine by-hand\tasleep, weights dropped" in millrace("stats").out
+    assert millrace("stats", "--json").json_lines()[0]["sleep_levels"] == {"by-hand": 2}
+    assert millrace("wake", "--engine", "by-hand", "--timeout", "0").status == 0
+    assert engine.beat(sleep_level=2).sleep_level == 0
+
+
+def test_a_heartbeat_that_had_lapsed_wakes_nobody(
+    millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
+) -> None:
+    engine.beat(sleep_level=1)
+    redis_client.delete(QueueKeys(queue_name).engine("by-hand"))
+    assert millrace("sleep").status == 3
+    assert engine.beat(sleep_level=1).sleep_level == 1
+
+
+def test_engines_that_are_not_there_cannot_be_told(millrace: Command, engine: EngineByHand, queue_name: str) -> None:
+    ran = millrace("wake")
+    assert (ran.status, ran.out) == (3, "")
+    assert ran.err == f"millrace: no engine runs on queue '{queue_name}'; `millrace stats` names those that do\n"
+    engine.beat(sleep_level=0)
+    ran = millrace("sleep", "--engine", "nobody")
+    assert ran.status == 3
+    assert ran.err.startswith("millrace: no engine 'nobody' runs on queue ")

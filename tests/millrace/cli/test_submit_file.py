@@ -1,0 +1,272 @@
+"""`millrace submit --file`: a job on each line, bad ones by their number, results as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from millrace import Client, QueueFull
+from millrace.cli.exits import CommandError
+from millrace.cli.submit_file import _Submission, submit_file
+from millrace.results.messages import ClaimedJob
+from tests.millrace.cli.command import Command, started
+from tests.millrace.cli.conftest import EngineByHand
+
+
+def write_lines(path: Path, *lines: bytes | dict[str, Any]) -> Path:
+    path.write_bytes(
+        b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
+    )
+    return path
+
+
+def test_every_line_becomes_a_job(millrace: Command, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "jobs", *({"id": f"j{n}", "prompt": "x"} for n in range(600)))
+    ran = millrace("submit", "--file", str(file))
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out.split() == [f"j{n}" for n in range(600)]
+    assert millrace("stats", "--json").json_lines()[0]["queued"] == 600
+
+
+def test_a_bad_line_is_named_and_stops_nothing(millrace: Command, tmp_path: Path) -> None:
+    file = write_lines(
+        tmp_path / "jobs",
+        {"id": "a", "prompt": "x"},
+        b"not json",
+        b"",
+        {"id": "b", "prompt": "x", "max_tokens": 0},
+        {"id": "c", "prompt": "x", "colour": "red"},
+        b"[1, 2]",
+        b'{"id": "d", "prompt": "\xff"}',
+        {"id": "e", "prompt": "x" * (1 << 20)},
+        {"id": "a", "prompt": "another"},
+        {"id": "a", "prompt": "x"},
+        b"[" * 20_000,
+        {"id": "f", "prompt": "x"},
+    )
+    ran = millrace("submit", "--file", str(file))
+    assert ran.status == 2
+    assert ran.out.split() == ["a", "a", "f"]
+    *complaints, last = ran.err.splitlines()
+    numbers = [int(line.removeprefix("millrace: line ").partition(":")[0]) for line in complaints]
+    assert sorted(numbers) == [2, 4, 5, 6, 7, 8, 9, 11]
+    assert last == "millrace: jobs submitted: 3, lines refused: 8"
+
+
+def test_a_line_that_the_server_refuses_stops_nothing_either(millrace: Command, tmp_path: Path) -> None:
+    late = {"prompt": "x", "run_at": 9e9, "deadline_s": 5}
+    lines = [{"id": f"j{n}", "prompt": "x"} for n in range(600)]
+    file = write_lines(tmp_path / "jobs", *lines[:3], {"id": "late", **late}, *lines[3:], {"id": "later", **late})
+    ran = millrace("submit", "--file", str(file))
+    assert ran.status == 2
+    assert ran.out.split() == [line["id"] for line in lines]
+    first, second, last = ran.err.splitlines()
+    assert first.startswith("millrace: line 4: deadline_s: is over before job 'late'")
+    assert second.startswith("millrace: line 602: deadline_s: is over before job 'later'")
+    assert last == "millrace: jobs submitted: 600, lines refused: 2"
+
+
+def test_lines_with_one_id_are_judged_each_by_itself(millrace: Command, tmp_path: Path) -> None:
+    late = {"prompt": "x", "run_at": 9e9, "deadline_s": 5}
+    lines: list[dict[str, Any]] = [
+        {"id": "a", "prompt": "x"},
+        {"id": "a", "prompt": "y"},
+        {"id": "b", **late},
+        {"id": "b", "prompt": "x"},
+    ]
+    ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
+    assert (ran.status, ran.out.split()) == (2, ["a", "b"])
+    conflict, other, last = ran.err.splitlines()
+    assert conflict.startswith("millrace: line 2: id: already taken")
+    assert other.startswith("millrace: line 3: id: already taken")  # by line 4, which came in with it
+    assert last == "millrace: jobs submitted: 2, lines refused: 2"
+
+
+def test_at_a_limit_every_line_that_is_not_in_the_queue_is_named(
+    millrace: Command, tmp_path: Path, redis_client: redis.Redis, queue_name: str
+) -> None:
+    redis_client.hset(f"millrace:{{{queue_name}}}:settings", "tenant_max_queued_jobs", 1)
+    lines: list[dict[str, Any]] = [
+        {"id": "late", "prompt": "x", "run_at": 9e9, "deadline_s": 5},
+        {"id": "a", "prompt": "x"},
+        {"id": "a", "prompt": "y"},
+        {"id": "b", "prompt": "x"},
+        {"id": "c", "prompt": "x", "tenant": "other"},
+        *({"id": f"d{n}", "prompt": "x"} for n in range(600)),
+    ]
+    ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
+    assert ran.out.split() == ["a", "c"]
+    late, conflict, full = ran.err.splitlines()
+    assert late.startswith("millrace: line 1: deadline_s")
+    assert conflict.startswith("millrace: line 3: id: already taken")
+    assert full.startswith("millrace: not submitted: line 4, all from line 6 on: the tenant has as many jobs waiting")
+    assert ran.status not in (0, 2)
+
+
+class DrainedClient(Client):
+    """There is room again as soon as it has been told that there is none."""
+
+    def limit(self, **limits: int) -> None:
+        self.num_calls = 0
+        for name, value in limits.items():
+            self._transport.send(("HSET", self._keys.settings, name, str(value)))
+
+    def submit_many(self, *arguments: Any, **options: Any) -> list[str]:
+        self.num_calls += 1
+        try:
+            return super().submit_many(*arguments, **options)
+        except QueueFull:
+            self._transport.send(("DEL", self._keys.settings))
+            raise
+
+
+@pytest.fixture
+def client(redis_url: str, queue_name: str) -> Iterator[DrainedClient]:
+    client = DrainedClient(redis_url, queue_name)
+    yield client
+    client.close()
+
+
+@pytest.mark.parametrize(("num_lines", "num_bytes"), [(1000, 1), (200, 100_000)])
+def test_at_a_limit_nothing_more_is_sent_even_if_there_is_room_again(
+    num_lines: int, num_bytes: int, client: DrainedClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One round trip takes 256 jobs, or 4 MiB."""
+    lines = [{"id": f"j{n}", "prompt": "x" * num_bytes} for n in range(num_lines)]
+    lines[-1] = lines[5]  # so the id says of the last line neither that it was sent nor that it was not
+    file = write_lines(tmp_path / "jobs", *lines[:10], {"prompt": ""}, *lines[10:])
+    client.limit(max_queued_jobs=20)
+    with pytest.raises(CommandError) as error:
+        submit_file(client, str(file), {}, {}, has_to_wait=False, timeout_s=None)
+    assert client.stats().queued == 20
+    assert capsys.readouterr().out.split() == [line["id"] for line in lines[:20]]
+    assert str(error.value).startswith(
+        "not submitted: all from line 22 on: the queue has as many jobs waiting as max_queued_jobs allows, 20; "
+        "20 jobs of this call are in the queue"
+    )
+    assert client.num_calls <= 3, "the check of the options, one for all, one for the line that shares its id"
+
+
+def test_at_a_limit_a_pipe_need_not_end_first(client: DrainedClient) -> None:
+    def open_pipe() -> Iterator[bytes]:
+        for n in range(500):
+            yield b'{"id":"j%d","prompt":"x"}\n' % n
+        raise AssertionError("it has waited for another line")
+
+    client.limit(max_queued_jobs=20)
+    with pytest.raises(CommandError, match=r"^not submitted: all from line 21 on: "):
+        list(_Submission(client, {}, {}).submit(open_pipe()))
+
+
+@pytest.mark.parametrize(("tenants", "named"), [("xxy", "line 2"), ("xxyz", "line 2, all from line 4 on")])
+def test_at_a_limit_no_line_is_named_that_is_not_there(
+    tenants: str, named: str, client: DrainedClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.cli.submit_file._BATCH_LINES", 3)
+    client.limit(tenant_max_queued_jobs=1)
+    file = write_lines(tmp_path / "jobs", *({"prompt": "x", "tenant": tenant} for tenant in tenants))
+    with pytest.raises(CommandError, match=f"^not submitted: {named}: the tenant has"):
+        submit_file(client, str(file), {}, {}, has_to_wait=False, timeout_s=None)
+
+
+def test_a_job_larger_than_a_limit_is_refused_and_the_others_go_in(
+    millrace: Command, tmp_path: Path, redis_client: redis.Redis, queue_name: str
+) -> None:
+    settings = f"millrace:{{{queue_name}}}:settings"
+    redis_client.hset(settings, "max_queued_tokens", 50)
+    lines: list[dict[str, Any]] = [
+        {"id": "a", "prompt": "x", "max_tokens": 9},
+        {"id": "large", "prompt": "x", "max_tokens": 99},
+        {"id": "b", "prompt": "x", "max_tokens": 9},
+    ]
+    ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
+    assert (ran.status, ran.out.split()) == (2, ["a", "b"])
+    large, last = ran.err.splitlines()
+    assert large.startswith(
+        "millrace: line 2: max_tokens: the prompt and max_tokens of job 'large' are more tokens than"
+    )
+    assert last == "millrace: jobs submitted: 2, lines refused: 1"
+    redis_client.hset(settings, "tenant_max_queued_jobs", 3)
+    lines += [{"id": name, "prompt": "x", "max_tokens": 9} for name in "cd"]
+    ran = millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines)))
+    assert ran.out.split() == ["a", "b", "c"]
+    large, full = ran.err.splitlines()
+    assert large.startswith(
+        "millrace: line 2: max_tokens: the prompt and max_tokens of job 'large' are more tokens than"
+    )
+    assert full.startswith("millrace: not submitted: all from line 5 on: the tenant has as many jobs waiting")
+
+
+def test_the_same_file_twice_is_the_same_jobs(millrace: Command, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "jobs", {"id": "a", "prompt": "x"}, {"id": "b", "prompt": "y"})
+    for _ in range(2):
+        assert millrace("submit", "--file", str(file)).out.split() == ["a", "b"]
+    assert millrace("stats", "--json").json_lines()[0]["queued"] == 2
+
+
+def test_options_fill_what_a_line_leaves_out(millrace: Command, engine: EngineByHand) -> None:
+    lines = '{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "x", "max_tokens": 5}\n'
+    assert millrace("submit", "--file", "-", "--max-tokens", "9", stdin=lines).status == 0
+    limits = {job.job_id: json.loads(job.body)["max_tokens"] for job in engine.claim()}
+    assert limits == {"a": 9, "b": 5}
+
+
+def test_a_lines_own_fields_and_the_options_are_judged_together(millrace: Command, engine: EngineByHand) -> None:
+    lines = (
+        '{"id": "a", "prompt": "x", "min_tokens": 20}\n {"id":"b","prompt":"x"}\n{}\n{"id": "c", "min_tokens": 60}\n'
+    )
+    ran = millrace("submit", "--file", "-", "--max-tokens", "50", "--meta", '{"from": "é"}', stdin=lines)
+    assert (ran.status, ran.out) == (2, "a\nb\n")
+    assert [line.split(": ")[1:3] for line in ran.err.splitlines()[:2]] == [
+        ["line 3", "prompt"],
+        ["line 4", "min_tokens"],
+    ]
+    assert [json.loads(job.body).get("min_tokens") for job in engine.claim()] == [20, None]
+    assert millrace("get", "b", "--json").json_lines()[0]["meta"] == {"from": "é"}
+
+
+def test_odd_fields_of_lines_are_refused_by_name(millrace: Command, tmp_path: Path) -> None:
+    odd: list[tuple[str, Any]] = [
+        ("delay_s", -1),
+        ("deadline_s", 0),
+        ("deadline_s", -5),
+        ("priority", 1.5),
+        ("priority", "high"),
+        ("tenant", "a b"),
+        ("tenant", ""),
+        ("batch", "nightly"),
+    ]
+    file = write_lines(
+        tmp_path / "jobs", b'{"prompt": "x", "deadline_s": NaN}', *({"prompt": "x", k: v} for k, v in odd)
+    )
+    ran = millrace("submit", "--file", str(file))
+    assert (ran.status, ran.out) == (2, "")
+    fields = [line.split(": ")[2] for line in ran.err.splitlines()[:-1]]
+    assert fields == ["deadline_s", *(name for name, _ in odd)]
+
+
+def test_waiting_prints_each_result_when_it_is_there(millrace: Command, engine: EngineByHand, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "jobs", {"id": "a", "prompt": "x"}, {"prompt": "no id"}, {"id": "c", "prompt": "x"})
+    with started(*millrace.line("submit", "--file", str(file), "--wait")) as waiting:
+        assert waiting.stdout
+        jobs: list[ClaimedJob] = []
+        while len(jobs) < 3:
+            jobs += engine.claim()
+        engine.finish(jobs[2], "three")
+        assert json.loads(waiting.stdout.readline())["id"] == jobs[2].job_id
+        engine.fail(jobs[0], "no luck")
+        engine.finish(jobs[1], "two")
+        rest, words = waiting.communicate(timeout=20)
+    assert {json.loads(line)["state"] for line in rest.splitlines()} == {"failed", "finished"}
+    assert words == f"millrace: {jobs[0].job_id}: failed: no luck\n"
+    assert waiting.returncode == 1
+
+
+def test_waiting_too_long_is_status_5(millrace: Command) -> None:
+    ran = millrace("submit", "--file", "-", "--wait", "--timeout", "0.2", stdin='{"prompt": "x"}')
+    assert (ran.status, ran.out) == (5, "")

@@ -1,0 +1,76 @@
+"""What words on the command line mean."""
+
+from __future__ import annotations
+
+import time
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from millrace.cli.values import counted, integer, json_object, moment, number, seconds
+from tests.millrace.cli.command import Command, python
+
+
+@pytest.fixture
+def in_new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize(
+    ("text", "epoch_s"),
+    [
+        ("2030-01-31T18:00", 1896130800),
+        ("2030-01-31 18:00:00", 1896130800),
+        ("2030-07-31T18:00", 1911765600),
+        ("2030-01-31T18:00Z", 1896112800),
+        ("2030-01-31T18:00+02:00", 1896105600),
+        ("2030-01-31", 1896066000),
+        ("20300131", 1896066000),
+        ("1896130800", 1896130800),
+        ("1896130800.5", 1896130800.5),
+    ],
+)
+def test_a_time_without_a_zone_is_this_machines(in_new_york: None, text: str, epoch_s: float) -> None:
+    assert moment(text) == epoch_s
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        *[
+            (moment, text)
+            for text in ("", "tomorrow", "nan", "inf", "-5", "60", "18:00", "2030-13-01", "0001-01-01", "\udcff")
+        ],
+        *[(json_object, text) for text in ("", "{", "[1]", "null", "a=7", "[" * 20_000, "\udcff", "9" * 5000)],
+        *[(counted, text) for text in ("", "0", "-1", "1.5", "x", "9" * 5000, "٣")],
+        *[(integer, text) for text in ("", "1.5", "many", "9" * 5000)],
+        *[(number, text) for text in ("", "hot", "1,5")],
+        *[(seconds, text) for text in ("", "nan", "inf", "-1", "x", "1e10")],
+    ],
+    ids=lambda value: repr(value)[:40] if isinstance(value, str) else value.__name__,
+)
+def test_words_that_mean_nothing_are_refused_with_what_would_be_right(kind: Callable[[str], Any], text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=r"^must be .*, got '") as caught:
+        kind(text)
+    assert len(str(caught.value)) < 200
+
+
+def test_a_job_waits_for_its_time_and_keeps_its_meta(millrace: Command) -> None:
+    ran = millrace("submit", "x", "--id", "a", "--run-at", "2100-01-01T00:00Z", "--meta", '{"customer": [7, "é"]}')
+    assert (ran.status, ran.err) == (0, "")
+    (job,) = millrace("get", "a", "--json").json_lines()
+    assert (job["state"], job["meta"]) == ("delayed", {"customer": [7, "é"]})
+    assert job["timings"]["due_ms"] == 4_102_444_800_000
+
+
+@pytest.mark.parametrize(("option", "value"), [("--run-at", "tomorrow"), ("--meta", "customer=7")])
+def test_the_option_at_fault_is_named(option: str, value: str) -> None:
+    ran = python("-m", "millrace", "submit", "x", option, value)
+    assert ran.status == 2
+    assert ran.err.startswith(f"millrace submit: argument {option}: must be a ")

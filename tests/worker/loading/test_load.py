@@ -1,0 +1,278 @@
+"""Model directories: whole ones load exactly as transformers loads them, others are refused in one clear sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, T5Config
+
+from millrace.executor.wire.messages import ModelFacts, WorkerConfig
+from millrace.worker.errors import ConfigError, DeviceError, ModelError
+from millrace.worker.rank import Rank
+from tests.worker.driver import Driver, start_worker
+from tests.worker.models import build_model, make_model
+
+WEIGHTS = "model.safetensors"
+
+
+def load(path: Path, **options: Any) -> tuple[Any, ModelFacts]:
+    rank = Rank(0, 1, 1, WorkerConfig(model=str(path), device="cpu", **options))
+    facts = rank.start(lambda _: None)
+    return rank._model, facts
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    save_file(tensors, path / WEIGHTS, metadata={"format": "pt"})
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    make_model("llama", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_tensor_is_what_transformers_loads(arch: str, dtype: str, tmp_path: Path) -> None:
+    make_model(arch, tmp_path)
+    ours, facts = load(tmp_path, dtype=dtype)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, local_files_only=True)
+    expected = dict(theirs.named_parameters()) | dict(theirs.named_buffers())
+    actual = dict(ours.named_parameters()) | dict(ours.named_buffers())
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
+    assert facts.num_parameters == sum(parameter.numel() for parameter in theirs.parameters())
+    assert facts.dtype == dtype
+
+
+def test_the_facts_describe_the_model(tmp_path: Path) -> None:
+    make_model("gemma3_text", tmp_path)
+    _, facts = load(tmp_path, max_model_len=100, block_size=8)
+    assert facts == ModelFacts(
+        architecture="Gemma3ForCausalLM",
+        vocab_size=512,
+        max_model_len=100,
+        num_layers=3,
+        num_kv_heads=2,
+        head_dim=16,
+        dtype="float32",
+        device="cpu",
+        attention="cpu",
+        num_parameters=facts.num_parameters,
+        weight_bytes=facts.num_parameters * 4,
+        kv_bytes_per_block=8 * 3 * 2 * 2 * 16 * 4,
+        weights_checksum=facts.weights_checksum,
+    )
+    assert load(tmp_path, max_model_len=100_000)[1].max_model_len == 512
+
+
+def test_the_same_weights_have_the_same_checksum_and_others_another(llama: Path) -> None:
+    first = load(llama)[1].weights_checksum
+    assert load(llama)[1].weights_checksum == first
+    assert load(llama, dtype="bfloat16")[1].weights_checksum != first
+    edit_weights(llama, lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].add_(1))
+    assert load(llama)[1].weights_checksum != first
+
+
+def test_sharded_weights_load_like_whole_ones(llama: Path, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    build_model("llama").save_pretrained(sharded, max_shard_size="200KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    whole, split = load(llama)[0].state_dict(), load(sharded)[0].state_dict()
+    assert all(torch.equal(whole[name], split[name]) for name in whole)
+    next(iter(sharded.glob("*-00002-of-*"))).unlink()
+    with pytest.raises(ModelError, match=r"00002-of-.* is missing"):
+        load(sharded)
+
+
+def test_tied_weights_are_shared_whichever_of_them_is_stored(tmp_path: Path) -> None:
+    make_model("qwen3", tmp_path)
+    expected = load(tmp_path)[0].lm_head.weight.clone()
+    edit_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    model, _ = load(tmp_path)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, expected)
+
+
+def test_weights_that_are_stored_apart_with_other_values_are_not_tied(tmp_path: Path) -> None:
+    make_model("qwen3", tmp_path)
+    edit_weights(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}))
+    model, _ = load(tmp_path)
+    assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
+
+
+def test_names_without_the_base_models_prefix_and_old_rotary_buffers_are_understood(llama: Path) -> None:
+    expected = load(llama)[0].state_dict()
+
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+        tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+    edit_weights(llama, strip)
+    actual = load(llama)[0].state_dict()
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def test_experts_stored_one_by_one_are_merged(tmp_path: Path) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = build_model("qwen3", model_type="qwen3_moe", tie_word_embeddings=False, **sizes)
+    model.save_pretrained(tmp_path)
+    assert any(".experts.0." in name for name in load_file(tmp_path / WEIGHTS))
+    request = Driver(start_worker(tmp_path), seed=1).run([[1, 2, 3, 4, 5]], 3)[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([request.tokens])).logits[0, 4:-1]
+    torch.testing.assert_close(torch.stack(request.logits), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_float16_checkpoints_run_in_float32_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build_model("llama").half().save_pretrained(tmp_path)
+    with caplog.at_level("INFO", logger="millrace.worker"):
+        assert load(tmp_path)[1].dtype == "float32"
+    assert "running in float32" in caplog.text
+    assert load(tmp_path, dtype="float16")[1].dtype == "float16"
+
+
+def test_bfloat16_checkpoints_stay_bfloat16(tmp_path: Path) -> None:
+    build_model("llama").bfloat16().save_pretrained(tmp_path)
+    assert load(tmp_path)[1].dtype == "bfloat16"
+
+
+def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no directory"):
+        load(tmp_path / "nothing")
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "\xff"])
+def test_a_damaged_config_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"config\.json .*copy the model again"):
+        load(tmp_path)
+
+
+def test_a_directory_without_weights_is_refused(llama: Path) -> None:
+    (llama / WEIGHTS).unlink()
+    with pytest.raises(ModelError, match="has no safetensors files"):
+        load(llama)
+
+
+def test_pickled_weights_are_refused(llama: Path) -> None:
+    (llama / WEIGHTS).rename(llama / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"\.bin files, which can run code: convert them"):
+        load(llama)
+
+
+@pytest.mark.parametrize("size", [0, 5, 2000, -1])
+def test_truncated_weights_are_refused(llama: Path, size: int) -> None:
+    content = (llama / WEIGHTS).read_bytes()
+    (llama / WEIGHTS).write_bytes(content[:size])
+    with pytest.raises(ModelError, match="truncated or damaged"):
+        load(llama)
+
+
+def test_a_damaged_index_is_refused(llama: Path) -> None:
+    (llama / "model.safetensors.index.json").write_text('{"weight_map": []}')
+    with pytest.raises(ModelError, match=r"index\.json is damaged"):
+        load(llama)
+
+
+def test_a_missing_tensor_is_named(llama: Path) -> None:
+    edit_weights(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"missing model\.layers\.1\.mlp\.up_proj\.weight; unexpected none"):
+        load(llama)
+
+
+def test_an_extra_tensor_is_named(llama: Path) -> None:
+    edit_weights(llama, lambda tensors: tensors.update(surprise=torch.ones(2, 2)))
+    with pytest.raises(ModelError, match="missing none; unexpected surprise"):
+        load(llama)
+
+
+def test_a_tensor_of_another_shape_is_named(llama: Path) -> None:
+    edit_weights(llama, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(ModelError, match=r"model\.norm\.weight is stored as \[3\].*\[64\]"):
+        load(llama)
+
+
+def test_a_model_that_needs_its_own_code_is_refused_by_name(llama: Path) -> None:
+    edit_config(llama, model_type="grand", auto_map={"AutoModelForCausalLM": "modeling_grand.GrandForCausalLM"})
+    with pytest.raises(ModelError, match=r"modeling_grand\.GrandForCausalLM.*trust_remote_code is never used"):
+        load(llama)
+
+
+def test_code_beside_a_known_model_is_not_run(llama: Path) -> None:
+    (llama / "modeling_own.py").write_text("raise SystemExit('this ran')")
+    edit_config(llama, auto_map={"AutoConfig": "modeling_own.C", "AutoModelForCausalLM": "modeling_own.M"})
+    assert load(llama)[1].architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "martian"}, 'does not know model_type "martian"'),
+        ({"model_type": None}, "does not know model_type"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoint (gptq)"),
+        ({"hidden_size": "many"}, "transformers cannot"),
+        ({"num_key_value_heads": 3}, "cannot be run with this config.json|do not fit|is stored as"),
+        ({"model_type": "llama4_text", "intermediate_size_mlp": 128}, "layers of kind chunked_attention"),
+        ({"model_type": "vit"}, "vit is not a causal language model"),
+        ({"model_type": "bloom"}, "does not use transformers' attention interface"),
+        ({"model_type": "mamba"}, "not supported"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(llama: Path, changes: dict[str, Any], message: str) -> None:
+    edit_config(llama, **changes)
+    pattern = "|".join(re.escape(part) for part in message.split("|"))
+    with pytest.raises(ModelError, match=pattern):
+        load(llama)
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    T5Config(d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="t5 is an encoder-decoder"):
+        load(tmp_path)
+
+
+def test_attention_sinks_are_refused(tmp_path: Path) -> None:
+    sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 16}
+    build_model("llama", model_type="gpt_oss", rope_parameters=None, **sizes).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="attention of GptOssAttention uses s_aux"):
+        load(tmp_path)
+
+
+def test_unknown_options_are_refused(llama: Path) -> None:
+    with pytest.raises(ConfigError, match='unknown dtype "int8": use "auto", "float32"'):
+        load(llama, dtype="int8")
+    with pytest.raises(ConfigError, match='unknown attention "flash"'):
+        load(llama, attention="flash")
+    with pytest.raises(ConfigError, match="needs 2 ranks, but there are 1"):
+        load(llama, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="at least 1"):
+        load(llama, max_model_len=0)
+    for device in ("tpu", "cuda:x", "cuda:"):
+        with pytest.raises(ConfigError, match="unknown device"):
+            Rank(0, 1, 1, WorkerConfig(model=str(llama), device=device)).start(lambda _: None)
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="torch sees no GPU"):
+            Rank(0, 1, 1, WorkerConfig(model=str(llama), device="cuda")).start(lambda _: None)

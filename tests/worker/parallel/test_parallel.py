@@ -1,0 +1,307 @@
+"""However many ranks share a model, they generate what one rank does, and each holds only its part."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from millrace.executor.wire.messages import (
+    NO_TOKEN,
+    NewSequence,
+    RowSampling,
+    SeqId,
+    StepId,
+    StepPlan,
+    StepResult,
+    StepRow,
+)
+from millrace.worker.parallel.stages import find_inlet
+from millrace.worker.rank import Rank
+from tests.worker.driver import GREEDY, Driver, Request, start_worker
+from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
+from tests.worker.parallel.ranks import RankFailed, RankGroup, RankProcesses
+
+pytestmark = pytest.mark.ranks
+
+LENGTHS = (1, 5, 30, 41, 12)
+MAX_TOKENS = 8
+PROMPT = [5, 6, 7, 8, 9]
+
+SAMPLING = [
+    GREEDY,
+    RowSampling(1.0, 0, 1.0, 0.0, 7, 0, 0, []),
+    RowSampling(0.8, 40, 0.9, 0.0, 7, 1, 0, []),
+    RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 3, list(range(100))),
+    GREEDY,
+]
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+LISTENS = "0A"
+"""The state of a waiting socket in /proc/net/tcp."""
+SIZES = {"TP 2": (2, 1), "PP 2": (1, 2), "TP 2 x PP 2": (2, 2)}
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    started = RankProcesses(4)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {arch: tmp_path_factory.mktemp(arch) for arch in CONFIGS}
+    for arch, path in paths.items():
+        make_model(arch, path)
+    return paths
+
+
+def prompts() -> list[list[int]]:
+    source = random.Random(1)
+    return [[source.randrange(VOCAB_SIZE - 3) for _ in range(length)] for length in LENGTHS]
+
+
+def generate(worker: Any, seed: int = 1) -> list[list[int]]:
+    requests: list[Request] = Driver(worker, seed).run(prompts(), MAX_TOKENS, SAMPLING)
+    assert all(request.failure is None for request in requests)
+    return [request.output for request in requests]
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """What one rank generates."""
+    return {arch: generate(start_worker(path)) for arch, path in models.items()}
+
+
+@pytest.mark.parametrize("arch", CONFIGS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_ranks_together_generate_what_one_rank_does(
+    arch: str,
+    sizes: tuple[int, int],
+    processes: RankProcesses,
+    models: dict[str, Path],
+    expected: dict[str, list[list[int]]],
+) -> None:
+    with processes.group(models[arch], *sizes) as group:
+        assert generate(group) == expected[arch]
+
+
+@pytest.mark.parametrize(
+    ("arch", "tp", "pp", "changes"),
+    [
+        ("llama", 1, 3, {}),
+        ("qwen3", 1, 3, {}),
+        ("llama", 2, 1, {"attention_bias": True, "mlp_bias": True}),
+        ("llama", 2, 1, {"vocab_size": 511}),
+        ("llama", 4, 1, {"num_key_value_heads": 4, "vocab_size": 509}),
+        ("llama", 2, 2, {"num_key_value_heads": 4, "num_hidden_layers": 2}),
+        ("llama", 1, 2, {"model_type": "granite", "rope_parameters": None, "embedding_multiplier": 12.0}),
+        ("qwen3", 2, 1, {"model_type": "phi3", "rope_parameters": None, "tie_word_embeddings": False}),
+        ("qwen3", 2, 1, {"model_type": "olmo2", "tie_word_embeddings": False}),
+        ("llama", 2, 1, {"rope_parameters": DYNAMIC_ROPE}),
+        ("llama", 2, 2, {"rope_parameters": LONG_ROPE}),
+        ("qwen3", 1, 2, EXPERTS),
+        ("qwen3", 2, 1, EXPERTS),
+        ("qwen3", 2, 2, {**EXPERTS, "mlp_only_layers": [1]}),
+        ("qwen3", 4, 1, {**EXPERTS, "num_key_value_heads": 4}),
+        ("mistral", 2, 1, {"model_type": "mixtral", "num_local_experts": 4}),
+        ("mistral", 2, 2, {"model_type": "mixtral", "num_local_experts": 4}),
+    ],
+    ids=[
+        *("three stages", "three stages, tied", "biases", "odd vocabulary", "four ranks of a stage", "one layer each"),
+        "input scaled before the layers",
+        *(
+            "outputs gathered, inputs split",
+            "norm over all heads",
+            "dynamic rope",
+            "long rope",
+            "experts converted while loading",
+        ),
+        *("experts divided", "experts in some layers", "experts over four ranks", "mixtral", "mixtral in stages"),
+    ],
+)
+def test_models_of_other_shapes(
+    arch: str, tp: int, pp: int, changes: dict[str, Any], processes: RankProcesses, tmp_path: Path
+) -> None:
+    make_model(arch, tmp_path, **changes)
+    with processes.group(tmp_path, tp, pp) as group:
+        assert generate(group) == generate(start_worker(tmp_path))
+
+
+def test_a_tied_head_is_found_under_either_name(
+    processes: RankProcesses, models: dict[str, Path], expected: dict
+) -> None:
+    path = models["qwen3"]
+    tensors = load_file(path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    renamed = path / "renamed"
+    renamed.mkdir()
+    (renamed / "config.json").write_bytes((path / "config.json").read_bytes())
+    save_file(tensors, renamed / "model.safetensors", metadata={"format": "pt"})
+    with processes.group(renamed, 2, 2) as group:
+        assert generate(group) == expected["qwen3"]
+
+
+def test_bfloat16_is_exchanged_as_it_is(processes: RankProcesses, tmp_path: Path) -> None:
+    build_model("llama").bfloat16().save_pretrained(tmp_path)
+    with processes.group(tmp_path, 2, 2) as group:
+        assert all(len(output) == MAX_TOKENS for output in generate(group))
+
+
+# --- what each rank holds ---
+
+
+def shapes(rank: Rank) -> dict[str, list[int]]:
+    return {name: list(parameter.shape) for name, parameter in rank._model.named_parameters()}
+
+
+def test_each_rank_holds_its_part_of_the_weights(processes: RankProcesses, models: dict[str, Path]) -> None:
+    whole = start_worker(models["llama"])
+    num_whole = whole._facts.num_parameters
+    with processes.group(models["llama"], 2, 2) as group:
+        first, _, last, _ = group.call("look", shapes)
+        held = [facts.num_parameters for facts in group.facts]
+        assert sum(held) < 1.01 * num_whole
+        assert held[0] == held[1] < 0.4 * num_whole
+        assert held[2] == held[3] < 0.3 * num_whole
+        assert {facts.num_layers for facts in group.facts} == {3}
+        assert {facts.num_kv_heads for facts in group.facts} == {2}
+        assert [facts.kv_bytes_per_block for facts in group.facts] == [
+            whole._facts.kv_bytes_per_block * num_layers // (3 * 2) for num_layers in (2, 2, 1, 1)
+        ]
+    assert first["model.embed_tokens.own.weight"] == last["lm_head.weight"] == [VOCAB_SIZE // 2, 64]
+    assert first["model.layers.0.self_attn.k_proj.weight"] == last["model.layers.2.self_attn.k_proj.weight"] == [16, 64]
+    assert first["model.layers.1.mlp.down_proj.weight"] == [64, 64]
+    assert not any(name.startswith(("lm_head", "model.norm", "model.layers.2")) for name in first)
+    assert not any(name.startswith(("model.embed", "model.layers.0", "model.layers.1")) for name in last)
+
+
+def listening_addresses(rank: Rank) -> set[str]:
+    """Where the sockets of this process wait for connections: IPv4 addresses in hexadecimal, or IPv6 ones."""
+    own = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    tables = (Path(f"/proc/self/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
+    sockets = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return {each[1].split(":")[0] for each in sockets if each[3] == LISTENS and f"socket:[{each[9]}]" in own}
+
+
+def test_ranks_on_one_host_do_not_listen_to_the_network(processes: RankProcesses, models: dict[str, Path]) -> None:
+    with processes.group(models["llama"], 2, 2) as group:
+        assert set().union(*group.call("look", listening_addresses)) == {"0100007F"}
+
+
+# --- steps ---
+
+
+def step(step_id: int, rows: list[StepRow], **changes: Any) -> StepPlan:
+    return StepPlan(StepId(step_id), 1, 2, rows, **changes)
+
+
+def prefill(seq_id: int, count: int = len(PROMPT)) -> StepRow:
+    return StepRow(SeqId(seq_id), 0, count, 0, [3 * seq_id + 1, 3 * seq_id + 2, 3 * seq_id + 3])
+
+
+def decode(seq_id: int, start: int, lag: int) -> StepRow:
+    return StepRow(SeqId(seq_id), start, 1, lag, [])
+
+
+def new(seq_id: int, tokens: list[int]) -> NewSequence:
+    return NewSequence(SeqId(seq_id), tokens, len(tokens), GREEDY)
+
+
+def replies(group: RankGroup) -> StepResult:
+    result: StepResult = group.replies()[group.output_rank]
+    return result
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 3), (2, 2)], ids=["TP 2", "PP 3", "TP 2 x PP 2"])
+def test_plans_may_come_before_the_results_of_earlier_ones(
+    sizes: tuple[int, int], processes: RankProcesses, models: dict[str, Path]
+) -> None:
+    others = [10, 20, 30, 40, 50]
+    expected = [
+        Driver(start_worker(models["llama"]), 1, preempts=False).run([p], 5)[0].output for p in (PROMPT, others)
+    ]
+    plans = [step(1, [prefill(0)], new=[new(0, PROMPT)]), step(2, [prefill(1)], new=[new(1, others)])]
+    for turn in range(4):
+        plans += [step(3 + 2 * turn, [decode(0, 5 + turn, 2)]), step(4 + 2 * turn, [decode(1, 5 + turn, 2)])]
+    plans.append(step(11, [], finished=[0, 1]))
+    with processes.group(models["llama"], *sizes) as group:
+        for plan in plans:
+            group.send("execute_model", plan)
+        results = [replies(group) for _ in plans]
+        assert [result.step_id for result in results] == list(range(1, 12))
+        assert [result.token_ids[0] for result in results[0:10:2]] == expected[0]
+        assert [result.token_ids[0] for result in results[1:10:2]] == expected[1]
+        assert {stats["num_sequences"] for stats in group.call("stats")} == {0}
+
+
+def poison(rank: Rank) -> None:
+    """The last id of the vocabulary becomes a NaN, wherever it is."""
+    embedding = rank._model.model.embed_tokens
+    weight = getattr(getattr(embedding, "own", embedding), "weight", None)
+    if weight is not None and rank._topology.tp_rank == rank._topology.tp_size - 1:
+        weight[-1] = float("nan")
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_a_row_without_finite_logits_fails_alone_on_all_ranks(
+    sizes: tuple[int, int], processes: RankProcesses, models: dict[str, Path]
+) -> None:
+    healthy = Driver(start_worker(models["llama"]), 1, preempts=False).run([PROMPT], 3)[0].output
+    poisoned = [1, 2, VOCAB_SIZE - 1, 3, 4]
+    with processes.group(models["llama"], *sizes) as group:
+        group.call("look", poison)
+        group.send("execute_model", step(1, [prefill(0), prefill(1)], new=[new(0, PROMPT), new(1, poisoned)]))
+        group.send("execute_model", step(2, [decode(1, 5, 1), decode(0, 5, 1)]))  # on its way when step 1 fails
+        for position in range(2):
+            result = replies(group)
+            assert (result.seq_ids, result.token_ids) == ([0], healthy[position : position + 1])
+            assert [(failure.seq_id, failure.kind) for failure in result.failures] == [(1, "nan_logits")]
+        result = group.execute_model(step(3, [decode(0, 6, 1), prefill(1)], finished=[1], new=[new(1, PROMPT)]))
+        assert (result.token_ids, result.failures) == ([healthy[2], healthy[0]], [])
+
+
+def test_a_step_in_which_nothing_is_drawn(processes: RankProcesses, models: dict[str, Path]) -> None:
+    chunk = StepRow(SeqId(0), 0, 3, NO_TOKEN, [1, 2])
+    with processes.group(models["llama"], 2, 2) as group:
+        assert group.execute_model(step(1, [chunk], new=[new(0, PROMPT)])).token_ids == []
+        assert group.execute_model(step(2, [])).token_ids == []
+        rest = group.execute_model(step(3, [StepRow(SeqId(0), 3, 2, 0, [])])).token_ids
+        assert rest == Driver(start_worker(models["llama"]), 1, preempts=False).run([PROMPT], 1)[0].output
+
+
+# --- sleep ---
+
+
+def num_tensors_held(rank: Rank) -> int:
+    """Of the last step, by what sends and receives between stages."""
+    assert rank._peers is not None
+    inlet = find_inlet(rank._model) if rank._model is not None else None
+    return len(rank._peers._sends) + (inlet is not None and inlet.received is not None)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_ranks_wake_up_as_they_were(
+    level: int, processes: RankProcesses, models: dict[str, Path], expected: dict[str, list[list[int]]]
+) -> None:
+    with processes.group(models["gemma3_text"], 2, 2) as group:
+        group.execute_model(step(1, [prefill(0)], new=[new(0, PROMPT)]))
+        assert sum(group.call("look", num_tensors_held)) > 0
+        group.call("sleep", level)
+        assert group.call("look", num_tensors_held) == [0, 0, 0, 0]
+        assert {stats["kv_pool_bytes"] for stats in group.call("stats")} == {0}
+        with pytest.raises(RankFailed, match="it sleeps"):
+            group.execute_model(step(2, []))
+        group.call("wake_up", ["weights", "kv_cache"], 1)
+        assert generate(group) == expected["gemma3_text"]

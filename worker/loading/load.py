@@ -1,0 +1,94 @@
+"""From a model directory to modules that run: this rank's part of the model, and what the engine has to know of it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from millrace.executor.wire.messages import ModelFacts, WorkerConfig
+from millrace.worker.device import choose_dtype
+from millrace.worker.errors import WeightsDiffer
+from millrace.worker.kv_pool import LayerSpec
+from millrace.worker.loading.checkpoint import checkpoint_dtype, find_weights
+from millrace.worker.loading.checksum import weights_checksum
+from millrace.worker.loading.model import build_empty, longest_sequence, read_config
+from millrace.worker.loading.probe import probe_layers
+from millrace.worker.loading.weights import load_converted, load_weights, take_weights
+from millrace.worker.parallel.part import ModelPart
+from millrace.worker.parallel.peers import Peers
+from millrace.worker.parallel.topology import Topology
+from millrace.worker.rope import fix_frequencies
+
+logger = logging.getLogger("millrace.worker")
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What a rank holds of a model."""
+
+    model: PreTrainedModel
+    specs: list[LayerSpec]
+    """The layers of this rank."""
+    facts: ModelFacts
+
+
+def load_model(
+    config: WorkerConfig, topology: Topology, peers: Peers | None, device: torch.device, attention: str
+) -> LoadedModel:
+    """Load this rank's part. The ranks need not do it at the same time: nothing here waits for another one."""
+    directory = Path(config.model)
+    model_config = read_config(directory)
+    max_model_len = longest_sequence(model_config, config.max_model_len)
+    tensor_files = find_weights(directory)
+    dtype = choose_dtype(config.dtype, checkpoint_dtype(model_config, tensor_files), device)
+    model = build_empty(model_config, dtype)
+    part = ModelPart(model, topology)
+    try:
+        load_weights(model, part, tensor_files, device)
+    except WeightsDiffer as difference:
+        logger.info("asking transformers to convert the checkpoint: %s", difference)
+        model = _load_converted(model, part, directory, topology, device)
+    fix_frequencies(model, max_model_len)
+    specs = _probe(model, part, peers)
+    whole_layer = part.whole_layer(model, specs)
+    parameters = list(model.parameters())
+    facts = ModelFacts(
+        architecture=type(model).__name__,
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        num_layers=model_config.num_hidden_layers,
+        num_kv_heads=whole_layer.num_kv_heads,
+        head_dim=whole_layer.key_dim,
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        attention=attention,
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        weight_bytes=sum(parameter.nbytes for parameter in parameters),
+        kv_bytes_per_block=config.block_size * sum(spec.bytes_per_token(dtype) for spec in specs),
+        weights_checksum=weights_checksum(model),
+    )
+    return LoadedModel(model, specs, facts)
+
+
+def _probe(model: PreTrainedModel, part: ModelPart, peers: Peers | None) -> list[LayerSpec]:
+    if peers is None:
+        return probe_layers(model)
+    part.join(model, peers)
+    with peers.rehearsal():
+        return probe_layers(model, part.layers)
+
+
+def _load_converted(
+    model: PreTrainedModel, part: ModelPart, directory: Path, topology: Topology, device: torch.device
+) -> PreTrainedModel:
+    if topology.world_size == 1:
+        return load_converted(model, directory, device)
+    logger.info("each rank converts the whole checkpoint in host memory, and keeps its part")
+    take_weights(model, part, load_converted(model, directory, HOST), device)
+    return model

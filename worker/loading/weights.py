@@ -1,0 +1,208 @@
+"""Weights from safetensors files into a model on the meta device, one tensor at a time."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millrace.worker.attention.interface import ATTENTION_NAME
+from millrace.worker.errors import ModelError, WeightsDiffer
+from millrace.worker.loading.checkpoint import open_weights
+from millrace.worker.parallel.part import ModelPart
+from millrace.worker.parallel.tensor_plan import Slice
+
+logger = logging.getLogger("millrace.worker")
+
+FILES_AT_ONCE = 4
+NAMES_SHOWN = 3
+
+OLD_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")
+"""Once stored with each layer; computed from the configuration nowadays."""
+
+
+def load_weights(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str, Path], device: torch.device) -> None:
+    """Fill a meta model with this rank's part of the weights, in the dtype that its parameters declare, and leave it
+    ready to run. Of what other ranks hold nothing is read.
+
+    Raises `WeightsDiffer` when the files do not hold exactly the whole model's tensors.
+    """
+    sources = _on_this_rank(model, part, _match(model, part, tensor_files))
+    targets_by_file: dict[Path, list[str]] = {}
+    for target, source in sources.items():
+        targets_by_file.setdefault(tensor_files[source], []).append(target)
+    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+        jobs = [
+            pool.submit(_load_file, model, part, path, {target: sources[target] for target in targets}, device)
+            for path, targets in targets_by_file.items()
+        ]
+        for job in jobs:
+            job.result()
+    _make_ready(model, set(sources), device)
+
+
+def take_weights(model: PreTrainedModel, part: ModelPart, whole: PreTrainedModel, device: torch.device) -> None:
+    """Fill a meta model with this rank's part of a model that is loaded as a whole."""
+    for name, tensor in whole.state_dict().items():
+        if name in part.names:
+            _assign(model, name, part.slices[name].of(tensor) if name in part.slices else tensor, device)
+    _make_ready(model, set(part.names), device)
+
+
+def load_converted(model: PreTrainedModel, directory: Path, device: torch.device) -> PreTrainedModel:
+    """The same model, loaded by transformers, which knows how to rename and merge what older checkpoints of some
+    architectures hold, such as the experts of a mixture. Raises `WeightsDiffer` when that does not fit either.
+    """
+    loaded: Any
+    info: dict[str, Any]
+    loaded, info = type(model).from_pretrained(  # type: ignore[misc]
+        directory,
+        config=model.config,
+        dtype=model.dtype,
+        attn_implementation=ATTENTION_NAME,
+        local_files_only=True,
+        use_safetensors=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    unfit = {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
+    if unfit or info["unexpected_keys"]:
+        raise WeightsDiffer(_difference(model, unfit, info["unexpected_keys"]))
+    return loaded.to(device).requires_grad_(False).eval()
+
+
+def _match(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str, Path]) -> dict[str, str]:
+    """The stored name for each tensor of the whole model that is stored; of tied ones, one is enough."""
+    expected = part.whole_names
+    prefix = f"{model.base_model_prefix}."
+    sources: dict[str, str] = {}
+    unexpected: list[str] = []
+    for name in tensor_files:
+        target = name if name in expected else prefix + name
+        if target in expected:
+            sources[target] = name
+        elif not _may_be_ignored(model, name):
+            unexpected.append(name)
+    tied = {name for pair in model.all_tied_weights_keys.items() if set(pair) & set(sources) for name in pair}
+    missing = expected - set(sources) - tied
+    if missing or unexpected:
+        raise WeightsDiffer(_difference(model, missing, unexpected))
+    return sources
+
+
+def _on_this_rank(model: PreTrainedModel, part: ModelPart, sources: dict[str, str]) -> dict[str, str]:
+    """The stored name for each tensor that this rank has to read. One whose tied partner is stored, but is on another
+    rank, such as a head whose embedding is in the first stage, is read from there."""
+    own = {target: source for target, source in sources.items() if target in part.names}
+    for pair in model.all_tied_weights_keys.items():
+        for target, partner in (pair, pair[::-1]):
+            if target in part.names and target not in own and partner not in own:
+                own[target] = sources[partner]
+    return own
+
+
+def _may_be_ignored(model: PreTrainedModel, name: str) -> bool:
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    return bool(OLD_BUFFERS.search(name)) or any(re.search(pattern, name) for pattern in patterns)
+
+
+def _difference(model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    return (
+        f"the weights do not fit {type(model).__name__}: {_shown('missing', missing)}; "
+        f"{_shown('unexpected', unexpected)}. Use the checkpoint that belongs to this config.json"
+    )
+
+
+def _shown(what: str, names: Iterable[str]) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - NAMES_SHOWN} more" if len(listed) > NAMES_SHOWN else ""
+    return f"{what} {', '.join(listed[:NAMES_SHOWN]) + more if listed else 'none'}"
+
+
+def _load_file(
+    model: PreTrainedModel, part: ModelPart, path: Path, sources: dict[str, str], device: torch.device
+) -> None:
+    with open_weights(path) as file:
+        for target, source in sources.items():
+            try:
+                tensor = _read(file, target, source, part.slices.get(target), _declared(model, target).shape)
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{source} in {path} cannot be read ({error}): copy the model again") from error
+            _assign(model, target, tensor, device)
+
+
+def _read(file: Any, target: str, source: str, part: Slice | None, declared: torch.Size) -> Tensor:
+    """The stored tensor, or only the slice of it that this rank holds."""
+    shape = torch.Size(file.get_slice(source).get_shape())
+    expected = part.whole_shape(declared) if part else declared
+    if shape != expected:
+        raise ModelError(
+            f"{target} is stored as {list(shape)}, but config.json makes it {list(expected)}: "
+            "use the checkpoint that belongs to this config.json"
+        )
+    return part.of(file.get_slice(source)) if part else file.get_tensor(source)
+
+
+def _assign(model: PreTrainedModel, name: str, tensor: Tensor, device: torch.device) -> None:
+    module, leaf = _owner(model, name)
+    declared = _declared(model, name)
+    # Always copied: a tensor that stays mapped to its file would change, or crash us, along with the file.
+    tensor = torch.empty_like(declared, device=device).copy_(tensor)
+    if isinstance(declared, nn.Parameter):
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+    else:
+        module._buffers[leaf] = tensor
+    getattr(module, leaf)._is_hf_initialized = True
+
+
+def _make_ready(model: PreTrainedModel, loaded: set[str], device: torch.device) -> None:
+    """What is left to do when the stored tensors are there."""
+    _tie(model, loaded)
+    _rebuild_buffers(model, device)
+    model.requires_grad_(False)
+
+
+def _tie(model: PreTrainedModel, loaded: set[str]) -> None:
+    """Share the weights that the configuration ties. Where both are stored and differ they stay apart, as transformers
+    has it: the configuration is what is wrong then."""
+    present = set(model.state_dict())
+    for target, source in model.all_tied_weights_keys.items():
+        if not {source, target} <= present:  # another stage has one of them
+            continue
+        if {source, target} <= loaded and not torch.equal(model.get_parameter(source), model.get_parameter(target)):
+            logger.warning("%s and %s are tied by config.json, but stored with other values: not tied", source, target)
+            continue
+        if source not in loaded:
+            source, target = target, source
+        module, leaf = _owner(model, target)
+        setattr(module, leaf, model.get_parameter(source))
+
+
+def _rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute what is not stored, such as rotary frequencies. `initialize_weights` fills every tensor that is not
+    marked as initialised, so only these; to call it on single modules would draw some loaded weights anew."""
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        module, leaf = _owner(model, name)
+        module._buffers[leaf] = torch.empty_like(buffer, device=device)
+    model.initialize_weights()
+    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    assert not left, f"still without values: {left}"
+
+
+def _declared(model: PreTrainedModel, name: str) -> Tensor:
+    module, leaf = _owner(model, name)
+    declared: Tensor = getattr(module, leaf)
+    return declared
+
+
+def _owner(model: PreTrainedModel, name: str) -> tuple[nn.Module, str]:
+    parent, _, leaf = name.rpartition(".")
+    return model.get_submodule(parent), leaf
