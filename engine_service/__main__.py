@@ -19,7 +19,7 @@ from millrace.engine_service.errors import ConfigurationError, EngineDead
 from millrace.engine_service.model_files import eos_token_ids, fingerprint, resolve_model
 from millrace.engine_service.observe.endpoint import Endpoint
 from millrace.engine_service.observe.health import Health
-from millrace.engine_service.observe.metrics import Exposition
+from millrace.engine_service.observe.metrics import MetricsCollector
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.serving.capacity import Capacity
 from millrace.engine_service.serving.inbox import Inbox
@@ -102,7 +102,7 @@ class _Process:
             logger.warning("redis: %s", warning)
         self._engine = build_engine(config, self._path, is_service=True, log_level=config.log_level)
         self._health = Health(self._engine)
-        self._exposition = Exposition(self._engine, self._health)
+        self._metrics_collector = MetricsCollector(self._engine, self._health)
         self._endpoint = self._open_endpoint()
 
     def run(self) -> int:
@@ -122,13 +122,13 @@ class _Process:
         config = self._config
         mark = fingerprint(self._path, self._tokenizer_path, engine.facts.dtype)
         capacity = Capacity(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)
-        writer = Writer(self._connect(), on_stale=lambda job_id, lease: service.tell(Lost(job_id, lease)))
+        writer = Writer(self._connect(), on_stale=lambda job_id, lease: service.post(Lost(job_id, lease)))
         leases = Leases(
             self._connect(),
             new_engine_id(),
             config.heartbeat,
             pending=writer.pending,
-            on_news=lambda news: service.tell_news(news),
+            on_news=lambda news: service.post_reconciliation(news),
             sleep_level=lambda: engine.sleep_level,
         )
         output = Output(writer.put, mark)
@@ -140,7 +140,7 @@ class _Process:
             admission,
             model_name=config.model_name,
             fingerprint=mark,
-            tell=service.tell,
+            post=service.post,
         )
         inbox = Inbox(self._connect())
 
@@ -149,7 +149,7 @@ class _Process:
         intake.start()
         inbox.start()
         self._health.watch(leases, [*intake.threads, inbox.thread, leases.thread, writer.thread])
-        self._exposition.watch(service, engine=leases.engine_id, model=config.model_name, queue=config.queue)
+        self._metrics_collector.watch(service, engine=leases.engine_id, model=config.model_name, queue=config.queue)
         logger.info("engine %s serves %s on queue %s", leases.engine_id, config.model_name, config.queue)
         try:
             service.serve()
@@ -176,7 +176,7 @@ class _Process:
         if self._config.metrics_port is None:
             return None
         registry = CollectorRegistry()
-        registry.register(self._exposition)
+        registry.register(self._metrics_collector)
         ProcessCollector(registry=registry)
         return Endpoint(self._config.metrics_host, self._config.metrics_port, registry, self._health)
 

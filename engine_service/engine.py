@@ -12,7 +12,7 @@ import msgspec
 from millrace.engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig, SchedulerStats
 from millrace.engine_service.core.sequence import StopReason
 from millrace.engine_service.core.token_budget import TokenBudget
-from millrace.engine_service.epochs import Casualty, Epochs, Failure, too_large
+from millrace.engine_service.epochs import Epochs, FailedSequence, Failure, too_large
 from millrace.engine_service.errors import EngineDead, EngineError, WorkersLost
 from millrace.engine_service.generation import Generation
 from millrace.executor.base import Executor, StepFuture
@@ -61,7 +61,7 @@ class Engine:
         self._budget = TokenBudget(config.max_num_batched_tokens)
         self._under_way: deque[tuple[StepPlan, StepFuture]] = deque()
         """Steps that the workers have and we have no result of, oldest first."""
-        self._untold: list[Progress] = []
+        self._pending_updates: list[Progress] = []
         """Came about outside of `step`; told with the next one."""
         self._deepest_sleep = 0
         self._is_leaving = False
@@ -99,12 +99,12 @@ class Engine:
     def sleep(self, level: int = 1) -> None:
         """Give the device's memory back until `wake_up`; see `Executor.sleep`. What is under way waits with its tokens."""
         before = self.sleep_level
-        self._untold += self._settle()
+        self._pending_updates += self._settle()
         try:
             self._executor.sleep(level)
             self._executor.worker_stats()
         except ExecutorError as error:
-            self._untold += self._restart(error)
+            self._pending_updates += self._restart(error)
             raise EngineError(f"the workers did not fall asleep and were restarted: {error}") from error
         self._deepest_sleep = max(level, before)
 
@@ -122,7 +122,7 @@ class Engine:
         except ExecutorError as error:
             if isinstance(error, WorkerError) and error.failure.kind == _WEIGHTS_CHANGED:
                 raise EngineDead(str(error)) from error
-            self._untold += self._restart(error)
+            self._pending_updates += self._restart(error)
         else:
             self.scheduler.restart(self._executor.epoch)
 
@@ -140,20 +140,20 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._untold or self._under_way) or self.scheduler.has_work
+        return bool(self._pending_updates or self._under_way) or self.scheduler.has_work
 
     def add(self, generation: Generation) -> None:
         """Queue a generation that is not over yet."""
         assert generation.finish_reason is None
         if not self.scheduler.fits(generation.sequence):
-            self._untold.append(Progress(generation, None, too_large(self.scheduler.pool)))
+            self._pending_updates.append(Progress(generation, None, too_large(self.scheduler.pool)))
             return
         self._generations[generation.sequence.seq_id] = generation
         self.scheduler.add(generation.sequence)
 
     def abort(self, generation: Generation) -> None:
         """Drop a generation; its blocks are free for the next step. Harmless when it is over."""
-        self._untold = [one for one in self._untold if one.generation is not generation]
+        self._pending_updates = [one for one in self._pending_updates if one.generation is not generation]
         if self._generations.pop(generation.sequence.seq_id, None) is not None:
             self.scheduler.remove(generation.sequence)
             self._mark_idle()
@@ -163,9 +163,9 @@ class Engine:
         to run. Raises `Asleep` while it sleeps, and `WorkersLost` while it leaves."""
         if self._executor.is_asleep:
             raise Asleep("the engine sleeps: call wake_up first")
-        told, self._untold = self._untold, []
+        told, self._pending_updates = self._pending_updates, []
         if self._epochs.is_time_to_grow() and not self._is_leaving:
-            told += self._settle() + self._bury(self._epochs.grow())
+            told += self._settle() + self._fail_lost(self._epochs.grow())
         told += self._send_steps()
         return told + (self._collect() if self._under_way else [])
 
@@ -178,7 +178,7 @@ class Engine:
             return [] if self._executor.is_asleep or self._is_leaving else self._restart(error)
         if self._executor.is_asleep or not self._epochs.is_time_to_grow():
             return []
-        return self._bury(self._epochs.grow())
+        return self._fail_lost(self._epochs.grow())
 
     def _send_steps(self) -> list[Progress]:
         """One for each stage, as far as there is work. Returns what the loss of the workers brings, mostly nothing."""
@@ -286,10 +286,10 @@ class Engine:
             raise WorkersLost(str(error)) from error
         self._under_way.clear()
         self._step_limits = None
-        return self._bury(self._epochs.restart(error))
+        return self._fail_lost(self._epochs.restart(error))
 
-    def _bury(self, casualties: list[Casualty]) -> list[Progress]:
-        return [Progress(self._generations.pop(one.sequence.seq_id), None, one.failure) for one in casualties]
+    def _fail_lost(self, failed: list[FailedSequence]) -> list[Progress]:
+        return [Progress(self._generations.pop(one.sequence.seq_id), None, one.failure) for one in failed]
 
     # --- for other threads too ---
 
@@ -318,7 +318,7 @@ class Engine:
             sleep_level=self.sleep_level,
         )
 
-    def trouble(self, now_s: float) -> str | None:
+    def unhealthy_reason(self, now_s: float) -> str | None:
         """Why the engine does not move though it should, in one line; None when all is well. Never blocks."""
         repair, limits = self._epochs.repair, self._step_limits
         if repair is not None:

@@ -39,7 +39,7 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
 
-class Casualty(msgspec.Struct, frozen=True):
+class FailedSequence(msgspec.Struct, frozen=True):
     """A sequence that did not survive the end of an epoch; it is gone from the scheduler."""
 
     sequence: Sequence
@@ -68,7 +68,7 @@ class Epochs:
         self.scheduler = Scheduler(self._config, self._make_pool(), self._executor.epoch)
         return self.scheduler
 
-    def restart(self, error: ExecutorError) -> list[Casualty]:
+    def restart(self, error: ExecutorError) -> list[FailedSequence]:
         """Replace the workers after this error. Raises `EngineDead` when that can't be done or does not help."""
         if not self._executor.can_restart:
             raise _dead(f"{error}; who started the workers has to start them again", error) from error
@@ -84,7 +84,7 @@ class Epochs:
         """Whether ranks are missing and it is time to see if they are back."""
         return self._recovery.is_time_to_grow()
 
-    def grow(self) -> list[Casualty]:
+    def grow(self) -> list[FailedSequence]:
         """See whether missing ranks are back. Nothing may be in flight."""
         with self._repairing("all ranks are tried again"):
             self._recovery.grow()
@@ -102,7 +102,7 @@ class Epochs:
         finally:
             self.repair = None
 
-    def _begin(self) -> list[Casualty]:
+    def _begin(self) -> list[FailedSequence]:
         """The workers are new: whoever is blamed for that too often, or fits no more, is over."""
         self._require_same_weights()
         quarantined = self.scheduler.restart(self._executor.epoch)
@@ -110,8 +110,8 @@ class Epochs:
         misfits = [] if is_same_size else self.scheduler.replace_pool(self._make_pool())
         if quarantined:
             self._require_sound_machine()
-        return [Casualty(sequence, _crashed(sequence)) for sequence in quarantined] + [
-            Casualty(sequence, too_large(self.scheduler.pool)) for sequence in misfits
+        return [FailedSequence(sequence, _crashed(sequence)) for sequence in quarantined] + [
+            FailedSequence(sequence, too_large(self.scheduler.pool)) for sequence in misfits
         ]
 
     def _make_pool(self) -> BlockPool:

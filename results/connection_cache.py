@@ -20,7 +20,7 @@ LOOK_S = 0.0002
 server takes for a script; a reply from farther away than this is not looked for."""
 
 
-class HeldConnections:
+class ConnectionCache:
     """Owns connections of a client's pool between single calls. May be used by several threads.
 
     Taking one from redis-py's pool, and giving it back, takes as long as a script does; so what was taken is held until

@@ -52,7 +52,7 @@ def claim(reply: list[Any]) -> Claim:
 
 
 def _claimed_job(fields: list[Any]) -> ClaimedJob:
-    """A record that somebody has spoiled must not cost its batch-mates the claim: it comes with what is wrong with it."""
+    """A record that somebody has corruption must not cost its batch-mates the claim: it comes with what is wrong with it."""
     job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, protocol = fields
     numbers = {"seed": seed, "created": created, "v": protocol}
     wrong = [f"{name} is {value!r}" for name, value in numbers.items() if not _INTEGER.fullmatch(value or b"")]
@@ -73,7 +73,7 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
         is_watched=bool(watched),
         created_ms=int(created),
         protocol=int(protocol),
-        spoiled=", ".join(wrong)[:200] or None,
+        corruption=", ".join(wrong)[:200] or None,
     )
 
 

@@ -23,7 +23,7 @@ from millrace.results.connection import (
     node_of_async,
     server_name,
 )
-from millrace.results.connection_cache import HeldConnections
+from millrace.results.connection_cache import ConnectionCache
 from millrace.results.errors import QueueError
 from millrace.results.scripts import Command, is_script, source_of
 
@@ -62,7 +62,7 @@ class Transport:
         self._our_errors = _OurErrors(self._server)
         # A borrowed pool may be small, and a cluster's client finds the node for each command.
         has_own_pool = not is_borrowed and not isinstance(client, redis.RedisCluster)
-        self._held = HeldConnections(client) if has_own_pool else None
+        self._held = ConnectionCache(client) if has_own_pool else None
         retry = client.get_retry() if has_own_pool else None
         self._sends_again = retry is not None and retry.get_retries() > 0
 

@@ -94,9 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
                 encode, content_type = _encoder(self.headers.get("Accept", ""))
                 self._answer(HTTPStatus.OK, content_type, encode(self.server.registry))
             case "/health":
-                trouble = self.server.health.trouble()
-                status = HTTPStatus.OK if trouble is None else HTTPStatus.SERVICE_UNAVAILABLE
-                self._say(status, self.server.health.state() if trouble is None else " ".join(trouble.split()))
+                reason = self.server.health.unhealthy_reason()
+                status = HTTPStatus.OK if reason is None else HTTPStatus.SERVICE_UNAVAILABLE
+                self._say(status, self.server.health.state() if reason is None else " ".join(reason.split()))
             case _:
                 self._say(HTTPStatus.NOT_FOUND, "there are /metrics and /health")
 

@@ -26,14 +26,14 @@ class Health:
         """The engine is leaving."""
         self._threads = ()
 
-    def trouble(self) -> str | None:
+    def unhealthy_reason(self) -> str | None:
         """What is wrong, in one line. None while steps move, or while there is nothing to do, or while the engine sleeps."""
         if not self._engine.is_started or self._leases is None:
             return "the engine is starting"
         if dead := [thread.name for thread in self._threads if not thread.is_alive()]:
             return f"the thread {dead[0]!r} has died; restart the engine"
         now_s = time.monotonic()
-        return self._engine.trouble(now_s) or self._leases.trouble(now_s)
+        return self._engine.unhealthy_reason(now_s) or self._leases.unhealthy_reason(now_s)
 
     def state(self) -> str:
         """What a healthy engine is about."""

@@ -17,7 +17,7 @@ from millrace.executor.metrics import ExecutorMetrics, Percentiles
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily | SummaryMetricFamily
 
 
-class Exposition(Collector):
+class MetricsCollector(Collector):
     """Reads the figures anew for every scrape; asks nobody and never blocks. What is not there yet is left out."""
 
     def __init__(self, engine: Engine, health: Health) -> None:
@@ -32,7 +32,7 @@ class Exposition(Collector):
         self._names = names
 
     def collect(self) -> Iterator[Family]:
-        yield _gauge("healthy", "1 while /health answers 200, else 0.", self._health.trouble() is None)
+        yield _gauge("healthy", "1 while /health answers 200, else 0.", self._health.unhealthy_reason() is None)
         if self._engine.is_started:
             metrics = self._engine.metrics()
             yield from _engine(metrics)

@@ -1,7 +1,7 @@
-"""Brings work in: claims what the engine has room for, and listens for words about running jobs.
+"""Brings work in: claims what the engine has room for, and listens for events about running jobs.
 
 Two threads, since each waits for something else: `claim` for room and then for the queue, `signals` for cancellations and
-readers. What they find goes to the engine loop as words, in order.
+readers. What they find goes to the engine loop as events, in order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,16 @@ from collections.abc import Callable
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.serving.capacity import Capacity, ClaimBudget
-from millrace.engine_service.serving.jobs import Arrived, CutShort, Deferred, Refused, ServedJob, Watch, Word, is_alone
+from millrace.engine_service.serving.jobs import (
+    Abort,
+    Arrived,
+    Deferred,
+    EngineEvent,
+    Refused,
+    ServedJob,
+    Watch,
+    is_alone,
+)
 from millrace.engine_service.serving.leases import Leases
 from millrace.producer.messages import InvalidRequest, parse_body
 from millrace.results.errors import QueueError
@@ -40,14 +49,14 @@ class Intake:
         *,
         model_name: str,
         fingerprint: str,
-        tell: Callable[[Word], None],
+        post: Callable[[EngineEvent], None],
     ) -> None:
         self._leases = leases
         self._capacity = capacity
         self._admission = admission
         self._model_name = model_name
         self._fingerprint = fingerprint
-        self._tell = tell
+        self._post = post
         self._claim_number = 1
         self._stopping = threading.Event()
         self.threads = [
@@ -97,14 +106,14 @@ class Intake:
         self._claim_number += 1
         for claimed in claim.jobs:
             self._capacity.open(claimed.cost, is_alone=is_alone(claimed))
-            self._tell(self._admit(claimed))
+            self._post(self._admit(claimed))
         return claim
 
-    def _admit(self, claimed: ClaimedJob) -> Word:
+    def _admit(self, claimed: ClaimedJob) -> EngineEvent:
         if claimed.protocol > PROTOCOL:
             return Deferred(claimed)
-        if claimed.spoiled:
-            message = f"the job's record was changed and cannot be run: {claimed.spoiled}"
+        if claimed.corruption:
+            message = f"the job's record was changed and cannot be run: {claimed.corruption}"
             return Refused(claimed, JobError(kind="invalid_request", message=message))
         try:
             return Arrived(ServedJob(claimed, self._build(claimed)))
@@ -136,11 +145,11 @@ class Intake:
     def _listen(self, queue: JobQueue, *, include_wake: bool) -> None:
         match queue.wait_for_signal(self._leases.engine_id, _BLOCK_S, include_wake=include_wake):
             case Signal(kind="cancel", job_id=job_id):
-                self._tell(CutShort(job_id, "cancelled"))
+                self._post(Abort(job_id, "cancelled"))
             case Signal(kind="expire", job_id=job_id):
-                self._tell(CutShort(job_id, "expired"))
+                self._post(Abort(job_id, "expired"))
             case Signal(kind="watch", job_id=job_id):
-                self._tell(Watch(job_id))
+                self._post(Watch(job_id))
             case "beat":
                 self._leases.beat_soon()
             case "wake" if self._capacity.is_shut:  # for another engine: a heartbeat has one woken where jobs are ready

@@ -1,4 +1,4 @@
-"""What passes between the threads of an engine service: jobs on their way in, and words about jobs under way."""
+"""What passes between the threads of an engine service: jobs on their way in, and events about jobs under way."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Deferred(msgspec.Struct, frozen=True):
     claimed: ClaimedJob
 
 
-class CutShort(msgspec.Struct, frozen=True):
+class Abort(msgspec.Struct, frozen=True):
     """This job has to end with what it has: somebody asked for it, or its deadline has passed."""
 
     job_id: JobId
@@ -96,4 +96,4 @@ class SetSleepLevel(msgspec.Struct, frozen=True):
     level: int
 
 
-Word: TypeAlias = Arrived | Refused | Deferred | CutShort | Watch | Lost | SetSleepLevel
+EngineEvent: TypeAlias = Arrived | Refused | Deferred | Abort | Watch | Lost | SetSleepLevel

@@ -84,7 +84,7 @@ class Leases:
         """Send the next heartbeat now."""
         self._hurry.set()
 
-    def trouble(self, now_s: float) -> str | None:
+    def unhealthy_reason(self, now_s: float) -> str | None:
         """Whether other engines may take this one's jobs by now, in one line; None when they may not. Never blocks."""
         silence_s = now_s - self._beat_at_s
         if silence_s <= self._ttl_ms / 1000:

@@ -65,7 +65,7 @@ class Output:
         """The job has its whole output."""
         self._end(job, "finished", reason)
 
-    def cut_short(self, job: ServedJob, state: Literal["cancelled", "expired"]) -> None:
+    def abort(self, job: ServedJob, state: Literal["cancelled", "expired"]) -> None:
         """The job ends here, because somebody asked for it or its time is up; what it has is its result."""
         self._end(job, state, state)
 

@@ -16,15 +16,15 @@ from millrace.engine_service.errors import EngineDead, EngineError, WorkersLost
 from millrace.engine_service.serving.capacity import Capacity
 from millrace.engine_service.serving.job_metrics import JobMetrics, JobRecorder, Outcome
 from millrace.engine_service.serving.jobs import (
+    Abort,
     Arrived,
-    CutShort,
     Deferred,
+    EngineEvent,
     Lost,
     Refused,
     ServedJob,
     SetSleepLevel,
     Watch,
-    Word,
     is_alone,
 )
 from millrace.engine_service.serving.output import DEFER_MS, Output
@@ -62,7 +62,7 @@ class Service:
         self._jobs: dict[JobId, ServedJob] = {}
         self._by_sequence: dict[SeqId, ServedJob] = {}
         self._recorder = JobRecorder()
-        self._words: queue.SimpleQueue[Word | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[EngineEvent | None] = queue.SimpleQueue()
         self._is_draining = self._is_hurrying = False
 
     def __repr__(self) -> str:
@@ -70,21 +70,21 @@ class Service:
 
     # --- other threads ---
 
-    def tell(self, word: Word) -> None:
+    def post(self, event: EngineEvent) -> None:
         """Have the loop deal with this before its next step."""
-        self._words.put(word)
+        self._events.put(event)
 
-    def tell_news(self, news: Reconciliation) -> None:
+    def post_reconciliation(self, news: Reconciliation) -> None:
         """What a heartbeat has found out."""
         for job_id in news.lost:
-            self.tell(Lost(job_id))
+            self.post(Lost(job_id))
         for job_id in news.cancelled:
-            self.tell(CutShort(job_id, "cancelled"))
+            self.post(Abort(job_id, "cancelled"))
         for job_id in news.expired:
-            self.tell(CutShort(job_id, "expired"))
+            self.post(Abort(job_id, "expired"))
         for job_id in news.watched:
-            self.tell(Watch(job_id))
-        self.tell(SetSleepLevel(news.sleep_level))
+            self.post(Watch(job_id))
+        self.post(SetSleepLevel(news.sleep_level))
 
     def metrics(self) -> JobMetrics:
         """Asks nobody and never blocks."""
@@ -96,7 +96,7 @@ class Service:
         self._is_hurrying = self._is_draining
         self._is_draining = True
         self._engine.leave()
-        self._words.put(None)  # wakes an idle loop
+        self._events.put(None)  # wakes an idle loop
 
     # --- the loop ---
 
@@ -116,7 +116,7 @@ class Service:
     def release_all(self) -> None:
         """Whatever is left goes back to the queue with its tokens so far; also after the engine has died."""
         self._is_draining = True
-        self._obey(self._heard(wait_s=None))
+        self._handle(self._drain_events(wait_s=None))
         self._release(list(self._jobs.values()))
 
     def _turn(self) -> None:
@@ -137,7 +137,7 @@ class Service:
         now_s = time.monotonic()
         for one in progress:
             self._apply(one, now_s)
-        self._tell_room()
+        self._update_capacity()
 
     def _apply(self, progress: Progress, now_s: float) -> None:
         job = self._by_sequence[progress.generation.sequence.seq_id]
@@ -156,26 +156,26 @@ class Service:
         self._output.finish(job, reason)
         self._forget(job, "finished")
 
-    # --- words ---
+    # --- events ---
 
     def _listen(self) -> None:
         """Take in what the other threads have to say; with nothing to compute, wait for it, and look after the workers."""
         is_idle = not self._engine.has_work and not self._is_draining
-        self._obey(self._heard(_IDLE_S if is_idle else None))
+        self._handle(self._drain_events(_IDLE_S if is_idle else None))
         if is_idle and not self._engine.has_work:
             self._engine.check_workers()
 
-    def _heard(self, wait_s: float | None) -> Iterable[Word | None]:
-        """What has been said, after waiting for so long for the first word."""
+    def _drain_events(self, wait_s: float | None) -> Iterable[EngineEvent | None]:
+        """What has been said, after waiting for so long for the first event."""
         with contextlib.suppress(queue.Empty):
             if wait_s is not None:
-                yield self._words.get(timeout=wait_s)
+                yield self._events.get(timeout=wait_s)
             while True:
-                yield self._words.get_nowait()
+                yield self._events.get_nowait()
 
-    def _obey(self, words: Iterable[Word | None]) -> None:
-        for word in words:
-            match word:
+    def _handle(self, events: Iterable[EngineEvent | None]) -> None:
+        for event in events:
+            match event:
                 case Arrived(job) if self._capacity.is_shut:  # claimed on the way into sleep
                     self._hand_back(job)
                 case Arrived(job):
@@ -186,8 +186,8 @@ class Service:
                 case Deferred(claimed):
                     self._output.defer(claimed)
                     self._turn_away(claimed, "released")
-                case CutShort(job_id, state):
-                    self._cut_short(job_id, state)
+                case Abort(job_id, state):
+                    self._abort(job_id, state)
                 case Watch(job_id):
                     self._watch(job_id)
                 case Lost(job_id, lease):
@@ -230,11 +230,11 @@ class Service:
         self._capacity.close(is_alone=is_alone(claimed))
         self._on_over(claimed.job_id, claimed.lease)
 
-    def _cut_short(self, job_id: JobId, state: Literal["cancelled", "expired"]) -> None:
+    def _abort(self, job_id: JobId, state: Literal["cancelled", "expired"]) -> None:
         job = self._jobs.get(job_id)
         if job is not None:
             self._engine.abort(job.generation)
-            self._output.cut_short(job, state)
+            self._output.abort(job, state)
             self._forget(job, state)
 
     def _watch(self, job_id: JobId) -> None:
@@ -288,7 +288,7 @@ class Service:
     def _wake_up(self) -> None:
         self._engine.wake_up()
         self._capacity.shut(False)
-        self._tell_room()
+        self._update_capacity()
         logger.info("awake")
         self._on_sleep_change()
 
@@ -301,5 +301,5 @@ class Service:
         self._capacity.close(is_alone=job.is_alone)
         self._on_over(job.job_id, job.lease)
 
-    def _tell_room(self) -> None:
+    def _update_capacity(self) -> None:
         self._capacity.update(self._engine.scheduler.free_tokens)

@@ -12,15 +12,15 @@ from pathlib import Path
 
 MAX_DIRECTORY_BYTES = 107 - len("/executor.sock")
 """A unix socket's path may have 107 bytes."""
-_SWEEP = 'read -r line; rm -rf -- "$0"'  # until it is told, or its input ends with the last that holds the other end
+_REAP = 'read -r line; rm -rf -- "$0"'  # until it is told, or its input ends with the last that holds the other end
 
 
-class Broom:
+class DirectoryReaper:
     """Owns a shell that removes a directory, which may come into being later, as soon as nobody holds `fd` any more."""
 
     def __init__(self, directory: str) -> None:
         self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", _SWEEP, directory],
+            ["/bin/sh", "-c", _REAP, directory],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -51,14 +51,14 @@ class PrivateDirectory:
         name = f"millrace-{secrets.token_hex(6)}"
         path = Path(tempfile.gettempdir(), name)
         self.path = str(path if len(os.fsencode(path)) <= MAX_DIRECTORY_BYTES else Path("/tmp", name))
-        self._broom = Broom(self.path)  # before there is anything to sweep
+        self._reaper = DirectoryReaper(self.path)  # before there is anything to sweep
         try:
             os.mkdir(self.path, 0o700)
         except BaseException:
-            self._broom.close()
+            self._reaper.close()
             raise
 
     def remove(self) -> None:
         """Once."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self._broom.close()
+        self._reaper.close()

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from millrace.executor.errors import StartError
-from millrace.executor.launch.directory_reaper import Broom
+from millrace.executor.launch.directory_reaper import DirectoryReaper
 from millrace.executor.launch.process import End, RankHandle, close_all, python_path
 from millrace.executor.rank.serve import DUMP_SIGNAL, die_with_parent
 from millrace.executor.remote import RemoteExecutor
@@ -41,7 +41,7 @@ from millrace.executor.wire.messages import ModelFacts
 
 logger = logging.getLogger("millrace.executor")
 
-MEETING_PLACE = "MILLRACE_EXTERNAL_DIRECTORY"
+RENDEZVOUS_DIR = "MILLRACE_EXTERNAL_DIRECTORY"
 """Set for the service by rank 0: the directory where it meets the ranks."""
 PARENT = "MILLRACE_EXTERNAL_PARENT"
 """Set with it: process id of rank 0."""
@@ -55,7 +55,7 @@ _TORCHRUN_NAMES = frozenset(
         *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING"),
     }
 )
-_MEETING_LIMIT_S = 60.0
+_RENDEZVOUS_LIMIT_S = 60.0
 _LISTEN_EVERY_S = 0.02
 _SERVICE = "engine-service"
 """Name of the note that says which process the service is."""
@@ -70,14 +70,14 @@ class ExternalLauncherExecutor(RemoteExecutor):
     can_restart = False
 
     def _open_channel(self) -> Channel:
-        directory = os.environ.get(MEETING_PLACE)
+        directory = os.environ.get(RENDEZVOUS_DIR)
         if directory is None:
             message = f"executor external is for `millrace serve` under torchrun: {COMMAND_LINE}"
             raise StartError("spawn", 0, message, is_retryable=False)
         return Channel(_LIFE, self.world_size, directory=directory)
 
     def _launch(self, channel: Channel) -> list[ExternalRank]:
-        directory = Path(os.environ[MEETING_PLACE])
+        directory = Path(os.environ[RENDEZVOUS_DIR])
         deadline_s = time.monotonic() + self._limits.phase_s["spawn"]
         ranks: list[ExternalRank] = []
         for rank in range(self.world_size):
@@ -199,7 +199,7 @@ def become_rank(
     if world_size != int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         raise ValueError("executor: external runs the ranks of one host; for several hosts take ray")
     parent_pid = os.getppid()
-    directory = _meeting_place(os.environ, parent_pid)
+    directory = _rendezvous_dir(os.environ, parent_pid)
     if _is_orphan(parent_pid):
         raise ValueError("executor: torchrun has ended, and so do its ranks")
     environment = {name: value for name, value in os.environ.items() if not _is_torchruns(name)}
@@ -207,14 +207,14 @@ def become_rank(
     options = ["--address", socket_address(str(directory)), "--identity", f"{rank}.{_LIFE}"]
     options += ["--parent-pid", str(parent_pid), "--log-level", log_level]
     if rank == 0:
-        broom = _make_private(directory)
-        ours = {MEETING_PLACE: str(directory), PARENT: str(os.getpid())}
+        reaper = _make_private(directory)
+        ours = {RENDEZVOUS_DIR: str(directory), PARENT: str(os.getpid())}
         service = subprocess.Popen(
-            service_command, stdin=subprocess.DEVNULL, env={**environment, **ours}, pass_fds=(broom.fd,)
+            service_command, stdin=subprocess.DEVNULL, env={**environment, **ours}, pass_fds=(reaper.fd,)
         )
-        _leave_note(directory / _SERVICE, service.pid)
-    options += ["--engine-pid", _wait_for_note(directory / _SERVICE)]
-    _leave_note(_note(directory, rank), os.getpid())
+        _publish_pid(directory / _SERVICE, service.pid)
+    options += ["--engine-pid", _wait_for_pid(directory / _SERVICE)]
+    _publish_pid(_note(directory, rank), os.getpid())
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, "-P", "-m", worker_module, *options], environment)
 
@@ -244,7 +244,7 @@ def _is_torchruns(name: str) -> bool:
     return name in _TORCHRUN_NAMES or name.startswith(_TORCHRUN_PREFIX)
 
 
-def _meeting_place(environment: Mapping[str, str], parent_pid: int) -> Path:
+def _rendezvous_dir(environment: Mapping[str, str], parent_pid: int) -> Path:
     """The same for all ranks of one start of the group, and for no other. Each of them has to be torchrun's own child: a
     script between the two has to `exec`."""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
@@ -253,30 +253,30 @@ def _meeting_place(environment: Mapping[str, str], parent_pid: int) -> Path:
     return Path(parent if len(parent) < 40 else "/tmp") / f"millrace-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
 
 
-def _make_private(directory: Path) -> Broom:
-    """Make it anew, to be swept by a broom that this process does not keep over `exec`: the service has to hold it. What a
+def _make_private(directory: Path) -> DirectoryReaper:
+    """Make it anew, to be swept by a reaper that this process does not keep over `exec`: the service has to hold it. What a
     killed group left there is removed. Raises ValueError when it is somebody else's."""
     if directory.exists():
         _check_ours(directory)
         shutil.rmtree(directory)
-    broom = Broom(str(directory))
+    reaper = DirectoryReaper(str(directory))
     directory.mkdir(mode=0o700)
-    return broom
+    return reaper
 
 
-def _leave_note(note: Path, pid: int) -> None:
+def _publish_pid(note: Path, pid: int) -> None:
     """Tell the others which process this is."""
     draft = note.with_suffix(".draft")
     draft.write_text(str(pid))
     draft.rename(note)
 
 
-def _wait_for_note(note: Path) -> str:
+def _wait_for_pid(note: Path) -> str:
     """What rank 0 has left."""
-    deadline_s = time.monotonic() + _MEETING_LIMIT_S
+    deadline_s = time.monotonic() + _RENDEZVOUS_LIMIT_S
     while not note.exists():
         if time.monotonic() > deadline_s:
-            raise ValueError(f"executor: rank 0 did not make {note.parent} within {_MEETING_LIMIT_S:g} s")
+            raise ValueError(f"executor: rank 0 did not make {note.parent} within {_RENDEZVOUS_LIMIT_S:g} s")
         time.sleep(0.02)
     _check_ours(note.parent)
     return note.read_text()

@@ -1,6 +1,6 @@
 """Which Ray there is to use: the cluster that is known here, or a local Ray of our own.
 
-`python -P -m executor.ray_cluster DIRECTORY` is the broom: a child of the process that owns a local Ray, which clears up
+`python -P -m executor.ray_cluster DIRECTORY` is the reaper: a child of the process that owns a local Ray, which clears up
 behind it, however that process ended. Ray's own helpers outlive a killed owner by up to a minute, and its files for ever.
 """
 
@@ -29,7 +29,7 @@ _LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _TOKEN = secrets.token_hex(32)
 """For every local Ray of this process: Ray reads it once."""
 _ANSWER_LIMIT_S = 2.0
-_BROOM_LIMIT_S = 30.0
+_REAPER_LIMIT_S = 30.0
 
 
 def known_address() -> str | None:
@@ -68,7 +68,7 @@ class LocalRay:
         try:
             token.touch(mode=0o600)
             token.write_text(_TOKEN)
-            self._broom = _call_broom(self.directory)
+            self._reaper = _start_reaper(self.directory)
         except BaseException:  # nobody else would sweep
             shutil.rmtree(self.directory, ignore_errors=True)
             raise
@@ -97,16 +97,16 @@ class LocalRay:
     def stop(self) -> None:
         """Returns when no process and no file of it is left, also of one that did not start."""
         importlib.import_module("ray").shutdown()
-        assert self._broom.stdin is not None
-        self._broom.stdin.close()
-        self._broom.wait(_BROOM_LIMIT_S)
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()
+        self._reaper.wait(_REAPER_LIMIT_S)
         os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
 
 
-# --- the broom ---
+# --- the reaper ---
 
 
-def _call_broom(directory: str) -> subprocess.Popen[bytes]:
+def _start_reaper(directory: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "millrace.executor.launch.ray_cluster", directory],
         stdin=subprocess.PIPE,
@@ -116,7 +116,7 @@ def _call_broom(directory: str) -> subprocess.Popen[bytes]:
     )
 
 
-def _sweep(directory: str) -> None:
+def _reap(directory: str) -> None:
     """Wait for the owner to let go of our standard input, at the latest by its end; then end what is left of its Ray."""
     owner_pid = os.getppid()
     sys.stdin.read()
@@ -143,4 +143,4 @@ def _is_within(link: Path, directory: str) -> bool:
 
 
 if __name__ == "__main__":
-    _sweep(sys.argv[1])
+    _reap(sys.argv[1])

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from millrace.executor.base import Executor
 from millrace.executor.launch.devices import num_visible_gpus
-from millrace.executor.launch.external import COMMAND_LINE, MEETING_PLACE, ExternalLauncherExecutor, is_torchrun_rank
+from millrace.executor.launch.external import COMMAND_LINE, RENDEZVOUS_DIR, ExternalLauncherExecutor, is_torchrun_rank
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.launch.ray_cluster import known_address
 from millrace.executor.launch.uniproc import UniprocExecutor
@@ -54,7 +54,7 @@ def is_ray_reachable() -> bool:
 
 def _choose(world_size: int, num_gpus: int | None, *, is_service: bool) -> tuple[str, str]:
     """(name, reason)."""
-    if MEETING_PLACE in os.environ:
+    if RENDEZVOUS_DIR in os.environ:
         return "external", "torchrun started the ranks"
     if _is_in_placement_group():
         return "ray", "this process runs in a placement group of Ray"

@@ -24,15 +24,15 @@ class Heartbeat:
     heartbeat reads."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], engine_pid: int | None = None, meeting_place: str | None = None
+        self, socket: zmq.Socket[bytes], engine_pid: int | None = None, rendezvous_dir: str | None = None
     ) -> None:
         """`engine_pid`: this process ends when the engine does, as it did where the engine is its child, and removes the
-        `meeting_place` that an engine that failed early has left."""
+        `rendezvous_dir` that an engine that failed early has left."""
         self.phase = "spawn"
         self.device_bytes: int | None = None
         self.device_utilization: float | None = None
         self._socket = socket
-        self._meeting_place = meeting_place
+        self._rendezvous_dir = rendezvous_dir
         self._poller = zmq.Poller()
         self._poller.register(socket, zmq.POLLIN)
         self._engine = _open_engine(engine_pid) if engine_pid is not None else None
@@ -55,7 +55,7 @@ class Heartbeat:
                     if source == self._engine:
                         self._follow_engine()
                     else:
-                        self._obey()
+                        self._handle()
         except zmq.ContextTerminated:
             pass
         finally:
@@ -65,7 +65,7 @@ class Heartbeat:
         with contextlib.suppress(zmq.Again):  # nobody reads them just now
             self._socket.send(encode(Beat(self.phase, self.device_bytes, self.device_utilization)), zmq.DONTWAIT)
 
-    def _obey(self) -> None:
+    def _handle(self) -> None:
         if isinstance(decode_to_worker(self._socket.recv()), DumpStacks):
             with tempfile.TemporaryFile() as file, contextlib.suppress(zmq.Again):
                 faulthandler.dump_traceback(file)
@@ -76,8 +76,8 @@ class Heartbeat:
         """Without an engine a rank is of no use; how the engine ended is how the group ended."""
         assert self._engine is not None
         status = _exit_status(self._engine)
-        if self._meeting_place is not None:
-            shutil.rmtree(self._meeting_place, ignore_errors=True)
+        if self._rendezvous_dir is not None:
+            shutil.rmtree(self._rendezvous_dir, ignore_errors=True)
         os._exit(status)
 
 

@@ -224,8 +224,8 @@ class _Link:
         self._socket = self._connect(invitation, invitation.identity)
         self._socket.setsockopt(zmq.LINGER, 1000)
         socket = self._connect(invitation, f"{invitation.identity}.beat")
-        meeting_place = os.path.dirname(invitation.address.removeprefix("ipc://"))
-        self.heartbeat = Heartbeat(socket, invitation.engine_pid, meeting_place if invitation.engine_pid else None)
+        rendezvous_dir = os.path.dirname(invitation.address.removeprefix("ipc://"))
+        self.heartbeat = Heartbeat(socket, invitation.engine_pid, rendezvous_dir if invitation.engine_pid else None)
 
     def _connect(self, invitation: Invitation, identity: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)

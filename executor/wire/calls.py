@@ -57,9 +57,9 @@ class PendingCall:
 
     def take(self, rank: int, reply: Reply | StepReply) -> None:
         """A rank has answered. What is no answer to this call counts as the rank's failure."""
-        if reply.failure is None and (nonsense := self._nonsense(rank, reply)) is not None:
+        if reply.failure is None and (reply_error := self._reply_error(rank, reply)) is not None:
             reply = msgspec.structs.replace(
-                reply, failure=Failure(kind="BadReply", message=nonsense, is_retryable=True)
+                reply, failure=Failure(kind="BadReply", message=reply_error, is_retryable=True)
             )
         self.replies[rank] = reply
         if reply.failure is not None and self._failed_rank is None:
@@ -69,7 +69,7 @@ class PendingCall:
         """What has not come yet never will: the ranks that were asked are gone, also when there are others by then."""
         self._lost = lost
 
-    def _nonsense(self, rank: int, reply: Reply | StepReply) -> str | None:
+    def _reply_error(self, rank: int, reply: Reply | StepReply) -> str | None:
         if isinstance(reply, StepReply) != self.is_step:
             return f"it answered a {'step' if self.is_step else 'call'} with a {type(reply).__name__}"
         if self._plan is None or rank not in self._wanted:

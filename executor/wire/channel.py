@@ -200,7 +200,7 @@ class Channel:
             logger.warning("%s; any more of it is only counted", message)
 
     def forget_address(self) -> None:
-        """Remove the socket's file once every rank is connected. Before that a broom does it, should we be killed."""
+        """Remove the socket's file once every rank is connected. Before that a reaper does it, should we be killed."""
         remove, self._remove_directory = self._remove_directory, None
         if remove is not None:
             remove()

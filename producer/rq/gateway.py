@@ -1,6 +1,6 @@
 """The RQ gateway: a process that is a well-behaved RQ worker on the outside and a producer of Millrace's on the inside.
 
-    RQ's queue --take--> ledger --register--> RQ's started jobs --submit--> Millrace ... done --settle--> RQ's result
+    RQ's queue --take--> ledger --register--> RQ's started jobs --submit--> Millrace ... done --write_ends--> RQ's result
 
 It holds up to `max_in_flight` jobs and computes nothing. What it knows is in Redis: after a kill -9 another gateway on
 the same queues goes on within seconds (`rq_ledger` says how), and two of them share a queue.
@@ -26,11 +26,11 @@ from rq.serializers import JSONSerializer
 from millrace.producer.rq.completions import Completions
 from millrace.producer.rq.intake import RQIntake
 from millrace.producer.rq.ledger import Ledger
-from millrace.producer.rq.monitor import Keeper
+from millrace.producer.rq.monitor import Monitor
 from millrace.producer.rq.native_jobs import NativeJobs
 from millrace.producer.rq.presence import CommandListener, Presence
-from millrace.producer.rq.result_writer import Settler
-from millrace.producer.rq.run_table import Flights
+from millrace.producer.rq.result_writer import ResultWriter
+from millrace.producer.rq.run_table import RunTable
 from millrace.producer.rq.runs import GatewayJob
 from millrace.results.connection import as_unavailable, connect, server_name
 from millrace.results.errors import QueueError
@@ -75,13 +75,13 @@ class Gateway:
         queues = [_open(name, client) for name in dict.fromkeys(rq_queues)]
         self._ledgers = [Ledger(client, one, to_queue, self.name) for one in queues]
         self._native = native
-        self._flights = Flights(max_in_flight)
-        self._presence = Presence(client, queues, self.name, self._flights)
-        settler = Settler(client, self._presence, self._flights)
-        self._intake = RQIntake(client, self._ledgers, native, self._presence, self._flights, settler)
-        self._completions = Completions(native, self._flights, settler, self._intake)
-        self._keeper = Keeper(client, self._ledgers, native, self._presence, self._flights, self._intake, settler)
-        self._command_listener = CommandListener(client, self.name, self._keeper.stop_job, self.stop)
+        self._runs = RunTable(max_in_flight)
+        self._presence = Presence(client, queues, self.name, self._runs)
+        result_writer = ResultWriter(client, self._presence, self._runs)
+        self._intake = RQIntake(client, self._ledgers, native, self._presence, self._runs, result_writer)
+        self._completions = Completions(native, self._runs, result_writer, self._intake)
+        self._monitor = Monitor(client, self._ledgers, native, self._presence, self._runs, self._intake, result_writer)
+        self._command_listener = CommandListener(client, self.name, self._monitor.stop_job, self.stop)
         self._title = f"{', '.join(one.name for one in queues)} -> Millrace queue {to_queue}"
 
     def stop(self) -> None:
@@ -92,13 +92,15 @@ class Gateway:
         """Until `stop`."""
         self._native.start_following()
         self._presence.sign_on()
-        self._keeper.beat()
-        threads = [self._thread("heartbeat", self._keeper.beat, _BEAT_INTERVAL_S, on_error=self._keeper.hold_adoptions)]
+        self._monitor.beat()
+        threads = [
+            self._thread("heartbeat", self._monitor.beat, _BEAT_INTERVAL_S, on_error=self._monitor.hold_adoptions)
+        ]
         self._adopt()
         threads += [
             *(self._thread(f"intake-{ledger.queue.name}", self._take_from(ledger)) for ledger in self._ledgers),
             self._thread("completions", self._completions.follow, on_error=self._completions.sweep_soon),
-            self._thread("keeper", self._keeper.tend, _TEND_INTERVAL_S),
+            self._thread("monitor", self._monitor.tend, _TEND_INTERVAL_S),
         ]
         self._thread("commands", self._command_listener.listen)
         logger.info("gateway %s: RQ queues %s", self.name, self._title)
@@ -120,7 +122,7 @@ class Gateway:
             for ledger in self._ledgers:
                 self._intake.adopt(ledger)
         except Exception:
-            logger.exception("could not adopt; the keeper will try again")
+            logger.exception("could not adopt; the monitor will try again")
 
     def _close(self, threads: list[threading.Thread]) -> None:
         """What is in flight goes on in Millrace; its ends are for the next gateway to write."""
@@ -132,11 +134,11 @@ class Gateway:
             self._presence.sign_off()
         except redis.RedisError as error:
             logger.warning("could not sign off: %s; the next gateway will wait for this one's heartbeat", error)
-        logger.info("gateway %s: done, %d jobs left in flight for the next one", self.name, len(self._flights))
+        logger.info("gateway %s: done, %d jobs left in flight for the next one", self.name, len(self._runs))
 
     def _take_from(self, ledger: Ledger) -> Callable[[], None]:
         def take() -> None:
-            if not self._flights.wait_for_room(_WAIT_S):
+            if not self._runs.wait_for_room(_WAIT_S):
                 return
             match self._intake.take():
                 case "empty":

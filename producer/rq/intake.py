@@ -1,4 +1,4 @@
-"""From RQ's queues to flights: take, register with RQ, submit to Millrace.
+"""From RQ's queues to runs: take, register with RQ, submit to Millrace.
 
 Each step may be the last that a gateway does. What was taken is in the ledger, so another gateway adopts it, and whatever
 the step, goes through the same three again:
@@ -26,12 +26,12 @@ from millrace.producer.rq.ledger import Ledger
 from millrace.producer.rq.native_jobs import NativeJobs, is_over
 from millrace.producer.rq.payload import PayloadRefused, read_submission
 from millrace.producer.rq.presence import Presence
-from millrace.producer.rq.result_writer import Settler
-from millrace.producer.rq.run_table import Flights
+from millrace.producer.rq.result_writer import ResultWriter
+from millrace.producer.rq.run_table import RunTable
 from millrace.producer.rq.runs import (
-    Flight,
-    FlightEnd,
     GatewayJob,
+    GatewayRun,
+    RunEnd,
     Standing,
     delete_executions,
     new_job,
@@ -63,7 +63,7 @@ class _Found(NamedTuple):
 
 
 class _Started(NamedTuple):
-    flight: Flight
+    run: GatewayRun
     submission: Submission | None
     refusal: str = ""
 
@@ -77,15 +77,15 @@ class RQIntake:
         ledgers: Sequence[Ledger],
         native: NativeJobs,
         presence: Presence,
-        flights: Flights,
-        settler: Settler,
+        runs: RunTable,
+        result_writer: ResultWriter,
     ) -> None:
         self._connection = connection
         self._ledgers = ledgers
         self._native = native
         self._presence = presence
-        self._flights = flights
-        self._settler = settler
+        self._runs = runs
+        self._result_writer = result_writer
         self._gateway = presence.name
         self._lock = threading.Lock()
         self._is_halfway = False  # something was taken and could not be submitted
@@ -102,7 +102,7 @@ class RQIntake:
             for ledger in self._ledgers:
                 room = min(self._room(), _AT_ONCE)
                 if room <= 0:
-                    return "full" if self._flights.room else "taken"  # by another thread
+                    return "full" if self._runs.room else "taken"  # by another thread
                 ids = ledger.take(room)
                 self._presence.is_suspended = ids is None
                 if ids is None:
@@ -116,34 +116,34 @@ class RQIntake:
         """Go on with the jobs of gateways that have stopped."""
         while adoption := ledger.adopt():
             logger.warning("adopting %d jobs of gateway %s", len(adoption.job_ids), adoption.gateway)
-            self._presence.bury(adoption.gateway)
+            self._presence.remove_dead(adoption.gateway)
             with self._lock:
                 self._begin(ledger, adoption.job_ids)
 
     def reconcile(self, ledger: Ledger) -> None:
-        """Begin what the ledger has for this gateway and the table of flights has not: a reply was lost, or Millrace's queue
+        """Begin what the ledger has for this gateway and the table of runs has not: a reply was lost, or Millrace's queue
         was full."""
         with self._lock:
             self._full_tenants.clear()
             self._begin(ledger, self._not_begun(ledger))
 
-    def begin_again(self, flights: Iterable[Flight]) -> None:
-        """For flights of which RQ's or Millrace's record has been lost or changed under us."""
+    def begin_again(self, runs: Iterable[GatewayRun]) -> None:
+        """For runs of which RQ's or Millrace's record has been lost or changed under us."""
         with self._lock:
-            for flight in flights:
-                self._begin(flight.ledger, [flight.job.id.encode()])
+            for run in runs:
+                self._begin(run.ledger, [run.job.id.encode()])
 
     # --- under the lock ---
 
     def _room(self) -> int:
         """What waits in front of a full queue counts too: else RQ's queue would be emptied, and nobody work it off."""
-        return self._flights.room - self._num_waiting()
+        return self._runs.room - self._num_waiting()
 
     def _num_waiting(self) -> int:
-        return max(0, sum(ledger.num_jobs() for ledger in self._ledgers) - len(self._flights))
+        return max(0, sum(ledger.num_jobs() for ledger in self._ledgers) - len(self._runs))
 
     def _not_begun(self, ledger: Ledger) -> list[bytes]:
-        return [id_ for id_ in ledger.job_ids() if self._flights.get(id_.decode(errors="replace")) is None]
+        return [id_ for id_ in ledger.job_ids() if self._runs.get(id_.decode(errors="replace")) is None]
 
     def _begin(self, ledger: Ledger, ids: Sequence[bytes]) -> None:
         self._is_halfway = True
@@ -158,33 +158,33 @@ class RQIntake:
     def _submit(self, started: list[_Started]) -> None:
         """What finds no room stays in the ledger, for `reconcile`, and keeps out nobody but later jobs of its tenant."""
         accepted = [
-            (one.flight, one.submission)
+            (one.run, one.submission)
             for one in started
             if one.submission is not None and one.submission.tenant not in self._full_tenants
         ]
-        flights = [flight for flight, _ in accepted]
-        self._flights.add(flights)  # first, so that no end goes unnoticed
+        runs = [run for run, _ in accepted]
+        self._runs.add(runs)  # first, so that no end goes unnoticed
         try:
             outcomes = self._native.submit([submission for _, submission in accepted])
         except BaseException:
-            self._flights.remove(flights)  # they are in the ledger: reconcile will try again
+            self._runs.remove(runs)  # they are in the ledger: reconcile will try again
             raise
-        refused = [FlightEnd(one.flight, "failed", reason=one.refusal) for one in started if one.submission is None]
+        refused = [RunEnd(one.run, "failed", reason=one.refusal) for one in started if one.submission is None]
         waiting = []
-        for (flight, submission), outcome in zip(accepted, outcomes, strict=True):
+        for (run, submission), outcome in zip(accepted, outcomes, strict=True):
             if outcome.startswith("full"):
-                waiting.append(flight)
+                waiting.append(run)
                 if "max_queued_jobs" in outcome:
                     self._full_tenants.add(submission.tenant)
             elif outcome == "conflict":
-                reason = f"conflict: Millrace already has another job with the id {flight.native_id}"
-                refused.append(FlightEnd(flight, "failed", reason=reason))
-            elif invalid := refusal(flight.native_id, outcome):
-                refused.append(FlightEnd(flight, "failed", reason=f"invalid_request: {invalid}"))
+                reason = f"conflict: Millrace already has another job with the id {run.native_id}"
+                refused.append(RunEnd(run, "failed", reason=reason))
+            elif invalid := refusal(run.native_id, outcome):
+                refused.append(RunEnd(run, "failed", reason=f"invalid_request: {invalid}"))
         self._presence.correct_state()
-        self._settler.settle(refused)
+        self._result_writer.write_ends(refused)
         if waiting:
-            self._flights.remove(waiting)
+            self._runs.remove(waiting)
             logger.warning("Millrace's queue is full: %d jobs wait in front of it", self._num_waiting())
 
     def _register(self, ledger: Ledger, job_ids: Sequence[str]) -> list[_Started]:
@@ -254,14 +254,14 @@ class RQIntake:
     def _start(self, pipe: Pipeline, ledger: Ledger, found: _Found, native_id: str, is_new: bool) -> _Started:
         execution = write_start(pipe, ledger, found.job, native_id, self._gateway, found.standing)
         self._presence.write_busy(pipe, found.job.id)
-        flight = Flight(found.job, ledger, native_id, execution, is_checked=is_new)
+        run = GatewayRun(found.job, ledger, native_id, execution, is_checked=is_new)
         try:
-            return _Started(flight, _submission(found, native_id))
+            return _Started(run, _submission(found, native_id))
         except PayloadRefused as refused:
-            return _Started(flight, None, str(refused))
+            return _Started(run, None, str(refused))
         except Exception as error:  # our bug: it must not cost the other jobs anything
             logger.exception("job %s cannot be read", found.job.id)
-            return _Started(flight, None, f"internal: {error!r}")
+            return _Started(run, None, f"internal: {error!r}")
 
 
 def _is_wrong_type(error: redis.RedisError) -> bool:

@@ -13,16 +13,16 @@ from millrace.producer.rq.intake import RQIntake
 from millrace.producer.rq.ledger import GATEWAY_TTL_MS, Ledger
 from millrace.producer.rq.native_jobs import NativeJobs
 from millrace.producer.rq.presence import Presence
-from millrace.producer.rq.result_writer import Settler
-from millrace.producer.rq.run_table import Flights
-from millrace.producer.rq.runs import RENEWAL_INTERVAL_S, Flight, FlightEnd, renew
+from millrace.producer.rq.result_writer import ResultWriter
+from millrace.producer.rq.run_table import RunTable
+from millrace.producer.rq.runs import RENEWAL_INTERVAL_S, GatewayRun, RunEnd, renew
 
 logger = logging.getLogger("millrace.gateway")
 
 _AT_ONCE = 256
 
 
-class Keeper:
+class Monitor:
     """Owns the heartbeats of one gateway, and the second looks."""
 
     def __init__(
@@ -31,17 +31,17 @@ class Keeper:
         ledgers: Sequence[Ledger],
         native: NativeJobs,
         presence: Presence,
-        flights: Flights,
+        runs: RunTable,
         intake: RQIntake,
-        settler: Settler,
+        result_writer: ResultWriter,
     ) -> None:
         self._connection = connection
         self._ledgers = ledgers
         self._native = native
         self._presence = presence
-        self._flights = flights
+        self._runs = runs
         self._intake = intake
-        self._settler = settler
+        self._result_writer = result_writer
         self._gateway = presence.name
         self._adopt_after_s = 0.0
         self._next_renewal_s = time.monotonic() + RENEWAL_INTERVAL_S
@@ -59,55 +59,55 @@ class Keeper:
     def tend(self) -> None:
         """Everything that has to be done every few seconds, and can be late."""
         for ledger in self._ledgers:
-            if ledger.num_jobs() > len(self._flights.of(ledger)):
+            if ledger.num_jobs() > len(self._runs.of(ledger)):
                 self._intake.reconcile(ledger)
             if time.monotonic() >= self._adopt_after_s:
                 self._intake.adopt(ledger)
-        for flights in _batches(self._flights.all()):
-            self._look(flights)
+        for runs in _batches(self._runs.all()):
+            self._look(runs)
         if time.monotonic() >= self._next_renewal_s:
-            for flights in _batches(self._flights.all()):
-                self._renew(flights)
+            for runs in _batches(self._runs.all()):
+                self._renew(runs)
             self._forget_old_ends()
             self._next_renewal_s = time.monotonic() + RENEWAL_INTERVAL_S
 
     def stop_job(self, job_id: str) -> None:
         """RQ's stop-job command: the job ends as stopped when Millrace has let go of it."""
-        flight = self._flights.get(job_id)
-        if flight is None:
+        run = self._runs.get(job_id)
+        if run is None:
             logger.info("told to stop job %s, which is not in flight here", job_id)
             return
-        flight.is_stopping = True
-        self._native.cancel(flight.native_id)
+        run.is_stopping = True
+        self._native.cancel(run.native_id)
 
-    def _look(self, flights: Sequence[Flight]) -> None:
+    def _look(self, runs: Sequence[GatewayRun]) -> None:
         """What RQ says about the jobs: `job.cancel()` and `job.delete()` do not tell the worker."""
         dropped, abandoned = [], []
-        for flight, (status, owner) in zip(flights, self._read(flights), strict=True):
+        for run, (status, owner) in zip(runs, self._read(runs), strict=True):
             is_ours = owner == self._gateway.encode()
             if status is None or (is_ours and status.decode() in (JobStatus.CANCELED, JobStatus.STOPPED)):
-                self._native.cancel(flight.native_id)
-                dropped.append(FlightEnd(flight, "dropped"))
+                self._native.cancel(run.native_id)
+                dropped.append(RunEnd(run, "dropped"))
             elif not is_ours:
-                dropped.append(FlightEnd(flight, "dropped"))
+                dropped.append(RunEnd(run, "dropped"))
             elif status.decode() == JobStatus.FAILED:
-                abandoned.append(flight)  # by RQ's cleanup; or it has just ended, and left the ledger
-            elif flight.is_stopping:
-                self._native.cancel(flight.native_id)
-        self._settler.settle(dropped)
+                abandoned.append(run)  # by RQ's cleanup; or it has just ended, and left the ledger
+            elif run.is_stopping:
+                self._native.cancel(run.native_id)
+        self._result_writer.write_ends(dropped)
         if abandoned:
             self._intake.begin_again(abandoned)
 
-    def _read(self, flights: Sequence[Flight]) -> list[tuple[bytes | None, bytes | None]]:
+    def _read(self, runs: Sequence[GatewayRun]) -> list[tuple[bytes | None, bytes | None]]:
         with self._connection.pipeline(transaction=False) as pipe:
-            for flight in flights:
-                pipe.hmget(flight.job.key, "status", "worker_name")
+            for run in runs:
+                pipe.hmget(run.job.key, "status", "worker_name")
             return [(status, owner) for status, owner in pipe.execute()]
 
-    def _renew(self, flights: Sequence[Flight]) -> None:
+    def _renew(self, runs: Sequence[GatewayRun]) -> None:
         with self._connection.pipeline(transaction=False) as pipe:
-            for flight in flights:
-                renew(pipe, flight)
+            for run in runs:
+                renew(pipe, run)
             pipe.execute()
 
     def _forget_old_ends(self) -> None:
@@ -117,5 +117,5 @@ class Keeper:
             ledger.queue.failed_job_registry.cleanup()
 
 
-def _batches(flights: list[Flight]) -> list[list[Flight]]:
-    return [flights[first : first + _AT_ONCE] for first in range(0, len(flights), _AT_ONCE)]
+def _batches(runs: list[GatewayRun]) -> list[list[GatewayRun]]:
+    return [runs[first : first + _AT_ONCE] for first in range(0, len(runs), _AT_ONCE)]

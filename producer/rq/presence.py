@@ -15,7 +15,7 @@ from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
-from millrace.producer.rq.run_table import Flights
+from millrace.producer.rq.run_table import RunTable
 from millrace.producer.rq.runs import GatewayJob
 
 logger = logging.getLogger("millrace.gateway")
@@ -28,12 +28,12 @@ _LISTEN_S = 5.0
 class Presence:
     """Owns the gateway's entry among RQ's workers."""
 
-    def __init__(self, connection: redis.Redis, queues: Sequence[Queue], name: str, flights: Flights) -> None:
+    def __init__(self, connection: redis.Redis, queues: Sequence[Queue], name: str, runs: RunTable) -> None:
         self.name = name
         self._connection = connection
         self._queues = list(queues)
         self._worker = _worker(self._queues, name, is_ours=True)
-        self._flights = flights
+        self._runs = runs
         self._lock = threading.Lock()  # so that the last word about the state is a true one
         self.is_suspended = False
 
@@ -75,14 +75,14 @@ class Presence:
     def sign_off(self) -> None:
         self._worker.register_death()
 
-    def bury(self, gateway: str) -> None:
+    def remove_dead(self, gateway: str) -> None:
         """Take a gateway that has died off RQ's list."""
         _worker(self._queues, gateway, is_ours=False).register_death()
 
     def _state(self) -> WorkerStatus:
         if self.is_suspended:
             return WorkerStatus.SUSPENDED
-        return WorkerStatus.BUSY if len(self._flights) else WorkerStatus.IDLE
+        return WorkerStatus.BUSY if len(self._runs) else WorkerStatus.IDLE
 
     def _write_state(self, pipe: Pipeline, state: WorkerStatus) -> None:
         self._worker.set_state(state, pipeline=pipe)
@@ -109,9 +109,9 @@ class CommandListener:
             self._pubsub.subscribe(self._channel)
         message = self._pubsub.get_message(timeout=_LISTEN_S)
         if message is not None and message["type"] == "message":
-            self._obey(message["data"])
+            self._handle(message["data"])
 
-    def _obey(self, data: bytes) -> None:
+    def _handle(self, data: bytes) -> None:
         try:
             command = json.loads(data)
             kind, job_id = command["command"], command.get("job_id")

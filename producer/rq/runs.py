@@ -59,7 +59,7 @@ class GatewayJob(Job):
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class GatewayRun:
     """One RQ job that this gateway has in flight: registered with RQ, submitted to Millrace, not yet ended."""
 
     job: GatewayJob
@@ -74,10 +74,10 @@ class Flight:
     """Somebody has sent RQ's stop-job command."""
 
 
-class FlightEnd(NamedTuple):
-    """How a flight ends."""
+class RunEnd(NamedTuple):
+    """How a run ends."""
 
-    flight: Flight
+    run: GatewayRun
     kind: Literal["finished", "failed", "stopped", "dropped"]
     """Dropped: RQ's job was cancelled, deleted or taken by another gateway; nothing is written about it."""
     value: dict[str, Any] | None = None
@@ -128,34 +128,34 @@ def write_start(
     return execution
 
 
-def renew(pipe: Pipeline, flight: Flight) -> None:
+def renew(pipe: Pipeline, run: GatewayRun) -> None:
     """The execution lives."""
-    flight.execution.heartbeat(flight.job.started_job_registry, EXECUTION_TTL_S, pipeline=pipe)
+    run.execution.heartbeat(run.job.started_job_registry, EXECUTION_TTL_S, pipeline=pipe)
 
 
 # --- end -----------------------------------------------------------------------------------------------------------
 
 
-def write_end(pipe: Pipeline, end: FlightEnd, job: GatewayJob, standing: Standing, gateway: str) -> None:
+def write_end(pipe: Pipeline, end: RunEnd, job: GatewayJob, standing: Standing, gateway: str) -> None:
     """started -> finished, failed or stopped, or back to the queue when the producer gave it a Retry. `job` is changed."""
-    flight = end.flight
-    leave_registries(pipe, flight.ledger, job, standing.status)
+    run = end.run
+    leave_registries(pipe, run.ledger, job, standing.status)
     delete_executions(pipe, job, standing.execution_ids)
-    forget(pipe, flight)
+    forget(pipe, run)
     job.ended_at = now()
     if end.kind == "finished":
-        _write_success(pipe, flight, job, end.value, gateway)
+        _write_success(pipe, run, job, end.value, gateway)
     elif end.kind == "failed" and job.should_retry:
-        _write_retry(pipe, flight, job)
+        _write_retry(pipe, run, job)
     else:
         status = JobStatus.STOPPED if end.kind == "stopped" else JobStatus.FAILED
-        _write_failure(pipe, flight, job, status, end.reason, gateway)
+        _write_failure(pipe, run, job, status, end.reason, gateway)
 
 
-def forget(pipe: Pipeline, flight: Flight) -> None:
+def forget(pipe: Pipeline, run: GatewayRun) -> None:
     """This gateway has nothing to do with the run any more."""
-    flight.execution.delete(flight.job, pipe)
-    flight.ledger.remove(pipe, flight.job.id)
+    run.execution.delete(run.job, pipe)
+    run.ledger.remove(pipe, run.job.id)
 
 
 def leave_registries(pipe: Pipeline, ledger: Ledger, job: GatewayJob, status: str | None) -> None:
@@ -179,23 +179,23 @@ def delete_executions(pipe: Pipeline, job: GatewayJob, execution_ids: Iterable[s
         Execution(execution_id, job.id, job.connection).delete(job, pipe)
 
 
-def _write_success(pipe: Pipeline, flight: Flight, job: GatewayJob, value: dict[str, Any] | None, gateway: str) -> None:
+def _write_success(
+    pipe: Pipeline, run: GatewayRun, job: GatewayJob, value: dict[str, Any] | None, gateway: str
+) -> None:
     ttl = job.get_result_ttl(DEFAULT_RESULT_TTL)
     if ttl != 0:
         job.set_status(JobStatus.FINISHED, pipeline=pipe)
         job.save(pipeline=pipe)
-        Result.create(
-            job, Result.Type.SUCCESSFUL, ttl, return_value=value, pipeline=pipe, **_stamps(flight, job, gateway)
-        )
+        Result.create(job, Result.Type.SUCCESSFUL, ttl, return_value=value, pipeline=pipe, **_stamps(run, job, gateway))
         job.finished_job_registry.add(job, ttl, pipe)
     if job.repeats_left:
-        Repeat.schedule(job, flight.ledger.queue, pipeline=pipe)
+        Repeat.schedule(job, run.ledger.queue, pipeline=pipe)
     else:
         job.cleanup(ttl, pipeline=pipe, remove_from_queue=False)
 
 
-def _write_retry(pipe: Pipeline, flight: Flight, job: GatewayJob) -> None:
-    queue = flight.ledger.queue
+def _write_retry(pipe: Pipeline, run: GatewayRun, job: GatewayJob) -> None:
+    queue = run.ledger.queue
     interval_s = job.get_retry_interval()
     if not interval_s:
         job.retry(queue, pipe)
@@ -206,18 +206,18 @@ def _write_retry(pipe: Pipeline, flight: Flight, job: GatewayJob) -> None:
 
 
 def _write_failure(
-    pipe: Pipeline, flight: Flight, job: GatewayJob, status: JobStatus, reason: str, gateway: str
+    pipe: Pipeline, run: GatewayRun, job: GatewayJob, status: JobStatus, reason: str, gateway: str
 ) -> None:
     job.set_status(status, pipeline=pipe)
     job.failed_job_registry.add(job, ttl=job.failure_ttl, exc_string=reason, pipeline=pipe)
-    Result.create_failure(job, job.failure_ttl, exc_string=reason, pipeline=pipe, **_stamps(flight, job, gateway))
+    Result.create_failure(job, job.failure_ttl, exc_string=reason, pipeline=pipe, **_stamps(run, job, gateway))
 
 
-def _stamps(flight: Flight, job: GatewayJob, gateway: str) -> dict[str, Any]:
+def _stamps(run: GatewayRun, job: GatewayJob, gateway: str) -> dict[str, Any]:
     return {
         "worker_name": gateway,
-        "execution_id": flight.execution.id,
-        "execution_started_at": flight.execution.created_at,
+        "execution_id": run.execution.id,
+        "execution_started_at": run.execution.created_at,
         "execution_ended_at": job.ended_at,
     }
 

@@ -70,7 +70,7 @@ def without_its_replicas(place: Place) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "words"),
+    ("unhealthy_reason", "words"),
     [
         pytest.param(read_only, "is a read-only replica", id="READONLY"),
         pytest.param(without_its_primary, "Link with MASTER is down", id="MASTERDOWN", marks=pytest.mark.slow),
@@ -78,13 +78,13 @@ def without_its_replicas(place: Place) -> Iterator[None]:
         pytest.param(without_its_replicas, "NOREPLICAS", id="NOREPLICAS", marks=pytest.mark.slow),
     ],
 )
-def test_it_takes_no_writes_for_a_while(hurt_place: Place, trouble: Trouble, words: str) -> None:
+def test_it_takes_no_writes_for_a_while(hurt_place: Place, unhealthy_reason: Trouble, words: str) -> None:
     """For longer than the lease, with jobs in the middle of their output and jobs that wait."""
     place = hurt_place
     engines = place.engines(2, "--max-num-seqs", "8")
     place.submit(make_jobs(16, max_tokens=300))
     wait_until(lambda: place.num_tokens_kept() > 0)
-    with trouble(place):
+    with unhealthy_reason(place):
         with pytest.raises(RedisUnavailable, match=words):
             place.client.submit_many(make_jobs(1, first=100))
         place.outlast_the_lease()

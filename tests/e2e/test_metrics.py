@@ -134,7 +134,7 @@ def test_a_frozen_worker_makes_the_engine_unhealthy_until_it_is_replaced(
     next(iter(client.stream(job_id)))
     assert fetch(engine, "/health") == (200, "serving\n")
     os.kill(engine.worker_pids()[0], signal.SIGSTOP)
-    wait_until(lambda: fetch(engine, "/health")[0] == 503, LIMIT_S, "trouble")
+    wait_until(lambda: fetch(engine, "/health")[0] == 503, LIMIT_S, "unhealthy_reason")
     assert re.match(r"a step has lasted \d+ s|the workers are being restarted", fetch(engine, "/health")[1])
     assert figures(engine)["millrace_healthy"] == 0
     wait_until(lambda: fetch(engine, "/health")[0] == 200, LIMIT_S, "health")

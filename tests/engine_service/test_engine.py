@@ -345,7 +345,7 @@ def test_a_step_that_hangs_in_this_process_is_trouble_within_seconds(
     execute_model, told = StubWorker.execute_model, []
 
     def look_meanwhile(worker: StubWorker, plan: StepPlan) -> StepResult:
-        told.append([engine.trouble(time.monotonic() + seconds) for seconds in (0, 9, 11)])
+        told.append([engine.unhealthy_reason(time.monotonic() + seconds) for seconds in (0, 9, 11)])
         return execute_model(worker, plan)
 
     monkeypatch.setattr(StubWorker, "execute_model", look_meanwhile)

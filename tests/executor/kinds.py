@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from millrace.executor.base import Executor
-from millrace.executor.launch.external import MEETING_PLACE, ExternalLauncherExecutor
+from millrace.executor.launch.external import RENDEZVOUS_DIR, ExternalLauncherExecutor
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.launch.process import python_path
 from millrace.executor.launch.ray import RayExecutor
@@ -61,14 +61,14 @@ class Launched(ExternalLauncherExecutor):
     def _start_workers(self) -> list[ModelFacts]:
         if self._num_starts == 1:
             directory = tempfile.mkdtemp(prefix="millrace-", dir="/tmp")
-            os.environ[MEETING_PLACE] = directory
+            os.environ[RENDEZVOUS_DIR] = directory
             self.processes: list[subprocess.Popen[bytes]] = [
                 self._launch_one(rank, directory) for rank in range(self.world_size)
             ]
         try:
             return super()._start_workers()
         finally:
-            os.environ.pop(MEETING_PLACE, None)
+            os.environ.pop(RENDEZVOUS_DIR, None)
 
     def _launch_one(self, rank: int, directory: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", self._worker_module, "--address", socket_address(directory)]

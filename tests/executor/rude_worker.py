@@ -5,7 +5,7 @@ The environment's RUDE says how:
     garbage         sends bytes that are no message before each reply
     crowd           the same in the middle of a step, beside frames of others that are too large, or of another life
     twice           sends each reply twice
-    <nonsense>      answers with one of `NONSENSE`; only while the file that RUDE_ONCE names does not exist, and makes it
+    <reply_error>      answers with one of `NONSENSE`; only while the file that RUDE_ONCE names does not exist, and makes it
     old             says that it speaks another protocol
     heartless       has no heartbeat
     curious         looks at its memory after each step

@@ -267,9 +267,9 @@ def test_what_arrives_in_the_middle_of_a_step_and_is_not_ours_changes_nothing(
     assert executor.execute_model(decode(executor, 2)).result().seq_ids == [1]
 
 
-@pytest.mark.parametrize("nonsense", NONSENSE)
-def test_nonsense_instead_of_a_result_costs_a_restart_and_no_token(rude: Rude, nonsense: str) -> None:
-    executor = rude(nonsense)
+@pytest.mark.parametrize("reply_error", NONSENSE)
+def test_nonsense_instead_of_a_result_costs_a_restart_and_no_token(rude: Rude, reply_error: str) -> None:
+    executor = rude(reply_error)
     engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4)
     engine.start()
     generations = [generation(1)]

@@ -55,7 +55,7 @@ def test_data_survive_a_kill_when_asked_for() -> None:
 
 def test_a_server_that_cannot_start_says_why_at_once() -> None:
     with pytest.raises(EmbeddedServerError, match="maxmemory-policy"):
-        EmbeddedServer(options={"maxmemory-policy": "nonsense"}).__enter__()
+        EmbeddedServer(options={"maxmemory-policy": "reply_error"}).__enter__()
 
 
 def test_without_any_server_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,14 +84,14 @@ WRONG: list[tuple[str, list[Argument]]] = [
     ("seed", ["", "abc", "1.5", "--1", "-", "2^63", str(2**63), str(-(2**63) - 1), "1" * 5000]),
     ("tenant", ["", "a b", "x" * 65, b"\xc3\xa9"]),
     ("priority", ["", "abc", "nan", "inf", "0.5", "1e3", str(2**31), str(-(2**31) - 1)]),
-    ("options", ["5", "null", '"x"', "{", "nonsense", "[" * 2000]),
+    ("options", ["5", "null", '"x"', "{", "reply_error", "[" * 2000]),
 ]
 WRONG_OPTIONS: list[tuple[str, list[Any]]] = [
     ("delay_ms", [-1, 1.5, "5", True, [], 10**14]),
     ("run_at_ms", ["soon", -1, False, {}]),
     ("deadline_ms", [0, -1, 0.5, "5"]),
     ("max_retries", [-1, 101, 1.5, "2"]),
-    ("meta", [{"a": 1}, 5, "", "5", "{", "{nonsense}", json.dumps({"a": "x" * 16384})]),
+    ("meta", [{"a": 1}, 5, "", "5", "{", "{reply_error}", json.dumps({"a": "x" * 16384})]),
     ("batch", ["", "a b", 5, "x" * 65, {}]),
 ]
 CASES = [(name, value, {**JOB, name: value}) for name, values in WRONG for value in values]

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from millrace.worker.attention.interface import STEP_KEYWORD
 from millrace.worker.errors import ModelError
 from millrace.worker.kv_pool import LayerSpec
-from millrace.worker.parallel.stages import find_inlet
+from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.rope import unchanged_frequencies
 
 PROBE_TOKENS = 2
@@ -106,7 +106,7 @@ def _shapes_only(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    inlet = find_inlet(model)
+    inlet = find_stage_input(model)
     if inlet is None:
         return {"input_ids": torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=model.device)}
     shape = (1, PROBE_TOKENS, model.config.hidden_size)

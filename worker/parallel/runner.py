@@ -27,7 +27,7 @@ from millrace.worker.attention.interface import Attention
 from millrace.worker.input_batch import SampledRow, StepBatch
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.parallel.peers import Peers
-from millrace.worker.parallel.stages import find_inlet
+from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.parallel.topology import Topology
 from millrace.worker.parallel.vocabulary import Vocabulary
 from millrace.worker.runner import Runner
@@ -64,7 +64,7 @@ class ParallelRunner(Runner):
         self._topology = topology
         self._peers = peers
         self._vocabulary = Vocabulary(model.config.vocab_size, topology, peers)
-        self._inlet = find_inlet(model)
+        self._inlet = find_stage_input(model)
         self._expected: deque[Expected] = deque()
 
     def execute_model(self, plan: StepPlan) -> StepResult:

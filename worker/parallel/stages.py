@@ -1,13 +1,13 @@
 """Pipeline parallel: a stage keeps its own layers and lets the rest of the model go.
 
 The list of layers keeps its length, so that every layer finds its own index, kind and rotary frequencies; what another
-stage holds is replaced by a `StandIn` without weights. For 5 layers on 2 stages:
+stage holds is replaced by a `PPMissingLayer` without weights. For 5 layers on 2 stages:
 
-    stage 0    embedding   0    1    2    -    -    (identity)  (identity)      - StandIn     < Inlet
+    stage 0    embedding   0    1    2    -    -    (identity)  (identity)      - PPMissingLayer     < StageInput
     stage 1    (identity)  -    -    <    3    4    norm        head
 
 A later stage feeds what it received as `inputs_embeds`. Since some models scale or normalise that before their first
-layer, it goes in a second time, unchanged, at the `Inlet` in front of the stage's own first layer.
+layer, it goes in a second time, unchanged, at the `StageInput` in front of the stage's own first layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from millrace.worker.errors import ModelError
 from millrace.worker.parallel.topology import Topology
 
 
-class StandIn(nn.Module):
+class PPMissingLayer(nn.Module):
     """In the place of a layer that another stage has: hands its input on."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -34,7 +34,7 @@ class StandIn(nn.Module):
         return hidden_states
 
 
-class Inlet(StandIn):
+class StageInput(PPMissingLayer):
     """In the place of the last layer of the stage before: hands in what that stage has sent."""
 
     received: Tensor | None = None  # [1, T, H]
@@ -60,7 +60,7 @@ def cut_stages(model: PreTrainedModel, topology: Topology) -> None:
     own = topology.layers(len(layers))
     for index, layer in enumerate(layers):
         if index not in own:
-            layers[index] = Inlet(layer) if index == own.start - 1 else StandIn(layer)
+            layers[index] = StageInput(layer) if index == own.start - 1 else PPMissingLayer(layer)
     middle = parts.index("layers")
     if not topology.is_first_stage:
         _drop(model.base_model, parts[:middle])
@@ -69,9 +69,9 @@ def cut_stages(model: PreTrainedModel, topology: Topology) -> None:
         _drop(model, [name for name, module in model.named_children() if module is model.get_output_embeddings()])
 
 
-def find_inlet(model: PreTrainedModel) -> Inlet | None:
+def find_stage_input(model: PreTrainedModel) -> StageInput | None:
     """Where a later stage takes in what it received. None on the first stage, and in a whole model."""
-    return next((module for module in model.modules() if isinstance(module, Inlet)), None)
+    return next((module for module in model.modules() if isinstance(module, StageInput)), None)
 
 
 def _drop(parent: nn.Module, names: list[str]) -> None:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.engine import Engine
 from millrace.engine_service.observe.health import Health
-from millrace.engine_service.observe.metrics import Exposition
+from millrace.engine_service.observe.metrics import MetricsCollector
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.rank.stub import StubWorker
 from millrace.executor.wire.messages import WorkerConfig
@@ -23,6 +23,6 @@ def test_how_busy_a_device_is_stands_there_when_it_is_known(
     engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=16)
     engine.start()
     registry = CollectorRegistry()
-    registry.register(Exposition(engine, Health(engine)))
+    registry.register(MetricsCollector(engine, Health(engine)))
     assert registry.get_sample_value("millrace_device_utilization_ratio", {"rank": "0"}) == value
     engine.shutdown()

@@ -139,7 +139,7 @@ def test_no_step_is_made_while_redis_takes_no_results_and_then_it_goes_on(engine
             engine, capacity, output, writer, on_over=lambda job_id, lease: None, on_sleep_change=lambda: None
         )
         os.kill(server.pid, signal.SIGSTOP)
-        service.tell(Arrived(ServedJob(claimed, generation)))
+        service.post(Arrived(ServedJob(claimed, generation)))
         service._listen()
         while not writer.is_full:
             service._step()

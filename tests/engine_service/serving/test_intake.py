@@ -18,7 +18,7 @@ from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.serving.capacity import Capacity
 from millrace.engine_service.serving.inbox import Inbox
 from millrace.engine_service.serving.intake import Intake
-from millrace.engine_service.serving.jobs import Arrived, Refused, Word
+from millrace.engine_service.serving.jobs import Arrived, EngineEvent, Refused
 from millrace.engine_service.serving.leases import Leases, new_engine_id
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import WorkerConfig
@@ -64,7 +64,7 @@ class Parts:
     """What an engine has for its work to come in, on queues of its own."""
 
     def __init__(self, connect_queue: Connect, engine: Engine) -> None:
-        self.words: queues.SimpleQueue[Word] = queues.SimpleQueue()
+        self.words: queues.SimpleQueue[EngineEvent] = queues.SimpleQueue()
         self.news: queues.SimpleQueue[Reconciliation] = queues.SimpleQueue()
         self.lease_queue, self.inbox_queue = connect_queue(), connect_queue()
         self.leases = Leases(
@@ -77,7 +77,7 @@ class Parts:
             Admission(engine.facts, None, []),
             model_name="stub",
             fingerprint=FINGERPRINT,
-            tell=self.words.put,
+            post=self.words.put,
         )
         self.inbox = Inbox(self.inbox_queue)
         self.leases.start()
@@ -212,9 +212,9 @@ def test_an_engine_with_a_dead_thread_is_not_healthy(parts: Parts, engine: Engin
     parts.intake.start()
     parts.inbox.start()
     health.watch(parts.leases, [*parts.intake.threads, parts.inbox.thread, parts.leases.thread])
-    assert health.trouble() is None
+    assert health.unhealthy_reason() is None
     break_reply(parts.inbox_queue, READ, SystemExit())  # ends the thread, and says nothing
     wait_until(lambda: not parts.inbox.thread.is_alive())
-    assert health.trouble() == "the thread 'inbox' has died; restart the engine"
+    assert health.unhealthy_reason() == "the thread 'inbox' has died; restart the engine"
     health.let_threads_end()
-    assert health.trouble() is None
+    assert health.unhealthy_reason() is None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.executor.launch.directory_reaper import Broom, PrivateDirectory
+from millrace.executor.launch.directory_reaper import DirectoryReaper, PrivateDirectory
 from millrace.executor.launch.process import python_path
 from tests.processes import wait_until
 
@@ -49,10 +49,10 @@ def test_an_engine_killed_while_its_socket_has_a_file_leaves_none(tmp_path: Path
 
 LEAVES = """
 import os, subprocess, sys
-from millrace.executor.launch.directory_reaper import Broom
-broom = Broom(sys.argv[1])
+from millrace.executor.launch.directory_reaper import DirectoryReaper
+reaper = DirectoryReaper(sys.argv[1])
 os.mkdir(sys.argv[1])
-print(subprocess.Popen(["sleep", "60"], pass_fds=(broom.fd,), stdout=subprocess.DEVNULL).pid, flush=True)
+print(subprocess.Popen(["sleep", "60"], pass_fds=(reaper.fd,), stdout=subprocess.DEVNULL).pid, flush=True)
 os._exit(0)
 """
 
@@ -71,19 +71,19 @@ def test_a_directory_is_swept_when_the_last_holder_ends(tmp_path: Path) -> None:
 def test_who_sweeps_waits_for_no_other_holder(tmp_path: Path) -> None:
     """Such as a process that this one has forked meanwhile."""
     (directory := tmp_path / "swept").mkdir()
-    broom = Broom(str(directory))
-    with subprocess.Popen(["sleep", "60"], pass_fds=(broom.fd,)) as holder:
-        broom.close()
+    reaper = DirectoryReaper(str(directory))
+    with subprocess.Popen(["sleep", "60"], pass_fds=(reaper.fd,)) as holder:
+        reaper.close()
         assert not directory.exists()
         assert holder.poll() is None
         holder.kill()
 
 
 def test_a_broom_that_was_killed_is_let_go_of(tmp_path: Path) -> None:
-    broom = Broom(str(tmp_path / "swept"))
-    broom._shell.kill()
-    broom._shell.wait()
-    broom.close()
+    reaper = DirectoryReaper(str(tmp_path / "swept"))
+    reaper._shell.kill()
+    reaper._shell.wait()
+    reaper.close()
 
 
 def test_a_directory_that_can_not_be_made_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

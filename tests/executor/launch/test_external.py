@@ -285,7 +285,7 @@ def test_torchrun_itself_is_killed_and_nothing_is_left_but_the_jobs(
     client = Client(redis_url, queue=queue_name)
     undisturbed, job_ids = begin_jobs(torchrun, client)
     pids = torchrun.descendants()
-    assert len(pids) == 4  # two ranks, the service, and the broom that sweeps after it
+    assert len(pids) == 4  # two ranks, the service, and the reaper that sweeps after it
     torchrun.process.kill()
     torchrun.process.wait()
     for pid in pids:

@@ -12,7 +12,7 @@ from millrace import LLM
 from millrace.engine_service.build import build_engine
 from millrace.engine_service.config import EngineConfig
 from millrace.engine_service.errors import ConfigurationError
-from millrace.executor.launch.external import MEETING_PLACE
+from millrace.executor.launch.external import RENDEZVOUS_DIR
 from millrace.executor.launch.select import make_executor
 from millrace.executor.wire.messages import WorkerConfig
 from tests.e2e.engines import TINY
@@ -66,7 +66,7 @@ def test_too_few_devices_take_ray_when_it_is_reachable(monkeypatch: pytest.Monke
 
 
 def test_torchruns_ranks_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(MEETING_PLACE, "/nowhere")
+    monkeypatch.setenv(RENDEZVOUS_DIR, "/nowhere")
     assert name_of("auto", ranks=2) == "external"
 
 

@@ -305,7 +305,7 @@ def test_the_server_dies_and_returns(tmp_path: Path) -> None:
             jobs = enqueue_many(rq_queue, 100)
             wait_until(lambda: len(engine.held) == 100, what="the claims")
             server.kill()
-            wait_until(lambda: "again in" in gateway.text(), what="the gateway's trouble")
+            wait_until(lambda: "again in" in gateway.text(), what="the gateway's unhealthy_reason")
             server.start()
             engine.let_go()
             wait_for_finished(rq_queue, 100)

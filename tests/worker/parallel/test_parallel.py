@@ -21,7 +21,7 @@ from millrace.executor.wire.messages import (
     StepResult,
     StepRow,
 )
-from millrace.worker.parallel.stages import find_inlet
+from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, Driver, Request, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
@@ -287,7 +287,7 @@ def test_a_step_in_which_nothing_is_drawn(processes: RankProcesses, models: dict
 def num_tensors_held(rank: Rank) -> int:
     """Of the last step, by what sends and receives between stages."""
     assert rank._peers is not None
-    inlet = find_inlet(rank._model) if rank._model is not None else None
+    inlet = find_stage_input(rank._model) if rank._model is not None else None
     return len(rank._peers._sends) + (inlet is not None and inlet.received is not None)
 
 
