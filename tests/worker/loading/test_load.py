@@ -1,4 +1,4 @@
-"""Model directories: whole ones load exactly as transformers loads them, others are refused in one clear sentence."""
+"""Model directories: valid ones load exactly as in transformers, others are refused with one clear sentence."""
 
 from __future__ import annotations
 
