@@ -1,5 +1,4 @@
-"""Errors that a rank raises. Each message is one printable line that names the field or file, and the remedy at its
-end."""
+"""Errors of a rank. Each message is one printable line that names the field or file, and ends with the remedy."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def _weight_files(directory: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
             return sorted(directory / name for name in names)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ModelError(f"{index} is damaged ({error!r}): copy the model again") from error
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]

@@ -28,18 +28,18 @@ SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 def read_config(directory: Path) -> PretrainedConfig:
     """Return the model's configuration. Raises `ModelError` when it shows that the model cannot be served."""
     raw = _read_config_json(directory)
-    _check_code(directory, raw)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ModelError(
-            f"{directory} is a quantized checkpoint ({method}), which is not supported: use the unquantized model"
-        )
     try:
+        _check_code(directory, raw)
+        if raw.get("quantization_config"):
+            method = raw["quantization_config"].get("quant_method", "unknown")
+            raise unsupported(f"{directory} is a quantized checkpoint ({method})")
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a config class may raise anything for the file's values
+        _check_architecture(config)
+        return config
+    except ModelError:
+        raise
+    except Exception as error:  # values of a wrong type fail here, and a config class may raise anything
         raise _damaged_config("read", directory, error) from error
-    _check_architecture(config)
-    return config
 
 
 def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -75,7 +75,7 @@ def _read_config_json(directory: Path) -> dict[str, Any]:
         raw = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelError(f"{directory} has no config.json: give the directory with the model's files") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read ({error}): copy the model again") from error
     if not isinstance(raw, dict):
         raise ModelError(f"{path} is not a JSON object: copy the model again")

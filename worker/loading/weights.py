@@ -31,10 +31,8 @@ OLD_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")
 
 def load_weights(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str, Path], device: torch.device) -> None:
     """Fill a meta model with this rank's part of the weights, in the dtype of its parameters. It is then ready to run.
-    Parts of other ranks are not read.
 
-    Raises `WeightsDiffer` when the files do not hold exactly the whole model's tensors, and `ModelError` for damaged
-    ones.
+    Raises `WeightsDiffer` when the files do not hold exactly the whole model's tensors, else `ModelError`.
     """
     sources = _on_this_rank(model, part, _match(model, part, tensor_files))
     targets_by_file: dict[Path, list[str]] = {}
@@ -60,8 +58,7 @@ def take_weights(model: PreTrainedModel, part: ModelPart, whole: PreTrainedModel
 
 def load_converted(model: PreTrainedModel, directory: Path, device: torch.device) -> PreTrainedModel:
     """Load the same model with transformers, which renames and merges the tensors of some checkpoints, such as those of
-    experts. Raises `WeightsDiffer` when they still do not fit.
-    """
+    experts. Raises `WeightsDiffer` when they still do not fit."""
     loaded: Any
     info: dict[str, Any]
     loaded, info = type(model).from_pretrained(  # type: ignore[misc]
@@ -172,16 +169,13 @@ def _make_ready(model: PreTrainedModel, loaded: set[str], device: torch.device) 
 
 
 def _tie(model: PreTrainedModel, loaded: set[str]) -> None:
-    """Share the weights that the configuration ties. If both are stored and differ they stay separate, as in
-    transformers."""
+    """Share the weights that the configuration ties, unless both are stored and differ, as in transformers."""
     present = set(model.state_dict())
     for target, source in model.all_tied_weights_keys.items():
         if not {source, target} <= present:  # another stage has the other one
             continue
         if {source, target} <= loaded and not torch.equal(model.get_parameter(source), model.get_parameter(target)):
-            logger.warning(
-                "config.json ties %s and %s, but they are stored with different values: not tied", source, target
-            )
+            logger.warning("config.json ties %s and %s, but their stored values differ: not tied", source, target)
             continue
         if source not in loaded:
             source, target = target, source

@@ -100,8 +100,7 @@ class Peers:
         self._sends.clear()
 
     def receive(self, tensor: Tensor, stage: int) -> dist.Work:
-        """Start to fill a tensor with the next one that the stage sends. It is filled when the returned work is
-        done."""
+        """Start to receive the stage's next tensor into `tensor`. It is filled when the returned work is done."""
         return _started(dist.irecv(tensor, self._rank_in(stage)))
 
     def close(self) -> None:
@@ -114,8 +113,7 @@ class Peers:
         return self.topology.rank_of(stage, self.topology.tp_rank)
 
     def _make_stage_groups(self) -> dist.ProcessGroup | None:
-        """Return the group of this rank's stage; None is that of all ranks. Each rank has to make all groups, in one
-        order."""
+        """Make the groups of all stages, as every rank has to, in order. Return this stage's; None is all ranks."""
         topology = self.topology
         if topology.pp_size == 1 or topology.tp_size == 1:
             return None
