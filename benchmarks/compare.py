@@ -43,12 +43,13 @@ def main() -> None:
     arguments = ["--part", options.part]
     arguments += ["--repeat", str(options.repeat)] if options.repeat else []
     arguments += ["--quick"] if options.quick else []
-    checkouts = (ROOT, options.other.resolve())
-    pairs: list[dict[Path, Figures]] = []
+    checkouts = {"this": ROOT, "other": options.other.resolve()}
+    pairs: list[dict[str, Figures]] = []
     for number in range(options.pairs):
         print(f"pair {number + 1} of {options.pairs}", file=sys.stderr)
-        pairs.append({checkout: _run(checkout, arguments) for checkout in checkouts[:: -1 if number % 2 else 1]})
-    Console().print(_table(options.part, [(pair[checkouts[0]], pair[checkouts[1]]) for pair in pairs]))
+        order = reversed(checkouts) if number % 2 else checkouts
+        pairs.append({side: _run(checkouts[side], arguments) for side in order})
+    Console().print(_table(options.part, pairs))
 
 
 def _run(checkout: Path, arguments: list[str]) -> Figures:
@@ -62,10 +63,10 @@ def _run(checkout: Path, arguments: list[str]) -> Figures:
     return {name: value for name, value in figures.items() if isinstance(value, int | float)}
 
 
-def _table(part: str, pairs: list[tuple[Figures, Figures]]) -> Table:
+def _table(part: str, pairs: list[dict[str, Figures]]) -> Table:
     table = Table("figure", "this", "other", "this / other", "interval", title=f"{part}, {len(pairs)} pairs")
-    for name in pairs[0][0].keys() & pairs[0][1].keys():
-        these, others = [this[name] for this, _ in pairs], [other[name] for _, other in pairs]
+    for name in filter(pairs[0]["other"].__contains__, pairs[0]["this"]):
+        these, others = ([pair[side][name] for pair in pairs] for side in ("this", "other"))
         row = [name, f"{statistics.median(these):g}", f"{statistics.median(others):g}"]
         if all(others):
             ratios = [this / other for this, other in zip(these, others, strict=True)]

@@ -67,7 +67,7 @@ def _run(llm: LLM, seed: int, num_requests: int) -> dict[str, float]:
 
 def _worker_pids() -> list[str]:
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [pid for pid in children if "worker" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
+    return [pid for pid in children if "millrace.worker" in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
 
 
 def _usage(pids: list[str]) -> dict[str, float]:

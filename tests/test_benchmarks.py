@@ -108,6 +108,10 @@ def test_two_checkouts_are_compared_in_turns(
     shown = capsys.readouterr().out
     assert "1.5000 to 1.5000" in shown and "ratios" not in shown
 
+    monkeypatch.setattr(compare, "ROOT", tmp_path / "other")
+    compare.main()
+    assert len((tmp_path / "runs").read_text().splitlines()) == 12, "a checkout with itself shows the noise"
+
     monkeypatch.setattr("sys.argv", ["compare", str(tmp_path), "--part", "queue"])
     with pytest.raises(SystemExit, match="2"):
         compare.main()
