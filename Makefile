@@ -45,7 +45,7 @@ test-all: $(STAMP) test-old-redis ## every test
 	$(BIN)/python -m pytest
 
 chaos: $(STAMP) ## kill processes under load, N times (default 50), check all, and write JSON
-	$(BIN)/python -P -m tests.chaos --kills $(or $(N),50) --seed $(or $(SEED),1)
+	$(BIN)/python -m tests.chaos --kills $(or $(N),50) --seed $(or $(SEED),1)
 
 lint: $(STAMP) ## ruff, rules and format
 	$(BIN)/ruff check .
@@ -58,8 +58,8 @@ format: $(STAMP) ## let ruff rewrite what it can
 type: $(STAMP) ## mypy, strict
 	$(BIN)/mypy
 
-bench: $(STAMP) ## measure, and write JSON
-	$(BIN)/python -P -m benchmarks
+bench: $(STAMP) ## measure, and write JSON; for example ARGS='--part queue --quick'
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove what the verbs made, the environment included
 	rm -rf $(VENV) .redis-6.2 build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

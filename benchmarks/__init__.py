@@ -1,1 +1,1 @@
-"""What Millrace costs and what it reaches, measured. `make bench` runs all of it and writes one JSON file."""
+"""Benchmarks of Millrace. `make bench` runs all parts and writes one JSON file."""

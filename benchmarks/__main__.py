@@ -1,13 +1,21 @@
-"""`python -P -m benchmarks [--only PART...] [--out FILE]`: measure, print a table, write JSON."""
+"""Run benchmarks against a private Redis, print a table, and write JSON. Run it in the root of a checkout.
+
+parts:
+  queue        the queue protocol alone, against Redis Streams and RQ
+  generation   tokens per second through Redis and offline, and the time to the first token
+  messages     a call to a worker and back, and the messages of a step
+  executors    a worker in its own process against one in the same process
+  parallel     one rank against two, tensor parallel and pipeline parallel
+  checkpoints  what saving running jobs costs
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from rich.console import Console
 from rich.table import Table
@@ -18,24 +26,26 @@ from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 
 SEED = 0
-PARTS: dict[str, Callable[[str, Path], dict[str, Any]]] = {
-    "queue": lambda url, _: queueing.measure(url),
-    "generation": generation.measure,
-    "messages": lambda _, model: messages.measure(model),
-    "executors": lambda _, model: executors.measure(model),
-    "parallel": lambda _, model: parallel.measure(model),
-    "checkpoints": checkpoints.measure,
+PARTS: dict[str, ModuleType] = {
+    "queue": queueing,
+    "generation": generation,
+    "messages": messages,
+    "executors": executors,
+    "parallel": parallel,
+    "checkpoints": checkpoints,
 }
-"""Each gets the URL of a server and a model."""
+"""Each has NUM_ROUNDS and `measure(url, model, num_rounds, is_quick=)`, which returns its figures by name."""
 
 
 def main() -> None:
-    """Run the benchmarks, all of them unless told otherwise, against a private server."""
+    """Run the chosen parts, or all."""
     options = _parse()
     with EmbeddedServer() as server, tempfile.TemporaryDirectory() as directory:
         result = {"seed": SEED, **describe(dict(connect(server.url).info("server")))}
         model = generation.make_model(Path(directory))
-        result |= {name: PARTS[name](server.url, model) for name in options.only}
+        for name in options.part:
+            num_rounds = options.repeat or (1 if options.quick else PARTS[name].NUM_ROUNDS)
+            result[name] = PARTS[name].measure(server.url, model, num_rounds, is_quick=options.quick)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     _show(result, options.out)
@@ -48,14 +58,24 @@ def _show(result: dict[str, dict[str, object]], out: Path) -> None:
             table.add_row(f"{part}: {name}", str(value))
     console = Console()
     console.print(table)
-    console.print(f"written to {out}")
+    console.print(f"wrote {out}")
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -P -m benchmarks", description=__doc__)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="default: all of it")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "out" / "bench.json")
-    return parser.parse_args()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="parts to run (default: all)"
+    )
+    parser.add_argument("--repeat", type=int, metavar="N", help="rounds of each part (default: the part's own number)")
+    parser.add_argument("--quick", action="store_true", help="one round with little work: shows that a part runs")
+    default = ROOT / "benchmarks" / "out" / "bench.json"
+    parser.add_argument("--out", type=Path, default=default, metavar="FILE", help=f"JSON file (default: {default})")
+    options = parser.parse_args()
+    if options.repeat is not None and options.repeat < 1:
+        parser.error(f"--repeat is {options.repeat}: it must be at least 1")
+    return options
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Commands that an engine sends to Redis for an unwatched job of NUM_TOKENS tokens, counted by the server's MONITOR.
+"""Counts the commands that an engine sends to Redis for an unwatched job of NUM_TOKENS tokens, with MONITOR.
 
-A real service with the tiny model, which reaches the server by its port, while the client comes through the unix socket: so
-whose command it was is seen. What the service sends in an idle time of the same length, its heartbeats among it, is taken
-off; what scripts do inside the server does not count.
+A real service with the tiny model connects to the server by TCP, and the client by the unix socket, so that their
+commands can be told apart. Commands of an idle time of the same length, such as heartbeats, are subtracted. Commands
+inside scripts do not count.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from millrace.results.connection import connect
 MODEL = ROOT / "examples" / "tiny_model"
 NUM_JOBS = 100
 NUM_TOKENS = 64
-END = "the end of what is counted"
+END_MARK = "end of the counted commands"
 
 
 def measure() -> dict[str, float]:
-    """Per job: when each comes alone, after the one before has ended, and when all come at once."""
+    """Return commands per job: for jobs that are submitted one after the other, and for jobs that are submitted at
+    once."""
     with EmbeddedServer(tcp=True) as server:
         with connect(server.url) as admin:
             url = "unix://" + str(admin.config_get("unixsocket")["unixsocket"])
@@ -64,19 +65,19 @@ def _per_job(url: str, work: Callable[[], None]) -> float:
 
 
 def _count(url: str, work: Callable[[], None]) -> int:
-    """Commands that come to the server's port during the work. `url` is that of its socket."""
+    """Count the commands that the server gets by TCP during the work. `url` is that of its unix socket."""
 
-    def work_and_say_so() -> None:
+    def work_and_mark_the_end() -> None:
         try:
             work()
         finally:
-            client.echo(END)
+            client.echo(END_MARK)
 
     with connect(url) as client, connect(url).monitor() as monitor:  # type: ignore[no-untyped-call]
-        working = threading.Thread(target=work_and_say_so)
+        working = threading.Thread(target=work_and_mark_the_end)
         working.start()
         num_sent = 0
-        while END not in (command := monitor.next_command())["command"]:
+        while END_MARK not in (command := monitor.next_command())["command"]:
             num_sent += command["client_type"] == "tcp"
         working.join()
     return num_sent

@@ -1,4 +1,4 @@
-"""Where and with what a measurement was made."""
+"""Describes the machine and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("millrace", "torch", "transformers", "redis", "rq", "msgspec", "pyzm
 
 
 def describe(server_info: dict[str, Any]) -> dict[str, Any]:
-    """Commit, machine and versions, for the head of a result file. What cannot be known is None."""
+    """Return commit, machine and versions for a result file. Unknown values are None."""
     status = _output("git", "status", "--porcelain")
     return {
         "commit": _output("git", "rev-parse", "HEAD"),
@@ -34,7 +34,7 @@ def describe(server_info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _output(*command: str) -> str | None:
-    """What a command says, None where there is no such command or it fails."""
+    """Return the output of a command. None if it does not exist or fails."""
     try:
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -42,10 +42,10 @@ def _output(*command: str) -> str | None:
 
 
 def _gpus() -> list[dict[str, str]]:
-    """Name, driver and memory of each."""
-    said = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    """Return name, driver and memory of each GPU."""
+    listed = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
     fields = ("name", "driver", "memory")
-    return [dict(zip(fields, line.split(", "), strict=False)) for line in (said or "").splitlines()]
+    return [dict(zip(fields, line.split(", "), strict=False)) for line in (listed or "").splitlines()]
 
 
 def _cpu_model() -> str:

@@ -1,4 +1,4 @@
-"""The way between an engine and its worker, without any computation: a call there and back, and a step's messages."""
+"""Measures communication between engine and worker without computation: a call and its reply, and a step's message."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ NUM_MESSAGES = 2000
 NUM_SEQUENCES = 256
 
 
-def measure(model: Path) -> dict[str, Any]:
-    """All figures of this file."""
+def measure(url: str, model: Path, num_rounds: int, *, is_quick: bool = False) -> dict[str, Any]:
+    """Return all figures of this part. `url` is not used; `is_quick` changes nothing."""
     plan = _decode_plan()
     payload = encode(Step(1, plan))
     return {
-        **_round_trips(model),
+        **_round_trips(model, num_rounds),
         "step_message_bytes": len(payload),
         "step_message_us": round(_median_us(lambda: decode_to_worker(encode(Step(1, plan))), NUM_MESSAGES), 1),
     }
 
 
-def _round_trips(model: Path) -> dict[str, Any]:
-    """Of a call without payload to one rank on this host, in turns: to the stub, which does nothing with it, and to a real
-    worker, which tries its device."""
+def _round_trips(model: Path, num_rounds: int) -> dict[str, Any]:
+    """Time a call without payload to one rank on this host: to the stub, which does nothing, and to a real worker,
+    which runs one operation on its device. In turns."""
     kinds = {"rpc": ("millrace.executor.rank.stub", WorkerConfig(model="", num_blocks=32, block_size=16))}
     kinds["health_check"] = ("millrace.worker", WorkerConfig(model=str(model), num_blocks=32, device="cpu"))
     with ExitStack() as stack:
@@ -49,12 +49,12 @@ def _round_trips(model: Path) -> dict[str, Any]:
             executors[name] = MultiprocExecutor(config, worker_module=module, log_level="WARNING")
             stack.callback(executors[name].shutdown)
             executors[name].start()
-        rounds = [{name: _round_trip_us(one) for name, one in executors.items()} for _ in range(NUM_ROUNDS)]
+        rounds = [{name: _round_trip_us(each) for name, each in executors.items()} for _ in range(num_rounds)]
     figures: dict[str, Any] = {}
     for name in kinds:
-        each = [round(one[name], 1) for one in rounds]
-        figures[f"{name}_us_p50"] = statistics.median(each)
-        figures[f"{name}_us_p50_of_each_round"] = each
+        medians_us = [round(times_us[name], 1) for times_us in rounds]
+        figures[f"{name}_us_p50"] = statistics.median(medians_us)
+        figures[f"{name}_us_p50_of_each_round"] = medians_us
     return figures
 
 
@@ -63,7 +63,8 @@ def _round_trip_us(executor: MultiprocExecutor) -> float:
 
 
 def _decode_plan() -> StepPlan:
-    """A step in which every sequence gets its next token, and one in sixteen a new block, as with blocks of 16."""
+    """Return a step in which every sequence feeds one token, and one of 16 gets a new block, as with blocks of 16
+    tokens."""
     rows = [StepRow(SeqId(1000 + i), 500 + i, 1, 1, [2000 + i] if i % 16 == 0 else []) for i in range(NUM_SEQUENCES)]
     return StepPlan(StepId(100_000), 1, depth=1, rows=rows)
 

@@ -1,4 +1,4 @@
-"""Jobs per second through the queue protocol alone: one process, 1 KB payloads, a private server.
+"""Measures jobs per second of the queue protocol alone: one process, 1 KB payloads, a private server.
 
 Baselines in the same rounds: a plain Redis Streams consumer group, and RQ's `enqueue_many` and `SimpleWorker`.
 """
@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -32,16 +33,16 @@ NUM_THREADS = 8
 NUM_RQ_RUN = 1_000
 BATCH = 256
 PAYLOAD = "x" * 1000
-FEW, MANY = 1_000, 1_000_000
+FEW, MANY, QUICK_MANY = 1_000, 1_000_000, 10_000
 
 Figures = dict[str, float]
 
 
-def measure(url: str, num_many: int = MANY) -> dict[str, Any]:
-    """Medians over the rounds, and what holds for one very long queue."""
-    rounds = [_round(url) for _ in range(NUM_ROUNDS)]
-    figures = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
-    figures |= _first_claim(url) | commands.measure() | _long_queue(url, num_many)
+def measure(url: str, model: Path, num_rounds: int, *, is_quick: bool = False) -> dict[str, Any]:
+    """Return medians over the rounds, and the figures of one very long queue. `model` is not used."""
+    rounds = [_round(url) for _ in range(num_rounds)]
+    figures = {name: statistics.median(values[name] for values in rounds) for name in rounds[0]}
+    figures |= _first_claim(url) | commands.measure() | _long_queue(url, QUICK_MANY if is_quick else MANY, num_rounds)
     return {name: round(value, 2) for name, value in figures.items()}
 
 
@@ -87,19 +88,19 @@ def _submit_singly(url: str, queue: str) -> None:
 
 
 def _submit_from_threads(url: str, queue: str) -> None:
-    """One client, and NUM_THREADS that wait for the reply to each of their jobs, as the requests of a web server do."""
+    """Submit from NUM_THREADS threads with one client, like the requests of a web server. Each waits for its reply."""
     with Client(url, queue=queue) as client, ThreadPoolExecutor(NUM_THREADS) as pool:
         for _ in pool.map(client.submit, itertools.repeat(PAYLOAD, NUM_SINGLE)):
             pass
 
 
 def _claim_and_finish(url: str, queue: str, limit: int | None = None) -> float:
-    """Drains the queue, or `limit` jobs of it; returns the seconds spent in claims alone."""
+    """Claim and finish all jobs, or `limit` of them. Return the seconds that the claims took."""
     engine, claim_s, num_done = _Engine(url, queue), 0.0, 0
     while limit is None or num_done < limit:
-        began_s = time.perf_counter()
+        begin_s = time.perf_counter()
         jobs = engine.claim(BATCH if limit is None else min(BATCH, limit - num_done))
-        claim_s += time.perf_counter() - began_s
+        claim_s += time.perf_counter() - begin_s
         if not jobs:
             break
         engine.jobs.write([_finish(job, 10) for job in jobs])
@@ -108,7 +109,7 @@ def _claim_and_finish(url: str, queue: str, limit: int | None = None) -> float:
 
 
 class _Engine:
-    """The queue's side of an engine; generates nothing."""
+    """The part of an engine that uses the queue. Generates nothing."""
 
     def __init__(self, url: str, queue: str) -> None:
         self.jobs = JobQueue(connect(url), queue)
@@ -135,20 +136,20 @@ def _finish(job: ClaimedJob, num_tokens: int) -> Finish:
 
 
 def _first_claim(url: str) -> Figures:
-    """From `submit` until an engine that waits has the job, median."""
-    queue, came_s = _new_queue(), []
+    """Measure the median time from `submit` until a waiting engine has the job."""
+    queue, waits_s = _new_queue(), []
     engine = _Engine(url, queue)
     with Client(url, queue=queue) as client:
         for _ in range(50):
             claimed: list[float] = []
             waiting = threading.Thread(target=_wait_and_claim, args=(engine, claimed))
             waiting.start()
-            time.sleep(0.01)  # the thread blocks by now
-            began_s = time.perf_counter()
+            time.sleep(0.01)  # until the thread blocks
+            begin_s = time.perf_counter()
             client.submit(PAYLOAD)
             waiting.join()
-            came_s.append(claimed[0] - began_s)
-    return {"submit_to_first_claim_ms": statistics.median(came_s) * 1000}
+            waits_s.append(claimed[0] - begin_s)
+    return {"submit_to_first_claim_ms": statistics.median(waits_s) * 1000}
 
 
 def _wait_and_claim(engine: _Engine, claimed: list[float]) -> None:
@@ -158,14 +159,14 @@ def _wait_and_claim(engine: _Engine, claimed: list[float]) -> None:
             claimed.append(time.perf_counter())
 
 
-def _long_queue(url: str, num_jobs: int) -> Figures:
-    """Claim rates and memory with very many jobs in line, against few; taken in turns, so that the machine is the same."""
+def _long_queue(url: str, num_jobs: int, num_rounds: int) -> Figures:
+    """Measure claim rates with many queued jobs and with few, in turns, and the memory of a queued job."""
     client, long = connect(url), _new_queue()
     before: Any = client.info("memory")
     _submit(url, long, num_jobs)
     after: Any = client.info("memory")
     rates: dict[str, list[float]] = {"few": [], "many": []}
-    for _ in range(NUM_ROUNDS):
+    for _ in range(num_rounds):
         short = _new_queue()
         _submit(url, short, FEW)
         for name, queue in (("few", short), ("many", long)):
@@ -184,7 +185,7 @@ def _long_queue(url: str, num_jobs: int) -> Figures:
 
 
 def _streams_baseline(url: str) -> Figures:
-    """XADD, then XREADGROUP, a result of the same size, and XACK: what a bare consumer group costs, without the rest."""
+    """Measure a bare consumer group: XADD, then XREADGROUP, XADD of a result, and XACK."""
     client, stream = connect(url), f"bench-{uuid.uuid4().hex[:8]}"
     client.xgroup_create(stream, "g", id="0", mkstream=True)
     add_s, _ = _timed(lambda: _streams_add(client, stream))
@@ -213,7 +214,7 @@ def _streams_work(client: redis.Redis, stream: str) -> None:
 
 
 def _set_singly(url: str) -> None:
-    """A bare SET of the payload, through redis-py: the least that a call to the server costs."""
+    """SET the payload with redis-py: the minimum cost of a call to the server."""
     with connect(url) as client:
         for i in range(NUM_SINGLE):
             client.set(f"bench-set-{i}", PAYLOAD)
@@ -235,21 +236,21 @@ def _rq_enqueue(queue: rq.Queue) -> None:
 
 
 def _rq_work(url: str) -> float:
-    """Jobs per second of RQ's worker without a fork per job, for jobs that return at once."""
+    """Return the jobs per second of RQ's worker without a fork per job, for jobs that return at once."""
     logging.getLogger("rq.worker").setLevel(logging.ERROR)
     queue = _rq_queue(url)
     for _ in range(NUM_RQ_RUN):
         queue.enqueue("builtins.len", PAYLOAD)
     worker = rq.SimpleWorker([queue], connection=queue.connection, serializer="json")
     work_s, _ = _timed(lambda: worker.work(burst=True, logging_level="ERROR"))
-    ids = queue.finished_job_registry.get_job_ids()  # they would expire while the memory of a long queue is measured
+    ids = queue.finished_job_registry.get_job_ids()  # else they expire while the memory of a long queue is measured
     queue.connection.unlink(*(f"rq:{kind}:{job_id}" for kind in ("job", "results") for job_id in ids))
     queue.connection.close()
     return NUM_RQ_RUN / work_s
 
 
 def _batches() -> Iterator[int]:
-    """Sizes of the batches that NUM_JOBS jobs come in, as `submit_many` divides them."""
+    """Yield the sizes of the batches into which `submit_many` divides NUM_JOBS jobs."""
     for first in range(0, NUM_JOBS, BATCH):
         yield min(BATCH, NUM_JOBS - first)
 
@@ -259,7 +260,7 @@ def _new_queue() -> str:
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:
-    """(wall seconds, CPU seconds of this process)."""
+    """Return (wall seconds, CPU seconds of this process) of the work."""
     begin_s, begin_cpu_s = time.perf_counter(), _cpu_s()
     work()
     return time.perf_counter() - begin_s, _cpu_s() - begin_cpu_s

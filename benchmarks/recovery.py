@@ -1,12 +1,9 @@
-"""How long jobs stand still when the worker is killed: from SIGKILL to the next token that a reader sees.
+"""Measure how long jobs stop when the worker is killed: from SIGKILL to the next token that a reader gets.
 
-A service with its worker and a model that is made here, under load: NUM_READERS jobs whose readers follow them, and who
-submit another one as soon as one ends. What is measured is all that a reader feels: the loss is noticed, a new process
-starts, imports torch, reads the weights and allocates the pool, and the jobs' tokens so far are computed again. Beside it
-stands what the new worker took for each phase of its start, "load_model" being the weights. No job may fail, and none may
-end with another text than it has undisturbed.
-
-`python -P -m benchmarks.recovery [--kills 50] [--out FILE]`
+A service runs under load: each of NUM_READERS readers follows a job, and submits the next one when it ends. The time
+includes everything: the service detects the loss, a new process starts, imports torch, reads the weights and allocates
+the pool, and the jobs' tokens so far are computed again. `start_phases_s` has the phases of the new worker's start. No
+job may fail, and each must have the same tokens as without a kill.
 """
 
 from __future__ import annotations
@@ -37,28 +34,28 @@ NUM_KILLS = 50
 NUM_READERS = 16
 NUM_TOKENS = 256
 PAUSE_S = (0.2, 1.0)
-"""Between a recovery and the next kill, drawn anew each time: jobs are hit at every point of their life."""
-ON_THE_WAY_S = 0.2
-"""Tokens that come sooner after the kill were computed before it: no Python starts so fast."""
+"""Range of the random time between a recovery and the next kill, so that jobs are hit at different points."""
+IN_TRANSIT_S = 0.2
+"""Tokens that arrive within this time after a kill were computed before it: no Python process starts so fast."""
 LIMIT_S = 120.0
 QUEUE = "bench-recovery"
 
 
 class Reader(threading.Thread):
-    """Submits a job, follows it, and begins again, until it is told to stop."""
+    """Submits a job and follows it, again and again until `is_stopped` is set."""
 
     def __init__(self, url: str, expected: list[int]) -> None:
         super().__init__(daemon=True)
-        self.came_s = 0.0
-        """When the last token came, of `time.perf_counter`."""
+        self.last_token_s = 0.0
+        """Time of the last token, by `time.perf_counter`."""
         self.num_done = self.num_failed = self.num_other = 0
-        self.is_over = False
+        self.is_stopped = False
         self._url = url
         self._expected = expected
 
     def run(self) -> None:
         with Client(self._url, queue=QUEUE) as client:
-            while not self.is_over:
+            while not self.is_stopped:
                 self._follow_one(client)
 
     def _follow_one(self, client: Client) -> None:
@@ -66,7 +63,7 @@ class Reader(threading.Thread):
         for event in client.stream(submit(client)):
             token_ids += event.token_ids
             if event.token_ids:
-                self.came_s = time.perf_counter()
+                self.last_token_s = time.perf_counter()
             if event.state is not None:
                 self.num_done += 1
                 self.num_failed += event.state != "finished"
@@ -74,12 +71,12 @@ class Reader(threading.Thread):
 
 
 def submit(client: Client) -> str:
-    """One job, always the same."""
+    """Submit a job, always the same."""
     return client.submit("3 + 4 =", temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, stream=True)
 
 
 def measure(url: str, model: Path, log: Path, num_kills: int = NUM_KILLS) -> dict[str, Any]:
-    """All figures of this file. Service and readers are gone when it returns."""
+    """Return all figures. Service and readers have ended when it returns."""
     service = Service(url, model, queue=QUEUE, log=log)
     readers: list[Reader] = []
     try:
@@ -90,13 +87,13 @@ def measure(url: str, model: Path, log: Path, num_kills: int = NUM_KILLS) -> dic
             reader.start()
         waits = [_kill_once(service, readers, random.Random(number)) for number in range(num_kills)]
         for reader in readers:
-            reader.is_over = True
+            reader.is_stopped = True
         for reader in readers:
             reader.join(LIMIT_S)
     finally:
         service.stop()
     phases = _phases(log.read_text())
-    first, last = [one for one, _ in waits], [other for _, other in waits]
+    first, last = [first_s for first_s, _ in waits], [last_s for _, last_s in waits]
     return {
         "num_kills": num_kills,
         "num_readers": NUM_READERS,
@@ -105,30 +102,32 @@ def measure(url: str, model: Path, log: Path, num_kills: int = NUM_KILLS) -> dic
         "jobs_with_other_tokens": sum(reader.num_other for reader in readers),
         "next_token_of_any_s": _summary(first),
         "next_token_of_all_s": _summary(last),
-        "start_phases_s": {name: round(statistics.median(took), 3) for name, took in phases.items()},
+        "start_phases_s": {name: round(statistics.median(seconds), 3) for name, seconds in phases.items()},
         "weight_load_s": _summary(phases["load_model"]),
         "each_s": [round(seconds, 3) for seconds in last],
     }
 
 
 def _kill_once(service: Service, readers: list[Reader], pause: random.Random) -> tuple[float, float]:
-    """Seconds until the first reader, and until each of them, has seen a new token."""
+    """Kill the worker. Return the seconds until the first reader, and until all readers, got a new token."""
     time.sleep(pause.uniform(*PAUSE_S))
     (pid,) = service.worker_pids()
     killed_s = time.perf_counter()
     os.kill(int(pid), signal.SIGKILL)
     first_s = 0.0
     while time.perf_counter() < killed_s + LIMIT_S:
-        came = [reader.came_s > killed_s + ON_THE_WAY_S for reader in readers]
-        first_s = first_s or (time.perf_counter() if any(came) else 0.0)
-        if all(came):
+        has_token = [reader.last_token_s > killed_s + IN_TRANSIT_S for reader in readers]
+        first_s = first_s or (time.perf_counter() if any(has_token) else 0.0)
+        if all(has_token):
             return first_s - killed_s, time.perf_counter() - killed_s
         time.sleep(0.001)
-    raise TimeoutError(f"{came.count(False)} of {len(readers)} jobs stand still for {LIMIT_S:g} s")
+    raise TimeoutError(
+        f"{has_token.count(False)} of {len(readers)} jobs got no token for {LIMIT_S:g} s: see the service's log"
+    )
 
 
 def _phases(log: str) -> dict[str, list[float]]:
-    """Seconds of each phase of the workers' starts, but the first one."""
+    """Return the seconds of each phase of the workers' starts, by name, without the first start."""
     _, *starts = re.findall(r"rank 0 is ready: (.*)", log)
     phases: dict[str, list[float]] = {}
     for start in starts:
@@ -144,10 +143,11 @@ def _summary(seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure against a private server, and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -P -m benchmarks.recovery", description=__doc__)
-    parser.add_argument("--kills", type=int, default=NUM_KILLS)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "out" / "recovery.json")
+    """Measure with a private server, and write JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
+    parser.add_argument("--kills", type=int, default=NUM_KILLS, metavar="N", help=f"default: {NUM_KILLS}")
+    default = ROOT / "benchmarks" / "out" / "recovery.json"
+    parser.add_argument("--out", type=Path, default=default, metavar="FILE", help=f"JSON file (default: {default})")
     options = parser.parse_args()
     with EmbeddedServer() as server, tempfile.TemporaryDirectory() as directory:
         result = describe(dict(connect(server.url).info("server")))
@@ -156,7 +156,7 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     Console().print_json(data=result["recovery"])
-    print(f"written to {options.out}")
+    print(f"wrote {options.out}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An engine service as a process of its own, and a client that gives it work."""
+"""An engine service in its own process, with a client that submits work to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.environment import ROOT
 from millrace import Client, GenerationRequest
 
 STOP_LIMIT_S = 60.0
-"""What a service gets to end by itself."""
+"""How long a service may take to stop after SIGTERM."""
 
 
 class Service:
@@ -29,8 +29,8 @@ class Service:
         start: Sequence[str] = ("-m", "millrace.engine_service"),
         log: Path | None = None,
     ) -> None:
-        """`start`: how Python starts the service, for one that is not quite as users have it. `log`: a file that takes all
-        that it says, down to INFO."""
+        """Start the service. `start`: Python's arguments for it, to start a modified one. `log`: a file for its log
+        from INFO up; without it only warnings are logged."""
         self._client = Client(url, queue=queue)
         self._begin_s = time.perf_counter()
         command = [sys.executable, "-P", *start, "--model", str(model), "--redis", url]
@@ -42,20 +42,20 @@ class Service:
             self._process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 
     def seconds_to_first_token(self) -> float:
-        """From the start of the process until a waiting job's first token can be read."""
+        """Return the time from the start of the process to the first token of a waiting job."""
         job_id = self._client.submit(prompt="3 + 4 =", max_tokens=4, stream=True)
         next(iter(self._client.stream(job_id)))
         return time.perf_counter() - self._begin_s
 
     def idle_cpu_share(self, seconds: float) -> float:
-        """CPU seconds per second of the service and its worker while there is nothing to do."""
+        """Return CPU seconds per second of the idle service and its worker."""
         time.sleep(1.0)
         begin_s, begin_cpu_s = time.perf_counter(), self.cpu_s(with_workers=True)
         time.sleep(seconds)
         return (self.cpu_s(with_workers=True) - begin_cpu_s) / (time.perf_counter() - begin_s)
 
     def run(self, work: Sequence[GenerationRequest]) -> float:
-        """Seconds from the first submit to the last result in hand."""
+        """Submit the work. Return the seconds until the last result has been read."""
         begin_s = time.perf_counter()
         ids = self._client.submit_many(work)
         num_done = sum(job.state == "finished" for job in self._client.as_completed(ids))
@@ -64,11 +64,11 @@ class Service:
         return seconds
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the service process."""
+        """Send a signal to the service process."""
         self._process.send_signal(number)
 
     def stop(self) -> None:
-        """End it, by force and with an error when it does not end by itself."""
+        """Stop the service. After STOP_LIMIT_S it is killed, and `subprocess.TimeoutExpired` is raised."""
         try:
             self._process.terminate()
             self._process.wait(STOP_LIMIT_S)
@@ -78,13 +78,13 @@ class Service:
             self._client.close()
 
     def cpu_s(self, *, with_workers: bool) -> float:
-        """CPU seconds so far of the service process, and of its workers when they are asked for."""
+        """Return the CPU seconds so far of the service process, or of the service and its workers."""
         if not with_workers:
             return _process_cpu_s(str(self._process.pid))
         return sum(map(_process_cpu_s, [str(self._process.pid), *self.worker_pids()]))
 
     def worker_pids(self) -> list[str]:
-        """Of the processes that it has started."""
+        """Return the pids of the service's child processes."""
         return Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks say of the machine, that they count what they put in, and that they leave nothing behind."""
+"""The benchmarks: what they report of the machine, that they do what they count, and that they compare checkouts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from benchmarks import queueing
+from benchmarks import compare, queueing
 from benchmarks.environment import describe
+from benchmarks.interval import median_interval
 from benchmarks.service import Service
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
@@ -79,3 +80,44 @@ def test_a_round_of_the_queue_leaves_nothing_of_the_baselines() -> None:
         left = [key for pattern in ("bench-*", "rq:job:*", "rq:results:*") for key in client.scan_iter(pattern)]
     assert all(figure > 0 for name, figure in figures.items() if "_cpu_" not in name), figures
     assert left == []
+
+
+FAKE_BENCHMARKS = """
+import json, pathlib, sys
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+root = pathlib.Path(__file__).parent.parent
+with open(root.parent / "runs", "a") as runs:
+    print(root.name, *sys.argv[1:-2], file=runs)
+figures = {"jobs_per_s": 30 if root.name == "this" else 20, "ratios": [1, 2], "zero": 0}
+out.write_text(json.dumps({"queue": figures}))
+"""
+
+
+def test_two_checkouts_are_compared_in_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("this", "other"):
+        (tmp_path / name / "benchmarks").mkdir(parents=True)
+        (tmp_path / name / "benchmarks" / "__init__.py").touch()
+        (tmp_path / name / "benchmarks" / "__main__.py").write_text(FAKE_BENCHMARKS)
+    monkeypatch.setattr(compare, "ROOT", tmp_path / "this")
+    monkeypatch.setattr("sys.argv", ["compare", str(tmp_path / "other"), "--part", "queue", "--pairs", "3", "--quick"])
+    compare.main()
+    runs = (tmp_path / "runs").read_text().splitlines()
+    assert runs == [f"{name} --part queue --quick" for name in ("this", "other", "other", "this", "this", "other")]
+    shown = capsys.readouterr().out
+    assert "1.5000 to 1.5000" in shown and "ratios" not in shown
+
+    monkeypatch.setattr(compare, "ROOT", tmp_path / "other")
+    compare.main()
+    assert len((tmp_path / "runs").read_text().splitlines()) == 12, "a checkout with itself shows the noise"
+
+    monkeypatch.setattr("sys.argv", ["compare", str(tmp_path), "--part", "queue"])
+    with pytest.raises(SystemExit, match="2"):
+        compare.main()
+    assert "has no benchmarks: give the root of a checkout" in capsys.readouterr().err
+
+
+def test_the_interval_of_a_median_is_made_of_two_values() -> None:
+    assert median_interval([2.0, 1.0, 3.0]) == (1.0, 3.0)
+    assert median_interval([float(value) for value in range(40)]) == (13.0, 26.0)

@@ -1,5 +1,5 @@
-"""One rank: the device, the weights, the KV tensors, attention and the sampler. Importing this package is cheap: torch
-and transformers are loaded by `create_worker`."""
+"""One rank: device, weights, KV tensors, attention and sampler. Importing this package loads neither torch nor
+transformers; `create_worker` does."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> Worker:
-    """The worker of one rank, for plans of the given epoch; nothing is loaded before its `start`.
+    """Create the worker of one rank for plans of `epoch`. Its `start` loads the model.
 
-    Raises `ConfigError` for a configuration that no device could serve.
+    `rendezvous`: "tcp://host:port" where the ranks connect to each other; ignored for one rank. Raises `ConfigError`
+    for options that no device can serve.
     """
     from millrace.worker.rank import Rank
 

@@ -1,4 +1,4 @@
-"""One rank in a process of its own: `python -P -m millrace.worker`, started and spoken to by an executor."""
+"""Runs one rank in its own process: `python -P -m millrace.worker`. An executor starts it and sends it calls."""
 
 from __future__ import annotations
 

@@ -1,12 +1,21 @@
-"""What a rank can refuse or fail at. Every message is one sentence that names the remedy."""
+"""Errors of a rank. Each message is one printable line that names the field or file, and ends with the remedy."""
 
 from __future__ import annotations
 
 from torch.distributed import DistError
 
+MESSAGE_HEAD, MESSAGE_TAIL = 300, 190
+"""Characters that are kept of a longer message. It may quote a model's files, or an error of another library."""
+
 
 class RankError(Exception):
     """Base of all errors that a rank raises itself."""
+
+    def __init__(self, message: str) -> None:
+        line = "".join(character if character.isprintable() else " " for character in message)
+        if len(line) > MESSAGE_HEAD + MESSAGE_TAIL:
+            line = f"{line[:MESSAGE_HEAD]} ... {line[-MESSAGE_TAIL:]}"
+        super().__init__(line)
 
 
 class ConfigError(RankError):
@@ -18,21 +27,26 @@ class DeviceError(RankError):
 
 
 class RendezvousError(RankError, DistError):
-    """Raised when the ranks of a model do not find each other; another attempt, at another port, may succeed."""
+    """Raised when the ranks of a model do not connect to each other. Another attempt, at another port, may succeed."""
 
 
 class ModelError(RankError):
-    """Raised when the model cannot be served: its files are missing or damaged, its architecture is not supported, or
-    it does not fit into the memory."""
+    """Raised when the model cannot be served: files are missing or damaged, the architecture is not supported, or the
+    memory is too small."""
 
 
 class WeightsDiffer(ModelError):
-    """Raised when the stored tensors are not those of the model that config.json describes, by their names."""
+    """Raised when the names of the stored tensors are not those of the model that config.json describes."""
 
 
 class WeightsChanged(ModelError):
-    """Raised when a rank wakes up and its weights are not those with which it went to sleep."""
+    """Raised when the weights of a rank that wakes up are not those from before the sleep."""
 
 
 class PlanError(RankError):
-    """Raised when a step plan cannot be run here: another epoch, no KV pool yet, or work this rank cannot do."""
+    """Raised when a rank cannot run a step plan: another epoch, no KV pool, or an unsupported operation."""
+
+
+def unsupported(what: str) -> ModelError:
+    """A `ModelError` for a model that this version would compute wrongly."""
+    return ModelError(f"{what}, which is not supported: use another model")

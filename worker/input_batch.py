@@ -1,4 +1,4 @@
-"""What the worker remembers of each sequence between steps, and the flat batch that a plan turns into.
+"""The state of each sequence between steps, and the flat batch that is made of a plan.
 
 Shapes: R rows of the step, T tokens of all rows one after the other, P blocks in the longest row's block table, M rows
 that yield a token.
@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
+from millrace.executor.wire.messages import RowSampling, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.kv_pool import num_blocks_for
 
 
 class SampledRow(NamedTuple):
-    """A row that yields a token: whose, how it is drawn, and at which output position."""
+    """A row that yields a token."""
 
     seq_id: SeqId
     sampling: RowSampling
@@ -33,7 +33,7 @@ class SampledRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step's rows, flattened. Tensors are on the device, lists on the host."""
+    """The rows of one step, flattened. Tensors are on the device, lists on the host."""
 
     input_ids: Tensor  # [1, T]
     positions: Tensor  # [1, T]
@@ -43,42 +43,30 @@ class StepBatch:
     query_starts: list[int]
     """R + 1 offsets into the T tokens."""
     kv_lens: list[int]
-    """Per row: positions of its sequence after this step."""
+    """Per row: tokens of its sequence in the KV pool after this step."""
     sampled_rows: list[SampledRow]
     derived: dict[Any, Any] = field(default_factory=dict)
-    """What an attention implementation works out once per step and uses in every layer."""
+    """What an attention implementation computes once per step and uses in every layer."""
 
     @property
     def num_rows(self) -> int:
         return len(self.kv_lens)
 
 
+@dataclass(slots=True)
 class SequenceState:
-    """One sequence as the worker knows it."""
+    """Owns what the worker knows of one sequence."""
 
-    __slots__ = (
-        "is_broken",
-        "num_blocks",
-        "num_prompt_tokens",
-        "sampled_by",
-        "sampling",
-        "seq_id",
-        "slot",
-        "token_ids",
-    )
-
-    def __init__(self, new: NewSequence, slot: int) -> None:
-        self.seq_id = new.seq_id
-        self.token_ids = list(new.token_ids)
-        self.num_prompt_tokens = new.num_prompt_tokens
-        self.sampling = new.sampling
-        self.slot = slot
-        """Row of the block table matrix."""
-        self.num_blocks = 0
-        self.sampled_by: StepId | None = None
-        """The last step that drew a token for it."""
-        self.is_broken = False
-        """It yielded no token where it should have. Plans that were already under way are not run for it."""
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: RowSampling
+    slot: int
+    """Row of the block table matrix."""
+    num_blocks: int = 0
+    sampled_by: StepId | None = None
+    """The last step that sampled a token for it."""
+    is_failed: bool = False
+    """A step had no valid token for it. Rows of plans that were sent before the engine knew are not run."""
 
 
 class InputBatch:
@@ -92,23 +80,23 @@ class InputBatch:
         self._free_slots = list(range(max_num_seqs))
 
     def update(self, plan: StepPlan) -> list[SeqId]:
-        """Take the plan's differences in. Returns the ids of rows that cannot run, since an earlier step failed them.
-
-        Finished before new: a preempted sequence comes back under its old id, possibly in the same plan.
-        """
+        """Apply the plan's differences. Return the sequences whose rows cannot run because an earlier step failed."""
+        # Finished before new: a preempted sequence comes back under its old id, possibly in the same plan.
         for seq_id in plan.finished:
             if (known := self._sequences.pop(seq_id, None)) is not None:
                 self._free_slots.append(known.slot)
         for new in plan.new:
-            assert new.seq_id not in self._sequences, f"sequence {new.seq_id} is already here"
-            self._sequences[new.seq_id] = SequenceState(new, self._take_slot())
+            assert new.seq_id not in self._sequences, f"sequence {new.seq_id} exists already"
+            slot = self._take_slot()
+            state = SequenceState(list(new.token_ids), new.num_prompt_tokens, new.sampling, slot)
+            self._sequences[new.seq_id] = state
         for row in plan.rows:
             self._update_row(plan.step_id, row)
-        return [row.seq_id for row in plan.rows if self._sequences[row.seq_id].is_broken]
+        return [row.seq_id for row in plan.rows if self._sequences[row.seq_id].is_failed]
 
     def batch(self, plan: StepPlan) -> StepBatch | None:
-        """The rows of a plan that was taken in, flattened; None when none is left to run."""
-        rows = [row for row in plan.rows if not self._sequences[row.seq_id].is_broken]
+        """Flatten the rows of a plan that `update` has applied. None if no row can run."""
+        rows = [row for row in plan.rows if not self._sequences[row.seq_id].is_failed]
         if not rows:
             return None
         input_ids: list[int] = []
@@ -142,14 +130,14 @@ class InputBatch:
         )
 
     def record(self, step_id: StepId, seq_id: SeqId, token_id: int) -> None:
-        """A step drew this token: a later row may feed it."""
+        """Append the token that a step sampled. Later rows may feed it."""
         sequence = self._sequences[seq_id]
         sequence.token_ids.append(token_id)
         sequence.sampled_by = step_id
 
-    def mark_broken(self, seq_id: SeqId) -> None:
-        """A step could draw no token for this sequence; until the engine says `finished`, its rows are not run."""
-        self._sequences[seq_id].is_broken = True
+    def mark_failed(self, seq_id: SeqId) -> None:
+        """Stop running the rows of a sequence, until a plan lists it in `finished`."""
+        self._sequences[seq_id].is_failed = True
 
     @property
     def num_sequences(self) -> int:
@@ -158,10 +146,10 @@ class InputBatch:
     def _update_row(self, step_id: StepId, row: StepRow) -> None:
         sequence = self._sequences[row.seq_id]
         self._append_blocks(sequence, row.new_blocks)
-        if sequence.is_broken:
+        if sequence.is_failed:
             return
         end = row.start + row.num_tokens
-        assert row.num_tokens > 0 and end <= len(sequence.token_ids), f"{row} feeds tokens that are not here"
+        assert row.num_tokens > 0 and end <= len(sequence.token_ids), f"{row} feeds unknown tokens"
         assert end <= sequence.num_blocks * self._block_size, f"{row} has no block for position {end - 1}"
         assert row.samples == (end == len(sequence.token_ids)), f"{row}, but {len(sequence.token_ids)} tokens are known"
         if row.input_lag > 0:

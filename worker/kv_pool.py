@@ -2,10 +2,12 @@
 
     layer.keys    [N, S, Hkv, D]    layer.values    [N, S, Hkv, Dv]
 
-N blocks of S tokens each, Hkv key and value heads of this rank, D and Dv the sizes of a key and of a value head; T
-tokens of a step, L positions of a sequence. A token's slot is `block_id * S + offset in the block`. All layers use the
-same block ids, which the engine hands out. Block 0 belongs to nobody. Slots that no token was written to hold anything,
-NaN included: an attention must not let them reach a result, not even with weight 0.
+Shapes: N blocks, S tokens in a block, Hkv key and value heads of this rank, D size of a key head, Dv size of a value
+head, T tokens of a step, L positions of a sequence.
+
+The slot of a token is `block_id * S + offset in the block`. The engine allocates block ids, the same for all layers.
+Block 0 is never allocated. Slots without a token may hold any bits, also NaN: attention must not use them, not even
+with weight 0.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer keeps of each token, and how it looks at it."""
+    """What one layer stores of each token, and its sliding window in tokens, if any."""
 
     layer_index: int
     num_kv_heads: int
@@ -33,7 +35,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's share of the pool."""
+    """One layer's part of the pool."""
 
     keys: Tensor  # [N, S, Hkv, D]
     values: Tensor  # [N, S, Hkv, Dv]
@@ -44,7 +46,7 @@ class LayerCache:
         self.values.flatten(0, 1).index_copy_(0, slot_mapping, value.transpose(0, 1))
 
     def gather(self, block_table: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        """The first L = `kv_len` positions of one sequence: [L, Hkv, D], [L, Hkv, Dv]."""
+        """Copy the first L = `kv_len` positions of one sequence: [L, Hkv, D], [L, Hkv, Dv]."""
         blocks = block_table[: num_blocks_for(kv_len, self.keys.shape[1])]
         return (
             self.keys.index_select(0, blocks).flatten(0, 1)[:kv_len],
@@ -53,7 +55,7 @@ class LayerCache:
 
 
 class KVPool:
-    """Owns the KV tensors of this rank. Which block belongs to whom is the engine's knowledge, not the pool's."""
+    """Owns the KV tensors of this rank. The engine knows which sequence has which block."""
 
     def __init__(
         self, specs: Iterable[LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -63,14 +65,15 @@ class KVPool:
         self.layers: dict[int, LayerCache] = {}
         for spec in specs:
             shape = (num_blocks, block_size, spec.num_kv_heads)
-            # torch.empty: on a CPU the pages are taken from the system only as they are written to.
+            # torch.empty: on a CPU a page takes memory only after the first write to it.
             self.layers[spec.layer_index] = LayerCache(
                 keys=torch.empty(*shape, spec.key_dim, dtype=dtype, device=device),
                 values=torch.empty(*shape, spec.value_dim, dtype=dtype, device=device),
             )
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks (source, destination) in every layer, in the order given: a later pair sees the earlier ones."""
+        """Copy (source, destination) blocks in every layer, in the given order: a later pair sees the earlier
+        copies."""
         for source, destination in pairs:
             for layer in self.layers.values():
                 layer.keys[destination] = layer.keys[source]
@@ -84,5 +87,5 @@ class KVPool:
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that hold so many tokens."""
+    """Return the number of blocks that hold `num_tokens` tokens."""
     return -(-num_tokens // block_size)

@@ -1,4 +1,4 @@
-"""One rank from start to shutdown: the device, the model, the KV pool, then steps."""
+"""One rank from start to shutdown: device, model, KV pool, steps."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
+from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.executor.wire.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 from millrace.worker.attention.select import choose_attention
-from millrace.worker.device import choose_device, keep_freed_memory
+from millrace.worker.device import choose_device, device_utilization
 from millrace.worker.errors import ConfigError, PlanError
+from millrace.worker.host_memory import keep_freed_memory
 from millrace.worker.kv_budget import fixed_num_blocks, host_pool_bytes, num_blocks_within
 from millrace.worker.kv_pool import KVPool
-from millrace.worker.loading.checksum import checksums
+from millrace.worker.loading.checksum import check_unchanged, checksums
 from millrace.worker.loading.load import load_model
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.runner import ParallelRunner
-from millrace.worker.parallel.topology import find_place
+from millrace.worker.parallel.topology import find_topology
 from millrace.worker.runner import Runner, largest_prefill
-from millrace.worker.sleep import check_level, check_tags, check_unchanged
-from millrace.worker.utilization import device_utilization
 
 logger = logging.getLogger("millrace.worker")
 
@@ -31,14 +29,14 @@ logger = logging.getLogger("millrace.worker")
 class Rank:
     """Owns the device's memory: the model, the KV pool, and the runner that works on both. Implements `Worker`.
 
-    With more than one rank, all of them get the same calls in the same order: a step, and the profile of a GPU, are
-    work that they do together. Loading, sleeping and waking up each does alone.
+    All ranks get the same calls in the same order. They run a step, and the profile of a GPU, together. Each rank
+    loads, sleeps and wakes up without the others.
     """
 
     def __init__(self, rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str = "") -> None:
-        self._topology = find_place(rank, world_size, config)
+        self._topology = find_topology(rank, world_size, config)
         if world_size > 1 and not rendezvous:
-            raise ConfigError(f"{world_size} ranks need a rendezvous to meet at: none was given")
+            raise ConfigError(f"{world_size} ranks need a rendezvous: give one, such as tcp://127.0.0.1:29500")
         self._rank = rank
         self._epoch = epoch
         self._config = config
@@ -48,17 +46,16 @@ class Rank:
         self._peers: Peers | None = None
         self._pool: KVPool | None = None
         self._num_blocks: int | None = None
-        """The pool's size, also while it is dropped."""
+        """Size of the pool. Kept while the pool is dropped."""
         self._pool_budget = ""
-        """In words: what the number of available blocks was made of."""
+        """How the number of available blocks was computed, for logs."""
         self._model: Any = None
-        """transformers' module tree, or None."""
         self._weights: Literal["device", "host", "disk"] = "device"
         self._checksums: dict[str, int] = {}
 
     def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
-        """Meet the other ranks in the phase "device": from then on no rank waits for another until the first call, so
-        that they may enter "load_model" one after the other."""
+        """See `Worker.start`. The ranks connect to each other in the phase "device". After that no rank waits for
+        another one until the first call, so they may enter "load_model" one at a time."""
         on_phase("device")
         self._device = choose_device(self._config.device, self._rank)
         if self._device.type == "cpu":
@@ -91,9 +88,11 @@ class Rank:
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         if num_host_blocks:
-            raise ConfigError("this version has no host memory tier: the number of host blocks must be 0")
+            raise ConfigError("there is no host memory tier: the number of host blocks must be 0")
         if num_device_blocks < 2:
-            raise ConfigError(f"a KV pool of {num_device_blocks} blocks holds nothing: block 0 is never used")
+            raise ConfigError(
+                f"a KV pool of {num_device_blocks} blocks holds nothing, since block 0 is not used: give it at least 2"
+            )
         self._num_blocks = num_device_blocks
         self._pool = self._make_pool(num_device_blocks)
         self.runner = self._make_runner(self._pool)
@@ -101,12 +100,10 @@ class Rank:
 
     def execute_model(self, plan: StepPlan) -> StepResult:
         if self.runner is None:
-            missing = (
-                "it sleeps: call wake_up" if self._num_blocks else "there is no KV pool yet: call initialize_cache"
-            )
-            raise PlanError(f"this rank cannot run steps, {missing} first")
+            reason = "it sleeps: call wake_up" if self._num_blocks else "there is no KV pool yet: call initialize_cache"
+            raise PlanError(f"this rank cannot run steps, {reason} first")
         if plan.epoch != self._epoch:
-            raise PlanError(f"the plan is of epoch {plan.epoch}, this rank lives in epoch {self._epoch}")
+            raise PlanError(f"the plan is of epoch {plan.epoch}, this rank is in epoch {self._epoch}: drop the plan")
         self._num_steps += 1
         return self.runner.execute_model(plan)
 
@@ -114,28 +111,31 @@ class Rank:
         torch.ones(1, device=self._device).add_(1).item()
 
     def sleep(self, level: int) -> None:
-        """Give memory of the device back, as `millrace.worker.sleep` has it. All sequences are forgotten."""
-        check_level(level)
+        """Drop the KV pool and all sequences, and take the weights off the device.
+
+        Level 1 moves the weights to host memory; on a CPU they stay where they are. Level 2 drops them, and waking up
+        reads them again.
+        """
+        assert level in (1, 2), f"sleep level {level!r}"
         self._drop_pool()
         if self._weights == "device":
             self._checksums = checksums(self._loaded())
         if level == 2:
             self._model, self._weights = None, "disk"
         elif self._weights == "device":
-            _move(self._loaded(), torch.device("cpu"))
+            self._loaded().to("cpu")
             self._weights = "host"
         self._empty_cache()
         logger.info("asleep at level %d, weights: %s", level, self._weights)
 
-    def wake_up(self, tags: list[str] | None = None, epoch: int | None = None) -> None:
-        """Take back what `tags` name, or all. The KV pool comes back empty and of its old size, and with it `epoch`
-        begins. Raises `WeightsChanged` when the weights are not those of before."""
-        wanted = check_tags(tags)
-        if "weights" in wanted:
+    def wake_up(self, tags: list[str], epoch: int) -> None:
+        """See `Worker.wake_up`. Raises `WeightsChanged` when the weights are not those from before the sleep."""
+        assert set(tags) <= set(WAKE_TAGS), f"tags {tags!r}"
+        if "weights" in tags:
             self._wake_weights()
-        if "kv_cache" in wanted and self._num_blocks is not None:
+        if "kv_cache" in tags and self._num_blocks is not None:
             self._pool = self._pool or self._make_pool(self._num_blocks)
-            self._epoch = self._epoch if epoch is None else epoch
+            self._epoch = epoch
         if self.runner is None and self._pool is not None and self._weights == "device":
             self.runner = self._make_runner(self._pool)
 
@@ -173,7 +173,7 @@ class Rank:
             return
         if self._weights == "disk":
             self._load_model()
-        _move(self._loaded(), self._device)
+        self._loaded().to(self._device)
         try:
             check_unchanged(self._loaded(), self._checksums)
         except Exception:
@@ -190,8 +190,9 @@ class Rank:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def _loaded(self) -> PreTrainedModel:
-        assert self._model is not None, "the weights are not here"
+    def _loaded(self) -> Any:
+        """Return transformers' module tree. Its `to` moves the tensors in place, and tied ones stay tied."""
+        assert self._model is not None, "the weights are dropped"
         return self._model
 
     def _make_pool(self, num_blocks: int) -> KVPool:
@@ -202,9 +203,9 @@ class Rank:
         return ParallelRunner(*common, self._topology, self._peers) if self._peers else Runner(*common)
 
     def _profile_gpu(self) -> int:
-        """Bytes that the configured share of the GPU leaves beside the weights and a real largest step."""
+        """Run the largest step, and return the bytes that the configured share of the GPU leaves for the pool."""
         config = self._config
-        longest = min(self._facts.max_model_len, max(self._num_tokens_beside_weights(), config.max_num_batched_tokens))
+        longest = min(self._facts.max_model_len, max(self._max_pool_tokens(), config.max_num_batched_tokens))
         plan = largest_prefill(config.max_num_batched_tokens, config.max_num_seqs, longest, config.block_size)
         pool = self._make_pool(2)
         torch.cuda.reset_peak_memory_stats(self._device)
@@ -218,23 +219,18 @@ class Rank:
         share = config.gpu_memory_utilization
         pool_bytes = int(total * share) - used_by_others - peak
         self._pool_budget = (
-            f"{_mib(total)} x {share:g} - {_mib(used_by_others)} of others - {_mib(peak)} at the peak "
+            f"{_mib(total)} x {share:g} - {_mib(used_by_others)} of other processes - {_mib(peak)} peak "
             f"= {_mib(pool_bytes)}"
         )
         return pool_bytes
 
-    def _num_tokens_beside_weights(self) -> int:
-        """Tokens of a KV pool that takes all that the weights leave of the configured share: no sequence can be longer."""
+    def _max_pool_tokens(self) -> int:
+        """Return the tokens of a KV pool that takes all memory beside the weights: no sequence can be longer."""
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        left = int(total * self._config.gpu_memory_utilization) - (total - free)
-        return left // self._facts.kv_bytes_per_block * self._config.block_size
+        pool_bytes = int(total * self._config.gpu_memory_utilization) - (total - free)
+        return pool_bytes // self._facts.kv_bytes_per_block * self._config.block_size
 
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _move(model: nn.Module, device: torch.device) -> None:
-    """Bring a model's tensors to a device, in place; tied ones stay tied."""
-    model.to(device)

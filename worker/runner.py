@@ -1,4 +1,4 @@
-"""One step after the other: a plan becomes a batch, the batch logits, the logits tokens."""
+"""Runs steps: makes a batch of a plan, computes its logits, samples tokens from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("millrace.worker")
 
 
 class Runner:
-    """Owns what a step changes: the sequences on this rank and the KV pool's contents."""
+    """Owns what a step changes: the sequences on this rank and the contents of the KV pool."""
 
     def __init__(
         self, model: PreTrainedModel, attention: Attention, pool: KVPool, max_num_seqs: int, max_model_len: int
@@ -42,12 +42,14 @@ class Runner:
 
     @torch.inference_mode()
     def execute_model(self, plan: StepPlan) -> StepResult:
-        """Run one step. Out of memory passes through as torch's own error."""
+        """Run one step. Raises `PlanError`, and torch's own error when memory runs out."""
         if plan.swap_out or plan.swap_in:
-            raise PlanError("this rank has no host memory tier: swap_out and swap_in must be empty")
+            raise PlanError("there is no host memory tier: swap_out and swap_in must be empty")
         self._pool.copy_blocks(plan.copy)
-        broken = self._sequences.update(plan)
-        failures = [RowFailure(seq_id, "nan_logits", "an earlier step of this sequence failed") for seq_id in broken]
+        failed_ids = self._sequences.update(plan)
+        failures = [
+            RowFailure(seq_id, "nan_logits", "an earlier step of this sequence failed") for seq_id in failed_ids
+        ]
         batch = self._sequences.batch(plan)
         if batch is None:
             return StepResult(plan.step_id, plan.epoch, [], [], [], failures)
@@ -61,28 +63,28 @@ class Runner:
 
     @torch.inference_mode()
     def compute_logits(self, batch: StepBatch) -> Tensor:
-        """The forward pass: fills the batch's slots of the KV pool, returns logits [rows that sample, vocabulary]."""
+        """Run the forward pass: fill the batch's slots of the KV pool, return logits [rows that sample, vocabulary]."""
         output = self._model(**self._forward_arguments(batch), logits_to_keep=batch.sample_indices)
         logits: Tensor = output.logits[0]
         return logits
 
     def finish(self) -> None:
-        """Wait for what is still under way of earlier steps, and let go of its tensors. Nothing is, with one rank."""
+        """Wait for transfers of earlier steps and release their tensors. One rank has none."""
 
     def _sample(self, step_id: StepId, batch: StepBatch) -> Sampled | None:
-        """Run the batch; its tokens, or None where another rank draws them."""
+        """Run the batch. Return its tokens, or None if another rank samples them."""
         return sample(self.compute_logits(batch), batch.sampled_rows)
 
     def _record(
         self, step_id: StepId, rows: list[SampledRow], sampled: Sampled
     ) -> tuple[list[SeqId], list[int], list[RowFailure]]:
-        """Take the drawn tokens into the sequences. Returns those that have one, their tokens, and who failed."""
+        """Append the tokens to their sequences. Return the ids of these, the tokens, and the rows that failed."""
         seq_ids: list[SeqId] = []
         token_ids: list[int] = []
         failures: list[RowFailure] = []
         for row, token_id, is_valid in zip(rows, sampled.token_ids, sampled.is_valid, strict=True):
             if not is_valid:
-                self._sequences.mark_broken(row.seq_id)
+                self._sequences.mark_failed(row.seq_id)
                 failures.append(
                     RowFailure(row.seq_id, "nan_logits", f"no finite logit at output {row.output_position}")
                 )
@@ -101,7 +103,7 @@ class Runner:
         }
 
     def _inputs(self, batch: StepBatch) -> dict[str, Tensor]:
-        """What the first layer works on."""
+        """Return the input of the first layer."""
         return {"input_ids": batch.input_ids}
 
     @property
@@ -110,10 +112,10 @@ class Runner:
 
 
 def largest_prefill(num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> StepPlan:
-    """A plan as heavy as a step can be: so many tokens, in as many rows as may sample, all drawn at random. The first row
-    is the last chunk of a sequence of `max_model_len` tokens, so that it looks at as many positions as a row can.
+    """Return the most expensive plan: `num_tokens` tokens in as many rows as may sample, all drawn at random. The first
+    row is the last chunk of a sequence of `max_model_len` tokens, so that it attends to as many positions as possible.
 
-    All rows share block 1, since what it holds does not matter: a pool of two blocks is enough.
+    All rows use block 1, so a pool of two blocks is enough. The results mean nothing.
     """
     sampling = RowSampling(1.0, 50, 0.9, 0.0, 0, 0, 0, [])
     num_rows = min(max_num_seqs, num_tokens)

@@ -1,4 +1,4 @@
-"""Tiny models gain nothing from a second thread, and on a busy machine two threads wait for each other."""
+"""Tests run with one thread: tiny models gain nothing from a second one, and on a busy machine the threads wait."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A stand-in for the engine's scheduler: drives one worker through randomly shaped step plans.
+"""A test double for the engine's scheduler: drives one worker with random step plans.
 
 Chunks of odd sizes, any mix of prefill and decode in a step, blocks in random order, both ways of feeding a sampled
-token, and preemptions (finished, and new again with the tokens so far, at times in the same plan).
+token, and preemptions (finished, and new again with the tokens so far, sometimes in the same plan).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Request:
     """Per output token, the logits [V] that it was drawn from."""
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
-    is_here: bool = False
+    is_known: bool = False
     sampled_at: int | None = None
-    """The step that drew the last token, if the worker still knows it."""
+    """The step that sampled the last token, if the worker still has the sequence."""
     failure: str | None = None
 
     @property
@@ -62,7 +62,7 @@ class Request:
 
 
 class Steps(Protocol):
-    """What a driver needs of a worker, or of several that work as one."""
+    """What a driver needs of a worker, or of a group of ranks."""
 
     def execute_model(self, plan: StepPlan) -> StepResult: ...
 
@@ -90,7 +90,7 @@ class Driver:
         requests = [Request(SeqId(i), prompt, given[i]) for i, prompt in enumerate(prompts)]
         while running := [r for r in requests if len(r.output) < max_tokens and r.failure is None]:
             self._step(running)
-        self.execute(StepPlan(self._next_id(), 1, 1, [], finished=[r.seq_id for r in requests if r.is_here]))
+        self.execute(StepPlan(self._next_id(), 1, 1, [], finished=[r.seq_id for r in requests if r.is_known]))
         return requests
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -99,12 +99,12 @@ class Driver:
     def _step(self, running: list[Request]) -> None:
         step_id = self._next_id()
         chosen = self._random.sample(running, self._random.randint(1, len(running)))
-        finished = [self._preempt(r) for r in running if self._preempts and r.is_here and self._random.random() < 0.05]
+        finished = [self._preempt(r) for r in running if self._preempts and r.is_known and self._random.random() < 0.05]
         new: list[NewSequence] = []
         rows: list[StepRow] = []
         for request in chosen:
-            if not request.is_here:
-                request.is_here = True
+            if not request.is_known:
+                request.is_known = True
                 new.append(NewSequence(request.seq_id, request.tokens, len(request.prompt), request.sampling))
             rows.append(self._row(request, step_id))
         result = self.execute(StepPlan(step_id, 1, 1, rows, new, finished))
@@ -129,7 +129,7 @@ class Driver:
         self._random.shuffle(self._free)
         request.blocks = []
         request.num_computed = 0
-        request.is_here = False
+        request.is_known = False
         request.sampled_at = None
         return request.seq_id
 

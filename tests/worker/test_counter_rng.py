@@ -8,14 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.worker.counter_rng import INCREMENT, LARGEST_UNIFORM, exponentials, row_keys
+from millrace.worker.counter_rng import GOLDEN_GAMMA, LARGEST_UNIFORM, exponential_variates, row_keys
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
 
 
 def nth(state: int, n: int) -> int:
-    word = (state + (n + 1) * INCREMENT) & MASK
+    word = (state + (n + 1) * GOLDEN_GAMMA) & MASK
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & MASK
     return word ^ (word >> 31)
@@ -37,19 +37,19 @@ def test_the_tensor_arithmetic_is_the_documented_hash(seed: int, candidate: int,
     word = nth(nth(nth(seed, candidate), position), token_id)
     uniform = min((word >> 11) / 2**53 + 2**-54, LARGEST_UNIFORM)
     expected = -math.log1p(-uniform)
-    assert math.isclose(exponentials(key, 300)[0, token_id].item(), expected, rel_tol=2e-5, abs_tol=1e-30)
+    assert math.isclose(exponential_variates(key, 300)[0, token_id].item(), expected, rel_tol=2e-5, abs_tol=1e-30)
 
 
 def test_known_values_never_change() -> None:
     keys = row_keys([0, MASK, 42], [0, 0, 3], [0, 0, 7], CPU)
     assert [unsigned(key) for key in keys.tolist()] == [nth(nth(0, 0), 0), nth(nth(MASK, 0), 0), nth(nth(42, 3), 7)]
     assert [f"{unsigned(key):016x}" for key in keys.tolist()] == KNOWN_KEYS
-    drawn = exponentials(keys, 3)
+    drawn = exponential_variates(keys, 3)
     torch.testing.assert_close(drawn, torch.tensor(KNOWN_EXPONENTIALS), atol=0.0, rtol=1e-5)
 
 
 def test_every_variate_is_finite_and_positive() -> None:
-    drawn = exponentials(row_keys(list(range(64)), [0] * 64, [0] * 64, CPU), 20_000)
+    drawn = exponential_variates(row_keys(list(range(64)), [0] * 64, [0] * 64, CPU), 20_000)
     assert bool(drawn.isfinite().all())
     assert bool((drawn > 0).all())
     assert abs(drawn.mean().item() - 1.0) < 0.005

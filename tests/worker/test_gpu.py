@@ -1,4 +1,4 @@
-"""What only a GPU can show: that its memory comes back, that the profile holds what it promises, and bfloat16."""
+"""Tests that need a GPU: its memory is released, and a long prompt stays within the profiled memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POSITIONS: dict[str, Any] = {
 
 
 def feed(worker: Rank, step_id: int, tokens: list[int], start: int = 0, num_tokens: int | None = None) -> list[int]:
-    """One row of one sequence, from its `start`, in blocks in their order; the token that it yields, if it does."""
+    """Run one row of one sequence, from `start`, in consecutive blocks. Return its token, if it yields one."""
     size = worker._config.block_size
     end = len(tokens) if num_tokens is None else start + num_tokens
     blocks = list(range(1 + -(-start // size), 1 + -(-end // size)))

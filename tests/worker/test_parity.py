@@ -1,4 +1,4 @@
-"""Whatever the plans look like, the worker computes what transformers computes for each sequence alone."""
+"""For any plans, the worker computes what transformers computes for each sequence alone."""
 
 from __future__ import annotations
 

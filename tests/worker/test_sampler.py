@@ -1,4 +1,4 @@
-"""What is drawn, and on what it depends: nothing but the row itself."""
+"""Draws: their distribution, the filters, and that a draw depends only on its own row."""
 
 from __future__ import annotations
 

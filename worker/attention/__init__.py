@@ -1,1 +1,1 @@
-"""Attention over the paged KV pool, behind the interface that transformers' modules call."""
+"""Attention over the paged KV pool, called through transformers' attention interface."""

@@ -1,12 +1,12 @@
-"""The CPU's fast path: cost grows with the sum of the rows' lengths, and gathered keys and values stay in the cache.
+"""Fast attention for CPUs: the cost grows with the sum of the row lengths.
 
-Decode rows are computed in groups of about equal length, one call for each group; the query heads that share a key head
-are folded into query positions, so that no key is repeated. A row with several tokens is a call of its own. Gathers are
-kept small for a second reason: large buffers are mapped and page-faulted anew at each use, which was seen to cost five
-times the arithmetic.
+Decode rows of similar length form a group, which is one call. Query heads that share a key head become query positions,
+so that no key is repeated. A row with several tokens is one call. Gathered keys and values are limited in size, so that
+they fit into the CPU's cache. Large buffers would also be mapped and page-faulted at each use, which cost five times
+the arithmetic.
 
-Shapes: T tokens of the step, Q tokens of one row, L positions looked at, B rows of a group, P blocks of the longest of
-them, S tokens in a block, Hq query heads, Hkv key and value heads, G = Hq / Hkv, D size of a key head, Dv size of a
+Shapes: T tokens of the step, Q tokens of one row, L positions attended to, B rows of a group, P blocks of its longest
+row, S tokens in a block, Hq query heads, Hkv key and value heads, G = Hq / Hkv, D size of a key head, Dv size of a
 value head.
 """
 
@@ -23,9 +23,9 @@ from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import LayerCache
 
 GATHERED_ELEMENTS = 1 << 20
-"""Elements of keys that one decode group gathers at most; few enough to stay in a CPU's cache."""
-LARGEST_WASTE = 2
-"""The longest row of a decode group has at most so many times the blocks of its shortest."""
+"""Maximum elements of the keys that one decode group gathers."""
+MAX_LENGTH_RATIO = 2
+"""Maximum blocks of a decode group's longest row, as a multiple of its shortest row's."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DecodeGroup:
 
     tokens: Tensor  # [B], among the step's T
     blocks: Tensor  # [B * P]
-    empty_slots: Tensor  # among the B * P * S gathered: those that no visible token is in, to be zeroed
+    empty_slots: Tensor  # among the B * P * S gathered: those without a visible token, to be zeroed
     mask: Tensor  # [B, 1, 1, P * S], added to the scores
 
 
@@ -46,23 +46,23 @@ class ChunkRow:
     last_token: int
     """One past the end, among the step's T."""
     blocks: Tensor | None
-    """None when the row is its whole sequence so far: the keys at hand are all there are."""
+    """None if the row is its whole sequence so far: then the step's own keys are all keys."""
     length: int
-    """Positions looked at, from the start of the first block on."""
+    """Positions attended to, counted from the start of the first block."""
     mask: Tensor | None
     """[Q, L], or None for plain causal attention."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A step's rows, cut for one size of window and of keys. The same for all layers that agree in these."""
+    """The rows of a step, grouped for one sliding window and key size. Layers with the same ones share it."""
 
     decode: list[DecodeGroup]
     chunks: list[ChunkRow]
 
 
 class CPUAttention:
-    """Grouped decode and row-wise prefill on torch's fused CPU attention; capped scores are left to the reference."""
+    """Decode by groups and prefill by rows, with torch's fused CPU attention. `softcap` needs the reference."""
 
     name = "cpu"
 
@@ -133,26 +133,26 @@ def _attend_chunk(
 
 
 def _layout(batch: StepBatch, layer: LayerCache, sliding_window: int | None, dtype: torch.dtype) -> Layout:
-    """The batch's layout for this kind of layer, worked out by the first layer that asks."""
+    """Return the batch's layout for this kind of layer. The first such layer of a step computes it."""
     _, block_size, num_kv_heads, key_dim = layer.keys.shape
     kind = (sliding_window, num_kv_heads * key_dim)
     if kind not in batch.derived:
-        blocks_at_once = GATHERED_ELEMENTS // (block_size * num_kv_heads * key_dim)
-        batch.derived[kind] = _lay_out(batch, sliding_window, block_size, blocks_at_once, dtype)
+        max_blocks = GATHERED_ELEMENTS // (block_size * num_kv_heads * key_dim)
+        batch.derived[kind] = _make_layout(batch, sliding_window, block_size, max_blocks, dtype)
     layout: Layout = batch.derived[kind]
     return layout
 
 
-def _lay_out(
-    batch: StepBatch, sliding_window: int | None, block_size: int, blocks_at_once: int, dtype: torch.dtype
+def _make_layout(
+    batch: StepBatch, sliding_window: int | None, block_size: int, max_blocks: int, dtype: torch.dtype
 ) -> Layout:
     chunks: list[ChunkRow] = []
     spans: list[tuple[int, int, int]] = []
-    """Decode rows: (blocks looked at, first block, row)."""
+    """Decode rows: (blocks attended to, first block, row)."""
     for row, kv_len in enumerate(batch.kv_lens):
         num_tokens = batch.query_starts[row + 1] - batch.query_starts[row]
-        first_seen = 0 if sliding_window is None else max(0, kv_len - num_tokens + 1 - sliding_window)
-        first_block, end_block = first_seen // block_size, (kv_len - 1) // block_size + 1
+        first_position = 0 if sliding_window is None else max(0, kv_len - num_tokens + 1 - sliding_window)
+        first_block, end_block = first_position // block_size, (kv_len - 1) // block_size + 1
         if num_tokens == 1:
             spans.append((end_block - first_block, first_block, row))
         else:
@@ -161,8 +161,9 @@ def _lay_out(
     groups: list[DecodeGroup] = []
     begin = 0
     for end in range(1, len(spans) + 1):
-        most = spans[begin][0]
-        if end < len(spans) and (end - begin + 1) * most <= blocks_at_once and spans[end][0] * LARGEST_WASTE >= most:
+        longest = spans[begin][0]
+        has_space = end < len(spans) and (end - begin + 1) * longest <= max_blocks
+        if has_space and spans[end][0] * MAX_LENGTH_RATIO >= longest:
             continue
         groups.append(_decode_group(batch, spans[begin:end], sliding_window, block_size, dtype))
         begin = end
@@ -172,16 +173,16 @@ def _lay_out(
 def _decode_group(
     batch: StepBatch, spans: list[tuple[int, int, int]], sliding_window: int | None, block_size: int, dtype: torch.dtype
 ) -> DecodeGroup:
-    most = spans[0][0]
-    width = most * block_size
+    num_blocks = spans[0][0]
+    width = num_blocks * block_size
     hidden: list[int] = []
     for index, (_, first_block, row) in enumerate(spans):
-        base, kv_len = index * width - first_block * block_size, batch.kv_lens[row]  # base: where position 0 would be
+        base, kv_len = index * width - first_block * block_size, batch.kv_lens[row]  # base: slot of position 0
         if sliding_window is not None:
             hidden += range(index * width, base + kv_len - sliding_window)
         hidden += range(base + kv_len, (index + 1) * width)
     rows = torch.tensor([[row] for _, _, row in spans])
-    columns = torch.tensor([[first_block] for _, first_block, _ in spans]) + torch.arange(most)  # [B, P]
+    columns = torch.tensor([[first_block] for _, first_block, _ in spans]) + torch.arange(num_blocks)  # [B, P]
     empty_slots = torch.tensor(hidden, dtype=torch.int64)
     mask = torch.zeros(len(spans) * width, dtype=dtype).index_fill_(0, empty_slots, float("-inf"))
     return DecodeGroup(

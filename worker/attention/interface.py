@@ -1,8 +1,7 @@
-"""How a forward pass of transformers' own modules reaches our attention and our KV pool.
+"""Connects transformers' modules to our attention and KV pool.
 
-The modules call the function registered here. Which step they work for comes along as one more keyword of
-`model(...)`, which they hand down untouched, so that nothing global is involved and several models in one process do
-not meet.
+The modules call the function that is registered here. The step is one more keyword argument of `model(...)`, which they
+pass on. So there is no global state, and several models can run in one process.
 
 Shapes: T tokens of all rows of a step one after the other, Hq query heads, Hkv key and value heads, D size of a key
 head, Dv size of a value head.
@@ -16,19 +15,20 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from millrace.worker.errors import ModelError
+from millrace.worker.errors import unsupported
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import LayerCache
 
 ATTENTION_NAME = "millrace"
-"""Our entry in transformers' attention interface. It has no mask function on purpose: without one transformers builds
-no masks at all, and every attention here derives what it needs from the step's lengths."""
+"""Our name in transformers' attention interface. It has no mask function: then transformers builds no masks. Attention
+here derives them from the step's lengths."""
 
 STEP_KEYWORD = "millrace_step"
 
 
 class Attention(Protocol):
-    """One way to compute attention. Stateless between steps; what it derives from a batch it keeps in `batch.derived`."""
+    """One implementation of attention. Stateless between steps; it stores what it derives from a batch in
+    `batch.derived`."""
 
     name: str
 
@@ -43,13 +43,13 @@ class Attention(Protocol):
         softcap: float | None,
         batch: StepBatch,
     ) -> Tensor:  # [T, Hq, Dv]
-        """Write the step's keys and values into the layer's pool, then let each token attend to those of its own
-        sequence at its own position and before; with a sliding window to the last `sliding_window` of them, its own
-        included. Scores are capped to `softcap * tanh(score / softcap)` when a softcap is given."""
+        """Write the step's keys and values into the layer's pool, then compute causal attention of each token to its
+        own sequence. With a sliding window a token attends to the last `sliding_window` positions, its own included.
+        With a softcap scores become `softcap * tanh(score / softcap)`."""
 
 
 class AttentionStep(Protocol):
-    """What stands behind `STEP_KEYWORD` during one forward pass."""
+    """The value of the argument STEP_KEYWORD of one forward pass."""
 
     def attend(
         self,
@@ -60,7 +60,7 @@ class AttentionStep(Protocol):
         attention_mask: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:  # [T, Hq, Dv]
-        """The attention of one layer, with the keywords that its module gave."""
+        """Compute the attention of one layer, with the keyword arguments of its module."""
 
 
 class ForwardStep:
@@ -101,10 +101,10 @@ def run_attention(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # [1, T, Hq, Dv]
-    """What transformers' modules call for each layer."""
+    """Compute the attention of one layer. Called by transformers' modules."""
     step: AttentionStep | None = options.pop(STEP_KEYWORD, None)
     if step is None:
-        raise ModelError(f"{type(module).__name__} does not hand keywords down to its attention: not supported")
+        raise unsupported(f"{type(module).__name__} does not pass keyword arguments on to attention")
     return step.attend(module, query[0], key[0], value[0], attention_mask, options).unsqueeze(0), None
 
 

@@ -1,4 +1,4 @@
-"""The attention that the others are measured against: plain torch, one sequence after the other, on any device.
+"""Reference attention: plain torch, one sequence after the other, on any device. Others are tested against it.
 
 Shapes: T tokens of the step, Q tokens of one row, L positions of its sequence so far, S tokens in a block, Hq query
 heads, Hkv key and value heads, D size of a key head, Dv size of a value head.
@@ -12,12 +12,12 @@ from torch import Tensor
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import LayerCache
 
-SCORES_AT_ONCE = 1 << 27
-"""Entries of the scores [Hq, Q, L] that exist at a time, which bounds the memory that the end of a long prompt takes."""
+MAX_SCORES = 1 << 27
+"""Maximum entries of the scores [Hq, Q, L] in memory. Bounds the memory for the last chunk of a long prompt."""
 
 
 class ReferenceAttention:
-    """Gathers each sequence's keys and values and computes softmax attention in float32."""
+    """Gathers each sequence's keys and values, and computes softmax attention in float32."""
 
     name = "reference"
 
@@ -49,27 +49,29 @@ def attend_one(
     sliding_window: int | None,
     softcap: float | None,
 ) -> Tensor:  # [Q, Hq, Dv]
-    """Causal attention of one sequence's newest tokens over all of it."""
+    """Compute causal attention of the last Q tokens of one sequence."""
     num_heads, num_queries, kv_len = query.shape[0], query.shape[1], keys.shape[0]
     group = num_heads // keys.shape[1]
     keys = keys.transpose(0, 1).repeat_interleave(group, dim=0).float()  # [Hq, L, D]
     values = values.transpose(0, 1).repeat_interleave(group, dim=0).float()  # [Hq, L, Dv]
-    at_once = max(1, SCORES_AT_ONCE // (num_heads * kv_len))
+    num_at_a_time = max(1, MAX_SCORES // (num_heads * kv_len))
     parts: list[Tensor] = []
-    for begin in range(0, num_queries, at_once):
-        end = min(begin + at_once, num_queries)
-        seen = kv_len - num_queries + end
-        scores = query[:, begin:end].float() @ keys[:, :seen].transpose(1, 2) * scaling  # [Hq, part of Q, part of L]
+    for begin in range(0, num_queries, num_at_a_time):
+        end = min(begin + num_at_a_time, num_queries)
+        num_keys = kv_len - num_queries + end
+        scores = (
+            query[:, begin:end].float() @ keys[:, :num_keys].transpose(1, 2) * scaling
+        )  # [Hq, part of Q, part of L]
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        visible = visible_positions(end - begin, seen, sliding_window, query.device)
+        visible = visible_positions(end - begin, num_keys, sliding_window, query.device)
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
-        parts.append((weights @ values[:, :seen]).transpose(0, 1).to(query.dtype))
+        parts.append((weights @ values[:, :num_keys]).transpose(0, 1).to(query.dtype))
     return torch.cat(parts)
 
 
 def visible_positions(num_queries: int, kv_len: int, sliding_window: int | None, device: torch.device) -> Tensor:
-    """[Q, L] bool: which positions each of the last Q tokens of a sequence of L sees.
+    """Return a mask [Q, L]: True where one of the last Q tokens of a sequence of L attends to a position.
 
     With Q = 2, L = 5 and a window of 3:   position   0 1 2 3 4
                                            query at 3   x x x

@@ -1,4 +1,4 @@
-"""Which attention a rank uses."""
+"""Chooses the attention implementation of a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.worker.errors import ConfigError
 
 
 def choose_attention(name: str, device: torch.device) -> Attention:
-    """The implementation called `name`; "auto" is the fastest that runs on the device."""
+    """Return the implementation `name`; "auto" is the fastest one for the device. Raises `ConfigError`."""
     if name == "auto":
         name = "cpu" if device.type == "cpu" else "reference"
     if name == "reference":

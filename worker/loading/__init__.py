@@ -1,1 +1,1 @@
-"""From a model directory to modules with weights."""
+"""Loading a model directory into modules with weights."""

@@ -1,4 +1,4 @@
-"""Numbers that tell whether weights are the same, of a sample of them."""
+"""Checksums that tell whether weights are the same, from a sample of each tensor."""
 
 from __future__ import annotations
 
@@ -9,18 +9,31 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millrace.worker.errors import WeightsChanged
+
 SAMPLES = 256
-"""Entries of each tensor that a checksum looks at, evenly spaced."""
+"""Entries of each tensor that a checksum covers, evenly spaced."""
 
 
 def checksums(model: PreTrainedModel) -> dict[str, int]:
-    """A number for each parameter and buffer."""
+    """Return the checksum of each parameter and buffer, by name."""
     return {name: _checksum(tensor) for name, tensor in chain(model.named_parameters(), model.named_buffers())}
 
 
+def check_unchanged(model: PreTrainedModel, before: dict[str, int]) -> None:
+    """Raise `WeightsChanged` unless the model's tensors have the checksums `before`."""
+    now = checksums(model)
+    changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    if changed:
+        raise WeightsChanged(
+            f"{len(changed)} of {len(before)} tensors are not what they were before the sleep, first of all {changed[0]}: "
+            "restart the engine, with the model's files as they were when it started"
+        )
+
+
 def weights_checksum(model: PreTrainedModel) -> int:
-    """One number for all that the model's files have given it. Buffers that were computed are left out: another host may
-    round them otherwise."""
+    """Return one checksum of all that was read from the model's files. Computed buffers are left out: another host may
+    round them differently."""
     numbers = {name: _checksum(tensor) for name, tensor in model.state_dict().items()}
     return zlib.crc32(repr(sorted(numbers.items())).encode())
 

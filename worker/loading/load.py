@@ -1,4 +1,4 @@
-"""From a model directory to modules that run: this rank's part of the model, and what the engine has to know of it."""
+"""Loads this rank's part of a model, and collects the facts that the engine needs about it."""
 
 from __future__ import annotations
 
@@ -10,38 +10,35 @@ import torch
 from transformers import PreTrainedModel
 
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
-from millrace.worker.device import choose_dtype
 from millrace.worker.errors import WeightsDiffer
 from millrace.worker.kv_pool import LayerSpec
-from millrace.worker.loading.checkpoint import checkpoint_dtype, find_weights
+from millrace.worker.loading.checkpoint import find_weights
 from millrace.worker.loading.checksum import weights_checksum
+from millrace.worker.loading.dtype import checkpoint_dtype, choose_dtype
 from millrace.worker.loading.model import build_empty, longest_sequence, read_config
 from millrace.worker.loading.probe import probe_layers
+from millrace.worker.loading.rope import fix_frequencies
 from millrace.worker.loading.weights import load_converted, load_weights, take_weights
 from millrace.worker.parallel.part import ModelPart
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
-from millrace.worker.rope import fix_frequencies
 
 logger = logging.getLogger("millrace.worker")
-
-HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What a rank holds of a model."""
+    """What a rank holds of a model. `specs` describe the layers of this rank."""
 
     model: PreTrainedModel
     specs: list[LayerSpec]
-    """The layers of this rank."""
     facts: ModelFacts
 
 
 def load_model(
     config: WorkerConfig, topology: Topology, peers: Peers | None, device: torch.device, attention: str
 ) -> LoadedModel:
-    """Load this rank's part. The ranks need not do it at the same time: nothing here waits for another one."""
+    """Load this rank's part of `config.model`. Does not wait for other ranks. Raises `ModelError` and `ConfigError`."""
     directory = Path(config.model)
     model_config = read_config(directory)
     max_model_len = longest_sequence(model_config, config.max_model_len)
@@ -52,7 +49,7 @@ def load_model(
     try:
         load_weights(model, part, tensor_files, device)
     except WeightsDiffer as difference:
-        logger.info("asking transformers to convert the checkpoint: %s", difference)
+        logger.info("transformers converts the checkpoint, because %s", difference)
         model = _load_converted(model, part, directory, topology, device)
     fix_frequencies(model, max_model_len)
     specs = _probe(model, part, peers)
@@ -80,7 +77,7 @@ def _probe(model: PreTrainedModel, part: ModelPart, peers: Peers | None) -> list
     if peers is None:
         return probe_layers(model)
     part.join(model, peers)
-    with peers.rehearsal():
+    with peers.dry_run():
         return probe_layers(model, part.layers)
 
 
@@ -89,6 +86,6 @@ def _load_converted(
 ) -> PreTrainedModel:
     if topology.world_size == 1:
         return load_converted(model, directory, device)
-    logger.info("each rank converts the whole checkpoint in host memory, and keeps its part")
-    take_weights(model, part, load_converted(model, directory, HOST), device)
+    logger.info("each rank converts the whole checkpoint in host memory and keeps its part")
+    take_weights(model, part, load_converted(model, directory, torch.device("cpu")), device)
     return model

@@ -1,7 +1,7 @@
-"""What a loaded model's attention is like, learned by running it once.
+"""Finds the attention layers of a model by running it once.
 
-Each layer's attention call is recorded instead of computed. This finds the shapes for the KV pool without knowing any
-architecture, and refuses a model whose attention asks for something that would be left out.
+Each layer's attention call is recorded instead of computed. This gives the shapes for the KV pool of any architecture,
+and finds attention options that our attention does not support.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.worker.attention.interface import STEP_KEYWORD
-from millrace.worker.errors import ModelError
+from millrace.worker.errors import ModelError, unsupported
 from millrace.worker.kv_pool import LayerSpec
+from millrace.worker.loading.rope import static_frequencies
 from millrace.worker.parallel.stages import find_stage_input
-from millrace.worker.rope import unchanged_frequencies
 
 PROBE_TOKENS = 2
 
-UNDERSTOOD_OPTIONS = frozenset({"scaling", "sliding_window", "softcap"})
-HARMLESS_OPTIONS = frozenset({"dropout", "position_ids", "position_embeddings", "is_causal"})
-"""Given to the attention by some models, and of no effect on causal attention in inference."""
+SUPPORTED_OPTIONS = frozenset({"scaling", "sliding_window", "softcap"})
+IGNORED_OPTIONS = frozenset({"dropout", "position_ids", "position_embeddings", "is_causal"})
+"""Some models pass these; they have no effect on causal attention in inference."""
 
 
 class ProbeStep:
-    """Stands where a `ForwardStep` will: records each layer once and answers with zeros."""
+    """An `AttentionStep` that records each layer once and returns zeros."""
 
     def __init__(self) -> None:
         self.specs: dict[int, LayerSpec] = {}
@@ -45,11 +45,11 @@ class ProbeStep:
         name = type(module).__name__
         layer_index = getattr(module, "layer_idx", None)
         if not isinstance(layer_index, int) or layer_index in self.specs:
-            raise ModelError(f"{name} calls its attention in an unknown way (layer {layer_index}): not supported")
+            raise unsupported(f"{name} calls attention without a layer_idx of its own (got {layer_index!r})")
         if attention_mask is not None:
-            raise ModelError(f"{name} makes an attention mask of its own, which is not supported")
+            raise unsupported(f"{name} passes its own attention mask")
         if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
-            raise ModelError(f"{name} looks at later tokens, which is not supported")
+            raise unsupported(f"{name} attends to later tokens")
         _check_options(name, options)
         self.specs[layer_index] = LayerSpec(
             layer_index=layer_index,
@@ -62,8 +62,8 @@ class ProbeStep:
 
 
 def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[LayerSpec]:
-    """The attention layers, in order: those of `layers`, or of the whole model. Raises `ModelError` when they cannot be
-    served correctly. Works on the meta device too, since nothing but shapes is looked at."""
+    """Return the attention layers in order: those of `layers`, or of the whole model. Needs only shapes, so the model
+    may be on the meta device. Raises `ModelError` when the layers cannot be served correctly."""
     probe = ProbeStep()
     positions = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
     try:
@@ -77,55 +77,54 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
             )
     except (ModelError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a model's code meets first when it is run
-        raise ModelError(f"{type(model).__name__} cannot be run with this config.json: {error}") from error
+    except Exception as error:  # a model's code may raise anything
+        name = type(model).__name__
+        raise ModelError(f"{name} cannot be run with this config.json ({error}): copy the model again") from error
     expected = range(model.config.num_hidden_layers) if layers is None else layers
     specs = [probe.specs[index] for index in sorted(probe.specs)]
     if [spec.layer_index for spec in specs] != list(expected):
-        raise ModelError(
-            f"{len(specs)} of the {len(expected)} layers of {type(model).__name__} use transformers' attention interface: "
-            "all have to"
-        )
+        count = f"{len(specs)} of the {len(expected)} layers"
+        raise unsupported(f"{type(model).__name__} uses transformers' attention interface in {count} only")
     _check_windows(model.config, specs)
     return specs
 
 
 @contextlib.contextmanager
 def _shapes_only(model: PreTrainedModel) -> Iterator[None]:
-    """On the meta device, avoid what needs values: positions that are looked at, and the grouped product of experts, which
-    are multiplied one by one meanwhile."""
+    """On the meta device, avoid what needs values: rotary frequencies by position, and the grouped matrix product of
+    experts."""
     if model.device.type != "meta":
         yield
         return
-    chosen, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"
+    before, model.config._experts_implementation = model.config._experts_implementation, "batched_mm"
     try:
-        with unchanged_frequencies(model):
+        with static_frequencies(model):
             yield
     finally:
-        model.config._experts_implementation = chosen
+        model.config._experts_implementation = before
 
 
 def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    inlet = find_stage_input(model)
-    if inlet is None:
+    stage_input = find_stage_input(model)
+    if stage_input is None:
         return {"input_ids": torch.zeros(1, PROBE_TOKENS, dtype=torch.int64, device=model.device)}
     shape = (1, PROBE_TOKENS, model.config.hidden_size)
-    inlet.received = torch.zeros(shape, dtype=model.dtype, device=model.device)
-    return {"inputs_embeds": inlet.received}
+    stage_input.received = torch.zeros(shape, dtype=model.dtype, device=model.device)
+    return {"inputs_embeds": stage_input.received}
 
 
 def _check_options(name: str, options: dict[str, Any]) -> None:
-    given = {option for option, value in options.items() if value is not None and value is not False}
-    asked = given - HARMLESS_OPTIONS - UNDERSTOOD_OPTIONS
-    if asked:
-        raise ModelError(f"the attention of {name} uses {', '.join(sorted(asked))}, which is not supported")
+    used = {option for option, value in options.items() if value is not None and value is not False}
+    unknown = used - IGNORED_OPTIONS - SUPPORTED_OPTIONS
+    if unknown:
+        raise unsupported(f"the attention of {name} uses {', '.join(sorted(unknown))}")
 
 
 def _check_windows(config: Any, specs: list[LayerSpec]) -> None:
-    """A window in the configuration has to show in the calls: some models only put it into their masks."""
+    """Refuse a sliding window that a model puts into its masks only: the attention calls have to name it."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     for spec in specs:
         has_window = layer_types[spec.layer_index] == "sliding_attention" if layer_types else window is not None
         if has_window and spec.sliding_window is None:
-            raise ModelError(f"layer {spec.layer_index} of {config.model_type} hides its sliding window: not supported")
+            raise unsupported(f"layer {spec.layer_index} of {config.model_type} does not pass its sliding window")

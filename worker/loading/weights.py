@@ -1,4 +1,4 @@
-"""Weights from safetensors files into a model on the meta device, one tensor at a time."""
+"""Reads weights from safetensors files into a model on the meta device, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ from millrace.worker.parallel.tensor_plan import Slice
 
 logger = logging.getLogger("millrace.worker")
 
-FILES_AT_ONCE = 4
-NAMES_SHOWN = 3
+MAX_OPEN_FILES = 4
+MAX_NAMES_SHOWN = 3
 
 OLD_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Once stored with each layer; computed from the configuration nowadays."""
+"""Older checkpoints store these with each layer; now they are computed from the configuration."""
 
 
 def load_weights(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str, Path], device: torch.device) -> None:
-    """Fill a meta model with this rank's part of the weights, in the dtype that its parameters declare, and leave it
-    ready to run. Of what other ranks hold nothing is read.
+    """Fill a meta model with this rank's part of the weights, in the dtype of its parameters. It is then ready to run.
 
-    Raises `WeightsDiffer` when the files do not hold exactly the whole model's tensors.
+    Raises `WeightsDiffer` when the files do not hold exactly the whole model's tensors, else `ModelError`.
     """
     sources = _on_this_rank(model, part, _match(model, part, tensor_files))
     targets_by_file: dict[Path, list[str]] = {}
     for target, source in sources.items():
         targets_by_file.setdefault(tensor_files[source], []).append(target)
-    with ThreadPoolExecutor(FILES_AT_ONCE) as pool:
+    with ThreadPoolExecutor(MAX_OPEN_FILES) as pool:
         jobs = [
             pool.submit(_load_file, model, part, path, {target: sources[target] for target in targets}, device)
             for path, targets in targets_by_file.items()
@@ -50,7 +49,7 @@ def load_weights(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str
 
 
 def take_weights(model: PreTrainedModel, part: ModelPart, whole: PreTrainedModel, device: torch.device) -> None:
-    """Fill a meta model with this rank's part of a model that is loaded as a whole."""
+    """Fill a meta model with this rank's part of the loaded model `whole`."""
     for name, tensor in whole.state_dict().items():
         if name in part.names:
             _assign(model, name, part.slices[name].of(tensor) if name in part.slices else tensor, device)
@@ -58,9 +57,8 @@ def take_weights(model: PreTrainedModel, part: ModelPart, whole: PreTrainedModel
 
 
 def load_converted(model: PreTrainedModel, directory: Path, device: torch.device) -> PreTrainedModel:
-    """The same model, loaded by transformers, which knows how to rename and merge what older checkpoints of some
-    architectures hold, such as the experts of a mixture. Raises `WeightsDiffer` when that does not fit either.
-    """
+    """Load the same model with transformers, which renames and merges the tensors of some checkpoints, such as those of
+    experts. Raises `WeightsDiffer` when they still do not fit."""
     loaded: Any
     info: dict[str, Any]
     loaded, info = type(model).from_pretrained(  # type: ignore[misc]
@@ -73,14 +71,14 @@ def load_converted(model: PreTrainedModel, directory: Path, device: torch.device
         ignore_mismatched_sizes=True,
         output_loading_info=True,
     )
-    unfit = {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
-    if unfit or info["unexpected_keys"]:
-        raise WeightsDiffer(_difference(model, unfit, info["unexpected_keys"]))
+    missing = {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
+    if missing or info["unexpected_keys"]:
+        raise WeightsDiffer(_difference(model, missing, info["unexpected_keys"]))
     return loaded.to(device).requires_grad_(False).eval()
 
 
 def _match(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str, Path]) -> dict[str, str]:
-    """The stored name for each tensor of the whole model that is stored; of tied ones, one is enough."""
+    """Return the stored name of each tensor of the whole model. One tensor of a tied pair is enough."""
     expected = part.whole_names
     prefix = f"{model.base_model_prefix}."
     sources: dict[str, str] = {}
@@ -99,8 +97,8 @@ def _match(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str, Path
 
 
 def _on_this_rank(model: PreTrainedModel, part: ModelPart, sources: dict[str, str]) -> dict[str, str]:
-    """The stored name for each tensor that this rank has to read. One whose tied partner is stored, but is on another
-    rank, such as a head whose embedding is in the first stage, is read from there."""
+    """Return the stored name of each tensor that this rank has to read. If only the tied partner of a tensor is stored,
+    and the partner belongs to another rank (a head and the first stage's embedding), the partner's name is returned."""
     own = {target: source for target, source in sources.items() if target in part.names}
     for pair in model.all_tied_weights_keys.items():
         for target, partner in (pair, pair[::-1]):
@@ -123,8 +121,8 @@ def _difference(model: PreTrainedModel, missing: Iterable[str], unexpected: Iter
 
 def _shown(what: str, names: Iterable[str]) -> str:
     listed = sorted(names)
-    more = f" and {len(listed) - NAMES_SHOWN} more" if len(listed) > NAMES_SHOWN else ""
-    return f"{what} {', '.join(listed[:NAMES_SHOWN]) + more if listed else 'none'}"
+    more = f" and {len(listed) - MAX_NAMES_SHOWN} more" if len(listed) > MAX_NAMES_SHOWN else ""
+    return f"{what} {', '.join(listed[:MAX_NAMES_SHOWN]) + more if listed else 'none'}"
 
 
 def _load_file(
@@ -140,12 +138,12 @@ def _load_file(
 
 
 def _read(file: Any, target: str, source: str, part: Slice | None, declared: torch.Size) -> Tensor:
-    """The stored tensor, or only the slice of it that this rank holds."""
+    """Read a stored tensor, or only this rank's slice of it."""
     shape = torch.Size(file.get_slice(source).get_shape())
     expected = part.whole_shape(declared) if part else declared
     if shape != expected:
         raise ModelError(
-            f"{target} is stored as {list(shape)}, but config.json makes it {list(expected)}: "
+            f"{target} is stored as {list(shape)}, but config.json says {list(expected)}: "
             "use the checkpoint that belongs to this config.json"
         )
     return part.of(file.get_slice(source)) if part else file.get_tensor(source)
@@ -154,7 +152,7 @@ def _read(file: Any, target: str, source: str, part: Slice | None, declared: tor
 def _assign(model: PreTrainedModel, name: str, tensor: Tensor, device: torch.device) -> None:
     module, leaf = _owner(model, name)
     declared = _declared(model, name)
-    # Always copied: a tensor that stays mapped to its file would change, or crash us, along with the file.
+    # Always copied: a tensor that stays mapped to its file changes with the file, or crashes this process.
     tensor = torch.empty_like(declared, device=device).copy_(tensor)
     if isinstance(declared, nn.Parameter):
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
@@ -164,21 +162,20 @@ def _assign(model: PreTrainedModel, name: str, tensor: Tensor, device: torch.dev
 
 
 def _make_ready(model: PreTrainedModel, loaded: set[str], device: torch.device) -> None:
-    """What is left to do when the stored tensors are there."""
+    """Do what is left after the stored tensors have been read."""
     _tie(model, loaded)
     _rebuild_buffers(model, device)
     model.requires_grad_(False)
 
 
 def _tie(model: PreTrainedModel, loaded: set[str]) -> None:
-    """Share the weights that the configuration ties. Where both are stored and differ they stay apart, as transformers
-    has it: the configuration is what is wrong then."""
+    """Share the weights that the configuration ties, unless both are stored and differ, as in transformers."""
     present = set(model.state_dict())
     for target, source in model.all_tied_weights_keys.items():
-        if not {source, target} <= present:  # another stage has one of them
+        if not {source, target} <= present:  # another stage has the other one
             continue
         if {source, target} <= loaded and not torch.equal(model.get_parameter(source), model.get_parameter(target)):
-            logger.warning("%s and %s are tied by config.json, but stored with other values: not tied", source, target)
+            logger.warning("config.json ties %s and %s, but their stored values differ: not tied", source, target)
             continue
         if source not in loaded:
             source, target = target, source
@@ -187,14 +184,14 @@ def _tie(model: PreTrainedModel, loaded: set[str]) -> None:
 
 
 def _rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Compute what is not stored, such as rotary frequencies. `initialize_weights` fills every tensor that is not
-    marked as initialised, so only these; to call it on single modules would draw some loaded weights anew."""
+    """Compute the buffers that are not stored, such as rotary frequencies. `initialize_weights` fills the tensors that
+    are not marked as initialised; called for single modules it would overwrite loaded weights."""
     for name, buffer in list(model.named_non_persistent_buffers()):
         module, leaf = _owner(model, name)
         module._buffers[leaf] = torch.empty_like(buffer, device=device)
     model.initialize_weights()
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    assert not left, f"still without values: {left}"
+    empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    assert not empty, f"no values for {empty}"
 
 
 def _declared(model: PreTrainedModel, name: str) -> Tensor:

@@ -1,1 +1,1 @@
-"""One model over several ranks: layers divided among the stages of a pipeline, tensors among the ranks of a stage."""
+"""Several ranks with one model: tensor parallel and pipeline parallel."""

@@ -1,7 +1,7 @@
-"""Modules whose ranks compute a part each and then speak with each other.
+"""Modules of which each rank computes a part, and that then communicate.
 
-Shapes: T tokens, I inputs, O outputs, H hidden size, n ranks of a stage. A rank's weight is [O / n, I] where outputs are
-divided, and [O, I / n] where inputs are.
+Shapes: T tokens, I inputs, O outputs, H hidden size, n ranks of a stage. A rank's weight is [O / n, I] where outputs
+are divided, and [O, I / n] where inputs are.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from millrace.worker.parallel.peers import Peers
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose inputs are divided: each rank has a part of every sum."""
+    """A linear layer whose inputs are divided. The outputs are summed over the ranks."""
 
     def __init__(self, linear: nn.Linear, peers: Peers, *, input_is_parallel: bool = True) -> None:
-        """`input_is_parallel`: each rank gets its part of the inputs. Else all get the whole, and take their part of it."""
+        """`input_is_parallel`: the given inputs are this rank's part already. Else they are whole, and it takes its
+        part."""
         super().__init__()
         self.weight = linear.weight
         self.bias: Tensor | None = linear.bias
@@ -26,12 +27,12 @@ class RowParallelLinear(nn.Module):
         self._own = slice(None) if input_is_parallel else slice(tp_rank * width, (tp_rank + 1) * width)
 
     def forward(self, inputs: Tensor) -> Tensor:  # [..., I / n] or [..., I] -> [..., O]
-        outputs = self._peers.sum(F.linear(inputs[..., self._own], self.weight))
+        outputs = self._peers.all_reduce(F.linear(inputs[..., self._own], self.weight))
         return outputs if self.bias is None else outputs + self.bias
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer whose outputs are divided, and gathered, since what comes next needs them whole."""
+    """A linear layer whose outputs are divided, and gathered for a next module that needs them whole."""
 
     def __init__(self, linear: nn.Linear, peers: Peers) -> None:
         super().__init__()
@@ -40,11 +41,11 @@ class ColumnParallelLinear(nn.Module):
         self._peers = peers
 
     def forward(self, inputs: Tensor) -> Tensor:  # [..., I] -> [..., O]
-        return torch.cat(self._peers.gather(F.linear(inputs, self.weight, self.bias)), dim=-1)
+        return torch.cat(self._peers.all_gather(F.linear(inputs, self.weight, self.bias)), dim=-1)
 
 
 class TensorParallelExperts(nn.Module):
-    """The experts of a mixture, of each of which every rank has a part of the inner width: a part of every sum."""
+    """The experts of a mixture, divided by their inner width. The outputs are summed over the ranks."""
 
     def __init__(self, experts: nn.Module, peers: Peers) -> None:
         super().__init__()
@@ -52,11 +53,12 @@ class TensorParallelExperts(nn.Module):
         self._peers = peers
 
     def forward(self, hidden_states: Tensor, *routing: Tensor) -> Tensor:  # [T, H] -> [T, H]
-        return self._peers.sum(self.own(hidden_states, *routing))
+        return self._peers.all_reduce(self.own(hidden_states, *routing))
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding whose vocabulary is divided: each rank looks up the ids that it has, and the rest are zeros."""
+    """An embedding whose vocabulary is divided. Each rank uses zeros for the ids of others, and the results are
+    summed."""
 
     def __init__(self, embedding: nn.Embedding, peers: Peers) -> None:
         super().__init__()
@@ -67,6 +69,6 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [1, T] -> [1, T, H]
         own_ids = token_ids - self._first_id
-        is_elsewhere = (own_ids < 0) | (own_ids >= self._num_ids)
-        embedded = self.own(own_ids.masked_fill(is_elsewhere, 0))
-        return self._peers.sum(embedded.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
+        is_foreign = (own_ids < 0) | (own_ids >= self._num_ids)
+        embedded = self.own(own_ids.masked_fill(is_foreign, 0))
+        return self._peers.all_reduce(embedded.masked_fill(is_foreign.unsqueeze(-1), 0.0))

@@ -1,4 +1,4 @@
-"""One rank's part of a model: what is left of it before loading, and how it works together with the others after."""
+"""One rank's part of a model: which modules and tensors it keeps, and how the loaded part communicates."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from millrace.worker.parallel.topology import Topology
 
 
 class ModelPart:
-    """Knows which tensors of a model are whole, in part, or not at all on this rank."""
+    """Knows which tensors of a model this rank holds whole, which as a slice, and which not."""
 
     def __init__(self, model: PreTrainedModel, topology: Topology) -> None:
-        """Cut the modules of a meta model. Raises `ModelError` when it cannot be divided among so many ranks."""
+        """Cut a meta model down to this rank's part. Raises `ModelError` if it cannot be divided so."""
         self.whole_names = frozenset(model.state_dict())
-        """All tensors that are stored of the whole model."""
+        """Names of all stored tensors of the whole model."""
         self._tp_size = topology.tp_size
         self.layers = topology.layers(model.config.num_hidden_layers)
         if topology.pp_size > 1:
@@ -27,19 +27,19 @@ class ModelPart:
         self._plan: TensorPlan | None = None
         self._undivided: list[LayerSpec] = []
         self.slices: dict[str, Slice] = {}
-        """By tensor name, for those of which this rank has a slice."""
+        """By tensor name, for tensors of which this rank holds a slice."""
         if topology.tp_size > 1:
             self._plan = TensorPlan(model, topology)
             self._undivided = probe_layers(model, self.layers)
             self.slices = self._plan.cut(model)
         self.names = frozenset(model.state_dict())
-        """What this rank has of `whole_names`."""
+        """Names of the tensors that this rank holds, whole or as a slice."""
 
     def whole_layer(self, model: PreTrainedModel, specs: list[LayerSpec]) -> LayerSpec:
-        """The first layer as it is over all ranks, given what the loaded part has of each.
+        """Return the first layer of the whole model, given the layers `specs` of the loaded part.
 
-        Divided heads have to show in the attention's calls as fewer heads of the same size. Some models count on the
-        numbers in their configuration instead; they are refused with a `ModelError`.
+        Raises `ModelError` for a model whose attention uses the head counts of its configuration: divided heads have to
+        appear in the attention calls as fewer heads of the same size.
         """
         if not self._plan:
             return specs[0]
@@ -53,6 +53,6 @@ class ModelPart:
         return self._undivided[0]
 
     def join(self, model: PreTrainedModel, peers: Peers) -> None:
-        """Let the loaded part work together with those of the other ranks."""
+        """Replace the divided modules of the loaded part by ones that communicate with the other ranks."""
         if self._plan:
             self._plan.join(model, peers)

@@ -1,7 +1,7 @@
-"""The other ranks of this model, and all that is said between them. Tensors only: nothing is ever pickled.
+"""Communication with the other ranks of a model. Tensors only: nothing is pickled.
 
-Tensors of the GPU travel over NCCL, those of the CPU over gloo; one process group speaks both. Between two ranks
-the messages of one direction arrive in the order in which they were sent, and of each direction there is one kind:
+GPU tensors travel over NCCL, CPU tensors over gloo; one process group has both. Between two ranks messages arrive in
+the order in which they were sent, and each direction has one kind of message:
 
     stage s -> stage s + 1      activations [1, T, H]
     last stage -> stage s       sampled ids [M], on the host
@@ -27,20 +27,21 @@ from millrace.worker.parallel.topology import Topology
 
 logger = logging.getLogger("millrace.worker")
 
-MEETING_LIMIT = timedelta(minutes=5)
+RENDEZVOUS_LIMIT = timedelta(minutes=5)
 """How long a rank waits for the others at the start."""
 LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 LOOPBACK_INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Set, where nobody set them, when the ranks meet on this machine: then nothing listens to the network."""
+"""Default environment when the ranks connect on this host: then no socket listens on the network."""
 
 
 class Peers:
-    """Owns the process groups of this rank, and the sends that are under way."""
+    """Owns the process groups of this rank, and the tensors of unfinished sends."""
 
     def __init__(self, topology: Topology, device: torch.device, rendezvous: str) -> None:
-        """Meet the others; returns when all of them are there. Raises `RendezvousError`."""
+        """Connect to the others, and return when all are connected. Raises `RendezvousError`."""
         self.topology = topology
-        self._sends: dict[int, list[tuple[dist.Work, Tensor]]] = {}
+        self._sends: dict[int, tuple[dist.Work, Tensor]] = {}
+        """The last send to each stage."""
         try:
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -50,24 +51,25 @@ class Peers:
             )
         except (RuntimeError, ValueError, OSError) as error:
             raise RendezvousError(
-                f"rank {topology.rank} of {topology.world_size} did not meet the others at {rendezvous!r}: {error}"
+                f"rank {topology.rank} of {topology.world_size} cannot connect to the others at {rendezvous!r} ({error}): "
+                "check that the address is free and that all ranks reach it"
             ) from error
         self._stage_group = self._make_stage_groups()
-        self._is_rehearsal = False
+        self._is_dry_run = False
         logger.info("%r is connected", topology)
 
     # --- between the ranks of a stage ---
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, in place."""
-        if self._is_rehearsal:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum the tensors of all ranks, in place."""
+        if self._is_dry_run:
             return tensor
         dist.all_reduce(tensor, group=self._stage_group)
         return tensor
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """All ranks' tensors, which have one shape, in rank order."""
-        if self._is_rehearsal:
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which have the same shape, in rank order."""
+        if self._is_dry_run:
             return [tensor] * self.topology.tp_size
         tensor = tensor.contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.topology.tp_size)]
@@ -75,40 +77,34 @@ class Peers:
         return parts
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Meanwhile nothing is sent, and each rank takes the others' tensors to be like its own: the shapes are right."""
-        self._is_rehearsal = True
+    def dry_run(self) -> Iterator[None]:
+        """Inside, nothing is sent: results have the right shapes, and values of this rank only."""
+        self._is_dry_run = True
         try:
             yield
         finally:
-            self._is_rehearsal = False
+            self._is_dry_run = False
 
-    # --- between stages, from each rank to those at its own place in them ---
+    # --- between stages, with the rank that has the same tp_rank ---
 
     def send(self, tensor: Tensor, stage: int) -> None:
-        """Send without waiting, but for what was sent to that stage before."""
-        for work, _ in self._sends.get(stage, []):
-            work.wait()
-        self._sends[stage] = [(_started(dist.isend(tensor, self._rank_in(stage))), tensor)]
+        """Start to send a tensor, after the previous send to that stage has finished."""
+        if stage in self._sends:
+            self._sends[stage][0].wait()
+        self._sends[stage] = (_started(dist.isend(tensor, self._rank_in(stage))), tensor)
 
     def finish_sends(self) -> None:
-        """Wait for what was sent, and let go of it."""
-        for sent in self._sends.values():
-            for work, _ in sent:
-                work.wait()
+        """Wait for all sends, and release their tensors."""
+        for work, _ in self._sends.values():
+            work.wait()
         self._sends.clear()
 
-    def receive(self, tensor: Tensor, stage: int) -> Tensor:
-        """Fill a tensor with what the stage sends next."""
-        self.expect(tensor, stage).wait()
-        return tensor
-
-    def expect(self, tensor: Tensor, stage: int) -> dist.Work:
-        """Like `receive`, but the tensor is filled when the returned work is done."""
+    def receive(self, tensor: Tensor, stage: int) -> dist.Work:
+        """Start to receive the stage's next tensor into `tensor`. It is filled when the returned work is done."""
         return _started(dist.irecv(tensor, self._rank_in(stage)))
 
     def close(self) -> None:
-        """Leave. The others fail if they still wait for this rank."""
+        """Leave the process groups. Ranks that still wait for this one fail."""
         self._sends.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -117,7 +113,7 @@ class Peers:
         return self.topology.rank_of(stage, self.topology.tp_rank)
 
     def _make_stage_groups(self) -> dist.ProcessGroup | None:
-        """This rank's own. Every rank has to make all of them, in the same order. None stands for all ranks."""
+        """Make the groups of all stages, as every rank has to, in order. Return this stage's; None is all ranks."""
         topology = self.topology
         if topology.pp_size == 1 or topology.tp_size == 1:
             return None
@@ -127,11 +123,11 @@ class Peers:
 
 
 def _open_store(topology: Topology, rendezvous: str) -> TCPStore:
-    """Where the ranks leave their addresses for each other. Rank 0 serves it, at the named address only: left to itself,
-    torch would listen on every network interface."""
+    """Open the store in which the ranks find each other's addresses. Rank 0 serves it, and listens at the given address
+    only; torch's default is all network interfaces."""
     url = urlsplit(rendezvous)
     if url.scheme != "tcp" or not url.hostname or not url.port:
-        raise ValueError("it has to look like tcp://127.0.0.1:29500")
+        raise ValueError("it must look like tcp://127.0.0.1:29500")
     if url.hostname in LOOPBACK_HOSTS:
         for variable, interface in LOOPBACK_INTERFACES.items():
             os.environ.setdefault(variable, interface)
@@ -140,7 +136,7 @@ def _open_store(topology: Topology, rendezvous: str) -> TCPStore:
         family = socket.AF_INET6 if ":" in url.hostname else socket.AF_INET
         listener = socket.create_server((url.hostname, url.port), family=family).detach()
     return TCPStore(
-        url.hostname, url.port, topology.world_size, topology.rank == 0, MEETING_LIMIT, master_listen_fd=listener
+        url.hostname, url.port, topology.world_size, topology.rank == 0, RENDEZVOUS_LIMIT, master_listen_fd=listener
     )
 
 

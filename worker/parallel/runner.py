@@ -1,13 +1,13 @@
-"""The steps of a rank that is one of several.
+"""Runs the steps of one of several ranks.
 
-A step's activations go from stage to stage. The last stage draws the tokens and sends their ids back; an earlier stage
-goes on with the next plan meanwhile, and takes the ids in when a plan touches the sequences that they belong to:
+Activations go from stage to stage. The last stage samples the tokens and sends their ids back. An earlier stage runs
+the next plan meanwhile. It waits for the ids when a plan has one of their sequences:
 
-    stage 0    step 1   step 2            ids 1   step 3 (feeds what step 1 drew)
+    stage 0    step 1   step 2            ids 1   step 3 (feeds the tokens of step 1)
     stage 1             step 1   step 2           ids 2   step 3
 
-So steps of different sequences overlap, and a step that feeds the last one's tokens waits for them. Nothing here waits
-for a plan that has not come: whoever receives knows from its own plan that the other side sends.
+So steps of different sequences overlap, and a step that feeds the tokens of another step waits for them. No rank waits
+for a plan that it does not have: the receiver knows from its own plan that the other side sends.
 
 Shapes: T tokens of the step, H hidden size, M rows that yield a token, W ids of this rank's part of the vocabulary.
 """
@@ -27,19 +27,19 @@ from millrace.worker.attention.interface import Attention
 from millrace.worker.input_batch import SampledRow, StepBatch
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.parallel.peers import Peers
+from millrace.worker.parallel.sampler import VocabParallelSampler
 from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.parallel.topology import Topology
-from millrace.worker.parallel.vocabulary import Vocabulary
 from millrace.worker.runner import Runner
 from millrace.worker.sampler import Sampled
 
-NOT_DRAWN = -1
-"""Sent for a row that could not be drawn."""
+NO_VALID_TOKEN = -1
+"""Sent in place of an id for a row without a valid token."""
 
 
 @dataclass(frozen=True)
-class Expected:
-    """The tokens of an earlier step, which the last stage draws."""
+class PendingTokens:
+    """The tokens of an earlier step, which the last stage sends."""
 
     step_id: StepId
     rows: list[SampledRow]
@@ -48,7 +48,7 @@ class Expected:
 
 
 class ParallelRunner(Runner):
-    """Owns, beside what a `Runner` does, the results that this stage still waits for."""
+    """Owns what a `Runner` owns, and the tokens that this stage has to receive from the last stage."""
 
     def __init__(
         self,
@@ -63,32 +63,32 @@ class ParallelRunner(Runner):
         super().__init__(model, attention, pool, max_num_seqs, max_model_len)
         self._topology = topology
         self._peers = peers
-        self._vocabulary = Vocabulary(model.config.vocab_size, topology, peers)
-        self._inlet = find_stage_input(model)
-        self._expected: deque[Expected] = deque()
+        self._sampler = VocabParallelSampler(model.config.vocab_size, topology, peers)
+        self._stage_input = find_stage_input(model)
+        self._pending: deque[PendingTokens] = deque()
 
     def execute_model(self, plan: StepPlan) -> StepResult:
         """Run this rank's part of one step. Only the output rank's result has tokens."""
-        self._take_in({row.seq_id for row in plan.rows} | set(plan.finished))
+        self._receive_tokens_of({row.seq_id for row in plan.rows} | set(plan.finished))
         result = super().execute_model(plan)
         if self._topology.is_output_rank:
             return result
         return StepResult(plan.step_id, plan.epoch, [], [], [], device_s=result.device_s)
 
     def finish(self) -> None:
-        while self._expected:
-            self._record_next()
+        while self._pending:
+            self._record_oldest()
         self._peers.finish_sends()
-        if self._inlet is not None:
-            self._inlet.received = None
+        if self._stage_input is not None:
+            self._stage_input.received = None
 
     def _sample(self, step_id: StepId, batch: StepBatch) -> Sampled | None:
         if not self._topology.is_last_stage:
             self._peers.send(self._compute_hidden(batch), self._topology.stage + 1)
-            self._expect(step_id, batch.sampled_rows)
+            self._start_receiving(step_id, batch.sampled_rows)
             return None
-        sampled = self._vocabulary.sample(self.compute_logits(batch), batch.sampled_rows)
-        self._publish(sampled)
+        sampled = self._sampler.sample(self.compute_logits(batch), batch.sampled_rows)
+        self._send_tokens(sampled)
         return sampled
 
     def _compute_hidden(self, batch: StepBatch) -> Tensor:  # [1, T, H]
@@ -96,34 +96,35 @@ class ParallelRunner(Runner):
         return hidden
 
     def _inputs(self, batch: StepBatch) -> dict[str, Tensor]:
-        if self._inlet is None:
+        if self._stage_input is None:
             return super()._inputs(batch)
         shape = (*batch.input_ids.shape, self._model.config.hidden_size)
-        buffer = torch.empty(shape, dtype=self._model.dtype, device=batch.input_ids.device)
-        self._inlet.received = self._peers.receive(buffer, self._topology.stage - 1)
-        return {"inputs_embeds": buffer}
+        hidden = torch.empty(shape, dtype=self._model.dtype, device=batch.input_ids.device)
+        self._peers.receive(hidden, self._topology.stage - 1).wait()
+        self._stage_input.received = hidden
+        return {"inputs_embeds": hidden}
 
-    # --- the sampled ids on their way back ---
+    # --- the sampled ids, from the last stage to the others ---
 
-    def _publish(self, sampled: Sampled) -> None:
+    def _send_tokens(self, sampled: Sampled) -> None:
         pairs = zip(sampled.token_ids, sampled.is_valid, strict=True)
-        token_ids = torch.tensor([token_id if is_valid else NOT_DRAWN for token_id, is_valid in pairs])
+        token_ids = torch.tensor([token_id if is_valid else NO_VALID_TOKEN for token_id, is_valid in pairs])
         for stage in range(self._topology.stage if len(token_ids) else 0):
             self._peers.send(token_ids, stage)
 
-    def _expect(self, step_id: StepId, rows: list[SampledRow]) -> None:
+    def _start_receiving(self, step_id: StepId, rows: list[SampledRow]) -> None:
         if rows:
             token_ids = torch.empty(len(rows), dtype=torch.int64)
-            work = self._peers.expect(token_ids, self._topology.pp_size - 1)
-            self._expected.append(Expected(step_id, rows, token_ids, work))
+            work = self._peers.receive(token_ids, self._topology.pp_size - 1)
+            self._pending.append(PendingTokens(step_id, rows, token_ids, work))
 
-    def _take_in(self, seq_ids: set[SeqId]) -> None:
-        """Wait for the tokens of these sequences, and for all that come before them."""
-        while any(row.seq_id in seq_ids for expected in self._expected for row in expected.rows):
-            self._record_next()
+    def _receive_tokens_of(self, seq_ids: set[SeqId]) -> None:
+        """Wait for the tokens of these sequences, and for the tokens of all earlier steps."""
+        while any(row.seq_id in seq_ids for pending in self._pending for row in pending.rows):
+            self._record_oldest()
 
-    def _record_next(self) -> None:
-        expected = self._expected.popleft()
-        expected.work.wait()
-        token_ids = expected.token_ids.tolist()
-        self._record(expected.step_id, expected.rows, Sampled(token_ids, [each != NOT_DRAWN for each in token_ids]))
+    def _record_oldest(self) -> None:
+        pending = self._pending.popleft()
+        pending.work.wait()
+        token_ids = pending.token_ids.tolist()
+        self._record(pending.step_id, pending.rows, Sampled(token_ids, [each != NO_VALID_TOKEN for each in token_ids]))

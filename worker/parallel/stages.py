@@ -1,13 +1,13 @@
-"""Pipeline parallel: a stage keeps its own layers and lets the rest of the model go.
+"""Pipeline parallel: a stage keeps its own layers and drops the rest of the model.
 
-The list of layers keeps its length, so that every layer finds its own index, kind and rotary frequencies; what another
-stage holds is replaced by a `PPMissingLayer` without weights. For 5 layers on 2 stages:
+The list of layers keeps its length, so that each layer finds its index, type and rotary frequencies. A `PPMissingLayer`
+without weights replaces each layer of another stage. For 5 layers on 2 stages:
 
     stage 0    embedding   0    1    2    -    -    (identity)  (identity)      - PPMissingLayer     < StageInput
     stage 1    (identity)  -    -    <    3    4    norm        head
 
-A later stage feeds what it received as `inputs_embeds`. Since some models scale or normalise that before their first
-layer, it goes in a second time, unchanged, at the `StageInput` in front of the stage's own first layer.
+A later stage passes the received activations as `inputs_embeds`. Some models scale or normalise these before the first
+layer, so the `StageInput` before the stage's first own layer returns the received activations again, unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from millrace.worker.parallel.topology import Topology
 
 
 class PPMissingLayer(nn.Module):
-    """In the place of a layer that another stage has: hands its input on."""
+    """Replaces a layer of another stage: returns its input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class PPMissingLayer(nn.Module):
 
 
 class StageInput(PPMissingLayer):
-    """In the place of the last layer of the stage before: hands in what that stage has sent."""
+    """Replaces the last layer of the previous stage: returns the activations that this stage received from it."""
 
     received: Tensor | None = None  # [1, T, H]
 
@@ -45,7 +45,7 @@ class StageInput(PPMissingLayer):
 
 
 def cut_stages(model: PreTrainedModel, topology: Topology) -> None:
-    """Leave in a meta model what this rank's stage holds. Raises `ModelError` when the model cannot be divided so."""
+    """Drop the modules of other stages from a meta model. Raises `ModelError` if it cannot be divided so."""
     parts = list(model.config.base_model_pp_plan or {})
     name = model.config.model_type
     layers = getattr(model.base_model, "layers", None)
@@ -70,7 +70,7 @@ def cut_stages(model: PreTrainedModel, topology: Topology) -> None:
 
 
 def find_stage_input(model: PreTrainedModel) -> StageInput | None:
-    """Where a later stage takes in what it received. None on the first stage, and in a whole model."""
+    """Return the `StageInput` of a later stage. None on the first stage, and for a whole model."""
     return next((module for module in model.modules() if isinstance(module, StageInput)), None)
 
 

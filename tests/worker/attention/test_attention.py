@@ -132,7 +132,7 @@ def test_a_long_chunk_is_computed_in_parts_that_fit(window: int | None, monkeypa
 
     monkeypatch.setattr("millrace.worker.attention.reference.visible_positions", note)
     for most in (1, 1 << 12):
-        monkeypatch.setattr("millrace.worker.attention.reference.SCORES_AT_ONCE", most)
+        monkeypatch.setattr("millrace.worker.attention.reference.MAX_SCORES", most)
         sizes.clear()
         torch.testing.assert_close(attend(ReferenceAttention(), rows, 1, window), expected, rtol=1e-5, atol=2e-6)
         assert max(sizes) <= max(most, HEADS * 90)

@@ -1,4 +1,4 @@
-"""Model directories: whole ones load exactly as transformers loads them, others are refused in one clear sentence."""
+"""Model directories: valid ones load exactly as in transformers, others are refused with one clear sentence."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "\xff"])
+@pytest.mark.parametrize("content", ["", "{", "[]", "\xff", "[" * 100_000])
 def test_a_damaged_config_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=r"config\.json .*copy the model again"):
@@ -234,6 +234,10 @@ def test_code_beside_a_known_model_is_not_run(llama: Path) -> None:
         ({"model_type": None}, "does not know model_type"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoint (gptq)"),
         ({"hidden_size": "many"}, "transformers cannot"),
+        ({"model_type": ["llama"]}, "config.json (unhashable type"),
+        ({"model_type": "grand", "auto_map": ["a.b"]}, "config.json ('list' object has no attribute"),
+        ({"quantization_config": "gptq"}, "config.json ('str' object has no attribute"),
+        ({"layer_types": [["full_attention"]] * 3}, "transformers cannot"),
         ({"num_key_value_heads": 3}, "cannot be run with this config.json|do not fit|is stored as"),
         ({"model_type": "llama4_text", "intermediate_size_mlp": 128}, "layers of kind chunked_attention"),
         ({"model_type": "vit"}, "vit is not a causal language model"),
@@ -246,6 +250,15 @@ def test_what_cannot_be_served_is_refused(llama: Path, changes: dict[str, Any], 
     pattern = "|".join(re.escape(part) for part in message.split("|"))
     with pytest.raises(ModelError, match=pattern):
         load(llama)
+
+
+def test_a_refusal_is_one_short_printable_line_that_ends_with_the_remedy(llama: Path) -> None:
+    edit_config(llama, model_type="grand", auto_map={"AutoModelForCausalLM": "a\n\x1b[31m" + "b" * 5000})
+    with pytest.raises(ModelError) as caught:
+        load(llama)
+    message = str(caught.value)
+    assert len(message) < 500 and message.isprintable()
+    assert message.startswith(str(llama)) and message.endswith("use another model")
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:

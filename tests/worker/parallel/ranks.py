@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, which tests use one group after the other: the processes are started once."""
+"""Ranks in their own processes, started once. Tests use them for one group of ranks after the other."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _serve(connection: Connection) -> None:
             if method == "create":
                 rank = Rank(*args)
                 result: Any = rank.start(lambda _: None)
-            elif method == "look":
+            elif method == "inspect":
                 result = args[0](rank)
             else:
                 result = getattr(rank, method)(*args)

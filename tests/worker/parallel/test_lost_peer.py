@@ -1,4 +1,4 @@
-"""What a rank says that has lost another one: it must not look like a mistake in the configuration."""
+"""The failure that a rank reports when it has lost another one: retryable, and not a configuration error."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LIMIT = timedelta(seconds=3)
 """Of gloo itself, for a message from the other rank."""
 
 
-def be_a_rank(rank: int, port: int, fault: str, words: Connection) -> None:
-    """One sum together; then rank 1 is lost in the way that the fault names, and rank 0 tells how it hears of that."""
+def run_rank(rank: int, port: int, fault: str, failures: Connection) -> None:
+    """Sum a tensor together. Then rank 1 is lost as `fault` says, and rank 0 sends the failure that it gets."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timeout=LIMIT, rank=rank, world_size=2)
     dist.all_reduce(torch.ones(4))
@@ -35,7 +35,7 @@ def be_a_rank(rank: int, port: int, fault: str, words: Connection) -> None:
         dist.all_reduce(torch.ones(1_000_000))
     except RuntimeError as error:
         failure = to_failure(error)
-        words.send((failure.kind, failure.message, failure.is_retryable))
+        failures.send((failure.kind, failure.message, failure.is_retryable))
 
 
 @pytest.mark.parametrize("fault", ["is killed", "is stopped", "leaves"])
@@ -44,7 +44,7 @@ def test_a_peer_that_is_lost_in_a_step_is_a_reason_to_try_again(fault: str) -> N
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    ranks = [context.Process(target=be_a_rank, args=(rank, port, fault, theirs)) for rank in range(2)]
+    ranks = [context.Process(target=run_rank, args=(rank, port, fault, theirs)) for rank in range(2)]
     try:
         for process in ranks:
             process.start()

@@ -1,4 +1,4 @@
-"""However many ranks share a model, they generate what one rank does, and each holds only its part."""
+"""Several ranks of a model generate the same as one rank, and each holds only its part."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EXPERTS = {
     "moe_intermediate_size": 32,
 }
 LISTENS = "0A"
-"""The state of a waiting socket in /proc/net/tcp."""
+"""The state of a listening socket in /proc/net/tcp."""
 SIZES = {"TP 2": (2, 1), "PP 2": (1, 2), "TP 2 x PP 2": (2, 2)}
 
 
@@ -170,7 +170,7 @@ def test_each_rank_holds_its_part_of_the_weights(processes: RankProcesses, model
     whole = start_worker(models["llama"])
     num_whole = whole._facts.num_parameters
     with processes.group(models["llama"], 2, 2) as group:
-        first, _, last, _ = group.call("look", shapes)
+        first, _, last, _ = group.call("inspect", shapes)
         held = [facts.num_parameters for facts in group.facts]
         assert sum(held) < 1.01 * num_whole
         assert held[0] == held[1] < 0.4 * num_whole
@@ -188,7 +188,7 @@ def test_each_rank_holds_its_part_of_the_weights(processes: RankProcesses, model
 
 
 def listening_addresses(rank: Rank) -> set[str]:
-    """Where the sockets of this process wait for connections: IPv4 addresses in hexadecimal, or IPv6 ones."""
+    """Addresses on which sockets of this process listen, in hexadecimal."""
     own = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
     tables = (Path(f"/proc/self/net/{kind}").read_text() for kind in ("tcp", "tcp6"))
     sockets = [line.split() for table in tables for line in table.splitlines()[1:]]
@@ -197,7 +197,7 @@ def listening_addresses(rank: Rank) -> set[str]:
 
 def test_ranks_on_one_host_do_not_listen_to_the_network(processes: RankProcesses, models: dict[str, Path]) -> None:
     with processes.group(models["llama"], 2, 2) as group:
-        assert set().union(*group.call("look", listening_addresses)) == {"0100007F"}
+        assert set().union(*group.call("inspect", listening_addresses)) == {"0100007F"}
 
 
 # --- steps ---
@@ -247,7 +247,7 @@ def test_plans_may_come_before_the_results_of_earlier_ones(
 
 
 def poison(rank: Rank) -> None:
-    """The last id of the vocabulary becomes a NaN, wherever it is."""
+    """Set the embedding of the last id of the vocabulary to NaN, on the rank that holds it."""
     embedding = rank._model.model.embed_tokens
     weight = getattr(getattr(embedding, "own", embedding), "weight", None)
     if weight is not None and rank._topology.tp_rank == rank._topology.tp_size - 1:
@@ -261,9 +261,9 @@ def test_a_row_without_finite_logits_fails_alone_on_all_ranks(
     healthy = Driver(start_worker(models["llama"]), 1, preempts=False).run([PROMPT], 3)[0].output
     poisoned = [1, 2, VOCAB_SIZE - 1, 3, 4]
     with processes.group(models["llama"], *sizes) as group:
-        group.call("look", poison)
+        group.call("inspect", poison)
         group.send("execute_model", step(1, [prefill(0), prefill(1)], new=[new(0, PROMPT), new(1, poisoned)]))
-        group.send("execute_model", step(2, [decode(1, 5, 1), decode(0, 5, 1)]))  # on its way when step 1 fails
+        group.send("execute_model", step(2, [decode(1, 5, 1), decode(0, 5, 1)]))  # sent before step 1 fails
         for position in range(2):
             result = replies(group)
             assert (result.seq_ids, result.token_ids) == ([0], healthy[position : position + 1])
@@ -285,10 +285,10 @@ def test_a_step_in_which_nothing_is_drawn(processes: RankProcesses, models: dict
 
 
 def num_tensors_held(rank: Rank) -> int:
-    """Of the last step, by what sends and receives between stages."""
+    """Tensors of the last step that sends, and receives between stages, still hold."""
     assert rank._peers is not None
-    inlet = find_stage_input(rank._model) if rank._model is not None else None
-    return len(rank._peers._sends) + (inlet is not None and inlet.received is not None)
+    stage_input = find_stage_input(rank._model) if rank._model is not None else None
+    return len(rank._peers._sends) + (stage_input is not None and stage_input.received is not None)
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -297,9 +297,9 @@ def test_ranks_wake_up_as_they_were(
 ) -> None:
     with processes.group(models["gemma3_text"], 2, 2) as group:
         group.execute_model(step(1, [prefill(0)], new=[new(0, PROMPT)]))
-        assert sum(group.call("look", num_tensors_held)) > 0
+        assert sum(group.call("inspect", num_tensors_held)) > 0
         group.call("sleep", level)
-        assert group.call("look", num_tensors_held) == [0, 0, 0, 0]
+        assert group.call("inspect", num_tensors_held) == [0, 0, 0, 0]
         assert {stats["kv_pool_bytes"] for stats in group.call("stats")} == {0}
         with pytest.raises(RankFailed, match="it sleeps"):
             group.execute_model(step(2, []))

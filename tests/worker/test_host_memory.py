@@ -1,0 +1,33 @@
+"""Free memory of the host, and freed memory that the next step uses again."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from millrace.worker.host_memory import free_host_bytes, keep_freed_memory
+
+
+def test_files_that_were_read_do_not_count_as_used_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.worker.host_memory._CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("900000\n")
+    assert free_host_bytes() == 100000
+    (tmp_path / "memory.stat").write_text("anon 200000\nfile 650000\ninactive_file 600000\nactive_file 50000\n")
+    assert free_host_bytes() == 700000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_bytes() > 1000000
+
+
+def test_what_a_step_has_freed_serves_the_next_one() -> None:
+    """Each tensor takes 2,048 pages. By default the kernel maps them again each time."""
+    keep_freed_memory()
+    for _ in range(10):
+        torch.ones(2 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(100):
+        torch.ones(2 << 20)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
