@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 from millrace.producer.errors import InvalidRequest
+from millrace.results.errors import one_line
 
 Check = Callable[[Any], str | None]
 
@@ -118,9 +120,12 @@ def only_default(check: Check, default: Any) -> Check:
 
 
 def shown(value: Any) -> str:
-    """The value for a message: short, whatever it is."""
+    """Return any value for a message: at most 60 characters, all printable."""
     try:
-        plain = repr(value)
-    except Exception:  # a foreign object, or an integer too large to be printed
-        return f"a value of type {type(value).__name__}"
-    return plain if len(plain) <= 60 else plain[:57] + "..."
+        return one_line(_repr.repr(value), 60)
+    except Exception:  # from the value's own class, or an integer too large to be printed
+        return f"a value of type {one_line(type(value).__name__, 40)}"
+
+
+_repr = reprlib.Repr()  # it does not print the whole of a large list first
+_repr.maxstring = _repr.maxother = 100

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from millrace.results.errors import MillraceError
+from millrace.results.errors import MAX_MESSAGE, MillraceError, one_line
+
+MAX_FIELD = 60
+"""Characters of a field's name in an error: a user may have made it up."""
 
 
 class InvalidRequest(MillraceError, ValueError):
     """Raised when a field of a request has a value that it cannot have; names the field and what it may be."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-        self.message = message
+        self.field = one_line(field, MAX_FIELD)
+        self.message = one_line(message, MAX_MESSAGE - MAX_FIELD - 2)
+        super().__init__(f"{self.field}: {self.message}")
         self.index: int | None = None
         """In `submit_many`: which of the requests it is, from 0."""
         self.job_ids: list[str] = []

@@ -58,7 +58,7 @@ def build_request(prompt: str | None, options: SubmitOptions) -> GenerationReque
         elif name in _REQUEST_NAMES:
             fields[name] = value
         else:
-            remedy = "say job_id" if name == "id" else "leave it out"
+            remedy = "use job_id" if name == "id" else "leave it out"
             raise InvalidRequest(name, f"is not an argument of submit; {remedy}")
     if own:
         if "sampling" in fields:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -88,7 +87,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 def _prompt_ids(value: Any) -> str | None:
-    return "must not be empty" if value == [] else token_ids(value)
+    return token_ids(value) or (None if value else "must not be empty")
 
 
 def _chat(value: Any) -> str | None:
@@ -118,21 +117,14 @@ def _meta(value: Any) -> str | None:
 
 
 def _json(value: Any) -> str | None:
-    """What JSON can say. NaN would become null there, in silence."""
+    """Check that JSON holds the value as it is: it would make null of NaN, a list of a tuple, and a string of a date."""
     try:
-        msgspec.json.encode(value)
-        plain = msgspec.to_builtins(value)
-    except (TypeError, ValueError, RecursionError) as error:
+        is_same = bool(msgspec.json.decode(msgspec.json.encode(value)) == value)
+    except RecursionError:
+        return "is nested too deeply"
+    except Exception as error:  # also from an object's own comparison
         return f"cannot be written as JSON: {error}"
-    try:
-        json.dumps(plain, allow_nan=False)
-    except (ValueError, RecursionError) as error:
-        return (
-            "is nested too deeply"
-            if isinstance(error, RecursionError)
-            else "has NaN or an infinity, which JSON has not"
-        )
-    return None
+    return None if is_same else "has what JSON cannot hold, such as NaN, bytes, a tuple or a key that is not a string"
 
 
 def _sampling(value: Any) -> str | None:

@@ -78,8 +78,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.stop if isinstance(self.stop, list) else []
 
     def __post_init__(self) -> None:
-        if self.stop is not None:
-            _set(self, "stop", [self.stop] if isinstance(self.stop, str) else self.stop or None)
+        if type(self.stop) is str:
+            _set(self, "stop", [self.stop])
+        elif type(self.stop) is list and not self.stop:
+            _set(self, "stop", None)
         if self.stop_token_ids is None:
             _set(self, "stop_token_ids", [])
         check_fields(self, _CHECKS)

@@ -11,11 +11,13 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from hashlib import sha256
 from typing import Any
 
 import msgspec
 
+from millrace.producer.checks import shown
 from millrace.producer.errors import InvalidRequest, PayloadTooLarge
 from millrace.producer.request import ID_PATTERN, GenerationRequest
 from millrace.producer.sampling import SamplingParams
@@ -199,14 +201,20 @@ class _IdOnly(msgspec.Struct):
 _ID_IN_BROKEN_JSON = re.compile(rb'"id"\s*:\s*"([!-~]{1,128}?)"')
 
 
+_UNKNOWN_FIELD = "Object contains unknown field `"
+
+
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
     """From the decoder's message, such as "Expected `int`, got `str` - at `$.max_tokens`"."""
     if isinstance(error.__cause__, InvalidRequest):  # from one of our own checks
         return error.__cause__
     message, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
-    if unknown := re.match(r"Object contains unknown field `(.*)`", message):
-        return InvalidRequest(unknown[1][:40] or "body", "is not a field of a request; leave it out")
+    if str(error).startswith(_UNKNOWN_FIELD):
+        name = str(error)[len(_UNKNOWN_FIELD) : -1]
+        if not name:
+            return InvalidRequest("body", "has a field without a name; leave it out")
+        return InvalidRequest(name, "is not a field of a request; leave it out")
     return InvalidRequest(re.split(r"[.\[]", path)[0] or "body", f"{message[0].lower()}{message[1:]}")
 
 
@@ -216,9 +224,8 @@ def _refuse_repeated_names(raw: bytes) -> None:
     def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            repeated = next(name for name in names if names.count(name) > 1)
-            raise InvalidRequest(repeated, "is given twice")
+            ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+            raise InvalidRequest(name or "body", f"the name {shown(name)} is given twice; leave one of them out")
         return found
 
     try:

@@ -34,7 +34,7 @@ def add_parsers(verbs: Verbs) -> None:
 def run_rq(args: argparse.Namespace) -> int:
     if find_spec("rq") is None:
         raise CommandError("the RQ gateway needs rq; run: pip install 'millrace[gateway]'")
-    from millrace.producer.lookups import queue_keys
+    from millrace.producer.arguments import queue_keys
     from millrace.producer.rq.gateway import serve
 
     queue = args.to_queue or args.queue
