@@ -1,7 +1,7 @@
 """Checks of the arguments of both clients' methods.
 
-Each check returns its argument. It raises InvalidRequest for a wrong type, and the error for an unknown job, batch or engine
-for a string that cannot be the name of one: then the server is not asked.
+Each function checks one argument and returns it. It raises InvalidRequest for a wrong type or value, and JobNotFound,
+BatchNotFound or EngineNotFound for a string that cannot be a name of one: the server is not asked then.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import Any, TypeVar, get_args
 
-from millrace.producer.checks import integer, matching, shown, text
+from millrace.producer.checks import Check, integer, matching, optional, shown, text
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import BATCH_PATTERN, ID_PATTERN, MAX_SECONDS
 from millrace.results.durability import DURABILITIES
@@ -40,7 +39,7 @@ def queue_keys(queue: str) -> QueueKeys:
         raise InvalidRequest("queue", f"must match [A-Za-z0-9._-]{{1,64}}, got {shown(queue)}") from error
 
 
-def checked_job_id(keys: QueueKeys, job_id: str) -> str:
+def job_id(keys: QueueKeys, job_id: str) -> str:
     if not is_job_id(job_id):
         raise JobNotFound(job_id, keys.queue)
     return job_id
@@ -63,34 +62,25 @@ def many_ids(job_ids: Iterable[str]) -> Iterator[str]:
     return (_string("job_ids", job_id) for job_id in many("job_ids", job_ids))
 
 
-def batched(values: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Yield lists of at most `size` values."""
-    remaining = iter(values)
-    while some := list(islice(remaining, size)):
-        yield some
-
-
-def checked_batch(keys: QueueKeys, batch: str) -> str:
+def batch(keys: QueueKeys, batch: str) -> str:
     if not _BATCH.fullmatch(_string("batch", batch)):
         raise BatchNotFound(batch, keys.queue)
     return batch
 
 
-def checked_new_batch(batch: str | None) -> str | None:
-    """The batch may be new. None: no batch."""
-    if batch is not None and (wrong := matching(BATCH_PATTERN)(batch)):
-        raise InvalidRequest("batch", wrong)
-    return batch
+def new_batch(batch: str | None) -> str | None:
+    """A batch that may be new. None: no batch."""
+    return _checked("batch", batch, optional(matching(BATCH_PATTERN)))
 
 
-def checked_engine_id(keys: QueueKeys, engine_id: str | None) -> str | None:
+def engine_id(keys: QueueKeys, engine_id: str | None) -> str | None:
     """None: all engines."""
     if engine_id is not None and text(_string("engine_id", engine_id)):
         raise EngineNotFound(engine_id, keys.queue)
     return engine_id
 
 
-def checked_event_id(after: str | None) -> str | None:
+def event_id(after: str | None) -> str | None:
     """The id of an event after which a stream goes on. None or "": from the beginning."""
     if after is None or not _string("after", after):
         return after
@@ -99,21 +89,19 @@ def checked_event_id(after: str | None) -> str | None:
     return after
 
 
-def checked_durability(durability: str) -> str:
+def durability(durability: str) -> str:
     return _one_of("durability", durability, DURABILITIES)
 
 
-def checked_state(state: str) -> str:
+def state(state: str) -> str:
     return _one_of("state", state, STATES)
 
 
-def checked_limit(limit: int) -> int:
-    if wrong := integer(1, MAX_LISTED)(limit):
-        raise InvalidRequest("limit", wrong)
-    return limit
+def limit(limit: int) -> int:
+    return _checked("limit", limit, integer(1, MAX_LISTED))
 
 
-def checked_timeout(timeout_s: float | None) -> float | None:
+def timeout(timeout_s: float | None) -> float | None:
     """None: no limit. At 0 or less a call does not wait."""
     if timeout_s is None or (type(timeout_s) in (int, float) and -MAX_SECONDS <= timeout_s <= MAX_SECONDS):
         return timeout_s
@@ -121,10 +109,14 @@ def checked_timeout(timeout_s: float | None) -> float | None:
     raise InvalidRequest("timeout_s", f"{rule}, got {shown(timeout_s)}")
 
 
-def checked_sleep_level(level: int) -> int:
-    if wrong := integer(1, 2)(level):
-        raise InvalidRequest("level", wrong)
-    return level
+def sleep_level(level: int) -> int:
+    return _checked("level", level, integer(1, 2))
+
+
+def _checked(name: str, value: T, check: Check) -> T:
+    if wrong := check(value):
+        raise InvalidRequest(name, wrong)
+    return value
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> str:

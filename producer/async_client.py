@@ -6,20 +6,7 @@ from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
 from typing import Unpack
 
-from millrace.producer import calls
-from millrace.producer.arguments import (
-    batched,
-    checked_batch,
-    checked_durability,
-    checked_engine_id,
-    checked_event_id,
-    checked_job_id,
-    checked_new_batch,
-    checked_sleep_level,
-    checked_timeout,
-    many_ids,
-    queue_keys,
-)
+from millrace.producer import arguments, calls
 from millrace.producer.batches import SubmitCall, submitted
 from millrace.producer.options import SubmitOptions, build_request
 from millrace.producer.request import GenerationRequest
@@ -39,7 +26,7 @@ class AsyncClient:
     """
 
     def __init__(self, url: str | AsyncConnection | None = None, queue: str = "default") -> None:
-        self._keys = queue_keys(queue)
+        self._keys = arguments.queue_keys(queue)
         self._transport = AsyncTransport.to(url)
 
     async def __aenter__(self) -> AsyncClient:
@@ -64,9 +51,9 @@ class AsyncClient:
         **options: Unpack[SubmitOptions],
     ) -> str:
         request = build_request(prompt, options)
-        if checked_durability(durability) != "memory":  # to be confirmed
+        if arguments.durability(durability) != "memory":  # to be confirmed
             return (await self.submit_many([request], batch=batch, durability=durability))[0]
-        job = to_submission(request, batch=checked_new_batch(batch))
+        job = to_submission(request, batch=arguments.new_batch(batch))
         (outcome,) = replies.words(await self._transport.send(commands.submit(self._keys, [job])))
         return submitted(job, outcome)
 
@@ -82,7 +69,7 @@ class AsyncClient:
         return call.end()
 
     async def cancel(self, job_id: str) -> str:
-        reply = await self._transport.send(commands.cancel(self._keys, checked_job_id(self._keys, job_id)))
+        reply = await self._transport.send(commands.cancel(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.cancelled(job_id, self._keys.queue, reply)
 
     async def cancel_many(self, job_ids: Iterable[str]) -> dict[str, str]:
@@ -92,7 +79,7 @@ class AsyncClient:
         return await self._run(calls.cancel_batch(self._keys, batch))
 
     async def retry(self, job_id: str) -> str:
-        reply = await self._transport.send(commands.redrive(self._keys, checked_job_id(self._keys, job_id)))
+        reply = await self._transport.send(commands.redrive(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.redriven(job_id, self._keys.queue, reply)
 
     async def retry_all(self) -> dict[str, str]:
@@ -105,47 +92,47 @@ class AsyncClient:
         await self._transport.send(commands.pause(self._keys, False))
 
     async def sleep(self, level: int = 1, *, engine_id: str | None = None) -> list[str]:
-        return await self._set_sleep(checked_sleep_level(level), engine_id)
+        return await self._set_sleep(arguments.sleep_level(level), engine_id)
 
     async def wake(self, *, engine_id: str | None = None) -> list[str]:
         return await self._set_sleep(0, engine_id)
 
     async def _set_sleep(self, level: int, engine_id: str | None) -> list[str]:
-        command = commands.sleep(self._keys, level, checked_engine_id(self._keys, engine_id))
+        command = commands.sleep(self._keys, level, arguments.engine_id(self._keys, engine_id))
         return replies.engines_told(engine_id, self._keys.queue, await self._transport.send(command))
 
     # --- read jobs and the queue -----------------------------------------------------------------------------------
 
     async def get(self, job_id: str) -> Job:
-        return (await self._run(calls.get_many(self._keys, [checked_job_id(self._keys, job_id)])))[0]
+        return (await self._run(calls.get_many(self._keys, [arguments.job_id(self._keys, job_id)])))[0]
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
-        follower = EndFollower(self._keys, checked_job_id(self._keys, job_id), checked_timeout(timeout_s))
+        follower = EndFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s))
         while not follower.is_done:
             follower.feed(await self._transport.send_many(follower.next_commands()))
         return await self.get(job_id)
 
     async def stream(self, job_id: str, after: str | None = None) -> AsyncIterator[StreamEvent]:
-        follower = EventFollower(self._keys, checked_job_id(self._keys, job_id), checked_event_id(after))
+        follower = EventFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.event_id(after))
         while not follower.is_done:
             for event in follower.feed(await self._transport.send_many(follower.next_commands())):
                 yield event
 
     async def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> AsyncIterator[Job]:
-        known = [checked_job_id(self._keys, job_id) for job_id in many_ids(job_ids)]
-        follower = CompletionFollower(self._keys, known, checked_timeout(timeout_s))
+        known = [arguments.job_id(self._keys, job_id) for job_id in arguments.many_ids(job_ids)]
+        follower = CompletionFollower(self._keys, known, arguments.timeout(timeout_s))
         while not follower.is_done:
             ended = follower.feed(await self._transport.send_many(follower.next_commands()))
-            for some in batched(ended, calls.READ_JOBS):
+            for some in calls.batched(ended, calls.READ_JOBS):
                 for job in await self._run(calls.get_many(self._keys, some)):
                     yield job
 
     async def position(self, job_id: str) -> Position:
-        reply = await self._transport.send(commands.position(self._keys, checked_job_id(self._keys, job_id)))
+        reply = await self._transport.send(commands.position(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.position(job_id, self._keys.queue, reply)
 
     async def batch_status(self, batch: str) -> BatchStatus:
-        reply = await self._transport.send(commands.batch_status(self._keys, checked_batch(self._keys, batch)))
+        reply = await self._transport.send(commands.batch_status(self._keys, arguments.batch(self._keys, batch)))
         return replies.batch_status(batch, self._keys.queue, reply)
 
     async def stats(self) -> QueueStats:

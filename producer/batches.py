@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from millrace.producer.arguments import checked_durability, checked_new_batch, many
+from millrace.producer import arguments
 from millrace.producer.checks import shown
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import GenerationRequest
@@ -64,11 +64,11 @@ class SubmitCall:
         self, keys: QueueKeys, requests: Iterable[GenerationRequest], batch: str | None, durability: str
     ) -> None:
         self.job_ids: list[str] = []
-        self.confirmation = confirmation(checked_durability(durability))
+        self.confirmation = confirmation(arguments.durability(durability))
         """To send after the commands, on the same connection. None: nothing to confirm."""
         self._keys = keys
         self._durability = durability
-        self._batch = checked_new_batch(batch)
+        self._batch = arguments.new_batch(batch)
         self._num_taken = self._num_answered = 0
         self._stopped_by: Exception | None = None
         self._sent: list[list[Submission]] = []
@@ -76,7 +76,7 @@ class SubmitCall:
         self._conflicting: list[str] = []
         self._invalid: list[tuple[int, InvalidRequest]] = []
         """Refused by the server, with the index of the request."""
-        submissions: Iterable[Submission] = self._submissions(many("requests", requests))
+        submissions: Iterable[Submission] = self._submissions(arguments.many("requests", requests))
         self._is_one = isinstance(requests, list | tuple) and len(requests) == 1
         if isinstance(requests, list | tuple):
             submissions = list(submissions)

@@ -5,17 +5,11 @@ A generator yields the commands of one round trip, receives their replies, and r
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
+from itertools import islice
 from typing import TypeVar
 
-from millrace.producer.arguments import (
-    batched,
-    checked_batch,
-    checked_limit,
-    checked_state,
-    is_job_id,
-    many_ids,
-)
+from millrace.producer import arguments
 from millrace.results import commands, replies
 from millrace.results.errors import BatchNotFound
 from millrace.results.keys import QueueKeys
@@ -32,18 +26,25 @@ CHANGED_JOBS = 500
 """Jobs that are cancelled, or run again, in one round trip."""
 
 
+def batched(values: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of at most `size` values."""
+    remaining = iter(values)
+    while some := list(islice(remaining, size)):
+        yield some
+
+
 def cancel_many(keys: QueueKeys, job_ids: Iterable[str]) -> Call[dict[str, str]]:
     outcomes: dict[str, str] = {}
-    for some in batched(many_ids(job_ids), CHANGED_JOBS):
+    for some in batched(arguments.many_ids(job_ids), CHANGED_JOBS):
         outcomes |= dict.fromkeys(some, "unknown")
-        possible = list(filter(is_job_id, some))
+        possible = list(filter(arguments.is_job_id, some))
         found = yield [commands.cancel(keys, job_id) for job_id in possible]
         outcomes |= {job_id: reply.decode() for job_id, reply in zip(possible, found, strict=True) if reply}
     return outcomes
 
 
 def cancel_batch(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
-    checked_batch(keys, batch)
+    arguments.batch(keys, batch)
     outcomes: dict[str, str] = {}
     first = 0
     while members := (yield [commands.batch_members(keys, batch, first, CHANGED_JOBS)])[0]:
@@ -70,7 +71,7 @@ def retry_all(keys: QueueKeys) -> Call[dict[str, str]]:
 
 
 def list_jobs(keys: QueueKeys, state: str, limit: int) -> Call[list[Job]]:
-    (listed,) = yield [commands.list_jobs(keys, checked_state(state), checked_limit(limit))]
+    (listed,) = yield [commands.list_jobs(keys, arguments.state(state), arguments.limit(limit))]
     jobs: list[Job] = []
     for some in batched(replies.words(listed), READ_JOBS):
         jobs += replies.known_jobs(some, keys.queue, (yield [commands.get(keys, job_id) for job_id in some]))

@@ -6,20 +6,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Unpack
 
-from millrace.producer import calls
-from millrace.producer.arguments import (
-    batched,
-    checked_batch,
-    checked_durability,
-    checked_engine_id,
-    checked_event_id,
-    checked_job_id,
-    checked_new_batch,
-    checked_sleep_level,
-    checked_timeout,
-    many_ids,
-    queue_keys,
-)
+from millrace.producer import arguments, calls
 from millrace.producer.batches import SubmitCall, submitted
 from millrace.producer.options import SubmitOptions, build_request
 from millrace.producer.request import GenerationRequest
@@ -45,7 +32,7 @@ class Client:
     """
 
     def __init__(self, url: str | Connection | None = None, queue: str = "default") -> None:
-        self._keys = queue_keys(queue)
+        self._keys = arguments.queue_keys(queue)
         self._transport = Transport.to(url)
 
     def __enter__(self) -> Client:
@@ -78,9 +65,9 @@ class Client:
         the server does not confirm the durability.
         """
         request = build_request(prompt, options)
-        if checked_durability(durability) != "memory":  # to be confirmed
+        if arguments.durability(durability) != "memory":  # to be confirmed
             return self.submit_many([request], batch=batch, durability=durability)[0]
-        job = to_submission(request, batch=checked_new_batch(batch))
+        job = to_submission(request, batch=arguments.new_batch(batch))
         (outcome,) = replies.words(self._transport.send(commands.submit(self._keys, [job])))
         return submitted(job, outcome)
 
@@ -110,7 +97,7 @@ class Client:
     def cancel(self, job_id: str) -> str:
         """Cancel a job. Return "cancelled" if it had not begun, "cancelling" if its engine was notified, or the state in
         which it had ended before. Raises JobNotFound."""
-        reply = self._transport.send(commands.cancel(self._keys, checked_job_id(self._keys, job_id)))
+        reply = self._transport.send(commands.cancel(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.cancelled(job_id, self._keys.queue, reply)
 
     def cancel_many(self, job_ids: Iterable[str]) -> dict[str, str]:
@@ -126,7 +113,7 @@ class Client:
 
         A second call returns the same id. Raises JobNotFound and CannotRedrive.
         """
-        reply = self._transport.send(commands.redrive(self._keys, checked_job_id(self._keys, job_id)))
+        reply = self._transport.send(commands.redrive(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.redriven(job_id, self._keys.queue, reply)
 
     def retry_all(self) -> dict[str, str]:
@@ -147,25 +134,25 @@ class Client:
         Level 1 keeps the weights in host memory, level 2 drops them. The jobs wait, or other engines continue them, with
         their tokens so far. `stats().sleep_levels` shows which engines sleep. Raises EngineNotFound.
         """
-        return self._set_sleep(checked_sleep_level(level), engine_id)
+        return self._set_sleep(arguments.sleep_level(level), engine_id)
 
     def wake(self, *, engine_id: str | None = None) -> list[str]:
         """Ask one engine, or all, to take its device again and go on. Return the engines' ids. Raises EngineNotFound."""
         return self._set_sleep(0, engine_id)
 
     def _set_sleep(self, level: int, engine_id: str | None) -> list[str]:
-        command = commands.sleep(self._keys, level, checked_engine_id(self._keys, engine_id))
+        command = commands.sleep(self._keys, level, arguments.engine_id(self._keys, engine_id))
         return replies.engines_told(engine_id, self._keys.queue, self._transport.send(command))
 
     # --- read jobs and the queue -----------------------------------------------------------------------------------
 
     def get(self, job_id: str) -> Job:
         """Return the job as it is now, with its output so far. Raises JobNotFound."""
-        return self._run(calls.get_many(self._keys, [checked_job_id(self._keys, job_id)]))[0]
+        return self._run(calls.get_many(self._keys, [arguments.job_id(self._keys, job_id)]))[0]
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
         """Return the job when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job then goes on."""
-        follower = EndFollower(self._keys, checked_job_id(self._keys, job_id), checked_timeout(timeout_s))
+        follower = EndFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s))
         while not follower.is_done:
             follower.feed(self._transport.send_many(follower.next_commands()))
         return self.get(job_id)
@@ -175,27 +162,27 @@ class Client:
 
         The texts join to `Job.text`. Raises JobNotFound and ResultExpired.
         """
-        follower = EventFollower(self._keys, checked_job_id(self._keys, job_id), checked_event_id(after))
+        follower = EventFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.event_id(after))
         while not follower.is_done:
             yield from follower.feed(self._transport.send_many(follower.next_commands()))
 
     def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> Iterator[Job]:
         """Yield each job once, when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`."""
-        known = [checked_job_id(self._keys, job_id) for job_id in many_ids(job_ids)]
-        follower = CompletionFollower(self._keys, known, checked_timeout(timeout_s))
+        known = [arguments.job_id(self._keys, job_id) for job_id in arguments.many_ids(job_ids)]
+        follower = CompletionFollower(self._keys, known, arguments.timeout(timeout_s))
         while not follower.is_done:
             ended = follower.feed(self._transport.send_many(follower.next_commands()))
-            for some in batched(ended, calls.READ_JOBS):
+            for some in calls.batched(ended, calls.READ_JOBS):
                 yield from self._run(calls.get_many(self._keys, some))
 
     def position(self, job_id: str) -> Position:
         """Return how many jobs probably start before this one, and an estimate of when it starts. Raises JobNotFound."""
-        reply = self._transport.send(commands.position(self._keys, checked_job_id(self._keys, job_id)))
+        reply = self._transport.send(commands.position(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.position(job_id, self._keys.queue, reply)
 
     def batch_status(self, batch: str) -> BatchStatus:
         """Return the counts of a batch, and an estimate of when it ends. Raises BatchNotFound."""
-        reply = self._transport.send(commands.batch_status(self._keys, checked_batch(self._keys, batch)))
+        reply = self._transport.send(commands.batch_status(self._keys, arguments.batch(self._keys, batch)))
         return replies.batch_status(batch, self._keys.queue, reply)
 
     def stats(self) -> QueueStats:
