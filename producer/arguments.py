@@ -25,6 +25,7 @@ MAX_LISTED = 100_000
 
 _JOB_ID = re.compile(ID_PATTERN)
 _BATCH = re.compile(BATCH_PATTERN)
+_NEW_BATCH = optional(matching(BATCH_PATTERN))
 _EVENT_ID = re.compile(r"[0-9]{1,20}(-[0-9]{1,20})?")
 _MAX_EVENT_NUMBER = 2**64 - 1
 
@@ -70,7 +71,7 @@ def batch(keys: QueueKeys, batch: str) -> str:
 
 def new_batch(batch: str | None) -> str | None:
     """A batch that may be new. None: no batch."""
-    return _checked("batch", batch, optional(matching(BATCH_PATTERN)))
+    return _checked("batch", batch, _NEW_BATCH)
 
 
 def engine_id(keys: QueueKeys, engine_id: str | None) -> str | None:

@@ -97,22 +97,18 @@ def _chat(value: Any) -> str | None:
         if wrong := text(message.get("role")):
             return f"item {i}: role {wrong}"
         if "content" not in message:
-            return f"item {i}: has no content"
+            return f"item {i} has no content"
         if not all(type(part) is str for part in message.values()) and (wrong := _json(message)):
             return f"item {i} {wrong}"
     return None
 
 
 def _meta(value: Any) -> str | None:
-    if wrong := mapping(value):
-        return wrong
-    if not all(type(key) is str for key in value):
-        return f"must have strings for keys, got {shown(value)}"
-    if wrong := _json(value):
+    if wrong := mapping(value) or _json(value):
         return wrong
     num_bytes = len(msgspec.json.encode(value))
     return (
-        None if num_bytes <= MAX_META_BYTES else f"has {num_bytes} bytes as JSON, at most {MAX_META_BYTES} are allowed"
+        f"has {num_bytes} bytes as JSON; at most {MAX_META_BYTES} are allowed" if num_bytes > MAX_META_BYTES else None
     )
 
 

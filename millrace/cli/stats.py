@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         rows = [(name.replace("_", " "), str(getattr(counts, name))) for name in names]
         rows.append(("paused", "yes" if counts.is_paused else "no"))
         rows += [(f"engine {engine_id}", _STATES[level]) for engine_id, level in sorted(counts.sleep_levels.items())]
-        print_table(("what", "count"), rows)
+        print_table(("name", "value"), rows)
     if args.min_engines and counts.engines < args.min_engines:
         verb = "has" if counts.engines == 1 else "have"
         found = counted_noun(counts.engines, "engine")
