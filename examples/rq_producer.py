@@ -1,11 +1,11 @@
-"""A producer that knows RQ and nothing of Millrace: pip install rq, and run it.
+"""A producer that needs RQ, but not Millrace: pip install rq, and run it.
 
     millrace serve --model examples/tiny_model &
     millrace gateway rq --queues generate --to-queue default &
     python examples/rq_producer.py
 
-The function's name is a string, so nothing is imported from Millrace. The serializer has to be "json": Millrace never
-unpickles.
+The function's name is a string, so nothing is imported from Millrace. The serializer must be "json": Millrace never reads
+pickles.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> int:
 def ending_of(job: Job) -> str:
     result = job.latest_result()
     if result is None:
-        return f" ... {job.id} goes on"
+        return f" ... {job.id} still runs"
     if result.return_value is None:
         return f" ... {result.exc_string}"
     value = result.return_value

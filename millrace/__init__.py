@@ -6,7 +6,7 @@
     job_id = client.submit(prompt="3 + 4 =", max_tokens=4)
     print(client.wait(job_id, timeout_s=60).text)
 
-Every public name is loaded when it is first used, so that `import millrace` costs nothing and needs neither torch nor rq.
+Public names are loaded on first use, so `import millrace` is fast and needs neither torch nor rq.
 """
 
 from __future__ import annotations
@@ -76,27 +76,20 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
-    "millrace.engine_service.offline": {"LLM", "CompletionOutput", "RequestOutput"},
-    "millrace.producer": {
-        "AsyncClient",
-        "Client",
-        "GenerationRequest",
-        "InvalidRequest",
-        "PayloadTooLarge",
-        "SamplingParams",
-    },
-    "millrace.results.messages": {"BatchStatus", "Job", "JobError", "Position", "QueueStats", "StreamEvent", "Usage"},
-}
-"""Everything else is an error."""
+_MODULES = (
+    "millrace.results.errors",
+    "millrace.results.messages",
+    "millrace.producer",
+    "millrace.engine_service.offline",
+)
+"""Where the public names are, the fastest import first."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'millrace' has no attribute {name!r}")
-    home = next((module for module, names in _HOMES.items() if name in names), "millrace.results.errors")
     try:
-        module = import_module(home)
+        module = next(found for found in map(import_module, _MODULES) if hasattr(found, name))
     except ModuleNotFoundError as error:
         if (error.name or "millrace").partition(".")[0] == "millrace":
             raise

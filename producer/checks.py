@@ -1,9 +1,10 @@
-"""Checks of fields. The check of one field takes a value and returns what is wrong with it, or None."""
+"""Checks of values. A check takes a value and returns None, or what is wrong with it: the text after the field's name."""
 
 from __future__ import annotations
 
 import math
 import re
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 from millrace.producer.errors import InvalidRequest
+from millrace.results.errors import one_line
 
 Check = Callable[[Any], str | None]
 
@@ -19,10 +21,10 @@ MAX_TOKEN_ID = 2**31 - 1
 
 
 def check_fields(made: msgspec.Struct, checks: Sequence[tuple[str, Any, Check]]) -> None:
-    """Check a new object by names, defaults and checks of its fields. Raises InvalidRequest.
+    """Check the fields of a new object, given as (name, default, check). Raises InvalidRequest.
 
-    A default is not checked: most fields of most requests are untouched. What means the same is made the same, so that
-    it looks the same on the wire: a default that was written out, an integer where a number is meant.
+    Fields that have their default are not checked: most fields of most requests. Values with one meaning get one form, so
+    that they are equal on the wire: a default that was given explicitly, and an integer for a number.
     """
     for name, default, check in checks:
         value = getattr(made, name)
@@ -46,13 +48,13 @@ def integer(low: int, high: int) -> Check:
 
 
 def number(low: float, high: float, *, above_low: bool = False) -> Check:
-    """A finite number in [low, high], or in (low, high] with `above_low`."""
+    """A finite number in [low, high], or with `above_low` in (low, high]."""
     bounds = f"above {low:g}" if above_low else f"from {low:g}"
     rule = f"must be a number {bounds} up to {high:g}" if high < math.inf else f"must be a finite number {bounds}"
     most = min(high, sys.float_info.max)
 
     def check(value: Any) -> str | None:
-        # Compared and never converted: an integer may be too large for a float. NaN is in no bounds.
+        # Compare without a conversion: an integer may be too large for a float. NaN is within no bounds.
         fits = type(value) in (int, float) and (low < value if above_low else low <= value) and value <= most
         return None if fits else f"{rule}, got {shown(value)}"
 
@@ -64,7 +66,7 @@ def boolean(value: Any) -> str | None:
 
 
 def text(value: Any) -> str | None:
-    """A non-empty string that UTF-8 can carry."""
+    """A non-empty string that can be encoded as UTF-8."""
     if type(value) is not str or not value:
         return f"must be a string that is not empty, got {shown(value)}"
     if value.isascii():
@@ -72,7 +74,9 @@ def text(value: Any) -> str | None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        return f"cannot be UTF-8: character {error.start} is half of a surrogate pair, or was a byte that is no text"
+        return (
+            f"cannot be encoded as UTF-8: character {error.start} is half of a surrogate pair, or was an invalid byte"
+        )
     return None
 
 
@@ -84,7 +88,7 @@ def texts(value: Any) -> str | None:
 
 
 def token_ids(value: Any) -> str | None:
-    """A list of token ids; whether the model has them is for the engine to say."""
+    """A list of token ids. Only the engine knows whether the model has them."""
     if type(value) is not list:
         return f"must be a list of token ids, got {shown(value)}"
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_TOKEN_ID):
@@ -113,14 +117,17 @@ def optional(check: Check) -> Check:
 
 
 def only_default(check: Check, default: Any) -> Check:
-    """For a field whose rule is known but which does nothing yet: only its default is taken."""
+    """For a field that is known but not supported yet: only its default is accepted."""
     return lambda value: check(value) or (None if value == default else "not supported yet; leave it out")
 
 
 def shown(value: Any) -> str:
-    """The value for a message: short, whatever it is."""
+    """Return any value for a message: at most 60 characters, all printable."""
     try:
-        plain = repr(value)
-    except Exception:  # a foreign object, or an integer too large to be printed
-        return f"a value of type {type(value).__name__}"
-    return plain if len(plain) <= 60 else plain[:57] + "..."
+        return one_line(_repr.repr(value), 60)
+    except Exception:  # from the value's own class, or an integer too large to be printed
+        return f"a value of type {one_line(type(value).__name__, 40)}"
+
+
+_repr = reprlib.Repr()  # it does not print the whole of a large list first
+_repr.maxstring = _repr.maxother = 100

@@ -1,21 +1,24 @@
-"""What a client can do wrong."""
+"""Errors of requests and arguments."""
 
 from __future__ import annotations
 
-from millrace.results.errors import MillraceError
+from millrace.results.errors import MAX_MESSAGE, MillraceError, one_line
+
+MAX_FIELD = 60
+"""Characters of a field's name in an error: an unknown field may have any name."""
 
 
 class InvalidRequest(MillraceError, ValueError):
-    """Raised when a field of a request has a value that it cannot have; names the field and what it may be."""
+    """Raised for an invalid value of a field or an argument; names it and says what is valid."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-        self.message = message
+        self.field = one_line(field, MAX_FIELD)
+        self.message = one_line(message, MAX_MESSAGE - MAX_FIELD - 2)
+        super().__init__(f"{self.field}: {self.message}")
         self.index: int | None = None
-        """In `submit_many`: which of the requests it is, from 0."""
+        """In `submit_many`: the index of the request, from 0."""
         self.job_ids: list[str] = []
-        """In `submit_many`: what that call has in the queue, in order; of a list nothing, unless the server refused."""
+        """In `submit_many`: the ids that the call has in the queue, in order. Of a list none, unless the server refused."""
 
     def __str__(self) -> str:
         if self.index is None:
@@ -25,7 +28,7 @@ class InvalidRequest(MillraceError, ValueError):
 
 
 class PayloadTooLarge(InvalidRequest):
-    """Raised when a request is longer, as JSON, than the queue takes."""
+    """Raised when a request is too large as JSON."""
 
     def __init__(self, num_bytes: int, max_bytes: int) -> None:
-        super().__init__("body", f"{num_bytes} bytes as JSON, at most {max_bytes} are taken; shorten the prompt")
+        super().__init__("body", f"has {num_bytes} bytes as JSON, at most {max_bytes} are allowed; shorten the prompt")

@@ -1,4 +1,4 @@
-"""What crosses the border between clients, the queue and the engine: requests, their form on the wire, their errors."""
+"""What clients, the queue and the engine exchange: requests, their wire format, and errors."""
 
 from __future__ import annotations
 

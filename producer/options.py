@@ -1,4 +1,4 @@
-"""The keyword arguments of `submit`, once for both clients, and the request that they make."""
+"""The keyword arguments of `submit`, shared by both clients, and the request that they form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace.producer.sampling import SamplingParams
 
 
 class SubmitOptions(TypedDict, total=False):
-    """Fields of GenerationRequest and of SamplingParams, side by side: what they mean, and their defaults, stands there."""
+    """Fields of GenerationRequest and of SamplingParams; see there for their meaning and defaults."""
 
     job_id: str | None
     """`GenerationRequest.id`."""
@@ -27,7 +27,7 @@ class SubmitOptions(TypedDict, total=False):
     max_retries: int
 
     sampling: SamplingParams
-    """All of it; or some of the following."""
+    """Either all sampling parameters together, or some of the following."""
     max_tokens: int | None
     min_tokens: int
     temperature: float
@@ -47,7 +47,7 @@ _REQUEST_NAMES = frozenset(GenerationRequest.__struct_fields__) - {"id", "prompt
 
 
 def build_request(prompt: str | None, options: SubmitOptions) -> GenerationRequest:
-    """The request that the arguments of `submit` ask for. Raises InvalidRequest, also for a name that there is not."""
+    """Return the request for the arguments of `submit`. Raises InvalidRequest, also for an unknown name."""
     fields: dict[str, Any] = {"prompt": prompt}
     own: dict[str, Any] = {}
     for name, value in options.items():
@@ -58,10 +58,10 @@ def build_request(prompt: str | None, options: SubmitOptions) -> GenerationReque
         elif name in _REQUEST_NAMES:
             fields[name] = value
         else:
-            remedy = "say job_id" if name == "id" else "leave it out"
+            remedy = "use job_id" if name == "id" else "leave it out"
             raise InvalidRequest(name, f"is not an argument of submit; {remedy}")
     if own:
         if "sampling" in fields:
-            raise InvalidRequest(next(iter(own)), "is a field of sampling: give the one or the other")
+            raise InvalidRequest(next(iter(own)), "cannot be combined with sampling; give one of them")
         fields["sampling"] = SamplingParams(**own)
     return GenerationRequest(**fields)

@@ -1,8 +1,7 @@
-"""The request: what to generate, from what, and how it stands in the queue. Checked when it is made."""
+"""A generation request: the prompt, the sampling parameters, and its place in the queue. Checked when it is created."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -28,43 +27,43 @@ ID_PATTERN = r"[A-Za-z0-9._-]{1,128}"
 TENANT_PATTERN = r"[A-Za-z0-9._-]{1,64}"
 BATCH_PATTERN = TENANT_PATTERN
 MAX_SECONDS = 1e10
-"""For every time and duration: the year 2286, as seconds since the epoch."""
+"""The largest time and duration: as seconds since the epoch, the year 2286."""
 MAX_RETRIES = 100
 MAX_META_BYTES = 16 * 1024
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One generation: exactly one of prompt, prompt_token_ids and messages, and how to sample.
+    """One generation: exactly one of prompt, prompt_token_ids and messages, and the sampling parameters.
 
-    Raises InvalidRequest, a ValueError, that names the field.
+    Raises InvalidRequest, a ValueError, which names the field.
     """
 
     id: str | None = None
-    """The job's id; None: one is drawn. Submitting the same request under the same id again is the same job."""
+    """The job's id. None: a random one. The same request under the same id is the same job."""
     model: str | None = None
-    """When given, it has to be the name of the model that the queue serves."""
+    """The name of the model that the queue must serve. None: any."""
     prompt: str | None = None
     prompt_token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
-    """A chat, for the model's template: objects with `role` and `content`."""
+    """A chat for the model's chat template: objects with `role` and `content`."""
     sampling: SamplingParams = SamplingParams()
     tenant: str = "default"
-    """Tenants share the engines fairly."""
+    """The account that the job belongs to. Tenants share the engines fairly."""
     priority: int = 0
-    """Within a tenant; lower first."""
+    """Within the tenant; lower numbers first."""
     stream: bool = False
-    """Publish output as it comes, also while nobody reads."""
+    """Publish output while it is generated, also if nobody reads it."""
 
     deadline_s: float | None = None
-    """Seconds from the submission after which the job expires, queued, delayed or running."""
+    """Seconds from the submission until the job expires, also while it runs."""
     delay_s: float | None = None
-    """Not before so many seconds from the submission."""
+    """Seconds from the submission before which the job does not start."""
     run_at: float | None = None
-    """Not before this time, in seconds since the epoch; one in the past is now."""
+    """Time before which the job does not start, in seconds since the epoch. A time in the past means now."""
     meta: dict[str, Any] | None = None
-    """Yours: kept with the job and given back in `Job.meta`; at most 16 KiB as JSON."""
+    """Your own data: kept with the job and returned in `Job.meta`. At most 16 KiB as JSON."""
     max_retries: int = DEFAULT_RETRIES
-    """How often a failure that may pass is tried again, with growing pauses."""
+    """How often the job is tried again after a temporary failure, with growing delays."""
 
     def __post_init__(self) -> None:
         check_fields(self, _CHECKS)
@@ -78,17 +77,15 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     def _check_times(self) -> None:
         for name in ("deadline_s", "delay_s", "run_at"):
             if (value := getattr(self, name)) is not None:
-                msgspec.structs.force_setattr(self, name, float(value))  # 5 and 5.0 are the same on the wire
+                msgspec.structs.force_setattr(self, name, float(value))  # 5 and 5.0 are equal on the wire
         if self.delay_s is not None and self.run_at is not None:
-            raise InvalidRequest("run_at", "says when to begin, and so does delay_s: give the one or the other")
+            raise InvalidRequest("run_at", "cannot be combined with delay_s; give one of them")
         if self.deadline_s is not None and self.delay_s is not None and self.deadline_s <= self.delay_s:
-            raise InvalidRequest(
-                "deadline_s", f"is {self.deadline_s:g}, before the job may begin, which is after {self.delay_s:g} s"
-            )
+            raise InvalidRequest("deadline_s", f"is {self.deadline_s:g}, but must be above delay_s, {self.delay_s:g}")
 
 
 def _prompt_ids(value: Any) -> str | None:
-    return "must not be empty" if value == [] else token_ids(value)
+    return token_ids(value) or (None if value else "must not be empty")
 
 
 def _chat(value: Any) -> str | None:
@@ -100,39 +97,30 @@ def _chat(value: Any) -> str | None:
         if wrong := text(message.get("role")):
             return f"item {i}: role {wrong}"
         if "content" not in message:
-            return f"item {i}: has no content"
+            return f"item {i} has no content"
         if not all(type(part) is str for part in message.values()) and (wrong := _json(message)):
             return f"item {i} {wrong}"
     return None
 
 
 def _meta(value: Any) -> str | None:
-    if wrong := mapping(value):
-        return wrong
-    if not all(type(key) is str for key in value):
-        return f"must have strings for keys, got {shown(value)}"
-    if wrong := _json(value):
+    if wrong := mapping(value) or _json(value):
         return wrong
     num_bytes = len(msgspec.json.encode(value))
-    return None if num_bytes <= MAX_META_BYTES else f"{num_bytes} bytes as JSON, at most {MAX_META_BYTES} are taken"
+    return (
+        f"has {num_bytes} bytes as JSON; at most {MAX_META_BYTES} are allowed" if num_bytes > MAX_META_BYTES else None
+    )
 
 
 def _json(value: Any) -> str | None:
-    """What JSON can say. NaN would become null there, in silence."""
+    """Check that JSON returns the value unchanged: it turns NaN into null, a tuple into a list, and a date into a string."""
     try:
-        msgspec.json.encode(value)
-        plain = msgspec.to_builtins(value)
-    except (TypeError, ValueError, RecursionError) as error:
+        is_same = bool(msgspec.json.decode(msgspec.json.encode(value)) == value)
+    except RecursionError:
+        return "is nested too deeply"
+    except Exception as error:  # also from an object's own comparison
         return f"cannot be written as JSON: {error}"
-    try:
-        json.dumps(plain, allow_nan=False)
-    except (ValueError, RecursionError) as error:
-        return (
-            "is nested too deeply"
-            if isinstance(error, RecursionError)
-            else "has NaN or an infinity, which JSON has not"
-        )
-    return None
+    return None if is_same else "has what JSON cannot hold, such as NaN, bytes, a tuple or a key that is not a string"
 
 
 def _sampling(value: Any) -> str | None:

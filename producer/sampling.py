@@ -1,4 +1,4 @@
-"""How tokens are chosen and when a generation ends: the names and the rules of vLLM's class of the same name."""
+"""Sampling parameters: how tokens are chosen and when a generation ends. Names and rules are those of vLLM's class."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ log = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
-"""Lower ones, unless they mean greedy, are raised to this: dividing by them would overflow."""
+"""Lower temperatures that are not greedy are raised to this, because a division by them would overflow."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Checked when it is made; raises InvalidRequest, a ValueError, that names the field."""
+    """Checked when it is created. Raises InvalidRequest, a ValueError, which names the field."""
 
     max_tokens: int | None = 16
-    """Most tokens to generate; None: as many as the model's context holds."""
+    """Maximum number of tokens to generate. None: as many as the context holds."""
     min_tokens: int = 0
-    """End-of-sequence and stop tokens cannot be drawn before so many."""
+    """Number of tokens before which end-of-sequence and stop tokens are not sampled."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0: greedy."""
     top_p: float = 1.0
     top_k: int = 0
-    """0 and -1 turn it off."""
+    """0 or -1: off."""
     min_p: float = 0.0
     seed: int | None = None
-    """The same seed gives the same text. None: one is drawn at submit and kept in the record."""
+    """The same seed gives the same text. None or -1: a random seed, chosen at submission and kept in the record."""
     stop: str | list[str] | None = None
-    """The text ends before the first of these; a list after construction."""
+    """Strings before which the text ends. A list after construction."""
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     detokenize: bool = True
-    """False: token ids only, the text stays empty."""
+    """False: only token ids, no text."""
     skip_special_tokens: bool = True
 
-    # Known, checked, and refused until they work.
+    # Known and checked, but not supported yet: any other value than the default is refused.
     n: int = 1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -74,12 +74,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def stop_strings(self) -> list[str]:
-        """`stop` as a list, also when there is none."""
+        """`stop` as a list; empty without stop strings."""
         return self.stop if isinstance(self.stop, list) else []
 
     def __post_init__(self) -> None:
-        if self.stop is not None:
-            _set(self, "stop", [self.stop] if isinstance(self.stop, str) else self.stop or None)
+        if type(self.stop) is str:
+            _set(self, "stop", [self.stop])
+        elif type(self.stop) is list and not self.stop:
+            _set(self, "stop", None)
         if self.stop_token_ids is None:
             _set(self, "stop_token_ids", [])
         check_fields(self, _CHECKS)
@@ -89,13 +91,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.seed == -1:
             _set(self, "seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                "min_tokens", f"is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}"
-            )
+            raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
         if self.stop and not self.detokenize:
-            raise InvalidRequest("stop", "needs the text, so detokenize cannot be false")
+            raise InvalidRequest("stop", "needs the text; set detokenize to true or leave stop out")
         if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
-            log.warning("temperature %g is raised to %g; 0 means greedy", self.temperature, MIN_TEMPERATURE)
+            log.warning("temperature %g is raised to %g; use 0 for greedy", self.temperature, MIN_TEMPERATURE)
             _set(self, "temperature", MIN_TEMPERATURE)
         if len(self.stop_token_ids) > 1:
             _set(self, "stop_token_ids", list(dict.fromkeys(self.stop_token_ids)))

@@ -1,7 +1,7 @@
-"""The request as it travels: one flat JSON object, the fields of the request and of its sampling side by side.
+"""The wire format of a request: one flat JSON object with the fields of the request and of its sampling parameters.
 
-The canonical body has sorted keys, no defaults and no id (that is the job's key). It is what the queue keeps, and its
-SHA-256 tells whether two submissions under one id are the same job.
+The canonical body has sorted keys, no defaults, and no id, which is the job's key. The queue keeps the body. Two submissions
+under one id are the same job if the SHA-256 of their bodies is equal.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from hashlib import sha256
 from typing import Any
 
 import msgspec
 
+from millrace.producer.checks import shown
 from millrace.producer.errors import InvalidRequest, PayloadTooLarge
 from millrace.producer.request import ID_PATTERN, GenerationRequest
 from millrace.producer.sampling import SamplingParams
@@ -23,17 +25,17 @@ from millrace.results.messages import DEFAULT_RETRIES, JobId, Submission
 
 MAX_BODY_BYTES = 1024 * 1024
 DEFAULT_COST_TOKENS = 1024
-"""What a request without max_tokens is taken to generate, for its cost."""
+"""Assumed output of a request without max_tokens, for its cost."""
 BYTES_PER_TOKEN = 4
 MAX_DEPTH = 64
-"""Of objects and lists in a body, itself included. Parsers give up at a depth that their caller's stack decides; no request
-that one of them takes may break another one."""
+"""Levels of objects and lists in a body, itself included. Without this limit, the depth that a parser accepts depends on its
+caller's stack, so one parser might refuse what another one accepted."""
 
 _REQUEST_FIELDS = [field for field in msgspec.structs.fields(GenerationRequest) if field.name != "sampling"]
 _REQUEST_NAMES = [field.name for field in _REQUEST_FIELDS]
 _SAMPLING_NAMES = SamplingParams.__struct_fields__
 
-# The flat form: the sampling's fields are inherited, the request's are added, so that each is written down once.
+# The flat form inherits the fields of SamplingParams and adds those of GenerationRequest.
 _FlatRequest = msgspec.defstruct(
     "_FlatRequest",
     [(field.name, field.type, field.default) for field in _REQUEST_FIELDS],
@@ -51,7 +53,7 @@ _encoder = msgspec.json.Encoder(order="sorted")
 
 
 def to_submission(request: GenerationRequest, *, batch: str | None = None) -> Submission:
-    """The request as the queue takes it, with an id and a seed drawn where it has none. Raises PayloadTooLarge."""
+    """Return the request in the form of the queue, with a random id and seed if it has none. Raises PayloadTooLarge."""
     body = canonical_body(request)
     if len(body) > MAX_BODY_BYTES:
         raise PayloadTooLarge(len(body), MAX_BODY_BYTES)
@@ -61,7 +63,7 @@ def to_submission(request: GenerationRequest, *, batch: str | None = None) -> Su
         body=body,
         digest=sha256(body).hexdigest(),
         cost=estimate_cost(request),
-        seed=_draw_seed() if seed is None else seed,
+        seed=_random_seed() if seed is None else seed,
         tenant=request.tenant,
         priority=request.priority,
         is_streamed=request.stream,
@@ -88,12 +90,12 @@ def canonical_body(request: GenerationRequest) -> bytes:
 
 
 def _check_depth(body: bytes) -> None:
-    """Raises InvalidRequest for a body, which is JSON, that goes deeper than MAX_DEPTH."""
+    """Raise InvalidRequest if a body, which must be JSON, is nested deeper than MAX_DEPTH."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return  # as nearly always
+        return  # the usual case
     brackets = _STRING.sub(b"", body).translate(_BRACKETS_ALIKE, delete=_NO_BRACKETS)
     for _ in range(MAX_DEPTH):
-        brackets = brackets.replace(b"[]", b"")  # takes the innermost level away
+        brackets = brackets.replace(b"[]", b"")  # removes the innermost level
     if brackets:
         raise _too_deep()
 
@@ -104,33 +106,33 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def _too_deep() -> InvalidRequest:
-    return InvalidRequest("body", f"is nested too deeply; at most {MAX_DEPTH} levels of objects and lists are taken")
+    return InvalidRequest("body", f"is nested too deeply; at most {MAX_DEPTH} levels of objects and lists are allowed")
 
 
 def refusal(job_id: str, outcome: str) -> InvalidRequest | None:
-    """What the queue's answers "invalid <field>" and "oversized <limit> <value>" say of a job; None for any other answer.
+    """Return the error for the queue's answers "invalid <field>" and "oversized <limit> <value>"; None for other answers.
 
-    A request that was checked is invalid for its times alone: run_at is compared by the server, whose clock counts.
+    A checked request can only be invalid because of its times: the server compares run_at with its own clock.
     """
-    word, _, field = outcome.partition(" ")
-    if word == "oversized":
-        limit, _, value = field.partition(" ")
-        rule = f"the prompt and max_tokens of job {job_id!r} are more tokens than {limit} of the queue ever lets in, {value}"
+    kind, _, detail = outcome.partition(" ")
+    if kind == "oversized":
+        limit, _, value = detail.partition(" ")
+        rule = f"the prompt and max_tokens of job {job_id!r} are more tokens than the queue's limit {limit}, {value}"
         return InvalidRequest("max_tokens", f"{rule}; ask for fewer, or raise {limit} in the queue's settings")
-    if word != "invalid":
+    if kind != "invalid":
         return None
-    if field == "deadline_ms":
-        return InvalidRequest("deadline_s", f"is over before job {job_id!r} may begin; see its run_at")
-    return InvalidRequest(field, f"of job {job_id!r} is not what the scripts of the queue take")
+    if detail == "deadline_ms":
+        return InvalidRequest("deadline_s", f"is over before job {job_id!r} may start; see its run_at")
+    return InvalidRequest(detail, f"of job {job_id!r} is refused by the scripts of the queue")
 
 
 def _milliseconds(seconds: float | None) -> int | None:
-    """Rounded up, so that a deadline which is set is never 0."""
+    """Round up, so that a deadline is never 0."""
     return None if seconds is None else math.ceil(seconds * 1000)
 
 
 def estimate_cost(request: GenerationRequest) -> int:
-    """Tokens that the request is expected to take, prompt and output, before anybody has tokenized it."""
+    """Return the expected number of tokens, prompt and output, of a request that is not tokenized yet."""
     if request.prompt is not None:
         num_bytes = len(request.prompt) if request.prompt.isascii() else len(request.prompt.encode())
     elif request.messages is not None:
@@ -141,7 +143,7 @@ def estimate_cost(request: GenerationRequest) -> int:
     return -(-num_bytes // BYTES_PER_TOKEN) + (sampling.max_tokens or DEFAULT_COST_TOKENS) * sampling.n
 
 
-def _draw_seed() -> int:
+def _random_seed() -> int:
     return int.from_bytes(os.urandom(8), "little") >> 1
 
 
@@ -149,7 +151,7 @@ def _draw_seed() -> int:
 
 
 def parse_body(raw: bytes) -> GenerationRequest:
-    """The request in a JSON body. Raises InvalidRequest with the field at fault, "body" when it is the whole."""
+    """Return the request in a JSON body. Raises InvalidRequest with the invalid field, or "body"."""
     if len(raw) > MAX_BODY_BYTES:
         raise PayloadTooLarge(len(raw), MAX_BODY_BYTES)
     try:
@@ -161,7 +163,7 @@ def parse_body(raw: bytes) -> GenerationRequest:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         if not_finite := _NOT_FINITE.search(raw):
             raise InvalidRequest(not_finite[1].decode(), "must be a finite number; NaN is not JSON") from error
-        raise InvalidRequest("body", f"is not JSON in UTF-8: {_reason(raw, error)}") from error
+        raise InvalidRequest("body", f"is not valid JSON in UTF-8: {_reason(raw, error)}") from error
     _check_depth(raw)
     _refuse_repeated_names(raw)
     sampling = SamplingParams(**{name: getattr(flat, name) for name in _SAMPLING_NAMES})
@@ -169,7 +171,7 @@ def parse_body(raw: bytes) -> GenerationRequest:
 
 
 def _reason(raw: bytes, error: Exception) -> str:
-    """The decoder's words, but for half a surrogate pair, which it takes for a text that is cut off."""
+    """Return the decoder's message. For half a surrogate pair it would say that the text is cut off."""
     with contextlib.suppress(ValueError, RecursionError):
         if _SURROGATE.search(raw) and not isinstance(error, UnicodeDecodeError) and json.loads(raw):
             return "a string has half of a surrogate pair, such as \\ud800"
@@ -199,31 +201,36 @@ class _IdOnly(msgspec.Struct):
 _ID_IN_BROKEN_JSON = re.compile(rb'"id"\s*:\s*"([!-~]{1,128}?)"')
 
 
+_UNKNOWN_FIELD = "Object contains unknown field `"
+
+
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
-    """From the decoder's message, such as "Expected `int`, got `str` - at `$.max_tokens`"."""
-    if isinstance(error.__cause__, InvalidRequest):  # from one of our own checks
+    """Parse the decoder's message, such as "Expected `int`, got `str` - at `$.max_tokens`"."""
+    if isinstance(error.__cause__, InvalidRequest):  # raised by our own checks
         return error.__cause__
     message, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
-    if unknown := re.match(r"Object contains unknown field `(.*)`", message):
-        return InvalidRequest(unknown[1][:40] or "body", "is not a field of a request; leave it out")
+    if str(error).startswith(_UNKNOWN_FIELD):
+        name = str(error)[len(_UNKNOWN_FIELD) : -1]
+        if not name:
+            return InvalidRequest("body", "has a field without a name; leave it out")
+        return InvalidRequest(name, "is not a field of a request; leave it out")
     return InvalidRequest(re.split(r"[.\[]", path)[0] or "body", f"{message[0].lower()}{message[1:]}")
 
 
 def _refuse_repeated_names(raw: bytes) -> None:
-    """The typed decoder takes the last of two fields of one name; whoever sent both meant something else."""
+    """Raise InvalidRequest for a name that an object has twice: the typed decoder silently takes the last value."""
 
     def check(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            repeated = next(name for name in names if names.count(name) > 1)
-            raise InvalidRequest(repeated, "is given twice")
+            ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+            raise InvalidRequest(name or "body", f"the name {shown(name)} is given twice; leave one of them out")
         return found
 
     try:
         json.loads(raw, object_pairs_hook=check)
     except InvalidRequest:
         raise
-    except (ValueError, RecursionError) as error:  # whatever this parser alone minds
+    except (ValueError, RecursionError) as error:  # what only this parser refuses
         raise InvalidRequest("body", f"cannot be read: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any, TypeAlias, TypeVar, cast
 
 import redis
@@ -187,12 +188,22 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
+    if isinstance(error, redis.ConnectionError | OSError):
+        return RedisUnavailable(
+            f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL."
+        )
     for part, sentence in _BY_WORDS.items():
         if part in text:
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
     if isinstance(error, redis.ResponseError) and any(code in text for code in _CODES):
         return RedisUnavailable(f"Redis at {server} cannot do this now: {text}")
     return None
+
+
+def _reason(text: str) -> str:
+    """Return why a connection failed, from redis-py's message: it repeats the address, and differs under asyncio."""
+    errno = re.match(r"Error (\d+) connecting to ", text)
+    return os.strerror(int(errno[1])).lower() if errno else text.rstrip(".")
 
 
 _NOT_PERMITTED = "does not permit this to the URL's user: extend its ACL"
@@ -216,10 +227,6 @@ _SENTENCES: tuple[tuple[_Errors, str], ...] = (
     (redis.exceptions.MasterDownError, "is a replica that has lost its primary: wait for the failover to end"),
     (redis.OutOfMemoryError, _OUT_OF_MEMORY),
     (redis.TimeoutError, "does not answer in time: is it overloaded, or the network cut?"),
-    (
-        (redis.ConnectionError, OSError),
-        "cannot be reached: is it running, does it take more clients, and is the URL right? Set it with MILLRACE_REDIS_URL",
-    ),
     (
         (redis.exceptions.ClusterError, redis.exceptions.RedisClusterException),
         "is a cluster that cannot serve this now",
@@ -256,7 +263,8 @@ _CODES = (
 
 def _bad_url(url: str, error: Exception) -> RedisUnavailable:
     scheme = url.split("://", 1)[0] if "://" in url else "none"
+    reason = str(error).partition(" as ")[0]  # what follows is taken for the port and may be a part of the password
     return RedisUnavailable(
-        f"not a Redis URL (scheme: {scheme}): {error}. It looks like redis://[user:password@]host:6379/0, rediss://... "
-        "for TLS, or unix:///path/to/socket"
+        f"not a Redis URL (scheme: {scheme}): {reason}. It looks like redis://[user:password@]host:6379/0, rediss://... "
+        "for TLS, or unix:///path/to/socket; a password needs %2F for /, %3F for ?, %23 for #, %40 for @"
     )

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+MAX_MESSAGE = 400
+"""Characters of an error's message: what users put into it may be longer."""
+
+
+def one_line(text: str, limit: int = MAX_MESSAGE) -> str:
+    """Return the text printable and at most `limit` characters long: escaped, and without its middle where it is longer."""
+    text = _without_middle(text, limit)
+    if text.isprintable():
+        return text
+    return _without_middle("".join(c if c.isprintable() else repr(c)[1:-1] for c in text), limit)
+
+
+def _without_middle(text: str, limit: int) -> str:
+    num_last = limit // 3
+    return text if len(text) <= limit else f"{text[: limit - num_last - 3]}...{text[-num_last:]}"
+
 
 class MillraceError(Exception):
-    """Base of every error that Millrace raises on purpose."""
+    """Base of every error that Millrace raises on purpose. Its message is one printable line of at most MAX_MESSAGE."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(one_line(message))
 
 
 class QueueError(MillraceError):

@@ -24,6 +24,7 @@ from millrace.engine_service.serving.jobs import (
     is_alone,
 )
 from millrace.engine_service.serving.leases import Leases
+from millrace.producer.checks import shown
 from millrace.producer.messages import InvalidRequest, parse_body
 from millrace.results.errors import QueueError
 from millrace.results.messages import PROTOCOL, Claim, ClaimedJob, JobError, Signal
@@ -127,7 +128,9 @@ class Intake:
     def _build(self, claimed: ClaimedJob) -> Generation:
         request = parse_body(claimed.body)
         if request.model is not None and request.model != self._model_name:
-            message = f"this queue serves {self._model_name!r}, not {request.model!r}; use the queue of that model"
+            message = (
+                f"this queue serves {shown(self._model_name)}, not {shown(request.model)}; use the queue of that model"
+            )
             raise InvalidRequest("model", message)
         return self._admission.admit(
             self._admission.prompt_token_ids(request),

@@ -1,4 +1,4 @@
-"""`millrace batch`: what has become of the jobs that were submitted under one name."""
+"""`millrace batch`: the state of the jobs of a batch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _COUNTS = ("queued", "delayed", "running", "finished", "failed", "cancelled", "e
 
 
 def add_parsers(verbs: Verbs) -> None:
-    batch = verbs.add_parser("batch", help="look at a batch of jobs", description="Look at a batch of jobs.")
-    status = add_verb(batch.add_subparsers(metavar="WHAT", required=True), "status", "count a batch's jobs by state")
+    batch = verbs.add_parser("batch", help="show a batch of jobs", description="Show a batch of jobs.")
+    status = add_verb(
+        batch.add_subparsers(metavar="WHAT", required=True), "status", "count the jobs of a batch by state"
+    )
     status.add_argument("batch")
     add_json(status)
     status.set_defaults(run=run_status)

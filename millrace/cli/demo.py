@@ -1,6 +1,6 @@
-"""`millrace demo`: a private Redis, an engine on the CPU, a producer in a process of its own, and their tokens live.
+"""`millrace demo`: start a private Redis, an engine on the CPU and a producer process, and show their tokens live.
 
-Everything is started here and ended here; what it writes lies in one temporary directory.
+The demo ends all its processes. They write only into one temporary directory.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from millrace.results.messages import Job
 
 _LIMIT_S = 180.0
-_LOOK_INTERVAL_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 
 def add_parsers(verbs: Verbs) -> None:
-    parser = add_verb(verbs, "demo", "show it all on this machine: needs no Redis, no GPU and no model")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="another model than the tiny one of the checkout")
+    parser = add_verb(verbs, "demo", "run a demo on this machine; it needs no Redis, no GPU and no model")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="the model (default: the tiny one of the checkout)")
     parser.set_defaults(run=run, queue="demo")
 
 
 def run(args: argparse.Namespace) -> int:
     require_engine()
     model = args.model or _tiny_model()
-    queue = f"{args.queue}-{uuid.uuid4().hex[:8]}"  # a fresh one, also on a server that was named
+    queue = f"{args.queue}-{uuid.uuid4().hex[:8]}"  # new, also on a server that is in use
     with (
         _ended_by_sigterm(),
         tempfile.TemporaryDirectory(prefix="millrace-demo-") as folder,
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _server(redis_url: str | None) -> Iterator[str]:
-    """The server that the command line names, else a private one for as long as the block runs."""
+    """Yield the URL of the command line's server, or of a private one that runs inside the `with` block."""
     if redis_url:
         yield redis_url
         return
@@ -70,7 +70,7 @@ def _server(redis_url: str | None) -> Iterator[str]:
 
 
 def _remove_keys(redis_url: str, queue: str) -> None:
-    """Leave somebody's server as it was, if it is still there."""
+    """Remove the demo's keys from a server that was there before, if it still runs."""
     from millrace.results.connection import connect
     from millrace.results.keys import QueueKeys
 
@@ -91,7 +91,7 @@ def _run_jobs(folder: Path, model: Path, redis_url: str, queue: str) -> int:
     serve = engine_command(("--model", str(model), *place, "--device", "cpu", "--executor", "mp"))
     submit = (sys.executable, "-P", "-m", "millrace", "submit", "--file", str(folder / "prompts.jsonl"), *place)
     screen = Screen(len(jobs))
-    screen.say(f"Redis is up, an engine loads {model.name} on the CPU, a producer submits {len(jobs)} jobs.")
+    screen.print_line(f"Redis is ready. An engine loads {model.name} on the CPU, a producer submits {len(jobs)} jobs.")
     with (
         DemoProcess("engine", serve, folder) as engine,
         DemoProcess("producer", submit, folder) as producer,
@@ -105,7 +105,7 @@ def _run_jobs(folder: Path, model: Path, redis_url: str, queue: str) -> int:
 def _watch(
     client: Client, followers: Followers, engine: DemoProcess, producer: DemoProcess, screen: Screen, num_jobs: int
 ) -> float:
-    """Show the queue until every job has ended. Returns the seconds since the first job began to run."""
+    """Show the queue until every job has ended. Return the seconds since the first job started."""
     limit_s, began_s = time.monotonic() + _LIMIT_S, None
     while time.monotonic() < limit_s:
         if engine.has_ended():
@@ -119,7 +119,7 @@ def _watch(
         screen.show(counts, counts.generated_tokens / elapsed_s if elapsed_s else 0.0, followers.text_by_prompt)
         if counts.finished + counts.failed + counts.cancelled + counts.expired >= num_jobs:
             return elapsed_s
-        time.sleep(_LOOK_INTERVAL_S)
+        time.sleep(_POLL_INTERVAL_S)
     raise CommandError(f"the demo did not end within {_LIMIT_S:.0f} s")
 
 
@@ -130,23 +130,23 @@ def _summary(results: Sequence[Job], jobs: Sequence[DemoJob], seconds: float, sc
     sums = [(job, text) for job, text in answers if job.expected is not None]
     num_right = sum(text.strip() == job.expected for job, text in sums)
     for job, text in [answer for answer in answers if answer not in sums] + sums[:4]:
-        screen.say(f"  {job.prompt}{text}")
+        screen.print_line(f"  {job.prompt}{text}")
     rate = f" in {seconds:.1f} s: {tokens / seconds:.0f} tokens/s" if seconds else ""
-    screen.say(f"{num_finished} of {len(jobs)} jobs finished, {tokens} tokens{rate}.")
-    screen.say(f"{num_right} of {len(sums)} sums are right.")
+    screen.print_line(f"{num_finished} of {len(jobs)} jobs finished, {tokens} tokens{rate}.")
+    screen.print_line(f"{num_right} of {len(sums)} sums are right.")
     return OK if num_finished == len(jobs) else OTHER
 
 
 def _tiny_model() -> Path:
     model = Path(__file__).resolve().parent.parent.parent / "examples" / "tiny_model"
     if not (model / "config.json").exists():
-        raise CommandError(f"the demo's model is not at {model}; run it in a checkout, or name one with --model DIR")
+        raise CommandError(f"the demo's model is not at {model}; run the demo in a checkout, or give --model DIR")
     return model
 
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the demo as Ctrl-C does, so that its processes are ended too."""
+    """Handle SIGTERM like Ctrl-C, so that the demo's processes end too."""
 
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt

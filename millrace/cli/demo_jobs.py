@@ -1,4 +1,4 @@
-"""What the demo asks of the tiny model, and which answers it can check."""
+"""The jobs of the demo, and the expected answers where there are any."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SHORT_PROMPTS = (
 
 
 class DemoJob(NamedTuple):
-    """One job of the demo, as it stands on a line of the file that the producer process submits."""
+    """One job of the demo: a line of the file that the producer process submits."""
 
     wire: dict[str, object]
     expected: str | None = None
-    """The right answer, where there is one."""
+    """The right answer, if there is one."""
 
     @property
     def job_id(self) -> str:
@@ -43,7 +43,7 @@ class DemoJob(NamedTuple):
 
 
 def demo_jobs() -> list[DemoJob]:
-    """Long answers to watch first, then short ones, then sums of two numbers."""
+    """Return streamed jobs with long answers, then short ones, then sums of two numbers."""
     long = [
         DemoJob(
             {"id": name, "prompt": prompt, "max_tokens": 160, "temperature": temperature, "seed": seed, "stream": True}

@@ -1,4 +1,4 @@
-"""The moving parts of the demo: a process with a log of its own, and the readers of streamed answers."""
+"""Parts of the demo: a process with a log, and the readers of streamed jobs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ _LAST_LINES = 30
 
 
 class DemoProcess:
-    """Owns one process from `with` to the end of its block, and the file that takes its words. Whatever it writes goes to
-    the demo's folder and ends with it."""
+    """Owns one process inside a `with` block, and the file with its output. It writes only into the demo's folder."""
 
     def __init__(self, name: str, command: Sequence[str], folder: Path) -> None:
         self._name = name
         self._command = command
-        # One thread is enough for the tiny model, and two wait for each other when this machine does something else too.
+        # One thread is enough for the tiny model; several slow each other down on a busy machine.
         self._environment = {"OMP_NUM_THREADS": "1", **os.environ, "TMPDIR": str(folder)}
         self._log = folder / f"{name}.log"
 
@@ -37,7 +36,7 @@ class DemoProcess:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
-                start_new_session=True,  # Ctrl-C is for the demo, which then ends its processes in order
+                start_new_session=True,  # the demo handles Ctrl-C and ends its processes in order
             )
         return self
 
@@ -52,16 +51,16 @@ class DemoProcess:
             self._process.wait()
 
     def has_ended(self) -> bool:
-        """Whether it has ended well. Raises, with the last lines that it wrote, when it has failed."""
+        """Return whether the process has ended with success. Raises CommandError with its last output if it failed."""
         status = self._process.poll()
         if status:
-            words = self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-            raise CommandError("\n".join([f"the {self._name} ended with status {status}; it said:", *words]))
+            lines = self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+            raise CommandError("\n".join([f"the {self._name} ended with status {status}; its last output:", *lines]))
         return status == 0
 
 
 class Followers:
-    """Owns the texts of the streamed jobs as they grow; a thread and a connection for each."""
+    """Owns the texts of the streamed jobs while they grow. Each job has a thread and a connection."""
 
     def __init__(self, jobs: Sequence[DemoJob], redis_url: str, queue: str) -> None:
         self._jobs = [job for job in jobs if job.is_streamed]
@@ -75,7 +74,7 @@ class Followers:
         return bool(self._threads)
 
     def start(self) -> None:
-        """Begin to read. The jobs must be in the queue by now."""
+        """Start to read. The jobs must be in the queue."""
         self._threads = [threading.Thread(target=self._follow, args=(job,), daemon=True) for job in self._jobs]
         for thread in self._threads:
             thread.start()
@@ -83,6 +82,6 @@ class Followers:
     def _follow(self, job: DemoJob) -> None:
         from millrace import Client, MillraceError
 
-        with contextlib.suppress(MillraceError):  # the server is gone: the demo was ended early
+        with contextlib.suppress(MillraceError):  # the demo was stopped, and the server is gone
             for event in Client(self._redis_url, queue=self._queue).stream(job.job_id):
                 self.text_by_prompt[job.prompt] += event.text

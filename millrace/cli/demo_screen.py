@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a live picture on a terminal, plain lines elsewhere."""
+"""The output of the demo: a live display on a terminal, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN_INTERVAL_S = 1.0
 
 
 class Screen:
-    """Owns the picture. `show` is called often and draws what changed; `say` prints a line that stays."""
+    """Owns the live display. `show` updates it; `print_line` prints a line that stays."""
 
     def __init__(self, num_jobs: int) -> None:
         self._console = Console(markup=False, highlight=False)
@@ -41,12 +41,12 @@ class Screen:
         if self._console.is_terminal:
             self._live.stop()
 
-    def say(self, line: str) -> None:
-        """On a terminal long ones are broken between words."""
+    def print_line(self, line: str) -> None:
+        """Print a line. On a terminal, long lines are wrapped between words."""
         self._console.print(line, soft_wrap=not self._console.is_terminal)
 
     def show(self, counts: QueueStats, tokens_per_s: float, texts: Mapping[str, str]) -> None:
-        """`texts` holds what has been streamed so far, by job."""
+        """Update the display. `texts` are the streamed texts so far, by prompt."""
         if self._console.is_terminal:
             self._live.update(self._picture(counts, tokens_per_s, texts))
         elif time.monotonic() - self._shown_s >= _PLAIN_INTERVAL_S:
@@ -59,7 +59,7 @@ class Screen:
         line += f"  ...{text[-48:]!r}" if text else ""
         if line != self._last_line:
             self._last_line = line
-            self.say(line)
+            self.print_line(line)
 
     def _picture(self, counts: QueueStats, tokens_per_s: float, texts: Mapping[str, str]) -> Group:
         bar = ProgressBar(total=self._num_jobs, completed=counts.finished)
@@ -68,6 +68,6 @@ class Screen:
         facts.add_row(
             str(counts.queued), str(counts.running), f"{counts.finished}/{self._num_jobs}", f"{tokens_per_s:.0f}"
         )
-        line = Table.grid(expand=True)  # a bar alone ends without a new line
+        line = Table.grid(expand=True)  # a bar alone does not end its line
         line.add_row(bar)
         return Group(facts, line, *(Panel(Text(text), title=name, title_align="left") for name, text in texts.items()))

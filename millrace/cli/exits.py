@@ -1,4 +1,4 @@
-"""Exit statuses, and which error becomes which of them."""
+"""Exit statuses, and the mapping of errors to them."""
 
 from __future__ import annotations
 
@@ -6,64 +6,51 @@ import traceback
 
 OK = 0
 OTHER = 1
-"""A job ended badly, or something that no other status names."""
+"""A job failed, or an error without a status of its own."""
 INVALID = 2
 """The command line or a request is not valid; argparse uses the same number."""
 NOT_FOUND = 3
 NO_REDIS = 4
-"""The server cannot be reached, or would lose jobs."""
+"""The server cannot be reached or used."""
 TIMED_OUT = 5
 INTERRUPTED = 130
 
 
 class CommandError(Exception):
-    """Raised by a verb that cannot go on: one sentence for the user, and the exit status."""
+    """Raised by a verb that cannot go on: a message for the user, and the exit status."""
 
-    def __init__(self, sentence: str, status: int = OTHER) -> None:
-        super().__init__(sentence)
+    def __init__(self, message: str, status: int = OTHER) -> None:
+        super().__init__(message)
         self.status = status
 
 
 def as_exit(error: Exception) -> tuple[int, str]:
-    """The exit status and the sentence of an error. One that nobody expected keeps its traceback: it is our bug."""
+    """Return the exit status and the message for an error. An unexpected error is our bug: print its traceback too."""
+    from millrace.results.errors import one_line
+
     if isinstance(error, CommandError):
         return error.status, str(error)
     if isinstance(error, OSError) and error.filename:
-        return INVALID, f"{error.filename}: {error.strerror}"
+        return INVALID, one_line(f"{error.filename}: {error.strerror}")
     status = _status_of(error)
     if status is None:
         traceback.print_exception(error)
-    return OTHER if status is None else status, _one_sentence(error)
+    return OTHER if status is None else status, one_line(str(error) or type(error).__name__, 480)
 
 
 def _status_of(error: Exception) -> int | None:
-    from millrace import (
-        BatchNotFound,
-        CannotRedrive,
-        EngineNotFound,
-        InvalidRequest,
-        JobConflict,
-        JobNotFound,
-        MillraceError,
-        NotDurable,
-        RedisUnavailable,
-        ServerUnsuitable,
-        WaitTimeout,
-    )
+    from millrace.producer.errors import InvalidRequest
+    from millrace.results import errors
 
     match error:
-        case InvalidRequest() | JobConflict() | CannotRedrive():
+        case InvalidRequest() | errors.JobConflict() | errors.CannotRedrive():
             return INVALID
-        case JobNotFound() | BatchNotFound() | EngineNotFound():
+        case errors.JobNotFound() | errors.BatchNotFound() | errors.EngineNotFound():
             return NOT_FOUND
-        case RedisUnavailable() | ServerUnsuitable() | NotDurable():
+        case errors.RedisUnavailable() | errors.ServerUnsuitable() | errors.NotDurable():
             return NO_REDIS
-        case WaitTimeout():
+        case errors.WaitTimeout():
             return TIMED_OUT
-        case MillraceError():
+        case errors.MillraceError():
             return OTHER
     return None
-
-
-def _one_sentence(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""`millrace gateway rq`: jobs that were enqueued with RQ are run by Millrace, and RQ sees their results."""
+"""`millrace gateway rq`: run jobs that were enqueued with RQ, and return their results to RQ."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from millrace.cli.options import Verbs, add_verb
 from millrace.cli.values import counted
 
 DEFAULT_MAX_IN_FLIGHT = 1024
-"""Enough for a few engines of 256 sequences each; the rest waits in RQ's queue, where RQ counts it."""
+"""Enough for a few engines of 256 sequences each. More jobs wait in RQ's queue."""
 
 
 def add_parsers(verbs: Verbs) -> None:
-    gateway = verbs.add_parser("gateway", help="bridge another queue system into Millrace")
+    gateway = verbs.add_parser("gateway", help="run the jobs of another queue system")
     kinds = gateway.add_subparsers(title="kinds", metavar="KIND", required=True)
-    rq = add_verb(kinds, "rq", "take jobs from RQ queues and give RQ their results")
+    rq = add_verb(kinds, "rq", "run jobs from RQ queues and return their results to RQ")
     rq.add_argument(
-        "--queues", required=True, type=_names, metavar="A,B", help="the RQ queues to take from, first ones first"
+        "--queues", required=True, type=_names, metavar="A,B", help="the RQ queues, the most important first"
     )
     rq.add_argument("--to-queue", metavar="NAME", help="the Millrace queue that runs the jobs (default: --queue)")
     rq.add_argument(
@@ -26,7 +26,7 @@ def add_parsers(verbs: Verbs) -> None:
         type=counted,
         default=DEFAULT_MAX_IN_FLIGHT,
         metavar="N",
-        help="RQ jobs to hold at once (default: %(default)s)",
+        help="hold at most N RQ jobs at a time (default: %(default)s)",
     )
     rq.set_defaults(run=run_rq)
 
@@ -34,11 +34,11 @@ def add_parsers(verbs: Verbs) -> None:
 def run_rq(args: argparse.Namespace) -> int:
     if find_spec("rq") is None:
         raise CommandError("the RQ gateway needs rq; run: pip install 'millrace[gateway]'")
-    from millrace.producer.lookups import queue_keys
+    from millrace.producer.arguments import queue_keys
     from millrace.producer.rq.gateway import serve
 
     queue = args.to_queue or args.queue
-    queue_keys(queue)  # a name that no queue has is refused in the client's words
+    queue_keys(queue)  # raises InvalidRequest for an invalid name
     serve(args.redis, args.queues, queue, args.max_in_flight)
     return OK
 
@@ -46,5 +46,5 @@ def run_rq(args: argparse.Namespace) -> int:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
-        raise argparse.ArgumentTypeError("name at least one queue")
+        raise argparse.ArgumentTypeError("must name at least one queue")
     return names

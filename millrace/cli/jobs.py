@@ -1,4 +1,4 @@
-"""`millrace get`, `tail`, `cancel` and `ls`: what became of jobs."""
+"""`millrace get`, `tail`, `cancel` and `ls`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.cli.exits import INVALID, NOT_FOUND, OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
-from millrace.cli.output import duration, end_of, print_json, print_table, print_text, remark
+from millrace.cli.output import counted_noun, duration, end_of, print_json, print_table, print_text, remark
 from millrace.cli.values import counted
 
 if TYPE_CHECKING:
@@ -25,19 +25,19 @@ def add_parsers(verbs: Verbs) -> None:
 
     tail = add_verb(verbs, "tail", "print a job's text while it is generated")
     tail.add_argument("id")
-    tail.add_argument("--after", metavar="EVENT", help="go on after this event, the `id` of a `--json` line")
+    tail.add_argument("--after", metavar="EVENT", help="start after this event, the `id` of a `--json` line")
     add_json(tail)
     tail.set_defaults(run=run_tail)
 
-    cancel = add_verb(verbs, "cancel", "stop jobs, queued or running")
+    cancel = add_verb(verbs, "cancel", "cancel queued or running jobs")
     cancel.add_argument("ids", nargs="*", metavar="id")
-    cancel.add_argument("--batch", metavar="NAME", help="every job of this batch")
+    cancel.add_argument("--batch", metavar="NAME", help="cancel every job of this batch")
     add_json(cancel)
     cancel.set_defaults(run=run_cancel)
 
-    ls = add_verb(verbs, "ls", "list jobs: those that run, those next in line, those that ended last")
+    ls = add_verb(verbs, "ls", "list jobs: running, next to start, and last ended")
     ls.add_argument("--state", choices=_STATES, help="only jobs in this state")
-    ls.add_argument("--limit", type=counted, default=50, metavar="N", help="at most so many (default: %(default)s)")
+    ls.add_argument("--limit", type=counted, default=50, metavar="N", help="list at most N jobs (default: %(default)s)")
     add_json(ls)
     ls.set_defaults(run=run_ls)
 
@@ -59,13 +59,13 @@ def run_tail(args: argparse.Namespace) -> int:
 
 
 def follow(client: Client, job_id: str, *, after: str | None = None, as_json: bool = False) -> int:
-    """Print a job's events until it ends; the exit status says how it ended."""
+    """Print a job's events until it ends. Return the exit status."""
     for event in client.stream(job_id, after=after):
         if as_json:
             print_json(event)
             continue
         if event.is_restart:
-            remark(f"the stream of job {job_id!r} has lost events after {after}: here is all of it, from the beginning")
+            remark(f"job {job_id!r} has lost events after {after}; its text follows from the beginning")
         print_text(event.text)
     if not as_json:
         print_text("\n")
@@ -74,13 +74,15 @@ def follow(client: Client, job_id: str, *, after: str | None = None, as_json: bo
 
 def run_cancel(args: argparse.Namespace) -> int:
     if bool(args.ids) == bool(args.batch):
-        raise CommandError("cancel: name jobs, or give --batch", INVALID)
+        raise CommandError("cancel: give either job ids or --batch", INVALID)
     with open_client(args) as client:
         outcomes = client.cancel_batch(args.batch) if args.batch else client.cancel_many(args.ids)
+    from millrace import JobNotFound
+
     status = OK
     for job_id, outcome in outcomes.items():
         if outcome == "unknown" and args.ids:
-            remark(f"no job {job_id!r} in queue {args.queue!r}: never submitted, or its result has expired")
+            remark(str(JobNotFound(job_id, args.queue)))
             status = NOT_FOUND
         elif args.json:
             print_json({"id": job_id, "outcome": outcome})
@@ -109,36 +111,37 @@ def _list_jobs(args: argparse.Namespace) -> list[Job]:
 
 
 def _row(job: Job) -> tuple[str, str, str, str]:
-    text = " ".join(job.text.split())
-    return job.id, job.state, str(len(job.token_ids)), text if len(text) <= 60 else text[:59] + "…"
+    from millrace.results.errors import one_line
+
+    return job.id, job.state, str(len(job.token_ids)), one_line(" ".join(job.text.split()), 60)
 
 
 def _print_job(job: Job, place: Position | None) -> None:
-    facts = [job.state]
-    if job.finish_reason and job.finish_reason != job.state:
-        facts.append(f"({job.finish_reason})")
-    if job.usage:
-        facts.append(f"{job.usage.prompt_tokens} + {job.usage.completion_tokens} tokens")
-    if job.error:
-        facts.append(job.error.message)
-    print(", ".join([f"{job.id}: {' '.join(facts)}", *_remarks(job, place)]))
+    from millrace.results.errors import one_line
+
+    print(f"{job.id}: {', '.join(one_line(fact) for fact in _facts(job, place))}")
     if job.text:
         print_text(job.text + "\n")
 
 
-def _remarks(job: Job, place: Position | None) -> list[str]:
-    remarks = []
+def _facts(job: Job, place: Position | None) -> list[str]:
+    has_reason = job.finish_reason and job.finish_reason != job.state
+    facts = [f"{job.state} ({job.finish_reason})" if has_reason else job.state]
+    if job.usage:
+        facts.append(f"{job.usage.prompt_tokens} prompt + {job.usage.completion_tokens} output tokens")
+    if job.error:
+        facts.append(job.error.message)
     if place and place.num_ahead is not None:
-        remarks.append(f"{place.num_ahead} ahead of it")
+        facts.append(counted_noun(place.num_ahead, "job") + " ahead")
     if place and place.eta_s is not None:
-        remarks.append(f"begins in about {duration(place.eta_s)}")
+        facts.append(f"starts in about {duration(place.eta_s)}")
     if job.num_retries:
-        remarks.append(f"retries so far: {job.num_retries}")
+        facts.append(f"retries: {job.num_retries}")
     if job.redriven_as:
-        remarks.append(f"run again as {job.redriven_as}")
+        facts.append(f"run again as {job.redriven_as}")
     if not job.has_result:
-        remarks.append("its result has expired")
-    return remarks
+        facts.append("its result has expired")
+    return facts
 
 
 def _with_place(job: Job, place: Position | None) -> Job | dict[str, Any]:

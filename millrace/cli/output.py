@@ -1,4 +1,4 @@
-"""What the verbs print: results on stdout, remarks on stderr, JSON as one object a line."""
+"""Output of the verbs: results on stdout, remarks on stderr, JSON as one object per line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_json(value: Any) -> None:
-    """One object on one line, passed on at once: someone may read it through a pipe."""
+    """Print one object on one line, and flush: a program may read it through a pipe."""
     import msgspec
 
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
@@ -23,18 +23,20 @@ def print_json(value: Any) -> None:
 
 
 def print_text(text: str) -> None:
-    """A stretch of an answer, as it comes. What the terminal's encoding lacks is escaped, not an error."""
+    """Print a part of a generated text, and flush. Characters that the terminal's encoding lacks are escaped."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
 
 
-def remark(sentence: str) -> None:
-    print(f"millrace: {sentence}", file=sys.stderr, flush=True)
+def remark(message: str) -> None:
+    from millrace.results.errors import one_line
+
+    print(f"millrace: {one_line(message, 480)}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float | None) -> str:
-    """For a person: "45 s", "12 min", "3.5 h", or "unknown"."""
+    """Format a duration: "45 s", "12 min", "3.5 h", or "unknown"."""
     if seconds is None:
         return "unknown"
     if seconds < 120:
@@ -42,8 +44,12 @@ def duration(seconds: float | None) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def counted_noun(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Aligned columns on a terminal, else lines of tab-separated fields without headings."""
+    """Print aligned columns on a terminal, otherwise tab-separated lines without headings."""
     if not sys.stdout.isatty():
         for row in rows:
             print("\t".join(row))
@@ -58,7 +64,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def end_of(job: Job) -> int:
-    """The exit status of a job that has ended; says on stderr why it did not finish."""
+    """Return the exit status for a job that has ended. If it did not finish, print why on stderr."""
     if job.state == "finished":
         return OK
     remark(f"{job.id}: {job.state}" + (f": {job.error.message}" if job.error else ""))
@@ -66,7 +72,7 @@ def end_of(job: Job) -> int:
 
 
 def progress_bar() -> Progress:
-    """A bar on stderr, for a person whose stdout goes elsewhere; on one terminal the lines themselves show progress."""
+    """Return a progress bar on stderr. It is off if stdout is a terminal too: the printed lines show the progress."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""`millrace pause` and `resume`: whether engines get jobs from a queue."""
+"""`millrace pause` and `resume`: stop starting the jobs of a queue, and start them again."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from millrace.cli.options import Verbs, add_verb, open_client
 
 
 def add_parsers(verbs: Verbs) -> None:
-    pause = add_verb(verbs, "pause", "hand out no more jobs of a queue; what runs goes on, and new ones come in")
-    pause.set_defaults(run=run_pause)
-    resume = add_verb(verbs, "resume", "hand out a paused queue's jobs again")
-    resume.set_defaults(run=run_resume)
+    pause = add_verb(verbs, "pause", "stop starting jobs; running jobs finish, and new jobs are accepted")
+    pause.set_defaults(run=run, is_paused=True)
+    resume = add_verb(verbs, "resume", "start the jobs of a paused queue again")
+    resume.set_defaults(run=run, is_paused=False)
 
 
-def run_pause(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     with open_client(args) as client:
-        client.pause()
-    return OK
-
-
-def run_resume(args: argparse.Namespace) -> int:
-    with open_client(args) as client:
-        client.resume()
+        client.pause() if args.is_paused else client.resume()
     return OK

@@ -1,4 +1,4 @@
-"""`millrace retry`: jobs that have failed run again, as new ones."""
+"""`millrace retry`: run failed jobs again, as new jobs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ if TYPE_CHECKING:
 
 
 def add_parsers(verbs: Verbs) -> None:
-    retry = add_verb(
-        verbs, "retry", "run jobs again that failed, expired or were cancelled: new jobs with the same body"
-    )
+    retry = add_verb(verbs, "retry", "run failed, expired or cancelled jobs again, as new jobs with the same body")
     retry.add_argument("ids", nargs="*", metavar="id")
-    retry.add_argument("--all", action="store_true", help="every job on the list of failed ones")
+    retry.add_argument("--all", action="store_true", help="run every failed job of the queue again")
     add_json(retry)
     retry.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     if bool(args.ids) == args.all:
-        raise CommandError("retry: name jobs, or give --all", INVALID)
+        raise CommandError("retry: give either job ids or --all", INVALID)
     with open_client(args) as client:
         if args.all:
             for job_id, new_id in client.retry_all().items():
@@ -34,14 +32,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _retry(client: Client, job_id: str, *, as_json: bool) -> int:
-    """Run one job again; what is wrong with it keeps no other from running. Returns the exit status that it asks for."""
+    """Run one job again, or report why not. Return the exit status."""
     from millrace import CannotRedrive, JobNotFound
 
     try:
         _print_retried(job_id, client.retry(job_id), as_json=as_json)
     except (JobNotFound, CannotRedrive) as error:
-        status, sentence = as_exit(error)
-        remark(sentence)
+        status, message = as_exit(error)
+        remark(message)
         return status
     return OK
 

@@ -1,4 +1,4 @@
-"""`millrace serve`: becomes the engine service. The process that a supervisor sees is the engine itself."""
+"""`millrace serve`: replace this process with the engine service, so that a supervisor sees the engine itself."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _ENGINE_EXTRA = ("torch", "transformers", "safetensors", "zmq", "prometheus_clie
 
 
 def add_parsers(verbs: Verbs) -> None:
-    """Name the verb in the list; its arguments are the engine's own, see `millrace.engine_service.config`."""
-    verbs.add_parser("serve", help="run an engine that drains a queue (see `millrace serve --help`)", add_help=False)
+    """Add the verb to the list. The engine parses its arguments, see `millrace.engine_service.config`."""
+    verbs.add_parser("serve", help="run an engine for a queue (see `millrace serve --help`)", add_help=False)
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
-    """Replace this process with `python -P -m millrace.engine_service`, if the engine can run here."""
+    """Replace this process with `python -P -m millrace.engine_service`. Raises CommandError if packages are missing."""
     require_engine()
     sys.stdout.flush()
     os.execv(sys.executable, engine_command(arguments))
 
 
 def require_engine() -> None:
-    """Raise one clear error when this installation cannot run an engine."""
+    """Raise CommandError if packages for an engine are missing."""
     missing = [name for name in _ENGINE_EXTRA if find_spec(name) is None]
     if missing:
         raise CommandError(f"an engine needs {', '.join(missing)}; run: pip install 'millrace[engine]'")
 
 
 def engine_command(arguments: Sequence[str]) -> list[str]:
-    """-P: a file in the working directory must not hide a module that the engine imports."""
+    """Return the engine's command line. -P: no file of the working directory hides a module that the engine imports."""
     return [sys.executable, "-P", "-m", "millrace.engine_service", *arguments]

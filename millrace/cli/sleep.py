@@ -1,4 +1,4 @@
-"""`millrace sleep` and `wake`: running engines give their devices back for a while."""
+"""`millrace sleep` and `wake`: free the device memory of running engines for a while."""
 
 from __future__ import annotations
 
@@ -14,42 +14,44 @@ from millrace.cli.values import seconds
 if TYPE_CHECKING:
     from millrace.producer import Client
 
-_LOOK_EVERY_S = 0.1
+_POLL_INTERVAL_S = 0.1
 
 
 def add_parsers(verbs: Verbs) -> None:
     sleep = add_verb(
-        verbs, "sleep", "have running engines give their devices back; the jobs wait, or go to other engines"
+        verbs, "sleep", "free the device memory of running engines; jobs wait, or other engines continue them"
     )
     sleep.add_argument(
         "--level",
         type=int,
         choices=(1, 2),
         default=1,
-        help="1: keep the weights in host memory, 2: drop them and read them again (default: %(default)s)",
+        help="1: keep the weights in host memory, 2: drop them and read them again later (default: %(default)s)",
     )
-    wake = add_verb(verbs, "wake", "have sleeping engines take their devices back and go on")
+    wake = add_verb(verbs, "wake", "wake sleeping engines: they use their devices again and go on")
     wake.set_defaults(level=0)
     for parser in (sleep, wake):
-        parser.add_argument("--engine", metavar="ID", help="one engine, as `millrace stats` names it (default: all)")
+        parser.add_argument(
+            "--engine", metavar="ID", help="one engine, with its id from `millrace stats` (default: all)"
+        )
         parser.add_argument(
             "--timeout",
             type=seconds,
             default=300.0,
             metavar="SECONDS",
-            help="how long to wait until it is done (default: %(default)g); 0: only tell them",
+            help="how long to wait until it is done (default: %(default)g); 0: do not wait",
         )
         add_json(parser)
         parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tell the engines, wait until they have done it, and print who they are."""
+    """Notify the engines, wait until they are asleep or awake, and print their ids."""
     with open_client(args) as client:
-        told = client.sleep(args.level, engine_id=args.engine) if args.level else client.wake(engine_id=args.engine)
+        ids = client.sleep(args.level, engine_id=args.engine) if args.level else client.wake(engine_id=args.engine)
         if args.timeout > 0:
-            _wait(client, told, args.level, time.monotonic() + args.timeout)
-    for engine_id in told:
+            _wait(client, ids, args.level, time.monotonic() + args.timeout)
+    for engine_id in ids:
         if args.json:
             print_json({"engine": engine_id})
         else:
@@ -58,16 +60,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _wait(client: Client, engine_ids: list[str], level: int, deadline_s: float) -> None:
-    """Until each of them sleeps so deep, or is awake, or has left."""
-    while late := _late(client, engine_ids, level):
+    """Wait until each engine has reached the sleep level, or is gone."""
+    while True:
+        now = client.stats().sleep_levels
+        late = [one for one in engine_ids if one in now and (now[one] < level if level else now[one] > 0)]
+        if not late:
+            return
         if time.monotonic() > deadline_s:
             done = "asleep" if level else "awake"
-            raise CommandError(
-                f"not {done} yet: {', '.join(late)}; they will be when they can, or their logs say why", TIMED_OUT
-            )
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _late(client: Client, engine_ids: list[str], level: int) -> list[str]:
-    now = client.stats().sleep_levels
-    return [one for one in engine_ids if one in now and (now[one] < level if level else now[one] > 0)]
+            raise CommandError(f"not {done} yet: {', '.join(late)}; wait for them, or see their logs", TIMED_OUT)
+        time.sleep(_POLL_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""`millrace submit`: one prompt, or a file with a job on each line; waits, streams, or leaves the ids and goes."""
+"""`millrace submit`: submit one prompt, or a file with one job per line; wait, stream, or print the ids."""
 
 from __future__ import annotations
 
@@ -16,54 +16,58 @@ from millrace.cli.values import integer, json_object, moment, number, seconds
 _Option = tuple[str, Callable[[str], Any], str, str]
 
 _SAMPLING: tuple[_Option, ...] = (
-    ("--max-tokens", integer, "N", "end after so many tokens"),
-    ("--min-tokens", integer, "N", "do not end before so many tokens"),
-    ("--temperature", number, "T", "0 takes the likeliest token"),
-    ("--top-p", number, "P", "draw from the likeliest tokens that have this share together"),
-    ("--top-k", integer, "K", "draw from the K likeliest tokens"),
-    ("--min-p", number, "P", "drop tokens below this share of the likeliest one's probability"),
-    ("--seed", integer, "N", "the same seed draws the same text"),
+    ("--max-tokens", integer, "N", "generate at most N tokens"),
+    ("--min-tokens", integer, "N", "generate at least N tokens"),
+    ("--temperature", number, "T", "randomness of the choice of tokens; 0 always takes the likeliest token"),
+    ("--top-p", number, "P", "sample from the likeliest tokens whose probabilities add up to P"),
+    ("--top-k", integer, "K", "sample from the K likeliest tokens"),
+    ("--min-p", number, "P", "drop tokens less likely than P times the likeliest token"),
+    ("--seed", integer, "N", "the same seed gives the same text"),
 )
 _QUEUE: tuple[_Option, ...] = (
-    ("--tenant", str, "NAME", "on whose account the job runs"),
-    ("--priority", integer, "N", "within a tenant; lower first"),
-    ("--delay-s", number, "SECONDS", "not before so many seconds from now"),
+    ("--tenant", str, "NAME", "the account that the job belongs to"),
+    ("--priority", integer, "N", "order within a tenant; lower numbers first"),
+    ("--delay-s", number, "SECONDS", "start the job after this delay at the earliest"),
     (
         "--run-at",
         moment,
         "TIME",
-        "not before this time: ISO 8601 (Z is UTC; without a zone it is this machine's time), or seconds since the epoch",
+        "start the job at this time at the earliest: ISO 8601 (Z is UTC, no zone is local time) or seconds since the epoch",
     ),
-    ("--deadline-s", number, "SECONDS", "end it as expired after so many seconds from now, wherever it is"),
-    ("--max-retries", integer, "N", "how often a failure that may pass is tried again"),
-    ("--meta", json_object, "JSON", "an object of yours that is kept with the job, as '{\"customer\": 7}'"),
+    ("--deadline-s", number, "SECONDS", "let the job expire after this time, also while it runs"),
+    ("--max-retries", integer, "N", "how often to try again after a temporary failure"),
+    ("--meta", json_object, "JSON", "a JSON object of your own to keep with the job, such as '{\"customer\": 7}'"),
 )
 _LISTS: tuple[_Option, ...] = (
-    ("--stop", str, "TEXT", "end before this text; may be given more than once"),
-    ("--stop-token-ids", integer, "ID", "end at this token; may be given more than once"),
+    ("--stop", str, "TEXT", "end before this text; can be repeated"),
+    ("--stop-token-ids", integer, "ID", "end at this token; can be repeated"),
 )
 
 
 def add_parsers(verbs: Verbs) -> None:
-    submit = add_verb(verbs, "submit", "put jobs into the queue")
+    submit = add_verb(verbs, "submit", "submit jobs")
     what = submit.add_mutually_exclusive_group(required=True)
-    what.add_argument("prompt", nargs="?", help="the text to go on with; - reads it from stdin")
+    what.add_argument("prompt", nargs="?", help="the text to continue; - reads it from stdin")
     what.add_argument(
-        "--file", metavar="JSONL", help="a job in JSON on each line; - reads stdin; options fill its gaps"
+        "--file",
+        metavar="JSONL",
+        help="submit one JSON job per line (- is stdin); options fill the gaps of a line",
     )
-    submit.add_argument("--id", help="the job's id, [A-Za-z0-9._-] (default: a new one)")
-    submit.add_argument("--model", metavar="NAME", help="refuse an engine that serves another model")
-    sampling = submit.add_argument_group("sampling (what is left out has the client's default)")
+    submit.add_argument("--id", help="the job's id, of [A-Za-z0-9._-] (default: a random one)")
+    submit.add_argument("--model", metavar="NAME", help="fail the job if the queue serves another model")
+    sampling = submit.add_argument_group("sampling")
     for option, kind, metavar, text in _SAMPLING:
         sampling.add_argument(option, type=kind, metavar=metavar, help=text)
     for option, kind, metavar, text in _LISTS:
         sampling.add_argument(option, type=kind, metavar=metavar, action="append", help=text)
-    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the model's own end")
+    sampling.add_argument(
+        "--ignore-eos", action="store_true", default=None, help="go on after an end-of-sequence token"
+    )
     place = submit.add_argument_group("the job's place in the queue")
     for option, kind, metavar, text in _QUEUE:
         place.add_argument(option, type=kind, metavar=metavar, help=text)
     place.add_argument(
-        "--batch", metavar="NAME", help="put the jobs into this batch, new or not; see `batch status`, `cancel`"
+        "--batch", metavar="NAME", help="add the jobs to this batch; see `millrace batch status` and `cancel --batch`"
     )
     place.add_argument(
         "--durability",
@@ -73,14 +77,14 @@ def add_parsers(verbs: Verbs) -> None:
     )
     after = submit.add_mutually_exclusive_group()
     after.add_argument(
-        "--wait", action="store_true", help="wait and print the answer (with --file: a job a line, JSON)"
+        "--wait", action="store_true", help="wait and print the text (with --file: one JSON object per job)"
     )
-    after.add_argument("--stream", action="store_true", help="print the answer while it is generated")
+    after.add_argument("--stream", action="store_true", help="print the text while it is generated")
     submit.add_argument(
         "--timeout",
         type=seconds,
         metavar="SECONDS",
-        help="with --wait: give up waiting for the job after so long (a server that is silent is given up after 20 s)",
+        help="with --wait: stop waiting after this time (a server that does not answer is given up after 20 s)",
     )
     add_json(submit)
     submit.set_defaults(run=run)
@@ -88,11 +92,11 @@ def add_parsers(verbs: Verbs) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.timeout is not None and not args.wait:
-        raise CommandError("--timeout is how long to --wait: give both", INVALID)
+        raise CommandError("--timeout needs --wait", INVALID)
     if args.file is None:
         return _submit_prompt(args)
     if args.stream or args.id:
-        raise CommandError(f"--file does not go with {'--stream' if args.stream else '--id'}", INVALID)
+        raise CommandError(f"--file cannot be combined with {'--stream' if args.stream else '--id'}", INVALID)
     from millrace.cli.submit_file import submit_file
 
     with open_client(args) as client:
@@ -102,14 +106,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The request's fields that the command line states, under their names on the wire."""
+    """Return the fields of the request that the command line sets."""
     options = [option.removeprefix("--").replace("-", "_") for option, *_ in (*_SAMPLING, *_LISTS, *_QUEUE)]
     values = {name: getattr(args, name) for name in ("model", *options, "ignore_eos")}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _how(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of the client's `submit` and `submit_many` that are no fields of a request."""
+    """Return the arguments of the client's `submit` and `submit_many` that are not fields of a request."""
     return {"batch": args.batch, "durability": args.durability}
 
 

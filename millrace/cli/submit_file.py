@@ -1,7 +1,6 @@
-"""The file side of `millrace submit`: reads jobs line by line, submits them in batches, and waits where it is asked to.
+"""`millrace submit --file`: read jobs line by line, submit them in batches, and wait for them with --wait.
 
-A line that is not a valid job is reported with its number and stops nothing. Memory holds one batch, and the ids when
-their results are waited for.
+An invalid line is reported with its number; the other lines are submitted. Memory holds one batch, and with --wait all ids.
 """
 
 from __future__ import annotations
@@ -46,10 +45,12 @@ def submit_file(
     has_to_wait: bool,
     timeout_s: float | None,
 ) -> int:
-    """Submit every good line of `path`; print the ids, or with `has_to_wait` each result when it is there. `how` are more
-    arguments of `submit_many`. Raises InvalidRequest for `options` or `how` that no line could have."""
-    build_request("any", {"max_tokens": None, **options})  # type: ignore[typeddict-item]  # min_tokens needs its max_tokens
-    client.submit_many([], **how)  # the same for how
+    """Submit every valid line of `path`. Print the ids, or with `has_to_wait` each result as soon as its job ends.
+
+    `how` are further arguments of `submit_many`. Raises InvalidRequest for invalid `options` or `how`.
+    """
+    build_request("any", {"max_tokens": None, **options})  # type: ignore[typeddict-item]  # a line may set max_tokens
+    client.submit_many([], **how)  # checks how
     submission = _Submission(client, options, how)
     with _open(path) as file, progress_bar() as bar:
         task = bar.add_task("submitted", total=None)
@@ -68,7 +69,7 @@ def submit_file(
 
 
 class _Submission:
-    """Owns the counts of one file's way into the queue."""
+    """Submits one file, and owns the counts of its lines."""
 
     def __init__(self, client: Client, options: dict[str, Any], how: dict[str, Any]) -> None:
         self._client = client
@@ -78,7 +79,7 @@ class _Submission:
         self.num_refused = 0
 
     def submit(self, file: Iterable[bytes]) -> Iterator[str]:
-        """Yields the id of each job that the queue took. Raises CommandError at a limit, with the lines that are left."""
+        """Yield the ids of the jobs in the queue. At a limit, raise CommandError with the lines that are not submitted."""
         lines = self._requests(file)
         while batch := list(islice(lines, _BATCH_LINES)):
             for job_id in self._submit_batch(batch, lines):
@@ -94,12 +95,12 @@ class _Submission:
                     self._refuse(number, error)
 
     def _read(self, text: bytes) -> GenerationRequest:
-        """The line's own fields win over the command line's options. Every request gets an id here, to name it by."""
+        """Return the request of a line. Every request gets an id here, so that its outcome can be found."""
         request = parse_body(self._filled(text))
         return request if request.id else msgspec.structs.replace(request, id=uuid.uuid4().hex)
 
     def _filled(self, text: bytes) -> bytes:
-        """The line with the options in its gaps. Its own text stays as it is, for what may have to be said about it."""
+        """Add the options that the line leaves out. The rest of its text stays unchanged, for error messages."""
         try:
             own = msgspec.json.decode(text)
         except (ValueError, RecursionError):
@@ -126,29 +127,31 @@ class _Submission:
                     left.append(line.number)
         if full:
             last_sent = max((line.number for line in batch if line.number not in left), default=0)
-            if not any(number > last_sent for number in left):  # otherwise a pipe need not bring another line first
+            if not any(number > last_sent for number in left):  # only then read on: a pipe may block
                 left += [line.number for line in islice(behind, 1)]
             raise CommandError(f"not submitted: {_not_submitted(left, last_sent)}: {full}")
 
     def _submit_together(self, batch: list[Line]) -> tuple[set[str], set[int], QueueFull | None]:
-        """The ids that are in the queue; the numbers of the lines that have to be sent alone, since it is lines that are
-        refused and not ids, which two of them may share; and what has kept out those in neither."""
+        """Return the ids in the queue, the numbers of the lines to send again alone, and the error that stopped the others.
+
+        A line is sent alone to find out whether it was refused: the errors name ids, which two lines may share.
+        """
         ids = [line.job_id for line in batch]
         accepted, num_sent, full = set(ids), len(batch), None
         try:
             self._client.submit_many([line.request for line in batch], **self._how)
-        except JobConflict as error:  # all others of the batch are in the queue
+        except JobConflict as error:  # all other jobs of the batch are in the queue
             accepted -= set(error.job_ids)
-        except InvalidRequest as error:  # the same, with what the server refused and what conflicts
+        except InvalidRequest as error:  # as before; it lists neither refused nor conflicting ids
             accepted = _known_once(error.job_ids, ids)
-        except QueueFull as error:  # the call has ended there: the ids that it names show how far it came
+        except QueueFull as error:  # the call stopped there: the ids in the error show how far it got
             accepted, full = _known_once(error.job_ids, ids), error
             num_sent = 1 + max(map(ids.index, {*error.job_ids, *error.refused}))
         settled = accepted.union(set(full.refused) - set(full.job_ids) if full else ())
         return accepted, {line.number for line in batch[:num_sent] if line.job_id not in settled}, full
 
     def _submit_alone(self, line: Line) -> bool:
-        """Whether it is in the queue; otherwise it is refused. Raises QueueFull."""
+        """Return whether the job is in the queue; otherwise report the line. Raises QueueFull."""
         try:
             self._client.submit_many([line.request], **self._how)
         except (JobConflict, InvalidRequest) as error:
@@ -162,13 +165,13 @@ class _Submission:
 
 
 def _known_once(accepted: list[str], ids: list[str]) -> set[str]:
-    """Of the ids that the queue took, those that only one line has."""
+    """Return the accepted ids that only one line has."""
     counts = Counter(ids)
     return {job_id for job_id in accepted if counts[job_id] == 1}
 
 
 def _not_submitted(left: list[int], last_sent: int) -> str:
-    """Which lines the caller has to submit again. Of those behind the last that was sent, the first stands for all."""
+    """Name the lines that the user has to submit again. All lines after the last one sent are named by the first of them."""
     in_between = [f"line {number}" for number in left if number < last_sent]
     rest = [f"all from line {number} on" for number in left if number > last_sent]
     return ", ".join([*in_between, *rest[:1]])

@@ -1,4 +1,4 @@
-"""What words on the command line mean: argparse types, whose errors say what would have been right."""
+"""Types of command-line values, for argparse. Their errors say what is valid."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def counted(text: str) -> int:
 
 
 def integer(text: str) -> int:
-    """Any integer. In which bounds is for the request to say."""
+    """Any integer. The request checks its range."""
     try:
         return int(text)
     except ValueError:
@@ -25,7 +25,7 @@ def integer(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """Any number. In which bounds is for the request to say."""
+    """Any number. The request checks its range."""
     try:
         return float(text)
     except ValueError:
@@ -33,7 +33,7 @@ def number(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """How long to wait."""
+    """A time to wait, in seconds."""
     wait_s = number(text)
     if not 0 <= wait_s <= 1e9:
         raise ArgumentTypeError(f"must be from 0 to 1e9, got {text[:60]!r}")
@@ -41,7 +41,7 @@ def seconds(text: str) -> float:
 
 
 def moment(text: str) -> float:
-    """A time, as seconds since the epoch. Fewer than 9 digits would be long ago, and are more likely meant as a date."""
+    """A time, as seconds since the epoch. Fewer than 9 digits are read as a date."""
     try:
         return float(text) if re.fullmatch(r"[0-9]{9,}(\.[0-9]*)?", text) else datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError) as error:
@@ -50,7 +50,7 @@ def moment(text: str) -> float:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """A JSON object. What may be in it is for the request to say."""
+    """A JSON object. The request checks its content."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import redis
 
+from millrace.producer.arguments import queue_keys
 from millrace.producer.batches import batches
-from millrace.producer.lookups import queue_keys
 from millrace.results import commands, replies
 from millrace.results.errors import JobNotFound
 from millrace.results.messages import TERMINAL_STATES, Job, Submission

@@ -266,7 +266,7 @@ def test_without_redis_there_is_one_sentence() -> None:
     status, error = serve("--model", str(TINY), "--redis", "redis://127.0.0.1:1/0")
     assert status == 4
     assert "Traceback" not in error
-    assert "cannot be reached" in error
+    assert "Cannot connect to Redis" in error
 
 
 def test_a_server_that_evicts_is_refused_by_name_of_the_setting() -> None:

@@ -32,7 +32,7 @@ def test_the_sampling_can_be_given_as_a_whole(client: Client, engine: Engine) ->
     sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=128)
     client.submit("x", sampling=sampling)
     assert parse_body(engine.claim_one().body).sampling == sampling
-    with pytest.raises(InvalidRequest, match=r"^max_tokens: .*one or the other"):
+    with pytest.raises(InvalidRequest, match=r"^max_tokens: cannot be combined with sampling"):
         client.submit("x", sampling=sampling, max_tokens=5)
 
 
@@ -114,11 +114,9 @@ def test_what_a_generator_gave_before_it_failed_is_in_the_queue(client: Client) 
     assert client.stats().queued == 600
 
 
-@pytest.mark.parametrize("requests", [None, 5, GenerationRequest(prompt="x")])
+@pytest.mark.parametrize("requests", [None, 5, "x", GenerationRequest(prompt="x")])
 def test_what_is_not_requests_at_all_is_refused(client: Client, requests: Any) -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"^requests: must be a list, or another iterable, of GenerationRequest, got"
-    ):
+    with pytest.raises(InvalidRequest, match=r"^requests: must be a list or another iterable, got"):
         client.submit_many(requests)
 
 
@@ -144,7 +142,10 @@ def test_bad_queues_and_servers_that_are_away_are_told_clearly() -> None:
         Client("redis://localhost", queue="a{b}")
     with pytest.raises(RedisUnavailable, match="not a Redis URL"):
         Client("localhost")
-    with pytest.raises(RedisUnavailable, match=r"redis://127\.0\.0\.1:1/0 cannot be reached"):
+    with pytest.raises(
+        RedisUnavailable,
+        match=r"^Cannot connect to Redis at redis://127\.0\.0\.1:1/0: connection refused\. Check --redis or",
+    ):
         Client("redis://127.0.0.1:1").submit("x")
 
 

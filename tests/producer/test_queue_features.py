@@ -48,7 +48,7 @@ def test_the_same_request_again_is_the_same_job_whatever_its_times(client: Clien
 
 def test_a_deadline_that_is_over_before_the_job_may_begin_is_refused_by_the_servers_clock(client: Client) -> None:
     late = GenerationRequest(id="late", prompt="x", run_at=9e9, deadline_s=5)
-    with pytest.raises(InvalidRequest, match=r"^deadline_s: is over before job 'late' may begin") as caught:
+    with pytest.raises(InvalidRequest, match=r"^deadline_s: is over before job 'late' may start") as caught:
         client.submit_many([*requests(1), late, *requests(1, "k")])
     assert (caught.value.field, caught.value.index, caught.value.job_ids) == ("deadline_s", 1, ["j0", "k0"])
     assert (client.stats().queued, client.stats().delayed) == (2, 0)
@@ -110,7 +110,7 @@ def test_a_job_for_which_there_never_is_room_is_refused_and_costs_the_others_not
     client: Client, queue: JobQueue, redis_client: redis.Redis
 ) -> None:
     redis_client.hset(queue.keys.settings, "max_queued_tokens", 50)
-    told = r"^max_tokens: .* job 'large' are more tokens than max_queued_tokens of the queue ever lets in, 50; ask for"
+    told = r"^max_tokens: .* job 'large' are more tokens than the queue's limit max_queued_tokens, 50; ask for"
     large = GenerationRequest(id="large", prompt="x", sampling=SamplingParams(max_tokens=100))
     with pytest.raises(InvalidRequest, match=told):
         client.submit("x", job_id="large", max_tokens=100)

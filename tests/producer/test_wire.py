@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import product
+from string import ascii_letters
 from typing import Any
 
 import pytest
@@ -228,6 +230,51 @@ def test_a_malformed_body_is_refused_with_the_field_at_fault(raw: bytes, field: 
     assert len(str(caught.value)) < 300
 
 
+CONTROLS = "a\nb\r\t\x1b[31m\0\x85\u2028 - at `$.prompt`"
+NAMES = [CONTROLS, "x" * 900_000, CONTROLS * 20_000, "`", "\\", " - at `$", "\U0001f600" * 100]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name)[:20])
+def test_whatever_name_a_field_has_its_error_is_one_short_line(name: str) -> None:
+    bodies = {
+        "is not a field": {"prompt": "x", name: 1},
+        "expected": {"prompt": "x", "messages": [name]},
+        "must match": {"prompt": "x", "tenant": name},
+    }
+    raws = {words: json.dumps(body).encode() for words, body in bodies.items()}
+    raws["is given twice"] = b'{"prompt":"x","meta":{%s:1,%s:2}}' % ((json.dumps(name[:9000]).encode(),) * 2)
+    for words, raw in raws.items():
+        if len(raw) > MAX_BODY_BYTES:
+            continue
+        with pytest.raises(InvalidRequest, match=words) as caught:
+            parse_body(raw)
+        message = str(caught.value)
+        assert len(message) < 500
+        assert message.isprintable()
+        assert message.startswith(f"{caught.value.field}: ")
+    if len(name) < 40 and name.isprintable():
+        assert name in message
+
+
+def test_empty_and_repeated_names_are_refused_too() -> None:
+    for raw, message in [
+        (b'{"prompt":"x","":1}', "body: has a field without a name; leave it out"),
+        (b'{"prompt":"x","meta":{"":1,"":2}}', "body: the name '' is given twice; leave one of them out"),
+        (b'{"prompt":"x","prompt":"y"}', "prompt: the name 'prompt' is given twice; leave one of them out"),
+    ]:
+        with pytest.raises(InvalidRequest) as caught:
+            parse_body(raw)
+        assert str(caught.value) == message
+
+
+def test_a_repeated_name_among_very_many_is_found_at_once() -> None:
+    """Comparing each with each would take longer than a test may."""
+    names = list(map("".join, product(ascii_letters, repeat=3)))[:125_000]
+    fields = ",".join(f'"{name}":0' for name in [*names, names[-1]])
+    with pytest.raises(InvalidRequest, match=f"^{names[-1]}: the name '{names[-1]}' is given twice"):
+        parse_body(b'{"prompt":"x","meta":{%s}}' % fields.encode())
+
+
 def test_the_limit_of_nesting_is_the_same_for_every_caller_and_every_parser() -> None:
     bodies = [b'{"prompt":"x","meta":' + nested(63) + b"}", b'{"messages":[' + message(nested(61)) + b"]}"]
     brackets_in_text = b'{"prompt":"' + b'[{\\"' * 1000 + b'"}'
@@ -323,7 +370,7 @@ def test_requests_made_in_python_are_checked_as_those_on_the_wire() -> None:
         assert caught.value.field == field
     for content, words in (
         (object(), "cannot be written"),
-        ([math.nan], "has NaN"),
+        ([math.nan], "has what JSON cannot hold"),
         ([{"a": "\ud800"}], "cannot be written"),
     ):
         with pytest.raises(InvalidRequest, match=f"messages: item 0 {words}"):

@@ -39,6 +39,14 @@ def test_what_is_no_redis_url_is_told_at_once(url: str) -> None:
             opener(url)
 
 
+@pytest.mark.parametrize("password", ["secret/x", "secret?x", "secret#x"])
+def test_a_password_that_breaks_the_url_is_not_in_the_error(password: str) -> None:
+    for opener in (connect, connect_async):
+        with pytest.raises(RedisUnavailable, match="a password needs %2F for /") as caught:
+            opener(f"redis://user:{password}@localhost:6379/0")
+        assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("url", "name"),
     [

@@ -103,7 +103,10 @@ def test_a_read_only_replica_is_told_from_a_dead_server(server: EmbeddedServer) 
 
 def test_a_server_that_is_away_is_named_without_its_password() -> None:
     queue = JobQueue(connect("redis://user:secret@127.0.0.1:1/3"))
-    with pytest.raises(RedisUnavailable, match=r"redis://user:\*\*\*@127.0.0.1:1/3 cannot be reached") as caught:
+    with pytest.raises(
+        RedisUnavailable,
+        match=r"^Cannot connect to Redis at redis://user:\*\*\*@127.0.0.1:1/3: connection refused. Check --redis or",
+    ) as caught:
         queue.stats()
     assert "secret" not in str(caught.value)
 

@@ -167,6 +167,17 @@ def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(
     assert "the checkpoint has 5 bytes" in refused["tokens"]
 
 
+def test_the_name_of_another_model_is_shown_short_and_on_one_line(parts: Parts) -> None:
+    submit(parts.lease_queue, "a", body=b'{"prompt":"x","model":"large\\n%s"}' % (b"x" * 900_000))
+    parts.intake.start()
+    refused = parts.words.get(timeout=30)
+    assert isinstance(refused, Refused)
+    assert (refused.error.kind, refused.error.field) == ("model_mismatch", "model")
+    assert refused.error.message.startswith("model: this queue serves 'stub', not 'large\\nxxx")
+    assert refused.error.message.endswith("xxx'; use the queue of that model")
+    assert len(refused.error.message) < 200
+
+
 def test_the_inbox_goes_on_after_what_breaks_our_code(
     parts: Parts, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,7 +22,7 @@ def test_a_submitted_job_can_be_looked_up(millrace: Command) -> None:
     assert millrace("submit", "3 + 4 =", "--id", "a", "--max-tokens", "4") == (0, "a\n", "")
     (job,) = millrace("get", "a", "--json").json_lines()
     assert (job["id"], job["state"], job["text"]) == ("a", "queued", "")
-    assert millrace("get", "a").out == "a: queued, 0 ahead of it\n"
+    assert millrace("get", "a").out == "a: queued, 0 jobs ahead\n"
 
 
 def test_the_options_reach_the_request(millrace: Command, engine: EngineByHand) -> None:
@@ -37,7 +37,7 @@ def test_the_options_reach_the_request(millrace: Command, engine: EngineByHand) 
 def test_what_an_engine_wrote_is_shown(millrace: Command, engine: EngineByHand) -> None:
     millrace("submit", "x", "--id", "a")
     engine.finish(engine.claim()[0], "täglich\n")
-    assert millrace("get", "a").out == "a: finished (stop) 3 + 9 tokens\ntäglich\n\n"
+    assert millrace("get", "a").out == "a: finished (stop), 3 prompt + 9 output tokens\ntäglich\n\n"
     assert millrace("submit", "x", "--id", "a", "--wait").out == "täglich\n\n"
     assert millrace("tail", "a").out == "täglich\n\n"
     first, last = millrace("tail", "a", "--json").json_lines()
@@ -71,7 +71,7 @@ def test_a_failed_job_gives_status_1_and_its_reason(millrace: Command, engine: E
     assert millrace("tail", "a").status == 1
     assert millrace("tail", "a").err == "millrace: a: failed: the model is tired\n"
     assert millrace("submit", "x", "--id", "a", "--wait").status == 1
-    assert millrace("get", "a").out == "a: failed (error) 3 + 0 tokens the model is tired\n"
+    assert millrace("get", "a").out == "a: failed (error), 3 prompt + 0 output tokens, the model is tired\n"
 
 
 def test_cancelling_says_what_became_of_each(millrace: Command) -> None:
@@ -123,7 +123,7 @@ def test_a_text_that_begins_anew_says_so(millrace: Command, redis_client: redis.
     engine.finish(job)
     ran = millrace("tail", "a", "--after", place)
     assert ran.out == "012345678\n"
-    assert f"the stream of job 'a' has lost events after {place}: here is all of it" in ran.err
+    assert f"job 'a' has lost events after {place}; its text follows from the beginning" in ran.err
 
 
 def test_jobs_are_listed_by_state(millrace: Command, engine: EngineByHand) -> None:
@@ -135,8 +135,12 @@ def test_jobs_are_listed_by_state(millrace: Command, engine: EngineByHand) -> No
     assert millrace("ls", "--limit", "1").out.count("\n") == 1
 
 
-def test_the_counts_of_a_queue(millrace: Command, engine: EngineByHand) -> None:
-    assert millrace("stats", "--min-engines", "1").status == 1
+def test_the_counts_of_a_queue(millrace: Command, engine: EngineByHand, queue_name: str) -> None:
+    ran = millrace("stats", "--min-engines", "1")
+    assert (ran.status, ran.err.partition(": ")[2]) == (
+        1,
+        f"queue {queue_name}: 0 engines have a heartbeat, 1 required\n",
+    )
     millrace("submit", "x")
     engine.finish(engine.claim()[0], "text")
     (counts,) = millrace("stats", "--json").json_lines()
@@ -144,6 +148,10 @@ def test_the_counts_of_a_queue(millrace: Command, engine: EngineByHand) -> None:
     ran = millrace("stats", "--min-engines", "1")
     assert ran.status == 0
     assert "generated tokens\t4\n" in ran.out
+    assert "paused\tno\n" in ran.out
+    assert "queue_name: 1 engine has a heartbeat, 2 required" in millrace("stats", "--min-engines", "2").err.replace(
+        queue_name, "queue_name"
+    )
 
 
 def test_an_unknown_job_is_status_3(millrace: Command) -> None:
@@ -221,7 +229,7 @@ def test_a_server_that_cannot_be_used_is_status_4(tmp_path: Path) -> None:
 def test_the_server_comes_from_the_environment_too(millrace: Command, redis_url: str, queue_name: str) -> None:
     millrace("submit", "x", "--id", "a")
     ran = python("-P", "-m", "millrace", "get", "a", "--queue", queue_name, MILLRACE_REDIS_URL=redis_url)
-    assert ran.out == "a: queued, 0 ahead of it\n"
+    assert ran.out == "a: queued, 0 jobs ahead\n"
 
 
 def test_waiting_too_long_is_status_5(millrace: Command) -> None:

@@ -102,3 +102,32 @@ def test_a_wrong_command_line_ends_with_status_2_and_no_traceback(arguments: tup
     assert ran.out == ""
     assert ran.err.startswith("millrace")
     assert len(ran.err.splitlines()) == 1
+
+
+ODD = "a\nb\x1b[31m\u2028" + "x" * 9000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("get", "a", ODD),
+        ("sub" + ODD,),
+        ("submit", "x", "--" + ODD),
+        ("submit", "x", "--max-tokens", ODD),
+        ("submit", "--file", "/" + ODD),
+        ("ls", "--state", ODD),
+        ("stats", "--queue", ODD),
+        ("stats", "--redis", ODD),
+        ("stats", "--redis", f"redis://{ODD}"),
+        ("stats", "--redis", f"unix:///{ODD}"),
+        ("get", ODD),
+    ],
+    ids=lambda arguments: repr(arguments)[:40],
+)
+def test_whatever_the_arguments_are_the_error_is_one_short_line(arguments: tuple[str, ...], redis_url: str) -> None:
+    ran = python("-m", "millrace", *arguments, MILLRACE_REDIS_URL=redis_url)
+    assert ran.status in (2, 3, 4)
+    assert ran.out == ""
+    assert ran.err.endswith("\n")
+    assert ran.err[:-1].isprintable()
+    assert len(ran.err) < 500

@@ -38,7 +38,7 @@ def test_failed_jobs_are_run_again(millrace: Command, engine: EngineByHand) -> N
     for job in engine.claim():
         engine.fail(job, "no luck")
     assert millrace("retry", "a").out == "a\ta.r1\n"
-    assert millrace("get", "a").out == "a: failed (error) 3 + 0 tokens no luck, run again as a.r1\n"
+    assert millrace("get", "a").out == "a: failed (error), 3 prompt + 0 output tokens, no luck, run again as a.r1\n"
     assert millrace("retry", "--all", "--json").json_lines() == [{"id": "b", "redriven_as": "b.r1"}]
     refused = millrace("retry", "a.r1")
     assert refused.status == 2
@@ -61,7 +61,7 @@ def test_a_paused_queue_gives_nothing_out(millrace: Command, engine: EngineByHan
     assert millrace("pause").status == 0
     millrace("submit", "x", "--id", "a")
     assert engine.claim() == []
-    assert "is paused\tTrue" in millrace("stats").out
+    assert "paused\tyes" in millrace("stats").out
     assert millrace("resume").status == 0
     assert [job.job_id for job in engine.claim()] == ["a"]
 
@@ -75,7 +75,7 @@ def test_get_tells_a_jobs_place(millrace: Command, engine: EngineByHand) -> None
     place = millrace("get", "d", "--json").json_lines()[0]
     assert place["num_ahead"] == 0
     assert place["eta_s"] is not None
-    assert millrace("get", "d").out.startswith("d: queued, 0 ahead of it, begins in about ")
+    assert millrace("get", "d").out.startswith("d: queued, 0 jobs ahead, starts in about ")
 
 
 def test_what_a_full_queue_did_not_take_is_named(

@@ -480,7 +480,7 @@ def test_rqs_shutdown_command_ends_it(gateway: GatewayProcess, rq_queue: Queue) 
 def test_no_redis_is_one_sentence(tmp_path: Path) -> None:
     with GatewayProcess(tmp_path / "log", "unix:///nowhere/redis.sock", "a", "b") as gateway:
         assert gateway.process.wait(20) == 4
-        assert "cannot be reached" in gateway.text()
+        assert "Cannot connect to Redis" in gateway.text()
         assert "Traceback" not in gateway.text()
 
 

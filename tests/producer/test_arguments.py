@@ -88,7 +88,7 @@ async def test_of_many_ids_the_impossible_ones_are_unknown(call: Callable[[Verb,
                 await call(verb, wrong)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, -(10**400), "5"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, -(10**400), "5", True])
 async def test_a_time_to_wait_is_a_number(call: Callable[[Verb, Any], Awaitable[Any]], value: Any) -> None:
     for verb in (
         lambda client, timeout_s: client.wait("a", timeout_s),
@@ -98,7 +98,7 @@ async def test_a_time_to_wait_is_a_number(call: Callable[[Verb, Any], Awaitable[
             await call(verb, value)
 
 
-@pytest.mark.parametrize("value", ["yesterday", "1-", "٣", "\ud800", 5, "1" * 30])
+@pytest.mark.parametrize("value", ["yesterday", "1-", "٣", "\ud800", 5, "1" * 30, f"{2**64}-0", f"0-{2**64}"])
 async def test_an_event_to_go_on_from_is_one(call: Callable[[Verb, Any], Awaitable[Any]], value: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"^after: must be "):
         await call(lambda client, after: client.stream("a", after=after), value)
