@@ -193,7 +193,7 @@ def _max_open_jobs(config: ServeConfig) -> int:
 def _drain_on_signal(service: Service, engine: Engine) -> None:
     def drain(number: int, frame: FrameType | None) -> None:
         service.drain()
-        if engine.is_repairing:  # nothing can be finished before the workers are back, and nobody knows when that is
+        if engine.is_restarting_workers:  # no job can finish before they are back, which may take long
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, drain)

@@ -32,7 +32,7 @@ stages = pytest.mark.parametrize("num_stages", [1, 2])
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
-    monkeypatch.setattr("millrace.engine_service.recovery.RESTART_BACKOFF_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("millrace.engine_service.worker_group.RESTART_BACKOFF_S", (0.0, 0.0, 0.0))
     engines: list[Engine] = []
 
     def make(
@@ -381,7 +381,7 @@ def test_lost_workers_of_an_engine_that_leaves_are_not_replaced(build: Build) ->
     engine.start()
     engine.add(generation(1, max_tokens=50))
     engine.step()
-    engine.leave()
+    engine.begin_drain()
     executor = engine._executor
     assert isinstance(executor, MultiprocExecutor)
     os.kill(executor.worker_pids()[0], signal.SIGKILL)

@@ -48,7 +48,7 @@ def test_without_memory_for_the_smallest_step_the_engine_ends(build: Build) -> N
 def test_a_rank_that_does_not_come_out_of_it_is_restarted(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.engine_service.engine._STILL_ALIVE_S", 0.5)
+    monkeypatch.setattr("millrace.engine_service.engine._HEALTH_CHECK_S", 0.5)
     fault = f"oom-at-step=3,on-rank=1,once={tmp_path / 'done'},meet={tmp_path}"
     engine = build(fault, tensor_parallel_size=2)
     engine.start()
@@ -79,7 +79,7 @@ def test_the_budget_halves_and_grows_back_slowly() -> None:
 def test_when_a_rank_does_not_come_back_fewer_do_the_work(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.engine_service.recovery.GROW_AFTER_S", 0.0)
+    monkeypatch.setattr("millrace.engine_service.worker_group.GROW_AFTER_S", 0.0)
     engine = build(f"never-start-rank=1,unless={tmp_path / 'back'}", tensor_parallel_size=2)
     engine.start()
     generations = [generation(number) for number in range(1, 4)]
@@ -153,7 +153,7 @@ def test_options_that_have_worked_once_are_not_to_blame_later(
     engine.start()
     broken.unlink()
     with pytest.raises(EngineDead, match=r"load_model: .* told to raise"):
-        engine._epochs.restart(WorkerDied(0, "for a test"))
+        engine._workers.restart(WorkerDied(0, "for a test"))
 
 
 @both_kinds
@@ -163,7 +163,7 @@ def test_a_gpu_that_is_gone_after_the_start_is_a_lost_device_and_no_reason_to_ta
     engine = build(f"lose-gpu={tmp_path / 'gone'}", kind=kind, worker_module=FRAGILE)
     assert engine.start().device == "cuda:0"
     with pytest.raises(EngineDead, match="torch sees no GPU for cuda") as caught:
-        engine._epochs.restart(WorkerDied(0, "for a test"))
+        engine._workers.restart(WorkerDied(0, "for a test"))
     assert caught.value.cause == "device_lost"
 
 
@@ -239,7 +239,7 @@ def kill_rank(engine: Engine, rank: int) -> None:
 def test_weights_are_compared_with_those_that_were_divided_by_the_same_sizes(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.engine_service.recovery.GROW_AFTER_S", 0.0)
+    monkeypatch.setattr("millrace.engine_service.worker_group.GROW_AFTER_S", 0.0)
     (weights := tmp_path / "weights").write_text("as they were")
     (allowed := tmp_path / "allowed").touch()
     engine = build(f"weights={weights},never-start-rank=1,unless={allowed}", tensor_parallel_size=2)
