@@ -35,7 +35,6 @@ class Progress(msgspec.Struct, frozen=True):
     finish_reason: StopReason | None
     """Set when the generation has ended. The scheduler has dropped its sequence."""
     failure: Failure | None = None
-    """Set when the generation has failed; likewise."""
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,17 +65,17 @@ class Engine:
         self._step_limits: tuple[float, float] | None = None
         """Of the step that the engine waits for: when the wait began and when it counts as stuck, by the monotonic clock."""
         self._facts: ModelFacts | None = None
-        self._scheduler: Scheduler | None = None
 
     def __repr__(self) -> str:
-        return f"Engine({len(self._generations)} generations, {self._scheduler}, {self._executor})"
+        scheduler = self.scheduler if self.is_started else None
+        return f"Engine({len(self._generations)} generations, {scheduler}, {self._executor})"
 
     # --- start, sleep, shutdown ---
 
     def start(self) -> ModelFacts:
         """Start the workers and make the KV pool. Raises `ConfigurationError` when this can't work, else `EngineDead`."""
-        self._scheduler = self._workers.start()
-        facts, capacity = self._executor.facts, self._scheduler.pool.capacity_tokens
+        self._workers.start()
+        facts, capacity = self._executor.facts, self.scheduler.pool.capacity_tokens
         self._facts = msgspec.structs.replace(facts, max_model_len=min(facts.max_model_len, capacity))
         if capacity < facts.max_model_len:
             logger.warning(
@@ -88,7 +87,8 @@ class Engine:
         return self._facts
 
     def shutdown(self) -> None:
-        """Stop the workers. May be called at any time, any number of times."""
+        """Stop the workers for good. May be called at any time, any number of times."""
+        self._is_draining = True
         self._in_flight.clear()
         self._executor.shutdown()
 
@@ -135,8 +135,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        assert self._scheduler is not None, "the engine has not been started"
-        return self._scheduler
+        return self._workers.scheduler
 
     @property
     def has_work(self) -> bool:
@@ -243,7 +242,7 @@ class Engine:
 
     def _set_step_limits(self, plan: StepPlan) -> None:
         now_s = time.monotonic()
-        self._step_limits = (now_s, now_s + self._executor.step_limit_s(_num_tokens(plan)))
+        self._step_limits = (now_s, now_s + self._executor.step_limit_s(sum(row.num_tokens for row in plan.rows)))
 
     # --- failed steps ---
 
@@ -256,7 +255,7 @@ class Engine:
     def _shrink_steps(self, plan: StepPlan) -> bool:
         """Reduce the token budget and requeue the steps in flight. Return whether the workers can go on."""
         budget = self.scheduler.token_budget
-        if not budget.shrink(_num_tokens(plan)):
+        if not budget.shrink(sum(row.num_tokens for row in plan.rows)):
             return False
         num_sequences = self._requeue_in_flight()
         logger.warning(
@@ -324,7 +323,3 @@ class Engine:
         if limits is not None and now_s > limits[1]:
             return f"a step has lasted {now_s - limits[0]:.0f} s"
         return None
-
-
-def _num_tokens(plan: StepPlan) -> int:
-    return sum(row.num_tokens for row in plan.rows)

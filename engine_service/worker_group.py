@@ -17,7 +17,6 @@ from millrace.engine_service.errors import ConfigurationError, EngineDead
 from millrace.executor.base import Executor
 from millrace.executor.errors import ExecutorError, ExecutorTimeout, StartError, WorkerDied, WorkerError
 from millrace.executor.sizes import smaller_sizes
-from millrace.executor.wire.messages import Failure as WorkerFailure
 
 logger = logging.getLogger("millrace.engine")
 
@@ -69,28 +68,24 @@ class WorkerGroup:
         self._grow_at_s = float("inf")
         self._checksums_by_sizes: dict[tuple[int, int], list[int]] = {}
         """Checksums of the weights by rank, from the first start with these parallel sizes."""
-        self.scheduler: Scheduler
+        self.scheduler: Scheduler  # from `start` on
         self.restart_reason: str | None = None
         """Set while the workers are replaced. Other threads may read it."""
 
-    def start(self) -> Scheduler:
-        """Start the workers and return the scheduler, which stays the same in all epochs."""
+    def start(self) -> None:
+        """Start the workers and make the scheduler, which stays the same in all epochs."""
         self._bring_up(self._executor.start)
         self._check_weights()
         self.scheduler = Scheduler(self._config, self._make_pool(), self._executor.epoch)
-        return self.scheduler
 
     def restart(self, error: ExecutorError) -> list[FailedSequence]:
         """Replace the workers after this error. Raises `EngineDead` when that fails or does not help."""
         if not self._executor.can_restart:
-            raise _dead(f"{error}; restart the program that started the workers", error) from error
+            raise _dead(f"{error}; restart the program that started the workers", error)
         logger.error("%s; restarting the workers", error)
         self._num_fruitless_restarts += 1
         if self._num_fruitless_restarts > MAX_FRUITLESS_RESTARTS:
-            count = self._num_fruitless_restarts
-            raise _dead(
-                f"{error}; the workers were lost {count} times in a row without one new token", error
-            ) from error
+            raise _dead(f"{error}; the {self._num_fruitless_restarts}th loss in a row without a new token", error)
         with self._restarting(str(error)):
             self._bring_up(self._executor.restart)
         return self._begin_epoch()
@@ -147,7 +142,8 @@ class WorkerGroup:
                 raise ConfigurationError(str(error)) from error
             first_error = first_error or error
             if smaller is None:
-                raise _not_started(first_error, error)
+                also = f"; with fewer ranks: {error}" if error is not first_error else ""
+                raise _dead(f"the workers do not start: {first_error}{also}", first_error)
             logger.error("%s; falling to %s ranks", error, _format_sizes(smaller))
             self._fall_to(smaller, error.rank)
             attempt = self._executor.restart
@@ -234,24 +230,14 @@ class WorkerGroup:
 
 
 def _dead(message: str, error: ExecutorError) -> EngineDead:
-    return EngineDead(message, error.failure.cause if isinstance(error, WorkerError) else "error")
-
-
-def _not_started(first: StartError, last: StartError) -> EngineDead:
-    """`last`: the error with the fewest ranks."""
-    message = f"the workers do not start: {first}"
-    if last is not first:
-        message += f"; with fewer ranks: {last}"
-    dead = EngineDead(message, _cause(first.failure))
-    dead.__cause__ = first
+    """Return the error that ends the engine because of `error`."""
+    failure = error.failure if isinstance(error, WorkerError | StartError) else None
+    cause = failure.cause if failure is not None else "error"
+    if failure is not None and failure.kind == _DEVICE_ERROR:  # a device that was usable before
+        cause = "device_lost"
+    dead = EngineDead(message, cause)
+    dead.__cause__ = error
     return dead
-
-
-def _cause(failure: WorkerFailure | None) -> str:
-    """Return the cause for `EngineDead`. A device that was usable before and is not now counts as lost."""
-    if failure is None:
-        return "error"
-    return "device_lost" if failure.kind == _DEVICE_ERROR else failure.cause
 
 
 def no_longer_fits(pool: BlockPool) -> Failure:

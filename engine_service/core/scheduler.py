@@ -24,8 +24,6 @@ from millrace.executor.wire.messages import (
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of one step."""
-
     max_num_seqs: int
     """Sequences in one step."""
     max_num_batched_tokens: int
@@ -41,8 +39,6 @@ class Advance(msgspec.Struct, frozen=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts for logs and metrics."""
-
     num_running: int
     num_waiting: int
     num_free_blocks: int

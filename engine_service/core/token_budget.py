@@ -15,9 +15,6 @@ class TokenBudget:
         self._num_good_steps = 0
         self.tokens = limit
 
-    def __repr__(self) -> str:
-        return f"TokenBudget({self.tokens} of {self._limit})"
-
     def shrink(self, num_tokens: int) -> bool:
         """Halve the budget after a step of `num_tokens` ran out of memory. Return False when it can't get smaller."""
         self._num_good_steps = 0
