@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_MAX_CHARACTERS = 480
+_MAX_CHARACTERS = 460
 
 
 class EngineError(Exception):
