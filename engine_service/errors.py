@@ -9,7 +9,7 @@ class EngineError(Exception):
     """Base of every error of this folder. Its message is one printable line of bounded length."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(_one_line(message))
+        super().__init__(one_line(message))
 
 
 class ConfigurationError(EngineError):
@@ -29,7 +29,7 @@ class EngineDead(EngineError):
         self.cause = cause
 
 
-def _one_line(message: str) -> str:
+def one_line(message: str) -> str:
     """Return the message in one printable line. A long one, often of a library, keeps its beginning and its end."""
     line = " ".join(message.split())
     line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)

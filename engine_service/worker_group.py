@@ -13,7 +13,7 @@ from millrace.engine_service.core.block_pool import BlockPool
 from millrace.engine_service.core.crash_policy import make_probe
 from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence
-from millrace.engine_service.errors import ConfigurationError, EngineDead
+from millrace.engine_service.errors import ConfigurationError, EngineDead, one_line
 from millrace.executor.base import Executor
 from millrace.executor.errors import ExecutorError, ExecutorTimeout, StartError, WorkerDied, WorkerError
 from millrace.executor.sizes import smaller_sizes
@@ -86,7 +86,7 @@ class WorkerGroup:
         self._num_fruitless_restarts += 1
         if self._num_fruitless_restarts > MAX_FRUITLESS_RESTARTS:
             raise _dead(f"{error}; the {self._num_fruitless_restarts}th loss in a row without a new token", error)
-        with self._restarting(str(error)):
+        with self._restarting(one_line(str(error))):
             self._bring_up(self._executor.restart)
         return self._begin_epoch()
 

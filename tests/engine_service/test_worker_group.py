@@ -1,4 +1,4 @@
-"""An engine that gets less than it asked for: less memory, fewer ranks; and one that gives its memory back for a while."""
+"""An engine with less memory or fewer ranks than it asked for, and an engine that sleeps."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_one_rank_alone_has_nothing_to_fall_to(build: Build) -> None:
 FRAGILE = "tests.executor.fragile_worker"
 
 
-def kill_worker(engine: Engine, rank: int) -> None:
+def kill_rank(engine: Engine, rank: int) -> None:
     executor = engine._executor
     assert isinstance(executor, MultiprocExecutor)
     os.kill(executor.worker_pids()[rank], signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_what_fewer_ranks_refuse_is_no_wrong_option(build: Build, tmp_path: Path
     engine = build(f"never-start-rank=1,unless={allowed},fewest-ranks=2", worker_module=FRAGILE, tensor_parallel_size=2)
     engine.start()
     allowed.unlink()
-    kill_worker(engine, 1)
+    kill_rank(engine, 1)
     with pytest.raises(EngineDead, match=r"rank 1 .* SIGKILL.*; with fewer ranks: .* does not fit on 1") as caught:
         engine.check_workers()
     assert caught.value.cause == "error"
@@ -179,7 +179,7 @@ def test_impossible_sizes_are_refused_with_what_would_work() -> None:
     assert "at most" in str(why_impossible(1, 7, **model))
 
 
-# --- naps ---
+# --- sleep ---
 
 
 @both_kinds
@@ -202,15 +202,17 @@ def test_after_a_nap_everything_goes_on_where_it_was(build: Build, kind: type[Ex
     assert all(one.sequence.crash_count == 0 for one in generations)
 
 
-@pytest.mark.parametrize("is_nap", [True, False])
-def test_workers_that_come_back_with_other_weights_end_the_engine(build: Build, tmp_path: Path, is_nap: bool) -> None:
+@pytest.mark.parametrize("is_asleep", [True, False])
+def test_workers_that_come_back_with_other_weights_end_the_engine(
+    build: Build, tmp_path: Path, is_asleep: bool
+) -> None:
     (weights := tmp_path / "weights").write_text("as they were")
     engine = build(f"weights={weights}", tensor_parallel_size=2)
     engine.start()
     one = generation(1)
     engine.add(one)
     engine.step()
-    if is_nap:
+    if is_asleep:
         engine.sleep(1)
     weights.write_text("noise")
     kill_rank(engine, 1)
@@ -227,13 +229,6 @@ def test_workers_that_come_back_with_other_weights_end_the_engine(build: Build, 
 def go_on(engine: Engine) -> None:
     engine.wake_up()
     run(engine, [])
-
-
-def kill_rank(engine: Engine, rank: int) -> None:
-    executor = engine._executor
-    assert isinstance(executor, MultiprocExecutor)
-    os.kill(executor.worker_pids()[rank], signal.SIGKILL)
-    assert executor._handles[rank].wait(10)
 
 
 def test_weights_are_compared_with_those_that_were_divided_by_the_same_sizes(
