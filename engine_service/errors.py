@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-_MAX_CHARACTERS = 460
+from millrace.results.errors import MillraceError
 
 
-class EngineError(Exception):
-    """Base of every error of this folder. Its message is one printable line of bounded length."""
+class EngineError(MillraceError):
+    """Base of every error of this folder."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
+        super().__init__(" ".join(message.split()))  # the message of a library may have several lines
 
 
 class ConfigurationError(EngineError):
@@ -27,11 +27,3 @@ class EngineDead(EngineError):
         """`cause`: as in `millrace.executor.wire.messages.Failure`, of the last attempt."""
         super().__init__(message)
         self.cause = cause
-
-
-def one_line(message: str) -> str:
-    """Return the message in one printable line. A long one, often of a library, keeps its beginning and its end."""
-    line = " ".join(message.split())
-    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in line)
-    half = _MAX_CHARACTERS // 2
-    return line if len(line) <= _MAX_CHARACTERS else f"{line[:half]} ... {line[-half:]}"

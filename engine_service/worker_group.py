@@ -13,10 +13,11 @@ from millrace.engine_service.core.block_pool import BlockPool
 from millrace.engine_service.core.crash_policy import make_probe
 from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence
-from millrace.engine_service.errors import ConfigurationError, EngineDead, one_line
+from millrace.engine_service.errors import ConfigurationError, EngineDead
 from millrace.executor.base import Executor
 from millrace.executor.errors import ExecutorError, ExecutorTimeout, StartError, WorkerDied, WorkerError
 from millrace.executor.sizes import smaller_sizes
+from millrace.results.errors import one_line
 
 logger = logging.getLogger("millrace.engine")
 

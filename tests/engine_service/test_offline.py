@@ -65,7 +65,7 @@ def llm() -> Iterator[LLM]:
         (["x", {"prompt_token_ids": array("f", [1.5])}], r"prompt_token_ids: must be .* has 1\.5 .*number 1"),
         (["x", {}], r"prompt: give exactly one of .*number 1"),
         (["x", {"prompt": "x", "temperature": 0}], r"prompt: has one of prompt, .* got 'temperature' "),
-        (["x", "\ud800"], r"prompt: cannot be UTF-8.*number 1"),
+        (["x", "\ud800"], r"prompt: cannot be encoded as UTF-8.*number 1"),
     ],
     ids=lambda value: repr(value)[:30],
 )
