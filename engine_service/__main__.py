@@ -1,4 +1,4 @@
-"""The engine service's process: build, connect, loop, close. `millrace serve` ends in it."""
+"""The process of the engine service: build, connect, loop, close. `millrace serve` becomes it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _FLUSH_S = 10.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Returns the exit status."""
+    """Serve until SIGTERM or SIGINT. Return the exit status."""
     try:
         signal.signal(signal.SIGTERM, _stop_starting)
         signal.signal(signal.SIGINT, _stop_starting)
@@ -56,16 +56,15 @@ def main(argv: list[str] | None = None) -> int:
         if config.executor in ("auto", "external") and is_torchrun_rank(os.environ):
             _become_rank(config, sys.argv[1:] if argv is None else argv)
         return _Process(config).run()
-    except ConfigurationError as error:
-        return _complain(error, EXIT_CONFIGURATION)
-    except QueueError as error:
-        return _complain(error, EXIT_REDIS)
-    except EngineDead as error:
-        return _complain(error, _EXIT_BY_CAUSE.get(error.cause, EXIT_WORKERS_LOST))
+    except (ConfigurationError, QueueError, EngineDead) as error:
+        print(f"millrace serve: {error}", file=sys.stderr)
+        if isinstance(error, EngineDead):
+            return _EXIT_BY_CAUSE.get(error.cause, EXIT_WORKERS_LOST)
+        return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_REDIS
 
 
 def _become_rank(config: ServeConfig, arguments: list[str]) -> NoReturn:
-    """Under torchrun this process is a rank, and rank 0 starts the service."""
+    """Turn this process, which torchrun started, into a rank. Rank 0 starts the service."""
     world_size, stages = int(os.environ["WORLD_SIZE"]), config.pipeline_parallel_size
     if config.tensor_parallel_size not in (1, world_size // stages) or world_size % stages:
         raise ConfigurationError(
@@ -81,17 +80,12 @@ def _become_rank(config: ServeConfig, arguments: list[str]) -> NoReturn:
 
 
 def _stop_starting(number: int, frame: FrameType | None) -> None:
-    """A signal before there is anything to drain: end in order, so that nothing is left behind."""
+    """Handle a signal before there is anything to drain: exit, but run the cleanup."""
     raise SystemExit(0)
 
 
-def _complain(error: Exception, status: int) -> int:
-    print(f"millrace serve: {error}", file=sys.stderr)
-    return status
-
-
 class _Process:
-    """Holds together what one engine service is made of."""
+    """Owns the parts of one engine service."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
@@ -118,7 +112,7 @@ class _Process:
         return 0 if is_all_written else EXIT_REDIS
 
     def _serve(self, engine: Engine, admission: Admission) -> bool:
-        """Until a signal. Returns whether Redis has taken everything that there was to say."""
+        """Serve until a signal. Return whether Redis has taken every write."""
         config = self._config
         mark = fingerprint(self._path, self._tokenizer_path, engine.facts.dtype)
         capacity = Capacity(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)
@@ -158,12 +152,12 @@ class _Process:
             service.finish_running(config.drain_grace)
         except KeyboardInterrupt:  # by `_drain_on_signal`
             logger.info("draining, without the workers")
-        finally:  # also when the workers are lost for good: what they were doing goes back to the queue
+        finally:  # also when the workers are lost for good: running jobs go back to the queue
             self._stop_intake(intake, inbox)
             service.release_all()
             is_all_written = writer.close(_FLUSH_S)
             if not is_all_written:
-                logger.error("Redis does not take the last writes; their jobs will be recovered by another engine")
+                logger.error("Redis did not take the last writes; another engine will recover their jobs")
             leases.stop()
         return is_all_written
 
@@ -181,19 +175,19 @@ class _Process:
         return Endpoint(self._config.metrics_host, self._config.metrics_port, registry, self._health)
 
     def _connect(self) -> JobQueue:
-        """A connection of its own for each thread."""
+        """Return a new connection; each thread has its own."""
         return JobQueue(connect(self._config.redis), self._config.queue)
 
 
 def _max_open_jobs(config: ServeConfig) -> int:
-    """A few more than run, so that a place that becomes free is taken in the next step."""
+    """Return a few more jobs than can run, so that the next step can use a place that becomes free."""
     return config.max_num_seqs + max(4, config.max_num_seqs // 4)
 
 
 def _drain_on_signal(service: Service, engine: Engine) -> None:
     def drain(number: int, frame: FrameType | None) -> None:
         service.drain()
-        if engine.is_repairing:  # nothing can be finished before the workers are back, and nobody knows when that is
+        if engine.is_restarting_workers:  # no job can finish before they are back, which may take long
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, drain)

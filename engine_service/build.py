@@ -1,4 +1,4 @@
-"""From a configuration to an engine, for the service and for `LLM`."""
+"""Make an engine from its options, for the service and for `LLM`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.executor.launch.select import make_executor
 
 
 def build_engine(config: EngineConfig, path: Path, *, is_service: bool, log_level: str = "WARNING") -> Engine:
-    """The engine for the model in `path`, with its executor; not yet started. Raises `ConfigurationError`."""
+    """Return the engine for the model in `path`, with its executor, not yet started. Raises `ConfigurationError`."""
     check_parallel_sizes(path, config.tensor_parallel_size, config.pipeline_parallel_size)
     try:
         executor = make_executor(config.executor, config.for_worker(path), is_service=is_service, log_level=log_level)

@@ -1,4 +1,4 @@
-"""The options of an engine: one frozen Struct, filled from a TOML file and the command line, the latter first."""
+"""The options of an engine: one frozen Struct, filled from the command line and from a TOML file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,71 @@ import msgspec
 
 from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.errors import ConfigurationError
-from millrace.executor.launch.select import NAMES as EXECUTOR_NAMES
+from millrace.executor.launch.select import NAMES as EXECUTORS
 from millrace.executor.wire.messages import WorkerConfig
+from millrace.producer.checks import shown
 from millrace.results.keys import QUEUE_PATTERN
 
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_MAX_COUNT = 2**31 - 1
+_MAX_TEXT = 4096
+_MAX_S = 604_800.0  # a week
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "tensor_parallel_size": (1, 4096),
+    "pipeline_parallel_size": (1, 4096),
+    "max_parallel_loading_workers": (1, _MAX_COUNT),
+    "max_model_len": (2, _MAX_COUNT),
+    "max_num_seqs": (1, 2**16),
+    "max_num_batched_tokens": (1, 2**24),
+    "block_size": (1, 2**16),
+    "num_blocks": (2, _MAX_COUNT),
+    "drain_grace": (0, _MAX_S),
+    "heartbeat": (0.2, _MAX_S),
+    "metrics_port": (0, 65535),
+}
+"""The lowest and the highest value."""
+
+_CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "executor": EXECUTORS,
+    "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+}
+_PATTERNS = {
+    "device": (r"auto|cpu|cuda(:\d{1,3})?", "must be auto, cpu, cuda or cuda:N"),
+    "queue": (QUEUE_PATTERN.pattern, f"must match {QUEUE_PATTERN.pattern}"),
+}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+_HELP = {
+    "model": ("DIR_OR_ID", "directory with config.json and safetensors files, or a Hugging Face Hub id"),
+    "served_model_name": ("NAME", "model name that jobs give (default: the last part of --model)"),
+    "tokenizer": ("DIR", "directory of the tokenizer (default: the model's directory)"),
+    "queue": ("NAME", "queue to take jobs from"),
+    "redis": ("URL", "Redis server (default: $MILLRACE_REDIS_URL, else $REDIS_URL, else localhost)"),
+    "device": ("DEVICE", "where to compute: auto, cpu, cuda or cuda:N"),
+    "dtype": (None, "number format of weights and activations; auto chooses by model and device"),
+    "executor": (None, "how the ranks run: in one process, in processes on this host, on Ray, under torchrun"),
+    "tensor_parallel_size": ("N", "number of ranks that divide each layer"),
+    "pipeline_parallel_size": ("N", "number of stages that divide the layers"),
+    "max_parallel_loading_workers": ("N", "number of ranks that load weights at the same time (default: all)"),
+    "max_model_len": ("TOKENS", "longest prompt and output together (default: the model's limit)"),
+    "max_num_seqs": ("N", "most sequences in one step"),
+    "max_num_batched_tokens": ("TOKENS", "most tokens in one step"),
+    "block_size": ("TOKENS", "size of one KV block in tokens"),
+    "num_blocks": ("N", "size of the KV pool in blocks (default: what the memory holds)"),
+    "kv_cache_memory": ("BYTES", "size of the KV pool in bytes, such as 512M or 4GiB (default: what the memory holds)"),
+    "gpu_memory_utilization": (
+        "SHARE",
+        "share of a GPU's memory for weights, activations and KV pool, above 0 and up to 1",
+    ),
+    "drain_grace": ("SECONDS", "time that running jobs get to finish after SIGTERM"),
+    "heartbeat": ("SECONDS", "time without a heartbeat after which other engines take this engine's jobs"),
+    "metrics_port": ("PORT", "port that serves /metrics and /health over HTTP; 0 takes a free one (default: off)"),
+    "metrics_host": ("ADDRESS", "address that serves /metrics and /health"),
+    "log_level": (None, "least severe messages that are logged"),
+}
+"""By option: how the help calls its value, and what it says."""
 
 _EXITS = """\
 Exit status: 0 after SIGTERM or SIGINT, 1 for a failure of the program, 2 when an option or the model can't work,
@@ -28,7 +86,7 @@ is, 8 when the device's memory is too small."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an engine is made from; the same for `LLM` and for a service."""
+    """The options of an engine, for `LLM` and for a service. `_HELP` says what they mean."""
 
     model: str
     tokenizer: str | None = None
@@ -41,40 +99,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: int | str | None = None
-    """Bytes, or a text such as "512M" or "4GiB"."""
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
-    """Ranks that divide each layer."""
     pipeline_parallel_size: int = 1
-    """Stages that divide the layers."""
     max_parallel_loading_workers: int | None = None
-    """Ranks that load weights at a time, where host memory is short. None: all."""
 
     def __post_init__(self) -> None:
-        sizes = ("tensor_parallel_size", "pipeline_parallel_size")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", *sizes):
-            _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
-        for name in ("max_model_len", "num_blocks"):
-            value = getattr(self, name)
-            _require(value is None or value >= 2, name, "must be at least 2", value)
-        _require(
-            0 < self.gpu_memory_utilization <= 1,
-            "gpu_memory_utilization",
-            "must be in (0, 1]",
-            self.gpu_memory_utilization,
-        )
-        loading = self.max_parallel_loading_workers
-        _require(loading is None or loading >= 1, "max_parallel_loading_workers", "must be at least 1", loading)
+        for name in self.__struct_fields__:
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name))
+        share, num_ranks = self.gpu_memory_utilization, self.tensor_parallel_size * self.pipeline_parallel_size
+        _require(0 < share <= 1, "gpu_memory_utilization", "must be above 0 and up to 1", share)
         parse_bytes("kv_cache_memory", self.kv_cache_memory)
         _require(
-            ":" not in self.device or self.tensor_parallel_size * self.pipeline_parallel_size == 1,
+            ":" not in self.device or num_ranks == 1,
             "device",
-            'names one GPU, and several ranks need one each: take "cuda", and CUDA_VISIBLE_DEVICES to choose them',
+            f'names one GPU, but {num_ranks} ranks need one each; use "cuda", and CUDA_VISIBLE_DEVICES to choose GPUs',
             self.device,
         )
 
     def for_worker(self, path: Path) -> WorkerConfig:
-        """The worker's part, for the model in `path`."""
+        """Return the worker's part, for the model in `path`."""
         return WorkerConfig(
             model=str(path),
             device=self.device,
@@ -92,133 +137,119 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     def for_scheduler(self) -> SchedulerConfig:
-        """The scheduler's part."""
+        """Return the scheduler's part."""
         return SchedulerConfig(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens)
 
 
 class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine service: an engine and the queue that it drains."""
+    """The options of an engine service: an engine and the queue that it takes jobs from."""
 
     served_model_name: str | None = None
-    """The name that a job's `model` is checked against; default: the last part of `model`."""
     queue: str = "default"
     redis: str | None = None
     drain_grace: float = 25.0
-    """Seconds that running jobs get to finish after SIGTERM before they are released."""
     heartbeat: float = 10.0
-    """Seconds without a heartbeat after which another engine takes this one's jobs."""
     log_level: str = "INFO"
     metrics_port: int | None = None
-    """Serves /metrics and /health over HTTP; 0: on any free port, which the log names. None: not at all."""
     metrics_host: str = "127.0.0.1"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self.drain_grace >= 0, "drain_grace", "must not be negative", self.drain_grace)
-        _require(self.heartbeat >= 0.2, "heartbeat", "must be at least 0.2 s", self.heartbeat)
-        is_name = QUEUE_PATTERN.fullmatch(self.queue) is not None
-        _require(is_name, "queue", f"must match {QUEUE_PATTERN.pattern}", repr(self.queue))
-        _require(self.log_level in LOG_LEVELS, "log_level", f"must be one of {', '.join(LOG_LEVELS)}", self.log_level)
-        port = self.metrics_port
-        _require(port is None or 0 <= port <= 65535, "metrics_port", "must be 0 to 65535", port)
 
     @property
     def model_name(self) -> str:
-        return self.served_model_name or Path(os.path.abspath(Path(self.model).expanduser())).name
+        """The name that a job's `model` is checked against."""
+        return self.served_model_name or os.path.basename(os.path.abspath(os.path.expanduser(self.model)))
 
 
 Config = TypeVar("Config", bound=EngineConfig)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `millrace serve`. Those that are left out come from --config, else they have their default."""
-    parser.add_argument("--model", metavar="DIR_OR_ID", help="directory with safetensors and config.json, or a hub id")
-    parser.add_argument(
-        "--served-model-name", metavar="NAME", help="name that jobs use (default: last part of --model)"
-    )
-    parser.add_argument("--tokenizer", metavar="DIR", help="directory of the tokenizer (default: the model's)")
-    parser.add_argument("--queue", metavar="NAME", help="queue to drain (default: default)")
-    parser.add_argument("--redis", metavar="URL", help="server (default: $MILLRACE_REDIS_URL, $REDIS_URL, localhost)")
-    parser.add_argument("--device", help="auto, cpu, cuda or cuda:N")
-    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--executor", choices=EXECUTOR_NAMES, help="where the ranks run (default: auto)")
-    parser.add_argument(
-        "--tensor-parallel-size", type=int, metavar="N", help="ranks that divide each layer (default: 1)"
-    )
-    parser.add_argument("--pipeline-parallel-size", type=int, metavar="N", help="stages of layers (default: 1)")
-    parser.add_argument("--max-parallel-loading-workers", type=int, metavar="N", help="ranks that load at a time")
-    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="longest sequence (default: the model's)")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences in one step (default: 256)")
-    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens in one step (default: 2048)")
-    parser.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens in one KV block (default: 16)")
-    parser.add_argument("--num-blocks", type=int, metavar="N", help="size of the KV pool in blocks")
-    parser.add_argument("--kv-cache-memory", metavar="BYTES", help="size of the KV pool, e.g. 512M or 4GiB")
-    parser.add_argument(
-        "--gpu-memory-utilization", type=float, metavar="SHARE", help="of a GPU's memory (default: 0.9)"
-    )
-    parser.add_argument(
-        "--drain-grace", type=float, metavar="SECONDS", help="for running jobs at SIGTERM (default: 25)"
-    )
-    parser.add_argument("--heartbeat", type=float, metavar="SECONDS", help="limit for a dead engine (default: 10)")
-    parser.add_argument(
-        "--metrics-port", type=int, metavar="PORT", help="serve /metrics and /health over HTTP (default: off)"
-    )
-    parser.add_argument("--metrics-host", metavar="ADDRESS", help="where to serve them (default: 127.0.0.1)")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, help="default: INFO")
-    parser.add_argument("--config", metavar="FILE", help="TOML file with the same names, as max_model_len = 4096")
-
-
 def parse(argv: list[str] | None = None) -> ServeConfig:
-    """The options from the command line and its --config. Raises `ConfigurationError` naming the option."""
-    parser = _Parser(
-        prog="millrace serve",
-        description="Run an engine that drains a queue.",
-        epilog=_EXITS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
+    """Return the options of `millrace serve` from the command line, else from its --config, else their defaults.
+
+    Raises `ConfigurationError`, which names the option.
+    """
+    given = {name: value for name, value in vars(_make_parser().parse_args(argv)).items() if value is not None}
     file = given.pop("config", None)
     options = {**(_read_toml(file) if file else {}), **given}
     if "model" not in options:
-        raise ConfigurationError("model: is missing; say --model DIR_OR_ID")
+        raise ConfigurationError("model: is missing; add --model DIR_OR_ID")
     return checked(options, ServeConfig)
 
 
 def checked(options: dict[str, Any], kind: type[Config]) -> Config:
-    """The options as a config of this kind. Raises `ConfigurationError` naming the option."""
+    """Return the options as a config of this kind. Raises `ConfigurationError`, which names the option."""
     try:
         return msgspec.convert(options, kind)
     except msgspec.ValidationError as error:
         message, _, name = str(error).partition(" - at `$.")
-        raise ConfigurationError(f"{name.rstrip('`') or 'option'}: {message[0].lower()}{message[1:]}") from error
+        raise ConfigurationError(f"{name.rstrip('`')}: {message[0].lower()}{message[1:]}") from error
+
+
+def parse_bytes(name: str, value: int | str | None) -> int | None:
+    """Return the bytes of a number, or of a text with a unit: 512M, 4GiB."""
+    if value is None:
+        return None
+    if isinstance(value, int):
+        num_bytes = value
+    else:
+        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmg]i?)?b?", value.strip().lower())
+        num_bytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    _require(0 < num_bytes < 2**63, name, "must be a positive number of bytes such as 512M or 4GiB", value)
+    return num_bytes
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="millrace serve",
+        description="Run an engine that takes jobs from a queue and generates their text.",
+        epilog=_EXITS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    fields = {field.name: field for field in msgspec.structs.fields(ServeConfig)}
+    for name, (metavar, text) in _HELP.items():
+        field = fields[name]
+        has_default = not field.required and field.default is not None
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type={int: int, int | None: int, float: float}.get(field.type, str),
+            metavar=metavar,
+            choices=_CHOICES.get(name),
+            help=f"{text} (default: {field.default})" if has_default else text,
+        )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with these options, such as max_model_len = 4096")
+    return parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """Leaves the usage to --help, so that an error is one sentence here too."""
+    """Raises an error of one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}; see {self.prog} --help")
 
 
-def parse_bytes(name: str, value: int | str | None) -> int | None:
-    """Bytes from a number, or from a text with a unit: 512M, 4GiB."""
-    if value is None or isinstance(value, int):
-        _require(value is None or value > 0, name, "must be positive", value)
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", value.strip().lower())
-    num_bytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    _require(num_bytes > 0, name, "must be a number of bytes such as 512M or 4GiB", repr(value))
-    return num_bytes
-
-
 def _read_toml(file: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(Path(file).read_text(encoding="utf-8"))
+        options = tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"config: {file} can't be read: {error}") from error
+        raise ConfigurationError(f"config: must be a readable TOML file, got {file!r}: {error}") from error
+    for name in options.keys() - set(ServeConfig.__struct_fields__):
+        raise ConfigurationError(f"config: has an unknown option {shown(name)}; write it as in max_num_seqs = 64")
+    return options
+
+
+def _check(name: str, value: Any) -> None:
+    """Check a value by the tables above. Raises `ConfigurationError`."""
+    if name in _PATTERNS:
+        pattern, rule = _PATTERNS[name]
+        _require(re.fullmatch(pattern, value) is not None, name, rule, value)
+    if isinstance(value, str) and not (0 < len(value) <= _MAX_TEXT and value.isprintable()):
+        raise ConfigurationError(f"{name}: must be printable text of 1 to {_MAX_TEXT} characters")  # maybe a password
+    if name in _RANGES:
+        low, high = _RANGES[name]
+        _require(low <= value <= high, name, f"must be {low:.15g} to {high:.15g}", value)
+    if name in _CHOICES:
+        _require(value in _CHOICES[name], name, f"must be one of {', '.join(_CHOICES[name])}", value)
 
 
 def _require(is_fine: bool, name: str, rule: str, value: object) -> None:
     if not is_fine:
-        raise ConfigurationError(f"{name}: {rule}, got {value}")
+        raise ConfigurationError(f"{name}: {rule}, got {shown(value)}")

@@ -1,4 +1,4 @@
-"""The heart: schedule, execute, apply. Knows neither Redis nor text files; `service` and `offline` stand on it."""
+"""The engine loop: schedule, execute, apply. It knows neither Redis nor text files; `service` and `offline` build on it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import msgspec
 
 from millrace.engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig, SchedulerStats
 from millrace.engine_service.core.sequence import StopReason
-from millrace.engine_service.core.token_budget import TokenBudget
-from millrace.engine_service.epochs import Epochs, FailedSequence, Failure, too_large
 from millrace.engine_service.errors import EngineDead, EngineError, WorkersLost
 from millrace.engine_service.generation import Generation
+from millrace.engine_service.worker_group import FailedSequence, Failure, WorkerGroup, no_longer_fits
 from millrace.executor.base import Executor, StepFuture
 from millrace.executor.errors import Asleep, ExecutorError, WorkerError
 from millrace.executor.metrics import ExecutorMetrics
@@ -22,24 +21,24 @@ from millrace.executor.wire.messages import ModelFacts, SeqId, StepPlan
 
 logger = logging.getLogger("millrace.engine")
 
-_STILL_ALIVE_S = 10.0
-"""What workers get to show that they can go on after one of them ran out of memory."""
+_HEALTH_CHECK_S = 10.0
+"""Time for the workers to show that they can go on after one of them ran out of memory."""
 
 _WEIGHTS_CHANGED = "WeightsChanged"
-"""The worker's error, by name: this side does not import it."""
+"""An error of the worker, by name: the engine does not import the worker."""
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What a step did to one generation."""
+    """What changed for one generation."""
 
     generation: Generation
     finish_reason: StopReason | None
-    """Set when it is over. Its sequence is then gone from the scheduler."""
+    """Set when the generation has ended. The scheduler has dropped its sequence."""
     failure: Failure | None = None
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one engine and what it stands on."""
+    """Figures of one engine, its executor and its scheduler."""
 
     executor: ExecutorMetrics
     scheduler: SchedulerStats
@@ -51,55 +50,56 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engine:
-    """Owns the executor, the scheduler and the generations under way. Used by one thread, but for what says otherwise."""
+    """Owns the executor, the scheduler and the open generations. One thread uses it, except for the last section."""
 
     def __init__(self, executor: Executor, config: SchedulerConfig, block_size: int) -> None:
         self._executor = executor
-        self._config = config
         self._generations: dict[SeqId, Generation] = {}
-        self._epochs = Epochs(executor, config, block_size)
-        self._budget = TokenBudget(config.max_num_batched_tokens)
-        self._under_way: deque[tuple[StepPlan, StepFuture]] = deque()
-        """Steps that the workers have and we have no result of, oldest first."""
+        self._workers = WorkerGroup(executor, config, block_size)
+        self._in_flight: deque[tuple[StepPlan, StepFuture]] = deque()
+        """Steps that were sent to the workers and have no result yet, oldest first."""
         self._pending_updates: list[Progress] = []
-        """Came about outside of `step`; told with the next one."""
+        """Changes from outside of `step`, which returns them with its own."""
         self._deepest_sleep = 0
-        self._is_leaving = False
+        self._is_draining = False
         self._step_limits: tuple[float, float] | None = None
-        """Of the step that we wait for: since when, and when it is stuck, by the monotonic clock."""
+        """Of the step that the engine waits for: when the wait began and when it counts as stuck, by the monotonic clock."""
         self._facts: ModelFacts | None = None
-        self._scheduler: Scheduler | None = None
 
     def __repr__(self) -> str:
-        return f"Engine({len(self._generations)} generations, {self._scheduler}, {self._executor})"
+        scheduler = self.scheduler if self.is_started else None
+        return f"Engine({len(self._generations)} generations, {scheduler}, {self._executor})"
 
-    # --- life ---
+    # --- start, sleep, shutdown ---
 
     def start(self) -> ModelFacts:
         """Start the workers and make the KV pool. Raises `ConfigurationError` when this can't work, else `EngineDead`."""
-        self._scheduler = self._epochs.start()
-        facts, capacity = self._executor.facts, self._scheduler.pool.capacity_tokens
+        self._workers.start()
+        facts, capacity = self._executor.facts, self.scheduler.pool.capacity_tokens
         self._facts = msgspec.structs.replace(facts, max_model_len=min(facts.max_model_len, capacity))
         if capacity < facts.max_model_len:
             logger.warning(
-                "the KV pool holds %d tokens, so sequences end there and not at the model's %d; give it more memory",
+                "the KV pool holds %d tokens, so sequences end there and not at the model's %d; for longer ones increase "
+                "num_blocks, kv_cache_memory or gpu_memory_utilization",
                 capacity,
                 facts.max_model_len,
             )
         return self._facts
 
     def shutdown(self) -> None:
-        self._under_way.clear()
+        """Stop the workers for good. May be called at any time, any number of times."""
+        self._is_draining = True
+        self._in_flight.clear()
         self._executor.shutdown()
 
-    def leave(self) -> None:
-        """The process is about to end: workers that are lost from now on are not replaced. For signal handlers too."""
-        self._is_leaving = True
+    def begin_drain(self) -> None:
+        """Stop replacing lost workers, since the process is about to exit. Signal handlers may call it."""
+        self._is_draining = True
 
     def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back until `wake_up`; see `Executor.sleep`. What is under way waits with its tokens."""
+        """Free the device's memory until `wake_up`; see `Executor.sleep`. Open generations keep their tokens and wait."""
         before = self.sleep_level
-        self._pending_updates += self._settle()
+        self._pending_updates += self._collect_all()
         try:
             self._executor.sleep(level)
             self._executor.worker_stats()
@@ -109,10 +109,10 @@ class Engine:
         self._deepest_sleep = max(level, before)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Take it back, all or what `tags` name; see `Executor.wake_up`. Workers that were lost meanwhile are replaced.
+        """Restore everything, or what `tags` name; see `Executor.wake_up`. Workers that died meanwhile are replaced.
 
-        Raises `EngineDead` when the weights are not those of before: what is under way can't go on with others; and
-        `WorkersLost` while it leaves.
+        Raises `EngineDead` when the weights have changed, since open generations can't go on with others, and
+        `WorkersLost` while the engine drains.
         """
         if not self._executor.is_asleep:
             return
@@ -126,7 +126,7 @@ class Engine:
         else:
             self.scheduler.restart(self._executor.epoch)
 
-    # --- work ---
+    # --- generations ---
 
     @property
     def facts(self) -> ModelFacts:
@@ -135,103 +135,97 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        assert self._scheduler is not None, "the engine has not been started"
-        return self._scheduler
+        return self._workers.scheduler
 
     @property
     def has_work(self) -> bool:
-        return bool(self._pending_updates or self._under_way) or self.scheduler.has_work
+        return bool(self._pending_updates or self._in_flight) or self.scheduler.has_work
 
     def add(self, generation: Generation) -> None:
-        """Queue a generation that is not over yet."""
+        """Queue a generation that has not ended yet."""
         assert generation.finish_reason is None
         if not self.scheduler.fits(generation.sequence):
-            self._pending_updates.append(Progress(generation, None, too_large(self.scheduler.pool)))
+            self._pending_updates.append(Progress(generation, None, no_longer_fits(self.scheduler.pool)))
             return
         self._generations[generation.sequence.seq_id] = generation
         self.scheduler.add(generation.sequence)
 
     def abort(self, generation: Generation) -> None:
-        """Drop a generation; its blocks are free for the next step. Harmless when it is over."""
+        """Drop a generation; its blocks are free for the next step. Does nothing when it has ended."""
         self._pending_updates = [one for one in self._pending_updates if one.generation is not generation]
         if self._generations.pop(generation.sequence.seq_id, None) is not None:
             self.scheduler.remove(generation.sequence)
             self._mark_idle()
 
+    # --- steps ---
+
     def step(self) -> list[Progress]:
-        """Keep every stage of the workers busy, and wait for the oldest step: what it brought. Empty when there was nothing
-        to run. Raises `Asleep` while it sleeps, and `WorkersLost` while it leaves."""
+        """Send a step to every idle stage, then wait for the oldest step. Return what changed, which may be nothing.
+
+        Raises `Asleep` while the engine sleeps, `WorkersLost` while it drains, and `EngineDead`.
+        """
         if self._executor.is_asleep:
             raise Asleep("the engine sleeps: call wake_up first")
-        told, self._pending_updates = self._pending_updates, []
-        if self._epochs.is_time_to_grow() and not self._is_leaving:
-            told += self._settle() + self._fail_lost(self._epochs.grow())
-        told += self._send_steps()
-        return told + (self._collect() if self._under_way else [])
+        progress, self._pending_updates = self._pending_updates, []
+        if self._workers.is_growth_due() and not self._is_draining:
+            progress += self._collect_all() + self._fail_lost(self._workers.grow())
+        progress += self._send_steps()
+        return progress + (self._collect() if self._in_flight else [])
 
     def check_workers(self) -> list[Progress]:
-        """For idle times: bring the workers back when they have died, all of them when some were missing. Those that die
-        asleep are only replaced by `wake_up`, since the device may be somebody else's until then."""
+        """Replace workers that died while the engine was idle, and try all ranks when some were missing.
+
+        Workers that die asleep are not replaced before `wake_up`: until then another program may use the device.
+        """
         try:
             self._executor.check_health()
         except ExecutorError as error:
-            return [] if self._executor.is_asleep or self._is_leaving else self._restart(error)
-        if self._executor.is_asleep or not self._epochs.is_time_to_grow():
+            return [] if self._executor.is_asleep or self._is_draining else self._restart(error)
+        if self._executor.is_asleep or not self._workers.is_growth_due():
             return []
-        return self._fail_lost(self._epochs.grow())
+        return self._fail_lost(self._workers.grow())
 
     def _send_steps(self) -> list[Progress]:
-        """One for each stage, as far as there is work. Returns what the loss of the workers brings, mostly nothing."""
+        """Send one step for each stage, as long as there is work. Return what changed when the workers were lost."""
         num_stages = self._executor.parallel_sizes[1]
         while (plan := self.scheduler.schedule(num_stages)) is not None:
             self._set_step_limits(plan)
             try:
-                self._under_way.append((plan, self._executor.execute_model(plan)))
+                self._in_flight.append((plan, self._executor.execute_model(plan)))
             except ExecutorError as error:
-                return self._recover(error, plan)
+                return self._handle_step_error(error, plan)
             except BaseException:  # interrupted: the workers may have this step or not
-                self.scheduler.unsend(plan)
-                self._requeue()
+                self.scheduler.repeat_finished(plan)
+                self._requeue_in_flight()
                 raise
         return []
 
     def _collect(self) -> list[Progress]:
-        """What the oldest step under way brought."""
-        plan, future = self._under_way[0]
+        """Wait for the oldest step in flight and apply its result."""
+        plan, future = self._in_flight[0]
         self._set_step_limits(plan)
         try:
             result = future.result()
         except ExecutorError as error:
-            return self._recover(error, plan)
+            return self._handle_step_error(error, plan)
         try:
-            self._under_way.popleft()
+            self._in_flight.popleft()
             self._step_limits = None
-            self._epochs.count_good_step()
-            self._count_good_step()
-            progress = [self._take(advance) for advance in self.scheduler.apply(result)]
+            self._workers.count_good_step()
+            progress = [self._apply(advance) for advance in self.scheduler.apply(result)]
             self._mark_idle()
             return progress
-        except BaseException:  # interrupted: nobody would collect this step again
-            self._requeue()
+        except BaseException:  # interrupted: this step can't be collected again
+            self._requeue_in_flight()
             raise
 
-    def _mark_idle(self) -> None:
-        """When nothing is left: the time until there is something again is not the host's."""
-        if not self._under_way and not self.scheduler.has_work:
-            self._executor.mark_idle()
-
-    def _set_step_limits(self, plan: StepPlan) -> None:
-        now_s = time.monotonic()
-        self._step_limits = (now_s, now_s + self._executor.step_limit_s(sum(row.num_tokens for row in plan.rows)))
-
-    def _settle(self) -> list[Progress]:
-        """Wait for all that is under way."""
+    def _collect_all(self) -> list[Progress]:
         progress: list[Progress] = []
-        while self._under_way:
+        while self._in_flight:
             progress += self._collect()
         return progress
 
-    def _take(self, advance: Advance) -> Progress:
+    def _apply(self, advance: Advance) -> Progress:
         generation = self._generations[advance.sequence.seq_id]
         if advance.failure is not None:
             del self._generations[advance.sequence.seq_id]
@@ -241,88 +235,91 @@ class Engine:
             self.abort(generation)
         return Progress(generation, reason)
 
-    # --- too little memory, lost workers ---
+    def _mark_idle(self) -> None:
+        """Exclude the time without work from the host's time."""
+        if not self._in_flight and not self.scheduler.has_work:
+            self._executor.mark_idle()
 
-    def _recover(self, error: ExecutorError, plan: StepPlan) -> list[Progress]:
-        if isinstance(error, WorkerError) and error.failure.cause == "out_of_memory" and self._shrink(plan):
+    def _set_step_limits(self, plan: StepPlan) -> None:
+        now_s = time.monotonic()
+        self._step_limits = (now_s, now_s + self._executor.step_limit_s(sum(row.num_tokens for row in plan.rows)))
+
+    # --- failed steps ---
+
+    def _handle_step_error(self, error: ExecutorError, plan: StepPlan) -> list[Progress]:
+        """Make the steps smaller if that helps; else replace the workers."""
+        if isinstance(error, WorkerError) and error.failure.cause == "out_of_memory" and self._shrink_steps(plan):
             return []
         return self._restart(error)
 
-    def _shrink(self, plan: StepPlan) -> bool:
-        """Smaller steps from now on; the workers go on if they all can. A pipeline can't: its stages are out of step."""
-        if not self._budget.shrink(sum(row.num_tokens for row in plan.rows)):
+    def _shrink_steps(self, plan: StepPlan) -> bool:
+        """Reduce the token budget and requeue the steps in flight. Return whether the workers can go on."""
+        budget = self.scheduler.token_budget
+        if not budget.shrink(sum(row.num_tokens for row in plan.rows)):
             return False
-        self._set_budget()
-        num_sequences = self._requeue()
+        num_sequences = self._requeue_in_flight()
         logger.warning(
-            "out of memory: steps of at most %d tokens for now, %d sequences wait again",
-            self._budget.tokens,
+            "out of memory: steps have at most %d tokens for now, %d sequences were requeued",
+            budget.tokens,
             num_sequences,
         )
         if self._executor.parallel_sizes[1] > 1:
-            return False
+            return False  # the failed stage of a pipeline is a step behind the others
         try:
-            self._executor.collective_rpc("check_health", timeout_s=_STILL_ALIVE_S)
+            self._executor.collective_rpc("check_health", timeout_s=_HEALTH_CHECK_S)
         except ExecutorError:
             return False
         return True
 
-    def _requeue(self) -> int:
-        """Give up what is under way; returns how many sequences wait again."""
-        self._under_way.clear()
+    def _requeue_in_flight(self) -> int:
+        """Drop the steps in flight and let their sequences wait again. Return the number of sequences."""
+        self._in_flight.clear()
         self._step_limits = None
         return self.scheduler.requeue_in_flight()
 
-    def _count_good_step(self) -> None:
-        self._budget.count_good_step()
-        if self.scheduler.config.max_num_batched_tokens != self._budget.tokens:
-            self._set_budget()
-
-    def _set_budget(self) -> None:
-        self.scheduler.config = msgspec.structs.replace(self._config, max_num_batched_tokens=self._budget.tokens)
-
     def _restart(self, error: ExecutorError) -> list[Progress]:
-        if self._is_leaving:
+        """Replace the workers. Return the failures of sequences that did not survive."""
+        if self._is_draining:
             raise WorkersLost(str(error)) from error
-        self._under_way.clear()
+        self._in_flight.clear()
         self._step_limits = None
-        return self._fail_lost(self._epochs.restart(error))
+        return self._fail_lost(self._workers.restart(error))
 
     def _fail_lost(self, failed: list[FailedSequence]) -> list[Progress]:
         return [Progress(self._generations.pop(one.sequence.seq_id), None, one.failure) for one in failed]
 
-    # --- for other threads too ---
+    # --- for other threads too; never blocks ---
 
     @property
     def sleep_level(self) -> int:
-        """0: awake, 1: asleep with the weights in host memory, 2: without them."""
+        """0: awake, 1: asleep with the weights in host memory, 2: asleep without them."""
         return self._deepest_sleep if self._executor.is_asleep else 0
 
     @property
-    def is_repairing(self) -> bool:
-        """Whether the workers are being replaced, which may last for minutes."""
-        return self._epochs.repair is not None
+    def is_restarting_workers(self) -> bool:
+        """Whether the workers are being replaced, which may take minutes."""
+        return self._workers.restart_reason is not None
 
     @property
     def is_started(self) -> bool:
         return self._facts is not None
 
     def metrics(self) -> EngineMetrics:
-        """Figures for logs and metrics; asks nobody and never blocks."""
+        """Return figures for logs and metrics, without asking the workers."""
         scheduler = self.scheduler.stats()
         return EngineMetrics(
             executor=self._executor.stats(),
             scheduler=scheduler,
             pool_use=1 - scheduler.num_free_blocks / max(1, self.scheduler.pool.num_blocks - 1),
-            token_budget=self._budget.tokens,
+            token_budget=self.scheduler.token_budget.tokens,
             sleep_level=self.sleep_level,
         )
 
     def unhealthy_reason(self, now_s: float) -> str | None:
-        """Why the engine does not move though it should, in one line; None when all is well. Never blocks."""
-        repair, limits = self._epochs.repair, self._step_limits
-        if repair is not None:
-            return f"the workers are being restarted: {repair}"
+        """Return in one line why the engine makes no progress though it should; None when it is healthy."""
+        reason, limits = self._workers.restart_reason, self._step_limits
+        if reason is not None:
+            return f"the workers are being restarted: {reason}"
         if limits is not None and now_s > limits[1]:
             return f"a step has lasted {now_s - limits[0]:.0f} s"
         return None

@@ -1,10 +1,15 @@
-"""What can go wrong in an engine."""
+"""The errors of an engine."""
 
 from __future__ import annotations
 
+from millrace.results.errors import MillraceError
 
-class EngineError(Exception):
+
+class EngineError(MillraceError):
     """Base of every error of this folder."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))  # the message of a library may have several lines
 
 
 class ConfigurationError(EngineError):
@@ -12,11 +17,11 @@ class ConfigurationError(EngineError):
 
 
 class WorkersLost(EngineError):
-    """Raised when the workers of an engine that is leaving are lost: they are not replaced any more."""
+    """Raised when the workers of a draining engine are lost, since they are not replaced."""
 
 
 class EngineDead(EngineError):
-    """Raised when the workers are lost and do not come back."""
+    """Raised when the workers are lost and can't be replaced."""
 
     def __init__(self, message: str, cause: str = "error") -> None:
         """`cause`: as in `millrace.executor.wire.messages.Failure`, of the last attempt."""

@@ -1,9 +1,10 @@
-"""What an engine reads from a model's directory itself, without loading the model."""
+"""What the engine itself reads from a model's directory, without loading the model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,22 @@ _SAMPLE_BYTES = 1 << 16
 
 
 def resolve_model(model: str) -> Path:
-    """The directory of a model: `model` itself, or the local copy of a hub id, downloaded when there is none."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path.resolve()
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ConfigurationError(f"model: there is no directory {model}; name a directory or a hub id like org/name")
+    """Return the directory of a model: `model` itself, or the local copy of a hub id, which is downloaded if needed."""
+    path = os.path.expanduser(model)
+    if os.path.isdir(path):  # unlike `Path.is_dir`, false for a name that is too long
+        return Path(path).resolve()
+    if os.path.isabs(path) or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ConfigurationError(f"model: there is no directory {model}; use a directory or a hub id such as org/name")
     try:
         from huggingface_hub import snapshot_download
 
         return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # the hub's client raises its own and its transport's errors
-        raise ConfigurationError(f"model: {model} is no directory, and the hub did not give it: {error}") from error
+        raise ConfigurationError(f"model: {model} is no directory, and the hub does not return it: {error}") from error
 
 
 def eos_token_ids(path: Path) -> list[int]:
-    """Ids that end a sequence: generation_config.json goes before config.json, as in transformers."""
+    """Return the ids that end a sequence, from generation_config.json, else from config.json, as transformers does."""
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(path / name).get("eos_token_id")
         if ids is not None:
@@ -38,12 +39,12 @@ def eos_token_ids(path: Path) -> list[int]:
 
 
 def check_parallel_sizes(path: Path, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
-    """Raise `ConfigurationError` when the model can't be divided so; read from config.json, before anything starts."""
+    """Raise `ConfigurationError` when the model can't be divided by these sizes. Reads config.json; starts nothing."""
     config = _read_json(path / "config.json")
     config = config.get("text_config") or config
     num_heads, num_layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
     if not isinstance(num_heads, int) or not isinstance(num_layers, int):
-        return  # the worker knows more of such a model
+        return  # the worker knows how to divide such a model
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     reason = why_impossible(
         tensor_parallel_size,
@@ -57,10 +58,10 @@ def check_parallel_sizes(path: Path, tensor_parallel_size: int, pipeline_paralle
 
 
 def fingerprint(path: Path, tokenizer_path: Path, dtype: str) -> str:
-    """Tells whether two engines would go on with each other's tokens: same weights, tokenizer and number format.
+    """Return a hash that is equal for engines that can continue each other's generations: with the same weights, tokenizer
+    and number format.
 
-    Hashes the configurations, the tokenizer and its templates whole, and of each weight file its size, its header and a
-    sample.
+    It covers the configurations, the tokenizer and its templates, and of each weight file the size, the header and a sample.
     """
     digest = hashlib.sha256(dtype.encode())
     texts = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -81,7 +82,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"model: {path} can't be read: {error}") from error
+        raise ConfigurationError(f"model: {path} can't be read ({error}); copy the model again") from error
     if not isinstance(content, dict):
-        raise ConfigurationError(f"model: {path} must hold a JSON object")
+        raise ConfigurationError(f"model: {path} must hold a JSON object; copy the model again")
     return content

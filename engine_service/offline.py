@@ -1,4 +1,4 @@
-"""The offline face: generate from a list of prompts in this process, without Redis.
+"""The offline API: generate from a list of prompts, without Redis.
 
     from millrace import LLM, SamplingParams
 
@@ -6,7 +6,7 @@
         for output in llm.generate(["3 + 4 =", "20 + 22 ="], SamplingParams(temperature=0, max_tokens=8)):
             print(output.outputs[0].text)
 
-Arguments and outputs have the names that vLLM's offline class gives them, so that scripts move over by their import.
+Arguments and outputs have the names of vLLM's offline class, so that a script only changes its import.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import msgspec
 
@@ -31,6 +30,7 @@ from millrace.engine_service.generation import Generation
 from millrace.engine_service.model_files import eos_token_ids, resolve_model
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
+from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.producer.checks import shown
 from millrace.producer.messages import GenerationRequest, InvalidRequest, SamplingParams
 
@@ -49,7 +49,7 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one prompt."""
+    """The result of one prompt."""
 
     request_id: str
     prompt: str | None
@@ -59,7 +59,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LLM:
-    """Owns an engine with its workers for as long as it lives. Use it from one thread; close it with `shutdown()`."""
+    """Owns an engine and its workers until `shutdown`. Use it from one thread."""
 
     def __init__(
         self,
@@ -82,28 +82,14 @@ class LLM:
         pipeline_parallel_size: int = 1,
         max_parallel_loading_workers: int | None = None,
     ) -> None:
-        """Load the model. Raises `ConfigurationError` when an option or the model can't work.
+        """Load the model. The options are those of `millrace serve`; its --help describes them.
 
-        `enforce_eager` is accepted for scripts that say it: every step runs eagerly in this version.
+        `seed` seeds the requests that give no seed of their own. `enforce_eager` has no effect: every step runs eagerly in
+        this version. Raises `ConfigurationError` when an option or the model can't work.
         """
-        options: dict[str, Any] = {
-            "model": str(model) if isinstance(model, Path) else model,
-            "tokenizer": str(tokenizer) if isinstance(tokenizer, Path) else tokenizer,
-            "dtype": dtype,
-            "device": device,
-            "executor": executor,
-            "max_model_len": max_model_len,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max_num_batched_tokens,
-            "block_size": block_size,
-            "num_blocks": num_blocks,
-            "kv_cache_memory": kv_cache_memory,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "tensor_parallel_size": tensor_parallel_size,
-            "pipeline_parallel_size": pipeline_parallel_size,
-            "max_parallel_loading_workers": max_parallel_loading_workers,
-        }
-        config = checked(options, EngineConfig)
+        given = {name: value for name, value in locals().items() if name in EngineConfig.__struct_fields__}
+        paths = {name: str(value) for name, value in given.items() if isinstance(value, Path)}
+        config = checked({**given, **paths}, EngineConfig)
         if not isinstance(seed, int):
             raise ConfigurationError(f"seed: expected `int`, got `{type(seed).__name__}`")
         path = resolve_model(config.model)
@@ -126,74 +112,71 @@ class LLM:
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Generate for every prompt; the outputs come in the prompts' order.
+        """Generate for every prompt. Return the outputs in the order of the prompts.
 
-        A prompt is a string, a list of token ids, or {"prompt_token_ids": [...]} or {"prompt": "..."}; the sampling
-        parameters are one for all or a list, one for each. Raises `InvalidRequest`, before anything runs, for a prompt that
-        can't be served, and `EngineError` when a generation is lost with its workers for good.
+        A prompt is a string, a list of token ids, or an object with one of "prompt", "prompt_token_ids" and "messages".
+        `sampling_params` is one for all prompts or a list with one for each. `use_tqdm` shows a progress bar.
+
+        Raises `InvalidRequest`, before anything runs, for an argument or a prompt that can't work, `Asleep` while the engine
+        sleeps, and `EngineError` when a generation fails or the workers are lost for good.
         """
-        requests = []
-        for number, prompt in enumerate(_as_prompts(prompts)):
-            with _named(number):
+        given = _as_prompts(prompts)
+        requests, generations = [], []
+        for number, (prompt, params) in enumerate(zip(given, _as_params(sampling_params, len(given)), strict=True)):
+            with _number_in_errors(number):
                 requests.append(_as_request(prompt))
-        generations = []
-        for number, (request, sampling) in enumerate(
-            zip(requests, _as_params(sampling_params, len(requests)), strict=True)
-        ):
-            with _named(number):
-                generations.append(self._admit(request, sampling))
+                token_ids, drawn_seed = self._admission.prompt_token_ids(requests[-1]), self._seeds.getrandbits(64)
+                generations.append(self._admission.admit(token_ids, params, drawn_seed=drawn_seed))
         self._run(generations, use_tqdm)
         return [_output(number, *pair) for number, pair in enumerate(zip(requests, generations, strict=True))]
 
     def stats(self) -> SchedulerStats:
-        """Counts of the scheduler: running, waiting, free blocks, preemptions so far."""
+        """Return the scheduler's counts: sequences running and waiting, free blocks, preemptions so far."""
         return self._engine.scheduler.stats()
 
     def metrics(self) -> EngineMetrics:
-        """Figures of the engine and its executor: times, rates, pool use, restarts."""
+        """Return figures of the engine and its executor: times, rates, pool use, restarts."""
         return self._engine.metrics()
 
     def sleep(self, level: int = 1) -> None:
-        """Give the device's memory back: the KV pool, and the weights (1: kept in host memory, 2: dropped)."""
+        """Free the device's memory: the KV pool, and the weights (level 1: kept in host memory, 2: dropped)."""
+        if level not in (1, 2):
+            raise InvalidRequest("level", f"must be 1 or 2, got {shown(level)}")
         self._engine.sleep(level)
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take back what `tags` name of "weights" and "kv_cache", or both. `generate` works when both are there."""
+    def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
+        """Restore what `tags` name, "weights" or "kv_cache"; by default both. `generate` needs both."""
+        if tags is not None and not (isinstance(tags, list | tuple) and all(tag in WAKE_TAGS for tag in tags)):
+            raise InvalidRequest("tags", f"must be a list of {' and '.join(WAKE_TAGS)}, got {shown(tags)}")
         self._engine.wake_up(tags)
 
     def shutdown(self) -> None:
-        """Stop the workers and give their memory back."""
+        """Stop the workers and free their memory. Nothing can be generated afterwards."""
         self._engine.shutdown()
 
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-    def _admit(self, request: GenerationRequest, params: SamplingParams) -> Generation:
-        prompt_token_ids = self._admission.prompt_token_ids(request)
-        drawn_seed = self._seeds.getrandbits(64)
-        return self._admission.admit(prompt_token_ids, params, drawn_seed=drawn_seed)
 
     def _run(self, generations: list[Generation], use_tqdm: bool) -> None:
         from tqdm.auto import tqdm
 
-        self._engine.check_workers()  # what happened to them since the last call is not these generations' doing
+        self._engine.check_workers()  # a loss since the last call is not to be blamed on these generations
         for generation in generations:
             self._engine.add(generation)
         try:
             with tqdm(total=len(generations), desc="prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while self._engine.has_work:
-                    bar.update(sum(_is_over(progress) for progress in self._engine.step()))
+                    bar.update(sum(_has_ended(progress) for progress in self._engine.step()))
         finally:
             for generation in generations:
-                self._engine.abort(generation)  # nothing is left when all went well
+                self._engine.abort(generation)  # does nothing for those that have ended
 
 
-def _is_over(progress: Progress) -> bool:
+def _has_ended(progress: Progress) -> bool:
+    """Raises `EngineError` when the generation has failed."""
     if progress.failure is not None:
         raise EngineError(f"{progress.failure.kind}: {progress.failure.message}")
     return progress.finish_reason is not None
@@ -210,8 +193,8 @@ def _own_tokenizer(path: Path) -> Tokenizer | None:
 
 
 @contextmanager
-def _named(number: int) -> Iterator[None]:
-    """Errors of the block name the prompt that is at fault, from 0."""
+def _number_in_errors(number: int) -> Iterator[None]:
+    """Add the number of the prompt, from 0, to the errors of the block."""
     try:
         yield
     except InvalidRequest as error:
@@ -221,7 +204,7 @@ def _named(number: int) -> Iterator[None]:
 def _as_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+    if not _is_list_like(prompts):
         raise InvalidRequest("prompts", f"must be a prompt or a list of prompts, got {shown(prompts)}")
     found = list(prompts)
     return [found] if found and isinstance(found[0], int) else found
@@ -232,14 +215,19 @@ def _as_request(prompt: Any) -> GenerationRequest:
         return GenerationRequest(prompt=prompt)
     if isinstance(prompt, Mapping):
         for name in prompt.keys() - _PROMPT_KEYS:
-            raise InvalidRequest(str(name), f"a prompt has one of {', '.join(_PROMPT_KEYS)}, and nothing else")
-        return GenerationRequest(**prompt)
-    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise InvalidRequest("prompt", f"has one of {', '.join(_PROMPT_KEYS)} and nothing else, got {shown(name)}")
+        ids = prompt.get("prompt_token_ids")
+        return GenerationRequest(**{**prompt, "prompt_token_ids": list(ids) if _is_list_like(ids) else ids})
+    if not _is_list_like(prompt):
         raise InvalidRequest("prompt", f"must be a string, a list of token ids or an object, got {shown(prompt)}")
     return GenerationRequest(prompt_token_ids=list(prompt))
 
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+
+
+def _is_list_like(value: Any) -> TypeGuard[Iterable[Any]]:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
 
 
 def _as_params(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
@@ -250,20 +238,18 @@ def _as_params(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
         rule = "must be SamplingParams or a list of them"
         raise InvalidRequest("sampling_params", f"{rule}, got {shown(sampling_params)}")
     if len(sampling_params) != num_prompts:
-        message = f"must be one or as many as the prompts, got {len(sampling_params)} for {num_prompts} prompts"
+        message = (
+            f"must be one for all prompts or a list with one for each, got {len(sampling_params)} for {num_prompts}"
+        )
         raise InvalidRequest("sampling_params", message)
     return list(sampling_params)
 
 
 def _output(number: int, request: GenerationRequest, generation: Generation) -> RequestOutput:
-    assert generation.finish_reason is not None
-    completion = CompletionOutput(
-        index=0,
-        text=generation.final_text(),
-        token_ids=generation.token_ids,
-        finish_reason=generation.finish_reason,
-    )
+    text, token_ids, reason = generation.final_text(), generation.token_ids, generation.finish_reason
+    assert reason is not None
+    outputs = [CompletionOutput(index=0, text=text, token_ids=token_ids, finish_reason=reason)]
     prompt_token_ids = generation.sequence.prompt_token_ids
     return RequestOutput(
-        request_id=str(number), prompt=request.prompt, prompt_token_ids=prompt_token_ids, outputs=[completion]
+        request_id=str(number), prompt=request.prompt, prompt_token_ids=prompt_token_ids, outputs=outputs
     )

@@ -1,1 +1,1 @@
-"""The bookkeeping of generation: no I/O, no torch, no clock."""
+"""Scheduling and block bookkeeping: no I/O, no torch, no clock."""

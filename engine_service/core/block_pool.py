@@ -1,4 +1,4 @@
-"""Which KV blocks are free. Ids only; the tensors are the workers'."""
+"""The free KV blocks, by id. The workers own the tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from millrace.executor.wire.messages import NULL_BLOCK
 
 
 class BlockPool:
-    """Owns the ids of all KV blocks of one epoch. Block 0 is the null block: never handed out.
+    """Owns the ids of all KV blocks of one epoch. Block 0 is the null block and is never allocated.
 
     Ask, then act: `can_allocate(n)`, then `allocate(n)`.
     """
@@ -30,11 +30,11 @@ class BlockPool:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that fit when every block is used."""
+        """Tokens that all blocks together hold."""
         return (self.num_blocks - 1) * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens`."""
+        """Return the number of blocks that hold `num_tokens`."""
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, num_blocks: int) -> bool:
@@ -45,11 +45,11 @@ class BlockPool:
         return [self._free.popleft() for _ in range(num_blocks)]
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Take blocks back, the last of a sequence first, so that its beginning is reused last."""
+        """Put the blocks of a sequence back, the last one first, so that its beginning is reused last."""
         self._free.extend(reversed(list(blocks)))
 
     def check_integrity(self, tables: Iterable[list[int]]) -> None:
-        """Every block is free or in exactly one of `tables`."""
+        """Assert that every block is free or in exactly one of `tables`."""
         seen = [*self._free, *(block for table in tables for block in table)]
         assert len(seen) == len(set(seen)), "a block is free and owned, or owned twice"
         assert sorted(seen) == list(range(1, self.num_blocks)), "a block is lost"

@@ -1,7 +1,7 @@
-"""One generation: its tokens, how far they are computed, and when it is over.
+"""One sequence: its tokens, how many of them are computed, and when it ends.
 
 position   0 ............ P-1 | P ...................... T-1 | T
-token      prompt             | output                       | next one to be sampled
+token      prompt             | output                       | the next one to sample
 KV pool    [0 ............. num_computed)
                                  P = num_prompt_tokens, T = num_tokens; a decode step feeds position T-1
 """
@@ -18,17 +18,17 @@ StopReason = Literal["stop", "length"]
 
 
 class StopRules(msgspec.Struct, frozen=True, kw_only=True):
-    """When a sequence ends by its tokens. Stop strings need text and are the output side's."""
+    """When a sequence ends by its tokens. Stop strings need text; `Generation` checks them."""
 
     max_tokens: int
-    """Output tokens; already cut to what the context holds."""
+    """Output tokens; already limited to what the context can hold."""
     min_tokens: int
     end_token_ids: frozenset[int]
-    """EOS, unless ignored, and the request's stop ids."""
+    """EOS, unless the request ignores it, and the request's stop ids."""
 
 
 class Sequence:
-    """Owns the state of one generation; everything else is derived from it."""
+    """Owns the state of one sequence; everything else is derived from it."""
 
     __slots__ = (
         "seq_id",
@@ -56,15 +56,15 @@ class Sequence:
         self.seq_id = seq_id
         self.prompt_token_ids = prompt_token_ids
         self.output_token_ids = output_token_ids or []
-        """Given for a resumed generation: what an earlier attempt has produced."""
+        """Of a resumed sequence: starts with what an earlier attempt has produced."""
         self.sampling = sampling
         self.stop_rules = stop_rules
         self.num_computed = 0
         self.block_ids: list[int] = []
         self.sampled_step: int | None = None
-        """The step that sampled the last token; None while the workers have it from `NewSequence`."""
+        """The step that sampled the last token; None while the workers know that token from `NewSequence`."""
         self.crash_count = crash_count
-        """Losses of the workers, or of whole engines, since the last token came out."""
+        """Losses of the workers, or of whole engines, since the last new token."""
         self.is_known_to_workers = False
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class Sequence:
         return self.num_tokens - self.num_computed
 
     def finish_reason(self) -> StopReason | None:
-        """Why the tokens so far are the end; None when there is more to come."""
+        """Return why the sequence has ended; None when it has not."""
         outputs, rules = self.output_token_ids, self.stop_rules
         if outputs and outputs[-1] in rules.end_token_ids and len(outputs) > rules.min_tokens:
             return "stop"
@@ -96,20 +96,20 @@ class Sequence:
         return None
 
     def as_new(self) -> NewSequence:
-        """How the workers meet this sequence, for the first time or again."""
+        """Return the message that introduces this sequence to the workers, for the first time or again."""
         token_ids = self.prompt_token_ids + self.output_token_ids
         return NewSequence(self.seq_id, token_ids, self.num_prompt_tokens, self.sampling)
 
     # --- transitions ---
 
     def schedule(self, num_tokens: int, new_blocks: list[int]) -> None:
-        """The next step computes this many more tokens, with these blocks appended to the table."""
+        """Count `num_tokens` more as computed, by the next step, and append the blocks to the table."""
         self.num_computed += num_tokens
         self.block_ids.extend(new_blocks)
         self.is_known_to_workers = True
 
     def extend(self, token_ids: list[int], step_id: int) -> StopReason | None:
-        """Take in what a step sampled. Tokens past the end are dropped. Returns the reason when this is the end."""
+        """Append the tokens that a step sampled; those past the end are dropped. Return the reason if the sequence ended."""
         self.crash_count = 0
         self.sampled_step = step_id
         for token_id in token_ids:
@@ -120,7 +120,7 @@ class Sequence:
         return None
 
     def reset(self) -> list[int]:
-        """Forget all that was computed; the tokens stay. Returns the blocks, which belong to nobody now."""
+        """Discard the computed state but keep the tokens. Return the blocks, for the caller to free."""
         blocks, self.block_ids = self.block_ids, []
         self.num_computed = 0
         self.sampled_step = None

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from millrace.engine_service.core.scheduler import ALONE_AFTER_CRASHES
+from millrace.engine_service.core.crash_policy import ALONE_AFTER_CRASHES
 from millrace.engine_service.generation import Generation
 from millrace.results.messages import ClaimedJob, JobError, JobId, Lease
 

@@ -11,7 +11,6 @@ from typing import Literal
 
 from millrace.engine_service.core.sequence import StopReason
 from millrace.engine_service.engine import Engine, Progress
-from millrace.engine_service.epochs import TOO_LARGE
 from millrace.engine_service.errors import EngineDead, EngineError, WorkersLost
 from millrace.engine_service.serving.capacity import Capacity
 from millrace.engine_service.serving.job_metrics import JobMetrics, JobRecorder, Outcome
@@ -28,6 +27,7 @@ from millrace.engine_service.serving.jobs import (
     is_alone,
 )
 from millrace.engine_service.serving.output import DEFER_MS, Output
+from millrace.engine_service.worker_group import TOO_LARGE
 from millrace.executor.wire.messages import SeqId
 from millrace.results.messages import ClaimedJob, JobError, JobId, Lease, Reconciliation
 from millrace.results.writer import Writer
@@ -95,7 +95,7 @@ class Service:
         why no lock is taken."""
         self._is_hurrying = self._is_draining
         self._is_draining = True
-        self._engine.leave()
+        self._engine.begin_drain()
         self._events.put(None)  # wakes an idle loop
 
     # --- the loop ---

@@ -71,10 +71,10 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
 def main(doom: str, arguments: list[str]) -> int:
     from millrace.engine_service import __main__ as service
-    from millrace.engine_service import build, recovery
+    from millrace.engine_service import build, worker_group
 
     os.environ[VARIABLE] = doom
-    recovery.RESTART_BACKOFF_S = (0.0, 0.0)  # type: ignore[assignment]
+    worker_group.RESTART_BACKOFF_S = (0.0, 0.0)  # type: ignore[assignment]
     make = build.make_executor  # type: ignore[attr-defined]
     build.make_executor = lambda *args, **kw: make(*args, worker_module="tests.e2e.doomed_worker", **kw)  # type: ignore[attr-defined]
     service.become_rank = partial(service.become_rank, worker_module="tests.e2e.doomed_worker")  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ stages = pytest.mark.parametrize("num_stages", [1, 2])
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
-    monkeypatch.setattr("millrace.engine_service.recovery.RESTART_BACKOFF_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("millrace.engine_service.worker_group.RESTART_BACKOFF_S", (0.0, 0.0, 0.0))
     engines: list[Engine] = []
 
     def make(
@@ -168,7 +168,7 @@ def test_a_start_that_is_killed_every_time_gives_up(build: Build) -> None:
         build("die-at-start").start()
 
 
-def test_a_worker_that_exits_in_a_start_without_a_word_is_tried_again(build: Build, tmp_path: Path) -> None:
+def test_a_worker_that_exits_in_a_start_without_a_message_is_tried_again(build: Build, tmp_path: Path) -> None:
     """Also in mid-life: it is a crash, not a wrong configuration."""
     engine = build(f"exit-at-start,once={tmp_path / 'done'}")
     engine.start()
@@ -219,7 +219,7 @@ def test_every_stage_of_a_pipeline_has_work(build: Build, monkeypatch: pytest.Mo
     assert {len(plan.rows) for plan in plans} == {4}
 
 
-def test_steps_under_way_are_settled_before_a_nap(build: Build) -> None:
+def test_steps_in_flight_are_collected_before_the_engine_sleeps(build: Build) -> None:
     engine = build(pipeline_parallel_size=2)
     engine.start()
     generations = [generation(number) for number in range(1, 5)]
@@ -336,21 +336,21 @@ def test_an_interruption_between_two_sequences_of_a_step_leaves_none_behind(
     assert_undisturbed(generations)
 
 
-def test_a_step_that_hangs_in_this_process_is_trouble_within_seconds(
+def test_a_step_that_hangs_in_this_process_is_unhealthy_within_seconds(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(kind=UniprocExecutor)
     engine.start()
     run(engine, [generation(1)])
-    execute_model, told = StubWorker.execute_model, []
+    execute_model, reasons = StubWorker.execute_model, []
 
-    def look_meanwhile(worker: StubWorker, plan: StepPlan) -> StepResult:
-        told.append([engine.unhealthy_reason(time.monotonic() + seconds) for seconds in (0, 9, 11)])
+    def check_meanwhile(worker: StubWorker, plan: StepPlan) -> StepResult:
+        reasons.append([engine.unhealthy_reason(time.monotonic() + seconds) for seconds in (0, 9, 11)])
         return execute_model(worker, plan)
 
-    monkeypatch.setattr(StubWorker, "execute_model", look_meanwhile)
+    monkeypatch.setattr(StubWorker, "execute_model", check_meanwhile)
     run(engine, [generation(2, max_tokens=1)])
-    assert told == [[None, None, "a step has lasted 11 s"]]
+    assert reasons == [[None, None, "a step has lasted 11 s"]]
 
 
 def test_what_workers_are_to_forget_outlives_an_interruption(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,12 +376,12 @@ def interrupt(*arguments: object, **options: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_lost_workers_of_an_engine_that_leaves_are_not_replaced(build: Build) -> None:
+def test_lost_workers_of_a_draining_engine_are_not_replaced(build: Build) -> None:
     engine = build()
     engine.start()
     engine.add(generation(1, max_tokens=50))
     engine.step()
-    engine.leave()
+    engine.begin_drain()
     executor = engine._executor
     assert isinstance(executor, MultiprocExecutor)
     os.kill(executor.worker_pids()[0], signal.SIGKILL)

@@ -1,8 +1,9 @@
-"""What the offline face and `serve` are given wrong is named, before anything starts where that can be."""
+"""Every wrong argument of the offline API is named, before anything starts where possible."""
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ from typing import Any
 import pytest
 
 from millrace import LLM
-from millrace.engine_service.config import parse
-from millrace.engine_service.errors import ConfigurationError
+from millrace.engine_service.errors import ConfigurationError, WorkersLost
 from millrace.producer import InvalidRequest, SamplingParams
 from tests.e2e.engines import TINY
 
@@ -21,11 +21,11 @@ from tests.e2e.engines import TINY
     [
         *[("model", value) for value in (5, None)],
         *[("max_num_seqs", value) for value in ("5", 0, 1.5, True, None)],
-        *[("max_model_len", value) for value in ("x", 1)],
+        *[("max_model_len", value) for value in ("x", 1, 2**64)],
         *[("block_size", value) for value in (None, 0)],
-        *[("kv_cache_memory", value) for value in ("lots", 1.5, 0)],
+        *[("kv_cache_memory", value) for value in ("lots", 1.5, 0, 2**80, "9" * 400)],
         *[("gpu_memory_utilization", value) for value in ("0.9", 0, 1.1, math.nan)],
-        *[(name, 5) for name in ("device", "dtype", "executor", "tokenizer")],
+        *[(name, value) for name in ("device", "dtype", "executor", "tokenizer") for value in (5, "", "a\nb")],
         ("seed", "a"),
         ("tensor_parallel_size", True),
     ],
@@ -39,22 +39,6 @@ def test_an_option_of_the_offline_face_that_cannot_be_is_named(name: str, value:
 def test_a_tokenizer_that_was_named_has_to_be_there(tokenizer: str | Path) -> None:
     with pytest.raises(ConfigurationError, match=r"^tokenizer: /nowhere has no usable tokenizer"):
         LLM(TINY, tokenizer=tokenizer)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--queue", "a b"), r"queue: must match .*, got 'a b'"),
-        (("--queue", "\udcff"), r"queue: must match "),
-        (("--block-size", "many"), r"argument --block-size: .*'many'; see millrace serve --help"),
-        (("--colour", "red"), r"unrecognized arguments: --colour red; see millrace serve --help"),
-        (("--heartbeat", "nan"), r"heartbeat: must be at least 0\.2 s"),
-        (("--drain-grace", "-1"), r"drain_grace: must not be negative"),
-    ],
-)
-def test_an_option_of_serve_that_cannot_be_is_one_sentence(options: tuple[str, ...], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"^{words}"):
-        parse(["--model", "m", *options])
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +60,12 @@ def llm() -> Iterator[LLM]:
         (["x", ["a"]], r"prompt_token_ids: .*number 1"),
         (["x", [5, 99_999]], r"prompt_token_ids: token id 99999 is outside the vocabulary.*number 1"),
         (["x", [7] * 2000], r"prompt_token_ids: has 2000 tokens.*number 1"),
-        (["x", {"promt": "x"}], r"promt: a prompt has one of prompt, .*number 1"),
+        (["x", {"promt": "x"}], r"prompt: has one of prompt, .* got 'promt' .*number 1"),
+        (["x", {"a\nb": 1}], r"prompt: has one of prompt, .* got 'a\\nb' .*number 1"),
+        (["x", {"prompt_token_ids": array("f", [1.5])}], r"prompt_token_ids: must be .* has 1\.5 .*number 1"),
         (["x", {}], r"prompt: give exactly one of .*number 1"),
-        (["x", {"prompt": "x", "temperature": 0}], r"temperature: a prompt has one of "),
-        (["x", "\ud800"], r"prompt: cannot be UTF-8.*number 1"),
+        (["x", {"prompt": "x", "temperature": 0}], r"prompt: has one of prompt, .* got 'temperature' "),
+        (["x", "\ud800"], r"prompt: cannot be encoded as UTF-8.*number 1"),
     ],
     ids=lambda value: repr(value)[:30],
 )
@@ -95,6 +81,18 @@ def test_sampling_params_that_cannot_be_are_named(llm: LLM, params: Any) -> None
         llm.generate(["x", "y"], params, use_tqdm=False)
 
 
+@pytest.mark.parametrize("level", [0, 3, "1", None])
+def test_a_sleep_level_that_cannot_be_is_named(llm: LLM, level: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^level: must be 1 or 2, got "):
+        llm.sleep(level)
+
+
+@pytest.mark.parametrize("tags", ["weights", 5, [5], ["a\nb"], {"weights": 1}])
+def test_what_cannot_be_woken_up_is_named(llm: LLM, tags: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^tags: must be a list of weights and kv_cache, got .*$"):
+        llm.wake_up(tags)
+
+
 def test_the_time_between_two_calls_is_not_the_hosts(llm: LLM) -> None:
     before = llm.metrics().executor
     for _ in range(2):
@@ -107,3 +105,13 @@ def test_after_all_that_it_generates(llm: LLM) -> None:
     (output,) = llm.generate("3 + 4 =", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert output.outputs[0].text == " 7"
     assert llm.generate([], use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("executor", ["uni", "mp"])
+def test_after_its_shutdown_it_starts_no_workers(executor: str) -> None:
+    with LLM(TINY, device="cpu", executor=executor, num_blocks=64) as llm:
+        pass
+    with pytest.raises(WorkersLost):
+        llm.generate("3 + 4 =", SamplingParams(max_tokens=4), use_tqdm=False)
+    assert llm.metrics().executor.num_restarts == 0
+    llm.shutdown()

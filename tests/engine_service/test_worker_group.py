@@ -1,4 +1,4 @@
-"""An engine that gets less than it asked for: less memory, fewer ranks; and one that gives its memory back for a while."""
+"""An engine with less memory or fewer ranks than it asked for, and an engine that sleeps."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_without_memory_for_the_smallest_step_the_engine_ends(build: Build) -> N
 def test_a_rank_that_does_not_come_out_of_it_is_restarted(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.engine_service.engine._STILL_ALIVE_S", 0.5)
+    monkeypatch.setattr("millrace.engine_service.engine._HEALTH_CHECK_S", 0.5)
     fault = f"oom-at-step=3,on-rank=1,once={tmp_path / 'done'},meet={tmp_path}"
     engine = build(fault, tensor_parallel_size=2)
     engine.start()
@@ -79,7 +79,7 @@ def test_the_budget_halves_and_grows_back_slowly() -> None:
 def test_when_a_rank_does_not_come_back_fewer_do_the_work(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.engine_service.recovery.GROW_AFTER_S", 0.0)
+    monkeypatch.setattr("millrace.engine_service.worker_group.GROW_AFTER_S", 0.0)
     engine = build(f"never-start-rank=1,unless={tmp_path / 'back'}", tensor_parallel_size=2)
     engine.start()
     generations = [generation(number) for number in range(1, 4)]
@@ -118,7 +118,7 @@ def test_one_rank_alone_has_nothing_to_fall_to(build: Build) -> None:
 FRAGILE = "tests.executor.fragile_worker"
 
 
-def kill_worker(engine: Engine, rank: int) -> None:
+def kill_rank(engine: Engine, rank: int) -> None:
     executor = engine._executor
     assert isinstance(executor, MultiprocExecutor)
     os.kill(executor.worker_pids()[rank], signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_what_fewer_ranks_refuse_is_no_wrong_option(build: Build, tmp_path: Path
     engine = build(f"never-start-rank=1,unless={allowed},fewest-ranks=2", worker_module=FRAGILE, tensor_parallel_size=2)
     engine.start()
     allowed.unlink()
-    kill_worker(engine, 1)
+    kill_rank(engine, 1)
     with pytest.raises(EngineDead, match=r"rank 1 .* SIGKILL.*; with fewer ranks: .* does not fit on 1") as caught:
         engine.check_workers()
     assert caught.value.cause == "error"
@@ -153,7 +153,7 @@ def test_options_that_have_worked_once_are_not_to_blame_later(
     engine.start()
     broken.unlink()
     with pytest.raises(EngineDead, match=r"load_model: .* told to raise"):
-        engine._epochs.restart(WorkerDied(0, "for a test"))
+        engine._workers.restart(WorkerDied(0, "for a test"))
 
 
 @both_kinds
@@ -163,7 +163,7 @@ def test_a_gpu_that_is_gone_after_the_start_is_a_lost_device_and_no_reason_to_ta
     engine = build(f"lose-gpu={tmp_path / 'gone'}", kind=kind, worker_module=FRAGILE)
     assert engine.start().device == "cuda:0"
     with pytest.raises(EngineDead, match="torch sees no GPU for cuda") as caught:
-        engine._epochs.restart(WorkerDied(0, "for a test"))
+        engine._workers.restart(WorkerDied(0, "for a test"))
     assert caught.value.cause == "device_lost"
 
 
@@ -179,7 +179,7 @@ def test_impossible_sizes_are_refused_with_what_would_work() -> None:
     assert "at most" in str(why_impossible(1, 7, **model))
 
 
-# --- naps ---
+# --- sleep ---
 
 
 @both_kinds
@@ -202,15 +202,17 @@ def test_after_a_nap_everything_goes_on_where_it_was(build: Build, kind: type[Ex
     assert all(one.sequence.crash_count == 0 for one in generations)
 
 
-@pytest.mark.parametrize("is_nap", [True, False])
-def test_workers_that_come_back_with_other_weights_end_the_engine(build: Build, tmp_path: Path, is_nap: bool) -> None:
+@pytest.mark.parametrize("is_asleep", [True, False])
+def test_workers_that_come_back_with_other_weights_end_the_engine(
+    build: Build, tmp_path: Path, is_asleep: bool
+) -> None:
     (weights := tmp_path / "weights").write_text("as they were")
     engine = build(f"weights={weights}", tensor_parallel_size=2)
     engine.start()
     one = generation(1)
     engine.add(one)
     engine.step()
-    if is_nap:
+    if is_asleep:
         engine.sleep(1)
     weights.write_text("noise")
     kill_rank(engine, 1)
@@ -229,17 +231,10 @@ def go_on(engine: Engine) -> None:
     run(engine, [])
 
 
-def kill_rank(engine: Engine, rank: int) -> None:
-    executor = engine._executor
-    assert isinstance(executor, MultiprocExecutor)
-    os.kill(executor.worker_pids()[rank], signal.SIGKILL)
-    assert executor._handles[rank].wait(10)
-
-
 def test_weights_are_compared_with_those_that_were_divided_by_the_same_sizes(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.engine_service.recovery.GROW_AFTER_S", 0.0)
+    monkeypatch.setattr("millrace.engine_service.worker_group.GROW_AFTER_S", 0.0)
     (weights := tmp_path / "weights").write_text("as they were")
     (allowed := tmp_path / "allowed").touch()
     engine = build(f"weights={weights},never-start-rank=1,unless={allowed}", tensor_parallel_size=2)

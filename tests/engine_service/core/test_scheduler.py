@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.engine_service.core.block_pool import BlockPool
-from millrace.engine_service.core.scheduler import QUARANTINE_AFTER_CRASHES, Scheduler, SchedulerConfig
+from millrace.engine_service.core.crash_policy import QUARANTINE_AFTER_CRASHES
+from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence
 from millrace.executor.rank.stub import StubWorker
 from millrace.executor.wire.messages import RowFailure, StepPlan, StepResult, WorkerConfig

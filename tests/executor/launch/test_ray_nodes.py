@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from millrace.engine_service import recovery
+from millrace.engine_service import worker_group
+from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.executor.base import Executor
 from millrace.executor.errors import StartError, WorkerDied
 from millrace.executor.launch.ray import RayExecutor
@@ -105,8 +106,9 @@ def restart() -> list[SeqId]:
 
 def recover() -> tuple[int, list[SeqId]]:
     """As the engine does it, but more hastily. (number of ranks, sequences that a step brings a token)"""
-    recovery.RESTART_BACKOFF_S = (0.0, 0.5)  # type: ignore[assignment]
-    recovery.Recovery(_executor).restart()
+    worker_group.RESTART_BACKOFF_S = (0.0, 0.5)  # type: ignore[assignment]
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
+    worker_group.WorkerGroup(_executor, config, block_size=4)._bring_up(_executor.restart)
     _executor.initialize_cache(*_executor.determine_num_available_blocks())
     return _executor.world_size, step(3)
 

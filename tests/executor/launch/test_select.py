@@ -109,7 +109,7 @@ def test_names_and_combinations_that_mean_nothing_are_refused() -> None:
     [
         ({"tensor_parallel_size": 3}, "one of 1, 2, got 3"),
         ({"pipeline_parallel_size": 5}, "at most the model's number of layers, 4, got 5"),
-        ({"tensor_parallel_size": 0}, "must be at least 1"),
+        ({"tensor_parallel_size": 0}, "must be 1 to 4096, got 0"),
     ],
 )
 def test_sizes_that_do_not_fit_the_model_are_refused_from_its_config(
@@ -122,6 +122,6 @@ def test_sizes_that_do_not_fit_the_model_are_refused_from_its_config(
 
 
 def test_one_gpu_by_its_number_is_refused_for_several_ranks() -> None:
-    assert EngineConfig(model="", device="cuda:1").device == "cuda:1"
-    with pytest.raises(ConfigurationError, match=r'device: names one GPU, .* take "cuda", .* got cuda:1'):
-        EngineConfig(model="", device="cuda:1", tensor_parallel_size=2)
+    assert EngineConfig(model="m", device="cuda:1").device == "cuda:1"
+    with pytest.raises(ConfigurationError, match=r'device: names one GPU, .* use "cuda", .* got .cuda:1.'):
+        EngineConfig(model="m", device="cuda:1", tensor_parallel_size=2)

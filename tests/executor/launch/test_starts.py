@@ -12,8 +12,9 @@ import msgspec
 import pytest
 import zmq
 
+from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.errors import ConfigurationError, EngineDead, EngineError
-from millrace.engine_service.recovery import Recovery
+from millrace.engine_service.worker_group import WorkerGroup
 from millrace.executor.errors import StartError
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.launch.process import End
@@ -25,6 +26,8 @@ from millrace.executor.wire.messages import DumpStacks, Failure, StartFailed, en
 from tests.executor.kinds import SHORT, STUB, Make, marks_of, stub_config, worker_pids
 
 slow = pytest.mark.slow
+
+CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
 
 PATIENT = {"spawn": 60.0, "import": 60.0, "device": 60.0, "load_model": 60.0}
 PLACES = {"spawn": "spawn", "import": "import", "device": "device", "load_model": "start", "kv_pool": "kv-pool"}
@@ -62,15 +65,19 @@ def test_a_start_that_stands_still_names_the_phase_and_the_rank(
     monkeypatch.setenv("RUDE", f"{action}-at-spawn" if phase == "spawn" else "")
     config = stub_config(f"{action}-at-{PLACES[phase]},on-rank=1", tensor_parallel_size=2)
     executor = MultiprocExecutor(config, worker_module="tests.executor.rude_worker", limits=limits)
+    monkeypatch.setattr(executor, "can_resize", False)  # without this rank there would be no fault
+    monkeypatch.setattr("millrace.engine_service.worker_group.RESTART_BACKOFF_S", (0.0,))
     is_retryable, message = ENDS[action]
     if (phase, action) == ("spawn", "raise"):  # before it can say what it was
         is_retryable, message = True, "exit status 1"
     try:
-        with pytest.raises(StartError, match=message) as caught:
-            Recovery(executor)._attempt(executor.start)
+        with pytest.raises(EngineError, match=message) as caught:
+            WorkerGroup(executor, CONFIG, block_size=4).start()
     finally:
         executor.shutdown()
-    assert (caught.value.phase, caught.value.rank, caught.value.is_retryable) == (phase, 1, is_retryable)
+    error = caught.value.__cause__
+    assert isinstance(error, StartError)
+    assert (error.phase, error.rank, error.is_retryable) == (phase, 1, is_retryable)
     assert worker_pids(executor) == []
     assert (action, phase) != ("hang", "load_model") or "in fault_at" in capfd.readouterr().err
 
@@ -100,14 +107,14 @@ def failures() -> Iterator[Any]:
 def test_a_start_that_fails_ends_the_engine_by_the_phase_the_rank_and_the_reason(
     make: Make, phase: str, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.engine_service.recovery.RESTART_BACKOFF_S", (0.0, 0.0))
+    monkeypatch.setattr("millrace.engine_service.worker_group.RESTART_BACKOFF_S", (0.0, 0.0))
     num_ranks = 1 if isinstance(make(), UniprocExecutor) else 2
     rank = num_ranks - 1
     executor = make(f"{action}-at-{PLACES[phase]},on-rank={rank}", tensor_parallel_size=num_ranks)
     monkeypatch.setattr(executor, "can_resize", False)  # without this rank there would be no fault
     kind, cause, message = FAILURES[action]
     with pytest.raises(kind, match=message) as caught:
-        Recovery(executor).start()
+        WorkerGroup(executor, CONFIG, block_size=4).start()
     error = caught.value.__cause__
     assert isinstance(error, StartError)
     assert (error.phase, error.rank, getattr(caught.value, "cause", None)) == (phase, rank, cause)

@@ -1,0 +1,108 @@
+"""Every wrong option of `millrace serve` is refused in one line that names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from millrace.engine_service.config import EngineConfig, ServeConfig, checked, parse
+from millrace.engine_service.errors import ConfigurationError, EngineDead
+from millrace.engine_service.model_files import resolve_model
+
+OPTIONS = [field.name for field in msgspec.structs.fields(ServeConfig)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--queue", "a b"), r"queue: must match .*, got 'a b'"),
+        (("--queue", "\udcff"), r"queue: must match "),
+        (("--block-size", "many"), r"argument --block-size: .*'many'; see millrace serve --help"),
+        (("--block-size", "9" * 5000), r"argument --block-size: .*; see millrace serve --help"),
+        (("--block-size", "70000"), r"block_size: must be 1 to 65536, got 70000"),
+        (("--num-blocks", "1"), r"num_blocks: must be 2 to 2147483647, got 1"),
+        (("--max-model-len", str(2**64)), r"max_model_len: must be 2 to "),
+        (("--colour", "red"), r"unrecognized arguments: --colour red; see millrace serve --help"),
+        (("--heartbeat", "nan"), r"heartbeat: must be 0\.2 to 604800, got nan"),
+        (("--heartbeat", "inf"), r"heartbeat: must be "),
+        (("--drain-grace", "-1"), r"drain_grace: must be 0 to "),
+        (("--metrics-port", "65536"), r"metrics_port: must be 0 to 65535, got 65536"),
+        (("--kv-cache-memory", "lots"), r"kv_cache_memory: must be .* such as 512M or 4GiB, got 'lots'"),
+        (("--kv-cache-memory", "9" * 400), r"kv_cache_memory: must be "),
+        (("--kv-cache-memory", "9999999999Gi"), r"kv_cache_memory: must be "),
+        (("--device", "gpu"), r"device: must be auto, cpu, cuda or cuda:N, got 'gpu'"),
+        (("--tokenizer", "a\nb"), r"tokenizer: must be printable text of 1 to 4096 characters"),
+        (("--redis", "redis://:secret\n@x"), r"redis: must be printable text of 1 to 4096 characters$"),
+        (
+            ("--config", "/nowhere/engine.toml"),
+            r"config: must be a readable TOML file, got '/nowhere/.*No such",
+        ),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_an_option_of_serve_that_cannot_be_is_one_sentence(options: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{words}"):
+        parse(["--model", "m", *options])
+
+
+HOSTILE = st.text(max_size=20) | st.sampled_from(["x" * 9000, "9" * 5000, "\udcff" * 3000, "-1", "nan"])
+
+
+@given(st.sampled_from(OPTIONS), HOSTILE)
+def test_whatever_an_option_is_given_the_error_is_one_short_printable_line(name: str, value: str) -> None:
+    option = "--" + name.replace("_", "-")
+    error = error_of(["--model=m", f"{option}={value}"])
+    assert error is None or name in error or option in error
+    assert error is None or (error.isprintable() and len(error) < 500)
+
+
+def error_of(arguments: list[str]) -> str | None:
+    try:
+        parse(arguments)
+    except ConfigurationError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max-num-seqs = 4", r"config: has an unknown option 'max-num-seqs'; write it as in max_num_seqs = 64"),
+        ('"a\\nb" = 1', r"config: has an unknown option 'a\\nb'; "),
+        ("dtype = 'int8'", r"dtype: must be one of auto, float32, bfloat16, float16, got 'int8'"),
+        ("executor = 'threads'", r"executor: must be one of .*, got 'threads'"),
+        ("log_level = 'LOUD'", r"log_level: must be one of .*, got 'LOUD'"),
+        ("max_num_seqs = '4'", r"max_num_seqs: expected `int`, got `str`"),
+        ("max_num_seqs = ", r"config: must be a readable TOML file, got '.*engine.toml': "),
+    ],
+)
+def test_a_config_file_that_cannot_be_is_one_sentence(tmp_path: Path, text: str, words: str) -> None:
+    (file := tmp_path / "engine.toml").write_text(text)
+    with pytest.raises(ConfigurationError, match=f"^{words}"):
+        parse(["--model", "m", "--config", str(file)])
+
+
+def test_the_command_line_goes_before_the_config_file_and_that_before_the_defaults(tmp_path: Path) -> None:
+    (file := tmp_path / "engine.toml").write_text("model = '/models/a'\nmax_num_seqs = 4\nheartbeat = 5\nqueue = 'b'\n")
+    config = parse(["--config", str(file), "--queue", "c", "--kv-cache-memory", "1.5 GiB"])
+    assert (config.queue, config.max_num_seqs, config.heartbeat, config.block_size) == ("c", 4, 5.0, 16)
+    assert config.model_name == "a"
+    assert config.for_worker(tmp_path).kv_cache_memory_bytes == 3 * 2**29
+
+
+@pytest.mark.parametrize("model", ["x" * 4000, "~nobody-of-this-name/x", "/nowhere", "./x", "a\tb"])
+def test_a_model_that_is_nowhere_is_one_sentence(model: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^model: ") as caught:
+        resolve_model(checked({"model": model}, EngineConfig).model)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+
+
+def test_an_error_of_an_engine_keeps_the_beginning_and_the_end_of_a_long_text() -> None:
+    error = EngineDead("first\n" + "line\n" * 500 + "\x1b[0m last", cause="device_lost")
+    assert str(error).startswith("first line line ") and str(error).endswith(r" line \x1b[0m last")
+    assert str(error).isprintable() and len(str(error)) < 500
+    assert error.cause == "device_lost"
