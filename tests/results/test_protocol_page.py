@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
@@ -15,7 +19,7 @@ from tests.results.engines import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "protocol.md").read_text()
-SCRIPTS = {path.stem: path.read_text() for path in (ROOT / "results" / "lua").glob("*.lua")}
+SCRIPTS = {path.stem: path.read_text() for path in (ROOT / "results" / "lua").rglob("*.lua")}
 
 
 def test_every_key_is_on_the_page() -> None:
@@ -28,12 +32,20 @@ def test_every_key_is_on_the_page() -> None:
 
 
 def test_every_script_is_on_the_page_and_says_what_it_does() -> None:
-    for name, source in SCRIPTS.items():
-        if name != "_prelude":
-            assert f"`{name}`" in PAGE
-            assert source.startswith("-- ")
-            assert "\n-- KEYS " in source
-            assert "\n-- Returns " in source
+    for path in (ROOT / "results" / "lua").glob("*.lua"):
+        assert f"`{path.stem}`" in PAGE
+        assert SCRIPTS[path.stem].startswith("-- ")
+        assert "\n-- KEYS " in SCRIPTS[path.stem]
+        assert "\n-- Returns " in SCRIPTS[path.stem]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine: the shell example is not run")
+def test_the_shell_example_makes_the_scripts_as_the_python_client_does() -> None:
+    (example,) = re.findall(r"^cd results/lua\n.*?^}\n", PAGE, re.MULTILINE | re.DOTALL)
+    for name in ("claim", "stats"):
+        script = ["bash", "-c", f"{example}source_of {name}"]
+        made = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
+        assert made.stdout == script_source(name)
 
 
 def test_every_field_of_a_request_is_on_the_page() -> None:

@@ -1,0 +1,10 @@
+-- Waking idle engines.
+-- include: queue
+
+-- Wakes up to num_jobs idle engines.
+local MAX_WAKE_TOKENS = 64
+local function wake(num_jobs)
+  local key = prefix .. 'wake'
+  local num_tokens = math.min(num_jobs, MAX_WAKE_TOKENS - redis.call('LLEN', key))
+  for _ = 1, num_tokens do redis.call('RPUSH', key, '1') end
+end
