@@ -29,7 +29,9 @@ from millrace.results.tokens import pack_tokens
 
 WATCH_TTL_MS = 30_000
 MAX_REJECTED_BYTES = 4096
-"""How much of a refused inbox entry is kept for a person to look at."""
+"""How much of a rejected inbox entry is kept for a person to look at."""
+MAX_INBOX_BYTES = 4 * 1024 * 1024
+"""One read of the inbox ends with the entry that exceeds this."""
 
 _encode_json = msgspec.json.Encoder().encode
 
@@ -111,6 +113,10 @@ def read_stream(stream: str, after: str, count: int, block_ms: int | None) -> Co
 
 
 # --- engine --------------------------------------------------------------------------------------------------------
+
+
+def read_inbox(keys: QueueKeys, after: str, count: int, max_body_bytes: int) -> Command:
+    return script_command("inbox", keys.prefix, after, count, MAX_INBOX_BYTES, max_body_bytes)
 
 
 def accept(keys: QueueKeys, entry_id: str, submission: Submission) -> Command:

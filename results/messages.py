@@ -190,12 +190,14 @@ class Signal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InboxEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the open door, unread."""
+    """One entry of the inbox, not yet parsed."""
 
     entry_id: str
-    """Where to read on, and what `accept` and `reject` take."""
+    """Where to continue reading, and what `accept` and `reject` take."""
     raw: bytes
-    """The field `job`; empty when the entry has none."""
+    """The field `job`; empty when the entry has none. Only its beginning when it is longer than the reader accepts."""
+    num_bytes: int
+    """Of the whole field."""
 
 
 # --- reader side ---------------------------------------------------------------------------------------------------

@@ -51,12 +51,24 @@ class JobQueue:
         that; of what the Python clients send only "invalid deadline_ms", for a deadline that ends before run_at)."""
         return replies.words(self._transport.send(commands.submit(self.keys, submissions)))
 
-    def read_inbox(self, after: str, count: int, block_ms: int | None = None) -> list[InboxEntry]:
-        """Entries of the open door after an id ("0" for all). They stay until one engine accepts or rejects them."""
-        block_ms = None if block_ms is None else min(block_ms, int(BLOCK_LIMIT_S * 1000))
-        return replies.inbox_entries(
-            self._transport.send(commands.read_stream(self.keys.inbox, after, count, block_ms))
-        )
+    def read_inbox(
+        self,
+        after: str,
+        count: int,
+        block_ms: int | None = None,
+        *,
+        max_body_bytes: int = commands.MAX_INBOX_BYTES,
+    ) -> list[InboxEntry]:
+        """Return inbox entries after an id ("0" for all), with bodies of 4 MiB and one more. With `block_ms` wait for the
+        first one. Of a body above `max_body_bytes` only the beginning is sent. Entries stay until an engine accepts or
+        rejects them."""
+        command = commands.read_inbox(self.keys, after, count, max_body_bytes)
+        entries = replies.inbox_entries(self._transport.send(command))
+        if entries or block_ms is None:
+            return entries
+        block_ms = min(block_ms, int(BLOCK_LIMIT_S * 1000))
+        self._transport.wait(commands.read_stream(self.keys.inbox, after, 1, block_ms), self.keys.inbox)
+        return replies.inbox_entries(self._transport.send(command))
 
     def accept(self, entry_id: str, submission: Submission) -> str:
         """Turn an inbox entry into a job: as `submit`, or "taken" when another engine had the entry. At a limit,

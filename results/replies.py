@@ -108,7 +108,7 @@ def signal(reply: tuple[bytes, bytes] | None, wake_key: str) -> Signal | Literal
 
 
 def inbox_entries(reply: Any) -> list[InboxEntry]:
-    return [InboxEntry(entry_id=at.decode(), raw=fields.get(b"job", b"")) for at, fields in stream_entries(reply)]
+    return [InboxEntry(entry_id=at.decode(), raw=raw, num_bytes=num_bytes) for at, num_bytes, raw in reply]
 
 
 # --- reader side ---------------------------------------------------------------------------------------------------

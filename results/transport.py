@@ -30,6 +30,7 @@ from millrace.results.scripts import Command, is_script, source_of
 Reply = Any
 """What the server answers, as redis-py gives it under RESP2: bytes, int, None or nested lists."""
 
+_REPLY_OFF, _REPLY_ON = ("CLIENT", "REPLY", "OFF"), ("CLIENT", "REPLY", "ON")
 _KEY = 3
 """Where a script's command has its key."""
 
@@ -114,6 +115,23 @@ class Transport:
                 self._load(commands[0])
                 *replies, answer = self._pipeline([*commands, last], node)
         return _all_good(_raise_unavailable(replies, self._server), self._server), answer
+
+    def wait(self, blocking: Command, key: str) -> None:
+        """Wait until a blocking command on this key has a reply, and have the server drop the reply, whatever its size.
+
+        Errors of the command are dropped too: callers must not wait in a loop without a pause.
+        """
+        with self._our_errors:
+            pool = node_of(self._pooled(), key).connection_pool
+            connection = pool.get_connection()
+            try:
+                connection.send_packed_command(connection.pack_commands([_REPLY_OFF, blocking, _REPLY_ON]))
+                connection.read_response()  # of the last one; the others have none
+            except BaseException:
+                connection.disconnect()
+                raise
+            finally:
+                pool.release(connection)
 
     def close(self) -> None:
         if not self._is_borrowed:

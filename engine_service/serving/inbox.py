@@ -12,7 +12,15 @@ import time
 from collections import deque
 from collections.abc import Iterator, Set
 
-from millrace.producer.messages import InvalidRequest, parse_body, refusal, to_submission, usable_id
+from millrace.producer.messages import (
+    MAX_BODY_BYTES,
+    InvalidRequest,
+    PayloadTooLarge,
+    parse_body,
+    refusal,
+    to_submission,
+    usable_id,
+)
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import InboxEntry, JobError, Submission
 from millrace.results.queue import JobQueue
@@ -21,6 +29,8 @@ logger = logging.getLogger("millrace.engine")
 
 _BLOCK_MS = 1000
 _RETRY_S = 0.5
+_PAUSE_S = 0.01
+"""After a wait without a result, since a wait does not raise what the server refuses."""
 _AT_ONCE = 64
 _FIRST = "0-0"
 _REST = 10
@@ -73,7 +83,9 @@ class Inbox:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                if self._queue.read_inbox(_FIRST, 1, _BLOCK_MS) and not self._take_all():
+                if not self._read(_FIRST, 1, _BLOCK_MS):
+                    self._stopping.wait(_PAUSE_S)
+                elif not self._take_all():
                     self._stopping.wait(_RETRY_S)
             except QueueError as error:
                 logger.warning("%s; trying again", error)
@@ -81,6 +93,9 @@ class Inbox:
             except Exception:  # our bug: it must not end what nothing else does
                 logger.exception("trying again")
                 self._stopping.wait(_RETRY_S)
+
+    def _read(self, after: str, count: int, block_ms: int | None = None) -> list[InboxEntry]:
+        return self._queue.read_inbox(after, count, block_ms, max_body_bytes=MAX_BODY_BYTES)
 
     def _take_all(self) -> bool:
         """Take what there is room for. False when there was something and nothing could be taken.
@@ -106,7 +121,7 @@ class Inbox:
         nobody else's out. Yields of each whether it was taken."""
         after, limits = _FIRST, _TenantLimits()
         overtaken: frozenset[str] = frozenset()
-        while entries := self._queue.read_inbox(after, _AT_ONCE):
+        while entries := self._read(after, _AT_ONCE):
             for entry in entries:
                 outcome = self._try_to_take(entry, limits, overtaken)
                 if outcome.startswith(_QUEUE_IS_FULL) or self._stopping.is_set():
@@ -133,6 +148,8 @@ class Inbox:
     def _take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> str:
         """What became of the entry, as `JobQueue.accept` and `reject` say it."""
         try:
+            if entry.num_bytes > MAX_BODY_BYTES:  # `raw` is its beginning
+                raise PayloadTooLarge(entry.num_bytes, MAX_BODY_BYTES)
             submission = to_submission(parse_body(entry.raw))
             outcome = "full"
             if submission.tenant not in overtaken and limits.may_have(submission):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -198,3 +199,33 @@ def test_a_full_queue_leaves_the_inbox_as_it_is_until_there_is_room(
         wait_until(partial(redis_client.exists, queue.keys.job(name)))
         assert queue.stats().queued == 1
         queue.cancel(name)
+
+
+def test_an_oversized_entry_fails_under_its_id_with_the_limit(
+    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+) -> None:
+    redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"large","prompt":"' + b"x" * 3_000_000 + b'"}'})
+    redis_client.xadd(queue.keys.inbox, {"job": b'{"prompt":"' + b"x" * 3_000_000 + b'","meta":{"id":"y"}}'})
+    post(redis_client, queue, "next")
+    inbox.start()
+    wait_until(partial(redis_client.exists, queue.keys.job("next")))
+    job = queue.get("large")
+    assert job.error is not None
+    assert (job.state, job.error.kind, job.error.field) == ("failed", "invalid_request", "body")
+    assert "3000026 bytes" in job.error.message
+    assert "1048576" in job.error.message
+    assert redis_client.xlen(queue.keys.rejected) == 1
+
+
+def test_a_full_inbox_of_large_entries_takes_little_memory_of_the_engine(
+    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+) -> None:
+    for number in range(24):
+        redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"%d","prompt":"' % number + b"x" * 4_000_000 + b'"}'})
+    tracemalloc.start()
+    inbox.start()
+    wait_until(lambda: redis_client.xlen(queue.keys.inbox) == 0)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert queue.get("23").state == "failed"
+    assert peak_bytes < 16_000_000
