@@ -207,7 +207,7 @@ def _id_in_broken_json(raw: bytes) -> str | None:
             depth -= 1
         elif depth == 1 and token[0] == b'"id"' and (value := _ID_VALUE.match(raw, token.end())):
             return value[1].decode()
-        if depth < 1 or token[0] == b"[" and depth == 1:  # not, or no longer, in the top-level object
+        if depth < 1 or (token[0] == b"[" and depth == 1):  # not, or no longer, in the top-level object
             return None
     return None
 

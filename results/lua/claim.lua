@@ -65,7 +65,7 @@ local function fits_this_model(job)
     return true
   end
   redis.call('HSETNX', key, 'mismatch', now)
-  if now - redis.call('HGET', key, 'mismatch') < setting('mismatch_wait_ms', 600000) then
+  if now - whole_number(redis.call('HGET', key, 'mismatch'), 0) < setting('mismatch_wait_ms', 600000) then
     set_state(job.id, job.batch, 'queued', 'delayed')
     redis.call('ZADD', prefix .. 'delayed', now + set_aside_ms(), job.id)
   else

@@ -32,12 +32,12 @@ local published, from, tenant, cost = known[1], known[3], known[7], known[8]
 if owner_lease ~= lease then return refuse_stale_write() end
 if from ~= 'running' then return 'already' end
 
-local num_retries = tonumber(retries or 0)
+local num_retries = whole_number(retries, 0)
 if is_retryable(state) and (cancel or expire) then  -- there is no next attempt
   give_back(id, engine, 0)
   return 'ok'
 end
-if is_retryable(state) and num_retries < tonumber(max_retries or DEFAULT_RETRIES) then
+if is_retryable(state) and num_retries < whole_number(max_retries, DEFAULT_RETRIES) then
   redis.call('HSET', prefix .. 'job:' .. id, 'retries', num_retries + 1)
   give_back(id, engine, backoff_ms(num_retries, lease))
   return 'retrying'

@@ -9,7 +9,7 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  1 most jobs to recover in this call
 -- Returns the number of jobs recovered; call again while it is the most
--- include: queue record wake end_job give_back
+-- include: queue settings record wake end_job give_back
 
 allow_writes_without_memory()
 local QUARANTINED_FROM = 5
@@ -30,8 +30,8 @@ local function recover_job(id, engine)
     redis.call('SREM', prefix .. 'leases:' .. engine, id)
     return
   end
-  local has_advanced = redis.call('STRLEN', prefix .. 'tokens:' .. id) / 4 > tonumber(fields[3])
-  local crashes, false_starts = tonumber(fields[4] or 0), tonumber(fields[8] or 0)
+  local has_advanced = redis.call('STRLEN', prefix .. 'tokens:' .. id) / 4 > whole_number(fields[3], 0)
+  local crashes, false_starts = whole_number(fields[4], 0), whole_number(fields[8], 0)
   if has_advanced then
     crashes, false_starts = 0, 0
   elseif fields[7] == fields[6] then

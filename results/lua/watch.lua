@@ -3,7 +3,7 @@
 -- ARGV  1 job id, 2 for how long in ms
 -- Returns nil (unknown) or an array: state, tokens trimmed from the stream, id of the last trimmed entry or "", 0 when the
 --       job has ended and its stream has expired, else 1
--- include: queue record signals
+-- include: queue settings record signals
 
 allow_writes_without_memory()
 local id = ARGV[1]
@@ -15,4 +15,4 @@ if not fields[2] then
   if is_new and fields[3] then signal(fields[3], 'watch', id) end
 end
 local has_expired = fields[2] and redis.call('EXISTS', prefix .. 'result:' .. id) == 0
-return {fields[1], tonumber(fields[4] or 0), fields[5] or '', has_expired and 0 or 1}
+return {fields[1], whole_number(fields[4], 0), fields[5] or '', has_expired and 0 or 1}

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, TEST_LIMIT]
 CONNECTIONS_OF_AN_ENGINE = 5
 """What docs/reliability.md says: one each for leases, the wait for jobs, signals, the inbox and results."""
 
-REFUSED = "does it take more clients"
+REFUSED = "does it accept more clients"
 
 
 def num_connections(place: Place) -> int:

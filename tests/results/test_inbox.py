@@ -104,7 +104,7 @@ def test_the_rejected_entries_are_bounded_in_bytes_and_in_time(queue: JobQueue, 
     long_error = JobError(kind="invalid_request", message="x" * 5000)
     for _ in range(1200):
         queue.reject(post(redis_client, queue, b"x"), None, b"x" * 4096, long_error)
-    assert redis_client.memory_usage(queue.keys.rejected, samples=0) < 6 * 1024 * 1024
+    assert (redis_client.memory_usage(queue.keys.rejected, samples=0) or 0) < 6 * 1024 * 1024
     assert 6 * 86_400_000 < redis_client.pttl(queue.keys.rejected) <= 7 * 86_400_000
 
 

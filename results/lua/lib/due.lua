@@ -25,13 +25,13 @@ local function expire_due()
   for _, id in ipairs(ids_due(key)) do
     redis.call('ZREM', key, id)
     local state, tenant, serial, engine = unpack(record(id, 'state', 'tenant', 'serial', 'engine'))
-    if state == 'running' then
+    if state == 'running' and engine then
       redis.call('HSET', prefix .. 'job:' .. id, 'expire', '1')
       signal(engine, 'expire', id)
-    elseif state == 'queued' then
+    elseif state == 'queued' and tenant then
       remove_ready(tenant, ready_member(id, serial))
       end_job(id, 'expired', 'expired')
-    elseif state == 'delayed' then
+    elseif state == 'delayed' and tenant then
       redis.call('ZREM', prefix .. 'delayed', id)
       end_job(id, 'expired', 'expired')
     end

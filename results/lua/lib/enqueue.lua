@@ -14,6 +14,7 @@ end
 
 local function add_ready(id, tenant, priority, serial)
   activate_tenant(tenant)
+  priority = math.min(2 ^ 31, tonumber(priority) or 0)  -- not a number: last
   redis.call('ZADD', prefix .. 'ready:' .. tenant, priority, ready_member(id, serial))
   redis.call('HINCRBY', prefix .. 'counts', 'queued', 1)
 end

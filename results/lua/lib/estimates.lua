@@ -1,5 +1,5 @@
 -- Estimates of when jobs begin.
--- include: queue clock record ready fair_share
+-- include: queue clock settings record ready fair_share
 
 -- Throughput: jobs completed in a millisecond, over the last completions. nil where there were none lately. There is a limit of
 -- pages, since many jobs that never began may have ended in between.
@@ -20,7 +20,8 @@ local function jobs_per_ms()
   end
   if not earliest then return nil end
   local span = now - tonumber(string.match(earliest[1], '^%d+'))
-  local started, ended = unpack(record(earliest[2][2], 'started', 'ended'))  -- nil where the record has expired
+  local times = record(earliest[2][2], 'started', 'ended')  -- false where the record has expired
+  local started, ended = whole_number(times[1], nil), whole_number(times[2], nil)
   -- An engine may end many jobs in one moment: where there are no others, that took as long as the earliest one ran.
   if num_completed < MAX_COMPLETIONS and started and ended then span = math.max(span, ended - started) end
   return num_completed / math.max(1, span)

@@ -10,7 +10,7 @@ local function give_back(id, engine, delay_ms)
   if not tenant then return end  -- somebody has deleted the record
   redis.call('HDEL', prefix .. 'job:' .. id, 'lease', 'engine', 'base', 'unbegun')
   if cancel then return end_job(id, 'cancelled', 'cancelled') end
-  if deadline and tonumber(deadline) <= now then return end_job(id, 'expired', 'expired') end
+  if whole_number(deadline, math.huge) <= now then return end_job(id, 'expired', 'expired') end
   cost = whole_number(cost, 0)
   charge(tenant, 0 - cost)
   count_waiting(tenant, 1, cost)
@@ -26,5 +26,6 @@ end
 -- The same for a job whose engine did not fail: the attempt does not count.
 local function give_back_uncounted(id, engine, delay_ms)
   give_back(id, engine, delay_ms)
-  if record(id, 'attempt')[1] then redis.call('HINCRBY', prefix .. 'job:' .. id, 'attempt', -1) end
+  local attempt = record(id, 'attempt')[1]
+  if attempt then redis.call('HSET', prefix .. 'job:' .. id, 'attempt', math.max(0, whole_number(attempt, 1) - 1)) end
 end

@@ -15,14 +15,14 @@ from millrace.engine_service.serving.inbox import Inbox
 from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import parse_body
 from millrace.results.connection import connect
-from millrace.results.queue import JobQueue
 from tests.processes import wait_until
 from tests.results.engines import submit
+from tests.results.full_queue import FullQueue
 
 
 @pytest.fixture
-def queue(redis_url: str, queue_name: str) -> Iterator[JobQueue]:
-    queue = JobQueue(connect(redis_url), queue_name)
+def queue(redis_url: str, queue_name: str) -> Iterator[FullQueue]:
+    queue = FullQueue(connect(redis_url), queue_name)
     yield queue
     queue.close()
 
@@ -32,7 +32,7 @@ def inbox(redis_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> I
     """Not started, with a connection of its own."""
     monkeypatch.setattr("millrace.engine_service.serving.inbox._BLOCK_MS", 50)
     monkeypatch.setattr("millrace.engine_service.serving.inbox._RETRY_S", 0.05)
-    queue = JobQueue(connect(redis_url), queue_name)
+    queue = FullQueue(connect(redis_url), queue_name)
     inbox = Inbox(queue)
     yield inbox
     inbox.stop()
@@ -41,7 +41,7 @@ def inbox(redis_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> I
     queue.close()
 
 
-def post(client: redis.Redis, queue: JobQueue, *names: str) -> None:
+def post(client: redis.Redis, queue: FullQueue, *names: str) -> None:
     """Into the inbox, each as a job of the tenant that its name begins with."""
     for name in names:
         client.xadd(queue.keys.inbox, {"job": f'{{"id":"{name}","prompt":"x","tenant":"{name[0]}"}}'})
@@ -49,7 +49,7 @@ def post(client: redis.Redis, queue: JobQueue, *names: str) -> None:
 
 @pytest.mark.parametrize("limit", ["tenant_max_queued_jobs", "tenant_max_queued_tokens", "max_queued_tokens"])
 def test_what_has_to_wait_in_the_inbox_keeps_nobody_else_out(
-    limit: str, inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+    limit: str, inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
 ) -> None:
     num_waiting = 150
     redis_client.hset(queue.keys.settings, limit, 1 if limit.endswith("jobs") else 40)
@@ -68,7 +68,7 @@ def test_what_has_to_wait_in_the_inbox_keeps_nobody_else_out(
 
 
 def test_a_long_line_in_the_inbox_is_not_looked_at_again_and_again(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: Counter[bytes] = Counter()
 
@@ -96,7 +96,7 @@ def test_a_long_line_in_the_inbox_is_not_looked_at_again_and_again(
 
 
 def test_room_is_found_for_one_in_the_middle_of_a_long_line(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
 ) -> None:
     redis_client.hset(queue.keys.settings, "tenant_max_queued_jobs", 1)
     submit(queue, "x", tenant="x")
@@ -110,7 +110,7 @@ def test_room_is_found_for_one_in_the_middle_of_a_long_line(
 
 
 def test_nobody_is_overtaken_by_newer_jobs_of_the_same_tenant(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace.engine_service.serving.inbox._REST", 1_000_000)
     monkeypatch.setattr("millrace.engine_service.serving.inbox._MAX_REST_S", 0.3)
@@ -132,7 +132,7 @@ def test_nobody_is_overtaken_by_newer_jobs_of_the_same_tenant(
 
 
 def test_who_meets_the_queues_limit_goes_on_as_soon_as_there_is_room(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody's entries are skipped behind the one at which a look has stopped, so none of its tenant overtakes it."""
     monkeypatch.setattr("millrace.engine_service.serving.inbox._REST", 1_000_000)
@@ -145,7 +145,7 @@ def test_who_meets_the_queues_limit_goes_on_as_soon_as_there_is_room(
 
 
 def test_nobody_is_overtaken_after_a_look_that_the_queues_limit_has_stopped(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace.engine_service.serving.inbox._REST", 1_000_000)
     monkeypatch.setattr("millrace.engine_service.serving.inbox._MAX_REST_S", 0)
@@ -165,7 +165,7 @@ def test_nobody_is_overtaken_after_a_look_that_the_queues_limit_has_stopped(
 
 
 def test_a_job_too_large_for_its_tenants_room_keeps_no_smaller_one_out(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
 ) -> None:
     redis_client.hset(queue.keys.settings, "tenant_max_queued_tokens", 40)
     submit(queue, "first", cost=10)
@@ -177,7 +177,7 @@ def test_a_job_too_large_for_its_tenants_room_keeps_no_smaller_one_out(
     assert redis_client.xlen(queue.keys.inbox) == 1
 
 
-def test_a_job_for_which_there_never_is_room_fails(inbox: Inbox, queue: JobQueue, redis_client: redis.Redis) -> None:
+def test_a_job_for_which_there_never_is_room_fails(inbox: Inbox, queue: FullQueue, redis_client: redis.Redis) -> None:
     redis_client.hset(queue.keys.settings, "max_queued_tokens", 40)
     redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"large","prompt":"x","max_tokens":100}'})
     inbox.start()
@@ -189,7 +189,7 @@ def test_a_job_for_which_there_never_is_room_fails(inbox: Inbox, queue: JobQueue
 
 
 def test_a_full_queue_leaves_the_inbox_as_it_is_until_there_is_room(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
 ) -> None:
     redis_client.hset(queue.keys.settings, "max_queued_jobs", 1)
     for name in "abc":
@@ -202,7 +202,7 @@ def test_a_full_queue_leaves_the_inbox_as_it_is_until_there_is_room(
 
 
 def test_an_oversized_entry_fails_under_its_id_with_the_limit(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
 ) -> None:
     redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"large","prompt":"' + b"x" * 3_000_000 + b'"}'})
     redis_client.xadd(queue.keys.inbox, {"job": b'{"prompt":"' + b"x" * 3_000_000 + b'","meta":{"id":"y"}}'})
@@ -218,7 +218,7 @@ def test_an_oversized_entry_fails_under_its_id_with_the_limit(
 
 
 def test_a_full_inbox_of_large_entries_takes_little_memory_of_the_engine(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
 ) -> None:
     for number in range(24):
         redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"%d","prompt":"' % number + b"x" * 4_000_000 + b'"}'})
