@@ -39,7 +39,7 @@ def check_confirmed(durability: str, answer: Reply, job_ids: list[str]) -> None:
 
 _TIMED_OUT = {
     "disk": f"durability='disk': no fsync of the append-only file within {CONFIRM_LIMIT_MS / 1000:g} s",
-    "replica": f"durability='replica': no replica has confirmed within {CONFIRM_LIMIT_MS / 1000:g} s, perhaps none is connected",
+    "replica": f"durability='replica': no replica has confirmed within {CONFIRM_LIMIT_MS / 1000:g} s; there may be none",
 }
 
 
