@@ -5,23 +5,13 @@ The functions of `replies` read the replies. Each script's header documents its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 
 import msgspec
 
 from millrace.results.keys import QueueKeys
-from millrace.results.messages import (
-    Append,
-    Begin,
-    EngineId,
-    Event,
-    Finish,
-    JobError,
-    Release,
-    Submission,
-    Write,
-)
+from millrace.results.messages import Append, Begin, EngineId, Event, Finish, JobError, Release, Submission, Write
 from millrace.results.scripts import Argument, Command, command, script_command
 from millrace.results.tokens import pack_tokens
 
@@ -32,9 +22,6 @@ MAX_REJECTED_BYTES = 4096
 _encode_json = msgspec.json.Encoder().encode
 
 
-# --- producer and reader -------------------------------------------------------------------------------------------
-
-
 def submit(keys: QueueKeys, submissions: Iterable[Submission]) -> Command:
     arguments: list[Argument] = []
     for submission in submissions:
@@ -42,20 +29,21 @@ def submit(keys: QueueKeys, submissions: Iterable[Submission]) -> Command:
     return script_command("submit", keys.prefix, *arguments)
 
 
-def get(keys: QueueKeys, job_id: str) -> Command:
-    return script_command("get", keys.prefix, job_id)
+def _command_of(script: str) -> Callable[[QueueKeys, str], Command]:
+    """Make the function for a script that takes one id."""
+    return lambda keys, name: script_command(script, keys.prefix, name)
 
 
-def cancel(keys: QueueKeys, job_id: str) -> Command:
-    return script_command("cancel", keys.prefix, job_id)
+get = _command_of("get")
+cancel = _command_of("cancel")
+redrive = _command_of("redrive")
+position = _command_of("position")
+trimmed = _command_of("trimmed")
+batch_status = _command_of("batch")
 
 
 def watch(keys: QueueKeys, job_id: str) -> Command:
     return script_command("watch", keys.prefix, job_id, WATCH_TTL_MS)
-
-
-def redrive(keys: QueueKeys, job_id: str) -> Command:
-    return script_command("redrive", keys.prefix, job_id)
 
 
 def pause(keys: QueueKeys, is_paused: bool) -> Command:
@@ -66,24 +54,12 @@ def sleep(keys: QueueKeys, level: int, engine_id: str | None) -> Command:
     return script_command("sleep", keys.prefix, level, engine_id or "")
 
 
-def position(keys: QueueKeys, job_id: str) -> Command:
-    return script_command("position", keys.prefix, job_id)
-
-
-def batch_status(keys: QueueKeys, batch: str) -> Command:
-    return script_command("batch", keys.prefix, batch)
-
-
 def batch_members(keys: QueueKeys, batch: str, first: int, count: int) -> Command:
     return command("LRANGE", keys.members(batch), first, first + count - 1)
 
 
 def dead(keys: QueueKeys, first: int, count: int) -> Command:
     return command("ZRANGE", keys.dead, first, first + count - 1)
-
-
-def trimmed(keys: QueueKeys, job_id: str) -> Command:
-    return script_command("trimmed", keys.prefix, job_id)
 
 
 def state(keys: QueueKeys, job_id: str) -> Command:
@@ -106,9 +82,6 @@ def read_stream(stream: str, after: str, count: int, block_ms: int | None) -> Co
     """Read entries after an id. With `block_ms`, wait that long for the first one."""
     blocking: tuple[Argument, ...] = () if block_ms is None else ("BLOCK", max(1, block_ms))
     return command("XREAD", "COUNT", count, *blocking, "STREAMS", stream, after)
-
-
-# --- engine --------------------------------------------------------------------------------------------------------
 
 
 def accept(keys: QueueKeys, entry_id: str, submission: Submission) -> Command:
@@ -144,9 +117,6 @@ def write(keys: QueueKeys, item: Write) -> Command:
 def wait_for_signal(keys: QueueKeys, engine_id: EngineId, timeout_s: float, include_wake: bool) -> Command:
     lists = (keys.signals(engine_id), keys.wake) if include_wake else (keys.signals(engine_id),)
     return command("BLPOP", *lists, max(timeout_s, 0.001))  # 0 would wait without end
-
-
-# --- parts ---------------------------------------------------------------------------------------------------------
 
 
 def _job_arguments(job: Submission) -> tuple[Argument, ...]:

@@ -1,4 +1,4 @@
-"""The key legend: every key of a queue in Redis. No other Python module builds keys; the Lua scripts follow this legend too.
+"""The key legend: every key of a queue in Redis. The Lua scripts build keys by it; Python gets those that it uses here.
 
 All keys of a queue share the hash tag `{queue}`, so they live in one slot of a Redis Cluster.
 
@@ -50,19 +50,14 @@ class QueueKeys:
             raise ValueError(f"queue: must match [A-Za-z0-9._-]{{1,64}}, got {queue!r}")
         self.queue = queue
         self.prefix = f"millrace:{{{queue}}}:"
-        self.tenants = self.prefix + "tenants"
         self.delayed = self.prefix + "delayed"
         self.deadlines = self.prefix + "deadlines"
-        self.waiting = self.prefix + "waiting"
-        self.engines = self.prefix + "engines"
         self.done = self.prefix + "done"
         self.dead = self.prefix + "dead"
         self.inbox = self.prefix + "inbox"
         self.rejected = self.prefix + "rejected"
         self.wake = self.prefix + "wake"
         self.settings = self.prefix + "settings"
-        self.counts = self.prefix + "counts"
-        self.serial = self.prefix + "serial"
 
     def job(self, job_id: str) -> str:
         return self.prefix + "job:" + job_id
@@ -76,23 +71,8 @@ class QueueKeys:
     def result(self, job_id: str) -> str:
         return self.prefix + "result:" + job_id
 
-    def meta(self, job_id: str) -> str:
-        return self.prefix + "meta:" + job_id
-
-    def watched(self, job_id: str) -> str:
-        return self.prefix + "watched:" + job_id
-
-    def ready(self, tenant: str) -> str:
-        return self.prefix + "ready:" + tenant
-
     def leases(self, engine_id: str) -> str:
         return self.prefix + "leases:" + engine_id
-
-    def engine(self, engine_id: str) -> str:
-        return self.prefix + "engine:" + engine_id
-
-    def batch(self, batch: str) -> str:
-        return self.prefix + "batch:" + batch
 
     def members(self, batch: str) -> str:
         return self.prefix + "members:" + batch

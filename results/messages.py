@@ -43,9 +43,6 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
 
 
-# --- engine side ---------------------------------------------------------------------------------------------------
-
-
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """A new job: its body, and what the queue has to know about it."""
 
@@ -198,9 +195,6 @@ class InboxEntry(msgspec.Struct, frozen=True, kw_only=True):
     """The field `job`; empty when the entry has none. Only its beginning when it is longer than the reader accepts."""
     num_bytes: int
     """Of the whole field."""
-
-
-# --- reader side ---------------------------------------------------------------------------------------------------
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,9 +59,6 @@ def text(raw: bytes) -> str:
     return raw.decode(errors="replace")
 
 
-# --- engine side ---------------------------------------------------------------------------------------------------
-
-
 def claim(reply: list[Any]) -> Claim:
     num_ready, num_set_aside, *jobs = reply
     return Claim(jobs=[_claimed_job(fields) for fields in jobs], num_ready=num_ready, num_set_aside=num_set_aside)
@@ -125,9 +122,6 @@ def signal(reply: tuple[bytes, bytes] | None, wake_key: str) -> Signal | Literal
 
 def inbox_entries(reply: Any) -> list[InboxEntry]:
     return [InboxEntry(entry_id=at.decode(), raw=raw, num_bytes=num_bytes) for at, num_bytes, raw in reply]
-
-
-# --- reader side ---------------------------------------------------------------------------------------------------
 
 
 def queue_stats(reply: list[Any]) -> QueueStats:
@@ -280,8 +274,7 @@ def is_terminal(state: bytes | None) -> bool:
 def _usage(terminal: dict[bytes, bytes]) -> Usage | None:
     if b"prompt_tokens" not in terminal:
         return None
-    counts = (int(terminal[name]) for name in (b"prompt_tokens", b"completion_tokens"))
-    return Usage(prompt_tokens=next(counts), completion_tokens=next(counts))
+    return Usage(prompt_tokens=int(terminal[b"prompt_tokens"]), completion_tokens=int(terminal[b"completion_tokens"]))
 
 
 def _time(field: bytes) -> int | None:

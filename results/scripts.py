@@ -27,7 +27,8 @@ def resolve_includes(source: str, modules: Mapping[str, str]) -> str:
     parts: dict[str, str] = {}
 
     def add(text: str, above: tuple[str, ...]) -> None:
-        for name in includes(text):
+        line = re.search(r"^-- include: (.+)$", text, re.MULTILINE)
+        for name in line[1].split() if line else []:
             assert name in modules, f"unknown include: {name}"
             assert name not in above, f"circular include: {' -> '.join((*above, name))}"
             if name not in parts:
@@ -36,12 +37,6 @@ def resolve_includes(source: str, modules: Mapping[str, str]) -> str:
 
     add(source, ())
     return "".join([*parts.values(), source])
-
-
-def includes(source: str) -> list[str]:
-    """Return the modules that a script or a module names itself."""
-    line = re.search(r"^-- include: (.+)$", source, re.MULTILINE)
-    return line[1].split() if line else []
 
 
 def _read(folder: Path) -> dict[str, str]:

@@ -31,8 +31,6 @@ Reply = Any
 """What redis-py returns under RESP2: bytes, int, None or nested lists."""
 
 _REPLY_OFF, _REPLY_ON = ("CLIENT", "REPLY", "OFF"), ("CLIENT", "REPLY", "ON")
-_KEY = 3
-"""Index of the key in a script's command."""
 
 
 class _OurErrors:
@@ -107,7 +105,7 @@ class Transport:
         An error of `last` takes the place of its reply. Where the server had forgotten the script, all are sent again.
         """
         with self._our_errors:
-            node = node_of(self._pooled(), str(commands[0][_KEY]))
+            node = node_of(self._pooled(), str(commands[0][3]))  # its key
             *replies, answer = self._pipeline([*commands, last], node)
             if _forgotten(replies):
                 self._load(commands[0])
@@ -215,7 +213,7 @@ class AsyncTransport:
 
     async def send_together(self, commands: Sequence[Command], last: Command) -> tuple[list[Reply], Reply]:
         with self._our_errors:
-            node = await node_of_async(self._client, str(commands[0][_KEY]))
+            node = await node_of_async(self._client, str(commands[0][3]))  # its key
             try:
                 *replies, answer = await self._pipeline([*commands, last], node)
                 if _forgotten(replies):

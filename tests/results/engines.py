@@ -121,7 +121,7 @@ class Engine:
 
     def die(self) -> None:
         """Its heartbeat has run out, in no time."""
-        self.queue._transport.send(("DEL", self.queue.keys.engine(self.id)))
+        self.queue._transport.send(("DEL", self.queue.keys.prefix + "engine:" + self.id))
 
 
 def finish_of(

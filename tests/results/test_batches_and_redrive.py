@@ -45,10 +45,10 @@ def test_a_batch_that_has_ended_goes_with_its_records_and_opens_again_for_more(
     engine.finish(engine.claim_one())
     assert queue.batch_status("b").is_done
     assert queue.batch_status("b").eta_s == 0
-    assert redis_client.ttl(queue.keys.batch("b")) > 0
+    assert redis_client.ttl(queue.keys.prefix + "batch:b") > 0
     assert redis_client.ttl(queue.keys.members("b")) > 0
     submit(queue, "b", batch="b")
-    assert redis_client.ttl(queue.keys.batch("b")) == -1
+    assert redis_client.ttl(queue.keys.prefix + "batch:b") == -1
     assert queue.batch_status("b").total == 2
 
 
@@ -202,7 +202,7 @@ def test_a_record_can_outlive_its_result(queue: FullQueue, engine: Engine, redis
     submit(queue, "a", meta=b'{"k":"v"}')
     engine.finish(engine.claim_one(), Event(offset=0, token_ids=[1], text="x"))
     assert redis_client.ttl(queue.keys.result("a")) <= 60
-    assert all(redis_client.ttl(key("a")) > 60 for key in (queue.keys.job, queue.keys.body, queue.keys.meta))
+    assert all(redis_client.ttl(queue.keys.prefix + kind + ":a") > 60 for kind in ("job", "body", "meta"))
     assert queue.get("a").has_result
     redis_client.rename(queue.keys.result("a"), queue.keys.result("moved"))  # as if its time had passed
     job = queue.get("a")

@@ -102,9 +102,9 @@ def test_what_a_job_really_took_is_settled_at_its_end(
 ) -> None:
     queue.submit([submission(f"a-{i}", tenant="a", cost=1000) for i in range(3)])
     job = engine.claim_one()
-    assert redis_client.zscore(queue.keys.tenants, "a") == 1000
+    assert redis_client.zscore(queue.keys.prefix + "tenants", "a") == 1000
     engine.finish(job)
-    assert redis_client.zscore(queue.keys.tenants, "a") == 2
+    assert redis_client.zscore(queue.keys.prefix + "tenants", "a") == 2
 
 
 def test_engines_that_claim_at_once_get_different_jobs(queue: FullQueue, redis_url: str, queue_name: str) -> None:
@@ -158,7 +158,10 @@ def test_a_line_that_somebody_deleted_does_not_block_the_queue(
 ) -> None:
     submit(queue, "gone")
     redis_client.delete(
-        queue.keys.ready("default"), queue.keys.waiting, queue.keys.job("gone"), queue.keys.body("gone")
+        queue.keys.prefix + "ready:default",
+        queue.keys.prefix + "waiting",
+        queue.keys.job("gone"),
+        queue.keys.body("gone"),
     )
     assert engine.claim_ids() == []
     assert queue.stats().queued == 0
@@ -193,5 +196,5 @@ def test_a_lease_never_comes_back_even_when_the_server_forgets_what_it_gave_out(
 ) -> None:
     submit(queue, "a", "b")
     a = engine.claim_one()
-    redis_client.delete(queue.keys.serial)
+    redis_client.delete(queue.keys.prefix + "serial")
     assert engine.claim_one().lease > a.lease

@@ -22,7 +22,7 @@ def test_a_heartbeat_tells_of_cancelled_and_watched_jobs(
     submit(queue, "d", is_streamed=True)
     engine.claim()
     queue.cancel("a")
-    redis_client.set(queue.keys.watched("b"), "1")
+    redis_client.set(queue.keys.prefix + "watched:b", "1")
     news = engine.beat()
     assert (news.lost, news.cancelled, news.watched) == ([], ["a"], ["b", "d"])
 

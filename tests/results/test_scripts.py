@@ -19,6 +19,10 @@ def names_defined(source: str) -> set[str]:
     return {name.strip() for line in lines for name in line.split(",")}
 
 
+def names_included(source: str) -> list[str]:
+    return [name for line in re.findall(r"^-- include: (.+)$", source, re.MULTILINE) for name in line.split()]
+
+
 def names_used(source: str) -> set[str]:
     """The identifiers of a source, without those in strings and comments, and without fields of tables."""
     code = re.sub(r"--.*|'[^'\n]*'", "", source)
@@ -29,7 +33,7 @@ def names_used(source: str) -> set[str]:
 def test_a_script_includes_what_it_uses_and_nothing_else(name: str) -> None:
     used = names_used(FILES[name]) - names_defined(FILES[name])
     needed = {module for module, source in MODULES.items() if used & names_defined(source)}
-    assert set(scripts.includes(FILES[name])) == needed - {Path(name).stem}
+    assert set(names_included(FILES[name])) == needed - {Path(name).stem}
 
 
 def test_no_two_modules_define_the_same_name() -> None:

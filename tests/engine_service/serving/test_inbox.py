@@ -125,8 +125,8 @@ def test_nobody_is_overtaken_by_newer_jobs_of_the_same_tenant(
     for number in range(3):
         redis_client.xadd(queue.keys.inbox, {"job": f'{{"id":"y{number + 2}","prompt":"x","tenant":"y"}}'})
         queue.cancel(came[-1])
-        wait_until(lambda: redis_client.exists(queue.keys.ready("y")))
-        members: Any = redis_client.zrange(queue.keys.ready("y"), 0, -1)
+        wait_until(lambda: redis_client.exists(queue.keys.prefix + "ready:y"))
+        members: Any = redis_client.zrange(queue.keys.prefix + "ready:y", 0, -1)
         came += [member.decode().partition(":")[2] for member in members]
     assert came == ["y", "y0", "y1", "y2"]
 
