@@ -4,7 +4,7 @@
 -- Returns nil (unknown) or an array: created ms, queued, delayed, running, finished, failed, cancelled, expired, and the
 --       milliseconds until all have ended, estimated from the pace of the last completions and from the jobs in
 --       front of its latest jobs; -1 where that is not known
--- include: queue clock settings record estimates
+-- include: queue clock record work estimates
 
 local MAX_LATEST = 256
 local batch = ARGV[1]

@@ -11,7 +11,7 @@
 --       tokens published, 1 when watched or 0, created ms, the record's protocol version
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, and
 --       later failed, where the output is another model's
--- include: queue clock settings serial record lease wake signals ready dequeue fair_share state end_job due
+-- include: queue clock settings serial record lease work signals dequeue fair_share state end_job due
 
 allow_writes_without_memory()
 local engine, claim_id, max_jobs, budget = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])

@@ -2,7 +2,7 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  1 engine id
 -- Returns the number of jobs that went back
--- include: queue wake give_back
+-- include: queue work give_back
 
 allow_writes_without_memory()
 local engine = ARGV[1]

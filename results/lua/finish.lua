@@ -23,11 +23,9 @@ end
 
 allow_writes_without_memory()
 local id, lease, state = ARGV[1], ARGV[2], ARGV[3]
-local NUM_KNOWN = #END_FIELDS
-local names = {unpack(END_FIELDS)}
-for _, name in ipairs({'lease', 'engine', 'retries', 'max_retries', 'cancel', 'expire'}) do names[#names + 1] = name end
-local known = record(id, unpack(names))
-local owner_lease, engine, retries, max_retries, cancel, expire = unpack(known, NUM_KNOWN + 1)
+local fields = record(id, 'lease', 'engine', 'retries', 'max_retries', 'cancel', 'expire', unpack(END_FIELDS))
+local owner_lease, engine, retries, max_retries, cancel, expire = unpack(fields)
+local known = {unpack(fields, 7)}
 local published, from, tenant, cost = known[1], known[3], known[7], known[8]
 if owner_lease ~= lease then return refuse_stale_write() end
 if from ~= 'running' then return 'already' end

@@ -7,7 +7,7 @@
 --       job that it holds 2 values: id, lease
 -- Returns an array: four arrays of job ids (lost, to be cancelled, watched, past their deadline), then the
 --       requested sleep level, 0 to 2, then the milliseconds until the next heartbeat of any engine expires
--- include: queue clock settings record lease wake signals ready give_back due
+-- include: queue clock record lease work signals give_back due
 
 allow_writes_without_memory()
 local engine = ARGV[1]

@@ -2,7 +2,7 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  1 state, 2 most ids, from 1 on
 -- Returns an array of job ids; there may be more
--- include: queue ready
+-- include: queue dequeue
 
 local state, limit = ARGV[1], tonumber(ARGV[2])
 if not limit or limit < 1 or limit % 1 ~= 0 then

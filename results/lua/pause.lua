@@ -3,7 +3,7 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  1 "1" to pause, "" to resume
 -- Returns "ok"
--- include: queue wake ready
+-- include: queue work
 
 allow_writes_without_memory()
 if ARGV[1] == '1' then

@@ -9,7 +9,7 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  1 most jobs to recover in this call
 -- Returns the number of jobs recovered; call again while it is the most
--- include: queue settings record wake end_job give_back
+-- include: queue settings record work end_job give_back
 
 allow_writes_without_memory()
 local QUARANTINED_FROM = 5

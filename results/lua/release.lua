@@ -4,7 +4,7 @@
 -- ARGV  1 job id, 2 lease, 3 offset of the first token, 4 tokens (4 bytes each), 5 fingerprint of the engine's model,
 --       6 the delay in ms, or "0"
 -- Returns "ok" or "stale" (the lease is not, or no longer, the job's; a repeated release gets that too)
--- include: queue lease wake output give_back
+-- include: queue lease work output give_back
 
 allow_writes_without_memory()
 local id, lease = ARGV[1], ARGV[2]

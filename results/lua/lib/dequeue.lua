@@ -1,6 +1,10 @@
 -- Jobs that leave the ready sets.
 -- include: queue
 
+local function id_of_member(member)
+  return string.sub(member, 18)
+end
+
 -- The tenant has no ready jobs any more. Its virtual time is kept while others have some; after the last one, all start again
 -- at 0.
 local function deactivate_tenant(tenant)

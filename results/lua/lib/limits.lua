@@ -1,5 +1,5 @@
 -- The limits of a queue, and the jobs that this call has created.
--- include: queue ready
+-- include: queue work
 
 -- By tenant, the jobs that this call has created: their number, their cost, and those ready at once as arguments of ZADD. One
 -- call brings many jobs of few tenants, so `enqueue_created` counts and adds them together.

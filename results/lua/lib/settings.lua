@@ -10,7 +10,3 @@ end
 local function setting(name, default)
   return whole_number(redis.call('HGET', prefix .. 'settings', name), default)
 end
-
-local function is_paused()
-  return redis.call('HGET', prefix .. 'settings', 'paused') == '1'
-end

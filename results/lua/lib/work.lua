@@ -1,5 +1,13 @@
--- Waking idle engines.
+-- Work for engines: ready jobs that may be claimed.
 -- include: queue
+
+local function num_ready()
+  return tonumber(redis.call('HGET', prefix .. 'counts', 'queued') or 0)
+end
+
+local function is_paused()
+  return redis.call('HGET', prefix .. 'settings', 'paused') == '1'
+end
 
 -- Wakes up to num_jobs idle engines.
 local MAX_WAKE_TOKENS = 64
