@@ -259,7 +259,9 @@ def redriven(job_id: str, queue: str, reply: list[bytes] | None) -> str:
         case "created" | "exists":
             return detail
         case "refused":
-            raise CannotRedrive(f"job {job_id!r} is {detail}: only a failed, expired or cancelled job can be redriven")
+            raise CannotRedrive(
+                f"job {job_id!r} is {detail}: only a job that has failed, expired or been cancelled can be run again"
+            )
         case "no id":
             raise CannotRedrive(
                 f"job {job_id!r}: its id is too long for <id>.r<n>; submit the request again with another id"

@@ -102,8 +102,7 @@ def parts(connect_queue: Connect, engine: Engine, monkeypatch: pytest.MonkeyPatc
     parts.stop()
 
 
-CLAIM, HEARTBEAT = (script_command(name, "")[:2] for name in ("claim", "heartbeat"))
-READ: Command = ("XREAD",)
+CLAIM, HEARTBEAT, READ = (script_command(name, "")[:2] for name in ("claim", "heartbeat", "inbox"))
 
 
 def break_reply(queue: FullQueue, start: Command, error: BaseException) -> None:
