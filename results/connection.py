@@ -187,7 +187,7 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
     if isinstance(error, redis.ConnectionError | OSError):
         return RedisUnavailable(
-            f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL."
+            f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL, and maxclients."
         )
     for part, sentence in _BY_TEXT.items():
         if part in text:

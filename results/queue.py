@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
@@ -45,8 +46,6 @@ class JobQueue:
         self._client = client
         self._transport = Transport(client)
 
-    # --- new jobs --------------------------------------------------------------------------------------------------
-
     def submit(self, submissions: Sequence[Submission]) -> list[str]:
         """Return for each job: "created", "exists" (the same job is known), "conflict" (another job has the id), "full
         <limit> <value>" or "oversized <limit> <value>" (not taken because of that limit) or "invalid <field>" (not taken;
@@ -76,8 +75,6 @@ class JobQueue:
         that of another job; "exists" when it was rejected before, "taken" as in `accept`."""
         reply: bytes = self._transport.send(commands.reject(self.keys, entry_id, job_id, raw, error))
         return reply.decode()
-
-    # --- engines ---------------------------------------------------------------------------------------------------
 
     def claim(
         self,
@@ -138,8 +135,6 @@ class JobQueue:
         command = commands.wait_for_signal(self.keys, engine_id, min(timeout_s, BLOCK_LIMIT_S), include_wake)
         return replies.signal(self._transport.send(command), self.keys.wake)
 
-    # --- reading ---------------------------------------------------------------------------------------------------
-
     def get(self, job_id: str) -> Job:
         """Read a job. Raises JobNotFound."""
         return replies.job(job_id, self.keys.queue, self._transport.send(commands.get(self.keys, job_id)))
@@ -163,13 +158,9 @@ class JobQueue:
 
 def _rounds(writes: Sequence[Write], indices: Iterable[int]) -> list[list[int]]:
     """Group the indices of writes so that no group, which is one pipeline, has two writes of one job."""
-    rounds: list[list[int]] = []
-    num_seen: dict[JobId, int] = {}
+    rounds: defaultdict[int, list[int]] = defaultdict(list)
+    num_seen: Counter[JobId] = Counter()
     for i in indices:
-        job_id = writes[i].job_id
-        number = num_seen.get(job_id, 0)
-        num_seen[job_id] = number + 1
-        if number == len(rounds):
-            rounds.append([])
-        rounds[number].append(i)
-    return rounds
+        rounds[num_seen[writes[i].job_id]].append(i)
+        num_seen[writes[i].job_id] += 1
+    return list(rounds.values())

@@ -101,8 +101,6 @@ class Writer:
                 num_retries=self._num_retries,
             )
 
-    # --- the thread ------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         while batch := self._take_batch():
             outcomes = self._send(batch)

@@ -153,6 +153,6 @@ def test_a_server_that_takes_no_more_clients_says_so() -> None:
     with EmbeddedServer(options={"maxclients": "1"}) as server:
         first, second = connect(server.url), connect(server.url, blocking=True)
         first.ping()
-        with pytest.raises(RedisUnavailable, match=r"does it accept more clients|max number of clients"):
+        with pytest.raises(RedisUnavailable, match="maxclients"):
             FullQueue(second).stats()
         first.close()
