@@ -90,7 +90,7 @@ class SubmitCall:
 
     def feed(self, answers: list[Reply], confirmed: Reply = None) -> None:
         """Take the answers to those commands. Raises QueueFull, after which nothing more is to be sent, and NotDurable."""
-        outcomes = [outcome for answer in answers for outcome in replies.words(answer)]
+        outcomes = [outcome for answer in answers for outcome in replies.decode_list(answer)]
         job_ids = [job.job_id for batch in self._sent for job in batch]
         refused: dict[str, str] = {}
         for index, (job_id, outcome) in enumerate(zip(job_ids, outcomes, strict=True), start=self._num_answered):

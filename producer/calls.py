@@ -48,7 +48,7 @@ def cancel_batch(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
     outcomes: dict[str, str] = {}
     first = 0
     while members := (yield [commands.batch_members(keys, batch, first, CHANGED_JOBS)])[0]:
-        outcomes |= yield from cancel_many(keys, replies.words(members))
+        outcomes |= yield from cancel_many(keys, replies.decode_list(members))
         first += len(members)
     if not outcomes:
         raise BatchNotFound(batch, keys.queue)
@@ -59,7 +59,7 @@ def retry_all(keys: QueueKeys) -> Call[dict[str, str]]:
     new_ids: dict[str, str] = {}
     made: set[str] = set()
     after = 0
-    while failed := replies.words((yield [commands.dead(keys, after, CHANGED_JOBS)])[0]):
+    while failed := replies.decode_list((yield [commands.dead(keys, after, CHANGED_JOBS)])[0]):
         old = [
             job_id for job_id in failed if job_id not in made
         ]  # without this, a job that always fails is retried forever
@@ -73,7 +73,7 @@ def retry_all(keys: QueueKeys) -> Call[dict[str, str]]:
 def list_jobs(keys: QueueKeys, state: str, limit: int) -> Call[list[Job]]:
     (listed,) = yield [commands.list_jobs(keys, arguments.state(state), arguments.limit(limit))]
     jobs: list[Job] = []
-    for some in batched(replies.words(listed), READ_JOBS):
+    for some in batched(replies.decode_list(listed), READ_JOBS):
         jobs += replies.known_jobs(some, keys.queue, (yield [commands.get(keys, job_id) for job_id in some]))
     return jobs
 

@@ -68,7 +68,7 @@ class Client:
         if arguments.durability(durability) != "memory":  # to be confirmed
             return self.submit_many([request], batch=batch, durability=durability)[0]
         job = to_submission(request, batch=arguments.new_batch(batch))
-        (outcome,) = replies.words(self._transport.send(commands.submit(self._keys, [job])))
+        (outcome,) = replies.decode_list(self._transport.send(commands.submit(self._keys, [job])))
         return submitted(job, outcome)
 
     def submit_many(
@@ -142,7 +142,7 @@ class Client:
 
     def _set_sleep(self, level: int, engine_id: str | None) -> list[str]:
         command = commands.sleep(self._keys, level, arguments.engine_id(self._keys, engine_id))
-        return replies.engines_told(engine_id, self._keys.queue, self._transport.send(command))
+        return replies.signalled_engines(engine_id, self._keys.queue, self._transport.send(command))
 
     # --- read jobs and the queue -----------------------------------------------------------------------------------
 

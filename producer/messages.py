@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.producer.errors import InvalidRequest
+from millrace.producer.errors import InvalidRequest, PayloadTooLarge
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
 from millrace.producer.wire import (
@@ -19,6 +19,7 @@ __all__ = [
     "MAX_BODY_BYTES",
     "GenerationRequest",
     "InvalidRequest",
+    "PayloadTooLarge",
     "SamplingParams",
     "canonical_body",
     "estimate_cost",

@@ -13,6 +13,7 @@ import os
 import re
 from collections import Counter
 from hashlib import sha256
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -183,14 +184,13 @@ _NOT_FINITE = re.compile(rb'"(\w{1,40})"\s*:\s*-?(?:NaN|Infinity)\b')
 
 
 def usable_id(raw: bytes) -> JobId | None:
-    """The id in a body that `parse_body` refuses, where it has a proper one: the failure is recorded under it."""
+    """Return the valid top-level id of a body that `parse_body` refuses, or None. The failure is recorded under it."""
     try:
         candidate = msgspec.json.decode(raw, type=_IdOnly).id
     except msgspec.ValidationError:
-        return None  # JSON, with something else for an id
+        return None  # JSON, but no object, or its id is no string
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        found = _ID_IN_BROKEN_JSON.search(raw)
-        candidate = found[1].decode() if found else None
+        candidate = _id_in_broken_json(raw)
     return JobId(candidate) if candidate and re.fullmatch(ID_PATTERN, candidate) else None
 
 
@@ -198,7 +198,24 @@ class _IdOnly(msgspec.Struct):
     id: str | None = None
 
 
-_ID_IN_BROKEN_JSON = re.compile(rb'"id"\s*:\s*"([!-~]{1,128}?)"')
+def _id_in_broken_json(raw: bytes) -> str | None:
+    depth = 0
+    for token in islice(_STRING_OR_BRACKET.finditer(raw), _MAX_TOKENS):
+        if token[0] in b"{[":
+            depth += 1
+        elif token[0] in b"}]":
+            depth -= 1
+        elif depth == 1 and token[0] == b'"id"' and (value := _ID_VALUE.match(raw, token.end())):
+            return value[1].decode()
+        if depth < 1 or (token[0] == b"[" and depth == 1):  # not, or no longer, in the top-level object
+            return None
+    return None
+
+
+_STRING_OR_BRACKET = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
+_ID_VALUE = re.compile(rb'\s*:\s*"([!-~]{1,128}?)"')
+_MAX_TOKENS = 10_000
+"""Strings and brackets in which an id is searched for, so that a body of brackets alone takes no time."""
 
 
 _UNKNOWN_FIELD = "Object contains unknown field `"

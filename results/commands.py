@@ -1,40 +1,25 @@
 """Every call of the queue as a Redis command: pure functions, so that sync and async callers share them.
 
-The parts of `replies` read the answers. What the scripts do, and what they return, stands on top of each of them.
+The functions of `replies` read the replies. Each script's header documents its arguments, reply and transition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 
 import msgspec
 
 from millrace.results.keys import QueueKeys
-from millrace.results.messages import (
-    Append,
-    Begin,
-    EngineId,
-    Event,
-    Finish,
-    JobError,
-    JobId,
-    Lease,
-    Release,
-    Submission,
-    Write,
-)
+from millrace.results.messages import Append, Begin, EngineId, Event, Finish, JobError, Release, Submission, Write
 from millrace.results.scripts import Argument, Command, command, script_command
 from millrace.results.tokens import pack_tokens
 
 WATCH_TTL_MS = 30_000
 MAX_REJECTED_BYTES = 4096
-"""How much of a refused inbox entry is kept for a person to look at."""
+"""How much of a rejected inbox entry is kept for a person to look at."""
 
 _encode_json = msgspec.json.Encoder().encode
-
-
-# --- producer and reader -------------------------------------------------------------------------------------------
 
 
 def submit(keys: QueueKeys, submissions: Iterable[Submission]) -> Command:
@@ -44,20 +29,21 @@ def submit(keys: QueueKeys, submissions: Iterable[Submission]) -> Command:
     return script_command("submit", keys.prefix, *arguments)
 
 
-def get(keys: QueueKeys, job_id: str) -> Command:
-    return script_command("get", keys.prefix, job_id)
+def _command_of(script: str) -> Callable[[QueueKeys, str], Command]:
+    """Make the function for a script that takes one id."""
+    return lambda keys, name: script_command(script, keys.prefix, name)
 
 
-def cancel(keys: QueueKeys, job_id: str) -> Command:
-    return script_command("cancel", keys.prefix, job_id)
+get = _command_of("get")
+cancel = _command_of("cancel")
+redrive = _command_of("redrive")
+position = _command_of("position")
+trimmed = _command_of("trimmed")
+batch_status = _command_of("batch")
 
 
 def watch(keys: QueueKeys, job_id: str) -> Command:
     return script_command("watch", keys.prefix, job_id, WATCH_TTL_MS)
-
-
-def redrive(keys: QueueKeys, job_id: str) -> Command:
-    return script_command("redrive", keys.prefix, job_id)
 
 
 def pause(keys: QueueKeys, is_paused: bool) -> Command:
@@ -68,24 +54,12 @@ def sleep(keys: QueueKeys, level: int, engine_id: str | None) -> Command:
     return script_command("sleep", keys.prefix, level, engine_id or "")
 
 
-def position(keys: QueueKeys, job_id: str) -> Command:
-    return script_command("position", keys.prefix, job_id)
-
-
-def batch_status(keys: QueueKeys, batch: str) -> Command:
-    return script_command("batch", keys.prefix, batch)
-
-
 def batch_members(keys: QueueKeys, batch: str, first: int, count: int) -> Command:
     return command("LRANGE", keys.members(batch), first, first + count - 1)
 
 
 def dead(keys: QueueKeys, first: int, count: int) -> Command:
     return command("ZRANGE", keys.dead, first, first + count - 1)
-
-
-def trimmed(keys: QueueKeys, job_id: str) -> Command:
-    return script_command("trimmed", keys.prefix, job_id)
 
 
 def state(keys: QueueKeys, job_id: str) -> Command:
@@ -105,12 +79,9 @@ def last_entry(stream: str) -> Command:
 
 
 def read_stream(stream: str, after: str, count: int, block_ms: int | None) -> Command:
-    """Entries after an id. `block_ms` None: what is there; otherwise wait so long for the first one."""
+    """Read entries after an id. With `block_ms`, wait that long for the first one."""
     blocking: tuple[Argument, ...] = () if block_ms is None else ("BLOCK", max(1, block_ms))
     return command("XREAD", "COUNT", count, *blocking, "STREAMS", stream, after)
-
-
-# --- engine --------------------------------------------------------------------------------------------------------
 
 
 def accept(keys: QueueKeys, entry_id: str, submission: Submission) -> Command:
@@ -123,71 +94,29 @@ def reject(keys: QueueKeys, entry_id: str, job_id: str | None, raw: bytes, error
     return script_command("reject", keys.prefix, entry_id, job_id or "", digest, shown, _encode_json(error))
 
 
-def claim(
-    keys: QueueKeys,
-    engine_id: EngineId,
-    claim_id: str,
-    *,
-    max_jobs: int,
-    kv_token_budget: int,
-    num_held: int,
-    fingerprint: str,
-    says_begin: bool,
-) -> Command:
-    limits = (max_jobs, kv_token_budget, fingerprint, num_held, "1" if says_begin else "")
-    return script_command("claim", keys.prefix, engine_id, claim_id, *limits)
-
-
 def write(keys: QueueKeys, item: Write) -> Command:
     match item:
         case Append():
             tokens = pack_tokens(item.token_ids)
-            head: tuple[Argument, ...] = (item.job_id, item.lease, item.offset, tokens, item.fingerprint)
-            return script_command("append", keys.prefix, *head, *_event_arguments(item.event))
+            output = (item.job_id, item.lease, item.offset, tokens, item.fingerprint)
+            return script_command("append", keys.prefix, *output, *_event_arguments(item.event))
         case Begin():
             return script_command("begin", keys.prefix, item.job_id, item.lease)
         case Finish():
             error = _encode_json(item.error) if item.error else b""
             usage = (item.usage.prompt_tokens, item.usage.completion_tokens)
-            head = (
-                item.job_id,
-                item.lease,
-                item.state,
-                item.finish_reason,
-                *usage,
-                error,
-                "1" if item.is_retryable else "",
-            )
-            return script_command("finish", keys.prefix, *head, *_event_arguments(item.event))
+            end = (item.state, item.finish_reason, *usage, error, "1" if item.is_retryable else "")
+            event = _event_arguments(item.event)
+            return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *event)
         case Release():
             tokens = pack_tokens(item.token_ids)
-            head = (item.job_id, item.lease, item.offset, tokens, item.fingerprint, item.delay_ms)
-            return script_command("release", keys.prefix, *head)
-
-
-def heartbeat(
-    keys: QueueKeys, engine_id: EngineId, ttl_ms: int, held: Mapping[JobId, Lease], sleep_level: int
-) -> Command:
-    pairs: list[Argument] = []
-    for pair in held.items():
-        pairs += pair
-    return script_command("heartbeat", keys.prefix, engine_id, ttl_ms, sleep_level, *pairs)
-
-
-def deregister(keys: QueueKeys, engine_id: EngineId) -> Command:
-    return script_command("deregister", keys.prefix, engine_id)
-
-
-def recover(keys: QueueKeys, max_jobs: int) -> Command:
-    return script_command("recover", keys.prefix, max_jobs)
+            output = (item.job_id, item.lease, item.offset, tokens, item.fingerprint)
+            return script_command("release", keys.prefix, *output, item.delay_ms)
 
 
 def wait_for_signal(keys: QueueKeys, engine_id: EngineId, timeout_s: float, include_wake: bool) -> Command:
     lists = (keys.signals(engine_id), keys.wake) if include_wake else (keys.signals(engine_id),)
-    return command("BLPOP", *lists, max(timeout_s, 0.001))  # 0 would wait for ever
-
-
-# --- parts ---------------------------------------------------------------------------------------------------------
+    return command("BLPOP", *lists, max(timeout_s, 0.001))  # 0 would wait without end
 
 
 def _job_arguments(job: Submission) -> tuple[Argument, ...]:
@@ -197,7 +126,7 @@ def _job_arguments(job: Submission) -> tuple[Argument, ...]:
 
 
 def _options(job: Submission) -> bytes:
-    """What most jobs do without, as one JSON object; empty where there is none of it."""
+    """Return the rarely used options as one JSON object; empty without any."""
     has_time = job.delay_ms or job.run_at_ms is not None or job.deadline_ms is not None
     if not has_time and job.max_retries is None and job.meta is None and job.batch is None:
         return b""

@@ -1,4 +1,4 @@
-"""Connections to the server, their options, and its errors in words: one place for all of it."""
+"""Connections to the server, their options, and the messages for its errors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from redis.retry import Retry
 from millrace.results.errors import QueueError, RedisUnavailable
 
 CLIENT_ERRORS = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
-"""What redis-py raises."""
+"""The errors that redis-py raises."""
 DEFAULT_URL = "redis://localhost:6379/0"
 URL_VARIABLES = ("MILLRACE_REDIS_URL", "REDIS_URL")
 SOCKET_TIMEOUT_S = 10.0
-"""How long an answer may take. Whoever blocks on the server asks for less: BLOCK_LIMIT_S at a time."""
+"""How long a reply may take. A blocking command takes less: at most BLOCK_LIMIT_S."""
 BLOCK_LIMIT_S = 5.0
 NUM_RETRIES = 2
-"""Every call of ours may be repeated, so a connection that was lost is opened again and the call sent again."""
+"""Every call may be repeated, so a call is sent again after its connection was lost."""
 _RETRIED = (redis.ConnectionError,)
-"""Not a timeout: redis-py tries again on two levels, which would make 90 s of the ten. `transport` sends once more."""
+"""Without timeouts: redis-py retries on two levels, so 10 s would become 90 s. `transport` sends once more instead."""
 
 Connection: TypeAlias = redis.Redis | redis.RedisCluster
 AsyncConnection: TypeAlias = redis.asyncio.Redis | redis.asyncio.RedisCluster
@@ -32,7 +32,7 @@ _AnyClient = TypeVar("_AnyClient", redis.Redis, redis.asyncio.Redis)
 
 
 def resolve_url(url: str | None) -> str:
-    """The given URL, otherwise that of the environment, otherwise the local server."""
+    """Return the given URL, otherwise that of the environment, otherwise the local server's."""
     for candidate in (url, *map(os.environ.get, URL_VARIABLES)):
         if candidate:
             return candidate
@@ -40,11 +40,11 @@ def resolve_url(url: str | None) -> str:
 
 
 def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
-    """A client for any URL that redis-py knows: redis://, rediss://, unix://, with user, password and TLS options.
+    """Return a client for a URL of redis-py: redis://, rediss://, unix://, with user, password and TLS options.
 
-    redis+cluster:// and rediss+cluster:// give a cluster's client, which has the same commands; all keys of a queue live in
-    one slot. It connects at once, any other on first use. `blocking` is for a loop that waits on the server and has its
-    own way to try again: an error comes at once, and no command is sent again by itself.
+    redis+cluster:// and rediss+cluster:// return a cluster's client, which has the same commands; all keys of a queue live
+    in one slot. It connects at once, any other client on first use. `blocking` is for a loop that waits on the server and
+    retries by itself: errors are raised at once, and no command is sent twice.
     """
     resolved = resolve_url(url)
     retries = 0 if blocking else NUM_RETRIES
@@ -71,14 +71,14 @@ def connect_async(url: str | None = None) -> redis.asyncio.Redis:
 
 
 def _with_a_host(client: _AnyClient) -> _AnyClient:
-    """Raises ValueError for a host's name that can't be one, which else comes up with the first command."""
+    """Return the client. Raises ValueError for an invalid host name, which redis-py reports with the first command."""
     str(client.connection_pool.connection_kwargs.get("host", "")).encode("idna")
     return client
 
 
 def borrow(connection: Connection) -> redis.Redis:
-    """A client that the caller has made, as one that all of ours takes. Raises QueueError when its options do not allow
-    that: replies have to come as bytes in the shapes of RESP2, and may take as long as SOCKET_TIMEOUT_S."""
+    """Return a caller's client. Raises QueueError for options that do not fit: replies have to be bytes in the shapes of
+    RESP2, and may take up to SOCKET_TIMEOUT_S."""
     if not isinstance(connection, redis.Redis | redis.RedisCluster):
         raise QueueError(f"a URL, a redis.Redis or a redis.RedisCluster is needed, not {type(connection).__name__}")
     return _checked(cast(redis.Redis, connection))
@@ -105,9 +105,7 @@ def _checked(client: _AnyClient) -> _AnyClient:
     if timeout_s is not None and timeout_s < SOCKET_TIMEOUT_S:
         wrong.append(f"socket_timeout={SOCKET_TIMEOUT_S:g} or more, not {timeout_s:g}")
     if wrong:
-        raise QueueError(
-            f"this connection cannot be shared with Millrace: make it with {', '.join(wrong)}; or give its URL"
-        )
+        raise QueueError(f"Millrace cannot share this connection: make it with {', '.join(wrong)}; or give its URL")
     return client
 
 
@@ -115,12 +113,12 @@ _CLUSTER = "+cluster://"
 
 
 def _cluster_url(url: str) -> str | None:
-    """The URL of one of its nodes when the URL names a cluster."""
+    """Return the URL of a node where the URL names a cluster, else None."""
     return url.replace(_CLUSTER, "://", 1) if url.partition(":")[0] in ("redis+cluster", "rediss+cluster") else None
 
 
 def _connect_cluster(url: str, num_retries: int) -> redis.Redis:
-    # One that moves a slot or elects a new primary answers with redirections for a while, so it is asked more often.
+    # A cluster that moves a slot or elects a primary sends redirections for a while, so there are more retries.
     retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 2 * num_retries)
     try:
         return cast(redis.Redis, redis.RedisCluster.from_url(url, retry=retry, **_OPTIONS))
@@ -132,17 +130,17 @@ def _connect_cluster(url: str, num_retries: int) -> redis.Redis:
 
 
 _OPTIONS: dict[str, Any] = {
-    "protocol": 2,  # one shape of replies, whatever the default of the library is
+    "protocol": 2,  # the same replies with any version of redis-py
     "decode_responses": False,
     "socket_timeout": SOCKET_TIMEOUT_S,
     "socket_connect_timeout": 5.0,
     "health_check_interval": 30,
-    "max_connections": 10_000,  # a reader that waits holds one
+    "max_connections": 10_000,  # each waiting reader holds one
 }
 
 
 def server_name(client: redis.Redis | redis.asyncio.Redis) -> str:
-    """Where a client connects to, as a URL without the password."""
+    """Return where a client connects to, as a URL without the password."""
     if isinstance(client, redis.RedisCluster | redis.asyncio.RedisCluster):
         first = next(iter(client.nodes_manager.startup_nodes.values()))
         return f"redis+cluster://{first.host}:{first.port}"
@@ -160,7 +158,7 @@ _TLS_CONNECTIONS = (redis.SSLConnection, redis.asyncio.SSLConnection)
 
 
 def node_of(client: redis.Redis, key: str) -> redis.Redis:
-    """The client of the one server that holds a key: in a cluster that of its node, otherwise the client itself."""
+    """Return the client of the server that holds a key: in a cluster that of its node, otherwise the client itself."""
     if not isinstance(client, redis.RedisCluster):
         return client
     node: redis.Redis = client.get_redis_connection(client.get_node_from_key(key))
@@ -168,7 +166,7 @@ def node_of(client: redis.Redis, key: str) -> redis.Redis:
 
 
 async def node_of_async(client: redis.asyncio.Redis, key: str) -> redis.asyncio.Redis:
-    """The same for asyncio. In a cluster it is a new client, for the caller to close: its nodes have none of their own."""
+    """The same for asyncio. In a cluster it is a new client, which the caller closes."""
     if not isinstance(client, redis.asyncio.RedisCluster):
         return client
     await client.initialize()
@@ -178,10 +176,9 @@ async def node_of_async(client: redis.asyncio.Redis, key: str) -> redis.asyncio.
 
 
 def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
-    """The error in one sentence that says what to do, when it is the server's state that is at fault; None when it is
-    the command."""
+    """Return an error that names the remedy, where the server's state is at fault; None where the command is."""
     text = str(error)
-    if "CERTIFICATE_VERIFY_FAILED" in text:  # redis-py has put it into a ConnectionError
+    if "CERTIFICATE_VERIFY_FAILED" in text:  # redis-py wraps it in a ConnectionError
         return RedisUnavailable(f"Redis at {server} {_NOT_TRUSTED} ({text})")
     if isinstance(error, redis.TimeoutError) and server.startswith("rediss://") and "connecting" in text:
         return RedisUnavailable(f"Redis at {server} does not answer in time: does this port speak TLS? ({text})")
@@ -190,9 +187,9 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
     if isinstance(error, redis.ConnectionError | OSError):
         return RedisUnavailable(
-            f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL."
+            f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL, and maxclients."
         )
-    for part, sentence in _BY_WORDS.items():
+    for part, sentence in _BY_TEXT.items():
         if part in text:
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
     if isinstance(error, redis.ResponseError) and any(code in text for code in _CODES):
@@ -206,7 +203,7 @@ def _reason(text: str) -> str:
     return os.strerror(int(errno[1])).lower() if errno else text.rstrip(".")
 
 
-_NOT_PERMITTED = "does not permit this to the URL's user: extend its ACL"
+_NOT_PERMITTED = "does not permit this to the URL's user: extend the user's ACL"
 
 _NOT_TRUSTED = (
     "has a certificate that is not trusted here: name the authority that signed it in the URL, "
@@ -233,8 +230,8 @@ _SENTENCES: tuple[tuple[_Errors, str], ...] = (
     ),
 )
 
-# Told apart by their words alone. Servers before 7.0 wrap the error of a command in a script into text of their own.
-_BY_WORDS = {
+# Recognized by their text. Servers before 7.0 wrap the error of a command in a script.
+_BY_TEXT = {
     "ACL failure in script": _NOT_PERMITTED,
     "The user executing the script can't": _NOT_PERMITTED,
     "DB index is out of range": "has no such database: check the number at the end of the URL",
@@ -242,7 +239,7 @@ _BY_WORDS = {
     "-READONLY ": _READ_ONLY,
 }
 
-# Codes of errors that pass by themselves, wherever in the text.
+# Codes of temporary errors, anywhere in the text.
 _CODES = (
     "OOM ",
     "READONLY ",
@@ -252,9 +249,9 @@ _CODES = (
     "LOADING ",
     "BUSY ",
     "TRYAGAIN ",
-    "UNBLOCKED ",  # whoever waits on a primary that becomes a replica
+    "UNBLOCKED ",  # a blocked client when its primary becomes a replica
     "NOAUTH ",
-    "NOSCRIPT ",  # flushed again between loading and sending: the next try loads it again
+    "NOSCRIPT ",  # flushed between loading and sending: the next try loads it
     "MOVED ",
     "ASK ",
     "CLUSTERDOWN ",

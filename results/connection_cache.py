@@ -1,4 +1,4 @@
-"""Single script calls without the pool's ceremony, for callers that wait for each reply before they send the next."""
+"""Single script calls on connections that are kept between calls, which is faster than redis-py's pool."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ import redis
 from millrace.results.scripts import Command
 
 _Connection: TypeAlias = Any
-"""A redis.Connection, whose methods have no types."""
+"""A redis.Connection; its methods have no types."""
 _pack: Callable[..., bytes] = hiredis.pack_command
-LOOK_S = 0.0002
-"""How long a caller looks for a reply before it sleeps. A thread that slept needs about 50 us to run again, as long as the
-server takes for a script; a reply from farther away than this is not looked for."""
+SPIN_S = 0.0002
+"""How long a caller polls for a reply before it sleeps. To wake a thread takes about 50 us, as long as a script. After a
+reply that took longer than this, the next call does not poll."""
 
 
 class ConnectionCache:
-    """Owns connections of a client's pool between single calls. May be used by several threads.
+    """Owns connections of a client's pool between single calls. Thread-safe.
 
-    Taking one from redis-py's pool, and giving it back, takes as long as a script does; so what was taken is held until
-    `give_back`, and the pool, not this, opens, closes and counts.
+    To take a connection from redis-py's pool and release it takes as long as a script. So connections are kept here until
+    `release_idle`. The pool opens, closes and counts them.
     """
 
     def __init__(self, client: redis.Redis) -> None:
         self._pool = client.connection_pool
         self._idle: list[_Connection] = []  # its append and pop are atomic
-        self._is_near = True
+        self._may_spin = True
 
     def call(self, command: Command) -> object:
-        """The reply to a command of `script_command`, sent once: no error is tried again. Raises as redis-py does."""
+        """Send a command of `script_command` once, and return the reply. Raises as redis-py does."""
         connection = self._take()
         try:
             connection.send_packed_command([_pack(command)])
             reply = self._read(connection)
-        except redis.ResponseError:  # an answer like any other
+        except redis.ResponseError:  # a reply too
             self._idle.append(connection)
             raise
         except BaseException:
-            connection.disconnect()  # whatever is still to come on it would be taken for another's reply
+            connection.disconnect()  # its next reply would be read as another call's
             self._pool.release(connection)
             raise
         self._idle.append(connection)
         return reply
 
-    def give_back(self) -> None:
-        """Back into the pool, with all that no call is using."""
+    def release_idle(self) -> None:
+        """Release the connections that no call uses to the pool."""
         while connection := self._pop():
             self._pool.release(connection)
 
     def _take(self) -> _Connection:
         while connection := self._pop():
-            if connection.pid == os.getpid():  # else a fork has copied it, and it is the parent's
+            if connection.pid == os.getpid():  # else it belongs to the parent process
                 return connection
         return self._pool.get_connection()
 
@@ -66,10 +66,10 @@ class ConnectionCache:
             return None
 
     def _read(self, connection: _Connection) -> object:
-        began_s = time.perf_counter()
-        if self._is_near:
-            while not connection.can_read() and time.perf_counter() - began_s < LOOK_S:
+        begin_s = time.perf_counter()
+        if self._may_spin:
+            while not connection.can_read() and time.perf_counter() - begin_s < SPIN_S:
                 os.sched_yield()
         reply = connection.read_response()
-        self._is_near = time.perf_counter() - began_s < LOOK_S
+        self._may_spin = time.perf_counter() - begin_s < SPIN_S
         return reply

@@ -1,4 +1,4 @@
-"""What may go wrong between a caller and the queue; each error says what to do."""
+"""The errors of the queue; each names the remedy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class QueueError(MillraceError):
 
 
 class JobNotFound(QueueError):
-    """Raised when no record has this id: never submitted, or its result has expired."""
+    """Raised when no record has this id: the job was never submitted, or its result has expired."""
 
     def __init__(self, job_id: str, queue: str) -> None:
         super().__init__(f"no job {job_id!r} in queue {queue!r}: never submitted, or its result has expired")
@@ -39,21 +39,21 @@ class JobNotFound(QueueError):
 
 
 class ResultExpired(QueueError):
-    """Raised by readers of a job whose result was kept for its time and is gone, though its record is still there."""
+    """Raised by readers when a job's result has expired and its record has not."""
 
     def __init__(self, job_id: str, queue: str) -> None:
         super().__init__(
-            f"job {job_id!r} of queue {queue!r} has ended, and its result has expired; get tells its state"
+            f"job {job_id!r} of queue {queue!r} has ended, and its result has expired; get returns its state"
         )
         self.job_id = job_id
 
 
 class JobConflict(QueueError):
-    """Raised when ids are taken by jobs with other bodies; jobs submitted with them are in the queue."""
+    """Raised when other jobs have these ids; the other jobs of the call are in the queue."""
 
     def __init__(self, job_ids: list[str]) -> None:
         shown = ", ".join(job_ids[:5]) + (f" and {len(job_ids) - 5} more" if len(job_ids) > 5 else "")
-        super().__init__(f"id: already taken by a job with another body: {shown}. Use another id, or none")
+        super().__init__(f"id: already taken by a job with another body; use another id, or none: {shown}")
         self.job_ids = job_ids
 
 
@@ -75,7 +75,7 @@ class EngineNotFound(QueueError):
 
 
 class QueueFull(QueueError):
-    """Raised when a limit of the queue, or of a tenant's part of it, keeps jobs out; says which, and what did get in."""
+    """Raised when jobs were not taken because of a limit of the queue or of a tenant."""
 
     def __init__(self, limit: str, value: str, job_ids: list[str], refused: list[str]) -> None:
         whose = "the tenant has" if limit.startswith("tenant_") else "the queue has"
@@ -94,26 +94,26 @@ class QueueFull(QueueError):
 
 
 class NotDurable(QueueError):
-    """Raised when jobs are in the queue, but the server does not confirm the durability that was asked for."""
+    """Raised when jobs are in the queue, but the server did not confirm the requested durability."""
 
     def __init__(self, reason: str, job_ids: list[str]) -> None:
         shown = ", ".join(job_ids[:5]) + (f" and {len(job_ids) - 5} more" if len(job_ids) > 5 else "")
-        super().__init__(f"{reason}. The jobs are in the queue all the same: {shown}")
+        super().__init__(f"{reason}. The jobs are in the queue: {shown}")
         self.job_ids = job_ids
 
 
 class CannotRedrive(QueueError):
-    """Raised when a job cannot be run again: it has not ended, or has finished well, or its body is gone."""
+    """Raised when a job cannot be redriven: it has not ended, it has finished, or it has no valid request."""
 
 
 class RedisUnavailable(QueueError):
-    """Raised when the server cannot be reached, does not answer in time or cannot do what it is asked now: it is
-    loading, read-only or out of memory, or refuses this user the login or the command. Also for a malformed URL."""
+    """Raised when the server cannot be reached, does not reply in time, or cannot execute the command now: it is loading,
+    read-only or out of memory, or denies this user the login or the command. Also for a malformed URL."""
 
 
 class ServerUnsuitable(QueueError):
-    """Raised when the server would lose jobs or is too old; says which setting to change."""
+    """Raised when the server would lose jobs or is too old; names the setting to change."""
 
 
 class WaitTimeout(QueueError, TimeoutError):
-    """Raised when a job is not done within the time given to `wait`. The job goes on."""
+    """Raised when a job has not ended within the timeout of `wait`. The job continues."""

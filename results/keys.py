@@ -1,6 +1,4 @@
-"""The key legend: every key that a queue has in Redis, what it is, who touches it. No other Python module builds one.
-
-The Lua scripts get the prefix and build theirs by this legend too. The RQ gateway's own keys stand in `rq_ledger`.
+"""The key legend: every key of a queue in Redis. The Lua scripts build keys by it; Python gets those that it uses here.
 
 All keys of a queue share the hash tag `{queue}`, so they live in one slot of a Redis Cluster.
 
@@ -8,14 +6,14 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     ---------------------  ------  --------------------------------------------  -------------------  -------------------
     job:<id>               hash    the record; short values, stays a listpack    every transition     record TTL after end
     body:<id>              string  the request, raw JSON                         submit               like the record
-    meta:<id>              string  the submitter's own JSON object                submit               like the record
+    meta:<id>              string  the submitter's own JSON object               submit               like the record
     tokens:<id>            string  checkpoint: token ids, uint32 little-endian   append               until the end *
     result:<id>            stream  events, then one terminal entry               append, finish       result TTL after end
     text:<id>              string  text of events that the stream has lost       append               like the result
-    watched:<id>           string  somebody reads the job live                   reader               as long as it said
+    watched:<id>           string  somebody reads the job live                   watch                as long as requested
     ready:<tenant>         zset    queued jobs, score priority, by age within    submit, release      while not empty
     tenants                zset    tenants with ready jobs, score virtual time   submit, claim        while not empty
-    away                   zset    tenants without any, while others have some    submit, claim        until caught up
+    away                   zset    tenants without any, while others have some   submit, claim        until caught up
     delayed                zset    jobs that wait for a time, score ready at ms  submit, release      while not empty
     deadlines              zset    jobs with a deadline, score when, ms          submit, finish       while not empty
     waiting                hash    jobs and tokens not yet running, by tenant    submit, claim        while not empty
@@ -24,11 +22,11 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     leases:<engine>        set     jobs that this engine incarnation owns        claim, finish        while not empty
     engines                zset    engine incarnations, score last heartbeat ms  heartbeat            until recovered
     engine:<engine>        hash    the heartbeat, and the last claim's answer    heartbeat, claim     heartbeat limit
-    signals:<engine>       list    "cancel", "watch" or "expire <id>"; "beat"    cancel, reader, ...  60 s
+    signals:<engine>       list    "cancel", "watch" or "expire <id>"; "beat"    cancel, watch, ...   60 s
     done                   stream  completions: id, state                        finish               100,000 entries
     dead                   zset    failed jobs, score ended at ms                finish, redrive      record TTL
-    inbox                  stream  the open door: field `job`, JSON              anybody              until taken in
-    rejected               stream  inbox entries that could not become a job     accept, reject       1,000 entries
+    inbox                  stream  requests of any client: field `job`, JSON     anybody              until accepted
+    rejected               stream  inbox entries that are no jobs, 4 KiB each     accept, reject       1,000 entries, 7 days
     wake                   list    one element wakes one idle engine             submit, release      64 elements
     settings               hash    times, limits, weights, paused                operator             for ever
     counts                 hash    jobs queued now, totals of ends and tokens    every transition     for ever
@@ -52,19 +50,14 @@ class QueueKeys:
             raise ValueError(f"queue: must match [A-Za-z0-9._-]{{1,64}}, got {queue!r}")
         self.queue = queue
         self.prefix = f"millrace:{{{queue}}}:"
-        self.tenants = self.prefix + "tenants"
         self.delayed = self.prefix + "delayed"
         self.deadlines = self.prefix + "deadlines"
-        self.waiting = self.prefix + "waiting"
-        self.engines = self.prefix + "engines"
         self.done = self.prefix + "done"
         self.dead = self.prefix + "dead"
         self.inbox = self.prefix + "inbox"
         self.rejected = self.prefix + "rejected"
         self.wake = self.prefix + "wake"
         self.settings = self.prefix + "settings"
-        self.counts = self.prefix + "counts"
-        self.serial = self.prefix + "serial"
 
     def job(self, job_id: str) -> str:
         return self.prefix + "job:" + job_id
@@ -78,23 +71,8 @@ class QueueKeys:
     def result(self, job_id: str) -> str:
         return self.prefix + "result:" + job_id
 
-    def meta(self, job_id: str) -> str:
-        return self.prefix + "meta:" + job_id
-
-    def watched(self, job_id: str) -> str:
-        return self.prefix + "watched:" + job_id
-
-    def ready(self, tenant: str) -> str:
-        return self.prefix + "ready:" + tenant
-
     def leases(self, engine_id: str) -> str:
         return self.prefix + "leases:" + engine_id
-
-    def engine(self, engine_id: str) -> str:
-        return self.prefix + "engine:" + engine_id
-
-    def batch(self, batch: str) -> str:
-        return self.prefix + "batch:" + batch
 
     def members(self, batch: str) -> str:
         return self.prefix + "members:" + batch

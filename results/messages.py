@@ -1,6 +1,6 @@
-"""What crosses the border of the job record: states, claims, events, and the job as a reader sees it.
+"""The types of the job record: states, claims, writes, events, and the job as a reader gets it.
 
-Standard library and msgspec only. A job's body stays raw JSON bytes here; what is in it is the producer's business.
+Standard library and msgspec only. A job's body is raw JSON here; the producer package defines its fields.
 
 Offsets count output tokens from 0. An event covers the half-open range [offset, offset + len(token_ids)) and its text
 is exactly what those tokens added; the events of a job cover its output without gap or overlap.
@@ -14,12 +14,12 @@ import msgspec
 
 JobId = NewType("JobId", str)
 EngineId = NewType("EngineId", str)
-"""One incarnation of an engine service: a restarted engine is another one."""
+"""One run of an engine service: a restarted engine has another id."""
 Lease = NewType("Lease", int)
 """Fencing token of one claim of one job: grows with every claim, and a write that carries an old one is refused."""
 
 PROTOCOL = 1
-"""The version that `docs/protocol.md` describes; a record carries its own."""
+"""The version that `docs/protocol.md` describes; each record has its own."""
 DEFAULT_RETRIES = 2
 
 EndState = Literal["finished", "failed", "cancelled", "expired"]
@@ -29,13 +29,13 @@ EndReason = Literal["stop", "length", "error", "cancelled", "expired"]
 
 
 class JobError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Why a job failed, in one sentence for a person and one word for a program."""
+    """Why a job failed: a sentence for people and a kind for programs."""
 
     kind: str
     """"invalid_request", "model_mismatch", "fingerprint_mismatch", "crashed", "nan_logits" or "internal"."""
     message: str
     field: str | None = None
-    """The request's field that is at fault, where there is one."""
+    """The request's field at fault, where there is one."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,11 +43,8 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
 
 
-# --- engine side ---------------------------------------------------------------------------------------------------
-
-
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """One job on its way in: the body and what the queue has to know about it."""
+    """A new job: its body, and what the queue has to know about it."""
 
     job_id: JobId
     body: bytes
@@ -62,18 +59,18 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     is_streamed: bool = False
     delay_ms: int = 0
     run_at_ms: int | None = None
-    """Not before, in ms since the epoch; a time in the past is now. Goes before `delay_ms`."""
+    """The job begins not before, in ms since the epoch; a past time is now. Takes precedence over `delay_ms`."""
     deadline_ms: int | None = None
-    """Counted from the submission: the job expires then, whatever it is doing."""
+    """From the submission until the job expires, in any state."""
     max_retries: int | None = None
-    """Failures that may pass after which it is tried again; None: DEFAULT_RETRIES."""
+    """Most attempts after retryable failures; None: DEFAULT_RETRIES."""
     meta: bytes | None = None
-    """A JSON object that readers get back as it is."""
+    """A JSON object that readers get back unchanged."""
     batch: str | None = None
 
 
 class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One job that an engine now owns, with the progress that an earlier attempt left."""
+    """A job that an engine now owns, with the output of earlier attempts."""
 
     job_id: JobId
     lease: Lease
@@ -82,31 +79,31 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     cost: int
     crash_count: int
-    """Engines that died with this job since it last made progress. From 2 on it has to run alone."""
+    """Engines that died with this job since its last progress. From 2 on it has to run alone."""
     token_ids: list[int]
-    """The checkpoint: output tokens that survive."""
+    """The checkpoint: the output tokens that Redis has."""
     num_published: int
-    """Output tokens that readers have seen, in events; never more than the checkpoint holds."""
+    """Output tokens in events; at most as many as in the checkpoint."""
     is_watched: bool
-    """Someone reads live: publish as it comes."""
+    """Somebody reads live: publish output without delay."""
     created_ms: int
     protocol: int = PROTOCOL
-    """The version of the record. One that is newer than PROTOCOL is released, with a delay, for a newer engine."""
+    """The record's version. A job with one above PROTOCOL is released, with a delay, for a newer engine."""
     corruption: str | None = None
-    """What is wrong with a record that somebody has changed so that it cannot be run: the job has to fail with that."""
+    """What is wrong with a record that was changed so that the job cannot run: the job fails with this message."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     jobs: list[ClaimedJob]
     num_ready: int
-    """Jobs still ready after this claim, so that a caller with room knows whether to ask again."""
+    """Jobs still ready after this claim."""
     num_set_aside: int
-    """Jobs in front that nobody can run now, after their deadline or of another model. A claim that brings nothing else has
-    not seen what is behind them."""
+    """Jobs in front that nobody can run now, after their deadline or of another model. After a claim with no others, claim
+    again for the jobs behind them."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """A stretch of output that becomes visible: text is exactly what the token ids add."""
+    """Output that becomes visible; the text is exactly what the token ids add."""
 
     offset: int
     token_ids: list[int]
@@ -114,7 +111,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Append(msgspec.Struct, frozen=True, kw_only=True):
-    """Checkpoint `token_ids` at `offset`, and show `event` when there is one. Idempotent: known tokens are skipped."""
+    """Checkpoint `token_ids` at `offset`, and publish `event` if given. Idempotent: known tokens are skipped."""
 
     job_id: JobId
     lease: Lease
@@ -125,17 +122,17 @@ class Append(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine begins to compute a job that runs alone: from here on its death counts against the job. Idempotent."""
+    """The engine begins to compute a job that runs alone: its death counts against the job from now on. Idempotent."""
 
     job_id: JobId
     lease: Lease
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """End the job: the last event (what was not yet shown), then the terminal entry.
+    """End the job: the last event (all unpublished output), then the terminal entry.
 
-    A failure with `is_retryable` ends the job only when its retries are used up. Before that the answer is "retrying": the
-    job keeps its checkpoint and waits for its next attempt, and what `event` would have shown stays unseen.
+    A failure with `is_retryable` ends the job only without retries left. Otherwise the outcome is "retrying": the job keeps
+    its checkpoint and waits for its next attempt, and `event` is not published.
     """
 
     job_id: JobId
@@ -149,7 +146,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
-    """Give the job back with its tokens so far; the attempt does not count."""
+    """Give the job back with its output so far; the attempt does not count."""
 
     job_id: JobId
     lease: Lease
@@ -163,46 +160,45 @@ Write = Append | Begin | Finish | Release
 
 
 class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a heartbeat found out about the leases that the engine thinks it holds."""
+    """The reply to a heartbeat: what changed for the jobs that the engine holds."""
 
     lost: list[JobId]
-    """Held by the engine, but no longer its own: drop them, write nothing."""
+    """No longer the engine's: drop them, write nothing."""
     cancelled: list[JobId]
-    """Somebody asked to cancel them."""
+    """To be cancelled."""
     watched: list[JobId]
     """Somebody reads them live."""
     expired: list[JobId] = []
     """Their deadline has passed: end them as expired."""
     sleep_level: int = 0
-    """How the engine shall sleep: 0 (not at all), 1 or 2."""
+    """The requested sleep level: 0 (awake), 1 or 2."""
     next_lapse_ms: int = 2**31
-    """When the next engine counts as dead, if it is silent until then."""
+    """Until the next heartbeat of any engine expires."""
 
 
 SignalKind = Literal["cancel", "watch", "expire"]
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True):
-    """A word to the engine that runs a job, faster than its next heartbeat."""
+    """A notice to the engine that runs a job, sooner than the reply to its next heartbeat."""
 
     kind: SignalKind
     job_id: JobId
 
 
 class InboxEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the open door, unread."""
+    """One entry of the inbox, not yet parsed."""
 
     entry_id: str
-    """Where to read on, and what `accept` and `reject` take."""
+    """Where to continue reading, and what `accept` and `reject` take."""
     raw: bytes
-    """The field `job`; empty when the entry has none."""
-
-
-# --- reader side ---------------------------------------------------------------------------------------------------
+    """The field `job`; empty when the entry has none. Only its beginning when it is longer than the reader accepts."""
+    num_bytes: int
+    """Of the whole field."""
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One step of a job's visible life, as `stream()` yields it."""
+    """One event of a job, as `stream()` yields it."""
 
     id: str
     """Where a reader can resume: `stream(job_id, after=event.id)`."""
@@ -213,23 +209,23 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     state: str | None = None
     """Set on the terminal event: finished, failed, cancelled or expired."""
     is_restart: bool = False
-    """Set when what came after `after` has been trimmed from the stream: this event starts over from offset 0, and what
-    was read before it is to be thrown away."""
+    """Set when the entries after `after` were trimmed from the stream: this event starts at offset 0 and replaces all that
+    was read before."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Server times in milliseconds since the epoch; None until it happened, or where there is none."""
+    """Server times in milliseconds since the epoch; None before the event, or where there is none."""
 
     created_ms: int
     started_ms: int | None = None
     ended_ms: int | None = None
     due_ms: int | None = None
-    """Of a delayed job: when it can begin."""
+    """When a delayed job may begin."""
     deadline_ms: int | None = None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A job as a reader sees it now."""
+    """A job as a reader gets it."""
 
     id: str
     state: str
@@ -241,19 +237,19 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     timings: Timings
     attempt: int = 0
     num_retries: int = 0
-    """How often a failure that may pass has been tried again."""
+    """Attempts after retryable failures so far."""
     meta: dict[str, Any] | None = None
     batch: str | None = None
     redrive_of: str | None = None
-    """The job that this one runs again."""
+    """The job of which this is the redrive."""
     redriven_as: str | None = None
-    """The job that runs this one again."""
+    """The redrive of this job."""
     has_result: bool = True
-    """False once the result's time is over while the record is still kept: the text is gone, not empty."""
+    """False when the result has expired and the record has not: the text is lost, not empty."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the record is terminal: nothing about it will change any more."""
+        """Whether the state is terminal."""
         return self.state in TERMINAL_STATES
 
 
@@ -272,20 +268,20 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     stale_writes: int = 0
     """Writes refused because the job was no longer the writer's."""
     waiting_tokens: int = 0
-    """What the queued and the delayed jobs are expected to take."""
+    """Expected tokens of the queued and the delayed jobs."""
     is_paused: bool = False
     sleep_levels: dict[str, int] = {}
     """By the id of each engine alive: 0 awake, 1 asleep with its weights in host memory, 2 without them."""
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a job stands in its queue, as far as one can tell: fair share and new work change it."""
+    """An estimate of when a job begins; fair share and new jobs change it."""
 
     state: str
     num_ahead: int | None
     """Jobs that are likely to begin before it; None unless it is queued."""
     eta_s: float | None
-    """Seconds until it begins, at the pace of the last completions; None where nothing has ended lately."""
+    """Seconds until it begins, at the pace of the last completions; None where there were none lately."""
 
 
 class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -301,7 +297,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int
     expired: int
     eta_s: float | None
-    """Seconds until all has ended, at the pace of the last completions; None where nothing has ended lately."""
+    """Seconds until all have ended, at the pace of the last completions; None where there were none lately."""
 
     @property
     def total(self) -> int:

@@ -1,6 +1,6 @@
-"""Readers that follow jobs: each says what to ask the server next and makes sense of the answers.
+"""Followers of jobs: each returns the next commands to send, and reads the replies.
 
-They do no input or output, so that one logic serves sync and async clients alike:
+They do no input or output, so sync and async clients share them:
 
     while not follower.is_done:
         for found in follower.feed(transport.send_many(follower.next_commands())):
@@ -23,20 +23,20 @@ from millrace.results.transport import Reply
 
 START = "0-0"
 WATCH_REFRESH_S = 10.0
-SWEEP_INTERVAL_S = 30.0
+REREAD_INTERVAL_S = 30.0
 MAX_ENTRIES = 500
-MAX_SWEPT = 1000
+MAX_STATES = 1000
 
 
 class Deadline:
-    """How long a reader may go on waiting."""
+    """Limits how long a reader waits."""
 
     def __init__(self, timeout_s: float | None, what: str) -> None:
         self._ends_s = None if timeout_s is None else time.monotonic() + timeout_s
-        self._sentence = f"{what} within {timeout_s} s; it goes on, and can be waited for again"
+        self._sentence = f"{what} within {timeout_s} s. Work continues; wait again"
 
     def block_ms(self) -> int:
-        """How long to block now. Raises WaitTimeout when the time is up."""
+        """Return how long to block now. Raises WaitTimeout after the deadline."""
         if self._ends_s is None:
             return int(BLOCK_LIMIT_S * 1000)
         left_s = self._ends_s - time.monotonic()
@@ -46,14 +46,14 @@ class Deadline:
 
 
 class EndFollower:
-    """Waits for the end of one job. Finds nothing to yield: when `is_done`, the job can be read."""
+    """Waits for the end of one job. It yields nothing: when `is_done`, the job can be read."""
 
     def __init__(self, keys: QueueKeys, job_id: str, timeout_s: float | None) -> None:
         self.is_done = False
         self._keys = keys
         self._job_id = job_id
         self._deadline = Deadline(timeout_s, f"job {job_id!r} is not done")
-        self._last_id: str | None = None  # None: look at the job before waiting for more
+        self._last_id: str | None = None  # None: read the job's state before waiting
 
     def next_commands(self) -> list[Command]:
         stream = self._keys.result(self._job_id)
@@ -63,14 +63,14 @@ class EndFollower:
 
     def feed(self, answers: Sequence[Reply]) -> None:
         if self._last_id is None:
-            self._look(*answers)
+            self._read_state(*answers)
             return
         entries = replies.stream_entries(answers[0])
         self.is_done = any(b"state" in fields for _, fields in entries)
-        # After a silence the job is looked at again: its record may have gone.
+        # After a wait without entries read the state again: the record may have expired.
         self._last_id = entries[-1][0].decode() if entries else None
 
-    def _look(self, state: bytes | None, last: list[replies.Entry]) -> None:
+    def _read_state(self, state: bytes | None, last: list[replies.Entry]) -> None:
         if state is None:
             raise JobNotFound(self._job_id, self._keys.queue)
         self.is_done = replies.is_terminal(state) or any(b"state" in fields for _, fields in last)
@@ -80,12 +80,12 @@ class EndFollower:
 class EventFollower:
     """Follows one job's events from the beginning, or from after an event, to the terminal one.
 
-    A bounded stream loses its oldest entries. A reader that has read them all along is given what it missed; one that
-    resumes after an entry that is gone is given everything from the start, in an event marked `is_restart`.
+    A long stream loses its oldest entries. A reader that has read from the beginning gets what it missed as one event; one
+    that resumes after a trimmed entry gets all output from the start, in an event with `is_restart`.
     """
 
     def __init__(self, keys: QueueKeys, job_id: str, after: str | None) -> None:
-        """`after` is the id of an event to go on from, which the caller has checked; None or "": from the beginning."""
+        """`after` is the id of an event, which the caller has checked; None or "": from the beginning."""
         self.is_done = False
         self._keys = keys
         self._job_id = job_id
@@ -93,11 +93,11 @@ class EventFollower:
         self._num_tokens: int | None = None if after else 0  # read so far; None: unknown, after a resumption
         self._num_chars: int | None = None if after else 0
         self._take: Callable[[Sequence[Reply]], list[StreamEvent]] = self._take_watch
-        """Makes sense of the answers to the last commands."""
+        """Reads the replies to the last commands."""
         self._can_resume = False
         self._must_fill = False
         self._has_ended = False
-        self._is_at_end = False  # behind the terminal entry, or the stream has expired meanwhile: another look tells
+        self._is_at_end = False  # after the terminal entry, or the stream has expired: `watch` distinguishes them
         self._watch_again_s = 0.0
 
     def next_commands(self) -> list[Command]:
@@ -108,7 +108,7 @@ class EventFollower:
             self._take = self._take_trimmed
             return [commands.trimmed(self._keys, self._job_id)]
         stream = self._keys.result(self._job_id)
-        if self._can_resume:  # entries tell by their offset what is missing; the first ones, which follow any, do not
+        if self._can_resume:  # the first entries after a resumption have no offset to compare with
             self._take = self._take_resumption
             read = commands.read_stream(stream, self._last_id, MAX_ENTRIES, None)
             return [read, commands.watch(self._keys, self._job_id)]
@@ -117,7 +117,10 @@ class EventFollower:
         return [commands.read_stream(stream, self._last_id, MAX_ENTRIES, block_ms)]
 
     def feed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
-        return self._take(answers)
+        try:
+            return self._take(answers)
+        except replies.CORRUPT as error:
+            raise replies.corrupt(self._job_id, self._keys.queue, error) from error
 
     def _take_watch(self, answers: Sequence[Reply]) -> list[StreamEvent]:
         if answers[0] is None:
@@ -146,16 +149,16 @@ class EventFollower:
         events = []
         for event in map(replies.stream_event, entries):
             if self._num_tokens is not None and event.offset > self._num_tokens:
-                self._must_fill = True  # what lies between has been trimmed since the last look
+                self._must_fill = True  # the entries in between were trimmed since the last read
                 break
-            events.append(self._passed(event))
+            events.append(self._advance(event))
         self._is_at_end = self._has_ended and not entries
         return events
 
     def _take_trimmed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
         text, tokens, trimmed_id = answers[0]
         if not trimmed_id:
-            raise QueueError(f"the stream of job {self._job_id!r} has lost entries; read the job with get")
+            raise QueueError(f"the stream of job {self._job_id!r} has lost entries; call get for its output")
         self._must_fill = False
         is_restart = self._num_tokens is None or self._num_chars is None
         if is_restart:
@@ -167,9 +170,9 @@ class EventFollower:
             text=text.decode()[self._num_chars :],
             is_restart=is_restart,
         )
-        return [self._passed(event)]
+        return [self._advance(event)]
 
-    def _passed(self, event: StreamEvent) -> StreamEvent:
+    def _advance(self, event: StreamEvent) -> StreamEvent:
         self._last_id = event.id
         self._num_tokens = event.offset + len(event.token_ids)
         if self._num_chars is not None:
@@ -179,18 +182,18 @@ class EventFollower:
 
 
 class CompletionFollower:
-    """Finds out which of many jobs have ended, as they do: one sweep over all, then the feed of completions.
+    """Finds which of many jobs have ended: it reads all states once, then follows the feed of completions.
 
-    The feed is capped, so a sweep over those still missing is made from time to time.
+    The feed is capped, so the states of the missing jobs are read again every REREAD_INTERVAL_S.
     """
 
     def __init__(self, keys: QueueKeys, job_ids: Iterable[str], timeout_s: float | None) -> None:
         self._keys = keys
         self._missing = dict.fromkeys(job_ids)
         self._deadline = Deadline(timeout_s, f"not all of {len(self._missing)} jobs are done")
-        self._last_id: str | None = None  # in the feed; noted before the first sweep, so that nothing falls between
-        self._to_sweep: list[str] = []
-        self._next_sweep_s = 0.0
+        self._last_id: str | None = None  # in the feed; read before the first states, so that no completion is missed
+        self._unread: list[str] = []
+        self._next_reread_s = 0.0
 
     @property
     def is_done(self) -> bool:
@@ -199,19 +202,19 @@ class CompletionFollower:
     def next_commands(self) -> list[Command]:
         if self._last_id is None:
             return [commands.last_entry(self._keys.done)]
-        if not self._to_sweep and time.monotonic() >= self._next_sweep_s:
-            self._to_sweep = list(self._missing)
-            self._next_sweep_s = time.monotonic() + SWEEP_INTERVAL_S
-        if self._to_sweep:
-            return [commands.state(self._keys, job_id) for job_id in self._to_sweep[:MAX_SWEPT]]
+        if not self._unread and time.monotonic() >= self._next_reread_s:
+            self._unread = list(self._missing)
+            self._next_reread_s = time.monotonic() + REREAD_INTERVAL_S
+        if self._unread:
+            return [commands.state(self._keys, job_id) for job_id in self._unread[:MAX_STATES]]
         return [commands.read_stream(self._keys.done, self._last_id, MAX_ENTRIES, self._deadline.block_ms())]
 
     def feed(self, answers: Sequence[Reply]) -> list[str]:
-        """The ids that have ended. Raises JobNotFound for one that the queue does not know."""
+        """Return the ids that have ended. Raises JobNotFound for an unknown id."""
         if self._last_id is None:
             self._last_id = answers[0][0][0].decode() if answers[0] else START
             return []
-        if self._to_sweep:
+        if self._unread:
             return self._take_states(answers)
         entries = replies.stream_entries(answers[0])
         if entries:
@@ -219,9 +222,9 @@ class CompletionFollower:
         return self._take_ended([fields[b"id"].decode() for _, fields in entries])
 
     def _take_states(self, states: Sequence[bytes | None]) -> list[str]:
-        swept, self._to_sweep = self._to_sweep[: len(states)], self._to_sweep[len(states) :]
+        read, self._unread = self._unread[: len(states)], self._unread[len(states) :]
         ended = []
-        for job_id, state in zip(swept, states, strict=True):
+        for job_id, state in zip(read, states, strict=True):
             if state is None and job_id in self._missing:
                 raise JobNotFound(job_id, self._keys.queue)
             if replies.is_terminal(state):

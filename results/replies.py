@@ -1,4 +1,7 @@
-"""What the server's replies mean: pure functions from replies to the types of `messages`."""
+"""Pure functions from the server's replies to the types of `messages`.
+
+A reply or a record that cannot be read raises QueueError.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from millrace.results.errors import BatchNotFound, CannotRedrive, EngineNotFound, JobNotFound
+from millrace.results.errors import BatchNotFound, CannotRedrive, EngineNotFound, JobNotFound, QueueError
 from millrace.results.messages import (
     PROTOCOL,
     TERMINAL_STATES,
@@ -39,11 +42,21 @@ Entry = tuple[bytes, Any]
 """A stream entry: its id and its fields, flat from a script, a dict from XREAD."""
 
 
-def words(reply: Sequence[bytes]) -> list[str]:
-    return [word.decode() for word in reply]
+CORRUPT = (ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError)
+"""What reading a reply raises when somebody has changed the record."""
 
 
-# --- engine side ---------------------------------------------------------------------------------------------------
+def corrupt(job_id: str, queue: str, error: Exception) -> QueueError:
+    return QueueError(f"the record of job {job_id!r} in queue {queue!r} is corrupt: {error}")
+
+
+def decode_list(reply: Sequence[bytes]) -> list[str]:
+    return [text(item) for item in reply]
+
+
+def text(raw: bytes) -> str:
+    """Decode what may come from anywhere."""
+    return raw.decode(errors="replace")
 
 
 def claim(reply: list[Any]) -> Claim:
@@ -52,10 +65,10 @@ def claim(reply: list[Any]) -> Claim:
 
 
 def _claimed_job(fields: list[Any]) -> ClaimedJob:
-    """A record that somebody has corruption must not cost its batch-mates the claim: it comes with what is wrong with it."""
+    """Return the job; a corrupt record sets `corruption`, so that the claim's other jobs are not lost."""
     job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, protocol = fields
     numbers = {"seed": seed, "created": created, "v": protocol}
-    wrong = [f"{name} is {value!r}" for name, value in numbers.items() if not _INTEGER.fullmatch(value or b"")]
+    wrong = [f"{name} is {value!r:.50}" for name, value in numbers.items() if not _INTEGER.fullmatch(value or b"")]
     if len(tokens) % 4:
         wrong.append(f"the checkpoint has {len(tokens)} bytes")
     if wrong:
@@ -73,7 +86,7 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
         is_watched=bool(watched),
         created_ms=int(created),
         protocol=int(protocol),
-        corruption=", ".join(wrong)[:200] or None,
+        corruption=", ".join(wrong) or None,
     )
 
 
@@ -82,7 +95,7 @@ _INTEGER = re.compile(rb"-?\d{1,20}")
 
 def reconciliation(reply: list[Any]) -> Reconciliation:
     *jobs, sleep_level, next_lapse_ms = reply
-    lost, cancelled, watched, expired = ([JobId(job_id) for job_id in words(part)] for part in jobs)
+    lost, cancelled, watched, expired = ([JobId(job_id) for job_id in decode_list(part)] for part in jobs)
     return Reconciliation(
         lost=lost,
         cancelled=cancelled,
@@ -99,19 +112,16 @@ def signal(reply: tuple[bytes, bytes] | None, wake_key: str) -> Signal | Literal
     key, value = reply
     if key.decode() == wake_key:
         return "wake"
-    kind, _, job_id = value.decode().partition(" ")
+    kind, _, job_id = text(value).partition(" ")
     if kind == "beat":
         return "beat"
     if kind not in get_args(SignalKind):
-        return None  # a word of a newer version
+        return None  # of a newer version
     return msgspec.convert({"kind": kind, "job_id": job_id}, Signal)
 
 
 def inbox_entries(reply: Any) -> list[InboxEntry]:
-    return [InboxEntry(entry_id=at.decode(), raw=fields.get(b"job", b"")) for at, fields in stream_entries(reply)]
-
-
-# --- reader side ---------------------------------------------------------------------------------------------------
+    return [InboxEntry(entry_id=at.decode(), raw=raw, num_bytes=num_bytes) for at, num_bytes, raw in reply]
 
 
 def queue_stats(reply: list[Any]) -> QueueStats:
@@ -121,27 +131,27 @@ def queue_stats(reply: list[Any]) -> QueueStats:
     return QueueStats(**named, is_paused=bool(is_paused), sleep_levels=asleep)
 
 
-def engines_told(engine_id: str | None, queue: str, reply: list[bytes]) -> list[str]:
-    """Whom the script `sleep` has told. Raises EngineNotFound."""
+def signalled_engines(engine_id: str | None, queue: str, reply: list[bytes]) -> list[str]:
+    """Return the engines that the script `sleep` has signalled. Raises EngineNotFound."""
     if not reply:
         raise EngineNotFound(engine_id, queue)
-    return words(reply)
+    return decode_list(reply)
 
 
 def position(job_id: str, queue: str, reply: list[Any] | None) -> Position:
-    """Where a job stands. Raises JobNotFound."""
+    """Return the position of a job. Raises JobNotFound."""
     if reply is None:
         raise JobNotFound(job_id, queue)
     state, num_ahead, eta_ms = reply
     return Position(
-        state=state.decode(),
+        state=text(state),
         num_ahead=None if num_ahead < 0 else num_ahead,
         eta_s=None if eta_ms < 0 else eta_ms / 1000,
     )
 
 
 def batch_status(batch: str, queue: str, reply: list[int] | None) -> BatchStatus:
-    """The counts of a batch. Raises BatchNotFound."""
+    """Return the counts of a batch. Raises BatchNotFound."""
     if reply is None:
         raise BatchNotFound(batch, queue)
     *counts, eta_ms = reply
@@ -151,14 +161,21 @@ def batch_status(batch: str, queue: str, reply: list[int] | None) -> BatchStatus
 
 
 def stream_entries(reply: Any) -> list[Entry]:
-    """The entries in the reply to an XREAD of one stream."""
+    """Return the entries in the reply to an XREAD of one stream."""
     return list(reply[0][1]) if reply else []
 
 
 def job(job_id: str, queue: str, reply: list[Any] | None) -> Job:
-    """A job from the reply of the script `get`. Raises JobNotFound."""
+    """Return the job in the reply of the script `get`. Raises JobNotFound."""
     if reply is None:
         raise JobNotFound(job_id, queue)
+    try:
+        return _job(job_id, reply)
+    except CORRUPT as error:
+        raise corrupt(job_id, queue, error) from error
+
+
+def _job(job_id: str, reply: list[Any]) -> Job:
     state, attempt, created, started, ended, old_text, old_tokens, entries, *details = reply
     meta, batch, redrive_of, redriven_as, num_retries, deadline, due = details
     texts, token_ids = [old_text.decode()], unpack_tokens(old_tokens)
@@ -197,13 +214,13 @@ def job(job_id: str, queue: str, reply: list[Any] | None) -> Job:
 
 
 def known_jobs(job_ids: Sequence[str], queue: str, found: Sequence[list[Any] | None]) -> list[Job]:
-    """Of jobs that were listed, those that are still there."""
+    """Return those of the listed jobs that still exist."""
     pairs = zip(job_ids, found, strict=True)
     return [job(job_id, queue, reply) for job_id, reply in pairs if reply is not None]
 
 
 def _meta(raw: bytes) -> dict[str, Any] | None:
-    """None also for what a foreign client wrote and nobody can read: it must not hide the job."""
+    """Return None also for invalid JSON of another client, so that the job can still be read."""
     try:
         return _decode_meta(raw) if raw else None
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -211,7 +228,7 @@ def _meta(raw: bytes) -> dict[str, Any] | None:
 
 
 def stream_event(entry: Entry) -> StreamEvent:
-    """An entry of a result stream, as XREAD gives it."""
+    """Return the event in an entry of a result stream, as XREAD returns it."""
     at, fields = entry[0].decode(), entry[1]
     offset = int(fields[b"offset"])
     if state := fields.get(b"state"):
@@ -221,23 +238,23 @@ def stream_event(entry: Entry) -> StreamEvent:
 
 
 def cancelled(job_id: str, queue: str, reply: bytes | None) -> str:
-    """What the script `cancel` did. Raises JobNotFound."""
+    """Return the outcome of the script `cancel`. Raises JobNotFound."""
     if reply is None:
         raise JobNotFound(job_id, queue)
-    return reply.decode()
+    return text(reply)
 
 
 def all_redriven(job_ids: Sequence[str], found: Sequence[list[bytes] | None]) -> dict[str, str]:
-    """By id, the new id of each job that could be run again."""
-    outcomes = {job_id: words(reply) for job_id, reply in zip(job_ids, found, strict=True) if reply is not None}
+    """Return the new id, by old id, of each job that was redriven."""
+    outcomes = {job_id: decode_list(reply) for job_id, reply in zip(job_ids, found, strict=True) if reply is not None}
     return {job_id: new_id for job_id, (outcome, new_id) in outcomes.items() if outcome in ("created", "exists")}
 
 
 def redriven(job_id: str, queue: str, reply: list[bytes] | None) -> str:
-    """The id of the job that runs this one again. Raises JobNotFound and CannotRedrive."""
+    """Return the id of the redrive. Raises JobNotFound and CannotRedrive."""
     if reply is None:
         raise JobNotFound(job_id, queue)
-    outcome, detail = words(reply)
+    outcome, detail = decode_list(reply)
     match outcome:
         case "created" | "exists":
             return detail
@@ -246,19 +263,20 @@ def redriven(job_id: str, queue: str, reply: list[bytes] | None) -> str:
                 f"job {job_id!r} is {detail}: only a job that has failed, expired or been cancelled can be run again"
             )
         case "no id":
-            raise CannotRedrive(f"job {job_id!r} has too long an id for <id>.r<n>: submit it again under another one")
-    raise CannotRedrive(f"job {job_id!r} never had a request that could be run")
+            raise CannotRedrive(
+                f"job {job_id!r}: its id is too long for <id>.r<n>; submit the request again with another id"
+            )
+    raise CannotRedrive(f"job {job_id!r} never had a valid request; submit a corrected one")
 
 
 def is_terminal(state: bytes | None) -> bool:
-    return state is not None and state.decode() in TERMINAL_STATES
+    return state is not None and text(state) in TERMINAL_STATES
 
 
 def _usage(terminal: dict[bytes, bytes]) -> Usage | None:
     if b"prompt_tokens" not in terminal:
         return None
-    counts = (int(terminal[name]) for name in (b"prompt_tokens", b"completion_tokens"))
-    return Usage(prompt_tokens=next(counts), completion_tokens=next(counts))
+    return Usage(prompt_tokens=int(terminal[b"prompt_tokens"]), completion_tokens=int(terminal[b"completion_tokens"]))
 
 
 def _time(field: bytes) -> int | None:

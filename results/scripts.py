@@ -1,13 +1,14 @@
-"""The Lua scripts, one for each transition of a job, each with the shared prelude in front of it.
+"""The Lua scripts, one for each transition of a job, each with the modules of `lua/lib/` that it includes.
 
-A script is called as `EVALSHA <sha> 1 <prefix> <arguments>`. The server forgets scripts when it restarts, fails over or
-is told to; it then answers NOSCRIPT, and `source_of` gives whoever sent the command what to load.
+A script is called as `EVALSHA <sha> 1 <prefix> <arguments>`. The server forgets scripts when it restarts, fails over or gets
+SCRIPT FLUSH; it then answers NOSCRIPT, and the sender loads `source_of` the command.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 Argument = str | bytes | int | float
@@ -15,52 +16,60 @@ Command = tuple[str | bytes, ...]
 """One Redis command with its arguments, as `command` makes it."""
 
 _FOLDER = Path(__file__).parent / "lua"
-_SOURCES = {path.stem: path.read_text() for path in sorted(_FOLDER.glob("[!_]*.lua"))}
-_PRELUDE = (_FOLDER / "_prelude.lua").read_text()
 
 
-def script_source(name: str) -> str:
-    """The whole text of a script, as the server gets it.
+def resolve_includes(source: str, modules: Mapping[str, str]) -> str:
+    """Return a script with the modules that it includes in front of it, each once and after those that it includes itself.
 
-    Every call of a script makes all its functions anew, which takes longer than many a transition; so of the prelude only
-    what the script uses is put in front of it. The whole prelude would do the same.
+    The line `-- include: <module> ...` names them. Each call of a script makes all its functions anew, which may take
+    longer than the transition, so the modules are small and a script includes only those that it uses.
     """
-    own = _SOURCES[name]
-    used, needed = _words(own), []
-    for paragraph in reversed(_PRELUDE.split("\n\n")):
-        if used & set(_DEFINED.findall(paragraph)):
-            used |= _words(paragraph)
-            needed.append(paragraph)
-    return "\n\n".join([*reversed(needed), own])
+    parts: dict[str, str] = {}
+
+    def add(text: str, above: tuple[str, ...]) -> None:
+        line = re.search(r"^-- include: (.+)$", text, re.MULTILINE)
+        for name in line[1].split() if line else []:
+            assert name in modules, f"unknown include: {name}"
+            assert name not in above, f"circular include: {' -> '.join((*above, name))}"
+            if name not in parts:
+                add(modules[name], (*above, name))
+                parts[name] = modules[name]
+
+    add(source, ())
+    return "".join([*parts.values(), source])
 
 
-_DEFINED = re.compile(r"^local (?:function )?(\w+)", re.MULTILINE)
+def _read(folder: Path) -> dict[str, str]:
+    return {path.stem: path.read_text() for path in sorted(folder.glob("*.lua"))}
 
 
-def _words(source: str) -> set[str]:
-    return set(re.findall(r"\w+", re.sub(r"--.*", "", source)))
-
-
-_SHAS = {name: hashlib.sha1(script_source(name).encode()).hexdigest() for name in _SOURCES}
+_MODULES = _read(_FOLDER / "lib")
+_SOURCES = {name: resolve_includes(source, _MODULES) for name, source in _read(_FOLDER).items()}
+_SHAS = {name: hashlib.sha1(source.encode()).hexdigest() for name, source in _SOURCES.items()}
 _NAMES = {sha: name for name, sha in _SHAS.items()}
 _NUMBERS = frozenset((int, float))
 
 
 def command(*arguments: Argument) -> Command:
-    """Numbers as text: hiredis (3.5) crashes when a signal, such as Ctrl-C, raises while it writes a number."""
+    """Return a command with its numbers as text: hiredis (3.5) crashes when a signal raises while it writes a number."""
     return tuple([str(x) if type(x) in _NUMBERS else x for x in arguments])  # type: ignore[misc]  # the rest is text
 
 
 def script_command(name: str, prefix: str, *arguments: Argument) -> Command:
-    """The command that runs a script on the queue with this prefix."""
+    """Return the command that runs a script on the queue with this prefix."""
     return command("EVALSHA", _SHAS[name], "1", prefix, *arguments)
 
 
+def script_source(name: str) -> str:
+    """Return the whole text of a script, as the server gets it."""
+    return _SOURCES[name]
+
+
 def is_script(sent: Command) -> bool:
-    """Whether it is one of `script_command`."""
+    """Return whether `script_command` has made it."""
     return sent[0] == "EVALSHA"
 
 
 def source_of(sent: Command) -> str:
-    """The text of the script that a command of `script_command` runs."""
+    """Return the text of the script that a command of `script_command` runs."""
     return script_source(_NAMES[str(sent[1])])

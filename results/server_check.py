@@ -1,4 +1,4 @@
-"""Whether a server can be trusted with jobs: its version, what it does when memory is short, what survives a crash."""
+"""Checks of a server: its version, what it does without memory, and what survives a crash."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ MIN_VALKEY = (7, 2)
 
 
 def check_server(client: redis.Redis, key: str) -> list[str]:
-    """Warnings about the server's settings. Raises ServerUnsuitable when it would lose jobs or is too old.
+    """Return warnings about the server's settings. Raises ServerUnsuitable when it would lose jobs or is too old.
 
-    In a cluster it is the node of `key` that is asked. Reads INFO, not CONFIG, which hosted servers often forbid; what
-    INFO does not tell, or is not allowed to tell, is a warning.
+    In a cluster the node of `key` is checked. Reads INFO, not CONFIG, which hosted servers often forbid; a setting that INFO
+    does not show is a warning.
     """
     server = server_name(client)
     info = _read_info(client, server, key)
     if info is None:
-        return [f"Redis at {server} does not permit INFO: nobody checked that maxmemory-policy is noeviction"]
+        return [f"Redis at {server} does not permit INFO: check that maxmemory-policy is noeviction"]
     _check_version(info, server)
     warnings = []
     policy = info.get("maxmemory_policy")
     if policy is None:
-        warnings.append(f"Redis at {server} does not tell its maxmemory-policy: it has to be noeviction")
+        warnings.append(f"Redis at {server} does not show its maxmemory-policy: it has to be noeviction")
     elif policy != "noeviction":
         raise ServerUnsuitable(
             f"Redis at {server} has maxmemory-policy {policy}: it would drop accepted jobs when memory is short. "

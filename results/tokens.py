@@ -1,4 +1,4 @@
-"""Token ids as bytes: the form in which a checkpoint grows by APPEND, 4 bytes each, unsigned, little-endian."""
+"""Token ids as bytes, as a checkpoint stores them: 4 bytes each, unsigned, little-endian."""
 
 from __future__ import annotations
 

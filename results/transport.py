@@ -1,4 +1,4 @@
-"""Sends commands to the server: scripts that it has forgotten are loaded, its errors become ours."""
+"""Sends commands to the server, loads scripts that it has forgotten, and maps its errors to ours."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ from millrace.results.errors import QueueError
 from millrace.results.scripts import Command, is_script, source_of
 
 Reply = Any
-"""What the server answers, as redis-py gives it under RESP2: bytes, int, None or nested lists."""
+"""What redis-py returns under RESP2: bytes, int, None or nested lists."""
 
-_KEY = 3
-"""Where a script's command has its key."""
+_REPLY_OFF, _REPLY_ON = ("CLIENT", "REPLY", "OFF"), ("CLIENT", "REPLY", "ON")
 
 
 class _OurErrors:
-    """What redis-py raises in its `with` block becomes RedisUnavailable, or QueueError where the command is at fault."""
+    """Maps what redis-py raises in a `with` block to RedisUnavailable, or to QueueError where the command is at fault."""
 
     def __init__(self, server: str) -> None:
         self._server = server
@@ -48,33 +47,33 @@ class _OurErrors:
 
 
 class Transport:
-    """Sends commands through a client of `connection.connect`. May be used by several threads.
+    """Sends commands through a client of `connection.connect`. Thread-safe.
 
-    What a server has not answered in time is sent once more, on another connection; but for clients that do so themselves,
-    a borrowed one and a cluster's, and for one that is to send nothing again.
+    A command without a reply in time is sent once more, on another connection; except through clients that do so themselves
+    (borrowed ones and a cluster's) and through `blocking` ones.
     """
 
     def __init__(self, client: redis.Redis, *, is_borrowed: bool = False) -> None:
-        """A borrowed client stays open when this is closed."""
+        """A borrowed client stays open after `close`."""
         self._client = client
         self._is_borrowed = is_borrowed
         self._server = server_name(client)
         self._our_errors = _OurErrors(self._server)
         # A borrowed pool may be small, and a cluster's client finds the node for each command.
         has_own_pool = not is_borrowed and not isinstance(client, redis.RedisCluster)
-        self._held = ConnectionCache(client) if has_own_pool else None
+        self._cache = ConnectionCache(client) if has_own_pool else None
         retry = client.get_retry() if has_own_pool else None
         self._sends_again = retry is not None and retry.get_retries() > 0
 
     @classmethod
     def to(cls, server: str | Connection | None) -> Transport:
-        """Over a client of our own for a URL (None: that of the environment), or over one that is there already."""
+        """Make a transport with an own client for a URL (None: that of the environment), or with a given client."""
         if server is None or isinstance(server, str):
             return cls(connect(server))
         return cls(borrow(server), is_borrowed=True)
 
     def send(self, command: Command) -> Reply:
-        """The reply to one command. Raises RedisUnavailable, or QueueError where the command is at fault."""
+        """Send a command and return the reply. Raises RedisUnavailable, or QueueError where the command is at fault."""
         with self._our_errors:
             try:
                 return self._call(command)
@@ -83,14 +82,13 @@ class Transport:
                 return self._call(command)
 
     def send_many(self, commands: Sequence[Command]) -> list[Reply]:
-        """The replies to commands that travel together. Not atomic. Raises as `send` does, for the first at fault."""
-        return _all_good(self.send_each(commands), self._server)
+        """Send commands in one pipeline, not atomically; return the replies. Raises as `send`, for the first at fault."""
+        return _raise_any(self.send_each(commands), self._server)
 
     def send_each(self, commands: Sequence[Command]) -> list[Reply]:
-        """Like `send_many`, but a command that is itself at fault gets its error (a ResponseError) in place of a reply.
+        """Like `send_many`, but a command that is itself at fault has its error (a ResponseError) in place of a reply.
 
-        A command whose script the server had forgotten runs after the others: commands that need an order do not travel
-        together.
+        A command whose script the server had forgotten runs after the others, so send commands that need an order apart.
         """
         with self._our_errors:
             replies = self._pipeline(commands)
@@ -102,18 +100,34 @@ class Transport:
         return _raise_unavailable(replies, self._server)
 
     def send_together(self, commands: Sequence[Command], last: Command) -> tuple[list[Reply], Reply]:
-        """The replies to commands of one script, and to a `last` one that speaks of all that its connection has sent.
+        """Send commands of one script, then `last`, on one connection, and return the replies and that to `last`.
 
-        An error of `last` takes the place of its reply. Where the server had forgotten the script, everything is sent
-        again, on one connection too.
+        An error of `last` takes the place of its reply. Where the server had forgotten the script, all are sent again.
         """
         with self._our_errors:
-            node = node_of(self._pooled(), str(commands[0][_KEY]))
+            node = node_of(self._pooled(), str(commands[0][3]))  # its key
             *replies, answer = self._pipeline([*commands, last], node)
             if _forgotten(replies):
                 self._load(commands[0])
                 *replies, answer = self._pipeline([*commands, last], node)
-        return _all_good(_raise_unavailable(replies, self._server), self._server), answer
+        return _raise_any(_raise_unavailable(replies, self._server), self._server), answer
+
+    def wait(self, blocking: Command, key: str) -> None:
+        """Wait until a blocking command on this key has a reply, and have the server drop the reply, whatever its size.
+
+        Errors of the command are dropped too: callers must not wait in a loop without a pause.
+        """
+        with self._our_errors:
+            pool = node_of(self._pooled(), key).connection_pool
+            connection: Any = pool.get_connection()
+            try:
+                connection.send_packed_command(connection.pack_commands([_REPLY_OFF, blocking, _REPLY_ON]))
+                connection.read_response()  # of the last one; the others have none
+            except BaseException:
+                connection.disconnect()
+                raise
+            finally:
+                pool.release(connection)
 
     def close(self) -> None:
         if not self._is_borrowed:
@@ -121,13 +135,13 @@ class Transport:
 
     def _call(self, command: Command) -> Reply:
         try:
-            if self._held and is_script(command):
-                return self._held.call(command)
+            if self._cache and is_script(command):
+                return self._cache.call(command)
             return self._execute(command)
         except redis.TimeoutError:
             if not self._sends_again:
                 raise
-        except redis.ConnectionError:  # of a held one it is the first; redis-py has tried the others again
+        except redis.ConnectionError:  # redis-py retries all but the calls of the cache
             if not (self._sends_again and is_script(command)):
                 raise
         return self._execute(command)
@@ -157,9 +171,9 @@ class Transport:
                 return send()
 
     def _pooled(self) -> redis.Redis:
-        """The client, with what is held back in its pool, so that nobody needs a second connection for it."""
-        if self._held:
-            self._held.give_back()
+        """Return the client after the cache has released its connections, so that no second one is opened."""
+        if self._cache:
+            self._cache.release_idle()
         return self._client
 
 
@@ -195,11 +209,11 @@ class AsyncTransport:
                 await self._load(*(commands[i] for i in forgotten))
                 for i, reply in zip(forgotten, await self._pipeline([commands[i] for i in forgotten]), strict=True):
                     replies[i] = reply
-        return _all_good(_raise_unavailable(replies, self._server), self._server)
+        return _raise_any(_raise_unavailable(replies, self._server), self._server)
 
     async def send_together(self, commands: Sequence[Command], last: Command) -> tuple[list[Reply], Reply]:
         with self._our_errors:
-            node = await node_of_async(self._client, str(commands[0][_KEY]))
+            node = await node_of_async(self._client, str(commands[0][3]))  # its key
             try:
                 *replies, answer = await self._pipeline([*commands, last], node)
                 if _forgotten(replies):
@@ -208,7 +222,7 @@ class AsyncTransport:
             finally:
                 if node is not self._client:
                     await node.aclose()
-        return _all_good(_raise_unavailable(replies, self._server), self._server), answer
+        return _raise_any(_raise_unavailable(replies, self._server), self._server), answer
 
     async def close(self) -> None:
         if not self._is_borrowed:
@@ -255,7 +269,7 @@ def _raise_unavailable(replies: list[Reply], server: str) -> list[Reply]:
     return replies
 
 
-def _all_good(replies: list[Reply], server: str) -> list[Reply]:
+def _raise_any(replies: list[Reply], server: str) -> list[Reply]:
     for reply in replies:
         if isinstance(reply, redis.RedisError):
             raise _at_fault(reply, server) from reply

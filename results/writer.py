@@ -1,4 +1,4 @@
-"""The writer: a thread that carries what an engine has produced into Redis, so that the engine never waits for it."""
+"""The writer: a thread that sends an engine's writes to Redis, so that the engine never waits for them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 MAX_BATCH = 256
 MAX_BACKOFF_S = 2.0
-MAX_REFUSED = 4096
-"""Refused leases to remember; what was put for one before its refusal is written within a few batches."""
+MAX_STALE_LEASES = 4096
+"""Stale leases to remember; older writes of one are sent within a few batches."""
 
 
 class WriterStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,10 +30,10 @@ class WriterStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Writer:
-    """Owns the writes between the engine and Redis: in order for each job, sent in batches, tried until they are done.
+    """Owns the pending writes of an engine: sends them in batches, in order for each job, until they are written.
 
-    `on_stale(job_id, lease)` is called in the writer's thread for a lease that is the engine's no longer. What is put for
-    it then, or was put before, is dropped.
+    Calls `on_stale(job_id, lease)` in the writer's thread for a lease that is no longer the engine's, and drops all its
+    writes.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Writer:
         self._waiting: deque[Write] = deque()
         self._in_flight: list[Write] = []
         self._pending_bytes = 0
-        self._refused: dict[Lease, None] = {}
+        self._stale_leases: dict[Lease, None] = {}
         self._num_written = self._num_stale = self._num_retries = 0
         self._is_closing = False
         self.thread = threading.Thread(target=self._run, name="results-writer", daemon=True)
@@ -55,32 +55,32 @@ class Writer:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much is pending that the engine should pause until Redis has caught up."""
+        """Whether the engine should pause until fewer bytes are pending."""
         return self._pending_bytes >= self._max_pending_bytes
 
     def put(self, write: Write) -> None:
-        """Hand a write over; never waits."""
+        """Add a write; never waits."""
         with self._changed:
             if self._is_closing:
                 raise RuntimeError("the writer is closed")
-            if write.lease in self._refused:
+            if write.lease in self._stale_leases:
                 return
             self._waiting.append(write)
             self._pending_bytes += _size(write)
             self._changed.notify_all()
 
     def pending(self) -> dict[JobId, Lease]:
-        """The jobs with writes on their way: the engine still holds them. Heartbeats have to name them."""
+        """Return the jobs with pending writes. The engine still holds them, so heartbeats have to name them."""
         with self._changed:
             return {write.job_id: write.lease for write in (*self._in_flight, *self._waiting)}
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing is pending; False when the time was too short."""
+        """Wait until nothing is pending; False after the timeout."""
         with self._changed:
             return self._changed.wait_for(self._is_empty, timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Flush and end the thread; False when writes were given up."""
+        """Flush and end the thread; False when writes were dropped."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -101,8 +101,6 @@ class Writer:
                 num_retries=self._num_retries,
             )
 
-    # --- the thread ------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         while batch := self._take_batch():
             outcomes = self._send(batch)
@@ -115,7 +113,7 @@ class Writer:
                     log.exception("the engine could not drop job %s", job_id)
 
     def _take_batch(self) -> list[Write]:
-        """The next writes, in order; waits for the first one. None of them: the writer is closed."""
+        """Wait for writes, and return the next ones in order; none when the writer is closed."""
         with self._changed:
             while not self._in_flight:
                 self._changed.wait_for(lambda: self._waiting or self._is_closing)
@@ -128,20 +126,20 @@ class Writer:
     def _move_to_flight(self) -> None:
         while self._waiting and len(self._in_flight) < MAX_BATCH:
             write = self._waiting.popleft()
-            if write.lease in self._refused:
+            if write.lease in self._stale_leases:
                 self._pending_bytes -= _size(write)
             else:
                 self._in_flight.append(write)
 
     def _send(self, batch: list[Write]) -> list[str] | None:
-        """The outcomes; tries until there are some. None when the writer was closed and gave them up."""
+        """Send until there are outcomes, and return them. None when the writer was closed before."""
         backoff_s = 0.05
         while True:
             try:
                 return self._queue.write(batch)
             except QueueError as error:
                 log.warning("%d results wait to be written, next try in %.2f s: %s", len(batch), backoff_s, error)
-            except Exception:  # our bug: it must not end the thread, with everything that is still to be written
+            except Exception:  # our bug: it must not end the thread, which has more to write
                 log.exception("%d results wait to be written, next try in %.2f s", len(batch), backoff_s)
             with self._changed:
                 self._num_retries += 1
@@ -150,7 +148,7 @@ class Writer:
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
     def _account(self, batch: list[Write], outcomes: list[str]) -> dict[Lease, JobId]:
-        """Book the outcomes; returns the leases that are no longer the engine's."""
+        """Count the outcomes; returns the leases that are no longer the engine's."""
         dropped: dict[Lease, JobId] = {}
         with self._changed:
             for write, outcome in zip(batch, outcomes, strict=True):
@@ -161,10 +159,10 @@ class Writer:
                 if outcome != "stale":
                     log.error("a write of job %s was refused, so the job is dropped: %s", write.job_id, outcome)
                 self._num_stale += 1
-                self._refused[write.lease] = None
+                self._stale_leases[write.lease] = None
                 dropped[write.lease] = write.job_id
-            while len(self._refused) > MAX_REFUSED:
-                self._refused.pop(next(iter(self._refused)))
+            while len(self._stale_leases) > MAX_STALE_LEASES:
+                self._stale_leases.pop(next(iter(self._stale_leases)))
             self._in_flight = []
             self._changed.notify_all()
         return dropped
@@ -174,7 +172,7 @@ class Writer:
 
 
 def _size(write: Write) -> int:
-    """Bytes, about: what the write keeps alive in this process."""
+    """Return about how many bytes the write occupies in this process."""
     match write:
         case Append():
             shown, num_tokens = write.event, len(write.token_ids)

@@ -14,8 +14,8 @@ from benchmarks.interval import median_interval
 from benchmarks.service import Service
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
-from millrace.results.queue import JobQueue
 from tests.processes import wait_until
+from tests.results.full_queue import FullQueue
 
 DEAF = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(sys.argv[-2:], flush=True); signal.pause()"
 
@@ -64,7 +64,7 @@ def test_as_many_jobs_are_put_in_as_the_figures_are_divided_by(redis_url: str, r
     queueing._streams_add(redis_client, stream)
     queueing._rq_enqueue(rq_queue)
     queueing._submit(redis_url, name, queueing.NUM_JOBS)
-    queue = JobQueue(redis_client, name)
+    queue = FullQueue(redis_client, name)
     assert [redis_client.xlen(stream), rq_queue.count, queue.stats().queued] == [300] * 3
     rq_queue.delete(delete_jobs=True)
     redis_client.delete(stream)

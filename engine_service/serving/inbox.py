@@ -1,7 +1,7 @@
-"""The open door: anything that can XADD a JSON object to the queue's inbox stream submits a job.
+"""The inbox: any client that can XADD a JSON object to the queue's inbox stream submits a job.
 
-Every engine reads the inbox; whichever removes an entry has taken it, and the same script makes it a job. An entry that is
-no valid request ends as a failed record under its id, or, when it has no usable one, in the stream of rejected entries.
+Every engine reads the inbox. The engine that removes an entry has taken it; the same script makes it a job. An entry that is
+no valid request becomes a failed record under its id, or, without a usable id, an entry of the `rejected` stream.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ import time
 from collections import deque
 from collections.abc import Iterator, Set
 
-from millrace.producer.messages import InvalidRequest, parse_body, refusal, to_submission, usable_id
+from millrace.producer.messages import (
+    MAX_BODY_BYTES,
+    InvalidRequest,
+    PayloadTooLarge,
+    parse_body,
+    refusal,
+    to_submission,
+    usable_id,
+)
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import InboxEntry, JobError, Submission
 from millrace.results.queue import JobQueue
@@ -21,30 +29,32 @@ logger = logging.getLogger("millrace.engine")
 
 _BLOCK_MS = 1000
 _RETRY_S = 0.5
-_AT_ONCE = 64
+_PAUSE_S = 0.01
+"""After a wait without a result, since a wait does not raise what the server refuses."""
+_MAX_ENTRIES = 64
 _FIRST = "0-0"
 _REST = 10
-"""Times as long as a look at all that wait has taken, until the next one."""
+"""The pause between two passes over all waiting entries, in durations of such a pass."""
 _MAX_REST_S = 10.0
 _MAX_REPORTED = 1000
 _QUEUE_IS_FULL = "full max_queued_jobs"
 
 
 class _TenantLimits:
-    """What one pass has learned about the limits, so that it asks only for jobs that may find room."""
+    """What one pass has learned about the limits of tenants, so that it tries only jobs that may fit."""
 
     def __init__(self) -> None:
         self._refused_cost: dict[str, int] = {}
-        """The least cost, in tokens, for which a tenant had no room; 0 when it has as many jobs as it may."""
+        """The least cost, in tokens, that exceeded a tenant's limit; 0 when the tenant has its most jobs."""
 
-    def may_have(self, submission: Submission) -> bool:
+    def may_fit(self, submission: Submission) -> bool:
         return submission.tenant not in self._refused_cost or submission.cost < self._refused_cost[submission.tenant]
 
     def note(self, submission: Submission, outcome: str) -> None:
         if outcome.startswith("full tenant_max_queued_jobs"):
             self._refused_cost[submission.tenant] = 0
         elif outcome.startswith("full tenant_max_queued_tokens"):
-            self._refused_cost[submission.tenant] = submission.cost  # less than before, or it would not have been asked
+            self._refused_cost[submission.tenant] = submission.cost  # less than before, else it was not tried
 
 
 class Inbox:
@@ -53,13 +63,13 @@ class Inbox:
     def __init__(self, queue: JobQueue) -> None:
         self._queue = queue
         self._seen = _FIRST
-        """The last entry that was looked at since the last look from the start. What stays up to it has found no room."""
+        """The last entry that was tried since the last full pass. Entries up to it stay because of limits."""
         self._rest_until_s = 0.0
-        """By the monotonic clock: when all that waits is looked at again."""
+        """By the monotonic clock: when the next full pass is due."""
         self._waiting: set[str] = set()
-        """All tenants of what stays up to `_seen`."""
+        """The tenants of the entries that stay up to `_seen`."""
         self._reported: deque[str] = deque(maxlen=_MAX_REPORTED)
-        """Entries that break our code, and are in the log."""
+        """Entries with an error of our code that is in the log."""
         self._stopping = threading.Event()
         self.thread = threading.Thread(target=self._run, name="inbox", daemon=True)
 
@@ -67,27 +77,32 @@ class Inbox:
         self.thread.start()
 
     def stop(self) -> None:
-        """Take nothing more in; returns at once, the thread ends with its current wait."""
+        """Request the end of the thread; returns at once. The thread ends with its current wait."""
         self._stopping.set()
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                if self._queue.read_inbox(_FIRST, 1, _BLOCK_MS) and not self._take_all():
+                if not self._read(_FIRST, 1, _BLOCK_MS):
+                    self._stopping.wait(_PAUSE_S)
+                elif not self._take_all():
                     self._stopping.wait(_RETRY_S)
             except QueueError as error:
                 logger.warning("%s; trying again", error)
                 self._stopping.wait(_RETRY_S)
-            except Exception:  # our bug: it must not end what nothing else does
+            except Exception:  # our bug: it must not end the thread
                 logger.exception("trying again")
                 self._stopping.wait(_RETRY_S)
 
-    def _take_all(self) -> bool:
-        """Take what there is room for. False when there was something and nothing could be taken.
+    def _read(self, after: str, count: int, block_ms: int | None = None) -> list[InboxEntry]:
+        return self._queue.read_inbox(after, count, block_ms, max_body_bytes=MAX_BODY_BYTES)
 
-        To look at an entry that has to wait costs as much as to take it, and there may be many. So for about a tenth of the
-        time all are looked at; in between only the first, which are next, and those that have come since, but for tenants
-        whose older entries wait in the middle.
+    def _take_all(self) -> bool:
+        """Take all entries that the limits allow. False when there were entries and none could be taken.
+
+        To try an entry that has to wait costs as much as to take it, and there may be many. So full passes take about a
+        tenth of the time. In between, only the first entries and the new ones are tried, except those of tenants with older
+        entries in the middle.
         """
         began_s = time.monotonic()
         is_resting = began_s < self._rest_until_s
@@ -102,11 +117,11 @@ class Inbox:
         return any(are_taken) or not are_taken
 
     def _pass(self, skip_to: str) -> Iterator[bool]:
-        """Look at the first entries and at those after `skip_to`. An entry for which there is no room stays, and keeps
-        nobody else's out. Yields of each whether it was taken."""
+        """Try the first entries and those after `skip_to`, and yield for each whether it was taken. An entry over a limit
+        stays, and does not keep entries of others out."""
         after, limits = _FIRST, _TenantLimits()
         overtaken: frozenset[str] = frozenset()
-        while entries := self._queue.read_inbox(after, _AT_ONCE):
+        while entries := self._read(after, _MAX_ENTRIES):
             for entry in entries:
                 outcome = self._try_to_take(entry, limits, overtaken)
                 if outcome.startswith(_QUEUE_IS_FULL) or self._stopping.is_set():
@@ -119,23 +134,25 @@ class Inbox:
                 after, overtaken = skip_to, frozenset(self._waiting)
 
     def _try_to_take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> str:
-        """`overtaken` are the tenants whose older entries are not looked at now."""
+        """`overtaken` are the tenants whose older entries are skipped in this pass."""
         try:
             return self._take(entry, limits, overtaken)
         except RedisUnavailable:
             raise
-        except Exception:  # our bug, or the scripts': the entry stays, for a version without it, and the others go on
+        except Exception:  # our bug, here or in a script: the entry stays for a fixed version, and the others continue
             if entry.entry_id not in self._reported:
                 self._reported.append(entry.entry_id)
                 logger.exception("inbox entry %s stays where it is", entry.entry_id)
             return "full"
 
     def _take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> str:
-        """What became of the entry, as `JobQueue.accept` and `reject` say it."""
+        """Take or reject an entry. Returns the outcome of `JobQueue.accept` or `reject`."""
         try:
+            if entry.num_bytes > MAX_BODY_BYTES:  # `raw` is its beginning
+                raise PayloadTooLarge(entry.num_bytes, MAX_BODY_BYTES)
             submission = to_submission(parse_body(entry.raw))
             outcome = "full"
-            if submission.tenant not in overtaken and limits.may_have(submission):
+            if submission.tenant not in overtaken and limits.may_fit(submission):
                 outcome = self._queue.accept(entry.entry_id, submission)
             if invalid := refusal(submission.job_id, outcome):
                 raise invalid
@@ -143,13 +160,13 @@ class Inbox:
             logger.warning("inbox entry %s: %s", entry.entry_id, error)
             job_error = JobError(kind="invalid_request", message=str(error), field=error.field)
             return self._queue.reject(entry.entry_id, usable_id(entry.raw), entry.raw, job_error)
-        if outcome.startswith("full") and not outcome.startswith(_QUEUE_IS_FULL):  # there the next look goes on
+        if outcome.startswith("full") and not outcome.startswith(_QUEUE_IS_FULL):  # that outcome ends the pass
             self._waiting.add(submission.tenant)
         limits.note(submission, outcome)
         return outcome
 
 
 def _place(entry_id: str) -> tuple[int, int]:
-    """Where an entry stands in the stream: ids are compared as numbers, not as text."""
+    """Return the key that orders entries: ids are compared as numbers, not as text."""
     time_ms, number = entry_id.split("-")
     return int(time_ms), int(number)

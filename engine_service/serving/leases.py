@@ -117,7 +117,7 @@ class Leases:
             kv_token_budget=kv_token_budget,
             num_held=len(self._held),
             fingerprint=fingerprint,
-            says_begin=True,
+            calls_begin=True,
         )
 
     def _run(self) -> None:

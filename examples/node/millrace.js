@@ -120,17 +120,24 @@ export class Millrace {
   }
 
   async #runForBytes(script, ...args) {
-    const file = (name) => readFileSync(`${this.#lua}/${name}.lua`, "utf8");
-    const source = () => file("_prelude") + file(script);
-    if (!this.#shas.has(script)) this.#shas.set(script, await this.#redis.command("SCRIPT", "LOAD", source()));
+    const load = () => this.#redis.command("SCRIPT", "LOAD", this.#source(script));
+    if (!this.#shas.has(script)) this.#shas.set(script, await load());
     const call = () => this.#redis.bytes("EVALSHA", this.#shas.get(script), 1, this.#prefix, ...args);
     try {
       return await call();
     } catch (error) {
       if (!error.message.startsWith("NOSCRIPT")) throw error;
-      await this.#redis.command("SCRIPT", "LOAD", source());
+      await load();
       return await call();
     }
+  }
+
+  /** The text of a script with the modules that it includes in front of it, each once and before its users. */
+  #source(name, seen = new Set()) {
+    const text = readFileSync(`${this.#lua}/${name}.lua`, "utf8");
+    const included = /^-- include: (.+)$/m.exec(text)?.[1].split(" ") ?? [];
+    const modules = included.map((module) => (seen.has(module) ? "" : this.#source(`lib/${module}`, seen.add(module))));
+    return modules.join("") + text;
   }
 }
 

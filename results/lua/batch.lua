@@ -2,14 +2,15 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  1 the batch
 -- Returns nil (unknown) or an array: created ms, queued, delayed, running, finished, failed, cancelled, expired, and the
---       milliseconds until all of it has ended, as far as the pace of the last completions and what is in front of its
---       latest jobs tell; -1 where that is not known
+--       milliseconds until all have ended, estimated from the pace of the last completions and from the jobs in
+--       front of its latest jobs; -1 where that is not known
+-- include: queue clock record work estimates
 
 local MAX_LATEST = 256
 local batch = ARGV[1]
 
--- For its latest jobs, which are likely to be its last: how many begin before the last of them in line, and when the last
--- of the delayed ones is due.
+-- For its latest jobs, which are likely to end last: how many jobs begin before the last queued one, and when the last
+-- delayed one is due.
 local function latest_begin()
   local num_ahead, due = nil, now
   local ids = redis.call('LRANGE', prefix .. 'members:' .. batch, -MAX_LATEST, -1)

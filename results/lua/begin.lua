@@ -1,11 +1,12 @@
--- Notes that an engine begins to compute a job that runs alone: running -> running. Until then the engine's death is not
--- held against the job (recover has the rule). Safe to repeat.
+-- Records that an engine begins to compute a job that runs alone: running -> running. Until then the engine's death does not
+-- count against the job (see recover). Safe to repeat.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 job id, 2 lease
 -- Returns "ok" or "stale" (the lease is not, or no longer, the job's)
+-- include: queue lease
 
-go_on_when_out_of_memory()
+allow_writes_without_memory()
 local id, lease = ARGV[1], ARGV[2]
-if standing(id, lease) ~= 'owned' then return refuse_stale_write() end
+if lease_state(id, lease) ~= 'owned' then return refuse_stale_write() end
 redis.call('HDEL', prefix .. 'job:' .. id, 'unbegun')
 return 'ok'

@@ -1,10 +1,11 @@
--- Asks for the end of a job: queued or delayed -> cancelled at once; a running job is flagged and its engine told, which
--- then ends it; a job that has ended stays as it is.
+-- Cancels a job: queued, delayed -> cancelled at once. A running job gets a flag, and its engine a signal; the engine ends the
+-- job. A job that has ended stays as it is.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 job id
 -- Returns nil (unknown), "cancelled", "cancelling", or the state that the job had ended in before
+-- include: queue record signals ready dequeue end_job
 
-go_on_when_out_of_memory()
+allow_writes_without_memory()
 local id = ARGV[1]
 local fields = record(id, 'state', 'tenant', 'serial', 'engine')
 local state = fields[1]

@@ -1,27 +1,28 @@
--- Hands ready jobs to an engine: queued -> running. The tenant served least comes first; within a tenant priority, then
--- age. The claim stops at the first job that it may not take, so that a large job is never passed over for ever. Jobs that
--- nobody can run now, after their deadline or of another model, are set aside; a claim that only does that is to be made
--- again. A paused queue hands out nothing.
+-- Gives ready jobs to an engine: queued -> running. The tenant with the least virtual time comes first; within a tenant
+-- priority, then age. The claim stops at the first job that it may not take, so that a large job is not passed over again and
+-- again. Jobs that nobody can run now, after their deadline or of another model, are set aside; after a claim that only did
+-- that, claim again. In a paused queue a claim takes nothing.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 engine id, 2 claim id (repeating it returns the same jobs), 3 most jobs, 4 KV budget in tokens,
---       5 fingerprint of the engine's model, 6 jobs that the engine holds already, 7 "1" when the engine says `begin` before
---       it computes a job that runs alone (may be left out)
--- Returns nil when the engine's heartbeat is gone, else an array: jobs still ready (0 while the queue is paused), jobs set
+--       5 fingerprint of the engine's model, 6 jobs that the engine holds already, 7 "1" when the engine calls `begin`
+--       before it computes a job that runs alone (may be omitted)
+-- Returns nil when the engine's heartbeat has expired, else an array: jobs still ready (0 while the queue is paused), jobs set
 --       aside, then for each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token),
 --       tokens published, 1 when watched or 0, created ms, the record's protocol version
--- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, in the
---       end failed, where the output is another model's
+-- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, and
+--       later failed, where the output is another model's
+-- include: queue clock settings serial record lease work signals dequeue fair_share state end_job due
 
-go_on_when_out_of_memory()
+allow_writes_without_memory()
 local engine, claim_id, max_jobs, budget = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local fingerprint, is_idle, says_begin = ARGV[5], ARGV[6] == '0', ARGV[7] == '1'
+local fingerprint, is_idle, calls_begin = ARGV[5], ARGV[6] == '0', ARGV[7] == '1'
 local heartbeat = prefix .. 'engine:' .. engine
 local leases = prefix .. 'leases:' .. engine
 
 local ALONE_FROM = 2  -- crashes without progress
 local MAX_SET_ASIDE = 256  -- jobs that one claim sets aside,
-local MAX_OVER_OF_ONE = 16  -- and those of one tenant whose deadline has passed, when others wait for their turn
-local MAX_LOOKED_AHEAD = 4  -- in the line of one tenant, when others wait for their turn
+local MAX_EXPIRED_OF_ONE = 16  -- and those of one tenant whose deadline has passed, when other tenants wait
+local MAX_READ_AHEAD = 4  -- jobs of one tenant, when other tenants wait
 
 -- A fingerprint is written with the first tokens: without one there is no checkpoint to read.
 local function read_job(id)
@@ -41,18 +42,19 @@ end
 local function repeat_claim(claimed)
   local jobs = {num_ready(), 0}
   for id, lease in string.gmatch(claimed, '(%S+) (%S+)') do
-    if standing(id, lease) == 'owned' then jobs[#jobs + 1] = describe(read_job(id), lease) end
+    if lease_state(id, lease) == 'owned' then jobs[#jobs + 1] = describe(read_job(id), lease) end
   end
   return jobs
 end
 
--- Now long, now short, from 1 ms to a second. Idle engines ask once a second, in an order that hardly changes: if the wait
--- were a second too, the engine that cannot go on with the job would be the first to ask each time.
+-- From 1 ms to a second, by chance. Idle engines claim once a second, in an order that hardly changes: if the delay were always
+-- a second too, the engine that cannot continue the job would be the first to claim it each time.
 local function set_aside_ms()
   return 2 ^ (clock[2] % 11)
 end
 
--- A checkpoint of another model: dropped while nobody has seen any of it, else kept for an engine that can go on with it.
+-- A checkpoint of another model is dropped while nobody has seen any of it; otherwise the job waits for an engine that can
+-- continue it.
 local function fits_this_model(job)
   if not job.fingerprint or job.fingerprint == fingerprint then return true end
   local key = prefix .. 'job:' .. job.id
@@ -63,7 +65,7 @@ local function fits_this_model(job)
     return true
   end
   redis.call('HSETNX', key, 'mismatch', now)
-  if now - redis.call('HGET', key, 'mismatch') < setting('mismatch_wait_ms', 600000) then
+  if now - whole_number(redis.call('HGET', key, 'mismatch'), 0) < setting('mismatch_wait_ms', 600000) then
     set_state(job.id, job.batch, 'queued', 'delayed')
     redis.call('ZADD', prefix .. 'delayed', now + set_aside_ms(), job.id)
   else
@@ -82,25 +84,25 @@ local function take(job)
   job.attempt = job.attempt + 1
   set_state(job.id, job.batch, 'queued', 'running', 'lease', lease, 'engine', engine, 'base', #job.tokens / 4,
     'attempt', job.attempt, 'started', job.started or now)
-  if says_begin and must_be_alone(job) then redis.call('HSET', prefix .. 'job:' .. job.id, 'unbegun', lease) end
+  if calls_begin and must_be_alone(job) then redis.call('HSET', prefix .. 'job:' .. job.id, 'unbegun', lease) end
   if job.fingerprint then redis.call('HDEL', prefix .. 'job:' .. job.id, 'mismatch') end
   redis.call('SADD', leases, job.id)
   return lease
 end
 
 local jobs, claimed, alone = {0, 0}, {}, nil
-local num_set_aside, num_over_of = 0, {}  -- in all; by tenant, of those that do not come back
+local num_set_aside, num_expired_of = 0, {}  -- in all; by tenant, of those that have ended
 
 local function may_take(job)
   local can_be_alone = is_idle and #claimed == 0
   return can_be_alone or not must_be_alone(job) and job.cost <= budget
 end
 
--- Takes the job, or sets it aside; returns what its tenant has to pay.
+-- Takes the job, or sets it aside; returns what its tenant is charged.
 local function take_or_set_aside(job, tenant)
   local is_gone = not job.tenant  -- somebody has deleted the record
-  local is_over = is_gone or job.deadline and job.deadline <= now  -- there may be more than are swept at once
-  if not is_over and fits_this_model(job) then
+  local is_expired = is_gone or job.deadline and job.deadline <= now  -- `expire_due` has a limit
+  if not is_expired and fits_this_model(job) then
     local lease = take(job)
     jobs[#jobs + 1] = describe(job, lease)
     claimed[#claimed + 1] = job.id .. ' ' .. lease
@@ -109,22 +111,22 @@ local function take_or_set_aside(job, tenant)
     return job.cost
   end
   num_set_aside = num_set_aside + 1
-  if is_over then num_over_of[tenant] = (num_over_of[tenant] or 0) + 1 end
-  if is_gone then count_waiting(tenant, -1, 0) elseif is_over then end_job(job.id, 'expired', 'expired') end
+  if is_expired then num_expired_of[tenant] = (num_expired_of[tenant] or 0) + 1 end
+  if is_gone then count_waiting(tenant, -1, 0) elseif is_expired then end_job(job.id, 'expired', 'expired') end
   return 0
 end
 
--- Takes from the front of one tenant's line while it is the one served least; returns whether the claim may go on.
+-- Takes the first jobs of one tenant while it has the least virtual time; returns whether the claim may continue.
 local function serve(tenant, time, next_time)
-  local num_asked = max_jobs - #claimed
-  if next_time then num_asked = math.min(num_asked, MAX_LOOKED_AHEAD) end
+  local num_read = max_jobs - #claimed
+  if next_time then num_read = math.min(num_read, MAX_READ_AHEAD) end
   local key, weight = prefix .. 'ready:' .. tenant, weight_of(tenant)
-  local num_passed, num_before, cost, goes_on = 0, #claimed, 0, true
-  for _, member in ipairs(redis.call('ZRANGE', key, 0, num_asked - 1)) do
+  local num_passed, num_before, cost, may_continue = 0, #claimed, 0, true
+  for _, member in ipairs(redis.call('ZRANGE', key, 0, num_read - 1)) do
     if num_passed > 0 and next_time and time + cost / weight >= next_time then break end
     local job = read_job(id_of_member(member))
-    goes_on = may_take(job) and not alone
-    if not goes_on then break end
+    may_continue = may_take(job) and not alone
+    if not may_continue then break end
     num_passed = num_passed + 1
     cost = cost + take_or_set_aside(job, tenant)
   end
@@ -133,8 +135,8 @@ local function serve(tenant, time, next_time)
     charge(tenant, cost)
   end
   if num_passed > 0 then redis.call('ZREMRANGEBYRANK', key, 0, num_passed - 1) end
-  count_removed(tenant, num_passed)  -- also where somebody has deleted the line
-  return goes_on
+  count_removed(tenant, num_passed)  -- also where somebody has deleted the set
+  return may_continue
 end
 
 if redis.call('EXISTS', heartbeat) == 0 then return false end
@@ -144,24 +146,24 @@ local runs_alone = previous[3] and redis.call('SISMEMBER', leases, previous[3]) 
 
 expire_due()
 promote_due()
-local is_held_back = is_paused()
-local goes_on = not runs_alone and not is_held_back and num_ready() > 0
-if goes_on then reserve_serials(math.min(max_jobs, num_ready())) end
-local num_passed_over = 0  -- tenants that stay in front: so many of their jobs are over that others would wait for them
-while goes_on and not alone and #claimed < max_jobs and num_set_aside < MAX_SET_ASIDE do
+local is_queue_paused = is_paused()
+local may_continue = not runs_alone and not is_queue_paused and num_ready() > 0
+if may_continue then reserve_serials(math.min(max_jobs, num_ready())) end
+local num_passed_over = 0  -- tenants in front with so many expired jobs that the others would wait for them
+while may_continue and not alone and #claimed < max_jobs and num_set_aside < MAX_SET_ASIDE do
   local tenant, time, next_tenant, next_time =
     unpack(redis.call('ZRANGE', prefix .. 'tenants', num_passed_over, num_passed_over + 1, 'WITHSCORES'))
   if not tenant then break end
   local num_before = #claimed
-  goes_on = serve(tenant, tonumber(time), tonumber(next_time))
+  may_continue = serve(tenant, tonumber(time), tonumber(next_time))
   local is_first_still = #claimed == num_before and redis.call('ZSCORE', prefix .. 'tenants', tenant)
-  if is_first_still and next_tenant and (num_over_of[tenant] or 0) >= MAX_OVER_OF_ONE then
+  if is_first_still and next_tenant and (num_expired_of[tenant] or 0) >= MAX_EXPIRED_OF_ONE then
     num_passed_over = num_passed_over + 1
   end
 end
 
 redis.call('HSET', heartbeat, 'claim', claim_id, 'claimed', table.concat(claimed, ' '))
 if alone then redis.call('HSET', heartbeat, 'alone', alone) end
-jobs[1], jobs[2] = is_held_back and 0 or num_ready(), num_set_aside
+jobs[1], jobs[2] = is_queue_paused and 0 or num_ready(), num_set_aside
 if jobs[1] == 0 then redis.call('DEL', prefix .. 'wake') elseif #claimed > 0 then wake(1) end
 return jobs

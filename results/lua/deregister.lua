@@ -1,12 +1,13 @@
--- An engine leaves: what it still holds goes back, running -> queued, the attempt does not count.
+-- Removes an engine. Its jobs go back: running -> queued; the attempts do not count.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 engine id
 -- Returns the number of jobs that went back
+-- include: queue work give_back
 
-go_on_when_out_of_memory()
+allow_writes_without_memory()
 local engine = ARGV[1]
 local ids = redis.call('SMEMBERS', prefix .. 'leases:' .. engine)
-for _, id in ipairs(ids) do give_back_unharmed(id, engine, 0) end
+for _, id in ipairs(ids) do give_back_uncounted(id, engine, 0) end
 wake(#ids)
 redis.call('DEL', prefix .. 'engine:' .. engine, prefix .. 'signals:' .. engine)
 redis.call('ZREM', prefix .. 'engines', engine)

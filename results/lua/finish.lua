@@ -1,42 +1,41 @@
--- Ends a running job: running -> finished, failed, cancelled or expired; or, when the failure may pass and retries are
--- left, running -> delayed, with its checkpoint. Safe to repeat.
+-- Ends a running job: running -> finished, failed, cancelled or expired; or, when the failure is retryable and retries
+-- are left, running -> delayed, with its checkpoint. Safe to repeat.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 job id, 2 lease, 3 state, 4 finish reason, 5 prompt tokens, 6 completion tokens, 7 the error (JSON) or "",
---       8 "1" when the failure may pass or "", then, when there is output to show: 9 its offset, 10 its number of tokens,
+--       8 "1" when the failure is retryable or "", then, when there is output to show: 9 its offset, 10 its number of tokens,
 --       11 its token ids (JSON), 12 its text
 -- Returns "ok", "already" (this lease has ended the job before), "retrying" (it waits for its next attempt) or "stale" (the
 --       lease is not, or no longer, the job's)
+-- include: queue clock settings record lease fair_share output end_job give_back
 
 local DEFAULT_RETRIES = 2
 
--- Twice as long after each failure, and never the same for two jobs that failed together: between half of it and all.
+-- Twice as long after each failure, minus a part that differs between jobs that failed together: at most one half.
 local function backoff_ms(num_retries, lease)
   local full_ms = math.min(setting('retry_base_ms', 1000) * 2 ^ num_retries, setting('retry_max_ms', 60000))
   local share = (clock[2] + tonumber(string.sub(lease, -6)) * 7919) % 1000 / 1000
   return math.max(1, math.floor(full_ms * (0.5 + 0.5 * share)))
 end
 
-local function may_pass(state)
+local function is_retryable(state)
   return state == 'failed' and ARGV[8] == '1'
 end
 
-go_on_when_out_of_memory()
+allow_writes_without_memory()
 local id, lease, state = ARGV[1], ARGV[2], ARGV[3]
-local NUM_KNOWN = #END_FIELDS
-local names = {unpack(END_FIELDS)}
-for _, name in ipairs({'lease', 'engine', 'retries', 'max_retries', 'cancel', 'expire'}) do names[#names + 1] = name end
-local known = record(id, unpack(names))
-local owner_lease, engine, retries, max_retries, cancel, expire = unpack(known, NUM_KNOWN + 1)
+local fields = record(id, 'lease', 'engine', 'retries', 'max_retries', 'cancel', 'expire', unpack(END_FIELDS))
+local owner_lease, engine, retries, max_retries, cancel, expire = unpack(fields)
+local known = {unpack(fields, 7)}
 local published, from, tenant, cost = known[1], known[3], known[7], known[8]
 if owner_lease ~= lease then return refuse_stale_write() end
 if from ~= 'running' then return 'already' end
 
-local num_retries = tonumber(retries or 0)
-if may_pass(state) and (cancel or expire) then  -- it would not have been tried again
+local num_retries = whole_number(retries, 0)
+if is_retryable(state) and (cancel or expire) then  -- there is no next attempt
   give_back(id, engine, 0)
   return 'ok'
 end
-if may_pass(state) and num_retries < tonumber(max_retries or DEFAULT_RETRIES) then
+if is_retryable(state) and num_retries < whole_number(max_retries, DEFAULT_RETRIES) then
   redis.call('HSET', prefix .. 'job:' .. id, 'retries', num_retries + 1)
   give_back(id, engine, backoff_ms(num_retries, lease))
   return 'retrying'

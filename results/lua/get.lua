@@ -1,9 +1,10 @@
 -- Reads a job. No transition.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 job id
--- Returns nil (unknown) or an array: state, attempt, created, started or "", ended or "", then what was trimmed from the
---       stream: its text and its tokens (4 bytes each), the entries of the stream, and last, each "" where there is none:
+-- Returns nil (unknown) or an array: state, attempt, created, started or "", ended or "", then the part that was trimmed from
+--       the stream: its text and its tokens (4 bytes each), the entries of the stream, and last, each "" where there is none:
 --       meta (JSON), batch, the job that it redrives, the job that redrives it, retries, deadline, when it is due
+-- include: queue record
 
 local id = ARGV[1]
 local f = record(id, 'state', 'attempt', 'created', 'started', 'ended', 'trimmed', 'meta', 'batch', 'redrive_of',

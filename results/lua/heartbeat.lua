@@ -1,19 +1,20 @@
--- Keeps an engine alive, and compares the leases it holds with those that the record says it has. A lease that the engine
--- does not hold at two heartbeats in a row goes back: running -> queued, the attempt does not count. (Once is no proof: a
--- claim may have been on its way.) Engines with a longer limit than a new one has are told of it by a `beat now`. Also:
--- delayed jobs that are due -> queued; queued, delayed -> expired after their deadline.
+-- Renews an engine's heartbeat, and compares the leases that the engine holds with its leases in Redis. A job that the engine
+-- does not name in two heartbeats in a row goes back: running -> queued; the attempt does not count. (In one heartbeat it may
+-- be missing because the reply to its claim is on its way.) Engines with a longer limit than a new engine get a `beat now`.
+-- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline.
 -- KEYS  1 the queue's prefix
--- ARGV  1 engine id, 2 how long the engine counts as alive in ms, 3 how it sleeps: "0" (not at all), "1" or "2", then for
---       each job it holds 2 values: id, lease
--- Returns an array: four arrays of job ids (lost, to be cancelled, watched, past their deadline), then how the engine
---       shall sleep, 0 to 2, then the milliseconds until the next engine that is alive counts as dead, if it is silent
+-- ARGV  1 engine id, 2 how long the engine counts as alive in ms, 3 its sleep level: "0" (awake), "1" or "2", then for each
+--       job that it holds 2 values: id, lease
+-- Returns an array: four arrays of job ids (lost, to be cancelled, watched, past their deadline), then the
+--       requested sleep level, 0 to 2, then the milliseconds until the next heartbeat of any engine expires
+-- include: queue clock record lease work signals give_back due
 
-go_on_when_out_of_memory()
+allow_writes_without_memory()
 local engine = ARGV[1]
 local heartbeat = prefix .. 'engine:' .. engine
 local is_new = redis.call('HSETNX', heartbeat, 'since', now) == 1
 if is_new then
-  redis.call('HSET', heartbeat, 'sleep', ARGV[3])  -- a heartbeat that had lapsed wakes nobody
+  redis.call('HSET', heartbeat, 'sleep', ARGV[3])  -- an engine whose heartbeat had expired keeps its level
 end
 redis.call('PEXPIRE', heartbeat, ARGV[2])
 redis.call('ZADD', prefix .. 'engines', now, engine)
@@ -23,7 +24,7 @@ local held, lost, cancelled, watched, expired = {}, {}, {}, {}, {}
 for i = 4, #ARGV, 2 do
   local id, lease = ARGV[i], ARGV[i + 1]
   held[id] = true
-  local stand = standing(id, lease)
+  local stand = lease_state(id, lease)
   if stand == 'stale' then
     lost[#lost + 1] = id
   elseif stand == 'owned' then
@@ -41,7 +42,7 @@ for _, id in ipairs(redis.call('SMEMBERS', prefix .. 'leases:' .. engine)) do
     local lease = record(id, 'lease')[1] or ''
     local mark = ' ' .. id .. ' ' .. lease .. ' '
     if string.find(missed_before, mark, 1, true) then
-      give_back_unharmed(id, engine, 0)
+      give_back_uncounted(id, engine, 0)
     else
       missed[#missed + 1] = mark
     end
@@ -52,8 +53,8 @@ redis.call('HSET', heartbeat, 'missed', table.concat(missed), 'asleep', ARGV[3])
 local next_lapse_ms = tonumber(ARGV[2])
 for _, other in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do
   local left_ms = redis.call('PTTL', prefix .. 'engine:' .. other)
-  if left_ms > 0 then next_lapse_ms = math.min(next_lapse_ms, left_ms) end  -- else it is dead already
-  if is_new and left_ms > tonumber(ARGV[2]) then signal(other, 'beat', 'now') end  -- it has to know of a shorter limit
+  if left_ms > 0 then next_lapse_ms = math.min(next_lapse_ms, left_ms) end  -- else it is dead
+  if is_new and left_ms > tonumber(ARGV[2]) then signal(other, 'beat', 'now') end  -- there is a shorter limit now
 end
 
 promote_due()

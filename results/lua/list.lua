@@ -1,9 +1,13 @@
--- Names some jobs in a state: those next in line, those that run, or those that ended last. No transition.
+-- Lists jobs in a state: those next in line, those that run, or those that ended last. No transition.
 -- KEYS  1 the queue's prefix
--- ARGV  1 state, 2 most jobs to name
+-- ARGV  1 state, 2 most ids, from 1 on
 -- Returns an array of job ids; there may be more
+-- include: queue dequeue
 
 local state, limit = ARGV[1], tonumber(ARGV[2])
+if not limit or limit < 1 or limit % 1 ~= 0 then
+  return redis.error_reply('ERR limit: must be an integer from 1 on')
+end
 local ids, is_listed = {}, {}
 local function add(id)
   if #ids == limit or is_listed[id] then return end
@@ -27,7 +31,7 @@ elseif state == 'running' then
     for _, id in ipairs(redis.call('SRANDMEMBER', prefix .. 'leases:' .. engine, limit)) do add(id) end
   end
 else
-  if state == 'failed' then  -- the dead letters; what has been redriven is in `done` alone, which reaches less far back
+  if state == 'failed' then  -- `dead` reaches further back than `done`, but has no redriven jobs
     for _, id in ipairs(redis.call('ZRANGE', prefix .. 'dead', 0, limit - 1, 'REV')) do add_known(id) end
   end
   for _, entry in ipairs(redis.call('XREVRANGE', prefix .. 'done', '+', '-', 'COUNT', math.min(limit * 20, 20000))) do

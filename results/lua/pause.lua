@@ -1,9 +1,11 @@
--- Stops a queue from handing out jobs, or lets it go on. What runs goes on, and jobs still come in. No transition.
+-- Pauses or resumes a queue. While it is paused, claims take nothing; running jobs continue and new jobs are accepted. No
+-- transition.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 "1" to pause, "" to resume
 -- Returns "ok"
+-- include: queue work
 
-go_on_when_out_of_memory()
+allow_writes_without_memory()
 if ARGV[1] == '1' then
   redis.call('HSET', prefix .. 'settings', 'paused', '1')
 else

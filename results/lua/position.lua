@@ -3,6 +3,7 @@
 -- ARGV  1 job id
 -- Returns nil (unknown) or an array: state; jobs likely to begin before it, -1 unless it is queued; milliseconds until it
 --       begins at the pace of the last completions, -1 where that is not known
+-- include: queue clock record work estimates
 
 local id = ARGV[1]
 local state, tenant, serial = unpack(record(id, 'state', 'tenant', 'serial'))

@@ -1,36 +1,37 @@
--- Takes the jobs of dead engines, those without a heartbeat, back to the front: running -> queued, running -> cancelled
--- where that was asked for, running -> expired after its deadline, running -> failed for a job that keeps killing engines.
--- Any number of engines may call it.
+-- Recovers the jobs of dead engines, those without a heartbeat: running -> queued, in front; running -> cancelled where that
+-- was requested; running -> expired after its deadline; running -> failed for a job that keeps killing engines. Any number of
+-- engines may call it.
 --
 -- The crash rule: `crashes` counts the engines that died with the job since it last made progress. From 2 on the job runs
--- alone (claim sees to that), so that it takes no batch-mates with it, and after 3 deaths alone, at 5, it has failed.
--- An engine that died before it had begun to compute the job (claim has noted its lease as `unbegun`, begin removes it) was
--- killed by something else: `false_starts` counts those. They have a limit too, since a prompt may be poison to what reads it.
+-- alone (see claim), so that no other job dies with it. After 3 deaths alone, at 5, it fails.
+-- Claim stores the lease of a job that runs alone as `unbegun`, and begin removes it. An engine that died in between was killed
+-- by something else: `false_starts` counts those deaths. They have a limit too, since the engine may die of reading the prompt.
 -- KEYS  1 the queue's prefix
--- ARGV  1 most jobs to take back in this call
--- Returns the number of jobs taken back; call again while it is the most
+-- ARGV  1 most jobs to recover in this call
+-- Returns the number of jobs recovered; call again while it is the most
+-- include: queue settings record work end_job give_back
 
-go_on_when_out_of_memory()
+allow_writes_without_memory()
 local QUARANTINED_FROM = 5
 local MAX_FALSE_STARTS = 20
 local num_left = tonumber(ARGV[1])
 
-local function why_quarantined(crashes, false_starts)
+local function quarantine_reason(crashes, false_starts)
   if crashes >= QUARANTINED_FROM then
-    return crashes .. ' engines in a row died while they ran this job, the last 3 with nothing else to do'
+    return crashes .. ' engines in a row died while they ran this job, the last 3 alone'
   elseif false_starts >= MAX_FALSE_STARTS then
     return false_starts .. ' engines died between the claim of this job, alone, and its first step'
   end
 end
 
-local function take_back(id, engine)
+local function recover_job(id, engine)
   local fields = record(id, 'engine', 'state', 'base', 'crashes', 'cancel', 'lease', 'unbegun', 'false_starts')
   if fields[1] ~= engine or fields[2] ~= 'running' then
     redis.call('SREM', prefix .. 'leases:' .. engine, id)
     return
   end
-  local has_advanced = redis.call('STRLEN', prefix .. 'tokens:' .. id) / 4 > tonumber(fields[3])
-  local crashes, false_starts = tonumber(fields[4] or 0), tonumber(fields[8] or 0)
+  local has_advanced = redis.call('STRLEN', prefix .. 'tokens:' .. id) / 4 > whole_number(fields[3], 0)
+  local crashes, false_starts = whole_number(fields[4], 0), whole_number(fields[8], 0)
   if has_advanced then
     crashes, false_starts = 0, 0
   elseif fields[7] == fields[6] then
@@ -39,25 +40,25 @@ local function take_back(id, engine)
     crashes = crashes + 1
   end
   redis.call('HSET', prefix .. 'job:' .. id, 'crashes', crashes, 'false_starts', false_starts)
-  local verdict = why_quarantined(crashes, false_starts)
-  if not verdict or fields[5] then return give_back(id, engine, 0) end
+  local reason = quarantine_reason(crashes, false_starts)
+  if not reason or fields[5] then return give_back(id, engine, 0) end
   redis.call('SREM', prefix .. 'leases:' .. engine, id)
   redis.call('HDEL', prefix .. 'job:' .. id, 'lease', 'engine', 'unbegun')
-  end_job(id, 'failed', 'error', nil, 'error', '{"kind":"crashed","message":"' .. verdict .. '; it is not tried again"}')
+  end_job(id, 'failed', 'error', nil, 'error', '{"kind":"crashed","message":"' .. reason .. '; it is not tried again"}')
 end
 
-local num_back = 0
+local num_recovered = 0
 for _, engine in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do
   if redis.call('EXISTS', prefix .. 'engine:' .. engine) == 0 then
     local leases = prefix .. 'leases:' .. engine
     local ids = num_left > 0 and redis.call('SRANDMEMBER', leases, num_left) or {}
-    for _, id in ipairs(ids) do take_back(id, engine) end
-    num_left, num_back = num_left - #ids, num_back + #ids
+    for _, id in ipairs(ids) do recover_job(id, engine) end
+    num_left, num_recovered = num_left - #ids, num_recovered + #ids
     if redis.call('EXISTS', leases) == 0 then
       redis.call('DEL', prefix .. 'signals:' .. engine)
       redis.call('ZREM', prefix .. 'engines', engine)
     end
   end
 end
-wake(num_back)
-return num_back
+wake(num_recovered)
+return num_recovered

@@ -1,9 +1,10 @@
--- Runs a job again that has failed, expired or been cancelled: the same body as a new job, nothing -> queued, under the id
--- <id>.r<n>. Both records name each other. Safe to repeat: a job is redriven once, its redrive may be redriven in turn.
+-- Submits the body of a failed, expired or cancelled job as a new job, <id>.r<n>: nothing -> queued. Both records name each
+-- other. Safe to repeat: a job is redriven once; its redrive may be redriven in turn.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 job id
--- Returns nil (unknown) or an array: "created" and the new id; "exists" and the id of the redrive before; or "refused" and
---       the job's state; "no body" and "" when nothing can be run; "no id" and "" when the new id would be too long
+-- Returns nil (unknown) or an array: "created" and the new id; "exists" and the id of the earlier redrive; "refused" and
+--       the job's state; "no body" and "" when there is no valid request; "no id" and "" when the new id would be too long
+-- include: queue record limits new_job
 
 local MAX_ID = 128
 
@@ -34,12 +35,12 @@ if #new_id > MAX_ID then return {'no id', ''} end
 
 local options = {meta = redis.call('GET', prefix .. 'meta:' .. id) or nil, batch = f[13] or nil,
   max_retries = tonumber(f[12] or nil), deadline_ms = f[11] and f[11] - f[10] or nil}
-limits = {}  -- they are for new work; this was in the queue before
+limits = {}  -- none apply: the job was in the queue before
 local has_options = next(options) ~= nil
 local outcome = create_job(new_id, f[2], body, f[3], f[4], f[5], f[6], f[7], has_options and cjson.encode(options) or '')
 if outcome ~= 'created' then return {'no body', ''} end
-redis.call('HSET', prefix .. 'job:' .. new_id, 'redrive_of', id, 'v', f[14] or PROTOCOL)  -- a body of a newer version stays one
+redis.call('HSET', prefix .. 'job:' .. new_id, 'redrive_of', id, 'v', f[14] or PROTOCOL)  -- the body keeps its version
 redis.call('HSET', prefix .. 'job:' .. id, 'redriven_as', new_id)
 redis.call('ZREM', prefix .. 'dead', id)
-line_up()
+enqueue_created()
 return {'created', new_id}

@@ -1,11 +1,12 @@
--- Refuses an inbox entry: nothing -> failed under the id that it names, or a line in `rejected` when it names none that is
--- free. Only the first engine to come gets the entry.
+-- Rejects an inbox entry: nothing -> failed under its id; without an id, or where the id belongs to another job, the entry goes
+-- to `rejected`. The first engine that calls it gets the entry.
 -- KEYS  1 the queue's prefix
--- ARGV  1 id of the inbox entry, 2 job id or "", 3 digest of the raw entry, 4 the raw entry, cut to a sane length,
---       5 the error (JSON)
+-- ARGV  1 id of the inbox entry, 2 job id or "", 3 digest of the raw entry, 4 the raw entry (its first 4,096 bytes are
+--       enough), 5 the error (JSON)
 -- Returns "failed", "exists" (the same entry was refused before), "rejected" or "taken" (another engine had the entry)
+-- include: queue clock serial record rejected end_job
 
-go_on_when_out_of_memory()
+allow_writes_without_memory()
 local id, digest, raw, error = ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 if redis.call('XDEL', prefix .. 'inbox', ARGV[1]) == 0 then return 'taken' end
 local known = id ~= '' and redis.call('HGET', prefix .. 'job:' .. id, 'digest')
@@ -14,6 +15,6 @@ if id == '' or known then
   add_rejected(id, raw, error)
   return 'rejected'
 end
-create_record(id, digest, next_serial())
+redis.call('HSET', prefix .. 'job:' .. id, 'v', PROTOCOL, 'digest', digest, 'serial', next_serial(), 'created', now)
 end_job(id, 'failed', 'error', nil, 'error', error)
 return 'failed'

@@ -1,8 +1,9 @@
 -- Counts the jobs of a queue. No transition.
 -- KEYS  1 the queue's prefix
 -- Returns an array: queued, delayed, running, engines alive, finished, failed, cancelled, expired, generated tokens,
---       stale writes, tokens that the queued and delayed jobs are expected to take, 1 when paused or 0, and an array: for
---       each engine alive its id and how it sleeps, 0 (not at all) to 2
+--       stale writes, the expected tokens of the queued and delayed jobs, 1 when paused or 0, and an array: for each engine
+--       alive its id and its sleep level, 0 (awake) to 2
+-- include: queue work
 
 local num_running, engines = 0, {}
 for _, engine in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do

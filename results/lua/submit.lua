@@ -1,12 +1,13 @@
--- Takes in new jobs: nothing -> queued, or delayed. Safe to repeat.
+-- Submits new jobs: nothing -> queued, or delayed. Safe to repeat.
 -- KEYS  1 the queue's prefix
 -- ARGV  for each job 9 values: id, digest, body, cost, seed, tenant, priority, "1" when streamed or "", options or ""
 --       The options are a JSON object with any of: delay_ms, run_at_ms, deadline_ms (from now), max_retries, meta (the
 --       text of a JSON object), batch
 -- Returns for each job "created", "exists" (the same body is known under the id), "conflict" (another body is) or
 --       "full <limit> <value>" (not taken: the queue, or the tenant's part of it, is at that limit), "oversized <limit>
---       <value>" (not taken: it alone costs more than that limit) or "invalid <field>" (not taken: no job can have that
---       argument or option; deadline_ms also where it ends before the job may begin)
+--       <value>" (not taken: its cost alone exceeds that limit) or "invalid <field>" (not taken: no job can have that
+--       argument or option; deadline_ms also where it passes before the job may begin)
+-- include: serial new_job
 
 if #ARGV % 9 ~= 0 then return redis.error_reply('ERR each job needs 9 values, got ' .. #ARGV .. ' in all') end
 local outcomes = {}
@@ -14,5 +15,5 @@ reserve_serials(#ARGV / 9)
 for first = 1, #ARGV, 9 do
   outcomes[#outcomes + 1] = create_job(unpack(ARGV, first, first + 8))
 end
-line_up()
+enqueue_created()
 return outcomes

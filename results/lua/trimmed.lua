@@ -1,7 +1,8 @@
--- Reads what a job's stream has lost to its bound. No transition.
+-- Reads the part of the output that was trimmed from a job's stream. No transition.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 job id
 -- Returns an array: the text, the tokens (4 bytes each), id of the last trimmed entry
+-- include: queue record
 
 local id = ARGV[1]
 local f = record(id, 'trimmed', 'trimmed_id')

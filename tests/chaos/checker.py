@@ -85,7 +85,7 @@ class Checker:
         """Ids whose end was announced more than once, and states that are counted more often than jobs are in them."""
         announced = Counter(_text(fields)["id"] for _, fields in self._client.xrange(self._keys.done))
         states = Counter(self._record(job_id)["state"] for job_id in announced)
-        counts = _text(self._client.hgetall(self._keys.counts))
+        counts = _text(self._client.hgetall(self._keys.prefix + "counts"))
         miscounted = [state for state in sorted(TERMINAL_STATES) if int(counts.get(state, 0)) != states.get(state, 0)]
         return [job_id for job_id, count in announced.items() if count != 1] + miscounted
 
@@ -97,7 +97,7 @@ class Checker:
         check_queue(self._client, self._keys.queue)
 
     def _check_returned(self, drained: Iterable[ChaosEngine]) -> None:
-        engines = [member.decode() for member in self._client.zrange(self._keys.engines, 0, -1)]
+        engines = [member.decode() for member in self._client.zrange(self._keys.prefix + "engines", 0, -1)]
         held = {engine: self._client.smembers(self._keys.leases(engine)) for engine in engines}
         assert {engine: ids for engine, ids in held.items() if ids} == {}
         for engine in drained:

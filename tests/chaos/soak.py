@@ -213,7 +213,7 @@ class Soak:
 
     def _is_alive(self, slot: Slot) -> bool:
         """To the queue: it may take over what another one leaves."""
-        return slot.is_serving and bool(self.redis.exists(self.client._keys.engine(slot.engine.engine_id)))
+        return slot.is_serving and bool(self.redis.exists(self.client._keys.prefix + "engine:" + slot.engine.engine_id))
 
     def _catch(self, proxy: Proxy, kind: str) -> Catch | None:
         match kind:

@@ -109,7 +109,7 @@ def test_a_result_passes_while_it_is_polled(place: Place) -> None:
         place.accepted.clear()
         place.check(frozenset({Invariant.IN_ONE_PLACE, Invariant.ALL_RETURNED}))
         place.redis.delete(
-            place.client._keys.done, place.client._keys.counts
+            place.client._keys.done, place.client._keys.prefix + "counts"
         )  # else its second life counts as a second end
     place.check(ALL, engine)
 

@@ -73,7 +73,7 @@ def test_a_reader(place: Place, tmp_path: Path, hang: Callable[[], ChaosEngine])
     engine = hang()
     job_id = submit_and_hang(place, tmp_path, max_tokens=600)
     place.watch(job_id)
-    wait_until(lambda: place.redis.exists(place.client._keys.watched(job_id)) == 1)
+    wait_until(lambda: place.redis.exists(place.client._keys.prefix + "watched:" + job_id) == 1)
     go_on_after_the_word(place, engine, tmp_path)
     assert place.redis.xlen(place.client._keys.result(job_id)) > 4
     place.check(ALL, engine)

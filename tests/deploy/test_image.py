@@ -64,7 +64,7 @@ def test_the_wheel_carries_the_scripts_and_only_our_packages(tmp_path: Path) -> 
     assert ran.returncode == 0, ran.stderr
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    scripts = {f"millrace/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "results" / "lua").glob("*.lua")}
+    scripts = {f"millrace/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "results" / "lua").rglob("*.lua")}
     assert scripts
     assert scripts <= names
     assert {name.partition("/")[0] for name in names if not name.startswith("millrace-")} == {"millrace"}

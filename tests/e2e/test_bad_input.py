@@ -18,8 +18,8 @@ from millrace.embedded import EmbeddedServer
 from millrace.producer.errors import InvalidRequest
 from millrace.results.errors import JobConflict
 from millrace.results.messages import JobId, Submission
-from millrace.results.queue import JobQueue
 from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
+from tests.results.full_queue import FullQueue
 from tests.results.invariants import check_all_ended
 from tests.worker.models import make_model
 
@@ -123,7 +123,7 @@ def test_an_entry_without_a_usable_id_is_kept_among_the_rejected(
 def test_what_another_client_has_put_past_the_checks_fails_by_name_and_alone(
     client: Client, redis_client: redis.Redis, queue_name: str
 ) -> None:
-    queue = JobQueue(redis_client, QUEUE)
+    queue = FullQueue(redis_client, QUEUE)
     newer, spoiled, neighbour = (f"{queue_name}-{name}" for name in ("newer", "spoiled", "neighbour"))
     bodies = {
         newer: b'{"prompt":"x","new_field":1}',

@@ -269,7 +269,7 @@ def test_as_completed_of_nothing_is_nothing(client: Client) -> None:
 def test_an_end_that_the_feed_has_lost_is_found_by_the_next_sweep(
     client: Client, engine: Engine, redis_client: redis.Redis, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.results.reader.SWEEP_INTERVAL_S", 0.05)
+    monkeypatch.setattr("millrace.results.reader.REREAD_INTERVAL_S", 0.05)
     monkeypatch.setattr("millrace.results.reader.BLOCK_LIMIT_S", 0.05)
     job_id = client.submit("x")
     completed = client.as_completed([job_id], timeout_s=10)

@@ -62,7 +62,7 @@ def test_what_a_foreign_client_gave_a_job_hides_no_job(
     wrong = {"nan": b'{"a":NaN}', "list": b"[1]", "bytes": b'{"a":"\xff"}', "deep": deep}
     for job_id, meta in wrong.items():
         client.submit("x", job_id=job_id, meta={"a": 1})
-        redis_client.set(queue.keys.meta(job_id), meta)
+        redis_client.set(queue.keys.prefix + "meta:" + job_id, meta)
     found = {job.id: job.meta for job in client.list_jobs("queued")}
     assert found == {"well": {"a": 1}, "nan": None, "list": None, "bytes": None, "deep": None}
 

@@ -114,7 +114,7 @@ def test_a_job_that_is_watched_before_it_runs_is_claimed_as_watched(
 ) -> None:
     job_id = client.submit("x")
     reader = pool.submit(list, client.stream(job_id))
-    while not redis_client.exists(queue.keys.watched(job_id)):
+    while not redis_client.exists(queue.keys.prefix + "watched:" + job_id):
         pass
     claimed = engine.claim_one()
     assert claimed.is_watched
@@ -128,7 +128,7 @@ def test_reading_what_has_ended_watches_nothing(
     job_id = client.submit("x")
     run(engine, 1)
     list(client.stream(job_id))
-    assert not redis_client.exists(queue.keys.watched(job_id))
+    assert not redis_client.exists(queue.keys.prefix + "watched:" + job_id)
 
 
 def test_a_stream_can_be_resumed_after_each_of_its_events(client: Client, engine: Engine) -> None:

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from millrace.results.queue import JobQueue
 from millrace.results.transport import Transport
 from tests.results.engines import Engine
+from tests.results.full_queue import FullQueue
 from tests.results.invariants import check_queue
 
 
 @pytest.fixture
-def queue(redis_client: redis.Redis, queue_name: str) -> Iterator[JobQueue]:
-    yield JobQueue(redis_client, queue_name)
+def queue(redis_client: redis.Redis, queue_name: str) -> Iterator[FullQueue]:
+    yield FullQueue(redis_client, queue_name)
     check_queue(redis_client, queue_name)
 
 
 @pytest.fixture
-def engine(queue: JobQueue) -> Engine:
+def engine(queue: FullQueue) -> Engine:
     return Engine(queue)
 
 

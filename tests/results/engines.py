@@ -24,7 +24,7 @@ from millrace.results.messages import (
     Usage,
 )
 from millrace.results.queue import JobQueue
-from millrace.results.replies import words
+from millrace.results.replies import decode_list
 
 FINGERPRINT = "model-a"
 _numbers = itertools.count(1)
@@ -41,20 +41,20 @@ def submit(queue: JobQueue, *job_ids: str, **fields: Any) -> None:
 
 def listed(queue: JobQueue, state: str, limit: int = 10) -> list[str]:
     """The ids that `list` names."""
-    return words(queue._transport.send(commands.list_jobs(queue.keys, state, limit)))
+    return decode_list(queue._transport.send(commands.list_jobs(queue.keys, state, limit)))
 
 
 class Engine:
     """Owns one engine id, and what it believes to hold."""
 
     def __init__(
-        self, queue: JobQueue, name: str = "engine", *, fingerprint: str = FINGERPRINT, says_begin: bool = True
+        self, queue: JobQueue, name: str = "engine", *, fingerprint: str = FINGERPRINT, calls_begin: bool = True
     ) -> None:
         self.id = EngineId(f"{name}-{next(_numbers)}")
         self.held: dict[JobId, Lease] = {}
         self.queue = queue
         self.fingerprint = fingerprint
-        self.says_begin = says_begin
+        self.calls_begin = calls_begin
         self._claim_numbers = itertools.count(1)
         self.beat()
 
@@ -71,7 +71,7 @@ class Engine:
             kv_token_budget=budget,
             num_held=len(self.held) if num_held is None else num_held,
             fingerprint=self.fingerprint,
-            says_begin=self.says_begin,
+            calls_begin=self.calls_begin,
         )
         assert claim is not None, "not registered"
         self.held.update((job.job_id, job.lease) for job in claim.jobs)
@@ -121,7 +121,7 @@ class Engine:
 
     def die(self) -> None:
         """Its heartbeat has run out, in no time."""
-        self.queue._transport.send(("DEL", self.queue.keys.engine(self.id)))
+        self.queue._transport.send(("DEL", self.queue.keys.prefix + "engine:" + self.id))
 
 
 def finish_of(

@@ -87,7 +87,7 @@ class _Check:
             assert self._client.ttl(self._keys.job(job_id)) == -1, f"{job_id} expires before its end"
 
     def _check_owners(self) -> None:
-        engines = {member.decode() for member in self._client.zrange(self._keys.engines, 0, -1)}
+        engines = {member.decode() for member in self._client.zrange(self._keys.prefix + "engines", 0, -1)}
         assert set(self._names("leases:")) <= engines, "leases of an engine that no reaper looks at"
         running = [record for record in self._records.values() if record["state"] == "running"]
         assert len({record["lease"] for record in running}) == len(running), "two jobs with one lease"
@@ -100,7 +100,7 @@ class _Check:
         states = [record["state"] for record in self._records.values()]
         assert int(counts.get("queued", 0)) == states.count("queued")
         ready = set(self._names("ready:"))
-        assert {member.decode() for member in self._client.zrange(self._keys.tenants, 0, -1)} == ready
+        assert {member.decode() for member in self._client.zrange(self._keys.prefix + "tenants", 0, -1)} == ready
         for state in TERMINAL_STATES:
             assert int(counts.get(state, 0)) >= states.count(state), state
 
@@ -132,7 +132,7 @@ class _Check:
             counts = {name: int(value) for name, value in self._hash("batch:" + batch).items() if name != "created"}
             assert {state: count for state, count in counts.items() if count} == Counter(states), batch
             is_open = any(state in PLACES for state in states)
-            assert (self._client.ttl(self._keys.batch(batch)) == -1) == is_open, (
+            assert (self._client.ttl(self._keys.prefix + "batch:" + batch) == -1) == is_open, (
                 f"{batch}: lives too long, or not enough"
             )
 

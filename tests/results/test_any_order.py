@@ -25,8 +25,8 @@ from millrace.results import commands
 from millrace.results.connection import connect
 from millrace.results.errors import CannotRedrive
 from millrace.results.messages import TERMINAL_STATES, ClaimedJob, Event, JobError, JobId
-from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission
+from tests.results.full_queue import FullQueue
 from tests.results.invariants import check_queue
 
 TENANTS = ("x", "y")
@@ -105,7 +105,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @initialize()
     def open(self) -> None:
-        self.queue = JobQueue(self.client, f"any-{uuid.uuid4().hex[:12]}")
+        self.queue = FullQueue(self.client, f"any-{uuid.uuid4().hex[:12]}")
         self.last_claims: dict[int, tuple[str, list[ClaimedJob]]] = {}
         self.engines = [self._new_engine(number) for number in range(3)]
         self.jobs: dict[str, ModelJob] = {}

@@ -8,30 +8,30 @@ import redis
 
 from millrace.results.connection import connect
 from millrace.results.messages import EngineId, Event
-from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
+from tests.results.full_queue import FullQueue
 
 
-def test_jobs_are_claimed_in_the_order_they_came(queue: JobQueue, engine: Engine) -> None:
+def test_jobs_are_claimed_in_the_order_they_came(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "c", "a", "b")
     assert engine.claim_ids() == ["c", "a", "b"]
 
 
-def test_a_lower_priority_number_comes_first(queue: JobQueue, engine: Engine) -> None:
+def test_a_lower_priority_number_comes_first(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "normal")
     submit(queue, "later", priority=5)
     submit(queue, "urgent", "urgent-too", priority=-3)
     assert engine.claim_ids() == ["urgent", "urgent-too", "normal", "later"]
 
 
-def test_a_claim_takes_at_most_what_is_asked_for_and_tells_what_is_left(queue: JobQueue, engine: Engine) -> None:
+def test_a_claim_takes_at_most_what_is_asked_for_and_tells_what_is_left(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", "b", "c")
     claim = queue.claim(engine.id, "c1", max_jobs=2, kv_token_budget=100, num_held=0, fingerprint="f")
     assert claim is not None
     assert ([job.job_id for job in claim.jobs], claim.num_ready) == (["a", "b"], 1)
 
 
-def test_a_claim_takes_only_what_fits_and_never_passes_over_a_large_job(queue: JobQueue, engine: Engine) -> None:
+def test_a_claim_takes_only_what_fits_and_never_passes_over_a_large_job(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "small", cost=10)
     submit(queue, "large", cost=100)
     submit(queue, "small-too", cost=10)
@@ -42,7 +42,7 @@ def test_a_claim_takes_only_what_fits_and_never_passes_over_a_large_job(queue: J
     assert engine.claim_ids(budget=50) == ["small-too"]
 
 
-def test_a_repeated_claim_id_returns_the_same_jobs_and_takes_no_others(queue: JobQueue, engine: Engine) -> None:
+def test_a_repeated_claim_id_returns_the_same_jobs_and_takes_no_others(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", "b", "c")
     first = engine.claim(2, claim_id="c1")
     assert engine.claim(2, claim_id="c1") == first
@@ -51,7 +51,7 @@ def test_a_repeated_claim_id_returns_the_same_jobs_and_takes_no_others(queue: Jo
     assert engine.claim(2, claim_id="c1") == first[1:], "what has ended since is not given again"
 
 
-def test_an_engine_without_a_heartbeat_gets_nothing_until_it_registers(queue: JobQueue) -> None:
+def test_an_engine_without_a_heartbeat_gets_nothing_until_it_registers(queue: FullQueue) -> None:
     submit(queue, "a")
     stranger = EngineId("stranger")
 
@@ -64,7 +64,7 @@ def test_an_engine_without_a_heartbeat_gets_nothing_until_it_registers(queue: Jo
     assert claim() == ["a"]
 
 
-def test_every_claim_has_a_lease_of_its_own_that_grows(queue: JobQueue, engine: Engine) -> None:
+def test_every_claim_has_a_lease_of_its_own_that_grows(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", "b")
     a, b = engine.claim()
     assert b.lease > a.lease
@@ -74,21 +74,21 @@ def test_every_claim_has_a_lease_of_its_own_that_grows(queue: JobQueue, engine: 
     assert again.lease > b.lease
 
 
-def test_tenants_share_by_tokens_not_by_jobs(queue: JobQueue, engine: Engine) -> None:
+def test_tenants_share_by_tokens_not_by_jobs(queue: FullQueue, engine: Engine) -> None:
     queue.submit([submission(f"big-{i}", tenant="big", cost=100) for i in range(20)])
     queue.submit([submission(f"small-{i}", tenant="small", cost=10) for i in range(100)])
     tenants = Counter(job_id.split("-")[0] for job_id in engine.claim_ids(55))
     assert tenants == {"big": 5, "small": 50}
 
 
-def test_a_tenant_that_arrives_does_not_wait_for_the_backlog_of_another(queue: JobQueue, engine: Engine) -> None:
+def test_a_tenant_that_arrives_does_not_wait_for_the_backlog_of_another(queue: FullQueue, engine: Engine) -> None:
     queue.submit([submission(f"many-{i}", tenant="many") for i in range(500)])
     engine.claim(100)
     submit(queue, "few-1", "few-2", tenant="few")
     assert {"few-1", "few-2"} <= set(engine.claim_ids(5))
 
 
-def test_a_tenant_that_was_away_has_saved_nothing_up(queue: JobQueue, engine: Engine) -> None:
+def test_a_tenant_that_was_away_has_saved_nothing_up(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "early", tenant="idle")
     queue.submit([submission(f"busy-{i}", tenant="busy") for i in range(200)])
     engine.claim(101)
@@ -98,21 +98,21 @@ def test_a_tenant_that_was_away_has_saved_nothing_up(queue: JobQueue, engine: En
 
 
 def test_what_a_job_really_took_is_settled_at_its_end(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     queue.submit([submission(f"a-{i}", tenant="a", cost=1000) for i in range(3)])
     job = engine.claim_one()
-    assert redis_client.zscore(queue.keys.tenants, "a") == 1000
+    assert redis_client.zscore(queue.keys.prefix + "tenants", "a") == 1000
     engine.finish(job)
-    assert redis_client.zscore(queue.keys.tenants, "a") == 2
+    assert redis_client.zscore(queue.keys.prefix + "tenants", "a") == 2
 
 
-def test_engines_that_claim_at_once_get_different_jobs(queue: JobQueue, redis_url: str, queue_name: str) -> None:
+def test_engines_that_claim_at_once_get_different_jobs(queue: FullQueue, redis_url: str, queue_name: str) -> None:
     queue.submit([submission(f"j{i}") for i in range(2000)])
     got: list[list[str]] = []
 
     def drain() -> None:
-        engine = Engine(JobQueue(connect(redis_url), queue_name))
+        engine = Engine(FullQueue(connect(redis_url), queue_name))
         ids: list[str] = []
         while claimed := engine.claim_ids(37):
             ids += claimed
@@ -128,7 +128,7 @@ def test_engines_that_claim_at_once_get_different_jobs(queue: JobQueue, redis_ur
     assert sorted(everything) == sorted(f"j{i}" for i in range(2000))
 
 
-def test_work_wakes_one_idle_engine_and_a_full_claim_wakes_the_next(queue: JobQueue, engine: Engine) -> None:
+def test_work_wakes_one_idle_engine_and_a_full_claim_wakes_the_next(queue: FullQueue, engine: Engine) -> None:
     assert queue.wait_for_signal(engine.id, 0.01, include_wake=True) is None
     submit(queue, "a", "b")
     assert queue.wait_for_signal(engine.id, 1, include_wake=True) == "wake"
@@ -139,14 +139,14 @@ def test_work_wakes_one_idle_engine_and_a_full_claim_wakes_the_next(queue: JobQu
     assert queue.wait_for_signal(engine.id, 0.01, include_wake=True) is None
 
 
-def test_a_busy_engine_leaves_the_wake_up_to_the_idle_ones(queue: JobQueue, engine: Engine) -> None:
+def test_a_busy_engine_leaves_the_wake_up_to_the_idle_ones(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     assert queue.wait_for_signal(engine.id, 0.01, include_wake=False) is None
     assert queue.wait_for_signal(engine.id, 1, include_wake=True) == "wake"
 
 
 def test_a_record_that_somebody_deleted_does_not_block_the_queue(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     submit(queue, "gone", "here")
     redis_client.delete(queue.keys.job("gone"))
@@ -154,11 +154,14 @@ def test_a_record_that_somebody_deleted_does_not_block_the_queue(
 
 
 def test_a_line_that_somebody_deleted_does_not_block_the_queue(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     submit(queue, "gone")
     redis_client.delete(
-        queue.keys.ready("default"), queue.keys.waiting, queue.keys.job("gone"), queue.keys.body("gone")
+        queue.keys.prefix + "ready:default",
+        queue.keys.prefix + "waiting",
+        queue.keys.job("gone"),
+        queue.keys.body("gone"),
     )
     assert engine.claim_ids() == []
     assert queue.stats().queued == 0
@@ -168,7 +171,7 @@ def test_a_line_that_somebody_deleted_does_not_block_the_queue(
 
 @pytest.mark.parametrize("field", ["cost", "crashes", "attempt", "published"])
 def test_a_number_that_somebody_spoiled_does_not_block_the_queue(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis, field: str
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis, field: str
 ) -> None:
     submit(queue, "spoiled", "here")
     redis_client.hset(queue.keys.job("spoiled"), field, "x")
@@ -181,7 +184,7 @@ def test_a_number_that_somebody_spoiled_does_not_block_the_queue(
     redis_client.hset(queue.keys.job("spoiled"), field, 1)  # for who looks at the queue after every test
 
 
-def test_a_job_that_costs_nothing_is_claimed_and_cancelled_like_others(queue: JobQueue, engine: Engine) -> None:
+def test_a_job_that_costs_nothing_is_claimed_and_cancelled_like_others(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", "b", cost=0)
     job = engine.claim_one()
     assert queue.cancel("b") == "cancelled"
@@ -189,9 +192,9 @@ def test_a_job_that_costs_nothing_is_claimed_and_cancelled_like_others(queue: Jo
 
 
 def test_a_lease_never_comes_back_even_when_the_server_forgets_what_it_gave_out(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     submit(queue, "a", "b")
     a = engine.claim_one()
-    redis_client.delete(queue.keys.serial)
+    redis_client.delete(queue.keys.prefix + "serial")
     assert engine.claim_one().lease > a.lease

@@ -5,8 +5,8 @@ import pytest
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect, connect_async, resolve_url, server_name
 from millrace.results.errors import RedisUnavailable
-from millrace.results.queue import JobQueue
 from millrace.results.transport import Transport
+from tests.results.full_queue import FullQueue
 
 
 def test_the_given_url_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,11 +66,11 @@ def test_users_of_an_acl_can_log_in_and_others_are_told_why_not() -> None:
         admin.send(("ACL SETUSER", "app", "on", ">pw", "~millrace:*", "+@all"))
         admin.send(("ACL SETUSER", "default", "resetpass", "off"))
         socket = server.url.split("?")[0].removeprefix("unix://")
-        app = JobQueue(connect(f"unix://app@{socket}?password=pw"))
+        app = FullQueue(connect(f"unix://app@{socket}?password=pw"))
         assert app.stats().queued == 0
         with pytest.raises(RedisUnavailable, match="login"):
-            JobQueue(connect(f"unix://app@{socket}?password=wrong")).stats()
+            FullQueue(connect(f"unix://app@{socket}?password=wrong")).stats()
         with pytest.raises(RedisUnavailable, match=r"login|permit|NOAUTH"):
-            JobQueue(connect(f"unix://{socket}")).stats()
+            FullQueue(connect(f"unix://{socket}")).stats()
         app.close()
         admin.close()

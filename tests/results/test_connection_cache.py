@@ -20,7 +20,7 @@ from millrace import AsyncClient, Client, RedisUnavailable
 from millrace.results import connection
 from millrace.results.connection import connect
 from millrace.results.messages import EngineId
-from millrace.results.queue import JobQueue
+from tests.results.full_queue import FullQueue
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_server_that_does_not_answer_is_asked_twice_and_given_up(mute: _Mute, 
 
 
 def test_a_client_that_is_to_send_nothing_again_does_not(mute: _Mute) -> None:
-    queue = JobQueue(connect(mute.url, blocking=True))
+    queue = FullQueue(connect(mute.url, blocking=True))
     with pytest.raises(RedisUnavailable, match="does not answer in time"):
         queue.stats()
     with pytest.raises(RedisUnavailable, match="does not answer in time"):

@@ -10,9 +10,9 @@ from tests.results.engines import Engine, submit
 MAX_FALSE_STARTS = 20
 
 
-def crash(queue: JobQueue, *, after_tokens: int = 0, has_begun: bool = True, says_begin: bool = True) -> ClaimedJob:
+def crash(queue: JobQueue, *, after_tokens: int = 0, has_begun: bool = True, calls_begin: bool = True) -> ClaimedJob:
     """An engine claims the job in front, perhaps begins, perhaps makes progress, and dies; its jobs are recovered."""
-    engine = Engine(queue, "doomed", says_begin=says_begin)
+    engine = Engine(queue, "doomed", calls_begin=calls_begin)
     job = engine.claim_one()
     if has_begun:
         assert engine.begin(job) == "ok"
@@ -120,15 +120,15 @@ def test_progress_forgives_false_starts_too(queue: JobQueue) -> None:
     assert queue.get("a").state == "queued"
 
 
-def test_an_engine_that_never_says_begin_is_always_blamed(queue: JobQueue) -> None:
+def test_an_engine_that_never_calls_begin_is_always_blamed(queue: JobQueue) -> None:
     """An older one, beside newer ones that have died of the same job."""
     submit(queue, "poison")
     crash(queue)
-    crash(queue, says_begin=False)
+    crash(queue, calls_begin=False)
     crash(queue, has_begun=False)
     for _ in range(3):
         assert queue.get("poison").state == "queued"
-        crash(queue, has_begun=False, says_begin=False)
+        crash(queue, has_begun=False, calls_begin=False)
     assert queue.get("poison").state == "failed"
 
 
@@ -141,7 +141,7 @@ def test_a_note_of_an_earlier_lease_says_nothing_of_this_one(queue: JobQueue, tr
     for _ in range(3):
         assert queue.get("poison").state == "queued"
         transport.send(("HSET", queue.keys.job("poison"), "unbegun", str(job.lease)))
-        crash(queue, has_begun=False, says_begin=False)
+        crash(queue, has_begun=False, calls_begin=False)
     assert queue.get("poison").state == "failed"
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import redis
 
 from millrace.results.messages import JobId, Lease
-from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submit
+from tests.results.full_queue import FullQueue
 
 
-def test_a_heartbeat_finds_nothing_wrong_where_nothing_is(queue: JobQueue, engine: Engine) -> None:
+def test_a_heartbeat_finds_nothing_wrong_where_nothing_is(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     engine.claim(1)
     news = engine.beat()
@@ -16,25 +16,25 @@ def test_a_heartbeat_finds_nothing_wrong_where_nothing_is(queue: JobQueue, engin
 
 
 def test_a_heartbeat_tells_of_cancelled_and_watched_jobs(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     submit(queue, "a", "b", "c")
     submit(queue, "d", is_streamed=True)
     engine.claim()
     queue.cancel("a")
-    redis_client.set(queue.keys.watched("b"), "1")
+    redis_client.set(queue.keys.prefix + "watched:b", "1")
     news = engine.beat()
     assert (news.lost, news.cancelled, news.watched) == ([], ["a"], ["b", "d"])
 
 
-def test_leases_that_are_not_the_engines_are_lost(queue: JobQueue, engine: Engine) -> None:
+def test_leases_that_are_not_the_engines_are_lost(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     job = engine.claim_one()
     engine.held = {job.job_id: Lease(job.lease - 1), JobId("never-heard-of"): Lease(1)}
     assert engine.beat().lost == ["a", "never-heard-of"]
 
 
-def test_a_job_that_the_engine_has_ended_is_not_lost(queue: JobQueue, engine: Engine) -> None:
+def test_a_job_that_the_engine_has_ended_is_not_lost(queue: FullQueue, engine: Engine) -> None:
     """The heartbeat may have been on its way when the end was written."""
     submit(queue, "a")
     job = engine.claim_one()
@@ -44,7 +44,7 @@ def test_a_job_that_the_engine_has_ended_is_not_lost(queue: JobQueue, engine: En
 
 
 def test_a_lease_that_the_engine_does_not_know_goes_back_at_the_second_heartbeat(
-    queue: JobQueue, engine: Engine
+    queue: FullQueue, engine: Engine
 ) -> None:
     """The claim's reply was lost. Once is no proof: it may only be on its way."""
     submit(queue, "a")
@@ -57,7 +57,7 @@ def test_a_lease_that_the_engine_does_not_know_goes_back_at_the_second_heartbeat
     assert (job.state, job.attempt) == ("queued", 0)
 
 
-def test_a_lease_missing_once_and_then_held_stays(queue: JobQueue, engine: Engine) -> None:
+def test_a_lease_missing_once_and_then_held_stays(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     job = engine.claim_one()
     for _ in range(3):
@@ -68,7 +68,7 @@ def test_a_lease_missing_once_and_then_held_stays(queue: JobQueue, engine: Engin
     assert queue.get("a").state == "running"
 
 
-def test_the_same_job_claimed_anew_is_not_taken_for_the_lease_missed_before(queue: JobQueue, engine: Engine) -> None:
+def test_the_same_job_claimed_anew_is_not_taken_for_the_lease_missed_before(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     job = engine.claim_one()
     engine.held.clear()
@@ -80,7 +80,7 @@ def test_the_same_job_claimed_anew_is_not_taken_for_the_lease_missed_before(queu
     assert queue.get("a").state == "running"
 
 
-def test_an_engine_that_leaves_gives_everything_back(queue: JobQueue, engine: Engine) -> None:
+def test_an_engine_that_leaves_gives_everything_back(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", "b")
     engine.claim()
     assert queue.deregister(engine.id) == 2
@@ -89,14 +89,14 @@ def test_an_engine_that_leaves_gives_everything_back(queue: JobQueue, engine: En
     assert queue.get("a").attempt == 0
 
 
-def test_a_heartbeat_makes_up_for_a_lost_wake_up(queue: JobQueue, engine: Engine) -> None:
+def test_a_heartbeat_makes_up_for_a_lost_wake_up(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     queue.wait_for_signal(engine.id, 1, include_wake=True)  # by an engine that then died
     engine.beat()
     assert queue.wait_for_signal(engine.id, 1, include_wake=True) == "wake"
 
 
-def test_engines_with_a_longer_limit_hear_of_a_new_one(queue: JobQueue, engine: Engine) -> None:
+def test_engines_with_a_longer_limit_hear_of_a_new_one(queue: FullQueue, engine: Engine) -> None:
     """So that the next heartbeat tells them when the new one's time may be over."""
     engine.beat(60_000)
     same, shorter = Engine(queue), Engine(queue)

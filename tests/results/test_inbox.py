@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import redis
 
+from millrace.results.connection import connect
 from millrace.results.messages import JobError, JobId
 from millrace.results.queue import JobQueue
+from tests.processes import wait_until
 from tests.results.engines import Engine, submission, submit
 
 ERROR = JobError(kind="invalid_request", message="prompt: must not be empty", field="prompt")
@@ -89,4 +93,53 @@ def test_a_malformed_entry_with_the_id_of_a_job_leaves_that_job_alone(
 def test_the_rejected_entries_are_bounded(queue: JobQueue, redis_client: redis.Redis) -> None:
     for _ in range(1300):
         queue.reject(post(redis_client, queue, b"x"), None, b"x", ERROR)
-    assert redis_client.xlen(queue.keys.rejected) < 1200
+    assert redis_client.xlen(queue.keys.rejected) == 1000
+
+
+def test_the_rejected_entries_are_bounded_in_bytes_and_in_time(queue: JobQueue, redis_client: redis.Redis) -> None:
+    submit(queue, "a")
+    large = b'{"prompt":"' + b"x" * 1_000_000 + b'"}'
+    assert queue.accept(post(redis_client, queue, b"{}"), submission("a", body=large)) == "conflict"
+    assert the_rejected(redis_client, queue)[b"raw"] == large[:4096]
+    long_error = JobError(kind="invalid_request", message="x" * 5000)
+    for _ in range(1200):
+        queue.reject(post(redis_client, queue, b"x"), None, b"x" * 4096, long_error)
+    assert (redis_client.memory_usage(queue.keys.rejected, samples=0) or 0) < 6 * 1024 * 1024
+    assert 6 * 86_400_000 < redis_client.pttl(queue.keys.rejected) <= 7 * 86_400_000
+
+
+def test_a_read_of_the_inbox_is_bounded_in_bytes(queue: JobQueue, redis_client: redis.Redis) -> None:
+    ids = [post(redis_client, queue, b"%d" % number * 1_000_000) for number in range(9)]
+    entries = queue.read_inbox("0", 64)
+    assert [entry.entry_id for entry in entries] == ids[:5]
+    assert [entry.raw[:1] for entry in queue.read_inbox(ids[4], 64)] == [b"5", b"6", b"7", b"8"]
+
+
+def test_the_body_of_an_oversized_entry_is_not_sent(queue: JobQueue, redis_client: redis.Redis) -> None:
+    post(redis_client, queue, b"x" * 100)
+    post(redis_client, queue, b"y" * 8_000_000)
+    post(redis_client, queue, b"z" * 100)
+    entries = queue.read_inbox("0", 64, max_body_bytes=5000)
+    entries += queue.read_inbox(entries[-1].entry_id, 64, max_body_bytes=5000)
+    assert [(entry.num_bytes, entry.raw) for entry in entries] == [
+        (100, b"x" * 100),
+        (8_000_000, b"y" * 4096),
+        (100, b"z" * 100),
+    ]
+
+
+@pytest.mark.parametrize("num_bytes", [3, 50_000_000])
+def test_a_reader_that_waits_gets_an_entry_when_it_comes_and_no_oversized_body(
+    num_bytes: int, queue: JobQueue, redis_client: redis.Redis, redis_url: str
+) -> None:
+    waiting = JobQueue(connect(redis_url, blocking=True), queue.keys.queue)
+    with ThreadPoolExecutor(1) as pool:
+        entries = pool.submit(waiting.read_inbox, "0-0", 1, 5000)
+        wait_until(lambda: any(client["cmd"] == "xread" for client in redis_client.client_list()))
+        before = redis_client.info("stats")["total_net_output_bytes"]
+        post(redis_client, queue, b"x" * num_bytes)
+        ((entry,),) = (entries.result(),)
+        sent = redis_client.info("stats")["total_net_output_bytes"] - before
+    waiting.close()
+    assert (entry.num_bytes, entry.raw) == (num_bytes, b"x" * min(num_bytes, 4096))
+    assert sent < 1_000_000

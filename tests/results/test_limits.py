@@ -11,16 +11,16 @@ from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 from millrace.results.errors import QueueError
 from millrace.results.messages import Event, Usage
-from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
+from tests.results.full_queue import FullQueue
 
 
-def set_setting(queue: JobQueue, client: redis.Redis, name: str, value: float | str) -> None:
+def set_setting(queue: FullQueue, client: redis.Redis, name: str, value: float | str) -> None:
     client.hset(queue.keys.settings, name, value)
 
 
 def test_a_limit_on_jobs_counts_what_waits_and_not_what_runs(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     set_setting(queue, redis_client, "max_queued_jobs", 3)
     late = submission("late", delay_ms=3_600_000)
@@ -30,14 +30,14 @@ def test_a_limit_on_jobs_counts_what_waits_and_not_what_runs(
     assert queue.submit([submission("c"), submission("d")]) == ["created", "full max_queued_jobs 3"]
 
 
-def test_a_limit_on_tokens_lets_a_smaller_job_in(queue: JobQueue, redis_client: redis.Redis) -> None:
+def test_a_limit_on_tokens_lets_a_smaller_job_in(queue: FullQueue, redis_client: redis.Redis) -> None:
     set_setting(queue, redis_client, "max_queued_tokens", 100)
     jobs = [submission(f"j{cost}", cost=cost) for cost in (60, 50, 40)]
     assert queue.submit(jobs) == ["created", "full max_queued_tokens 100", "created"]
     assert queue.stats().waiting_tokens == 100
 
 
-def test_each_tenant_has_its_own_part(queue: JobQueue, redis_client: redis.Redis) -> None:
+def test_each_tenant_has_its_own_part(queue: FullQueue, redis_client: redis.Redis) -> None:
     set_setting(queue, redis_client, "tenant_max_queued_jobs", 2)
     set_setting(queue, redis_client, "tenant_max_queued_tokens", 50)
     jobs = [submission(f"x{i}", tenant="x") for i in range(3)]
@@ -48,14 +48,14 @@ def test_each_tenant_has_its_own_part(queue: JobQueue, redis_client: redis.Redis
 
 @pytest.mark.parametrize("limit", ["max_queued_tokens", "tenant_max_queued_tokens"])
 def test_who_alone_breaks_a_limit_is_told_that_waiting_is_no_use(
-    queue: JobQueue, redis_client: redis.Redis, limit: str
+    queue: FullQueue, redis_client: redis.Redis, limit: str
 ) -> None:
     set_setting(queue, redis_client, limit, 50)
     jobs = [submission(f"j{cost}", cost=cost) for cost in (51, 50, 51)]
     assert queue.submit(jobs) == [f"oversized {limit} 50", "created", f"oversized {limit} 50"]
 
 
-def test_what_comes_back_is_taken_in_any_case(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+def test_what_comes_back_is_taken_in_any_case(queue: FullQueue, engine: Engine, redis_client: redis.Redis) -> None:
     submit(queue, "a", "b")
     a, b = engine.claim()
     set_setting(queue, redis_client, "max_queued_jobs", 1)
@@ -66,7 +66,7 @@ def test_what_comes_back_is_taken_in_any_case(queue: JobQueue, engine: Engine, r
     assert queue.stats().queued == 3
 
 
-def test_an_inbox_entry_stays_until_there_is_room(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+def test_an_inbox_entry_stays_until_there_is_room(queue: FullQueue, engine: Engine, redis_client: redis.Redis) -> None:
     set_setting(queue, redis_client, "max_queued_jobs", 1)
     submit(queue, "a")
     entry_id = redis_client.xadd(queue.keys.inbox, {"job": "{}"}).decode()  # type: ignore[union-attr]
@@ -76,7 +76,7 @@ def test_an_inbox_entry_stays_until_there_is_room(queue: JobQueue, engine: Engin
     assert queue.accept(entry_id, submission("b")) == "taken"
 
 
-def test_weights_share_by_tokens(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+def test_weights_share_by_tokens(queue: FullQueue, engine: Engine, redis_client: redis.Redis) -> None:
     set_setting(queue, redis_client, "weight:gold", 3)
     set_setting(queue, redis_client, "weight:broken", "heavy")
     for tenant in ("gold", "plain", "broken"):
@@ -88,7 +88,7 @@ def test_weights_share_by_tokens(queue: JobQueue, engine: Engine, redis_client: 
 
 @pytest.mark.parametrize("weight", ["1e-306", "1e306", "0", "-1", "inf", "nan"])
 def test_a_weight_that_is_none_counts_as_one(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis, weight: str
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis, weight: str
 ) -> None:
     set_setting(queue, redis_client, "weight:default", weight)
     queue.submit([submission(f"x{i}", cost=5000) for i in range(3)])
@@ -98,7 +98,7 @@ def test_a_weight_that_is_none_counts_as_one(
 
 @pytest.mark.parametrize("cost", [10, 1000])
 def test_a_tenant_whose_line_runs_empty_again_and_again_takes_no_more_than_its_share(
-    queue: JobQueue, engine: Engine, cost: int
+    queue: FullQueue, engine: Engine, cost: int
 ) -> None:
     """Whatever its jobs were thought to cost, and settled to in the end."""
     queue.submit([submission(f"steady-{i}", tenant="steady", cost=cost) for i in range(100)])
@@ -111,7 +111,7 @@ def test_a_tenant_whose_line_runs_empty_again_and_again_takes_no_more_than_its_s
     assert abs(turns["steady"] - turns["refilled"]) <= 2
 
 
-def test_when_nobody_waits_all_begin_anew(queue: JobQueue, engine: Engine) -> None:
+def test_when_nobody_waits_all_begin_anew(queue: FullQueue, engine: Engine) -> None:
     queue.submit([submission("x1", tenant="x", cost=10_000), submission("y1", tenant="y", cost=10)])
     assert engine.claim_ids(2) == ["x1", "y1"]
     queue.submit([submission("x2", tenant="x")])
@@ -121,7 +121,7 @@ def test_when_nobody_waits_all_begin_anew(queue: JobQueue, engine: Engine) -> No
 
 def test_the_few_jobs_of_one_tenant_wait_for_about_as_many_of_a_huge_one() -> None:
     with EmbeddedServer() as server, connect(server.url) as client:
-        queue = JobQueue(client, "fair")
+        queue = FullQueue(client, "fair")
         for first in range(0, 100_000, 1000):
             queue.submit([submission(f"huge-{first + i}", tenant="huge") for i in range(1000)])
         engine = Engine(queue)
@@ -132,7 +132,7 @@ def test_the_few_jobs_of_one_tenant_wait_for_about_as_many_of_a_huge_one() -> No
         assert last <= 20
 
 
-def test_many_tenants_take_turns_in_one_claim(queue: JobQueue, engine: Engine) -> None:
+def test_many_tenants_take_turns_in_one_claim(queue: FullQueue, engine: Engine) -> None:
     for tenant in range(20):
         queue.submit([submission(f"{tenant}-{i}", tenant=f"t{tenant:02}") for i in range(10)])
     turns = [Counter(job_id.split("-")[0] for job_id in engine.claim_ids(40)) for _ in range(5)]
@@ -144,7 +144,7 @@ def test_many_tenants_take_turns_in_one_claim(queue: JobQueue, engine: Engine) -
 # --- pause ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_paused_queue_hands_nothing_out_and_goes_on_where_it_was(queue: JobQueue, engine: Engine) -> None:
+def test_a_paused_queue_hands_nothing_out_and_goes_on_where_it_was(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", "b")
     running = engine.claim_one()
     queue.pause(True)
@@ -164,7 +164,7 @@ def test_a_paused_queue_hands_nothing_out_and_goes_on_where_it_was(queue: JobQue
 # --- refused writes ------------------------------------------------------------------------------------------------
 
 
-def test_writes_of_a_zombie_are_refused_and_counted(queue: JobQueue) -> None:
+def test_writes_of_a_zombie_are_refused_and_counted(queue: FullQueue) -> None:
     submit(queue, "a")
     zombie, heir = Engine(queue, "zombie"), Engine(queue, "heir")
     old = zombie.claim_one()
@@ -185,7 +185,7 @@ def test_writes_of_a_zombie_are_refused_and_counted(queue: JobQueue) -> None:
 
 @pytest.mark.parametrize(("value", "longest_ms"), [("1500.5", 1500), ("soon", 86_400_000), ("inf", 86_400_000)])
 def test_a_time_that_is_no_whole_number_ends_a_job_as_well(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis, value: str, longest_ms: int
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis, value: str, longest_ms: int
 ) -> None:
     set_setting(queue, redis_client, "result_ttl_ms", value)
     submit(queue, "a")
@@ -193,7 +193,7 @@ def test_a_time_that_is_no_whole_number_ends_a_job_as_well(
     assert 0 < redis_client.pttl(queue.keys.job("a")) <= longest_ms
 
 
-def test_a_level_of_sleep_that_does_not_exist_is_refused(queue: JobQueue, engine: Engine) -> None:
+def test_a_level_of_sleep_that_does_not_exist_is_refused(queue: FullQueue, engine: Engine) -> None:
     with pytest.raises(QueueError, match="level of sleep"):
         queue.sleep(3)
     assert engine.beat().sleep_level == 0

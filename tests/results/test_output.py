@@ -3,11 +3,11 @@ from __future__ import annotations
 import redis
 
 from millrace.results.messages import Append, Event, JobError, Lease, Usage, Write
-from millrace.results.queue import JobQueue
 from tests.results.engines import FINGERPRINT, Engine, finish_of, listed, submit
+from tests.results.full_queue import FullQueue
 
 
-def test_a_checkpoint_survives_its_engine(queue: JobQueue, engine: Engine) -> None:
+def test_a_checkpoint_survives_its_engine(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     job = engine.claim_one()
     assert engine.append(job, 0, [1, 2**31 - 1]) == "ok"
@@ -16,14 +16,14 @@ def test_a_checkpoint_survives_its_engine(queue: JobQueue, engine: Engine) -> No
     assert engine.claim_one().token_ids == [1, 2**31 - 1, 3]
 
 
-def test_a_checkpoint_alone_shows_nothing(queue: JobQueue, engine: Engine) -> None:
+def test_a_checkpoint_alone_shows_nothing(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     engine.append(engine.claim_one(), 0, [1, 2])
     job = queue.get("a")
     assert (job.state, job.token_ids, job.text) == ("running", [], "")
 
 
-def test_an_event_shows_tokens_and_text_at_once(queue: JobQueue, engine: Engine) -> None:
+def test_an_event_shows_tokens_and_text_at_once(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     claimed = engine.claim_one()
     assert engine.show(claimed, 0, [1, 2], "héllo") == "ok"
@@ -31,7 +31,7 @@ def test_an_event_shows_tokens_and_text_at_once(queue: JobQueue, engine: Engine)
     assert (job.token_ids, job.text) == ([1, 2], "héllo")
 
 
-def test_repeating_an_append_changes_nothing(queue: JobQueue, engine: Engine) -> None:
+def test_repeating_an_append_changes_nothing(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     claimed = engine.claim_one()
     for _ in range(3):
@@ -43,7 +43,7 @@ def test_repeating_an_append_changes_nothing(queue: JobQueue, engine: Engine) ->
     assert queue.get("a").text == "x"
 
 
-def test_an_event_can_show_less_than_the_checkpoint_holds(queue: JobQueue, engine: Engine) -> None:
+def test_an_event_can_show_less_than_the_checkpoint_holds(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     claimed = engine.claim_one()
     assert engine.append(claimed, 0, [1, 2, 3], Event(offset=0, token_ids=[1], text="x")) == "ok"
@@ -52,7 +52,7 @@ def test_an_event_can_show_less_than_the_checkpoint_holds(queue: JobQueue, engin
 
 
 def test_what_the_server_has_lost_makes_later_writes_stale(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     submit(queue, "a")
     claimed = engine.claim_one()
@@ -62,7 +62,7 @@ def test_what_the_server_has_lost_makes_later_writes_stale(
 
 
 def test_finishing_shows_the_rest_and_ends_the_record(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     submit(queue, "a")
     claimed = engine.claim_one()
@@ -80,7 +80,7 @@ def test_finishing_shows_the_rest_and_ends_the_record(
     assert (stats.running, stats.finished, stats.generated_tokens) == (0, 1, 2)
 
 
-def test_finishing_again_is_already_done(queue: JobQueue, engine: Engine) -> None:
+def test_finishing_again_is_already_done(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     claimed = engine.claim_one()
     event = Event(offset=0, token_ids=[1], text="x")
@@ -89,14 +89,14 @@ def test_finishing_again_is_already_done(queue: JobQueue, engine: Engine) -> Non
     assert queue.stats().finished == 1
 
 
-def test_a_job_can_end_without_any_output(queue: JobQueue, engine: Engine) -> None:
+def test_a_job_can_end_without_any_output(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     engine.finish(engine.claim_one())
     job = queue.get("a")
     assert (job.state, job.text, job.token_ids) == ("finished", "", [])
 
 
-def test_a_failed_job_tells_why_and_keeps_its_text(queue: JobQueue, engine: Engine) -> None:
+def test_a_failed_job_tells_why_and_keeps_its_text(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     claimed = engine.claim_one()
     error = JobError(kind="invalid_request", message="prompt: too long, by far: é", field="prompt")
@@ -107,7 +107,7 @@ def test_a_failed_job_tells_why_and_keeps_its_text(queue: JobQueue, engine: Engi
     assert listed(queue, "failed") == ["a"]
 
 
-def test_a_lease_that_was_given_back_writes_nothing(queue: JobQueue, engine: Engine) -> None:
+def test_a_lease_that_was_given_back_writes_nothing(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     old = engine.claim_one()
     engine.release(old, 0, [1])
@@ -120,7 +120,7 @@ def test_a_lease_that_was_given_back_writes_nothing(queue: JobQueue, engine: Eng
     assert engine.finish(old) == "stale", "the end is another's"
 
 
-def test_a_write_without_any_lease_is_stale(queue: JobQueue, engine: Engine) -> None:
+def test_a_write_without_any_lease_is_stale(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     claimed = engine.claim_one()
     forged = [Lease(0), Lease(claimed.lease + 1)]
@@ -130,7 +130,7 @@ def test_a_write_without_any_lease_is_stale(queue: JobQueue, engine: Engine) -> 
     assert queue.write(writes) == ["stale", "stale"]
 
 
-def test_release_puts_a_job_in_front_and_does_not_count_the_attempt(queue: JobQueue, engine: Engine) -> None:
+def test_release_puts_a_job_in_front_and_does_not_count_the_attempt(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", "b")
     a = engine.claim_one()
     assert engine.release(a, 0, [5, 6]) == "ok"
@@ -138,7 +138,7 @@ def test_release_puts_a_job_in_front_and_does_not_count_the_attempt(queue: JobQu
     assert (again.job_id, again.attempt, again.token_ids) == ("a", 1, [5, 6])
 
 
-def test_release_can_put_a_job_off(queue: JobQueue, engine: Engine) -> None:
+def test_release_can_put_a_job_off(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     engine.release(engine.claim_one(), delay_ms=60_000)
     assert queue.get("a").state == "delayed"
@@ -146,7 +146,7 @@ def test_release_can_put_a_job_off(queue: JobQueue, engine: Engine) -> None:
     assert engine.claim_ids() == []
 
 
-def test_a_delayed_job_is_queued_when_its_time_has_come(queue: JobQueue, engine: Engine) -> None:
+def test_a_delayed_job_is_queued_when_its_time_has_come(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", "b")
     engine.release(engine.claim_one(), delay_ms=1)
     got: list[str] = []
@@ -155,7 +155,7 @@ def test_a_delayed_job_is_queued_when_its_time_has_come(queue: JobQueue, engine:
     assert sorted(got) == ["a", "b"]
 
 
-def test_a_heartbeat_also_queues_what_is_due_and_wakes_an_engine(queue: JobQueue, engine: Engine) -> None:
+def test_a_heartbeat_also_queues_what_is_due_and_wakes_an_engine(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     engine.release(engine.claim_one(), delay_ms=1)
     queue.wait_for_signal(engine.id, 0.01, include_wake=True)
@@ -164,7 +164,7 @@ def test_a_heartbeat_also_queues_what_is_due_and_wakes_an_engine(queue: JobQueue
     assert queue.wait_for_signal(engine.id, 1, include_wake=True) == "wake"
 
 
-def test_several_writes_of_one_job_take_effect_in_order(queue: JobQueue, engine: Engine) -> None:
+def test_several_writes_of_one_job_take_effect_in_order(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", "b")
     a, b = engine.claim()
     writes: list[Write] = [
@@ -186,7 +186,7 @@ def test_several_writes_of_one_job_take_effect_in_order(queue: JobQueue, engine:
 
 
 def test_a_write_that_is_itself_at_fault_spoils_no_other(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     submit(queue, "a", "b", "c")
     a, b, c = engine.claim()
@@ -206,7 +206,7 @@ def test_a_write_that_is_itself_at_fault_spoils_no_other(
     assert engine.finish(a) == "ok"
 
 
-def test_results_expire_and_the_time_can_be_set(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+def test_results_expire_and_the_time_can_be_set(queue: FullQueue, engine: Engine, redis_client: redis.Redis) -> None:
     submit(queue, "a", "b")
     a, b = engine.claim()
     event = Event(offset=0, token_ids=[1], text="x")
@@ -218,7 +218,9 @@ def test_results_expire_and_the_time_can_be_set(queue: JobQueue, engine: Engine,
     assert all(0 < redis_client.ttl(key.replace(":a", ":b")) <= 5 for key in keys)
 
 
-def test_a_long_stream_is_bounded_and_loses_no_text(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+def test_a_long_stream_is_bounded_and_loses_no_text(
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
     redis_client.hset(queue.keys.settings, "max_events", 10)
     submit(queue, "a")
     claimed = engine.claim_one()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
+import pytest
+
+from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
+from millrace.producer.wire import parse_body
 from millrace.results import keys
 from millrace.results.queue import JobQueue
 from millrace.results.scripts import script_source
@@ -15,7 +22,7 @@ from tests.results.engines import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "protocol.md").read_text()
-SCRIPTS = {path.stem: path.read_text() for path in (ROOT / "results" / "lua").glob("*.lua")}
+SCRIPTS = {path.stem: path.read_text() for path in (ROOT / "results" / "lua").rglob("*.lua")}
 
 
 def test_every_key_is_on_the_page() -> None:
@@ -28,17 +35,56 @@ def test_every_key_is_on_the_page() -> None:
 
 
 def test_every_script_is_on_the_page_and_says_what_it_does() -> None:
-    for name, source in SCRIPTS.items():
-        if name != "_prelude":
-            assert f"`{name}`" in PAGE
-            assert source.startswith("-- ")
-            assert "\n-- KEYS " in source
-            assert "\n-- Returns " in source
+    for path in (ROOT / "results" / "lua").glob("*.lua"):
+        assert f"`{path.stem}`" in PAGE
+        assert SCRIPTS[path.stem].startswith("-- ")
+        assert "\n-- KEYS " in SCRIPTS[path.stem]
+        assert "\n-- Returns " in SCRIPTS[path.stem]
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash on this machine: the shell example is not run")
+def test_the_shell_example_makes_the_scripts_as_the_python_client_does() -> None:
+    (example,) = re.findall(r"^cd results/lua\n.*?^}\n", PAGE, re.MULTILINE | re.DOTALL)
+    for name in ("claim", "stats"):
+        script = ["bash", "-c", f"{example}source_of {name}"]
+        made = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
+        assert made.stdout == script_source(name)
 
 
 def test_every_field_of_a_request_is_on_the_page() -> None:
     names = {*GenerationRequest.__struct_fields__, *SamplingParams.__struct_fields__} - {"sampling"}
     assert [name for name in names if f"`{name}`" not in PAGE] == []
+
+
+REQUEST = PAGE.split("## The request")[1].split("These names are reserved")[0]
+REQUEST_FIELDS = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", REQUEST, re.MULTILINE))
+
+
+def is_accepted(**fields: object) -> bool:
+    body: dict[str, object] = {"prompt": "x"} if fields.get("prompt_token_ids") is None else {}
+    if "prompt" in fields:
+        body = {"prompt_token_ids": [1]}
+    try:
+        parse_body(json.dumps(body | fields).encode())
+    except InvalidRequest:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("field", REQUEST_FIELDS)
+def test_null_is_accepted_where_the_page_has_it(field: str) -> None:
+    assert is_accepted(**{field: None}) == REQUEST_FIELDS[field].endswith("or null")
+
+
+@pytest.mark.parametrize("field", [name for name, rule in REQUEST_FIELDS.items() if " .. " in rule])
+def test_the_ranges_of_the_page_are_those_of_the_code(field: str) -> None:
+    rule = REQUEST_FIELDS[field].replace("`max_tokens`", "16").replace("above 0", "1").replace("^", "**")
+    found = re.search(r"(-?[\d*]+) \.\. ([\d*]+(?:-1)?)", rule)
+    assert found
+    low, high = eval(found[1]), eval(found[2])
+    tried = [low - 1, low, high, high + 1]
+    values = [[value] for value in tried] if rule.startswith("list") else tried
+    assert [is_accepted(**{field: value}) for value in values] == [False, True, True, False]
 
 
 def test_every_field_of_the_record_is_on_the_page() -> None:

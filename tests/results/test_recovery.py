@@ -4,11 +4,11 @@ import threading
 
 from millrace.results.connection import connect
 from millrace.results.messages import Event
-from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
+from tests.results.full_queue import FullQueue
 
 
-def test_the_jobs_of_a_dead_engine_go_back_to_the_front(queue: JobQueue, engine: Engine) -> None:
+def test_the_jobs_of_a_dead_engine_go_back_to_the_front(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", "b")
     doomed = Engine(queue, "doomed")
     doomed.claim(1)
@@ -19,14 +19,14 @@ def test_the_jobs_of_a_dead_engine_go_back_to_the_front(queue: JobQueue, engine:
     assert queue.stats().engines == 1
 
 
-def test_the_jobs_of_a_living_engine_stay_where_they_are(queue: JobQueue, engine: Engine) -> None:
+def test_the_jobs_of_a_living_engine_stay_where_they_are(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     engine.claim(1)
     assert queue.recover() == 0
     assert queue.stats().running == 1
 
 
-def test_a_heartbeat_that_runs_out_is_a_death(queue: JobQueue, engine: Engine) -> None:
+def test_a_heartbeat_that_runs_out_is_a_death(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     engine.claim(1)
     engine.beat(ttl_ms=1)
@@ -35,7 +35,7 @@ def test_a_heartbeat_that_runs_out_is_a_death(queue: JobQueue, engine: Engine) -
     assert engine.beat().lost == ["a"]
 
 
-def test_a_recovered_job_goes_on_with_its_tokens_and_counts_the_attempt(queue: JobQueue, engine: Engine) -> None:
+def test_a_recovered_job_goes_on_with_its_tokens_and_counts_the_attempt(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     doomed = Engine(queue, "doomed")
     job = doomed.claim_one()
@@ -48,7 +48,7 @@ def test_a_recovered_job_goes_on_with_its_tokens_and_counts_the_attempt(queue: J
     assert again.seed == job.seed
 
 
-def test_a_zombie_writes_nothing_and_is_told_what_it_lost(queue: JobQueue, engine: Engine) -> None:
+def test_a_zombie_writes_nothing_and_is_told_what_it_lost(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     zombie = Engine(queue, "zombie")
     job = zombie.claim_one()
@@ -63,7 +63,7 @@ def test_a_zombie_writes_nothing_and_is_told_what_it_lost(queue: JobQueue, engin
     assert queue.get("a").text == "right"
 
 
-def test_an_engine_that_was_only_slow_goes_on(queue: JobQueue) -> None:
+def test_an_engine_that_was_only_slow_goes_on(queue: FullQueue) -> None:
     """Its heartbeat ran out, but it came back before anybody noticed."""
     submit(queue, "a")
     slow = Engine(queue, "slow")
@@ -74,7 +74,7 @@ def test_an_engine_that_was_only_slow_goes_on(queue: JobQueue) -> None:
     assert slow.finish(job) == "ok"
 
 
-def test_a_job_whose_cancellation_was_asked_for_is_not_run_again(queue: JobQueue) -> None:
+def test_a_job_whose_cancellation_was_asked_for_is_not_run_again(queue: FullQueue) -> None:
     submit(queue, "a")
     engine = Engine(queue)
     engine.claim(1)
@@ -84,7 +84,7 @@ def test_a_job_whose_cancellation_was_asked_for_is_not_run_again(queue: JobQueue
     assert queue.get("a").state == "cancelled"
 
 
-def test_recovery_comes_in_batches(queue: JobQueue) -> None:
+def test_recovery_comes_in_batches(queue: FullQueue) -> None:
     queue.submit([submission() for _ in range(25)])
     doomed = [Engine(queue, "doomed") for _ in range(3)]
     for engine in doomed:
@@ -95,7 +95,7 @@ def test_recovery_comes_in_batches(queue: JobQueue) -> None:
     assert queue.stats().engines == 0
 
 
-def test_two_reapers_take_each_job_back_once(queue: JobQueue, redis_url: str, queue_name: str) -> None:
+def test_two_reapers_take_each_job_back_once(queue: FullQueue, redis_url: str, queue_name: str) -> None:
     queue.submit([submission() for _ in range(500)])
     doomed = Engine(queue, "doomed")
     doomed.claim(500)
@@ -103,7 +103,7 @@ def test_two_reapers_take_each_job_back_once(queue: JobQueue, redis_url: str, qu
     counts: list[int] = []
 
     def reap() -> None:
-        own = JobQueue(connect(redis_url), queue_name)
+        own = FullQueue(connect(redis_url), queue_name)
         while count := own.recover(7):
             counts.append(count)
         own.close()

@@ -92,7 +92,7 @@ def test_no_script_hands_redis_a_negated_number() -> None:
     """Of 0 that is -0 in Lua, which Redis 6.2 writes as "-0" and then takes for no integer; `0 - number` is never that."""
     wrong = [
         f"{path.name}: {line.strip()}"
-        for path in sorted(Path(results.__file__).with_name("lua").glob("*.lua"))
+        for path in sorted(Path(results.__file__).with_name("lua").rglob("*.lua"))
         for line in path.read_text().splitlines()
         if re.search(r"[(,=]\s*-[a-z#(]", line.partition("-- ")[0])
     ]

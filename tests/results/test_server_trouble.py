@@ -12,10 +12,10 @@ from millrace.results import commands
 from millrace.results.connection import as_unavailable, connect, connect_async
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import Append, Event
-from millrace.results.queue import JobQueue
 from millrace.results.scripts import script_source
 from millrace.results.transport import AsyncTransport, Transport
 from tests.results.engines import Engine, finish_of, submission, submit
+from tests.results.full_queue import FullQueue
 from tests.results.invariants import check_queue
 
 
@@ -26,7 +26,7 @@ def small_server() -> Iterator[EmbeddedServer]:
 
 
 def test_scripts_that_the_server_forgot_are_loaded_again(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     redis_client.script_flush()
     submit(queue, "a")
@@ -35,7 +35,7 @@ def test_scripts_that_the_server_forgot_are_loaded_again(
 
 
 def test_forgotten_scripts_in_a_pipeline_keep_the_order_of_each_job(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     """`finish` is known again while `append` is not: the text must still come before the end."""
     submit(queue, "a", "b")
@@ -49,7 +49,7 @@ def test_forgotten_scripts_in_a_pipeline_keep_the_order_of_each_job(
 
 
 async def test_forgotten_scripts_are_loaded_again_under_asyncio(
-    queue: JobQueue, redis_url: str, redis_client: redis.Redis
+    queue: FullQueue, redis_url: str, redis_client: redis.Redis
 ) -> None:
     submit(queue, "a")
     transport = AsyncTransport(connect_async(redis_url))
@@ -61,14 +61,14 @@ async def test_forgotten_scripts_are_loaded_again_under_asyncio(
     await transport.close()
 
 
-def fill(queue: JobQueue) -> None:
+def fill(queue: FullQueue) -> None:
     for i in range(1000):
         queue.submit([submission(f"filler-{i}", body=b"x" * 100_000)])
 
 
 def test_out_of_memory_no_job_comes_in_and_all_that_are_in_go_on_to_their_end(small_server: EmbeddedServer) -> None:
     client = connect(small_server.url)
-    queue = JobQueue(client, "full")
+    queue = FullQueue(client, "full")
     submit(queue, *(f"j{i}" for i in range(8)))
     engine = Engine(queue)
     first, second, third = engine.claim(3)
@@ -97,12 +97,12 @@ def test_a_read_only_replica_is_told_from_a_dead_server(server: EmbeddedServer) 
         client = connect(replica.url)
         Transport(client).send(("REPLICAOF", "127.0.0.1", port))
         with pytest.raises(RedisUnavailable, match="read-only replica"):
-            JobQueue(client).submit([submission()])
+            FullQueue(client).submit([submission()])
         client.close()
 
 
 def test_a_server_that_is_away_is_named_without_its_password() -> None:
-    queue = JobQueue(connect("redis://user:secret@127.0.0.1:1/3"))
+    queue = FullQueue(connect("redis://user:secret@127.0.0.1:1/3"))
     with pytest.raises(
         RedisUnavailable,
         match=r"^Cannot connect to Redis at redis://user:\*\*\*@127.0.0.1:1/3: connection refused. Check --redis or",
@@ -111,7 +111,7 @@ def test_a_server_that_is_away_is_named_without_its_password() -> None:
     assert "secret" not in str(caught.value)
 
 
-def test_a_command_at_fault_is_an_error_of_its_own(queue: JobQueue, redis_url: str, redis_client: redis.Redis) -> None:
+def test_a_command_at_fault_is_an_error_of_its_own(queue: FullQueue, redis_url: str, redis_client: redis.Redis) -> None:
     with pytest.raises(QueueError, match="refused a command"):
         Transport(redis_client).send(("NO-SUCH-COMMAND",))
 
@@ -153,6 +153,6 @@ def test_a_server_that_takes_no_more_clients_says_so() -> None:
     with EmbeddedServer(options={"maxclients": "1"}) as server:
         first, second = connect(server.url), connect(server.url, blocking=True)
         first.ping()
-        with pytest.raises(RedisUnavailable, match=r"does it take more clients|max number of clients"):
-            JobQueue(second).stats()
+        with pytest.raises(RedisUnavailable, match="maxclients"):
+            FullQueue(second).stats()
         first.close()

@@ -9,14 +9,14 @@ import redis
 from millrace.producer.messages import GenerationRequest, SamplingParams, to_submission
 from millrace.results.errors import QueueError
 from millrace.results.messages import Submission
-from millrace.results.queue import JobQueue
 from millrace.results.scripts import Argument, script_command
 from millrace.results.transport import Transport
 from tests.results.engines import Engine, submission, submit
+from tests.results.full_queue import FullQueue
 from tests.results.invariants import check_queue
 
 
-def test_a_new_job_is_queued_with_what_the_queue_has_to_know(queue: JobQueue, engine: Engine) -> None:
+def test_a_new_job_is_queued_with_what_the_queue_has_to_know(queue: FullQueue, engine: Engine) -> None:
     job = submission("a", body=b'{"prompt":"x"}', cost=12, seed=2**63 - 1, is_streamed=True)
     assert queue.submit([job]) == ["created"]
     assert queue.get("a").state == "queued"
@@ -26,7 +26,7 @@ def test_a_new_job_is_queued_with_what_the_queue_has_to_know(queue: JobQueue, en
     assert claimed.is_watched
 
 
-def test_the_same_job_again_is_the_same_job_at_every_stage(queue: JobQueue, engine: Engine) -> None:
+def test_the_same_job_again_is_the_same_job_at_every_stage(queue: FullQueue, engine: Engine) -> None:
     job = submission("a")
     assert queue.submit([job, job]) == ["created", "exists"]
     claimed = engine.claim_one()
@@ -36,28 +36,28 @@ def test_the_same_job_again_is_the_same_job_at_every_stage(queue: JobQueue, engi
     assert queue.stats().queued == 0
 
 
-def test_an_id_with_another_body_is_a_conflict_and_changes_nothing(queue: JobQueue, engine: Engine) -> None:
+def test_an_id_with_another_body_is_a_conflict_and_changes_nothing(queue: FullQueue, engine: Engine) -> None:
     other = submission("a", body=b'{"prompt":"other"}')
     assert queue.submit([submission("a"), other, submission("b")]) == ["created", "conflict", "created"]
     assert [job.body for job in engine.claim()] == [b'{"prompt":"hi"}'] * 2
 
 
-def test_an_empty_submission_is_nothing(queue: JobQueue) -> None:
+def test_an_empty_submission_is_nothing(queue: FullQueue) -> None:
     assert queue.submit([]) == []
 
 
-def test_the_wake_list_stays_short(queue: JobQueue, redis_client: redis.Redis) -> None:
+def test_the_wake_list_stays_short(queue: FullQueue, redis_client: redis.Redis) -> None:
     queue.submit([submission() for _ in range(500)])
     assert redis_client.llen(queue.keys.wake) == 64
 
 
-def test_bodies_of_any_bytes_come_back_as_they_were(queue: JobQueue, engine: Engine) -> None:
+def test_bodies_of_any_bytes_come_back_as_they_were(queue: FullQueue, engine: Engine) -> None:
     body = bytes(range(256)) * 100
     submit(queue, "a", body=body)
     assert engine.claim_one().body == body
 
 
-def test_records_stay_small(queue: JobQueue, redis_client: redis.Redis) -> None:
+def test_records_stay_small(queue: FullQueue, redis_client: redis.Redis) -> None:
     """In the compact form of Redis a record takes a third of the memory."""
     job = Submission(job_id=submission().job_id, body=b"{}", digest="f" * 64, cost=2**31, seed=2**63 - 1)
     queue.submit([job])
@@ -108,7 +108,7 @@ CASES += [
     ("field", "job"), [pytest.param(field, job, id=f"{field} {value!r:.20}") for field, value, job in CASES]
 )
 def test_what_no_job_can_have_is_refused_by_name_and_leaves_nothing_behind(
-    field: str, job: dict[str, Argument], queue: JobQueue, engine: Engine, transport: Transport
+    field: str, job: dict[str, Argument], queue: FullQueue, engine: Engine, transport: Transport
 ) -> None:
     neighbour = {**JOB, "id": "good"}
     command = script_command("submit", queue.keys.prefix, *job.values(), *neighbour.values())
@@ -118,14 +118,14 @@ def test_what_no_job_can_have_is_refused_by_name_and_leaves_nothing_behind(
     submit(queue, "bad")
 
 
-def test_a_null_is_an_option_that_is_not_given(queue: JobQueue, engine: Engine, transport: Transport) -> None:
+def test_a_null_is_an_option_that_is_not_given(queue: FullQueue, engine: Engine, transport: Transport) -> None:
     names = [name for name, _ in WRONG_OPTIONS]
     job = {**JOB, "options": json.dumps(dict.fromkeys(names))}
     assert transport.send(script_command("submit", queue.keys.prefix, *job.values())) == [b"created"]
     assert engine.claim_ids() == ["bad"]
 
 
-def test_values_that_are_left_out_take_no_job_in(queue: JobQueue, transport: Transport) -> None:
+def test_values_that_are_left_out_take_no_job_in(queue: FullQueue, transport: Transport) -> None:
     values = [*JOB.values(), *list(JOB.values())[:-1]]
     with pytest.raises(QueueError, match="9 values, got 17"):
         transport.send(script_command("submit", queue.keys.prefix, *values))
@@ -142,7 +142,7 @@ def test_values_that_are_left_out_take_no_job_in(queue: JobQueue, transport: Tra
         {"id": "1", "run_at": 0.0, "deadline_s": 5.0, "meta": {"é": [None, {"a": 1e300}]}},
     ],
 )
-def test_all_that_a_request_may_have_is_taken(extreme: dict[str, Any], queue: JobQueue) -> None:
+def test_all_that_a_request_may_have_is_taken(extreme: dict[str, Any], queue: FullQueue) -> None:
     sampling = SamplingParams(**{name: extreme.pop(name) for name in ("seed", "max_tokens") if name in extreme})
     request = GenerationRequest(prompt="x", sampling=sampling, **extreme)
     assert queue.submit([to_submission(request, batch="b" * 64)]) == ["created"]

@@ -10,14 +10,14 @@ import pytest
 import redis
 
 from millrace.results.messages import Event, JobError, Signal
-from millrace.results.queue import JobQueue
 from tests.results.engines import Engine, submission, submit
+from tests.results.full_queue import FullQueue
 
 LATER_MS = 3_600_000
 
 
 @pytest.fixture
-def keys_of(queue: JobQueue, redis_client: redis.Redis) -> Any:
+def keys_of(queue: FullQueue, redis_client: redis.Redis) -> Any:
     """Moves the times of a job into the past, so that nobody has to wait for them."""
 
     class Clock:
@@ -32,7 +32,7 @@ def keys_of(queue: JobQueue, redis_client: redis.Redis) -> Any:
 
 
 def test_a_delayed_job_waits_and_then_has_the_age_of_its_submission(
-    queue: JobQueue, engine: Engine, keys_of: Any
+    queue: FullQueue, engine: Engine, keys_of: Any
 ) -> None:
     submit(queue, "later", delay_ms=LATER_MS)
     submit(queue, "now")
@@ -46,14 +46,14 @@ def test_a_delayed_job_waits_and_then_has_the_age_of_its_submission(
     assert engine.claim_ids() == ["later", "now-too"]
 
 
-def test_a_time_that_is_past_is_now(queue: JobQueue, engine: Engine) -> None:
+def test_a_time_that_is_past_is_now(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", run_at_ms=1000)
     submit(queue, "b", run_at_ms=2**42)
     assert queue.get("b").timings.due_ms == 2**42
     assert engine.claim_ids() == ["a"]
 
 
-def test_a_heartbeat_promotes_what_is_due_and_wakes_an_engine(queue: JobQueue, engine: Engine, keys_of: Any) -> None:
+def test_a_heartbeat_promotes_what_is_due_and_wakes_an_engine(queue: FullQueue, engine: Engine, keys_of: Any) -> None:
     submit(queue, "a", delay_ms=LATER_MS)
     keys_of.is_due("a")
     engine.beat()
@@ -64,7 +64,7 @@ def test_a_heartbeat_promotes_what_is_due_and_wakes_an_engine(queue: JobQueue, e
 # --- deadlines -----------------------------------------------------------------------------------------------------
 
 
-def test_queued_and_delayed_jobs_expire_at_their_deadline(queue: JobQueue, engine: Engine, keys_of: Any) -> None:
+def test_queued_and_delayed_jobs_expire_at_their_deadline(queue: FullQueue, engine: Engine, keys_of: Any) -> None:
     submit(queue, "queued", deadline_ms=LATER_MS)
     submit(queue, "delayed", deadline_ms=2 * LATER_MS, delay_ms=LATER_MS)
     submit(queue, "neither")
@@ -80,7 +80,7 @@ def test_queued_and_delayed_jobs_expire_at_their_deadline(queue: JobQueue, engin
 
 
 def test_the_engine_of_a_running_job_is_told_of_its_deadline_and_ends_it(
-    queue: JobQueue, engine: Engine, keys_of: Any
+    queue: FullQueue, engine: Engine, keys_of: Any
 ) -> None:
     submit(queue, "a", deadline_ms=LATER_MS)
     job = engine.claim_one()
@@ -96,7 +96,7 @@ def test_the_engine_of_a_running_job_is_told_of_its_deadline_and_ends_it(
 
 @pytest.mark.parametrize("way", ["release", "recover", "deregister", "retry"])
 def test_a_job_that_goes_back_after_its_deadline_expires(
-    queue: JobQueue, engine: Engine, keys_of: Any, way: str
+    queue: FullQueue, engine: Engine, keys_of: Any, way: str
 ) -> None:
     submit(queue, "a", deadline_ms=LATER_MS)
     job = engine.claim_one()
@@ -115,7 +115,7 @@ def test_a_job_that_goes_back_after_its_deadline_expires(
 
 
 def test_an_end_before_the_deadline_is_the_end(
-    queue: JobQueue, engine: Engine, keys_of: Any, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, keys_of: Any, redis_client: redis.Redis
 ) -> None:
     submit(queue, "a", deadline_ms=LATER_MS)
     engine.finish(engine.claim_one())
@@ -124,7 +124,7 @@ def test_an_end_before_the_deadline_is_the_end(
     assert queue.get("a").state == "finished"
 
 
-def test_a_sweep_is_bounded(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
+def test_a_sweep_is_bounded(queue: FullQueue, engine: Engine, redis_client: redis.Redis) -> None:
     queue.submit([submission(f"j{i}", deadline_ms=1) for i in range(600)])
     expired = [queue.stats().expired]
     while expired[-1] < 600:
@@ -142,7 +142,7 @@ def fail_for_now(engine: Engine, kind: str = "internal") -> str:
 
 
 def test_a_failure_that_may_pass_is_tried_again_with_growing_pauses(
-    queue: JobQueue, engine: Engine, keys_of: Any, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, keys_of: Any, redis_client: redis.Redis
 ) -> None:
     submit(queue, "a", max_retries=3)
     pauses_ms = []
@@ -162,7 +162,7 @@ def test_a_failure_that_may_pass_is_tried_again_with_growing_pauses(
 
 
 def test_without_a_word_a_job_has_two_retries_and_with_none_it_has_none(
-    queue: JobQueue, engine: Engine, keys_of: Any
+    queue: FullQueue, engine: Engine, keys_of: Any
 ) -> None:
     submit(queue, "a")
     for expected in ("retrying", "retrying", "ok"):
@@ -172,14 +172,14 @@ def test_without_a_word_a_job_has_two_retries_and_with_none_it_has_none(
     assert fail_for_now(engine) == "ok"
 
 
-def test_a_failure_that_will_not_pass_is_final(queue: JobQueue, engine: Engine) -> None:
+def test_a_failure_that_will_not_pass_is_final(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     assert engine.finish(engine.claim_one(), state="failed", reason="error") == "ok"
     assert queue.get("a").state == "failed"
 
 
 def test_a_retry_goes_on_after_the_last_token_and_revises_nothing(
-    queue: JobQueue, engine: Engine, keys_of: Any
+    queue: FullQueue, engine: Engine, keys_of: Any
 ) -> None:
     submit(queue, "a")
     job = engine.claim_one()
@@ -196,7 +196,7 @@ def test_a_retry_goes_on_after_the_last_token_and_revises_nothing(
 
 
 def test_a_job_whose_end_was_asked_for_is_not_tried_again_nor_a_dead_letter(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     submit(queue, "a")
     job = engine.claim_one()
@@ -206,7 +206,7 @@ def test_a_job_whose_end_was_asked_for_is_not_tried_again_nor_a_dead_letter(
     assert redis_client.zcard(queue.keys.dead) == 0
 
 
-def test_more_jobs_than_are_swept_at_once_expire_when_the_first_engine_comes(queue: JobQueue, engine: Engine) -> None:
+def test_more_jobs_than_are_swept_at_once_expire_when_the_first_engine_comes(queue: FullQueue, engine: Engine) -> None:
     queue.submit([submission(f"late{i}", deadline_ms=1) for i in range(300)])
     submit(queue, "a")
     time.sleep(0.01)
@@ -215,7 +215,7 @@ def test_more_jobs_than_are_swept_at_once_expire_when_the_first_engine_comes(que
     assert (stats.expired, stats.queued, stats.waiting_tokens) == (300, 0, 0)
 
 
-def test_many_overdue_jobs_of_one_tenant_keep_no_other_waiting(queue: JobQueue, engine: Engine) -> None:
+def test_many_overdue_jobs_of_one_tenant_keep_no_other_waiting(queue: FullQueue, engine: Engine) -> None:
     queue.submit([submission(f"late{i}", tenant="late", deadline_ms=1) for i in range(2000)])
     submit(queue, "a", tenant="other")
     time.sleep(0.01)
@@ -223,7 +223,7 @@ def test_many_overdue_jobs_of_one_tenant_keep_no_other_waiting(queue: JobQueue, 
 
 
 def test_a_tenant_is_passed_over_only_where_a_claim_brings_nothing_of_it(
-    queue: JobQueue, engine: Engine, redis_client: redis.Redis
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
 ) -> None:
     """It has been charged for what it gave, and no longer stands in front."""
     for tenant, cost in (("a", 10), ("b", 15)):
@@ -235,7 +235,7 @@ def test_a_tenant_is_passed_over_only_where_a_claim_brings_nothing_of_it(
     assert claimed.count("a") * 10 == pytest.approx(claimed.count("b") * 15, abs=15)
 
 
-def test_jobs_that_fail_together_come_back_apart(queue: JobQueue, engine: Engine) -> None:
+def test_jobs_that_fail_together_come_back_apart(queue: FullQueue, engine: Engine) -> None:
     queue.submit([submission(f"j{i}") for i in range(50)])
     for _ in range(50):
         fail_for_now(engine)

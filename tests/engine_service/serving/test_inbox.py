@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -14,14 +15,14 @@ from millrace.engine_service.serving.inbox import Inbox
 from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import parse_body
 from millrace.results.connection import connect
-from millrace.results.queue import JobQueue
 from tests.processes import wait_until
 from tests.results.engines import submit
+from tests.results.full_queue import FullQueue
 
 
 @pytest.fixture
-def queue(redis_url: str, queue_name: str) -> Iterator[JobQueue]:
-    queue = JobQueue(connect(redis_url), queue_name)
+def queue(redis_url: str, queue_name: str) -> Iterator[FullQueue]:
+    queue = FullQueue(connect(redis_url), queue_name)
     yield queue
     queue.close()
 
@@ -31,7 +32,7 @@ def inbox(redis_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> I
     """Not started, with a connection of its own."""
     monkeypatch.setattr("millrace.engine_service.serving.inbox._BLOCK_MS", 50)
     monkeypatch.setattr("millrace.engine_service.serving.inbox._RETRY_S", 0.05)
-    queue = JobQueue(connect(redis_url), queue_name)
+    queue = FullQueue(connect(redis_url), queue_name)
     inbox = Inbox(queue)
     yield inbox
     inbox.stop()
@@ -40,7 +41,7 @@ def inbox(redis_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> I
     queue.close()
 
 
-def post(client: redis.Redis, queue: JobQueue, *names: str) -> None:
+def post(client: redis.Redis, queue: FullQueue, *names: str) -> None:
     """Into the inbox, each as a job of the tenant that its name begins with."""
     for name in names:
         client.xadd(queue.keys.inbox, {"job": f'{{"id":"{name}","prompt":"x","tenant":"{name[0]}"}}'})
@@ -48,7 +49,7 @@ def post(client: redis.Redis, queue: JobQueue, *names: str) -> None:
 
 @pytest.mark.parametrize("limit", ["tenant_max_queued_jobs", "tenant_max_queued_tokens", "max_queued_tokens"])
 def test_what_has_to_wait_in_the_inbox_keeps_nobody_else_out(
-    limit: str, inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+    limit: str, inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
 ) -> None:
     num_waiting = 150
     redis_client.hset(queue.keys.settings, limit, 1 if limit.endswith("jobs") else 40)
@@ -67,7 +68,7 @@ def test_what_has_to_wait_in_the_inbox_keeps_nobody_else_out(
 
 
 def test_a_long_line_in_the_inbox_is_not_looked_at_again_and_again(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: Counter[bytes] = Counter()
 
@@ -95,7 +96,7 @@ def test_a_long_line_in_the_inbox_is_not_looked_at_again_and_again(
 
 
 def test_room_is_found_for_one_in_the_middle_of_a_long_line(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
 ) -> None:
     redis_client.hset(queue.keys.settings, "tenant_max_queued_jobs", 1)
     submit(queue, "x", tenant="x")
@@ -109,7 +110,7 @@ def test_room_is_found_for_one_in_the_middle_of_a_long_line(
 
 
 def test_nobody_is_overtaken_by_newer_jobs_of_the_same_tenant(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace.engine_service.serving.inbox._REST", 1_000_000)
     monkeypatch.setattr("millrace.engine_service.serving.inbox._MAX_REST_S", 0.3)
@@ -124,14 +125,14 @@ def test_nobody_is_overtaken_by_newer_jobs_of_the_same_tenant(
     for number in range(3):
         redis_client.xadd(queue.keys.inbox, {"job": f'{{"id":"y{number + 2}","prompt":"x","tenant":"y"}}'})
         queue.cancel(came[-1])
-        wait_until(lambda: redis_client.exists(queue.keys.ready("y")))
-        members: Any = redis_client.zrange(queue.keys.ready("y"), 0, -1)
+        wait_until(lambda: redis_client.exists(queue.keys.prefix + "ready:y"))
+        members: Any = redis_client.zrange(queue.keys.prefix + "ready:y", 0, -1)
         came += [member.decode().partition(":")[2] for member in members]
     assert came == ["y", "y0", "y1", "y2"]
 
 
 def test_who_meets_the_queues_limit_goes_on_as_soon_as_there_is_room(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody's entries are skipped behind the one at which a look has stopped, so none of its tenant overtakes it."""
     monkeypatch.setattr("millrace.engine_service.serving.inbox._REST", 1_000_000)
@@ -144,7 +145,7 @@ def test_who_meets_the_queues_limit_goes_on_as_soon_as_there_is_room(
 
 
 def test_nobody_is_overtaken_after_a_look_that_the_queues_limit_has_stopped(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace.engine_service.serving.inbox._REST", 1_000_000)
     monkeypatch.setattr("millrace.engine_service.serving.inbox._MAX_REST_S", 0)
@@ -164,7 +165,7 @@ def test_nobody_is_overtaken_after_a_look_that_the_queues_limit_has_stopped(
 
 
 def test_a_job_too_large_for_its_tenants_room_keeps_no_smaller_one_out(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
 ) -> None:
     redis_client.hset(queue.keys.settings, "tenant_max_queued_tokens", 40)
     submit(queue, "first", cost=10)
@@ -176,7 +177,7 @@ def test_a_job_too_large_for_its_tenants_room_keeps_no_smaller_one_out(
     assert redis_client.xlen(queue.keys.inbox) == 1
 
 
-def test_a_job_for_which_there_never_is_room_fails(inbox: Inbox, queue: JobQueue, redis_client: redis.Redis) -> None:
+def test_a_job_for_which_there_never_is_room_fails(inbox: Inbox, queue: FullQueue, redis_client: redis.Redis) -> None:
     redis_client.hset(queue.keys.settings, "max_queued_tokens", 40)
     redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"large","prompt":"x","max_tokens":100}'})
     inbox.start()
@@ -188,7 +189,7 @@ def test_a_job_for_which_there_never_is_room_fails(inbox: Inbox, queue: JobQueue
 
 
 def test_a_full_queue_leaves_the_inbox_as_it_is_until_there_is_room(
-    inbox: Inbox, queue: JobQueue, redis_client: redis.Redis
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
 ) -> None:
     redis_client.hset(queue.keys.settings, "max_queued_jobs", 1)
     for name in "abc":
@@ -198,3 +199,33 @@ def test_a_full_queue_leaves_the_inbox_as_it_is_until_there_is_room(
         wait_until(partial(redis_client.exists, queue.keys.job(name)))
         assert queue.stats().queued == 1
         queue.cancel(name)
+
+
+def test_an_oversized_entry_fails_under_its_id_with_the_limit(
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
+) -> None:
+    redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"large","prompt":"' + b"x" * 3_000_000 + b'"}'})
+    redis_client.xadd(queue.keys.inbox, {"job": b'{"prompt":"' + b"x" * 3_000_000 + b'","meta":{"id":"y"}}'})
+    post(redis_client, queue, "next")
+    inbox.start()
+    wait_until(partial(redis_client.exists, queue.keys.job("next")))
+    job = queue.get("large")
+    assert job.error is not None
+    assert (job.state, job.error.kind, job.error.field) == ("failed", "invalid_request", "body")
+    assert "3000026 bytes" in job.error.message
+    assert "1048576" in job.error.message
+    assert redis_client.xlen(queue.keys.rejected) == 1
+
+
+def test_a_full_inbox_of_large_entries_takes_little_memory_of_the_engine(
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
+) -> None:
+    for number in range(24):
+        redis_client.xadd(queue.keys.inbox, {"job": b'{"id":"%d","prompt":"' % number + b"x" * 4_000_000 + b'"}'})
+    tracemalloc.start()
+    inbox.start()
+    wait_until(lambda: redis_client.xlen(queue.keys.inbox) == 0)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert queue.get("23").state == "failed"
+    assert peak_bytes < 16_000_000

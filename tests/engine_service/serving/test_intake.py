@@ -26,23 +26,23 @@ from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import parse_body
 from millrace.results.connection import connect
 from millrace.results.messages import Reconciliation
-from millrace.results.queue import JobQueue
 from millrace.results.scripts import Command, script_command
 from millrace.results.transport import Reply
 from tests.processes import wait_until
 from tests.results.engines import FINGERPRINT, submission, submit
+from tests.results.full_queue import FullQueue
 
 BODY = b'{"prompt_token_ids":[1,2,3],"max_tokens":2}'
 
-Connect = Callable[[], JobQueue]
+Connect = Callable[[], FullQueue]
 
 
 @pytest.fixture
 def connect_queue(redis_url: str, queue_name: str) -> Iterator[Connect]:
     with ExitStack() as stack:
 
-        def make() -> JobQueue:
-            queue = JobQueue(connect(redis_url), queue_name)
+        def make() -> FullQueue:
+            queue = FullQueue(connect(redis_url), queue_name)
             stack.callback(queue.close)
             return queue
 
@@ -102,11 +102,10 @@ def parts(connect_queue: Connect, engine: Engine, monkeypatch: pytest.MonkeyPatc
     parts.stop()
 
 
-CLAIM, HEARTBEAT = (script_command(name, "")[:2] for name in ("claim", "heartbeat"))
-READ: Command = ("XREAD",)
+CLAIM, HEARTBEAT, READ = (script_command(name, "")[:2] for name in ("claim", "heartbeat", "inbox"))
 
 
-def break_reply(queue: JobQueue, start: Command, error: BaseException) -> None:
+def break_reply(queue: FullQueue, start: Command, error: BaseException) -> None:
     """The answer to the next command that starts so breaks the code that reads it."""
     transport, send = queue._transport, queue._transport.send
 

@@ -64,7 +64,7 @@ def test_an_engine_that_was_cut_off_takes_no_jobs_of_others_that_were_too(
     (job,) = other.claim()
     with leases._calls:  # no heartbeat comes through
         time.sleep(0.5)
-        redis_client.delete(queue.keys.engine(leases.engine_id), queue.keys.engine(other.id))
+        redis_client.delete(queue.keys.prefix + "engine:" + leases.engine_id, queue.keys.prefix + "engine:" + other.id)
         while not news.empty():
             news.get()
     for _ in range(2):

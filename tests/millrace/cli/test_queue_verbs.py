@@ -119,7 +119,7 @@ def test_a_heartbeat_that_had_lapsed_wakes_nobody(
     millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
 ) -> None:
     engine.beat(sleep_level=1)
-    redis_client.delete(QueueKeys(queue_name).engine("by-hand"))
+    redis_client.delete(QueueKeys(queue_name).prefix + "engine:" + "by-hand")
     assert millrace("sleep").status == 3
     assert engine.beat(sleep_level=1).sleep_level == 1
 

@@ -19,8 +19,8 @@ from millrace.engine_service.serving.leases import new_engine_id
 from millrace.results.connection import connect
 from millrace.results.errors import QueueError
 from millrace.results.messages import Claim, ClaimedJob, Event, Finish, JobError, JobId, Lease, Usage
-from millrace.results.queue import JobQueue
 from tests.processes import LoggedProcess, wait_until
+from tests.results.full_queue import FullQueue
 
 
 def enqueue(queue: Queue, prompt: str = "hello", **options: Any) -> Job:
@@ -88,7 +88,7 @@ class EchoEngine:
     through, and counts how often each job was run to its end."""
 
     def __init__(self, redis_url: str, queue: str) -> None:
-        self.queue = JobQueue(connect(redis_url), queue)
+        self.queue = FullQueue(connect(redis_url), queue)
         self.runs: Counter[str] = Counter()
         self.may_finish: Callable[[ClaimedJob], bool] = lambda job: True
         self.errors: dict[str, JobError] = {}

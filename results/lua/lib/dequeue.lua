@@ -1,0 +1,30 @@
+-- Jobs that leave the ready sets.
+-- include: queue
+
+local function id_of_member(member)
+  return string.sub(member, 18)
+end
+
+-- The tenant has no ready jobs any more. Its virtual time is kept while others have some; after the last one, all start again
+-- at 0.
+local function deactivate_tenant(tenant)
+  local key, away = prefix .. 'tenants', prefix .. 'away'
+  local time = redis.call('ZSCORE', key, tenant)
+  redis.call('ZREM', key, tenant)
+  if redis.call('EXISTS', key) == 0 then
+    redis.call('DEL', away)
+    redis.call('HSET', prefix .. 'counts', 'queued', 0)
+  elseif time then
+    redis.call('ZADD', away, time, tenant)
+  end
+end
+
+-- Counts ready jobs of a tenant that the caller has removed.
+local function count_removed(tenant, num_jobs)
+  redis.call('HINCRBY', prefix .. 'counts', 'queued', 0 - num_jobs)  -- Redis 6.2 refuses "-0", which -num_jobs may be
+  if redis.call('EXISTS', prefix .. 'ready:' .. tenant) == 0 then deactivate_tenant(tenant) end
+end
+
+local function remove_ready(tenant, member)
+  if redis.call('ZREM', prefix .. 'ready:' .. tenant, member) == 1 then count_removed(tenant, 1) end
+end

@@ -1,0 +1,46 @@
+-- The end of a job: any state -> a terminal one.
+-- include: queue clock settings record state
+
+-- A batch is kept as long as the records of its jobs, from the end of the last one on.
+local function close_batch(batch, keep_ms)
+  local key = prefix .. 'batch:' .. batch
+  for _, count in ipairs(redis.call('HMGET', key, 'queued', 'delayed', 'running')) do
+    if tonumber(count or 0) > 0 then return end
+  end
+  redis.call('PEXPIRE', key, keep_ms)
+  redis.call('PEXPIRE', prefix .. 'members:' .. batch, keep_ms)
+end
+
+-- The fields of the record that `end_job` needs.
+local END_FIELDS = {'published', 'trimmed', 'state', 'batch', 'deadline', 'meta', 'tenant', 'cost', 'fingerprint'}
+
+-- Ends a job that the caller has removed from ready, delayed or leases. `known` are the END_FIELDS where the caller has read
+-- them, else nil; `...` are more fields of the terminal entry: prompt_tokens and completion_tokens, error.
+local function end_job(id, state, reason, known, ...)
+  local published, trimmed, from, batch, deadline, meta, tenant, cost, fingerprint =
+    unpack(known or record(id, unpack(END_FIELDS)))
+  local times = redis.call('HMGET', prefix .. 'settings', 'result_ttl_ms', 'record_ttl_ms')
+  local keep_ms = whole_number(times[1], 86400000)
+  local record_ms = math.max(keep_ms, whole_number(times[2], keep_ms))
+  redis.call('XADD', prefix .. 'result:' .. id, '*', 'state', state, 'reason', reason, 'offset', whole_number(published, 0), ...)
+  set_state(id, batch, from, state, 'ended', now)
+  redis.call('PEXPIRE', prefix .. 'job:' .. id, record_ms)
+  redis.call('PEXPIRE', prefix .. 'body:' .. id, record_ms)
+  redis.call('PEXPIRE', prefix .. 'result:' .. id, keep_ms)
+  if trimmed then  -- the oldest part of the output is not in the stream
+    redis.call('PEXPIRE', prefix .. 'tokens:' .. id, keep_ms)
+    redis.call('PEXPIRE', prefix .. 'text:' .. id, keep_ms)
+  elseif fingerprint then  -- written with the first tokens: without one there is no checkpoint
+    redis.call('DEL', prefix .. 'tokens:' .. id)
+  end
+  if meta then redis.call('PEXPIRE', prefix .. 'meta:' .. id, record_ms) end
+  if deadline then redis.call('ZREM', prefix .. 'deadlines', id) end
+  if batch then close_batch(batch, record_ms) end
+  if from == 'queued' or from == 'delayed' then count_waiting(tenant, -1, 0 - whole_number(cost, 0)) end
+  redis.call('XADD', prefix .. 'done', 'MAXLEN', '~', 100000, '*', 'id', id, 'state', state)
+  redis.call('HINCRBY', prefix .. 'counts', state, 1)
+  if state == 'failed' then
+    redis.call('ZREMRANGEBYSCORE', prefix .. 'dead', '-inf', now - record_ms)
+    redis.call('ZADD', prefix .. 'dead', now, id)
+  end
+end

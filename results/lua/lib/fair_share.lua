@@ -1,0 +1,16 @@
+-- Fair share. A claim charges a job's cost to its tenant, giving the job back refunds it, and its end corrects it to the tokens
+-- that the job took. A tenant with twice the weight pays half, so it gets twice the tokens.
+-- include: queue
+
+local MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6  -- virtual times stay numbers that can be added
+local function weight_of(tenant)
+  local weight = tonumber(redis.call('HGET', prefix .. 'settings', 'weight:' .. tenant))
+  return weight and weight >= MIN_WEIGHT and weight <= MAX_WEIGHT and weight or 1
+end
+
+local function charge(tenant, num_tokens)
+  local time = num_tokens / weight_of(tenant)
+  if not redis.call('ZADD', prefix .. 'tenants', 'XX', 'INCR', time, tenant) then
+    redis.call('ZADD', prefix .. 'away', 'XX', 'INCR', time, tenant)
+  end
+end

@@ -1,0 +1,16 @@
+-- The fence: each write of an engine carries its lease.
+-- include: queue record
+
+-- 'owned', 'ended' (by this lease) or 'stale'; the owner's engine id comes second.
+local function lease_state(id, lease)
+  local fields = record(id, 'lease', 'state', 'engine')
+  if fields[1] ~= lease then return 'stale' end
+  if fields[2] == 'running' then return 'owned', fields[3] end
+  return 'ended'
+end
+
+-- Counts a write whose lease is not, or no longer, the job's. Returns 'stale'.
+local function refuse_stale_write()
+  redis.call('HINCRBY', prefix .. 'counts', 'stale_writes', 1)
+  return 'stale'
+end

@@ -1,0 +1,55 @@
+"""The Lua scripts and the modules that they include."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from millrace.results import scripts
+
+FOLDER = Path(scripts.__file__).with_name("lua")
+MODULES = {path.stem: path.read_text() for path in sorted((FOLDER / "lib").glob("*.lua"))}
+FILES = {path.relative_to(FOLDER).as_posix(): path.read_text() for path in sorted(FOLDER.rglob("*.lua"))}
+
+
+def names_defined(source: str) -> set[str]:
+    lines = re.findall(r"^local (?:function )?([\w, ]+)", source, re.MULTILINE)
+    return {name.strip() for line in lines for name in line.split(",")}
+
+
+def names_included(source: str) -> list[str]:
+    return [name for line in re.findall(r"^-- include: (.+)$", source, re.MULTILINE) for name in line.split()]
+
+
+def names_used(source: str) -> set[str]:
+    """The identifiers of a source, without those in strings and comments, and without fields of tables."""
+    code = re.sub(r"--.*|'[^'\n]*'", "", source)
+    return set(re.findall(r"^[a-z_]\w*|(?<![\w.])[A-Za-z_]\w*\b(?!\s*=[^=])", code, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_script_includes_what_it_uses_and_nothing_else(name: str) -> None:
+    used = names_used(FILES[name]) - names_defined(FILES[name])
+    needed = {module for module, source in MODULES.items() if used & names_defined(source)}
+    assert set(names_included(FILES[name])) == needed - {Path(name).stem}
+
+
+def test_no_two_modules_define_the_same_name() -> None:
+    defined = [name for source in MODULES.values() for name in names_defined(source)]
+    assert sorted(defined) == sorted(set(defined))
+
+
+def test_modules_come_once_and_before_what_needs_them() -> None:
+    modules = {"a": "-- include: b c\nA\n", "b": "-- include: c\nB\n", "c": "C\n"}
+    text = scripts.resolve_includes("-- A script.\n-- include: a\nS", modules)
+    assert [line for line in text.splitlines() if not line.startswith("--")] == ["C", "B", "A", "S"]
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"), [("-- include: x", "unknown include: x"), ("-- include: a", "a -> b -> a")]
+)
+def test_an_include_that_is_unknown_or_circular_is_refused(source: str, wrong: str) -> None:
+    with pytest.raises(AssertionError, match=wrong):
+        scripts.resolve_includes(source, {"a": "-- include: b", "b": "-- include: a"})
