@@ -7,7 +7,8 @@ from bisect import bisect_right
 import msgspec
 
 from millrace.engine_service.core.sequence import Sequence, StopReason
-from millrace.engine_service.text import Detokenizer, Tokenizer, find_stop
+from millrace.engine_service.stop_strings import StopStrings
+from millrace.engine_service.text import Detokenizer, Tokenizer
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +28,10 @@ class Generation:
         self._rules = rules
         self._tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
+        self._stops = StopStrings(rules.stop) if rules.stop else None
+        self._stop_state = 0
         self._stop_at: int | None = None
+        """Where in the text the stop string begins that has ended the generation."""
         self.finish_reason: StopReason | None = sequence.finish_reason()
         if rules.stop:
             self._follow()
@@ -54,7 +58,7 @@ class Generation:
         if not self._rules.is_text_wanted:
             return len(self.token_ids)
         detokenizer = self._follow()
-        held_back = max((len(stop) for stop in self._rules.stop), default=1) - 1
+        held_back = self._stops.max_length - 1 if self._stops is not None else 0
         return bisect_right(detokenizer.ends, len(detokenizer.text) - held_back)
 
     def text_between(self, start: int, end: int) -> str:
@@ -112,17 +116,10 @@ class Generation:
                 return
 
     def _feed(self, detokenizer: Detokenizer, token_id: int) -> None:
-        before = len(detokenizer.text)
+        start = len(detokenizer.text)
         detokenizer.feed(token_id)
-        if not self._rules.stop or len(detokenizer.ends) <= self.sequence.stop_rules.min_tokens:
-            return
-        longest = max(len(stop) for stop in self._rules.stop)
-        start = max(self._first_stop_position(detokenizer), before - longest + 1)
-        self._stop_at = find_stop(detokenizer.text, self._rules.stop, start)
+        if self._stops is None or len(detokenizer.ends) <= self.sequence.stop_rules.min_tokens:
+            return  # the search begins after the text of the first `min_tokens` tokens, so no stop string begins in it
+        self._stop_at, self._stop_state = self._stops.search(detokenizer.text, start, self._stop_state)
         if self._stop_at is not None:
             self.finish_reason = "stop"
-
-    def _first_stop_position(self, detokenizer: Detokenizer) -> int:
-        """Text of the first `min_tokens` tokens can't hold a stop string."""
-        min_tokens = self.sequence.stop_rules.min_tokens
-        return detokenizer.ends[min_tokens - 1] if min_tokens else 0

@@ -114,12 +114,6 @@ class Detokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def find_stop(text: str, stops: SequenceOf[str], start: int) -> int | None:
-    """Where the earliest of the stop strings begins in `text`, looking from `start` on; None when there is none."""
-    found = [position for stop in stops if (position := text.find(stop, start)) >= 0]
-    return min(found, default=None)
-
-
 def _without_surrogates(text: str) -> str:
     """Lone surrogates, which JSON can carry and UTF-8 can't, become replacement characters."""
     return text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text

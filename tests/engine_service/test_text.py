@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.errors import ConfigurationError
 from millrace.engine_service.generation import Generation, TextRules
-from millrace.engine_service.text import Detokenizer, TextError, Tokenizer, find_stop
+from millrace.engine_service.text import Detokenizer, TextError, Tokenizer
 from millrace.executor.wire.messages import SeqId
 from tests.engine_service.core.sequences import GREEDY
 
@@ -23,10 +23,15 @@ def tokenizer() -> Tokenizer:
 
 
 def generation(
-    tokenizer: Tokenizer, *, stop: tuple[str, ...] = (), max_tokens: int = 1000, min_tokens: int = 0
+    tokenizer: Tokenizer,
+    *,
+    stop: tuple[str, ...] = (),
+    max_tokens: int = 1000,
+    min_tokens: int = 0,
+    output: list[int] | None = None,
 ) -> Generation:
     rules = StopRules(max_tokens=max_tokens, min_tokens=min_tokens, end_token_ids=frozenset())
-    sequence = Sequence(SeqId(1), tokenizer.encode("Say:"), GREEDY, rules)
+    sequence = Sequence(SeqId(1), tokenizer.encode("Say:"), GREEDY, rules, output_token_ids=output)
     return Generation(sequence, TextRules(stop=stop), tokenizer)
 
 
@@ -108,9 +113,49 @@ def test_what_could_become_a_stop_string_is_held_back_until_it_can_not(tokenizer
     assert "<stones" in one.text_between(0, one.num_settled())
 
 
-def test_the_earliest_of_several_stop_strings_counts() -> None:
-    assert find_stop("a long text", ["text", "long"], 0) == 2
-    assert find_stop("a long text", ["short"], 0) is None
+def test_the_earliest_of_several_stop_strings_counts(tokenizer: Tokenizer) -> None:
+    one = generation(tokenizer, stop=("text", "long", "ong"))
+    assert feed(one, tokenizer.encode("a long text")) == "stop"
+    assert one.final_text() == "a "
+
+
+def plain_search(
+    tokenizer: Tokenizer, token_ids: list[int], stops: list[str], min_tokens: int
+) -> tuple[int, str] | None:
+    """How many tokens there are when a stop string is complete, and the text before it."""
+    text = Detokenizer(tokenizer, tokenizer.encode("Say:"), skip_special_tokens=True)
+    for token_id in token_ids:
+        text.feed(token_id)
+        if len(text.ends) <= min_tokens:
+            continue
+        if found := [position for stop in stops if (position := text.text.find(stop, text.end_of(min_tokens))) >= 0]:
+            return len(text.ends), text.text[: min(found)]
+    return None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text("abX ü", min_size=1, max_size=40),
+    st.lists(st.text("abX ü", min_size=1, max_size=5), min_size=1, max_size=6),
+    st.integers(0, 10),
+    st.data(),
+)
+def test_stop_strings_end_a_text_where_a_plain_search_finds_them(
+    text: str, stops: list[str], min_tokens: int, data: st.DataObject
+) -> None:
+    tokenizer = Tokenizer(TINY)
+    token_ids = tokenizer.encode(text)
+    expected = plain_search(tokenizer, token_ids, stops, min_tokens)
+    one = generation(tokenizer, stop=tuple(stops), min_tokens=min_tokens)
+    assert "".join(published_in_pieces(one, token_ids)) == (text if expected is None else expected[1])
+    assert (len(one.token_ids), one.finish_reason) == (
+        (len(token_ids), None) if expected is None else (expected[0], "stop")
+    )
+    num_saved = data.draw(st.integers(0, len(one.token_ids)))
+    resumed = generation(tokenizer, stop=tuple(stops), min_tokens=min_tokens, output=token_ids[:num_saved])
+    if resumed.finish_reason is None:
+        feed(resumed, token_ids[num_saved:])
+    assert (resumed.final_text(), resumed.token_ids) == (one.final_text(), one.token_ids)
 
 
 def test_a_stop_string_does_not_count_within_the_first_min_tokens(tokenizer: Tokenizer) -> None:
