@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -76,18 +78,18 @@ def test_no_piece_ever_shows_half_a_character(tokenizer: Tokenizer) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(5, VOCAB_SIZE - 1), min_size=1, max_size=40))
-def test_any_tokens_give_the_same_text_in_pieces_and_at_once(token_ids: list[int]) -> None:
-    tokenizer = Tokenizer(TINY)
+@given(token_ids=st.lists(st.integers(5, VOCAB_SIZE - 1), min_size=1, max_size=40))
+def test_any_tokens_give_the_same_text_in_pieces_and_at_once(tokenizer: Tokenizer, token_ids: list[int]) -> None:
     whole = generation(tokenizer)
     feed(whole, token_ids)
     assert "".join(published_in_pieces(generation(tokenizer), token_ids)) == whole.final_text()
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(5, VOCAB_SIZE - 1), min_size=2, max_size=40), st.data())
-def test_a_resumed_text_stands_where_the_first_one_stood(token_ids: list[int], data: st.DataObject) -> None:
-    tokenizer = Tokenizer(TINY)
+@given(token_ids=st.lists(st.integers(5, VOCAB_SIZE - 1), min_size=2, max_size=40), data=st.data())
+def test_a_resumed_text_stands_where_the_first_one_stood(
+    tokenizer: Tokenizer, token_ids: list[int], data: st.DataObject
+) -> None:
     cut = data.draw(st.integers(1, len(token_ids) - 1))
     first = Detokenizer(tokenizer, [7, 8], skip_special_tokens=True)
     for token_id in token_ids:
@@ -135,15 +137,14 @@ def plain_search(
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.text("abX ü", min_size=1, max_size=40),
-    st.lists(st.text("abX ü", min_size=1, max_size=5), min_size=1, max_size=6),
-    st.integers(0, 10),
-    st.data(),
+    text=st.text("abX ü", min_size=1, max_size=40),
+    stops=st.lists(st.text("abX ü", min_size=1, max_size=5), min_size=1, max_size=6),
+    min_tokens=st.integers(0, 10),
+    data=st.data(),
 )
 def test_stop_strings_end_a_text_where_a_plain_search_finds_them(
-    text: str, stops: list[str], min_tokens: int, data: st.DataObject
+    tokenizer: Tokenizer, text: str, stops: list[str], min_tokens: int, data: st.DataObject
 ) -> None:
-    tokenizer = Tokenizer(TINY)
     token_ids = tokenizer.encode(text)
     expected = plain_search(tokenizer, token_ids, stops, min_tokens)
     one = generation(tokenizer, stop=tuple(stops), min_tokens=min_tokens)
@@ -190,7 +191,7 @@ def test_the_token_that_ends_a_sequence_is_no_text(tokenizer: Tokenizer) -> None
 
 def test_a_chat_template_that_can_not_render_says_so(tokenizer: Tokenizer) -> None:
     with pytest.raises(TextError, match="chat template"):
-        tokenizer.encode_chat([{"role": object()}])
+        tokenizer.render_chat([{"role": object()}])
 
 
 def test_a_broken_chat_template_costs_chats_and_nothing_else(tmp_path: Path) -> None:
@@ -199,10 +200,33 @@ def test_a_broken_chat_template_costs_chats_and_nothing_else(tmp_path: Path) -> 
     (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content")
     broken = Tokenizer(tmp_path)
     with pytest.raises(TextError, match="chat template"):
-        broken.encode_chat([{"role": "user", "content": "hello"}])
+        broken.render_chat([{"role": "user", "content": "hello"}])
     assert broken.encode("3 + 4 =")
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"tokenizer: .* has no usable tokenizer"):
         Tokenizer(tmp_path)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
+    before = sys.getswitchinterval()
+    started, has_run = threading.Event(), threading.Event()
+    go = threading.Semaphore(0)
+
+    def run() -> None:
+        started.set()
+        go.acquire()
+        has_run.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    started.wait()
+    sys.setswitchinterval(60)  # nobody takes the GIL from a thread that does not give it up
+    try:
+        go.release()
+        tokenizer.encode("a" * 1_000_000)
+        assert has_run.is_set()
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
