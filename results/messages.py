@@ -92,6 +92,7 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     created_ms: int
     protocol: int = PROTOCOL
     """The version of the record. One that is newer than PROTOCOL is released, with a delay, for a newer engine."""
+    tenant: str = "default"
     corruption: str | None = None
     """What is wrong with a record that somebody has changed so that it cannot be run: the job has to fail with that."""
 

@@ -53,7 +53,9 @@ def claim(reply: list[Any]) -> Claim:
 
 def _claimed_job(fields: list[Any]) -> ClaimedJob:
     """A record that somebody has corruption must not cost its batch-mates the claim: it comes with what is wrong with it."""
-    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, protocol = fields
+    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, protocol, tenant = (
+        fields
+    )
     numbers = {"seed": seed, "created": created, "v": protocol}
     wrong = [f"{name} is {value!r}" for name, value in numbers.items() if not _INTEGER.fullmatch(value or b"")]
     if len(tokens) % 4:
@@ -73,6 +75,7 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
         is_watched=bool(watched),
         created_ms=int(created),
         protocol=int(protocol),
+        tenant=(tenant or b"").decode(errors="replace"),
         corruption=", ".join(wrong)[:200] or None,
     )
 

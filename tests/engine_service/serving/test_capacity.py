@@ -140,7 +140,7 @@ def test_no_step_is_made_while_redis_takes_no_results_and_then_it_goes_on(engine
         )
         os.kill(server.pid, signal.SIGSTOP)
         service.post(Arrived(ServedJob(claimed, generation)))
-        service._listen()
+        service._process_events()
         while not writer.is_full:
             service._step()
         num_tokens = len(generation.token_ids)

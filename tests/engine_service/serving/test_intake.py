@@ -18,7 +18,7 @@ from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.serving.capacity import Capacity
 from millrace.engine_service.serving.inbox import Inbox
 from millrace.engine_service.serving.intake import Intake
-from millrace.engine_service.serving.jobs import Arrived, EngineEvent, Refused
+from millrace.engine_service.serving.jobs import Arrived, EngineEvent, Prepared, Refused
 from millrace.engine_service.serving.leases import Leases, new_engine_id
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import WorkerConfig
@@ -170,8 +170,9 @@ def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(
 def test_the_name_of_another_model_is_shown_short_and_on_one_line(parts: Parts) -> None:
     submit(parts.lease_queue, "a", body=b'{"prompt":"x","model":"large\\n%s"}' % (b"x" * 900_000))
     parts.intake.start()
-    refused = parts.words.get(timeout=30)
-    assert isinstance(refused, Refused)
+    _, prepared = parts.words.get(timeout=30), parts.words.get(timeout=30)  # its body is large
+    assert isinstance(prepared, Prepared)
+    assert isinstance(refused := prepared.outcome, Refused)
     assert (refused.error.kind, refused.error.field) == ("model_mismatch", "model")
     assert refused.error.message.startswith("model: this queue serves 'stub', not 'large\\nxxx")
     assert refused.error.message.endswith("xxx'; use the queue of that model")
