@@ -8,6 +8,7 @@ normalizers and pre-tokenizers remove text.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -29,7 +30,6 @@ _KEEPING = {
     "Split",
     "UnicodeScripts",
 }
-_BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 class TokenBound:
@@ -38,13 +38,9 @@ class TokenBound:
     def __init__(self, tokenizer: Tokenizer) -> None:
         steps = [*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)]
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self._max_chars_per_token: int | None = None
-        if (
-            all(map(_keeps_length, steps))
-            and _has_every_byte(tokenizer, steps, vocabulary)
-            and not _swallows_text(tokenizer)
-        ):
-            self._max_chars_per_token = max(map(len, vocabulary))
+        is_complete = _knows_every_byte(tokenizer, steps, vocabulary)
+        has_bound = is_complete and all(map(_keeps_text, steps)) and not _swallows_text(tokenizer)
+        self._max_chars_per_token = max(map(len, vocabulary)) if has_bound else None
         self._max_composed = _MAX_COMPOSED ** sum(step["type"] in _COMPOSING for step in steps)
 
     def min_num_tokens(self, text: str) -> int:
@@ -55,33 +51,31 @@ class TokenBound:
         return -(-len(text) // max_chars)
 
 
-def _steps(part: Any) -> list[dict[str, Any]]:
-    """Return the parts of a normalizer or pre-tokenizer, as tokenizer.json writes them."""
-    steps: list[dict[str, Any]] = []
+def _steps(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a normalizer or pre-tokenizer, as tokenizer.json writes them."""
     waiting = [] if part is None else [json.loads(part.__getstate__())]
     while waiting:
         step = waiting.pop()
         if step["type"] == "Sequence":
             waiting += step.get("normalizers") or step.get("pretokenizers") or []
         else:
-            steps.append(step)
-    return steps
+            yield step
 
 
-def _keeps_length(step: dict[str, Any]) -> bool:
+def _keeps_text(step: dict[str, Any]) -> bool:
     """Whether the step removes no text. Composition of characters is counted apart."""
     if step["type"] == "Replace":
-        return len(step["pattern"].get("String", step["content"] + "?")) <= len(step["content"])
+        return len(step["content"]) >= len(step["pattern"].get("String", step["content"] + "?"))  # else it is a regex
     return step["type"] in _KEEPING | _COMPOSING and step.get("behavior") != "Removed"
 
 
-def _has_every_byte(tokenizer: Tokenizer, steps: list[dict[str, Any]], vocabulary: dict[str, int]) -> bool:
-    """Whether the model can write every text in known tokens, so that it drops nothing and knows all."""
+def _knows_every_byte(tokenizer: Tokenizer, steps: list[dict[str, Any]], vocabulary: dict[str, int]) -> bool:
+    """Whether the model has known tokens for every text. Otherwise it can drop text, or make one unknown token of it."""
     if not isinstance(tokenizer.model, BPE):
         return False
     if any(step["type"] == "ByteLevel" for step in steps):
         return all(char in vocabulary for char in ByteLevel.alphabet())
-    return tokenizer.model.byte_fallback and all(token in vocabulary for token in _BYTE_TOKENS)
+    return tokenizer.model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
 
 
 def _swallows_text(tokenizer: Tokenizer) -> bool:

@@ -81,7 +81,7 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Deferred(msgspec.Struct, frozen=True):
-    """A claimed job whose record is of a newer protocol than this engine knows."""
+    """A claimed job whose record has a newer protocol than this engine knows."""
 
     claimed: ClaimedJob
 

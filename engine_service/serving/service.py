@@ -111,8 +111,8 @@ class Service:
         deadline_s = time.monotonic() + grace_s
         self._process_events()
         self._release_pending()
-        self._release(job for job in self._jobs.served() if job.generation.sequence.num_computed == 0)
-        while self._jobs.served() and not self._is_drain_urgent and time.monotonic() < deadline_s:
+        self._release(job for job in self._jobs.served.values() if job.generation.sequence.num_computed == 0)
+        while self._jobs.served and not self._is_drain_urgent and time.monotonic() < deadline_s:
             self._run_once()
 
     def release_all(self) -> None:
@@ -120,7 +120,7 @@ class Service:
         self._is_draining = True
         self._handle(self._drain_events(wait_s=None))
         self._release_pending()
-        self._release(self._jobs.served())
+        self._release(self._jobs.served.values())
 
     def _run_once(self) -> None:
         try:
@@ -143,7 +143,7 @@ class Service:
         self._capacity.update(self._engine.scheduler.free_tokens)
 
     def _apply(self, progress: Progress, now_s: float) -> None:
-        job = self._jobs.of_sequence(progress.generation.sequence.seq_id)
+        job = self._jobs.by_sequence[progress.generation.sequence.seq_id]
         if progress.failure is not None and progress.failure.kind == TOO_LARGE:
             self._output.release(job, DEFER_MS)  # for an engine with all its ranks, perhaps this one later
             self._jobs.remove(job, "released")
@@ -234,37 +234,37 @@ class Service:
         return False
 
     def _abort(self, job_id: JobId, state: Literal["cancelled", "expired"]) -> None:
-        if (job := self._jobs.get(job_id)) is not None:
+        if (job := self._jobs.served.get(job_id)) is not None:
             self._engine.abort(job.generation)
             self._output.abort(job, state)
             self._jobs.remove(job, state)
-        elif (pending := self._jobs.get_pending(job_id)) is not None:
+        elif (pending := self._jobs.pending.get(job_id)) is not None:
             self._output.give_back(pending.claimed)  # the queue ends a job that is cancelled or expired
             self._jobs.withdraw(pending, state)
 
     def _watch(self, job_id: JobId) -> None:
-        job = self._jobs.get(job_id)
+        job = self._jobs.served.get(job_id)
         if job is not None and not job.is_watched:
             job.is_watched = True
             self._output.advance(job, time.monotonic())
 
     def _drop_lost(self, job_id: JobId, lease: Lease | None) -> None:
         """Drop a job and write nothing. `lease` is the lost one; None: whichever is held."""
-        if (job := self._jobs.get(job_id)) is not None and lease in (None, job.lease):
+        if (job := self._jobs.served.get(job_id)) is not None and lease in (None, job.lease):
             logger.warning("job %s is not ours any more", job_id)
             self._engine.abort(job.generation)
             self._jobs.remove(job, "lost")
-        if (pending := self._jobs.get_pending(job_id)) is not None and lease in (None, pending.claimed.lease):
+        if (pending := self._jobs.pending.get(job_id)) is not None and lease in (None, pending.claimed.lease):
             self._jobs.withdraw(pending, "lost")
 
     def _release(self, jobs: Iterable[ServedJob]) -> None:
-        for job in jobs:
+        for job in list(jobs):
             self._engine.abort(job.generation)
             self._output.release(job)
             self._jobs.remove(job, "released")
 
     def _release_pending(self) -> None:
-        for job in self._jobs.pending():
+        for job in list(self._jobs.pending.values()):
             self._output.give_back(job.claimed)
             self._jobs.withdraw(job, "released")
 
@@ -280,7 +280,7 @@ class Service:
     def _fall_asleep(self, level: int) -> None:
         self._capacity.shut(True)
         self._release_pending()
-        self._release(self._jobs.served())
+        self._release(self._jobs.served.values())
         try:
             self._engine.sleep(level)
         except (EngineDead, WorkersLost):
