@@ -32,6 +32,8 @@ class Capacity:
         """Cost of the jobs that the engine loop has not taken yet."""
         self._num_preparing = self._tokens_preparing = 0
         """Those of them that are being prepared, and their cost."""
+        self._has_changed = False
+        """Since the last budget."""
 
     def __repr__(self) -> str:
         return f"Capacity({self._num_open} of {self._max_open_jobs} jobs open, {self._free_tokens} KV tokens free)"
@@ -41,12 +43,14 @@ class Capacity:
     def wait_for_budget(self, timeout_s: float) -> ClaimBudget | None:
         """Wait until something fits and return how much. None: timed out."""
         with self._changed:
-            return self._budget() if self._changed.wait_for(self._has_capacity, timeout_s) else None
+            has_capacity = self._changed.wait_for(self._has_capacity, timeout_s)
+            self._has_changed = False
+            return self._budget() if has_capacity else None
 
     def wait_for_change(self, timeout_s: float) -> None:
-        """Wait until a job has ended or is prepared, or until the timeout. For jobs that did not fit the last budget."""
+        """Wait for a change since the last budget, or until the timeout. For jobs that did not fit that budget."""
         with self._changed:
-            self._changed.wait(timeout_s)
+            self._changed.wait_for(lambda: self._has_changed, timeout_s)
 
     def open(self, cost_tokens: int, *, is_alone: bool, is_large: bool = False) -> None:
         """Count a claimed job, which the engine loop has not taken yet. A large one is prepared until `end_preparation`."""
@@ -69,14 +73,14 @@ class Capacity:
         """Stop claims before the engine sleeps, or allow them again. A claim under way may still return jobs."""
         with self._changed:
             self._is_shut = is_shut
-            self._changed.notify_all()
+            self._notify()
 
     def end_preparation(self, cost_tokens: int) -> None:
         """Count a large job as prepared, or as withdrawn before that."""
         with self._changed:
             self._num_preparing -= 1
             self._tokens_preparing -= cost_tokens
-            self._changed.notify_all()
+            self._notify()
 
     def arrive(self, cost_tokens: int) -> None:
         """Count a job as taken by the engine loop: from now on `update` includes its tokens."""
@@ -88,7 +92,7 @@ class Capacity:
         with self._changed:
             self._num_open -= 1
             self._num_alone -= is_alone
-            self._changed.notify_all()
+            self._notify()
 
     def update(self, free_tokens: int) -> None:
         """Set the KV tokens that neither running nor waiting sequences need; after each step."""
@@ -97,7 +101,11 @@ class Capacity:
         with self._changed:
             self._free_tokens = free_tokens
             if self._has_capacity():
-                self._changed.notify_all()
+                self._notify()
+
+    def _notify(self) -> None:
+        self._has_changed = True
+        self._changed.notify_all()
 
     def _has_capacity(self) -> bool:
         if self._num_alone or self._is_shut:  # no other job may run beside a job that runs alone

@@ -70,5 +70,5 @@ class JobTable:
 
     def _close(self, job_id: JobId, lease: Lease, outcome: Outcome, *, is_alone: bool) -> None:
         self._num_by_outcome[outcome] += 1
+        self._on_over(job_id, lease)  # before the capacity: the next claim says how many leases are held
         self._capacity.close(is_alone=is_alone)
-        self._on_over(job_id, lease)
