@@ -1,4 +1,4 @@
-"""One generation as its reader sees it: a sequence, its text, and the stop strings that end it."""
+"""One generation as a reader sees it: a sequence, its text, and the stop strings that end it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from bisect import bisect_right
 import msgspec
 
 from millrace.engine_service.core.sequence import Sequence, StopReason
-from millrace.engine_service.text import Detokenizer, Tokenizer, find_stop
+from millrace.engine_service.stop_strings import StopStrings
+from millrace.engine_service.text import Detokenizer, Tokenizer
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,7 +20,7 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generation:
-    """Owns the text of one sequence. Decodes only when needed: as it comes for stop strings and readers, else at the end."""
+    """Owns the text of one sequence. Decodes token by token for stop strings and readers, otherwise once at the end."""
 
     def __init__(self, sequence: Sequence, rules: TextRules, tokenizer: Tokenizer | None) -> None:
         assert tokenizer is not None or not rules.is_text_wanted
@@ -27,10 +28,13 @@ class Generation:
         self._rules = rules
         self._tokenizer = tokenizer
         self._detokenizer: Detokenizer | None = None
+        self._stops = StopStrings(rules.stop) if rules.stop else None
+        self._stop_state = 0
         self._stop_at: int | None = None
+        """Where in the text the stop string begins that has ended the generation."""
         self.finish_reason: StopReason | None = sequence.finish_reason()
         if rules.stop:
-            self._follow()
+            self._start_decoding()
 
     def __repr__(self) -> str:
         return f"Generation({self.sequence}, finish_reason={self.finish_reason})"
@@ -40,38 +44,38 @@ class Generation:
         return self.sequence.output_token_ids
 
     def advance(self, reason: StopReason | None) -> StopReason | None:
-        """Take in the tokens that the sequence has got; `reason` is why they are the last, None when they are not.
+        """Process the new tokens of the sequence. `reason` is why they are the last, None if they are not.
 
-        Returns the reason that counts: a stop string that they completed goes before the limit that they reached.
+        Returns the final reason: a stop string that the tokens complete has precedence over the limit that they reach.
         """
         self.finish_reason = reason
         if self._detokenizer is not None:
-            self._catch_up(self._detokenizer)
+            self._decode_new(self._detokenizer)
         return self.finish_reason
 
     def num_settled(self) -> int:
-        """Tokens whose text will not be revised: no stop string can still reach back into it."""
+        """Return how many tokens have final text: no stop string can begin in it any more."""
         if not self._rules.is_text_wanted:
             return len(self.token_ids)
-        detokenizer = self._follow()
-        held_back = max((len(stop) for stop in self._rules.stop), default=1) - 1
+        detokenizer = self._start_decoding()
+        held_back = self._stops.max_length - 1 if self._stops is not None else 0
         return bisect_right(detokenizer.ends, len(detokenizer.text) - held_back)
 
     def text_between(self, start: int, end: int) -> str:
-        """What the settled output tokens [start, end) add to the text."""
+        """Return what the settled output tokens [start, end) add to the text."""
         if not self._rules.is_text_wanted or end == 0:
             return ""
-        detokenizer = self._follow()
+        detokenizer = self._start_decoding()
         return detokenizer.text[detokenizer.end_of(start) : detokenizer.end_of(end)]
 
     def final_text_after(self, start: int) -> str:
-        """The rest of the text once the generation is over, from output token `start` on."""
+        """Return the text of the finished generation from output token `start` on."""
         if start == 0:
             return self.final_text()
-        return self.final_text()[self._follow().end_of(start) :] if self._rules.is_text_wanted else ""
+        return self.final_text()[self._start_decoding().end_of(start) :] if self._rules.is_text_wanted else ""
 
     def final_text(self) -> str:
-        """The text of the finished generation: without the stop string or the token that ended it."""
+        """Return the text of the finished generation, without the stop string or token that ended it."""
         if not self._rules.is_text_wanted:
             return ""
         if self._stop_at is not None:
@@ -92,37 +96,30 @@ class Generation:
     def _ended_by_token(self) -> bool:
         return self.finish_reason == "stop" and self._stop_at is None
 
-    def _follow(self) -> Detokenizer:
-        """Decode from the first token on and from now on as they come."""
+    def _start_decoding(self) -> Detokenizer:
+        """Decode all tokens so far, unless that has been done, and from now on each new token."""
         if self._detokenizer is None:
             assert self._tokenizer is not None
             prompt, skip = self.sequence.prompt_token_ids, self._rules.skip_special_tokens
             self._detokenizer = Detokenizer(self._tokenizer, prompt, skip_special_tokens=skip)
-            self._catch_up(self._detokenizer)
+            self._decode_new(self._detokenizer)
         return self._detokenizer
 
-    def _catch_up(self, detokenizer: Detokenizer) -> None:
+    def _decode_new(self, detokenizer: Detokenizer) -> None:
         output = self.token_ids
         while len(detokenizer.ends) < len(output):
             if len(detokenizer.ends) == len(output) - 1 and self._ended_by_token():
-                return  # the token that ends a sequence is no text
+                return  # the token that ends a sequence has no text
             self._feed(detokenizer, output[len(detokenizer.ends)])
             if self._stop_at is not None:
                 del output[len(detokenizer.ends) :]
                 return
 
     def _feed(self, detokenizer: Detokenizer, token_id: int) -> None:
-        before = len(detokenizer.text)
+        start = len(detokenizer.text)
         detokenizer.feed(token_id)
-        if not self._rules.stop or len(detokenizer.ends) <= self.sequence.stop_rules.min_tokens:
-            return
-        longest = max(len(stop) for stop in self._rules.stop)
-        start = max(self._first_stop_position(detokenizer), before - longest + 1)
-        self._stop_at = find_stop(detokenizer.text, self._rules.stop, start)
+        if self._stops is None or len(detokenizer.ends) <= self.sequence.stop_rules.min_tokens:
+            return  # the search begins after the text of the first `min_tokens` tokens, so no stop string begins in it
+        self._stop_at, self._stop_state = self._stops.search(detokenizer.text, start, self._stop_state)
         if self._stop_at is not None:
             self.finish_reason = "stop"
-
-    def _first_stop_position(self, detokenizer: Detokenizer) -> int:
-        """Text of the first `min_tokens` tokens can't hold a stop string."""
-        min_tokens = self.sequence.stop_rules.min_tokens
-        return detokenizer.ends[min_tokens - 1] if min_tokens else 0

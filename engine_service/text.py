@@ -1,34 +1,34 @@
-"""From text to token ids and back. The tokenizer is loaded without torch."""
+"""Convert text to token ids and back. The tokenizer is loaded without torch."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence as SequenceOf
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from millrace.engine_service.errors import ConfigurationError, EngineError
-
-logger = logging.getLogger("millrace.engine")
+from millrace.engine_service.token_bound import TokenBound
 
 _INCOMPLETE = "�"
-"""What a decoder shows for bytes that are not a character, or not yet."""
+"""The decoder writes this for bytes that are not a character, or not yet one."""
 
 _NUM_CONTEXT_TOKENS = 6
 """Prompt tokens decoded in front of the output: some decoders treat the first token of a text differently."""
+_MAX_REASON_CHARS = 300
 
 
 class TextError(EngineError):
-    """Raised when a chat can't be turned into tokens; the message is for the one who sent it."""
+    """Raised when the chat template can't render a chat; the message is for the sender."""
 
 
 class Tokenizer:
-    """Wraps a fast tokenizer. Safe to use from several threads."""
+    """Wraps a fast tokenizer. Safe to use from several threads, which run on while one of them encodes."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ConfigurationError` when there is none in the directory that works."""
+        """Load the tokenizer in this directory. Raises `ConfigurationError` if there is no usable one."""
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         except Exception as error:  # the library raises what its parsers raise
@@ -40,26 +40,38 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a plain prompt, with the special tokens that the tokenizer adds of itself."""
-        ids: list[int] = self._backend.encode(_without_surrogates(text)).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of a text, by default with the special tokens that the tokenizer adds to a plain prompt."""
+        texts = [_without_surrogates(text)]
+        # Unlike `encode`, this releases the GIL, and it computes no offsets.
+        ids: list[int] = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)[0].ids
         return ids
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Ids of a conversation through the model's chat template, ready for the assistant's turn."""
+    def min_num_tokens(self, text: str) -> int:
+        """Return a lower bound of the number of tokens, without tokenizing; 0 if this tokenizer has none."""
+        return self._bound.min_num_tokens(text)
+
+    @cached_property
+    def _bound(self) -> TokenBound:
+        return TokenBound(self._backend)  # reads the whole vocabulary
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        """Apply the model's chat template, up to the start of the assistant's turn. The text has all special tokens.
+
+        Raises `TextError`.
+        """
         try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program of the model's author: anything can come out of it
-            raise TextError(f"the model's chat template can't render these messages: {error}") from error
-        ids: list[int] = self._backend.encode(_without_surrogates(str(text)), add_special_tokens=False).ids
-        return ids
+            return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        except Exception as error:  # a template is a program of the model's author: it can raise anything
+            reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
+            raise TextError(f"the model's chat template can't render these messages: {reason}") from error
 
     def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool) -> str:
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def decode_output(self, prompt: list[int], output: list[int], *, skip_special_tokens: bool) -> str:
-        """What `output` adds to the text of `prompt`, decoded at once."""
+        """Return what `output` adds to the text of `prompt`, decoded at once."""
         context = prompt[-_NUM_CONTEXT_TOKENS:]
         start = self.decode(context, skip_special_tokens=skip_special_tokens)
         whole = self.decode(context + output, skip_special_tokens=skip_special_tokens)
@@ -71,8 +83,8 @@ class Tokenizer:
 class Detokenizer:
     """Owns the text of one output while it grows, token by token.
 
-    A character whose bytes are spread over several tokens appears with the last of them. The text is a function of the
-    tokens alone, so a resumed generation that feeds its old tokens again stands exactly where it stood.
+    A character whose bytes are spread over several tokens appears with the last of them. The text depends on the tokens
+    alone, so a resumed generation that feeds its old tokens again has exactly the same text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> None:
@@ -85,12 +97,12 @@ class Detokenizer:
         self.text = ""
         """All complete characters so far."""
         self.ends: list[int] = []
-        """For each output token the length of `text` after it."""
+        """The length of `text` after each output token."""
 
     def feed(self, token_id: int) -> None:
-        """Take in the next output token."""
+        """Append the next output token."""
         if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
-            self.ends.append(len(self.text))  # it adds nothing, and a row of them must not make the window grow
+            self.ends.append(len(self.text))  # it adds no text, and many of them must not make the window grow
             return
         self._ids.append(token_id)
         window_text = self._decode(self._ids[self._window_start :])
@@ -102,11 +114,11 @@ class Detokenizer:
         self.ends.append(len(self.text))
 
     def end_of(self, num_tokens: int) -> int:
-        """Characters that the first `num_tokens` output tokens have made."""
+        """Return the length of the text of the first `num_tokens` output tokens."""
         return self.ends[num_tokens - 1] if num_tokens else 0
 
     def flush(self) -> str:
-        """The whole text when no more tokens come: bytes that never became a character are shown as such."""
+        """Return the whole text when no more tokens come. Bytes that are no character are shown as "�"."""
         window_text = self._decode(self._ids[self._window_start :])
         return self.text + window_text[len(self._settled_text) :]
 
@@ -114,12 +126,6 @@ class Detokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def find_stop(text: str, stops: SequenceOf[str], start: int) -> int | None:
-    """Where the earliest of the stop strings begins in `text`, looking from `start` on; None when there is none."""
-    found = [position for stop in stops if (position := text.find(stop, start)) >= 0]
-    return min(found, default=None)
-
-
 def _without_surrogates(text: str) -> str:
-    """Lone surrogates, which JSON can carry and UTF-8 can't, become replacement characters."""
+    """Replace lone surrogates, which a Python string can hold and UTF-8 can't."""
     return text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text

@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
 """Lower temperatures that are not greedy are raised to this, because a division by them would overflow."""
+MAX_STOP_STRINGS = 128
+MAX_STOP_CHARS = 4096
+"""In all stop strings of a request together. What is not shown yet, and what a search costs, grows with them."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -103,6 +106,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 _set = msgspec.structs.force_setattr
 
+
+def _stop_strings(value: Any) -> str | None:
+    if type(value) is list and len(value) > MAX_STOP_STRINGS:
+        return f"has {len(value)} strings, at most {MAX_STOP_STRINGS} are taken"
+    if wrong := texts(value):
+        return wrong
+    num_chars = sum(map(len, value))
+    return None if num_chars <= MAX_STOP_CHARS else f"has {num_chars} characters, at most {MAX_STOP_CHARS} are taken"
+
+
 _RULES: dict[str, Check] = {
     "max_tokens": optional(integer(1, MAX_COUNT)),
     "min_tokens": integer(0, MAX_COUNT),
@@ -111,7 +124,7 @@ _RULES: dict[str, Check] = {
     "top_k": integer(-1, MAX_TOKEN_ID),
     "min_p": number(0.0, 1.0),
     "seed": optional(integer(-(2**63), 2**63 - 1)),
-    "stop": optional(texts),
+    "stop": optional(_stop_strings),
     "stop_token_ids": token_ids,
     "ignore_eos": boolean,
     "detokenize": boolean,

@@ -89,6 +89,7 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     created_ms: int
     protocol: int = PROTOCOL
     """The record's version. A job with one above PROTOCOL is released, with a delay, for a newer engine."""
+    tenant: str = "default"
     corruption: str | None = None
     """What is wrong with a record that was changed so that the job cannot run: the job fails with this message."""
 

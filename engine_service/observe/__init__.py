@@ -1,1 +1,1 @@
-"""What operators see: health, metrics, and the HTTP endpoint that serves both."""
+"""Health and metrics for operators, and the HTTP endpoint that serves both."""

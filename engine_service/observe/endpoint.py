@@ -1,6 +1,6 @@
-"""The HTTP endpoint of an engine: `/metrics` for Prometheus, `/health` for supervisors. Off unless it is asked for.
+"""The HTTP endpoint of an engine: `/metrics` for Prometheus, `/health` for supervisors. Off by default.
 
-It has threads of its own and only reads, so it answers also when the engine does not move.
+It has its own threads and only reads, so it also answers while the engine is stuck.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ import socket
 import socketserver
 import sys
 import threading
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedReader
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -24,15 +27,17 @@ logger = logging.getLogger("millrace.engine")
 
 _PLAIN = "text/plain; charset=utf-8"
 _CLIENT_LIMIT_S = 10.0
-"""What a client gets to send its request and to read the answer."""
+"""Time for a client to send its whole request. An answer that the client does not read gets as long again."""
 
 
 class Endpoint:
-    """Owns the listening socket and the thread that serves it. The socket is taken at once, so that a port that is not
-    free is known before a model is loaded."""
+    """Owns the listening socket and the thread that serves it."""
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Health) -> None:
-        """Port 0 takes any that is free. Raises `ConfigurationError`."""
+        """Bind the port at once, so that a taken port is reported before a model is loaded. Port 0 picks a free one.
+
+        Raises `ConfigurationError`.
+        """
         try:
             self._server = _Server(host, port, registry, health)
         except OSError as error:
@@ -65,11 +70,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__((str(address[0]), int(address[1])), _Handler)
 
     def server_bind(self) -> None:
-        """Without the name lookup of the base class, which may take seconds."""
+        """Bind without the name lookup of the base class, which may take seconds."""
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away in the middle is no news; all else is our bug."""
+        """Log our own bugs as errors, and a client that disconnected only for debugging."""
         if isinstance(sys.exception(), ConnectionError | TimeoutError):
             logger.debug("a client of the endpoint failed", exc_info=True)
         else:
@@ -77,16 +82,35 @@ class _Server(ThreadingHTTPServer):
 
 
 def _encoder(accepted: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """How to write the metrics, and as which content type; the plain format for a header that can't be read."""
+    """Return the function that writes the metrics, and its content type. An Accept header that can't be read gets the
+    plain format."""
     try:
         return choose_encoder(accepted)
     except (TypeError, ValueError):
         return choose_encoder("")
 
 
+class _RequestReader(socket.SocketIO):
+    """Reads a request with one time limit for the whole. A timeout of the socket would start again with each byte."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection, "r")
+        self._connection = connection
+        self._deadline_s = time.monotonic() + _CLIENT_LIMIT_S
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Raises `TimeoutError`, on which the base class closes the connection."""
+        self._connection.settimeout(max(1e-3, self._deadline_s - time.monotonic()))
+        return super().readinto(buffer)
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _CLIENT_LIMIT_S
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile.close()
+        self.rfile = BufferedReader(_RequestReader(self.connection))
 
     def do_GET(self) -> None:
         match self.path.partition("?")[0]:
@@ -96,16 +120,17 @@ class _Handler(BaseHTTPRequestHandler):
             case "/health":
                 reason = self.server.health.unhealthy_reason()
                 status = HTTPStatus.OK if reason is None else HTTPStatus.SERVICE_UNAVAILABLE
-                self._say(status, self.server.health.state() if reason is None else " ".join(reason.split()))
+                self._answer_line(status, self.server.health.state() if reason is None else " ".join(reason.split()))
             case _:
-                self._say(HTTPStatus.NOT_FOUND, "there are /metrics and /health")
+                self._answer_line(HTTPStatus.NOT_FOUND, "only /metrics and /health exist")
 
     do_HEAD = do_GET  # noqa: N815
 
-    def _say(self, status: HTTPStatus, line: str) -> None:
+    def _answer_line(self, status: HTTPStatus, line: str) -> None:
         self._answer(status, _PLAIN, f"{line}\n".encode())
 
     def _answer(self, status: HTTPStatus, content_type: str, body: bytes) -> None:
+        self.connection.settimeout(_CLIENT_LIMIT_S)
         self.send_response(status)
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))

@@ -1,4 +1,4 @@
-"""Whether this engine does its work, for supervisors: not only that the process is there, but that steps move."""
+"""Tells supervisors whether an engine works: that its steps advance, not only that its process exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millrace.engine_service.serving.leases import Leases
 
 
 class Health:
-    """Judges from what the loop and the heartbeat have noted. Asks nobody and never blocks; any thread may ask it."""
+    """Reads the state that the engine loop and the heartbeat have stored. Never blocks; for any thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -19,15 +19,15 @@ class Health:
         self._threads: Sequence[threading.Thread] = ()
 
     def watch(self, leases: Leases, threads: Sequence[threading.Thread]) -> None:
-        """From now on the engine serves, and Redis has to hear of it; none of these threads may end."""
+        """Start to check heartbeats, and that none of these threads ends."""
         self._leases, self._threads = leases, threads
 
     def let_threads_end(self) -> None:
-        """The engine is leaving."""
+        """Stop checking the threads, because the engine drains."""
         self._threads = ()
 
     def unhealthy_reason(self) -> str | None:
-        """What is wrong, in one line. None while steps move, or while there is nothing to do, or while the engine sleeps."""
+        """Return in one line what is wrong; None while steps advance, or there is no work, or the engine sleeps."""
         if not self._engine.is_started or self._leases is None:
             return "the engine is starting"
         if dead := [thread.name for thread in self._threads if not thread.is_alive()]:
@@ -36,5 +36,5 @@ class Health:
         return self._engine.unhealthy_reason(now_s) or self._leases.unhealthy_reason(now_s)
 
     def state(self) -> str:
-        """What a healthy engine is about."""
+        """Return what a healthy engine does."""
         return f"asleep, level {self._engine.sleep_level}" if self._engine.sleep_level else "serving"

@@ -1,4 +1,4 @@
-"""The engine's figures as Prometheus metrics: which there are, what they are called, and what they mean."""
+"""The names and meanings of the Prometheus metrics, and where their values come from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily |
 
 
 class MetricsCollector(Collector):
-    """Reads the figures anew for every scrape; asks nobody and never blocks. What is not there yet is left out."""
+    """Reads the current figures for each scrape, without blocking. Figures that do not exist yet are left out."""
 
     def __init__(self, engine: Engine, health: Health) -> None:
         self._engine = engine
@@ -27,7 +27,7 @@ class MetricsCollector(Collector):
         self._names: dict[str, str] = {}
 
     def watch(self, service: Service, **names: str) -> None:
-        """From now on the engine serves; `names` say what, and are labels of one metric."""
+        """Add the figures of the service. `names` are the labels of the metric `millrace_engine`."""
         self._service = service
         self._names = names
 
@@ -62,13 +62,13 @@ def _engine(metrics: EngineMetrics) -> Iterator[Family]:
         "sleep_level", "0: awake, 1: asleep with the weights in host memory, 2: without them.", metrics.sleep_level
     )
     yield _gauge("sequences_running", "Sequences in the batch.", scheduler.num_running)
-    yield _gauge("sequences_waiting", "Sequences that wait for room in the batch.", scheduler.num_waiting)
-    yield _counter("preemptions", "Sequences put back to waiting for want of KV blocks.", scheduler.num_preemptions)
+    yield _gauge("sequences_waiting", "Sequences that wait for space in the batch.", scheduler.num_waiting)
+    yield _counter("preemptions", "Sequences preempted because KV blocks ran out.", scheduler.num_preemptions)
     yield _gauge("kv_pool_blocks", "Size of the KV pool in blocks.", executor.num_blocks)
     yield _gauge("kv_pool_used_ratio", "Share of the KV pool's blocks that sequences hold, 0 to 1.", metrics.pool_use)
     yield _gauge(
         "step_budget_tokens",
-        "Tokens that a step may have now; less than configured after the device ran out of memory.",
+        "Most tokens in a step; less than configured after the device ran out of memory.",
         metrics.token_budget,
     )
 
@@ -78,35 +78,37 @@ def _executor(metrics: ExecutorMetrics) -> Iterator[Family]:
     yield _counter("executor_steps", "Steps sent to the workers.", metrics.num_steps)
     yield _counter("executor_requests", "Steps and calls sent to the workers.", metrics.num_requests)
     yield _counter("executor_requests_completed", "Of those, answered with a result.", metrics.num_completed)
-    yield _counter("executor_requests_failed", "Of those, answered with an error, or never.", metrics.num_failed)
+    yield _counter("executor_requests_failed", "Of those, answered with an error or not at all.", metrics.num_failed)
     yield _counter("executor_plan_bytes", "Payload of all step plans.", metrics.plan_bytes)
     yield _counter("executor_reply_bytes", "Payload of all replies to steps.", metrics.reply_bytes)
     yield _counter(
         "executor_stale_replies",
-        "Messages that nobody waited for any more, and what no worker of ours sent.",
+        "Replies that came too late, and messages that no worker of ours sent.",
         metrics.num_stale_replies,
     )
-    latency = "From a step's or a call's sending to its last needed reply."
+    latency = "From the sending of a step or call to its last needed reply."
     yield _summary("executor_latency_seconds", latency, metrics.latency_s)
-    yield _summary("step_seconds", "What a step took, sending and reply included.", metrics.step_s)
-    yield _summary("host_seconds", "Between a step's reply and the next one's sending: workers idle.", metrics.host_s)
-    yield _summary("rpc_seconds", "A step's way to the worker and back, without its computation.", metrics.rpc_s)
+    yield _summary("step_seconds", "Duration of a step, with sending and reply.", metrics.step_s)
+    yield _summary("host_seconds", "From the reply of a step to the sending of the next: workers idle.", metrics.host_s)
+    yield _summary("rpc_seconds", "Transfer of a step to the worker and back, without computation.", metrics.rpc_s)
 
 
 def _workers(metrics: ExecutorMetrics) -> Iterator[Family]:
-    yield _gauge("workers_active", "Workers that are up.", metrics.num_active_workers)
-    yield _gauge("ranks", "Ranks that the model is divided over now.", metrics.world_size)
-    yield _gauge("ranks_wanted", "Ranks that it should be divided over.", metrics.wanted_world_size)
-    yield _counter("worker_failures", "Losses of workers, by whatever cause.", metrics.num_failed_workers)
+    yield _gauge("workers_active", "Workers that run.", metrics.num_active_workers)
+    yield _gauge("ranks", "Ranks over which the model is divided now.", metrics.world_size)
+    yield _gauge("ranks_wanted", "Ranks over which it should be divided.", metrics.wanted_world_size)
+    yield _counter("worker_failures", "Losses of workers, for any reason.", metrics.num_failed_workers)
     yield _counter("worker_restarts", "Times that the workers were replaced.", metrics.num_restarts)
     yield _gauge(
         "worker_recovery_seconds",
-        "What replacing the workers took the last time, from the notice of their loss on; 0 before the first.",
+        "Duration of the last replacement of the workers, from the notice of their loss; 0 before the first.",
         metrics.recovery_s,
     )
-    yield _gauge("kv_pool_epoch", "The life of the KV pool: grows when workers start, restart or wake.", metrics.epoch)
+    yield _gauge(
+        "kv_pool_epoch", "Number of the current KV pool: grows when workers start, restart or wake.", metrics.epoch
+    )
     yield _by_rank("device_memory_bytes", "Device memory that a rank holds.", metrics.device_bytes)
-    yield _by_rank("device_memory_total_bytes", "What a rank's device has.", metrics.device_total_bytes)
+    yield _by_rank("device_memory_total_bytes", "Total memory of a rank's device.", metrics.device_total_bytes)
     yield _by_rank(
         "device_utilization_ratio",
         "Share of the time that a rank's device computes, 0 to 1.",
@@ -123,7 +125,7 @@ def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
 
 
 def _by_rank(name: str, meaning: str, values: Sequence[float | None]) -> GaugeMetricFamily:
-    """Of the ranks that know it."""
+    """Leave out the ranks that do not know the value."""
     family = GaugeMetricFamily(f"millrace_{name}", meaning, labels=["rank"])
     for rank, value in enumerate(values):
         if value is not None:
@@ -132,7 +134,7 @@ def _by_rank(name: str, meaning: str, values: Sequence[float | None]) -> GaugeMe
 
 
 def _summary(name: str, meaning: str, of: Percentiles) -> SummaryMetricFamily:
-    """Quantiles are of the last samples, count and sum of all."""
+    """The quantiles are of the last samples, count and sum of all."""
     family = SummaryMetricFamily(f"millrace_{name}", meaning, count_value=of.count, sum_value=of.sum_s)
     for quantile, value in (("0.5", of.p50), ("0.95", of.p95), ("0.99", of.p99)):
         family.add_sample(family.name, {"quantile": quantile}, value if of.count else float("nan"))

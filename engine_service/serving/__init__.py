@@ -1,1 +1,1 @@
-"""The engine as a service on a queue: jobs come in, are run, and their results are written."""
+"""Serves a queue with an engine: claims jobs, runs them, and writes their results."""

@@ -1,4 +1,4 @@
-"""From a request to a generation: what can only be checked where the model is known."""
+"""Make a generation of a request, after the checks that need the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _SEED_MASK = 2**64 - 1
 
 
 class Admission:
-    """Owns the rules of one loaded model: its vocabulary, its context, its tokenizer, its end tokens."""
+    """Owns the rules of one loaded model: its vocabulary, its context, its tokenizer, its end tokens.
+
+    Safe to use from several threads.
+    """
 
     def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None, eos_token_ids: list[int]) -> None:
         self._facts = facts
@@ -24,16 +27,15 @@ class Admission:
         self._seq_ids = itertools.count(1)
 
     def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
-        """The ids of whichever of prompt, prompt_token_ids and messages the request has. Raises `InvalidRequest`, also
-        when they do not fit into the context."""
-        if request.prompt_token_ids is not None:
-            token_ids, field = list(request.prompt_token_ids), "prompt_token_ids"
-            self._check_vocabulary(field, token_ids)
-        else:
-            field = "prompt" if request.prompt is not None else "messages"
-            token_ids = self._encode(request, field)
-        self._check_length(field, token_ids)
-        return token_ids
+        """Return the ids of the prompt, prompt_token_ids or messages of the request.
+
+        Raises `InvalidRequest`, also when they do not fit into the context; without tokenizing, where that is sure before.
+        """
+        if request.prompt_token_ids is None:
+            return self._encode(request)
+        self._check_fits("prompt_token_ids", len(request.prompt_token_ids))
+        self._check_vocabulary("prompt_token_ids", request.prompt_token_ids)
+        return list(request.prompt_token_ids)
 
     def admit(
         self,
@@ -44,10 +46,10 @@ class Admission:
         output_token_ids: list[int] | None = None,
         crash_count: int = 0,
     ) -> Generation:
-        """A generation ready for the engine. `drawn_seed` counts when the request names none; `output_token_ids` and
-        `crash_count` are what an earlier attempt left behind.
+        """Return a generation that is ready for the engine.
 
-        Raises `InvalidRequest` when an id is out of the vocabulary.
+        `drawn_seed` is used if the request has no seed. `output_token_ids` and `crash_count` come from an earlier attempt.
+        Raises `InvalidRequest` if a stop token id is not in the vocabulary.
         """
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         end_token_ids = frozenset(sampling.stop_token_ids) | self._eos_of(sampling)
@@ -61,22 +63,30 @@ class Admission:
         )
         return Generation(sequence, self._text_rules(sampling), self._tokenizer)
 
-    def _encode(self, request: GenerationRequest, field: str) -> list[int]:
+    def _encode(self, request: GenerationRequest) -> list[int]:
+        is_chat = request.prompt is None
+        field = "messages" if is_chat else "prompt"
         if self._tokenizer is None:
             raise InvalidRequest(field, "the engine's model has no tokenizer; send prompt_token_ids")
         try:
-            if request.prompt is not None:
-                return self._tokenizer.encode(request.prompt)
-            return self._tokenizer.encode_chat(list(request.messages or []))
+            text = request.prompt or self._tokenizer.render_chat(list(request.messages or []))
         except TextError as error:
             raise InvalidRequest(field, str(error)) from error
+        if len(text) >= self._facts.max_model_len:  # the bound of a shorter text refuses nothing
+            self._check_fits(field, self._tokenizer.min_num_tokens(text), "at least ")
+        token_ids = self._tokenizer.encode(text, add_special_tokens=not is_chat)
+        if not token_ids:
+            raise InvalidRequest(field, "is empty; give at least one token")
+        self._check_fits(field, len(token_ids))
+        return token_ids
 
     def _eos_of(self, sampling: SamplingParams) -> frozenset[int]:
         return frozenset() if sampling.ignore_eos else frozenset(self._eos_token_ids)
 
     def _stop_rules(self, sampling: SamplingParams, num_prompt_tokens: int, end_token_ids: frozenset[int]) -> StopRules:
-        room = self._facts.max_model_len - num_prompt_tokens
-        max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        max_tokens = self._facts.max_model_len - num_prompt_tokens
+        if sampling.max_tokens is not None:
+            max_tokens = min(max_tokens, sampling.max_tokens)
         return StopRules(max_tokens=max_tokens, min_tokens=sampling.min_tokens, end_token_ids=end_token_ids)
 
     def _text_rules(self, sampling: SamplingParams) -> TextRules:
@@ -88,15 +98,11 @@ class Admission:
             skip_special_tokens=sampling.skip_special_tokens,
         )
 
-    def _check_length(self, field: str, token_ids: list[int]) -> None:
-        if not token_ids:
-            raise InvalidRequest(field, "is empty; give at least one token")
+    def _check_fits(self, field: str, num_tokens: int, at_least: str = "") -> None:
         limit = self._facts.max_model_len
-        if len(token_ids) >= limit:
-            message = (
-                f"has {len(token_ids)} tokens, and the context of {limit} must hold an output token too; shorten it"
-            )
-            raise InvalidRequest(field, message)
+        if num_tokens >= limit:
+            rule = f"the context of {limit} must hold an output token too; shorten it"
+            raise InvalidRequest(field, f"has {at_least}{num_tokens} tokens, and {rule}")
 
     def _check_vocabulary(self, field: str, token_ids: Iterable[int]) -> None:
         size = self._facts.vocab_size

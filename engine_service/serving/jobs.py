@@ -1,4 +1,4 @@
-"""What passes between the threads of an engine service: jobs on their way in, and events about jobs under way."""
+"""The claimed jobs of an engine service, and the events that its threads post to the engine loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millrace.results.messages import ClaimedJob, JobError, JobId, Lease
 
 
 class ServedJob:
-    """Owns what the engine loop knows of one claimed job besides its generation: how much of it is safe and visible."""
+    """Owns how much of one job's output is saved and published. The generation owns the output itself."""
 
     __slots__ = (
         "arrived_s",
@@ -37,7 +37,7 @@ class ServedJob:
         self.num_saved = len(claimed.token_ids)
         """Output tokens in the checkpoint."""
         self.num_published = claimed.num_published
-        """Output tokens that readers have seen."""
+        """Output tokens that readers can see."""
         self.saved_at_s = 0.0
         self.arrived_s = 0.0
 
@@ -45,9 +45,26 @@ class ServedJob:
         return f"ServedJob({self.job_id}, lease {self.lease}, {self.num_saved} saved, {self.num_published} published)"
 
 
+class PendingJob:
+    """A large claimed job that is being prepared."""
+
+    __slots__ = ("claimed", "is_withdrawn")
+
+    def __init__(self, claimed: ClaimedJob) -> None:
+        self.claimed = claimed
+        self.is_withdrawn = False
+        """Set by the engine loop: the result is not needed any more."""
+
+
 def is_alone(claimed: ClaimedJob) -> bool:
-    """Whether engines have died with this job so often that it must not take others along."""
+    """Whether so many engines have died with this job that it must run alone."""
     return claimed.crash_count >= ALONE_AFTER_CRASHES
+
+
+class Preparing(msgspec.Struct, frozen=True):
+    """A large job has been claimed, and is parsed and tokenized beside the claims."""
+
+    job: PendingJob
 
 
 class Arrived(msgspec.Struct, frozen=True):
@@ -57,43 +74,50 @@ class Arrived(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A claimed job that can't: it ends as failed."""
+    """A claimed job that can't run: it ends as failed."""
 
     claimed: ClaimedJob
     error: JobError
 
 
 class Deferred(msgspec.Struct, frozen=True):
-    """A claimed job whose record is of a newer protocol than this engine knows."""
+    """A claimed job whose record has a newer protocol than this engine knows."""
 
     claimed: ClaimedJob
 
 
+class Prepared(msgspec.Struct, frozen=True):
+    """The preparation of a large job is over."""
+
+    job: PendingJob
+    outcome: Arrived | Refused | Deferred
+
+
 class Abort(msgspec.Struct, frozen=True):
-    """This job has to end with what it has: somebody asked for it, or its deadline has passed."""
+    """This job has to end with its output so far: it was cancelled, or its deadline has passed."""
 
     job_id: JobId
     state: Literal["cancelled", "expired"]
 
 
 class Watch(msgspec.Struct, frozen=True):
-    """Somebody reads this job live."""
+    """A reader follows this job live."""
 
     job_id: JobId
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """The job is another engine's by now: drop it and write nothing."""
+    """The job belongs to another engine now: drop it and write nothing."""
 
     job_id: JobId
     lease: Lease | None = None
-    """The lease that was lost; None for whichever is held."""
+    """The lost lease; None: whichever is held."""
 
 
 class SetSleepLevel(msgspec.Struct, frozen=True):
-    """The operator wants the engine to sleep this deep, or, with 0, to be awake. Said with every heartbeat."""
+    """The sleep level that the operator wants, 0 for awake. Repeated with every heartbeat."""
 
     level: int
 
 
-EngineEvent: TypeAlias = Arrived | Refused | Deferred | Abort | Watch | Lost | SetSleepLevel
+EngineEvent: TypeAlias = Preparing | Prepared | Arrived | Refused | Deferred | Abort | Watch | Lost | SetSleepLevel

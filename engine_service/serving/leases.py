@@ -1,4 +1,4 @@
-"""The engine's life as the queue sees it: heartbeats, the leases that it holds, and the recovery of dead engines' jobs."""
+"""Keeps an engine registered with the queue: its heartbeats, its leases, and the recovery of dead engines' jobs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _STOP_S = 3.0
 
 
 def new_engine_id() -> EngineId:
-    """One incarnation of an engine: where it runs, and something that no other incarnation has."""
+    """Return the id of one run of an engine: host, process, and a random part that makes it unique."""
     return EngineId(f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 class Leases:
-    """Owns the table of leases that this engine holds, and the thread that keeps them alive.
+    """Owns the table of this engine's leases, and the thread that sends its heartbeats.
 
-    Its calls never overlap: else a heartbeat could find a lease that a claim's reply has not yet put into the table, and
-    give the job away. The engine loop, which only drops leases, waits for none of them.
+    Calls to Redis never overlap. Otherwise a heartbeat could meet a lease that the reply of a claim has not yet put into the
+    table, and give the job back. The engine loop only drops leases, and waits for no call.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class Leases:
         on_news: Callable[[Reconciliation], None],
         sleep_level: Callable[[], int],
     ) -> None:
-        """`pending` names the jobs whose last writes are still on their way; `on_news` hears what heartbeats find out;
-        `sleep_level` is what they say of the engine."""
+        """`pending` returns the leases whose last writes are not in Redis yet. `on_news` is called with what each heartbeat
+        returns. `sleep_level` returns the level that heartbeats report."""
         self.engine_id = engine_id
         self._queue = queue
         self._ttl_ms = int(ttl_s * 1000)
@@ -56,7 +56,7 @@ class Leases:
         self._calls = threading.Lock()
         """Held during a call."""
         self._stopping = threading.Event()
-        self._hurry = threading.Event()
+        self._beat_now = threading.Event()
         """Ends the wait for the next heartbeat."""
         self._beat_at_s = self._next_beat_s = time.monotonic()
         self._recover_from_s = 0.0
@@ -66,36 +66,36 @@ class Leases:
         return f"Leases({self.engine_id}, {len(self._held)} held)"
 
     def start(self) -> None:
-        """Register with the queue and keep registered. Raises `QueueError` when the first heartbeat fails."""
-        self._next_beat_s = self._time_after(self._beat())
+        """Register with the queue and stay registered. Raises `QueueError` if the first heartbeat fails."""
+        self._next_beat_s = self._next_beat_after(self._beat())
         self.thread.start()
 
     def stop(self) -> None:
-        """No more heartbeats; the engine is off the list when nothing is held."""
+        """End the heartbeats and deregister the engine."""
         self._stopping.set()
-        self._hurry.set()
+        self._beat_now.set()
         self.thread.join(_STOP_S)
         try:
             self._queue.deregister(self.engine_id)
         except QueueError as error:
-            logger.warning("could not sign off: %s; the heartbeat will expire", error)
+            logger.warning("could not deregister: %s; the heartbeat will expire", error)
 
     def beat_soon(self) -> None:
         """Send the next heartbeat now."""
-        self._hurry.set()
+        self._beat_now.set()
 
     def unhealthy_reason(self, now_s: float) -> str | None:
-        """Whether other engines may take this one's jobs by now, in one line; None when they may not. Never blocks."""
+        """Return in one line that other engines may take this engine's jobs, or None if they may not. Never blocks."""
         silence_s = now_s - self._beat_at_s
         if silence_s <= self._ttl_ms / 1000:
             return None
         return f"Redis has not taken a heartbeat for {silence_s:.1f} s, the limit is {self._ttl_ms / 1000:g} s"
 
     def claim(self, claim_id: str, max_jobs: int, kv_token_budget: int, fingerprint: str) -> Claim:
-        """Claim and take into the table. A repeated claim id returns what the first one got."""
+        """Claim jobs and put their leases into the table. A repeated claim id returns the same jobs."""
         with self._calls:
             claim = self._claim(claim_id, max_jobs, kv_token_budget, fingerprint)
-            if claim is None:  # the heartbeat has lapsed, in a long pause perhaps
+            if claim is None:  # the heartbeat has expired, perhaps in a long pause
                 self._heartbeat()
                 claim = self._claim(claim_id, max_jobs, kv_token_budget, fingerprint)
             jobs = claim.jobs if claim is not None else []
@@ -104,7 +104,7 @@ class Leases:
             return claim or Claim(jobs=[], num_ready=0, num_set_aside=0)
 
     def drop(self, job_id: JobId, lease: Lease) -> None:
-        """The engine is through with this lease: its last write is on its way, or it is another engine's."""
+        """Forget a lease: its last write is pending, or another engine has the job."""
         with self._table:
             if self._held.get(job_id) == lease:
                 del self._held[job_id]
@@ -122,29 +122,29 @@ class Leases:
 
     def _run(self) -> None:
         while True:
-            self._hurry.wait(max(0.0, self._next_beat_s - time.monotonic()))
+            self._beat_now.wait(max(0.0, self._next_beat_s - time.monotonic()))
             if self._stopping.is_set():
                 return
-            self._hurry.clear()
+            self._beat_now.clear()
             self._next_beat_s = time.monotonic() + self._ttl_ms / 4000
             try:
-                self._next_beat_s = self._time_after(self._beat())
+                self._next_beat_s = self._next_beat_after(self._beat())
                 if time.monotonic() >= self._recover_from_s:
                     self._recover()
             except QueueError as error:
                 logger.warning("heartbeat failed: %s", error)
-            except Exception:  # our bug: without heartbeats all jobs of this engine would be another one's
+            except Exception:  # our bug: without heartbeats this engine would lose all its jobs
                 logger.exception("heartbeat failed")
 
-    def _time_after(self, news: Reconciliation) -> float:
-        """When the heartbeat after this one is due. Whoever looks when an engine's time is over has its jobs back within the
-        limit, not some time after it."""
+    def _next_beat_after(self, news: Reconciliation) -> float:
+        """Return when the next heartbeat is due. It is early if the heartbeat of another engine may expire before, so that
+        the jobs of a dead engine are recovered within the limit."""
         return time.monotonic() + min(self._ttl_ms / 4, news.next_lapse_ms + 1) / 1000
 
     def _recover(self) -> None:
         recovered = _RECOVER_AT_ONCE
         while recovered == _RECOVER_AT_ONCE:
-            with self._calls:  # a claim at the same time would need a second connection, which a full server refuses
+            with self._calls:  # a call at the same time would need a second connection, which a full server refuses
                 recovered = self._queue.recover(_RECOVER_AT_ONCE)
             if recovered:
                 logger.warning("recovered %d jobs of dead engines", recovered)
@@ -163,12 +163,12 @@ class Leases:
             held = dict(self._held)  # before `pending`: a job leaves the table only after its last write is pending
         held = {**self._pending(), **held}
         news = self._queue.heartbeat(self.engine_id, self._ttl_ms, held, self._sleep_level())
-        self._note_beat(time.monotonic())
+        self._record_beat(time.monotonic())
         return news
 
-    def _note_beat(self, now_s: float) -> None:
-        """One that comes after the last has lapsed shows that Redis was away, or this engine. If Redis, then the others'
-        have lapsed as well though nobody is dead: they get the time to come back before their jobs are taken."""
+    def _record_beat(self, now_s: float) -> None:
+        """Put off recovery if the last heartbeat had expired. Perhaps Redis was not reachable: then the heartbeats of the
+        other engines have expired too, and they need time to send new ones."""
         if now_s - self._beat_at_s > self._ttl_ms / 1000:
             self._recover_from_s = now_s + self._ttl_ms / 1000
         self._beat_at_s = now_s

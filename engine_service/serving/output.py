@@ -2,10 +2,10 @@
 
     published      saved          produced
     [0 ......... p)[p ...... s)[s ........ t)     p <= s <= t, in output tokens
-    readers have it
-    the checkpoint has it
+    readers see it
+    the checkpoint holds it
 
-One write makes both bounds move: what it shows is in the checkpoint that it writes.
+One write moves both bounds: the event that it publishes is in the checkpoint that it saves.
 """
 
 from __future__ import annotations
@@ -25,36 +25,38 @@ from millrace.results.messages import (
     Event,
     Finish,
     JobError,
+    JobId,
+    Lease,
     Release,
     Usage,
     Write,
 )
 
 EVENT_INTERVAL_S = 0.05
-"""A watched job shows what it has this often; the first token at once."""
+"""How often a watched job publishes its new tokens; the first token is published at once."""
 CHECKPOINT_INTERVAL_S = 1.0
 CHECKPOINT_TOKENS = 64
-"""An unwatched job is saved when it is this far ahead of its checkpoint, in time or tokens."""
+"""An unwatched job is saved when it is this far ahead of its checkpoint, in time or in tokens."""
 DEFER_MS = 1000
-"""How long a job that needs a newer or larger engine is out of everybody's way before it is offered again."""
+"""How long a job that needs a newer or larger engine is delayed before it can be claimed again."""
 MAX_DEFER_MS = 15_000
-"""The same at most, for a job that has long been there and needs a newer engine. It comes back in front, so if many came
-back each second, an engine would have no time for the jobs behind them that it can run."""
+"""The longest such delay, for an old job that needs a newer engine. It comes back in front of the queue: if many came back
+each second, an engine would have no time for the jobs behind them."""
 
 
 class Output:
-    """Turns progress into writes; `put` takes them and never blocks."""
+    """Turns the progress of jobs into writes. `put` takes them and never blocks."""
 
     def __init__(self, put: Callable[[Write], None], fingerprint: str) -> None:
         self._put = put
         self._fingerprint = fingerprint
 
     def begin(self, job: ServedJob) -> None:
-        """The job runs alone and is about to be computed."""
+        """Record that a job which runs alone is about to be computed."""
         self._put(Begin(job_id=job.job_id, lease=job.lease))
 
     def advance(self, job: ServedJob, now_s: float) -> None:
-        """The job has new tokens: write when it is time to."""
+        """Write the new tokens of a job if an event or a checkpoint is due."""
         if job.is_watched:
             if job.is_alone or job.num_published == 0 or now_s - job.saved_at_s >= EVENT_INTERVAL_S:
                 self._append(job, now_s, self._next_event(job))
@@ -62,19 +64,19 @@ class Output:
             self._append(job, now_s, event=None)
 
     def finish(self, job: ServedJob, reason: StopReason) -> None:
-        """The job has its whole output."""
+        """End a job that has its whole output."""
         self._end(job, "finished", reason)
 
     def abort(self, job: ServedJob, state: Literal["cancelled", "expired"]) -> None:
-        """The job ends here, because somebody asked for it or its time is up; what it has is its result."""
+        """End a job that was cancelled or whose deadline has passed. Its output so far is its result."""
         self._end(job, state, state)
 
     def fail(self, job: ServedJob, error: JobError) -> None:
-        """The job can't go on; what it has stays readable."""
+        """End a job that can't continue. Its output so far stays readable."""
         self._end(job, "failed", "error", error)
 
     def refuse(self, claimed: ClaimedJob, error: JobError) -> None:
-        """The job could not even start. An error of ours may pass and is worth another attempt; the request's own is not."""
+        """End a job that could not start. It is tried again after an error of ours, but not after one of the request."""
         self._put(
             Finish(
                 job_id=claimed.job_id,
@@ -88,27 +90,26 @@ class Output:
         )
 
     def defer(self, claimed: ClaimedJob) -> None:
-        """The job is for an engine of a newer version: leave it to one, for a quarter of the job's age each time."""
-        age_ms = int(time.time() * 1000) - claimed.created_ms  # by two clocks, so it may be anything
-        self._put(
-            Release(
-                job_id=claimed.job_id,
-                lease=claimed.lease,
-                offset=len(claimed.token_ids),
-                token_ids=[],
-                fingerprint=self._fingerprint,
-                delay_ms=min(max(age_ms // 4, DEFER_MS), MAX_DEFER_MS),
-            )
-        )
+        """Leave a job to an engine of a newer version, for a quarter of the job's age each time."""
+        age_ms = int(time.time() * 1000) - claimed.created_ms  # the clocks may differ, so it may have any value
+        self.give_back(claimed, min(max(age_ms // 4, DEFER_MS), MAX_DEFER_MS))
+
+    def give_back(self, claimed: ClaimedJob, delay_ms: int = 0) -> None:
+        """Release a job that was not started."""
+        self._release(claimed.job_id, claimed.lease, len(claimed.token_ids), [], delay_ms)
 
     def release(self, job: ServedJob, delay_ms: int = 0) -> None:
-        """Another engine shall go on where this one stands, after this time."""
+        """Save the output so far and let any engine continue the job, after this delay."""
+        unsaved = job.generation.token_ids[job.num_saved :]
+        self._release(job.job_id, job.lease, job.num_saved, unsaved, delay_ms)
+
+    def _release(self, job_id: JobId, lease: Lease, offset: int, token_ids: list[int], delay_ms: int) -> None:
         self._put(
             Release(
-                job_id=job.job_id,
-                lease=job.lease,
-                offset=job.num_saved,
-                token_ids=job.generation.token_ids[job.num_saved :],
+                job_id=job_id,
+                lease=lease,
+                offset=offset,
+                token_ids=token_ids,
                 fingerprint=self._fingerprint,
                 delay_ms=delay_ms,
             )
@@ -130,7 +131,7 @@ class Output:
         )
 
     def _is_checkpoint_due(self, job: ServedJob, now_s: float) -> bool:
-        if job.is_alone:  # engines have died with it: each token that it gets shows that it is not to blame
+        if job.is_alone:  # engines have died with it: each saved token shows that the job is not the cause
             return True
         num_unsaved = len(job.generation.token_ids) - job.num_saved
         return num_unsaved >= CHECKPOINT_TOKENS or now_s - job.saved_at_s >= CHECKPOINT_INTERVAL_S

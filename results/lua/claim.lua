@@ -8,7 +8,7 @@
 --       before it computes a job that runs alone (may be omitted)
 -- Returns nil when the engine's heartbeat has expired, else an array: jobs still ready (0 while the queue is paused), jobs set
 --       aside, then for each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token),
---       tokens published, 1 when watched or 0, created ms, the record's protocol version
+--       tokens published, 1 when watched or 0, created ms, the record's protocol version, tenant
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, and
 --       later failed, where the output is another model's
 -- include: queue clock settings serial record lease work signals dequeue fair_share state end_job due
@@ -36,7 +36,8 @@ end
 
 local function describe(job, lease)
   return {job.id, lease, job.attempt, redis.call('GET', prefix .. 'body:' .. job.id), job.seed, job.cost, job.crashes,
-    job.tokens, job.published, is_watched(job.id, job.stream) and 1 or 0, job.created, job.protocol}
+    job.tokens, job.published, is_watched(job.id, job.stream) and 1 or 0, job.created, job.protocol,
+    job.tenant}
 end
 
 local function repeat_claim(claimed)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.errors import ConfigurationError
 from millrace.engine_service.generation import Generation, TextRules
-from millrace.engine_service.text import Detokenizer, TextError, Tokenizer, find_stop
+from millrace.engine_service.text import Detokenizer, TextError, Tokenizer
 from millrace.executor.wire.messages import SeqId
 from tests.engine_service.core.sequences import GREEDY
 
@@ -23,10 +25,15 @@ def tokenizer() -> Tokenizer:
 
 
 def generation(
-    tokenizer: Tokenizer, *, stop: tuple[str, ...] = (), max_tokens: int = 1000, min_tokens: int = 0
+    tokenizer: Tokenizer,
+    *,
+    stop: tuple[str, ...] = (),
+    max_tokens: int = 1000,
+    min_tokens: int = 0,
+    output: list[int] | None = None,
 ) -> Generation:
     rules = StopRules(max_tokens=max_tokens, min_tokens=min_tokens, end_token_ids=frozenset())
-    sequence = Sequence(SeqId(1), tokenizer.encode("Say:"), GREEDY, rules)
+    sequence = Sequence(SeqId(1), tokenizer.encode("Say:"), GREEDY, rules, output_token_ids=output)
     return Generation(sequence, TextRules(stop=stop), tokenizer)
 
 
@@ -71,18 +78,18 @@ def test_no_piece_ever_shows_half_a_character(tokenizer: Tokenizer) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.integers(5, VOCAB_SIZE - 1), min_size=1, max_size=40))
-def test_any_tokens_give_the_same_text_in_pieces_and_at_once(token_ids: list[int]) -> None:
-    tokenizer = Tokenizer(TINY)
+@given(token_ids=st.lists(st.integers(5, VOCAB_SIZE - 1), min_size=1, max_size=40))
+def test_any_tokens_give_the_same_text_in_pieces_and_at_once(tokenizer: Tokenizer, token_ids: list[int]) -> None:
     whole = generation(tokenizer)
     feed(whole, token_ids)
     assert "".join(published_in_pieces(generation(tokenizer), token_ids)) == whole.final_text()
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(5, VOCAB_SIZE - 1), min_size=2, max_size=40), st.data())
-def test_a_resumed_text_stands_where_the_first_one_stood(token_ids: list[int], data: st.DataObject) -> None:
-    tokenizer = Tokenizer(TINY)
+@given(token_ids=st.lists(st.integers(5, VOCAB_SIZE - 1), min_size=2, max_size=40), data=st.data())
+def test_a_resumed_text_stands_where_the_first_one_stood(
+    tokenizer: Tokenizer, token_ids: list[int], data: st.DataObject
+) -> None:
     cut = data.draw(st.integers(1, len(token_ids) - 1))
     first = Detokenizer(tokenizer, [7, 8], skip_special_tokens=True)
     for token_id in token_ids:
@@ -108,9 +115,48 @@ def test_what_could_become_a_stop_string_is_held_back_until_it_can_not(tokenizer
     assert "<stones" in one.text_between(0, one.num_settled())
 
 
-def test_the_earliest_of_several_stop_strings_counts() -> None:
-    assert find_stop("a long text", ["text", "long"], 0) == 2
-    assert find_stop("a long text", ["short"], 0) is None
+def test_the_earliest_of_several_stop_strings_counts(tokenizer: Tokenizer) -> None:
+    one = generation(tokenizer, stop=("text", "long", "ong"))
+    assert feed(one, tokenizer.encode("a long text")) == "stop"
+    assert one.final_text() == "a "
+
+
+def plain_search(
+    tokenizer: Tokenizer, token_ids: list[int], stops: list[str], min_tokens: int
+) -> tuple[int, str] | None:
+    """How many tokens there are when a stop string is complete, and the text before it."""
+    text = Detokenizer(tokenizer, tokenizer.encode("Say:"), skip_special_tokens=True)
+    for token_id in token_ids:
+        text.feed(token_id)
+        if len(text.ends) <= min_tokens:
+            continue
+        if found := [position for stop in stops if (position := text.text.find(stop, text.end_of(min_tokens))) >= 0]:
+            return len(text.ends), text.text[: min(found)]
+    return None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text("abX ü", min_size=1, max_size=40),
+    stops=st.lists(st.text("abX ü", min_size=1, max_size=5), min_size=1, max_size=6),
+    min_tokens=st.integers(0, 10),
+    data=st.data(),
+)
+def test_stop_strings_end_a_text_where_a_plain_search_finds_them(
+    tokenizer: Tokenizer, text: str, stops: list[str], min_tokens: int, data: st.DataObject
+) -> None:
+    token_ids = tokenizer.encode(text)
+    expected = plain_search(tokenizer, token_ids, stops, min_tokens)
+    one = generation(tokenizer, stop=tuple(stops), min_tokens=min_tokens)
+    assert "".join(published_in_pieces(one, token_ids)) == (text if expected is None else expected[1])
+    assert (len(one.token_ids), one.finish_reason) == (
+        (len(token_ids), None) if expected is None else (expected[0], "stop")
+    )
+    num_saved = data.draw(st.integers(0, len(one.token_ids)))
+    resumed = generation(tokenizer, stop=tuple(stops), min_tokens=min_tokens, output=token_ids[:num_saved])
+    if resumed.finish_reason is None:
+        feed(resumed, token_ids[num_saved:])
+    assert (resumed.final_text(), resumed.token_ids) == (one.final_text(), one.token_ids)
 
 
 def test_a_stop_string_does_not_count_within_the_first_min_tokens(tokenizer: Tokenizer) -> None:
@@ -145,7 +191,7 @@ def test_the_token_that_ends_a_sequence_is_no_text(tokenizer: Tokenizer) -> None
 
 def test_a_chat_template_that_can_not_render_says_so(tokenizer: Tokenizer) -> None:
     with pytest.raises(TextError, match="chat template"):
-        tokenizer.encode_chat([{"role": object()}])
+        tokenizer.render_chat([{"role": object()}])
 
 
 def test_a_broken_chat_template_costs_chats_and_nothing_else(tmp_path: Path) -> None:
@@ -154,10 +200,33 @@ def test_a_broken_chat_template_costs_chats_and_nothing_else(tmp_path: Path) -> 
     (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content")
     broken = Tokenizer(tmp_path)
     with pytest.raises(TextError, match="chat template"):
-        broken.encode_chat([{"role": "user", "content": "hello"}])
+        broken.render_chat([{"role": "user", "content": "hello"}])
     assert broken.encode("3 + 4 =")
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"tokenizer: .* has no usable tokenizer"):
         Tokenizer(tmp_path)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
+    before = sys.getswitchinterval()
+    started, has_run = threading.Event(), threading.Event()
+    go = threading.Semaphore(0)
+
+    def run() -> None:
+        started.set()
+        go.acquire()
+        has_run.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    started.wait()
+    sys.setswitchinterval(60)  # nobody takes the GIL from a thread that does not give it up
+    try:
+        go.release()
+        tokenizer.encode("a" * 1_000_000)
+        assert has_run.is_set()
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()

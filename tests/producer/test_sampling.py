@@ -30,6 +30,14 @@ def test_what_means_the_default_becomes_the_default() -> None:
     assert SamplingParams(stop_token_ids=[5, 3, 5]).stop_token_ids == [5, 3]
 
 
+def test_too_many_or_too_long_stop_strings_are_refused_with_their_count_and_the_limit() -> None:
+    SamplingParams(stop=["a" * 32] * 128)
+    with pytest.raises(InvalidRequest, match=r"^stop: has 100000 strings, at most 128 are taken$"):
+        SamplingParams(stop=["a"] * 100_000)
+    with pytest.raises(InvalidRequest, match=r"^stop: has 4097 characters, at most 4096 are taken$"):
+        SamplingParams(stop=["a" * 4096, "b"])
+
+
 def test_a_tiny_temperature_is_raised_and_zero_is_greedy(caplog: pytest.LogCaptureFixture) -> None:
     assert SamplingParams(temperature=0.001).temperature == 0.01
     assert "raised" in caplog.text

@@ -14,12 +14,14 @@ from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.engine import Engine as LlmEngine
 from millrace.engine_service.generation import Generation, TextRules
 from millrace.engine_service.serving.capacity import Capacity, ClaimBudget
+from millrace.engine_service.serving.job_table import JobTable
 from millrace.engine_service.serving.jobs import Arrived, ServedJob
 from millrace.engine_service.serving.output import CHECKPOINT_TOKENS, Output
 from millrace.engine_service.serving.service import Service
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import WorkerConfig
 from millrace.results.connection import connect
+from millrace.results.messages import ClaimedJob, JobId, Lease
 from millrace.results.queue import JobQueue
 from millrace.results.writer import Writer
 from tests.engine_service.core.sequences import make_sequence, stub_output
@@ -109,6 +111,39 @@ def test_who_waits_hears_at_once_that_there_is_room(capacity: Capacity, what: st
     assert len(budgets) == 1 and budgets[0] is not None
 
 
+def test_a_job_that_ends_during_a_claim_is_not_waited_for_after_it(capacity: Capacity) -> None:
+    capacity.open(50, is_alone=False)
+    assert capacity.wait_for_budget(NOW) is not None
+    capacity.close(is_alone=False)
+    waiting = threading.Thread(target=capacity.wait_for_change, args=(60.0,), daemon=True)
+    waiting.start()
+    waiting.join(10.0)
+    assert not waiting.is_alive()
+
+
+def test_a_lease_is_dropped_before_its_place_is_free(capacity: Capacity) -> None:
+    """A claim says how many leases are held: with none of them it gets a job that is larger than what is free."""
+    budgets: list[ClaimBudget | None] = []
+    jobs = JobTable(capacity, on_over=lambda job_id, lease: budgets.append(capacity.wait_for_budget(NOW)))
+    claimed = ClaimedJob(
+        job_id=JobId("a"),
+        lease=Lease(1),
+        attempt=1,
+        body=b"",
+        seed=1,
+        cost=200,
+        crash_count=2,  # runs alone
+        token_ids=[],
+        num_published=0,
+        is_watched=False,
+        created_ms=0,
+    )
+    capacity.open(claimed.cost, is_alone=True)
+    jobs.remove_unserved(claimed, "failed")
+    assert budgets == [None]
+    assert capacity.wait_for_budget(NOW) == ClaimBudget(max_jobs=3, kv_token_budget=100)
+
+
 # --- results that cannot be written --------------------------------------------------------------------------------
 
 
@@ -140,7 +175,7 @@ def test_no_step_is_made_while_redis_takes_no_results_and_then_it_goes_on(engine
         )
         os.kill(server.pid, signal.SIGSTOP)
         service.post(Arrived(ServedJob(claimed, generation)))
-        service._listen()
+        service._process_events()
         while not writer.is_full:
             service._step()
         num_tokens = len(generation.token_ids)

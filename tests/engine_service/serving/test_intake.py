@@ -18,7 +18,7 @@ from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.serving.capacity import Capacity
 from millrace.engine_service.serving.inbox import Inbox
 from millrace.engine_service.serving.intake import Intake
-from millrace.engine_service.serving.jobs import Arrived, EngineEvent, Refused
+from millrace.engine_service.serving.jobs import Arrived, EngineEvent, Prepared, Refused
 from millrace.engine_service.serving.leases import Leases, new_engine_id
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import WorkerConfig
@@ -64,7 +64,7 @@ class Parts:
     """What an engine has for its work to come in, on queues of its own."""
 
     def __init__(self, connect_queue: Connect, engine: Engine) -> None:
-        self.words: queues.SimpleQueue[EngineEvent] = queues.SimpleQueue()
+        self.events: queues.SimpleQueue[EngineEvent] = queues.SimpleQueue()
         self.news: queues.SimpleQueue[Reconciliation] = queues.SimpleQueue()
         self.lease_queue, self.inbox_queue = connect_queue(), connect_queue()
         self.leases = Leases(
@@ -77,7 +77,7 @@ class Parts:
             Admission(engine.facts, None, []),
             model_name="stub",
             fingerprint=FINGERPRINT,
-            post=self.words.put,
+            post=self.events.put,
         )
         self.inbox = Inbox(self.inbox_queue)
         self.leases.start()
@@ -125,9 +125,9 @@ def test_a_claim_that_breaks_our_code_is_logged_and_repeated(
     submit(connect_queue(), "a", body=BODY)
     break_reply(parts.lease_queue, CLAIM, RuntimeError("a bug in the claim"))
     parts.intake.start()
-    word = parts.words.get(timeout=30)
-    assert isinstance(word, Arrived)
-    assert word.job.job_id == "a"
+    event = parts.events.get(timeout=30)
+    assert isinstance(event, Arrived)
+    assert event.job.job_id == "a"
     assert "a bug in the claim" in caplog.text
 
 
@@ -141,7 +141,7 @@ def test_an_idle_engine_goes_on_claiming_behind_overdue_jobs(
     submit(queue, "a", body=BODY)
     time.sleep(0.01)
     parts.intake.start()
-    assert isinstance(parts.words.get(timeout=30), Arrived)
+    assert isinstance(parts.events.get(timeout=30), Arrived)
     assert waits == [], "as if the engine were full"
 
 
@@ -157,9 +157,9 @@ def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(
     redis_client.set(queue.keys.tokens("tokens"), b"12345")
     queue.pause(False)
     parts.intake.start()
-    words = [parts.words.get(timeout=30) for _ in range(4)]
-    refused = {str(word.claimed.job_id): word.error.message for word in words if isinstance(word, Refused)}
-    assert [word.job.job_id for word in words if isinstance(word, Arrived)] == ["well"]
+    events = [parts.events.get(timeout=30) for _ in range(4)]
+    refused = {str(event.claimed.job_id): event.error.message for event in events if isinstance(event, Refused)}
+    assert [event.job.job_id for event in events if isinstance(event, Arrived)] == ["well"]
     assert list(refused) == ["seed", "created", "tokens"]
     assert "seed is b'abc'" in refused["seed"]
     assert "created is None" in refused["created"]
@@ -169,8 +169,9 @@ def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(
 def test_the_name_of_another_model_is_shown_short_and_on_one_line(parts: Parts) -> None:
     submit(parts.lease_queue, "a", body=b'{"prompt":"x","model":"large\\n%s"}' % (b"x" * 900_000))
     parts.intake.start()
-    refused = parts.words.get(timeout=30)
-    assert isinstance(refused, Refused)
+    _, prepared = parts.events.get(timeout=30), parts.events.get(timeout=30)  # its body is large
+    assert isinstance(prepared, Prepared)
+    assert isinstance(refused := prepared.outcome, Refused)
     assert (refused.error.kind, refused.error.field) == ("model_mismatch", "model")
     assert refused.error.message.startswith("model: this queue serves 'stub', not 'large\\nxxx")
     assert refused.error.message.endswith("xxx'; use the queue of that model")

@@ -1,0 +1,74 @@
+"""The jobs that an engine service holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import get_args
+
+from millrace.engine_service.serving.capacity import Capacity
+from millrace.engine_service.serving.job_metrics import JobMetrics, Outcome
+from millrace.engine_service.serving.jobs import PendingJob, ServedJob, is_alone
+from millrace.executor.metrics import Samples
+from millrace.executor.wire.messages import SeqId
+from millrace.results.messages import ClaimedJob, JobId, Lease
+
+
+class JobTable:
+    """Owns the jobs that the engine loop has taken, and reports each change to capacity, leases and metrics.
+
+    Its methods are for the engine loop; `metrics` is for any thread.
+    """
+
+    def __init__(self, capacity: Capacity, on_over: Callable[[JobId, Lease], None]) -> None:
+        self._capacity = capacity
+        self._on_over = on_over
+        self.served: dict[JobId, ServedJob] = {}
+        self.by_sequence: dict[SeqId, ServedJob] = {}
+        self.pending: dict[JobId, PendingJob] = {}
+        """Large jobs until they are prepared."""
+        self._num_by_outcome: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
+        self._job_s = Samples()
+
+    def __repr__(self) -> str:
+        return f"JobTable({len(self.served)} served, {len(self.pending)} pending)"
+
+    def metrics(self) -> JobMetrics:
+        return JobMetrics(
+            num_open=len(self.served) + len(self.pending),
+            num_by_outcome=dict(self._num_by_outcome),
+            job_s=self._job_s.percentiles(),
+        )
+
+    def add(self, job: ServedJob) -> None:
+        self._capacity.arrive(job.cost)
+        self.served[job.job_id] = self.by_sequence[job.generation.sequence.seq_id] = job
+        job.arrived_s = job.saved_at_s = time.monotonic()
+
+    def remove(self, job: ServedJob, outcome: Outcome) -> None:
+        self._job_s.add(time.monotonic() - job.arrived_s)
+        del self.served[job.job_id], self.by_sequence[job.generation.sequence.seq_id]
+        self._close(job.job_id, job.lease, outcome, is_alone=job.is_alone)
+
+    def remove_unserved(self, claimed: ClaimedJob, outcome: Outcome) -> None:
+        """Account for a job that leaves without having been added."""
+        self._capacity.arrive(claimed.cost)
+        self._close(claimed.job_id, claimed.lease, outcome, is_alone=is_alone(claimed))
+
+    def add_pending(self, job: PendingJob) -> None:
+        self.pending[job.claimed.job_id] = job
+
+    def end_preparation(self, job: PendingJob) -> None:
+        del self.pending[job.claimed.job_id]
+        self._capacity.end_preparation(job.claimed.cost)
+
+    def withdraw(self, job: PendingJob, outcome: Outcome) -> None:
+        """Remove a job before it is prepared. The `Prepared` event that may still come has to be ignored."""
+        job.is_withdrawn = True
+        self.end_preparation(job)
+        self.remove_unserved(job.claimed, outcome)
+
+    def _close(self, job_id: JobId, lease: Lease, outcome: Outcome, *, is_alone: bool) -> None:
+        self._num_by_outcome[outcome] += 1
+        self._on_over(job_id, lease)  # before the capacity: the next claim says how many leases are held
+        self._capacity.close(is_alone=is_alone)
