@@ -28,9 +28,9 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     inbox                  stream  requests of any client: field `job`, JSON     anybody              until accepted
     rejected               stream  inbox entries that are no jobs, 4 KiB each     accept, reject       1,000 entries, 7 days
     wake                   list    one element wakes one idle engine             submit, release      64 elements
-    settings               hash    times, limits, weights, paused                operator             for ever
-    counts                 hash    jobs queued now, totals of ends and tokens    every transition     for ever
-    serial                 string  the last number for an age or a lease         submit, claim        for ever
+    settings               hash    times, limits, weights, paused                operator             permanent
+    counts                 hash    jobs queued now, totals of ends and tokens    every transition     permanent
+    serial                 string  the last number for an age or a lease         submit, claim        permanent
 
     * or like the result, when the stream has lost events
 """

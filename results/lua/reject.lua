@@ -4,7 +4,7 @@
 -- ARGV  1 id of the inbox entry, 2 job id or "", 3 digest of the raw entry, 4 the raw entry (its first 4,096 bytes are
 --       enough), 5 the error (JSON)
 -- Returns "failed", "exists" (the same entry was refused before), "rejected" or "taken" (another engine had the entry)
--- include: queue clock serial record rejected end_job
+-- include: queue clock serial rejected end_job
 
 allow_writes_without_memory()
 local id, digest, raw, error = ARGV[2], ARGV[3], ARGV[4], ARGV[5]

@@ -1,5 +1,5 @@
 -- New jobs: nothing -> queued, or delayed.
--- include: queue clock serial record work ready enqueue state arguments limits
+-- include: queue clock serial work ready enqueue state arguments limits
 
 -- Writes the options of a new job into its record and its batch. Returns whether the job is delayed.
 local function apply_options(id, options)
