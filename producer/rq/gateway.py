@@ -24,6 +24,7 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 
 from millrace.producer.rq.intake import Intake
+from millrace.producer.rq.isolation import one_line
 from millrace.producer.rq.millrace_jobs import MillraceJobs
 from millrace.producer.rq.monitor import Monitor
 from millrace.producer.rq.result_writer import ResultWriter
@@ -63,18 +64,15 @@ class Gateway:
         self, client: redis.Redis, blocking_client: redis.Redis, rq_queues: list[str], to_queue: str, max_in_flight: int
     ) -> None:
         self.name = f"millrace-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self._client = client
         self._blocking_client = blocking_client
         self._stopping = threading.Event()
         self._stop_requests: queue.SimpleQueue[None] = queue.SimpleQueue()  # unlike an Event, safe in a signal handler
-
-        millrace = MillraceJobs(client, blocking_client, to_queue)
+        self._millrace = millrace = MillraceJobs(client, blocking_client, to_queue)
         for warning in millrace.check_server():
             logger.warning("redis: %s", warning)
         options: Any = {"connection": client, "job_class": GatewayJob, "serializer": JSONSerializer}
         queues = [Queue(name, **options) for name in dict.fromkeys(rq_queues)]
         self._sources = [SourceQueue(client, one, to_queue, self.name) for one in queues]
-        self._millrace = millrace
         self._runs = RunTable(max_in_flight)
         self._worker_entry = WorkerEntry(client, queues, self.name, self._runs)
         writer = ResultWriter(client, self._worker_entry, self._runs)
@@ -92,15 +90,11 @@ class Gateway:
         monitor = self._monitor
         self._millrace.start_following()
         monitor.heartbeat()
-        threads = [
-            self._thread("heartbeat", monitor.heartbeat, _HEARTBEAT_INTERVAL_S, on_error=monitor.delay_takeovers)
-        ]
+        threads = [self._thread("heartbeat", monitor.heartbeat, _HEARTBEAT_INTERVAL_S, monitor.delay_takeovers)]
         self._take_over()
-        threads += [
-            *(self._thread(f"intake-{source.queue.name}", self._take_from(source)) for source in self._sources),
-            self._thread("completions", monitor.follow_ends, on_error=monitor.look_up_all),
-            self._thread("monitor", monitor.check, _CHECK_INTERVAL_S),
-        ]
+        threads += [self._thread(f"intake-{source.queue.name}", self._take_from(source)) for source in self._sources]
+        threads.append(self._thread("completions", monitor.follow_ends, 0.0, monitor.look_up_all))
+        threads.append(self._thread("monitor", monitor.check, _CHECK_INTERVAL_S))
         self._thread("commands", self._command_listener.listen)
         logger.info("gateway %s: RQ queues %s", self.name, self._title)
         self._wait_for_stop()
@@ -139,16 +133,12 @@ class Gateway:
             if not self._runs.wait_for_capacity(_WAIT_S):
                 return
             match self._intake.take():
-                case "empty":
-                    self._wait_for_jobs(source.queue)
+                case "empty":  # block until there are jobs: this moves the first id to where it is
+                    self._blocking_client.blmove(source.queue.key, source.queue.key, _WAIT_S, "LEFT", "LEFT")
                 case "suspended" | "full":
                     self._stopping.wait(_WAIT_S)
 
         return take
-
-    def _wait_for_jobs(self, rq_queue: Queue) -> None:
-        """Block until the queue has jobs. The command moves the first id to where it is: no job leaves the queue."""
-        self._blocking_client.blmove(rq_queue.key, rq_queue.key, _WAIT_S, "LEFT", "LEFT")
 
     def _thread(
         self, name: str, step: Callable[[], None], interval_s: float = 0.0, on_error: Callable[[], None] | None = None
@@ -164,7 +154,7 @@ class Gateway:
                     self._stopping.wait(interval_s)
                 except Exception as error:
                     is_expected = isinstance(error, redis.RedisError | QueueError | OSError)
-                    logger.warning("%s: %s; again in %.1f s", name, error, retry_s, exc_info=not is_expected)
+                    logger.warning("%s: %s; again in %.1f s", name, one_line(error), retry_s, exc_info=not is_expected)
                     if on_error is not None:
                         on_error()
                     self._stopping.wait(retry_s)

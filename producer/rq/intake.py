@@ -1,11 +1,10 @@
 """From RQ's queues to runs: take jobs, register them with RQ, submit them to Millrace.
 
-A gateway may be killed after each step. A taken job is in the record of taken jobs, so another gateway takes it over and
-repeats the steps:
+A gateway may be killed after each step. Another one finds the job in the record of taken jobs and repeats the steps:
 - Taken, not registered: the job is in RQ's intermediate list, and its entry in the record is empty. It starts as a new one.
 - Registered, not submitted: RQ's job is started, and the entry names the Millrace job. It is submitted.
 - Submitted: submitting it again finds the same job under the same id, running or ended. Nothing runs twice.
-A gateway that has lost a reply, or its connection in between, does the same with its own record.
+A gateway that has lost a reply does the same with its own record.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import redis
 from redis.client import Pipeline
@@ -23,16 +22,24 @@ from rq.job import JobStatus
 
 from millrace.producer.messages import refusal
 from millrace.producer.rq.isolation import BATCH_JOBS, in_batches, isolated, one_line, read, write
-from millrace.producer.rq.millrace_jobs import MillraceJobs, has_ended
+from millrace.producer.rq.millrace_jobs import MillraceJobs
 from millrace.producer.rq.payload import PayloadRefused, read_submission
 from millrace.producer.rq.result_writer import ResultWriter
 from millrace.producer.rq.rq_job import RQ_JOB_ID, GatewayJob, JobSnapshot, read_snapshots
 from millrace.producer.rq.runs import GatewayRun, RunEnd, RunTable, write_executions_deleted, write_start
 from millrace.producer.rq.source_queue import SourceQueue
 from millrace.producer.rq.worker_entry import WorkerEntry
-from millrace.results.messages import Submission
+from millrace.results.messages import TERMINAL_STATES, Submission
 
 logger = logging.getLogger("millrace.gateway")
+
+_Started: TypeAlias = tuple[GatewayRun, Submission | str]
+"""A run, and what to submit for it, or why it is refused."""
+
+
+class _Taken(NamedTuple):
+    job: GatewayJob
+    snapshot: JobSnapshot
 
 
 @dataclass(eq=False)
@@ -107,7 +114,7 @@ class Intake:
 
         def fail(job_id: str, error: Exception) -> None:
             why = f"the job cannot be started ({type(error).__name__}: {one_line(error, 300)})"
-            logger.error("job %s: %s", job_id, why)
+            logger.error("job %.150s: %s", job_id, why)
             with isolated(f"job {job_id} is dropped"):
                 self._submit(self._register(source, [job_id], damage=f"{why}; delete it, and enqueue it again"))
                 return
@@ -120,15 +127,12 @@ class Intake:
         in_batches([id_.decode() for id_ in ids if RQ_JOB_ID.fullmatch(id_)], start, fail)
         self._has_unsubmitted = False
 
-    def _submit(self, started: list[tuple[GatewayRun, Submission | str]]) -> None:
-        """Submit runs, and fail those with a reason instead of a submission. What Millrace has no space for stays in the
-        record until `reconcile`, and keeps out only later jobs of its tenant."""
+    def _submit(self, started: list[_Started]) -> None:
+        """Submit runs, and fail the refused ones. What Millrace has no space for stays in the record until `reconcile`, and
+        keeps out only later jobs of its tenant."""
         refused = [RunEnd(run, "failed", reason=reason) for run, reason in started if isinstance(reason, str)]
-        accepted = [
-            (run, submission)
-            for run, submission in started
-            if isinstance(submission, Submission) and submission.tenant not in self._full_tenants
-        ]
+        asking = [(run, one) for run, one in started if isinstance(one, Submission)]
+        accepted = [(run, submission) for run, submission in asking if submission.tenant not in self._full_tenants]
         runs = [run for run, _ in accepted]
         self._runs.add(runs)  # before they are submitted, so that no end is missed
         try:
@@ -153,36 +157,33 @@ class Intake:
             self._runs.remove(waiting)
             logger.warning("Millrace's queue is full: %d jobs wait in front of it", self._num_waiting())
 
-    def _register(
-        self, source: SourceQueue, job_ids: Sequence[str], damage: str = ""
-    ) -> list[tuple[GatewayRun, Submission | str]]:
-        """Give the jobs an RQ execution and a Millrace id, in one transaction, again and again until nobody changes them
-        in between. Return for each run what to submit, or why it is refused; with `damage`, that is why."""
-        while True:
+    def _register(self, source: SourceQueue, job_ids: Sequence[str], damage: str = "") -> list[_Started]:
+        """Give the jobs an RQ execution and a Millrace id, in one transaction. With `damage` they are refused."""
+        while True:  # until nobody changes the jobs between reading and writing
             pipe: Any = self._connection.pipeline()
             with pipe:
                 try:
                     pipe.watch(*map(GatewayJob.key_for, job_ids))
                     taken = self._read(source, job_ids, damage)
-                    ended = [(job, snapshot) for job, snapshot in taken if snapshot.has_ended]
-                    starting = [(job, snapshot) for job, snapshot in taken if not snapshot.has_ended]
+                    ended = [one for one in taken if one.snapshot.has_ended]
+                    starting = [one for one in taken if not one.snapshot.has_ended]
                     millrace_ids = self._choose_millrace_ids(starting)
                     pipe.multi()
                     for job, snapshot in ended:
                         source.write_dropped(pipe, job.id)
                         write_executions_deleted(pipe, job, snapshot)
-                    started = [self._start_run(pipe, source, *one, *millrace_ids[one[0].id]) for one in starting]
+                    started = [self._start_run(pipe, source, one, *millrace_ids[one.job.id]) for one in starting]
                     write(pipe)
                 except WatchError:
                     continue
             for job, snapshot in ended:
                 if snapshot.damage:
-                    logger.error("job %s is dropped: %s", job.id, one_line(snapshot.damage))
+                    logger.error("job %.150s is dropped: %s", job.id, one_line(snapshot.damage))
                 if snapshot.millrace_id and snapshot.status != JobStatus.FINISHED:
                     self._millrace.cancel(snapshot.millrace_id)
             return started
 
-    def _read(self, source: SourceQueue, job_ids: Sequence[str], damage: str) -> list[tuple[GatewayJob, JobSnapshot]]:
+    def _read(self, source: SourceQueue, job_ids: Sequence[str], damage: str) -> list[_Taken]:
         """Read those of the jobs that are still in the record."""
         with self._connection.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
@@ -195,40 +196,32 @@ class Intake:
                 fields = fields if isinstance(fields, dict) and not damage else {}
                 job = GatewayJob.load(job_id, self._connection, fields, source.queue.name)
                 job.damage = damage or snapshot.damage or job.damage
-                taken.append((job, snapshot))
+                taken.append(_Taken(job, snapshot))
         return taken
 
-    def _choose_millrace_ids(self, taken: Sequence[tuple[GatewayJob, JobSnapshot]]) -> dict[str, tuple[str, bool]]:
+    def _choose_millrace_ids(self, taken: Sequence[_Taken]) -> dict[str, tuple[str, bool]]:
         """Return, by RQ id, the id of the Millrace job, and whether there is no such job yet.
 
         It is the RQ id. A job that RQ retries, repeats or requeues after its Millrace job has ended runs as `<id>.r<n>`.
         """
-        chosen = {
-            job.id: (snapshot.millrace_id or job.id, False)
-            for job, snapshot in taken
-            if snapshot.millrace_id or job.damage
-        }
+        decided = [(job, snapshot.millrace_id) for job, snapshot in taken if snapshot.millrace_id or job.damage]
+        chosen = {job.id: (millrace_id or job.id, False) for job, millrace_id in decided}
         undecided = [job.id for job, _ in taken if job.id not in chosen]
         num_runs = 0
         while undecided:
             candidates = [f"{job_id}.r{num_runs}" if num_runs else job_id for job_id in undecided]
             states = self._millrace.states(candidates)
             for job_id, millrace_id, state in zip(undecided, candidates, states, strict=True):
-                if not has_ended(state):
+                if state not in TERMINAL_STATES:
                     chosen[job_id] = (millrace_id, state is None)
             undecided = [job_id for job_id in undecided if job_id not in chosen]
             num_runs += 1
         return chosen
 
     def _start_run(
-        self,
-        pipe: Pipeline,
-        source: SourceQueue,
-        job: GatewayJob,
-        snapshot: JobSnapshot,
-        millrace_id: str,
-        is_new: bool,
-    ) -> tuple[GatewayRun, Submission | str]:
+        self, pipe: Pipeline, source: SourceQueue, taken: _Taken, millrace_id: str, is_new: bool
+    ) -> _Started:
+        job, snapshot = taken
         execution = write_start(pipe, source, job, millrace_id, self._worker_entry.name, snapshot)
         self._worker_entry.write_busy(pipe, job.id)
         run = GatewayRun(job, source, millrace_id, execution, is_checked=is_new)

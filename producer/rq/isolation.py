@@ -53,8 +53,7 @@ def in_batches(
             if len(batch) == 1:
                 on_damage(batch[0], error)
             else:
-                for item in batch:
-                    in_batches([item], act, on_damage)
+                in_batches(batch, act, on_damage, batch_size=1)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from millrace.producer.arguments import queue_keys
 from millrace.producer.batches import batches
 from millrace.results import commands, replies
 from millrace.results.errors import JobNotFound
-from millrace.results.messages import TERMINAL_STATES, Job, Submission
+from millrace.results.messages import Job, Submission
 from millrace.results.queue import JobQueue
 from millrace.results.transport import Transport
 
@@ -64,8 +64,3 @@ class MillraceJobs:
         if entries:
             self._after = entries[-1][0].decode()
         return [fields[b"id"].decode() for _, fields in entries]
-
-
-def has_ended(state: str | None) -> bool:
-    """Return whether a Millrace job in this state has ended."""
-    return state in TERMINAL_STATES

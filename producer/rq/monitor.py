@@ -5,28 +5,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 import redis
 from rq.job import JobStatus
 
 from millrace.producer.rq.intake import Intake
-from millrace.producer.rq.isolation import BATCH_JOBS, in_batches, isolated, one_line, read, text, write
-from millrace.producer.rq.millrace_jobs import MillraceJobs, has_ended
+from millrace.producer.rq.isolation import in_batches, isolated, one_line, read, write
+from millrace.producer.rq.millrace_jobs import MillraceJobs
 from millrace.producer.rq.result_writer import ResultWriter
-from millrace.producer.rq.runs import RENEWAL_INTERVAL_S, GatewayRun, RunEnd, RunTable, write_renewal
+from millrace.producer.rq.runs import EXECUTION_TTL_S, RENEWAL_INTERVAL_S, GatewayRun, RunEnd, RunTable
 from millrace.producer.rq.source_queue import GATEWAY_TTL_MS, SourceQueue
 from millrace.producer.rq.worker_entry import WorkerEntry
-from millrace.results.messages import Job
+from millrace.results.messages import TERMINAL_STATES, Job
 
 logger = logging.getLogger("millrace.gateway")
 
 _LOOKUP_INTERVAL_S = 10.0
 _MAX_LOOKUPS_LOST = 2
 _READ_RESULTS = 64
+_CANCELLED = (JobStatus.CANCELED.encode(), JobStatus.STOPPED.encode())
+_FAILED = JobStatus.FAILED.encode()
 
 
 @dataclass(eq=False)
@@ -56,12 +57,11 @@ class Monitor:
 
     def stop_job(self, job_id: str) -> None:
         """Handle RQ's stop-job command: cancel the job in Millrace. When it has ended there, it ends as stopped."""
-        run = self._runs.get(job_id)
-        if run is None:
+        if run := self._runs.get(job_id):
+            run.is_stopping = True
+            self._millrace.cancel(run.millrace_id)
+        else:
             logger.info("RQ's stop-job command for %s, which is not in flight here", one_line(job_id, 200))
-            return
-        run.is_stopping = True
-        self._millrace.cancel(run.millrace_id)
 
     # --- Millrace's side ---
 
@@ -84,7 +84,7 @@ class Monitor:
         for run, state in zip(runs, states, strict=True):
             run.num_lookups_lost = 0 if state else run.num_lookups_lost + 1
             run.is_checked = state is not None
-            if has_ended(state):
+            if state in TERMINAL_STATES:
                 ended.append(run)
             elif run.num_lookups_lost > _MAX_LOOKUPS_LOST:  # once or twice: it is being submitted
                 lost.append(run)
@@ -101,8 +101,8 @@ class Monitor:
         self._writer.write_ends([_end_of(run, job) for run, job in jobs if job is not None and job.is_done])
 
     def _fail(self, run: GatewayRun, error: Exception) -> None:
-        reason = one_line(f"Millrace's record of the job cannot be read: {error}")
-        self._writer.write_ends([RunEnd(run, "failed", reason=reason)])
+        why = f"the job cannot be followed ({one_line(error, 300)}); delete it, and enqueue it again"
+        self._writer.write_ends([RunEnd(run, "failed", reason=why)])
 
     # --- RQ's side ---
 
@@ -110,27 +110,32 @@ class Monitor:
         """Do what has to be done every few seconds."""
         for source in self._sources:
             with isolated(f"RQ queue {source.queue.name}"):
-                if source.num_jobs() > self._runs.num_from(source):
+                if source.num_jobs() > sum(run.source is source for run in self._runs.all()):
                     self._intake.reconcile(source)
                 if time.monotonic() >= self._next_takeover_s:
                     self._intake.take_over(source)
-        for runs in self._batches():
-            self._check_in_rq(runs)
+        in_batches(self._runs.all(), self._check_in_rq, self._fail)
         if time.monotonic() >= self._next_renewal_s:
-            self._renew()
+            in_batches(self._runs.all(), self._renew, self._fail)
+            self._clean_registries()
             self._next_renewal_s = time.monotonic() + RENEWAL_INTERVAL_S
 
     def _check_in_rq(self, runs: Sequence[GatewayRun]) -> None:
         """Find jobs that others have ended: RQ sends the worker no command for `job.cancel()` and `job.delete()`."""
         dropped, abandoned = [], []
-        for run, (status, worker_name) in zip(runs, self._read(runs), strict=True):
-            is_ours = worker_name == self._worker_entry.name
-            if worker_name is None or (is_ours and status in (JobStatus.CANCELED, JobStatus.STOPPED)):
+        with self._connection.pipeline(transaction=False) as pipe:
+            for run in runs:
+                pipe.hmget(run.job.key, "status", "worker_name")
+            replies = read(pipe)
+        for run, reply in zip(runs, replies, strict=True):
+            status, worker_name = (None, None) if isinstance(reply, Exception) else reply  # not a hash any more
+            is_ours = worker_name == self._worker_entry.name.encode()
+            if worker_name is None or (is_ours and status in _CANCELLED):
                 self._millrace.cancel(run.millrace_id)
                 dropped.append(RunEnd(run, "dropped"))
             elif not is_ours:
                 dropped.append(RunEnd(run, "dropped"))
-            elif status == JobStatus.FAILED:
+            elif status == _FAILED:
                 abandoned.append(run)  # by RQ's cleanup; or it has just ended, and left the record
             elif run.is_stopping:
                 self._millrace.cancel(run.millrace_id)
@@ -138,39 +143,24 @@ class Monitor:
         if abandoned:
             self._intake.restart(abandoned)
 
-    def _read(self, runs: Sequence[GatewayRun]) -> list[tuple[str | None, str | None]]:
-        """Return status and worker of the jobs; None and None for a job that is deleted, or no longer a hash."""
+    def _renew(self, runs: Sequence[GatewayRun]) -> None:
         with self._connection.pipeline(transaction=False) as pipe:
             for run in runs:
-                pipe.hmget(run.job.key, "status", "worker_name")
-            replies: list[Any] = [(None, None) if isinstance(reply, Exception) else reply for reply in read(pipe)]
-        return [(status and text(status), worker and text(worker)) for status, worker in replies]
+                run.execution.heartbeat(run.job.started_job_registry, EXECUTION_TTL_S, pipeline=pipe)
+            write(pipe)
 
-    def _renew(self) -> None:
-        for runs in self._batches():
-            with self._connection.pipeline(transaction=False) as pipe:
-                for run in runs:
-                    write_renewal(pipe, run)
-                write(pipe)
+    def _clean_registries(self) -> None:
+        """Remove ids that have expired from the registries of finished and failed jobs, as every RQ worker does."""
         for source in self._sources:
-            with isolated(f"RQ queue {source.queue.name}"):  # every RQ worker removes expired ids now and then
+            with isolated(f"RQ queue {source.queue.name}"):
                 source.queue.finished_job_registry.cleanup()
                 source.queue.failed_job_registry.cleanup()
-
-    def _batches(self) -> Iterator[list[GatewayRun]]:
-        runs = self._runs.all()
-        return (runs[first : first + BATCH_JOBS] for first in range(0, len(runs), BATCH_JOBS))
 
 
 def _end_of(run: GatewayRun, job: Job) -> RunEnd:
     if job.state == "finished":
-        value = {
-            "text": job.text,
-            "token_ids": job.token_ids,
-            "finish_reason": job.finish_reason,
-            "usage": msgspec.to_builtins(job.usage),
-        }
-        return RunEnd(run, "finished", value)
+        value = {"text": job.text, "token_ids": job.token_ids, "finish_reason": job.finish_reason}
+        return RunEnd(run, "finished", {**value, "usage": msgspec.to_builtins(job.usage)})
     if job.state == "cancelled" and run.is_stopping:
         return RunEnd(run, "stopped", reason="stopped by RQ's stop-job command")
     why = f": {job.error.kind}: {job.error.message}" if job.error else ""

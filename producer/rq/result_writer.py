@@ -13,13 +13,13 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import redis
 from redis.client import Pipeline
 from redis.exceptions import WatchError
 from rq.job import JobStatus
+from rq.worker.base import WorkerStatus
 
 from millrace.producer.rq.isolation import in_batches, isolated, one_line, write
 from millrace.producer.rq.rq_job import RQ_JOB_ID, GatewayJob, JobSnapshot, read_snapshots
@@ -43,6 +43,11 @@ class _Ending:
     def is_written(self) -> bool:
         return self.is_owned and self.end.kind != "dropped"
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it is a success with dependents."""
+        return self.is_written and self.end.kind == "finished" and self.snapshot.has_dependents
+
 
 @dataclass(eq=False)
 class ResultWriter:
@@ -64,7 +69,7 @@ class ResultWriter:
         """Write the end of a job whose fields RQ cannot handle, without these fields and without its dependents."""
         run = end.run
         why = one_line(f"RQ's record of the job is malformed ({type(error).__name__}: {error})")
-        logger.error("job %s: %s; only its end is written", run.job.id, why)
+        logger.error("job %.150s: %s; only its end is written", run.job.id, why)
         run.job = GatewayJob.blank(run.job.id, self._connection, run.source.queue.name)
         with isolated(f"job {run.job.id} is dropped"):
             self._write_together([end._replace(reason=one_line(f"{end.reason}; {why}"))], with_dependents=False)
@@ -81,15 +86,8 @@ class ResultWriter:
             with pipe:
                 try:
                     pipe.watch(*(job.key for job in jobs), *(job.dependents_key for job in jobs))
-                    endings = self._read(ends)
-                    parents = [
-                        one
-                        for one in endings
-                        if with_dependents
-                        and one.is_written
-                        and one.end.kind == "finished"
-                        and one.snapshot.has_dependents
-                    ]
+                    endings = self._read(ends, with_dependents)
+                    parents = [one for one in endings if one.is_awaited]
                     if parents and len(ends) == 1:
                         self._enqueue_dependents(parents.pop(), pipe)
                     if not pipe.explicit_transaction:  # RQ begins it when there is something to enqueue
@@ -104,18 +102,18 @@ class ResultWriter:
         self._worker_entry.update_state()
         for one in endings:
             is_failed = one.is_written and one.job.get_status(refresh=False) == JobStatus.FAILED
-            if with_dependents and is_failed and one.snapshot.has_dependents:
-                # Some dependents allow a failure. RQ, too, enqueues them afterwards.
+            if is_failed and one.snapshot.has_dependents:  # some allow a failure; RQ, too, enqueues them afterwards
                 with isolated(f"job {one.job.id}: its dependents cannot be enqueued"):
                     self._enqueue_dependents(one)
             self._fail_dependents(one.job)
         return [one.end for one in parents]
 
-    def _read(self, ends: Sequence[RunEnd]) -> list[_Ending]:
+    def _read(self, ends: Sequence[RunEnd], with_dependents: bool) -> list[_Ending]:
         records, job_ids = [end.run.source.record for end in ends], [end.run.job.id for end in ends]
         endings = []
         for end, snapshot in zip(ends, read_snapshots(self._connection, records, job_ids), strict=True):
             job = copy.copy(end.run.job)
+            snapshot = snapshot._replace(has_dependents=with_dependents and snapshot.has_dependents)
             if snapshot.damage and end.kind != "dropped":
                 end = RunEnd(end.run, "failed", reason=one_line(snapshot.damage))
                 job.retries_left = None
@@ -127,25 +125,22 @@ class ResultWriter:
             snapshot, run = one.snapshot, one.end.run
             if not one.is_owned:
                 why = one_line(f"status {snapshot.status}, worker {snapshot.worker_name} {snapshot.damage}")
-                logger.info("job %s is no longer ours: %s", run.job.id, why)
+                logger.info("job %.150s is no longer ours: %s", run.job.id, why)
                 write_removed(pipe, run)
             elif one.is_written:
                 if snapshot.damage:
-                    logger.error("job %s fails: %s", run.job.id, one.end.reason)
+                    logger.error("job %.150s fails: %s", run.job.id, one.end.reason)
                 write_end(pipe, one.end, one.job, snapshot, self._worker_entry.name)
-        written = [one for one in endings if one.is_written]
-        if written:
+        if written := [one for one in endings if one.is_written]:
             self._count(pipe, written)
 
     def _count(self, pipe: Pipeline, written: Sequence[_Ending]) -> None:
         num_finished = sum(one.end.kind == "finished" for one in written)
-        working_time = timedelta()
-        for one in written:
-            if one.job.started_at and one.job.ended_at:
-                working_time += one.job.ended_at - one.job.started_at
-        self._worker_entry.write_counts(pipe, num_finished, len(written) - num_finished, working_time.total_seconds())
+        times = [(one.job.started_at, one.job.ended_at) for one in written]
+        working_s = sum((ended - started).total_seconds() for started, ended in times if started and ended)
+        self._worker_entry.write_counts(pipe, num_finished, len(written) - num_finished, working_s)
         if sum(self._runs.get(one.job.id) is one.end.run for one in written) == len(self._runs):
-            self._worker_entry.write_idle(pipe)
+            self._worker_entry.write_state(pipe, WorkerStatus.IDLE)
 
     def _enqueue_dependents(self, parent: _Ending, pipe: Pipeline | None = None) -> None:
         """Enqueue the jobs that wait for this one, in the caller's transaction or in one of their own."""
@@ -163,7 +158,7 @@ class ResultWriter:
     def _fail_dependents(self, parent: GatewayJob) -> None:
         """Fail the dependents that are damaged: nothing would enqueue them any more."""
         for job in parent.damaged_dependents.values():
-            logger.error("job %s, which depends on %s, fails: %s", job.id, parent.id, job.damage)
+            logger.error("job %.150s, which depends on %.150s, fails: %s", job.id, parent.id, job.damage)
             with isolated(f"job {job.id} cannot be failed"), self._connection.pipeline() as pipe:
                 pipe.srem(parent.dependents_key, job.id)
                 pipe.zrem(f"rq:deferred:{job.origin}", job.id)

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from redis.client import Pipeline
+from rq import Queue
 from rq.defaults import DEFAULT_RESULT_TTL
 from rq.executions import Execution
 from rq.job import JobStatus
@@ -71,7 +72,8 @@ class RunTable:
         """Add runs. A run replaces the one of the same RQ job."""
         with self._changed:
             for run in runs:
-                self._remove(self._by_job_id.get(run.job.id))
+                if old := self._by_job_id.get(run.job.id):
+                    self._remove(old)
                 self._by_job_id[run.job.id] = run
                 self._by_millrace_id[run.millrace_id] = run
 
@@ -86,10 +88,6 @@ class RunTable:
     def get(self, job_id: str) -> GatewayRun | None:
         return self._by_job_id.get(job_id)
 
-    def num_from(self, source: SourceQueue) -> int:
-        """Return the number of runs from one RQ queue."""
-        return sum(run.source is source for run in self.all())
-
     def all(self) -> list[GatewayRun]:
         with self._changed:
             return list(self._by_job_id.values())
@@ -97,8 +95,7 @@ class RunTable:
     def by_millrace_ids(self, millrace_ids: Iterable[str]) -> list[GatewayRun]:
         """Return the runs of these Millrace jobs; jobs of others are skipped."""
         with self._changed:
-            found = {millrace_id: self._by_millrace_id.get(millrace_id) for millrace_id in millrace_ids}
-        return [run for run in found.values() if run is not None]
+            return [run for id_ in dict.fromkeys(millrace_ids) if (run := self._by_millrace_id.get(id_))]
 
     @property
     def capacity(self) -> int:
@@ -110,10 +107,9 @@ class RunTable:
         with self._changed:
             return self._changed.wait_for(lambda: self.capacity > 0, timeout_s)
 
-    def _remove(self, run: GatewayRun | None) -> None:
-        if run is not None:
-            self._by_job_id.pop(run.job.id, None)
-            self._by_millrace_id.pop(run.millrace_id, None)
+    def _remove(self, run: GatewayRun) -> None:
+        self._by_job_id.pop(run.job.id, None)
+        self._by_millrace_id.pop(run.millrace_id, None)
 
 
 def write_start(
@@ -132,11 +128,6 @@ def write_start(
     return execution
 
 
-def write_renewal(pipe: Pipeline, run: GatewayRun) -> None:
-    """Renew the execution in RQ."""
-    run.execution.heartbeat(run.job.started_job_registry, EXECUTION_TTL_S, pipeline=pipe)
-
-
 def write_end(pipe: Pipeline, end: RunEnd, job: GatewayJob, snapshot: JobSnapshot, gateway: str) -> None:
     """End the job: started -> finished, failed or stopped, or back to the queue when it has a Retry. Changes `job`."""
     run = end.run
@@ -151,9 +142,9 @@ def write_end(pipe: Pipeline, end: RunEnd, job: GatewayJob, snapshot: JobSnapsho
         "execution_ended_at": job.ended_at,
     }
     if end.kind == "finished":
-        _write_success(pipe, run, job, end.value, stamps)
+        _write_success(pipe, run.source.queue, job, end.value, stamps)
     elif end.kind == "failed" and job.should_retry:
-        _write_retry(pipe, run, job)
+        _write_retry(pipe, run.source.queue, job)
     else:
         write_failure(pipe, job, JobStatus.STOPPED if end.kind == "stopped" else JobStatus.FAILED, end.reason, stamps)
 
@@ -177,9 +168,7 @@ def write_failure(pipe: Pipeline, job: GatewayJob, status: JobStatus, reason: st
     Result.create_failure(job, job.failure_ttl, exc_string=reason, pipeline=pipe, **stamps)
 
 
-def _write_success(
-    pipe: Pipeline, run: GatewayRun, job: GatewayJob, value: dict[str, Any] | None, stamps: dict[str, Any]
-) -> None:
+def _write_success(pipe: Pipeline, queue: Queue, job: GatewayJob, value: Any, stamps: dict[str, Any]) -> None:
     ttl = job.get_result_ttl(DEFAULT_RESULT_TTL)
     if ttl != 0:
         job.set_status(JobStatus.FINISHED, pipeline=pipe)
@@ -187,19 +176,16 @@ def _write_success(
         Result.create(job, Result.Type.SUCCESSFUL, ttl, return_value=value, pipeline=pipe, **stamps)
         job.finished_job_registry.add(job, ttl, pipe)
     if job.repeats_left:
-        Repeat.schedule(job, run.source.queue, pipeline=pipe)
+        Repeat.schedule(job, queue, pipeline=pipe)
     else:
         job.cleanup(ttl, pipeline=pipe, remove_from_queue=False)
 
 
-def _write_retry(pipe: Pipeline, run: GatewayRun, job: GatewayJob) -> None:
-    queue = run.source.queue
+def _write_retry(pipe: Pipeline, queue: Queue, job: GatewayJob) -> None:
     if not (interval_s := job.get_retry_interval()):
         job.retry(queue, pipe)
-    else:
-        job.retries_left = (
-            job.retries_left or 1
-        ) - 1  # job.retry would write the new status outside of the transaction
+    else:  # job.retry would write the new status outside of the transaction
+        job.retries_left = (job.retries_left or 1) - 1
         queue.schedule_job(job, now() + timedelta(seconds=interval_s), pipeline=pipe)
 
 

@@ -1,8 +1,8 @@
 """One RQ queue as a source of jobs, and the record of which gateway has taken which of its jobs.
 
-RQ has no such record: it keeps a job between its queue and StartedJobRegistry in a list that does not name the taker, and an
-execution does not show whether its process lives. So the script that takes a job off its queue puts it into this record, and
-the transaction that writes the job's end removes it. When a gateway is killed, another one goes on from the record:
+RQ has no such record: between its queue and StartedJobRegistry a job is in a list that does not name the taker. The script
+that takes a job off its queue puts it into this record, and the transaction that writes the job's end removes it. When a
+gateway is killed, another one goes on from the record:
 
     key millrace:gateway:rq:...          type  what                                                  lives
     -----------------------------------  ----  ----------------------------------------------------  ----------------
@@ -10,9 +10,9 @@ the transaction that writes the job's end removes it. When a gateway is killed, 
     taken:<queue>:<gateway>:<rq queue>   hash  RQ job id -> id of the Millrace job, "" at first      while not empty
 
 <queue> is Millrace's queue: only a gateway that feeds the same one can go on with a job. A gateway's name is the name of its
-RQ worker, and every process has a new one. The fence is the field `worker_name` of rq:job:<id>: the scripts that take a job
-and take it over write it together with the record, and the job's end is written under WATCH of it. A gateway that was
-suspended meanwhile finds another name there and drops the job.
+RQ worker, a new one for every process. The fence is the field `worker_name` of rq:job:<id>: taking a job and taking it over
+write it together with the record, and the job's end is written under WATCH of it. A gateway that was suspended meanwhile
+finds another name there and drops the job.
 """
 
 from __future__ import annotations
@@ -60,21 +60,15 @@ class SourceQueue:
     def take_over(self) -> tuple[str, list[bytes]] | None:
         """Take over jobs, up to 256, of one gateway that has died or signed off. Return its name and the ids; None when
         there is no such gateway."""
-        arguments: list[str | int] = [
-            self._gateway,
-            GATEWAY_TTL_MS,
-            *self._record_parts,
-            Job.redis_job_namespace_prefix,
-        ]
+        before, after = self._record_parts
+        arguments = (self._gateway, GATEWAY_TTL_MS, before, after, Job.redis_job_namespace_prefix)
         reply: Any = self._take_over([self._alive, self.record], arguments)
         return None if reply is None else (text(reply[0]), reply[1:])
 
     def job_ids(self) -> list[bytes]:
-        """Return the ids of the jobs in the record."""
         return cast("list[bytes]", self._connection.hkeys(self.record))
 
     def num_jobs(self) -> int:
-        """Return the number of jobs in the record."""
         return self._connection.hlen(self.record)
 
     def sign_off(self) -> None:

@@ -44,14 +44,14 @@ class WorkerEntry:
                 self._connection.delete(self._worker.key)
                 self._worker.register_birth()
             self._worker.heartbeat(pipeline=pipe)
-            self._write_state(pipe, self._state())
+            self.write_state(pipe, self._state())
             pipe.execute()
 
     def update_state(self) -> None:
         """Write the state that follows from the number of jobs in flight, if it has changed."""
         with self._lock, self._connection.pipeline() as pipe:
             if self._worker.get_state() != self._state():
-                self._write_state(pipe, self._state())
+                self.write_state(pipe, self._state())
                 pipe.execute()
 
     def write_busy(self, pipe: Pipeline, job_id: str) -> None:
@@ -59,9 +59,10 @@ class WorkerEntry:
         self._worker.set_state(WorkerStatus.BUSY, pipeline=pipe)
         self._worker.set_current_job_id(job_id, pipeline=pipe)
 
-    def write_idle(self, pipe: Pipeline) -> None:
-        """Show that no job is in flight."""
-        self._write_state(pipe, WorkerStatus.IDLE)
+    def write_state(self, pipe: Pipeline, state: WorkerStatus) -> None:
+        self._worker.set_state(state, pipeline=pipe)
+        if state == WorkerStatus.IDLE:
+            self._worker.set_current_job_id(None, pipeline=pipe)
 
     def write_counts(self, pipe: Pipeline, num_finished: int, num_failed: int, working_time_s: float) -> None:
         pipe.hincrby(self._worker.key, "successful_job_count", num_finished)
@@ -80,20 +81,12 @@ class WorkerEntry:
             return WorkerStatus.SUSPENDED
         return WorkerStatus.BUSY if len(self._runs) else WorkerStatus.IDLE
 
-    def _write_state(self, pipe: Pipeline, state: WorkerStatus) -> None:
-        self._worker.set_state(state, pipeline=pipe)
-        if state == WorkerStatus.IDLE:
-            self._worker.set_current_job_id(None, pipeline=pipe)
-
 
 class CommandListener:
     """Owns the subscription to RQ's commands for this worker. Commands that come while the connection is lost are lost."""
 
-    def __init__(
-        self, connection: redis.Redis, name: str, stop_job: Callable[[str], None], stop: Callable[[], None]
-    ) -> None:
-        untyped: Any = connection
-        self._pubsub = untyped.pubsub(ignore_subscribe_messages=True)
+    def __init__(self, connection: Any, name: str, stop_job: Callable[[str], None], stop: Callable[[], None]) -> None:
+        self._pubsub = connection.pubsub(ignore_subscribe_messages=True)
         self._channel = f"rq:pubsub:{name}"
         self._stop_job = stop_job
         self._stop = stop
@@ -103,15 +96,13 @@ class CommandListener:
         if not self._pubsub.subscribed:
             self._pubsub.subscribe(self._channel)
         message = self._pubsub.get_message(timeout=_LISTEN_S)
-        if message is not None and message["type"] == "message":
-            self._handle(message["data"])
-
-    def _handle(self, data: bytes) -> None:
+        if message is None or message["type"] != "message":
+            return
         try:
-            command = json.loads(data)
+            command = json.loads(message["data"])
             kind, job_id = command["command"], command.get("job_id")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            logger.warning("ignored a command that RQ has not written: %r", data[:200])
+            logger.warning("ignored a command that RQ has not written: %r", message["data"][:200])
             return
         if kind == "stop-job" and isinstance(job_id, str):
             self._stop_job(job_id)
@@ -123,13 +114,5 @@ class CommandListener:
 
 
 def _worker(queues: list[Queue], name: str, *, is_ours: bool) -> Any:
-    """Any: RQ's annotations are partial."""
-    return BaseWorker(
-        queues,
-        name=name,
-        connection=queues[0].connection,
-        job_class=GatewayJob,
-        serializer=JSONSerializer,
-        worker_ttl=WORKER_TTL_S,
-        prepare_for_work=is_ours,
-    )
+    options: Any = {"connection": queues[0].connection, "job_class": GatewayJob, "serializer": JSONSerializer}
+    return BaseWorker(queues, name=name, worker_ttl=WORKER_TTL_S, prepare_for_work=is_ours, **options)

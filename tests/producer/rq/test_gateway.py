@@ -228,7 +228,7 @@ def test_bad_input_fails_with_a_reason_and_costs_no_other_job(shared_queue: Queu
         "max_tokens: must be an integer from 1": shared_queue.enqueue("millrace.generate", "a", max_tokens=0),
         "temperature: must be a": shared_queue.enqueue("millrace.generate", "a", temperature=float("nan")),
         "max_token: is not a field": shared_queue.enqueue("millrace.generate", "a", max_token=1),
-        'not "os.system"': shared_queue.enqueue("os.system", "true"),
+        "not 'os.system'": shared_queue.enqueue("os.system", "true"),
         "id: must match": enqueue(shared_queue, job_id="x" * 129),
         "deadline_s: is over before": enqueue(shared_queue, run_at=9e9, deadline_s=5),
         "on_success, on_failure: ": enqueue(
