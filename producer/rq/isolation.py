@@ -1,4 +1,4 @@
-"""Keeps the damage of one job from stopping the others: tells an outage of the server from an error in one job's data."""
+"""Keeps damage to one job's data from stopping the other jobs, and distinguishes it from an outage of the server."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _Item = TypeVar("_Item")
 def is_outage(error: Exception) -> bool:
     """Return whether the server, or the way to it, is at fault: the same call may succeed later."""
     if isinstance(error, redis.ResponseError | redis.DataError):
-        # The text may quote a command, so a wrong type comes first: as_unavailable looks for words.
+        # The text may quote a command, in which as_unavailable would find its key words.
         return "WRONGTYPE" not in str(error) and as_unavailable(error, "") is not None
     return isinstance(error, redis.RedisError | RedisUnavailable | OSError)
 
 
-def one_line(text: object, max_characters: int = 480) -> str:
-    """Return the text as one printable line that is not too long."""
-    words = " ".join(str(text)[: 2 * max_characters].split())
-    line = "".join(character if character.isprintable() else "?" for character in words)
+def one_line(value: object, max_characters: int = 480) -> str:
+    """Return the value's text as one printable line that is not too long."""
+    line = " ".join(str(value)[: 2 * max_characters].split())
+    line = "".join(character if character.isprintable() else "?" for character in line)
     return line if len(line) <= max_characters else line[: max_characters - 3] + "..."
 
 

@@ -66,14 +66,16 @@ class ResultWriter:
         in_batches(parents, self._write_together, self._write_blank, batch_size=1)
 
     def _write_blank(self, end: RunEnd, error: Exception) -> None:
-        """Write the end of a job whose fields RQ cannot handle, without these fields and without its dependents."""
+        """Write the end of a job whose fields RQ cannot handle, without them; at worst, without its dependents too."""
         run = end.run
-        why = one_line(f"RQ's record of the job is malformed ({type(error).__name__}: {error})")
+        why = one_line(f"RQ's record of the job is malformed ({type(error).__name__}: {error})", 250)
         logger.error("job %.150s: %s; only its end is written", run.job.id, why)
         run.job = GatewayJob.blank(run.job.id, self._connection, run.source.queue.name)
-        with isolated(f"job {run.job.id} is dropped"):
-            self._write_together([end._replace(reason=one_line(f"{end.reason}; {why}"))], with_dependents=False)
-            return
+        end = end._replace(reason=one_line(f"{end.reason}; {why}"))
+        for with_dependents in (True, False):
+            with isolated(f"job {run.job.id}: its end cannot be written"):
+                self._write_together([end], with_dependents=with_dependents)
+                return
         run.source.drop([run.job.id])
         self._runs.remove([run])
 

@@ -18,7 +18,7 @@ logger = logging.getLogger("millrace.gateway")
 
 RQ_JOB_ID = re.compile(rb"[A-Za-z0-9_-]+")
 
-_NOT_READ = frozenset({b"data", b"description", b"meta", b"exc_info", b"result"})
+_NOT_READ = frozenset({b"data", b"description", b"meta", b"exc_info", b"result", b"webhooks"})
 _EMPTY_PAYLOAD = b"null"
 _UNSUPPORTED = {
     b"success_callback_name": "on_success",
@@ -169,10 +169,10 @@ def read_snapshots(connection: redis.Redis, records: Sequence[str], job_ids: Seq
             text(worker_name or b""),
             None if millrace_id is None else text(millrace_id),
             [text(execution_id) for execution_id in execution_ids],
-            num_dependents > 0,
+            has_dependents == 1,
             f"{keys[5 * i + damaged]} is not a {_TYPES[damaged]}: {_REMEDY}" if damaged else "",
         )
-        for i, (status, worker_name, millrace_id, execution_ids, num_dependents, damaged) in enumerate(
+        for i, (status, worker_name, millrace_id, execution_ids, has_dependents, damaged) in enumerate(
             script(keys, job_ids)
         )
     ]
@@ -183,22 +183,20 @@ _READ = """
 -- KEYS  for each job: the record of taken jobs, the job's hash, its executions, its dependents, its results
 -- ARGV  for each job: its id
 -- Returns for each job: its status ('': none, false: no such job), its worker's name, its entry in the record, the ids of
---       its executions, the number of its dependents, and which of its keys has a wrong type (0: none, 1: the hash, ...)
+--       its executions, 1 when it has dependents, and which of its keys has a wrong type (0: none, 1: the hash, ...)
 
-local replies = {}
+local types, replies = {'hash', 'zset', 'set', 'stream'}, {}
 for i, id in ipairs(ARGV) do
-  local first, damaged = 5 * i - 4, 0
-  local function read(command, key, ...)
-    local reply = redis.pcall(command, KEYS[first + key], ...)
-    if type(reply) ~= 'table' or not reply.err then return reply end
-    damaged = key
+  local first, damaged, is = 5 * i - 4, 0, {}
+  for key = 4, 1, -1 do
+    local type = redis.call('TYPE', KEYS[first + key]).ok
+    is[key] = type == types[key]
+    if not is[key] and type ~= 'none' then damaged = key end
   end
-  read('XLEN', 4)
-  local num_dependents, execution_ids = read('SCARD', 3) or 0, read('ZRANGE', 2, 0, -1) or {}
-  local fields = read('HMGET', 1, 'status', 'worker_name') or {}
-  if damaged ~= 1 and not fields[1] and redis.call('EXISTS', KEYS[first + 1]) == 1 then fields[1] = '' end
+  local fields = is[1] and redis.call('HMGET', KEYS[first + 1], 'status', 'worker_name') or {}
+  local execution_ids = is[2] and redis.call('ZRANGE', KEYS[first + 2], 0, -1) or {}
   local entry = redis.call('HGET', KEYS[first], id)
-  replies[i] = {fields[1] or false, fields[2] or false, entry, execution_ids, num_dependents, damaged}
+  replies[i] = {is[1] and (fields[1] or ''), fields[2] or false, entry, execution_ids, is[3] and 1 or 0, damaged}
 end
 return replies
 """

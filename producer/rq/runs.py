@@ -94,8 +94,7 @@ class RunTable:
 
     def by_millrace_ids(self, millrace_ids: Iterable[str]) -> list[GatewayRun]:
         """Return the runs of these Millrace jobs; jobs of others are skipped."""
-        with self._changed:
-            return [run for id_ in dict.fromkeys(millrace_ids) if (run := self._by_millrace_id.get(id_))]
+        return [run for id_ in dict.fromkeys(millrace_ids) if (run := self._by_millrace_id.get(id_))]
 
     @property
     def capacity(self) -> int:

@@ -31,8 +31,6 @@ from millrace.producer.rq.isolation import text, write
 GATEWAY_TTL_MS = 5000
 """When a gateway has sent no heartbeat for this time, another gateway takes over its jobs."""
 
-_PREFIX = "millrace:gateway:rq:"
-
 
 class SourceQueue:
     """Owns the record of the jobs that one gateway has taken from one RQ queue."""
@@ -41,8 +39,8 @@ class SourceQueue:
         self.queue = queue
         self._connection = connection
         self._gateway = gateway
-        self._alive = f"{_PREFIX}alive:{to_queue}:{queue.name}"
-        self._record_parts = (f"{_PREFIX}taken:{to_queue}:", f":{queue.name}")
+        self._alive = f"millrace:gateway:rq:alive:{to_queue}:{queue.name}"
+        self._record_parts = (f"millrace:gateway:rq:taken:{to_queue}:", f":{queue.name}")
         self.record = gateway.join(self._record_parts)
         self._take = connection.register_script(_TAKE)
         self._heartbeat = connection.register_script(_HEARTBEAT)
@@ -109,8 +107,7 @@ _TAKE = """
 -- Returns nil when suspended, else the ids; none when the queue is not a list
 
 if redis.call('EXISTS', KEYS[4]) == 1 then return false end
-local ids = redis.pcall('LPOP', KEYS[1], ARGV[1]) or {}
-if ids.err then return {} end
+local ids = redis.call('TYPE', KEYS[1]).ok == 'list' and redis.call('LPOP', KEYS[1], ARGV[1]) or {}
 for _, id in ipairs(ids) do
   redis.call('HSETNX', KEYS[3], id, '')
   -- pcall: these keys may have wrong types, and the ids have already left the queue
@@ -142,7 +139,7 @@ local limit = clock[1] * 1000 + math.floor(clock[2] / 1000) - ARGV[2]
 for _, gateway in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', limit, 'LIMIT', 0, 2)) do
   if gateway ~= ARGV[1] then
     local theirs = ARGV[3] .. gateway .. ARGV[4]
-    local entries = redis.pcall('HGETALL', theirs) -- empty when the record is not a hash
+    local entries = redis.call('TYPE', theirs).ok == 'hash' and redis.call('HGETALL', theirs) or {}
     local reply = {gateway}
     for i = 1, math.min(#entries, 512), 2 do
       local id = entries[i]

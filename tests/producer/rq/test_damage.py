@@ -15,7 +15,9 @@ import redis
 from rq import Queue, Retry
 from rq.executions import ExecutionRegistry
 from rq.job import Job
+from rq.suspension import resume, suspend
 
+from millrace.embedded import EmbeddedServer
 from millrace.producer.rq.isolation import in_batches, is_outage, one_line
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import JobError
@@ -215,11 +217,12 @@ DOES_NO_HARM = [
 def test_a_malformed_field_fails_its_job_with_one_line_that_names_it(served: Served) -> None:
     fails = [(_unsent(served.queue, retry=Retry(max=3)), field, value) for field, value in FAILS]
     payloads = [(_unsent(served.queue), "data", value) for value in PAYLOADS]
+    webhooks = [(_unsent(served.queue), "webhooks", value) for value in (b"{", b"\xff")]
     harmless = [(_unsent(served.queue), field, value) for field, value in DOES_NO_HARM]
     others = [_unsent(served.queue) for _ in range(10)]
-    for job, field, value in [*fails, *payloads, *harmless]:
+    for job, field, value in [*fails, *payloads, *webhooks, *harmless]:
         served.connection.hset(job.key, field, value)
-    _push(served.queue, *(job for job, _, _ in [*fails, *payloads, *harmless]), *others)
+    _push(served.queue, *(job for job, _, _ in [*fails, *payloads, *webhooks, *harmless]), *others)
     _assert_right(*others, *(job for job, _, _ in harmless))
     for job, field, _ in fails:
         reason = _reason(job)
@@ -227,6 +230,8 @@ def test_a_malformed_field_fails_its_job_with_one_line_that_names_it(served: Ser
         assert "enqueue it again" in reason
     for job, _, _ in payloads:
         assert _reason(job).startswith("the payload ")
+    for job, _, _ in webhooks:
+        assert _reason(job).startswith("webhooks: the gateway does not run these")
     _assert_takes_jobs(served)
 
 
@@ -325,6 +330,16 @@ def test_jobs_that_depend_on_each_other_run_once_each(served: Served) -> None:
     assert sum(served.engine.runs.values()) == 3 + 3
 
 
+def test_a_parent_that_cannot_be_repeated_finishes_and_its_dependent_runs(served: Served) -> None:
+    parent = _unsent(served.queue)
+    child = enqueue(served.queue, depends_on=parent)
+    served.connection.hset(parent.key, mapping={"repeats_left": "1", "repeat_intervals": '["x"]'})
+    _push(served.queue, parent)
+    _assert_right(parent, child)
+    assert f"job {parent.id}: RQ's record of the job is malformed" in served.gateway.text()
+    _assert_takes_jobs(served)
+
+
 def test_a_dependent_with_a_parent_that_is_gone_runs_after_the_other_parent(served: Served) -> None:
     gone, parent = _unsent(served.queue), _unsent(served.queue)
     child = enqueue(served.queue, depends_on=[gone, parent])
@@ -407,7 +422,30 @@ def test_whatever_is_damaged_nine_of_ten_jobs_finish(served: Served) -> None:
     _assert_takes_jobs(served)
 
 
-# --- telling damage from an outage ---------------------------------------------------------------------------------
+# --- damage and outages --------------------------------------------------------------------------------------------
+
+
+def test_a_server_without_memory_fails_no_job(tmp_path: Path) -> None:
+    with EmbeddedServer() as server:
+        connection = redis.Redis.from_url(server.url)
+        queue = Queue("generate", connection=connection, serializer="json")
+        with (
+            EchoEngine(server.url, "memory") as engine,
+            GatewayProcess(tmp_path / "log", server.url, "generate", "memory") as gateway,
+        ):
+            engine.hold()
+            started = enqueue_many(queue, 20)
+            wait_until(lambda: len(engine.held) == 20, what="the claims")
+            waiting = [_unsent(queue) for _ in range(20)]
+            suspend(connection)
+            _push(queue, *waiting)
+            connection.config_set("maxmemory", 1)
+            resume(connection)
+            gateway.wait_until_it_says("'maxmemory'.; again in 0.4 s", limit_s=20)
+            connection.config_set("maxmemory", 0)
+            engine.let_go()
+            _assert_right(*started, *waiting)
+        connection.close()
 
 
 @pytest.mark.parametrize(

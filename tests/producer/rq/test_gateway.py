@@ -464,7 +464,7 @@ def test_sigterm_leaves_the_jobs_to_the_next_gateway(
     started_s = time.monotonic()
     with GatewayProcess(tmp_path / "next.log", redis_url, rq_queue.name, engine.queue.keys.queue) as following:
         following.wait_until_serving()
-        wait_until(lambda: refreshed(jobs[0]).worker_name == following.name, what="the adoption")
+        wait_until(lambda: refreshed(jobs[0]).worker_name == following.name, what="the takeover")
         engine.let_go()
         wait_for_finished(rq_queue, 50)
     assert time.monotonic() - started_s < 5
@@ -472,7 +472,9 @@ def test_sigterm_leaves_the_jobs_to_the_next_gateway(
 
 
 def test_rqs_shutdown_command_ends_it(gateway: GatewayProcess, rq_queue: Queue) -> None:
-    wait_until(lambda: rq_queue.connection.pubsub_numsub(f"rq:pubsub:{gateway.name}")[0][1] == 1, what="the ear")
+    wait_until(
+        lambda: rq_queue.connection.pubsub_numsub(f"rq:pubsub:{gateway.name}")[0][1] == 1, what="the subscription"
+    )
     send_shutdown_command(rq_queue.connection, gateway.name)
     assert gateway.process.wait(20) == 0
 

@@ -217,7 +217,7 @@ def test_the_reply_to_a_take_is_lost(
     client.close()
 
 
-def test_a_job_that_ends_while_it_waits_for_adoption_can_be_cancelled(
+def test_a_job_that_waits_for_a_takeover_can_be_cancelled(
     engine: EchoEngine, halfway: Gateway, rq_queue: Queue, redis_url: str, tmp_path: Path
 ) -> None:
     engine.hold()
@@ -270,7 +270,7 @@ def _owners(jobs: Sequence[Job]) -> set[str | None]:
     return {job.worker_name for job in found if job is not None}
 
 
-def test_a_gateway_that_slept_lets_go_of_what_was_adopted(
+def test_a_gateway_that_was_suspended_drops_the_jobs_that_were_taken_over(
     engine: EchoEngine, gateway: GatewayProcess, rq_queue: Queue, redis_url: str, tmp_path: Path
 ) -> None:
     engine.hold()
@@ -278,14 +278,14 @@ def test_a_gateway_that_slept_lets_go_of_what_was_adopted(
     wait_until(lambda: len(engine.held) == 50, what="the claims")
     gateway.process.send_signal(signal.SIGSTOP)
     with _next(tmp_path, redis_url, rq_queue, engine).wait_until_serving() as second:
-        wait_until(lambda: _owners(jobs) == {second.name}, what="the adoption")
+        wait_until(lambda: _owners(jobs) == {second.name}, what="the takeover")
         engine.may_finish = lambda job: job.job_id != jobs[0].id
         gateway.process.send_signal(signal.SIGCONT)
         wait_for_finished(rq_queue, 49)
         wait_until(lambda: len(Worker.all(queue=rq_queue)) == 2, what="the return of the first one")
         engine.let_go()
         wait_for_finished(rq_queue, 50)
-        wait_until(lambda: "no longer ours" in gateway.text(), what="the first one's insight")
+        wait_until(lambda: "no longer ours" in gateway.text(), what="the first one's log line")
     _assert_each_ended_once(rq_queue, jobs, engine)
 
 
@@ -313,7 +313,7 @@ def test_the_server_dies_and_returns(tmp_path: Path) -> None:
             wait_for("finished", jobs[-1])
             wait_until(lambda: len(Worker.all(queue=rq_queue)) == 1, what="the worker's return")
             channel = f"rq:pubsub:{gateway.name}"
-            wait_until(lambda: connection.pubsub_numsub(channel)[0][1] == 1, what="the ear's return")
+            wait_until(lambda: connection.pubsub_numsub(channel)[0][1] == 1, what="the new subscription")
             assert all(len(job.results()) == 1 for job in jobs)
             assert gateway.terminate() == 0
         connection.close()
