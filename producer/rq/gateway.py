@@ -24,7 +24,6 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 
 from millrace.producer.rq.intake import Intake
-from millrace.producer.rq.isolation import one_line
 from millrace.producer.rq.millrace_jobs import MillraceJobs
 from millrace.producer.rq.monitor import Monitor
 from millrace.producer.rq.result_writer import ResultWriter
@@ -33,7 +32,7 @@ from millrace.producer.rq.runs import RunTable
 from millrace.producer.rq.source_queue import SourceQueue
 from millrace.producer.rq.worker_entry import CommandListener, WorkerEntry
 from millrace.results.connection import as_unavailable, connect, server_name
-from millrace.results.errors import QueueError
+from millrace.results.errors import QueueError, one_line
 
 logger = logging.getLogger("millrace.gateway")
 
@@ -154,7 +153,9 @@ class Gateway:
                     self._stopping.wait(interval_s)
                 except Exception as error:
                     is_expected = isinstance(error, redis.RedisError | QueueError | OSError)
-                    logger.warning("%s: %s; again in %.1f s", name, one_line(error), retry_s, exc_info=not is_expected)
+                    logger.warning(
+                        "%s: %s; again in %.1f s", name, one_line(str(error)), retry_s, exc_info=not is_expected
+                    )
                     if on_error is not None:
                         on_error()
                     self._stopping.wait(retry_s)

@@ -21,7 +21,7 @@ from redis.exceptions import WatchError
 from rq.job import JobStatus
 
 from millrace.producer.messages import refusal
-from millrace.producer.rq.isolation import BATCH_JOBS, in_batches, isolated, one_line, read, write
+from millrace.producer.rq.isolation import BATCH_JOBS, in_batches, isolated, read, write
 from millrace.producer.rq.millrace_jobs import MillraceJobs
 from millrace.producer.rq.payload import PayloadRefused, read_submission
 from millrace.producer.rq.result_writer import ResultWriter
@@ -29,6 +29,7 @@ from millrace.producer.rq.rq_job import RQ_JOB_ID, GatewayJob, JobSnapshot, read
 from millrace.producer.rq.runs import GatewayRun, RunEnd, RunTable, write_executions_deleted, write_start
 from millrace.producer.rq.source_queue import SourceQueue
 from millrace.producer.rq.worker_entry import WorkerEntry
+from millrace.results.errors import one_line
 from millrace.results.messages import TERMINAL_STATES, Submission
 
 logger = logging.getLogger("millrace.gateway")
@@ -113,7 +114,7 @@ class Intake:
             self._submit(self._register(source, job_ids))
 
         def fail(job_id: str, error: Exception) -> None:
-            why = f"the job cannot be started ({type(error).__name__}: {one_line(error, 300)})"
+            why = f"the job cannot be started ({type(error).__name__}: {one_line(str(error), 300)})"
             logger.error("job %.150s: %s", job_id, why)
             with isolated(f"job {job_id} is dropped"):
                 self._submit(self._register(source, [job_id], damage=f"{why}; delete it, and enqueue it again"))
@@ -122,7 +123,7 @@ class Intake:
 
         self._has_unsubmitted = True
         if strange := [id_ for id_ in ids if not RQ_JOB_ID.fullmatch(id_)]:
-            logger.error("queue %s: dropped ids that RQ does not allow: %s", source.queue.name, one_line(strange))
+            logger.error("queue %s: dropped ids that RQ does not allow: %s", source.queue.name, one_line(str(strange)))
             source.drop(strange)
         in_batches([id_.decode() for id_ in ids if RQ_JOB_ID.fullmatch(id_)], start, fail)
         self._has_unsubmitted = False
@@ -233,6 +234,6 @@ class Intake:
         try:
             submission = read_submission(millrace_id, job.payload)
         except PayloadRefused as refused:
-            return run, one_line(refused)
+            return run, one_line(str(refused))
         job.payload = None  # Millrace keeps it from here on
         return run, submission

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import redis
 
 from millrace.results.connection import as_unavailable
-from millrace.results.errors import RedisUnavailable
+from millrace.results.errors import RedisUnavailable, one_line
 
 logger = logging.getLogger("millrace.gateway")
 
@@ -26,13 +26,6 @@ def is_outage(error: Exception) -> bool:
         # The text may quote a command, in which as_unavailable would find its key words.
         return "WRONGTYPE" not in str(error) and as_unavailable(error, "") is not None
     return isinstance(error, redis.RedisError | RedisUnavailable | OSError)
-
-
-def one_line(value: object, max_characters: int = 480) -> str:
-    """Return the value's text as one printable line that is not too long."""
-    line = " ".join(str(value)[: 2 * max_characters].split())
-    line = "".join(character if character.isprintable() else "?" for character in line)
-    return line if len(line) <= max_characters else line[: max_characters - 3] + "..."
 
 
 def in_batches(
@@ -64,7 +57,7 @@ def isolated(what: str) -> Iterator[None]:
     except Exception as error:
         if is_outage(error):
             raise
-        logger.error("%s: %s: %s", what, type(error).__name__, one_line(error))
+        logger.error("%s: %s: %s", what, type(error).__name__, one_line(str(error)))
 
 
 def read(pipe: Any) -> list[Any]:

@@ -13,12 +13,13 @@ import redis
 from rq.job import JobStatus
 
 from millrace.producer.rq.intake import Intake
-from millrace.producer.rq.isolation import in_batches, isolated, one_line, read, write
+from millrace.producer.rq.isolation import in_batches, isolated, read, write
 from millrace.producer.rq.millrace_jobs import MillraceJobs
 from millrace.producer.rq.result_writer import ResultWriter
 from millrace.producer.rq.runs import EXECUTION_TTL_S, RENEWAL_INTERVAL_S, GatewayRun, RunEnd, RunTable
 from millrace.producer.rq.source_queue import GATEWAY_TTL_MS, SourceQueue
 from millrace.producer.rq.worker_entry import WorkerEntry
+from millrace.results.errors import one_line
 from millrace.results.messages import TERMINAL_STATES, Job
 
 logger = logging.getLogger("millrace.gateway")
@@ -101,7 +102,7 @@ class Monitor:
         self._writer.write_ends([_end_of(run, job) for run, job in jobs if job is not None and job.is_done])
 
     def _fail(self, run: GatewayRun, error: Exception) -> None:
-        why = f"the job cannot be followed ({one_line(error, 300)}); delete it, and enqueue it again"
+        why = f"the job cannot be followed ({one_line(str(error), 300)}); delete it, and enqueue it again"
         self._writer.write_ends([RunEnd(run, "failed", reason=why)])
 
     # --- RQ's side ---

@@ -21,10 +21,11 @@ from redis.exceptions import WatchError
 from rq.job import JobStatus
 from rq.worker.base import WorkerStatus
 
-from millrace.producer.rq.isolation import in_batches, isolated, one_line, write
+from millrace.producer.rq.isolation import in_batches, isolated, write
 from millrace.producer.rq.rq_job import RQ_JOB_ID, GatewayJob, JobSnapshot, read_snapshots
 from millrace.producer.rq.runs import RunEnd, RunTable, write_end, write_failure, write_removed
 from millrace.producer.rq.worker_entry import WorkerEntry
+from millrace.results.errors import one_line
 
 logger = logging.getLogger("millrace.gateway")
 
@@ -153,7 +154,7 @@ class ResultWriter:
         except UnicodeDecodeError:
             found: Any = self._connection.smembers(job.dependents_key)
             strange = [id_ for id_ in found if not RQ_JOB_ID.fullmatch(id_)]
-            logger.error("%s: removed ids that RQ does not allow: %s", job.dependents_key, one_line(strange))
+            logger.error("%s: removed ids that RQ does not allow: %s", job.dependents_key, one_line(str(strange)))
             self._connection.srem(job.dependents_key, *strange)
             self._enqueue_dependents(parent, pipe)
 

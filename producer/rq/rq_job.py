@@ -12,7 +12,8 @@ from rq.executions import ExecutionRegistry
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
-from millrace.producer.rq.isolation import is_outage, one_line, read, text
+from millrace.producer.rq.isolation import is_outage, read, text
+from millrace.results.errors import one_line
 
 logger = logging.getLogger("millrace.gateway")
 
@@ -79,7 +80,7 @@ class GatewayJob(Job):
         jobs: list[Job | None] = []
         for job_id, fields in zip(ids, hashes, strict=True):
             if isinstance(fields, Exception):
-                logger.error("%s cannot be read: %s", cls.key_for(job_id), one_line(fields))
+                logger.error("%s cannot be read: %s", cls.key_for(job_id), one_line(str(fields)))
             jobs.append(cls.load(job_id, connection, fields) if fields and isinstance(fields, dict) else None)
         return jobs
 
@@ -109,7 +110,7 @@ class GatewayJob(Job):
             except Exception as error:
                 if is_outage(error):
                     raise
-                self.damage = f"{self.dependencies_key}: {one_line(error, 200)}; {_REMEDY}"
+                self.damage = f"{self.dependencies_key}: {one_line(str(error), 200)}; {_REMEDY}"
         if isinstance(parent_job, GatewayJob):
             parent_job.damaged_dependents[self.id] = self
         return False

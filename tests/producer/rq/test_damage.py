@@ -18,7 +18,7 @@ from rq.job import Job
 from rq.suspension import resume, suspend
 
 from millrace.embedded import EmbeddedServer
-from millrace.producer.rq.isolation import in_batches, is_outage, one_line
+from millrace.producer.rq.isolation import in_batches, is_outage
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import JobError
 from tests.processes import wait_until
@@ -499,10 +499,3 @@ def test_one_bad_item_of_a_batch_is_found_and_an_outage_ends_the_batch() -> None
     assert (sorted(done), bad) == ([i for i in range(600) if i != 300], [300])
     with pytest.raises(RedisUnavailable):
         in_batches(range(1000), act, lambda item, error: bad.append(item))
-
-
-def test_any_text_becomes_one_short_printable_line() -> None:
-    assert one_line("a\n b\tc") == "a b c"
-    assert one_line("x" * 10_000).endswith("x...")
-    assert len(one_line("x\n" * 10_000)) < MAX_LINE
-    assert one_line("\x1b[31m\u200b\ud800").isprintable()
