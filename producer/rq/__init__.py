@@ -1,1 +1,1 @@
-"""The RQ gateway: a worker for RQ, a client of Millrace."""
+"""The RQ gateway: a worker for RQ, a producer for Millrace."""

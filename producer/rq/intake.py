@@ -1,20 +1,19 @@
-"""From RQ's queues to runs: take, register with RQ, submit to Millrace.
+"""From RQ's queues to runs: take jobs, register them with RQ, submit them to Millrace.
 
-Each step may be the last that a gateway does. What was taken is in the ledger, so another gateway adopts it, and whatever
-the step, goes through the same three again:
-- taken, not registered: the job lies in RQ's intermediate list, its ledger entry is empty. It starts as if just taken.
-- registered, not submitted: RQ's job is started, the entry names the Millrace job. It is submitted.
-- submitted: submitting it again finds the same job under the same id, running or over. Nothing is run twice.
-A gateway that has lost a reply, or the connection half way, goes through its own ledger in the same manner.
+A gateway may be killed after each step. Another one finds the job in the record of taken jobs and repeats the steps:
+- Taken, not registered: the job is in RQ's intermediate list, and its entry in the record is empty. It starts as a new one.
+- Registered, not submitted: RQ's job is started, and the entry names the Millrace job. It is submitted.
+- Submitted: submitting it again finds the same job under the same id, running or ended. Nothing runs twice.
+A gateway that has lost a reply does the same with its own record.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import redis
 from redis.client import Pipeline
@@ -22,154 +21,126 @@ from redis.exceptions import WatchError
 from rq.job import JobStatus
 
 from millrace.producer.messages import refusal
-from millrace.producer.rq.ledger import Ledger
-from millrace.producer.rq.native_jobs import NativeJobs, is_over
+from millrace.producer.rq.isolation import BATCH_JOBS, in_batches, isolated, read, write
+from millrace.producer.rq.millrace_jobs import MillraceJobs
 from millrace.producer.rq.payload import PayloadRefused, read_submission
-from millrace.producer.rq.presence import Presence
 from millrace.producer.rq.result_writer import ResultWriter
-from millrace.producer.rq.run_table import RunTable
-from millrace.producer.rq.runs import (
-    GatewayJob,
-    GatewayRun,
-    RunEnd,
-    Standing,
-    delete_executions,
-    new_job,
-    read_executions,
-    write_start,
-)
-from millrace.results.messages import Submission
+from millrace.producer.rq.rq_job import RQ_JOB_ID, GatewayJob, JobSnapshot, read_snapshots
+from millrace.producer.rq.runs import GatewayRun, RunEnd, RunTable, write_executions_deleted, write_start
+from millrace.producer.rq.source_queue import SourceQueue
+from millrace.producer.rq.worker_entry import WorkerEntry
+from millrace.results.errors import one_line
+from millrace.results.messages import TERMINAL_STATES, Submission
 
 logger = logging.getLogger("millrace.gateway")
 
-_AT_ONCE = 256
-_RQ_JOB_ID = re.compile(rb"[A-Za-z0-9_-]+")
+_Started: TypeAlias = tuple[GatewayRun, Submission | str]
+"""A run, and what to submit for it, or why it is refused."""
 
 
-class _Found(NamedTuple):
-    """An RQ job that is in the ledger, as it was read."""
-
+class _Taken(NamedTuple):
     job: GatewayJob
-    standing: Standing
-    malformed: str = ""
-
-    @property
-    def is_over(self) -> bool:
-        """Cancelled or deleted; or, once it had been registered, ended by somebody else."""
-        status = self.standing.status
-        if status in (None, JobStatus.CANCELED):
-            return True
-        return bool(self.standing.native_id) and status in (JobStatus.STOPPED, JobStatus.FINISHED)
+    snapshot: JobSnapshot
 
 
-class _Started(NamedTuple):
-    run: GatewayRun
-    submission: Submission | None
-    refusal: str = ""
+@dataclass(eq=False)
+class Intake:
+    """Owns the way from RQ to Millrace. Its callers wait for each other, so that no job is started twice at a time."""
 
-
-class RQIntake:
-    """Owns the way in. Its callers wait for each other, so no job is begun twice at a time."""
-
-    def __init__(
-        self,
-        connection: redis.Redis,
-        ledgers: Sequence[Ledger],
-        native: NativeJobs,
-        presence: Presence,
-        runs: RunTable,
-        result_writer: ResultWriter,
-    ) -> None:
-        self._connection = connection
-        self._ledgers = ledgers
-        self._native = native
-        self._presence = presence
-        self._runs = runs
-        self._result_writer = result_writer
-        self._gateway = presence.name
-        self._lock = threading.Lock()
-        self._is_halfway = False  # something was taken and could not be submitted
-        self._full_tenants: set[str] = set()
-        """Who has as many jobs in Millrace's queue as may be, as of the last second look."""
+    _connection: redis.Redis
+    _sources: Sequence[SourceQueue]
+    _millrace: MillraceJobs
+    _worker_entry: WorkerEntry
+    _runs: RunTable
+    _writer: ResultWriter
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _has_unsubmitted: bool = field(default=False, init=False)
+    """An outage came between taking jobs and submitting them."""
+    _full_tenants: set[str] = field(default_factory=set, init=False)
+    """Tenants that had as many jobs in Millrace's queue as they may, when `reconcile` last ran."""
 
     def take(self) -> Literal["taken", "empty", "suspended", "full"]:
-        """Take from the first queue that has something, as much as there is room for; "full" when jobs that wait in front of
-        Millrace's queue leave none."""
+        """Take from the first queue that has jobs, as many as there is capacity for. "full": the jobs that wait in front of
+        Millrace's queue use up the capacity."""
         with self._lock:
-            if self._is_halfway:  # first things first: else a queue would be emptied that nobody works off
-                for ledger in self._ledgers:
-                    self._begin(ledger, self._not_begun(ledger))
-            for ledger in self._ledgers:
-                room = min(self._room(), _AT_ONCE)
-                if room <= 0:
-                    return "full" if self._runs.room else "taken"  # by another thread
-                ids = ledger.take(room)
-                self._presence.is_suspended = ids is None
+            if self._has_unsubmitted:  # submit these first: else an outage would empty RQ's queue
+                for source in self._sources:
+                    self._start(source, self._unstarted_ids(source))
+            for source in self._sources:
+                capacity = min(self._runs.capacity - self._num_waiting(), BATCH_JOBS)
+                if capacity <= 0:
+                    return "full" if self._runs.capacity else "taken"  # by another thread
+                ids = source.take(capacity)
+                self._worker_entry.is_suspended = ids is None
                 if ids is None:
                     return "suspended"
                 if ids:
-                    self._begin(ledger, ids)
+                    self._start(source, ids)
                     return "taken"
         return "empty"
 
-    def adopt(self, ledger: Ledger) -> None:
+    def take_over(self, source: SourceQueue) -> None:
         """Go on with the jobs of gateways that have stopped."""
-        while adoption := ledger.adopt():
-            logger.warning("adopting %d jobs of gateway %s", len(adoption.job_ids), adoption.gateway)
-            self._presence.remove_dead(adoption.gateway)
+        while takeover := source.take_over():
+            gateway, ids = takeover
+            logger.warning("taking over %d jobs of gateway %s", len(ids), one_line(gateway, 200))
+            self._worker_entry.remove_dead(gateway)
             with self._lock:
-                self._begin(ledger, adoption.job_ids)
+                self._start(source, ids)
 
-    def reconcile(self, ledger: Ledger) -> None:
-        """Begin what the ledger has for this gateway and the table of runs has not: a reply was lost, or Millrace's queue
-        was full."""
+    def reconcile(self, source: SourceQueue) -> None:
+        """Start the jobs that are in the record and not in flight: a reply was lost, or Millrace's queue was full."""
         with self._lock:
             self._full_tenants.clear()
-            self._begin(ledger, self._not_begun(ledger))
+            self._start(source, self._unstarted_ids(source))
 
-    def begin_again(self, runs: Iterable[GatewayRun]) -> None:
-        """For runs of which RQ's or Millrace's record has been lost or changed under us."""
+    def restart(self, runs: Iterable[GatewayRun]) -> None:
+        """Start runs again whose job was lost in Millrace, or changed in RQ by others."""
         with self._lock:
             for run in runs:
-                self._begin(run.ledger, [run.job.id.encode()])
+                self._start(run.source, [run.job.id.encode()])
 
     # --- under the lock ---
 
-    def _room(self) -> int:
-        """What waits in front of a full queue counts too: else RQ's queue would be emptied, and nobody work it off."""
-        return self._runs.room - self._num_waiting()
-
     def _num_waiting(self) -> int:
-        return max(0, sum(ledger.num_jobs() for ledger in self._ledgers) - len(self._runs))
+        """Return how many taken jobs wait in front of a full Millrace queue."""
+        return max(0, sum(source.num_jobs() for source in self._sources) - len(self._runs))
 
-    def _not_begun(self, ledger: Ledger) -> list[bytes]:
-        return [id_ for id_ in ledger.job_ids() if self._runs.get(id_.decode(errors="replace")) is None]
+    def _unstarted_ids(self, source: SourceQueue) -> list[bytes]:
+        return [id_ for id_ in source.job_ids() if self._runs.get(id_.decode(errors="replace")) is None]
 
-    def _begin(self, ledger: Ledger, ids: Sequence[bytes]) -> None:
-        self._is_halfway = True
-        if strange := [id_ for id_ in ids if not _RQ_JOB_ID.fullmatch(id_)]:
-            logger.error("queue %s: dropped ids that RQ does not allow: %s", ledger.queue.name, strange)
-            ledger.drop(strange)
-        job_ids = [id_.decode() for id_ in ids if _RQ_JOB_ID.fullmatch(id_)]
-        for first in range(0, len(job_ids), _AT_ONCE):
-            self._submit(self._register(ledger, job_ids[first : first + _AT_ONCE]))
-        self._is_halfway = False
+    def _start(self, source: SourceQueue, ids: Sequence[bytes]) -> None:
+        def start(job_ids: Sequence[str]) -> None:
+            self._submit(self._register(source, job_ids))
+
+        def fail(job_id: str, error: Exception) -> None:
+            why = f"the job cannot be started ({type(error).__name__}: {one_line(str(error), 300)})"
+            logger.error("job %.150s: %s", job_id, why)
+            with isolated(f"job {job_id} is dropped"):
+                self._submit(self._register(source, [job_id], damage=f"{why}; delete it, and enqueue it again"))
+                return
+            source.drop([job_id])
+
+        self._has_unsubmitted = True
+        if strange := [id_ for id_ in ids if not RQ_JOB_ID.fullmatch(id_)]:
+            logger.error("queue %s: dropped ids that RQ does not allow: %s", source.queue.name, one_line(str(strange)))
+            source.drop(strange)
+        in_batches([id_.decode() for id_ in ids if RQ_JOB_ID.fullmatch(id_)], start, fail)
+        self._has_unsubmitted = False
 
     def _submit(self, started: list[_Started]) -> None:
-        """What finds no room stays in the ledger, for `reconcile`, and keeps out nobody but later jobs of its tenant."""
-        accepted = [
-            (one.run, one.submission)
-            for one in started
-            if one.submission is not None and one.submission.tenant not in self._full_tenants
-        ]
+        """Submit runs, and fail the refused ones. What Millrace has no space for stays in the record until `reconcile`, and
+        keeps out only later jobs of its tenant."""
+        refused = [RunEnd(run, "failed", reason=reason) for run, reason in started if isinstance(reason, str)]
+        asking = [(run, one) for run, one in started if isinstance(one, Submission)]
+        accepted = [(run, submission) for run, submission in asking if submission.tenant not in self._full_tenants]
         runs = [run for run, _ in accepted]
-        self._runs.add(runs)  # first, so that no end goes unnoticed
+        self._runs.add(runs)  # before they are submitted, so that no end is missed
         try:
-            outcomes = self._native.submit([submission for _, submission in accepted])
+            outcomes = self._millrace.submit([submission for _, submission in accepted])
         except BaseException:
-            self._runs.remove(runs)  # they are in the ledger: reconcile will try again
+            self._runs.remove(runs)  # they are in the record: reconcile will try again
             raise
-        refused = [RunEnd(one.run, "failed", reason=one.refusal) for one in started if one.submission is None]
         waiting = []
         for (run, submission), outcome in zip(accepted, outcomes, strict=True):
             if outcome.startswith("full"):
@@ -177,128 +148,92 @@ class RQIntake:
                 if "max_queued_jobs" in outcome:
                     self._full_tenants.add(submission.tenant)
             elif outcome == "conflict":
-                reason = f"conflict: Millrace already has another job with the id {run.native_id}"
+                reason = f"conflict: Millrace already has another job with the id {run.millrace_id}"
                 refused.append(RunEnd(run, "failed", reason=reason))
-            elif invalid := refusal(run.native_id, outcome):
+            elif invalid := refusal(run.millrace_id, outcome):
                 refused.append(RunEnd(run, "failed", reason=f"invalid_request: {invalid}"))
-        self._presence.correct_state()
-        self._result_writer.write_ends(refused)
+        self._worker_entry.update_state()
+        self._writer.write_ends(refused)
         if waiting:
             self._runs.remove(waiting)
             logger.warning("Millrace's queue is full: %d jobs wait in front of it", self._num_waiting())
 
-    def _register(self, ledger: Ledger, job_ids: Sequence[str]) -> list[_Started]:
-        """Give the jobs their RQ execution and their Millrace id, in one transaction; nobody touches them meanwhile."""
-        while job_ids:
+    def _register(self, source: SourceQueue, job_ids: Sequence[str], damage: str = "") -> list[_Started]:
+        """Give the jobs an RQ execution and a Millrace id, in one transaction. With `damage` they are refused."""
+        while True:  # until nobody changes the jobs between reading and writing
             pipe: Any = self._connection.pipeline()
             with pipe:
                 try:
                     pipe.watch(*map(GatewayJob.key_for, job_ids))
-                    found = self._read(ledger, job_ids)
-                    over = [one for one in found if one.is_over]
-                    native_ids = self._native_ids([one for one in found if not one.is_over])
+                    taken = self._read(source, job_ids, damage)
+                    ended = [one for one in taken if one.snapshot.has_ended]
+                    starting = [one for one in taken if not one.snapshot.has_ended]
+                    millrace_ids = self._choose_millrace_ids(starting)
                     pipe.multi()
-                    for one in over:
-                        _write_over(pipe, ledger, one)
-                    started = [
-                        self._start(pipe, ledger, one, *native_ids[one.job.id]) for one in found if not one.is_over
-                    ]
-                    pipe.execute()
+                    for job, snapshot in ended:
+                        source.write_dropped(pipe, job.id)
+                        write_executions_deleted(pipe, job, snapshot)
+                    started = [self._start_run(pipe, source, one, *millrace_ids[one.job.id]) for one in starting]
+                    write(pipe)
                 except WatchError:
                     continue
-            for one in over:
-                if one.standing.native_id and one.standing.status != JobStatus.FINISHED:
-                    self._native.cancel(one.standing.native_id)
+            for job, snapshot in ended:
+                if snapshot.damage:
+                    logger.error("job %.150s is dropped: %s", job.id, one_line(snapshot.damage))
+                if snapshot.millrace_id and snapshot.status != JobStatus.FINISHED:
+                    self._millrace.cancel(snapshot.millrace_id)
             return started
-        return []
 
-    def _read(self, ledger: Ledger, job_ids: Sequence[str]) -> list[_Found]:
-        """What is still in the ledger of these."""
+    def _read(self, source: SourceQueue, job_ids: Sequence[str], damage: str) -> list[_Taken]:
+        """Read those of the jobs that are still in the record."""
         with self._connection.pipeline(transaction=False) as pipe:
             for job_id in job_ids:
                 pipe.hgetall(GatewayJob.key_for(job_id))
-                ledger.read(pipe, job_id)
-                read_executions(pipe, job_id)
-            replies = pipe.execute(raise_on_error=False)
-        for reply in replies:
-            if isinstance(reply, redis.RedisError) and not _is_wrong_type(reply):
-                raise reply
-        found = []
-        for job_id, fields, native_id, executions in zip(
-            job_ids, replies[0::3], replies[1::3], replies[2::3], strict=True
-        ):
-            if native_id is not None:
-                ids = [execution_id.decode() for execution_id in executions]
-                found.append(_found(ledger, job_id, fields, Standing(None, self._gateway, native_id.decode(), ids)))
-        return found
+            hashes = read(pipe)
+        taken = []
+        snapshots = read_snapshots(self._connection, [source.record] * len(job_ids), job_ids)
+        for job_id, fields, snapshot in zip(job_ids, hashes, snapshots, strict=True):
+            if snapshot.millrace_id is not None:
+                fields = fields if isinstance(fields, dict) and not damage else {}
+                job = GatewayJob.load(job_id, self._connection, fields, source.queue.name)
+                job.damage = damage or snapshot.damage or job.damage
+                taken.append(_Taken(job, snapshot))
+        return taken
 
-    def _native_ids(self, found: Sequence[_Found]) -> dict[str, tuple[str, bool]]:
-        """By RQ id, the id of the Millrace job, and whether that is new.
+    def _choose_millrace_ids(self, taken: Sequence[_Taken]) -> dict[str, tuple[str, bool]]:
+        """Return, by RQ id, the id of the Millrace job, and whether there is no such job yet.
 
-        It is the RQ id. A job that has run to an end before, because RQ retries, repeats or requeues it, runs again as
-        `<id>.r<n>`: what has ended in Millrace has ended.
+        It is the RQ id. A job that RQ retries, repeats or requeues after its Millrace job has ended runs as `<id>.r<n>`.
         """
-        chosen = {one.job.id: (one.standing.native_id, False) for one in found if one.standing.native_id}
-        undecided = [one.job.id for one in found if not one.standing.native_id]
+        decided = [(job, snapshot.millrace_id) for job, snapshot in taken if snapshot.millrace_id or job.damage]
+        chosen = {job.id: (millrace_id or job.id, False) for job, millrace_id in decided}
+        undecided = [job.id for job, _ in taken if job.id not in chosen]
         num_runs = 0
         while undecided:
             candidates = [f"{job_id}.r{num_runs}" if num_runs else job_id for job_id in undecided]
-            states = self._native.states(candidates)
-            for job_id, native_id, state in zip(undecided, candidates, states, strict=True):
-                if not is_over(state):
-                    chosen[job_id] = (native_id, state is None)
+            states = self._millrace.states(candidates)
+            for job_id, millrace_id, state in zip(undecided, candidates, states, strict=True):
+                if state not in TERMINAL_STATES:
+                    chosen[job_id] = (millrace_id, state is None)
             undecided = [job_id for job_id in undecided if job_id not in chosen]
             num_runs += 1
         return chosen
 
-    def _start(self, pipe: Pipeline, ledger: Ledger, found: _Found, native_id: str, is_new: bool) -> _Started:
-        execution = write_start(pipe, ledger, found.job, native_id, self._gateway, found.standing)
-        self._presence.write_busy(pipe, found.job.id)
-        run = GatewayRun(found.job, ledger, native_id, execution, is_checked=is_new)
+    def _start_run(
+        self, pipe: Pipeline, source: SourceQueue, taken: _Taken, millrace_id: str, is_new: bool
+    ) -> _Started:
+        job, snapshot = taken
+        execution = write_start(pipe, source, job, millrace_id, self._worker_entry.name, snapshot)
+        self._worker_entry.write_busy(pipe, job.id)
+        run = GatewayRun(job, source, millrace_id, execution, is_checked=is_new)
+        if job.damage:
+            return run, one_line(job.damage)
+        if job.unsupported_options:
+            names = ", ".join(job.unsupported_options)
+            return run, f"{names}: the gateway does not run these yet; enqueue a job that depends on this one instead"
         try:
-            return _Started(run, _submission(found, native_id))
+            submission = read_submission(millrace_id, job.payload)
         except PayloadRefused as refused:
-            return _Started(run, None, str(refused))
-        except Exception as error:  # our bug: it must not cost the other jobs anything
-            logger.exception("job %s cannot be read", found.job.id)
-            return _Started(run, None, f"internal: {error!r}")
-
-
-def _is_wrong_type(error: redis.RedisError) -> bool:
-    """What has the name of a job's hash is something else: there is no such job."""
-    return isinstance(error, redis.ResponseError) and str(error).startswith("WRONGTYPE")
-
-
-def _found(ledger: Ledger, job_id: str, fields: Any, standing: Standing) -> _Found:
-    """`standing` has no status yet."""
-    job = new_job(job_id, ledger)
-    if not isinstance(fields, dict) or not fields:
-        return _Found(job, standing)
-    try:
-        job.restore({b"data": b"", **fields})
-        job.origin = job.origin or ledger.queue.name
-        return _Found(job, standing._replace(status=job.get_status(refresh=False)))
-    except Exception as error:  # whatever RQ raises for fields that it has not written
-        blank = new_job(job_id, ledger)
-        return _Found(
-            blank, standing._replace(status=JobStatus.QUEUED), f"RQ's record of the job is malformed: {error}"
-        )
-
-
-def _submission(found: _Found, native_id: str) -> Submission:
-    if found.malformed:
-        raise PayloadRefused(found.malformed)
-    if found.job.not_mirrored:
-        names = ", ".join(found.job.not_mirrored)
-        raise PayloadRefused(
-            f"{names}: the gateway does not run these yet; enqueue a job that depends on this one instead"
-        )
-    submission = read_submission(native_id, found.job.payload)
-    found.job.payload = None  # Millrace keeps it from here on
-    return submission
-
-
-def _write_over(pipe: Pipeline, ledger: Ledger, found: _Found) -> None:
-    ledger.leave_intermediate(pipe, found.job.id)
-    ledger.remove(pipe, found.job.id)
-    delete_executions(pipe, found.job, found.standing.execution_ids)
+            return run, one_line(str(refused))
+        job.payload = None  # Millrace keeps it from here on
+        return run, submission

@@ -1,121 +1,168 @@
-"""Keeps what must not lapse while jobs are in flight, and notices what others do to them."""
+"""Follows the jobs in flight: writes the ends of Millrace's jobs into RQ, checks both sides for what was missed or changed,
+and renews what expires."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import msgspec
 import redis
 from rq.job import JobStatus
 
-from millrace.producer.rq.intake import RQIntake
-from millrace.producer.rq.ledger import GATEWAY_TTL_MS, Ledger
-from millrace.producer.rq.native_jobs import NativeJobs
-from millrace.producer.rq.presence import Presence
+from millrace.producer.rq.intake import Intake
+from millrace.producer.rq.isolation import in_batches, isolated, read, write
+from millrace.producer.rq.millrace_jobs import MillraceJobs
 from millrace.producer.rq.result_writer import ResultWriter
-from millrace.producer.rq.run_table import RunTable
-from millrace.producer.rq.runs import RENEWAL_INTERVAL_S, GatewayRun, RunEnd, renew
+from millrace.producer.rq.runs import EXECUTION_TTL_S, RENEWAL_INTERVAL_S, GatewayRun, RunEnd, RunTable
+from millrace.producer.rq.source_queue import GATEWAY_TTL_MS, SourceQueue
+from millrace.producer.rq.worker_entry import WorkerEntry
+from millrace.results.errors import one_line
+from millrace.results.messages import TERMINAL_STATES, Job
 
 logger = logging.getLogger("millrace.gateway")
 
-_AT_ONCE = 256
+_LOOKUP_INTERVAL_S = 10.0
+_MAX_LOOKUPS_LOST = 2
+_READ_RESULTS = 64
+_CANCELLED = (JobStatus.CANCELED.encode(), JobStatus.STOPPED.encode())
+_FAILED = JobStatus.FAILED.encode()
 
 
+@dataclass(eq=False)
 class Monitor:
-    """Owns the heartbeats of one gateway, and the second looks."""
+    """Owns the heartbeats of one gateway, and the schedule of its checks."""
 
-    def __init__(
-        self,
-        connection: redis.Redis,
-        ledgers: Sequence[Ledger],
-        native: NativeJobs,
-        presence: Presence,
-        runs: RunTable,
-        intake: RQIntake,
-        result_writer: ResultWriter,
-    ) -> None:
-        self._connection = connection
-        self._ledgers = ledgers
-        self._native = native
-        self._presence = presence
-        self._runs = runs
-        self._intake = intake
-        self._result_writer = result_writer
-        self._gateway = presence.name
-        self._adopt_after_s = 0.0
-        self._next_renewal_s = time.monotonic() + RENEWAL_INTERVAL_S
+    _connection: redis.Redis
+    _sources: Sequence[SourceQueue]
+    _millrace: MillraceJobs
+    _worker_entry: WorkerEntry
+    _runs: RunTable
+    _intake: Intake
+    _writer: ResultWriter
+    _next_lookup_s: float = field(default_factory=lambda: time.monotonic() + _LOOKUP_INTERVAL_S, init=False)
+    _next_takeover_s: float = field(default=0.0, init=False)
+    _next_renewal_s: float = field(default_factory=lambda: time.monotonic() + RENEWAL_INTERVAL_S, init=False)
 
-    def beat(self) -> None:
-        """Stay alive for the other gateways and for RQ."""
-        for ledger in self._ledgers:
-            ledger.beat()
-        self._presence.beat()
+    def heartbeat(self) -> None:
+        """Send heartbeats to the other gateways and to RQ."""
+        for source in self._sources:
+            source.heartbeat()
+        self._worker_entry.heartbeat()
 
-    def hold_adoptions(self) -> None:
-        """The server was away: the others could not beat either, and get the time to do it."""
-        self._adopt_after_s = time.monotonic() + GATEWAY_TTL_MS / 1000
-
-    def tend(self) -> None:
-        """Everything that has to be done every few seconds, and can be late."""
-        for ledger in self._ledgers:
-            if ledger.num_jobs() > len(self._runs.of(ledger)):
-                self._intake.reconcile(ledger)
-            if time.monotonic() >= self._adopt_after_s:
-                self._intake.adopt(ledger)
-        for runs in _batches(self._runs.all()):
-            self._look(runs)
-        if time.monotonic() >= self._next_renewal_s:
-            for runs in _batches(self._runs.all()):
-                self._renew(runs)
-            self._forget_old_ends()
-            self._next_renewal_s = time.monotonic() + RENEWAL_INTERVAL_S
+    def delay_takeovers(self) -> None:
+        """After an outage of the server: the other gateways could send no heartbeats either, and get the time for it."""
+        self._next_takeover_s = time.monotonic() + GATEWAY_TTL_MS / 1000
 
     def stop_job(self, job_id: str) -> None:
-        """RQ's stop-job command: the job ends as stopped when Millrace has let go of it."""
-        run = self._runs.get(job_id)
-        if run is None:
-            logger.info("told to stop job %s, which is not in flight here", job_id)
-            return
-        run.is_stopping = True
-        self._native.cancel(run.native_id)
+        """Handle RQ's stop-job command: cancel the job in Millrace. When it has ended there, it ends as stopped."""
+        if run := self._runs.get(job_id):
+            run.is_stopping = True
+            self._millrace.cancel(run.millrace_id)
+        else:
+            logger.info("RQ's stop-job command for %s, which is not in flight here", one_line(job_id, 200))
 
-    def _look(self, runs: Sequence[GatewayRun]) -> None:
-        """What RQ says about the jobs: `job.cancel()` and `job.delete()` do not tell the worker."""
+    # --- Millrace's side ---
+
+    def follow_ends(self) -> None:
+        """Wait for ended jobs, for a second at most, and write their ends into RQ."""
+        self._write_ends(self._runs.by_millrace_ids(self._millrace.next_ended()))
+        is_due = time.monotonic() >= self._next_lookup_s
+        runs = [run for run in self._runs.all() if is_due or not run.is_checked]
+        in_batches(runs, self._look_up, self._fail)
+        if is_due:
+            self._next_lookup_s = time.monotonic() + _LOOKUP_INTERVAL_S
+
+    def look_up_all(self) -> None:
+        """After an error: look up all runs next time."""
+        self._next_lookup_s = 0.0
+
+    def _look_up(self, runs: Sequence[GatewayRun]) -> None:
+        states = self._millrace.states([run.millrace_id for run in runs])
+        ended, lost = [], []
+        for run, state in zip(runs, states, strict=True):
+            run.num_lookups_lost = 0 if state else run.num_lookups_lost + 1
+            run.is_checked = state is not None
+            if state in TERMINAL_STATES:
+                ended.append(run)
+            elif run.num_lookups_lost > _MAX_LOOKUPS_LOST:  # once or twice: it is being submitted
+                lost.append(run)
+        self._write_ends(ended)
+        if lost:
+            logger.error("Millrace has lost %d jobs: submitting them again", len(lost))
+            self._intake.restart(lost)
+
+    def _write_ends(self, runs: Sequence[GatewayRun]) -> None:
+        in_batches(runs, self._write_results, self._fail, _READ_RESULTS)
+
+    def _write_results(self, runs: Sequence[GatewayRun]) -> None:
+        jobs = zip(runs, self._millrace.get([run.millrace_id for run in runs]), strict=True)
+        self._writer.write_ends([_end_of(run, job) for run, job in jobs if job is not None and job.is_done])
+
+    def _fail(self, run: GatewayRun, error: Exception) -> None:
+        why = f"the job cannot be followed ({one_line(str(error), 300)}); delete it, and enqueue it again"
+        self._writer.write_ends([RunEnd(run, "failed", reason=why)])
+
+    # --- RQ's side ---
+
+    def check(self) -> None:
+        """Do what has to be done every few seconds."""
+        for source in self._sources:
+            with isolated(f"RQ queue {source.queue.name}"):
+                if source.num_jobs() > sum(run.source is source for run in self._runs.all()):
+                    self._intake.reconcile(source)
+                if time.monotonic() >= self._next_takeover_s:
+                    self._intake.take_over(source)
+        in_batches(self._runs.all(), self._check_in_rq, self._fail)
+        if time.monotonic() >= self._next_renewal_s:
+            in_batches(self._runs.all(), self._renew, self._fail)
+            self._clean_registries()
+            self._next_renewal_s = time.monotonic() + RENEWAL_INTERVAL_S
+
+    def _check_in_rq(self, runs: Sequence[GatewayRun]) -> None:
+        """Find jobs that others have ended: RQ sends the worker no command for `job.cancel()` and `job.delete()`."""
         dropped, abandoned = [], []
-        for run, (status, owner) in zip(runs, self._read(runs), strict=True):
-            is_ours = owner == self._gateway.encode()
-            if status is None or (is_ours and status.decode() in (JobStatus.CANCELED, JobStatus.STOPPED)):
-                self._native.cancel(run.native_id)
-                dropped.append(RunEnd(run, "dropped"))
-            elif not is_ours:
-                dropped.append(RunEnd(run, "dropped"))
-            elif status.decode() == JobStatus.FAILED:
-                abandoned.append(run)  # by RQ's cleanup; or it has just ended, and left the ledger
-            elif run.is_stopping:
-                self._native.cancel(run.native_id)
-        self._result_writer.write_ends(dropped)
-        if abandoned:
-            self._intake.begin_again(abandoned)
-
-    def _read(self, runs: Sequence[GatewayRun]) -> list[tuple[bytes | None, bytes | None]]:
         with self._connection.pipeline(transaction=False) as pipe:
             for run in runs:
                 pipe.hmget(run.job.key, "status", "worker_name")
-            return [(status, owner) for status, owner in pipe.execute()]
+            replies = read(pipe)
+        for run, reply in zip(runs, replies, strict=True):
+            status, worker_name = (None, None) if isinstance(reply, Exception) else reply  # not a hash any more
+            is_ours = worker_name == self._worker_entry.name.encode()
+            if worker_name is None or (is_ours and status in _CANCELLED):
+                self._millrace.cancel(run.millrace_id)
+                dropped.append(RunEnd(run, "dropped"))
+            elif not is_ours:
+                dropped.append(RunEnd(run, "dropped"))
+            elif status == _FAILED:
+                abandoned.append(run)  # by RQ's cleanup; or it has just ended, and left the record
+            elif run.is_stopping:
+                self._millrace.cancel(run.millrace_id)
+        self._writer.write_ends(dropped)
+        if abandoned:
+            self._intake.restart(abandoned)
 
     def _renew(self, runs: Sequence[GatewayRun]) -> None:
         with self._connection.pipeline(transaction=False) as pipe:
             for run in runs:
-                renew(pipe, run)
-            pipe.execute()
+                run.execution.heartbeat(run.job.started_job_registry, EXECUTION_TTL_S, pipeline=pipe)
+            write(pipe)
 
-    def _forget_old_ends(self) -> None:
-        """As every RQ worker does now and then: ids whose time is over leave the registries of finished and failed jobs."""
-        for ledger in self._ledgers:
-            ledger.queue.finished_job_registry.cleanup()
-            ledger.queue.failed_job_registry.cleanup()
+    def _clean_registries(self) -> None:
+        """Remove ids that have expired from the registries of finished and failed jobs, as every RQ worker does."""
+        for source in self._sources:
+            with isolated(f"RQ queue {source.queue.name}"):
+                source.queue.finished_job_registry.cleanup()
+                source.queue.failed_job_registry.cleanup()
 
 
-def _batches(runs: list[GatewayRun]) -> list[list[GatewayRun]]:
-    return [runs[first : first + _AT_ONCE] for first in range(0, len(runs), _AT_ONCE)]
+def _end_of(run: GatewayRun, job: Job) -> RunEnd:
+    if job.state == "finished":
+        value = {"text": job.text, "token_ids": job.token_ids, "finish_reason": job.finish_reason}
+        return RunEnd(run, "finished", {**value, "usage": msgspec.to_builtins(job.usage)})
+    if job.state == "cancelled" and run.is_stopping:
+        return RunEnd(run, "stopped", reason="stopped by RQ's stop-job command")
+    why = f": {job.error.kind}: {job.error.message}" if job.error else ""
+    return RunEnd(run, "failed", reason=job.state + why)

@@ -1,7 +1,7 @@
-"""What an RQ job asks for: from the payload that RQ keeps, never unpickled, to a submission.
+"""From an RQ job's payload to a submission.
 
 RQ stores a call as zlib(serializer([function name, instance, args, kwargs])). RQ's default serializer is pickle, and to
-unpickle is to run what whoever can write to Redis has put there. So a payload is JSON, or it is refused as it is.
+unpickle is to run code of anybody who can write to Redis. So a payload that is not JSON is refused and not opened.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import zlib
 from typing import Any
 
+from millrace.producer.checks import shown
 from millrace.producer.messages import MAX_BODY_BYTES, InvalidRequest, parse_body, to_submission
 from millrace.results.messages import Submission
 
@@ -24,11 +25,11 @@ _NOT_JSON = (
 
 
 class PayloadRefused(Exception):
-    """Raised when an RQ job does not ask for a generation that could be made; says why, for whoever enqueued it."""
+    """Raised when an RQ job's payload is not a valid request; the message is for the producer."""
 
 
 def read_submission(job_id: str, payload: bytes | None) -> Submission:
-    """What an RQ job's payload asks for, as Millrace's job of this id. Raises PayloadRefused."""
+    """Return the submission that an RQ job's payload asks for, with this id. Raises PayloadRefused."""
     fields = _fields(*_read_call(_inflate(payload)))
     try:
         return to_submission(parse_body(_as_json({**fields, "id": job_id})))
@@ -37,13 +38,13 @@ def read_submission(job_id: str, payload: bytes | None) -> Submission:
 
 
 def _inflate(payload: bytes | None) -> bytes:
-    """Undo zlib, but no further than a proper payload can be long: a few KB can stand for gigabytes."""
+    """Inflate a payload, up to a limit: a few KB can become gigabytes."""
     if not payload:
         raise PayloadRefused("the RQ job has no payload")
     try:
         plain = zlib.decompressobj().decompress(payload, MAX_PAYLOAD_BYTES + 1)
     except zlib.error:
-        plain = payload  # RQ, too, takes what is not compressed as it is
+        plain = payload  # RQ, too, accepts a payload that is not compressed
     if len(plain) > MAX_PAYLOAD_BYTES:
         raise PayloadRefused(f"the payload is larger than {MAX_PAYLOAD_BYTES} bytes; it was not opened")
     return plain
@@ -62,7 +63,7 @@ def _read_call(plain: bytes) -> tuple[Any, Any, Any, Any]:
 
 def _fields(function: Any, instance: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     if function != FUNCTION or instance is not None:
-        raise PayloadRefused(f'this queue runs "{FUNCTION}" and nothing else, not {_shown(function)}')
+        raise PayloadRefused(f'this queue runs "{FUNCTION}" and nothing else, not {shown(function)}')
     if not isinstance(args, list) or not isinstance(kwargs, dict):
         raise PayloadRefused("the payload's args must be a list and its kwargs an object")
     if "id" in kwargs:
@@ -79,10 +80,5 @@ def _fields(function: Any, instance: Any, args: Any, kwargs: Any) -> dict[str, A
 def _as_json(fields: dict[str, Any]) -> bytes:
     try:
         return json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # half a surrogate pair; as an escape it gets as far as the check that names its field
+    except UnicodeEncodeError:  # half a surrogate pair: escaped, it reaches the check that names its field
         return json.dumps(fields).encode()
-
-
-def _shown(function: Any) -> str:
-    name = json.dumps(function)
-    return name if len(name) <= 80 else name[:77] + "..."

@@ -1,61 +1,33 @@
-"""One run of an RQ job in RQ's own records: how its start and its end are written, as an RQ worker writes them.
+"""The runs that a gateway has in flight, and how the start and the end of a run are written into RQ's keys.
 
-Only RQ's public calls are used, but put together anew: RQ writes one job at a time and a gateway hundreds, and RQ has no
-fence. Everything here adds commands to the caller's transaction and sends nothing.
+RQ writes one job at a time and has no fence. A gateway writes hundreds at once, with RQ's public calls in another order. The
+`write_` functions add commands to the caller's transaction and send nothing.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
 from redis.client import Pipeline
+from rq import Queue
 from rq.defaults import DEFAULT_RESULT_TTL
-from rq.executions import Execution, ExecutionRegistry
-from rq.job import Job, JobStatus
+from rq.executions import Execution
+from rq.job import JobStatus
 from rq.repeat import Repeat
 from rq.results import Result
-from rq.serializers import JSONSerializer
 from rq.utils import now
 
-from millrace.producer.rq.ledger import Ledger
+from millrace.producer.rq.rq_job import GatewayJob, JobSnapshot
+from millrace.producer.rq.source_queue import SourceQueue
 
 EXECUTION_TTL_S = 3600
-"""RQ declares an execution abandoned, and its job failed, when nobody has renewed it for so long: the time that there may
-be no gateway at all. The ledger notices a dead gateway in seconds and does not depend on it."""
+"""RQ declares an execution abandoned, and fails its job, when nobody has renewed it for this time. So a job survives that
+long without any gateway. The takeover of a dead gateway's jobs takes seconds and does not depend on it."""
 RENEWAL_INTERVAL_S = 60.0
-
-_KEPT_SHUT = frozenset({b"data", b"meta", b"exc_info", b"result"})
-_NO_CALL = b"null"
-_NOT_MIRRORED = {
-    b"success_callback_name": "on_success",
-    b"failure_callback_name": "on_failure",
-    b"stopped_callback_name": "on_stopped",
-    b"webhooks": "webhooks",
-}
-
-
-class GatewayJob(Job):
-    """An RQ job whose payload stays shut: RQ would inflate it without a limit, and open it. It is the producer's: read
-    from `payload`, and never written."""
-
-    payload: bytes | None = None
-    not_mirrored: tuple[str, ...] = ()
-    """Arguments of `enqueue` that it was given and that a gateway cannot honour."""
-
-    def restore(self, raw_data: dict[bytes, bytes]) -> None:
-        """Take the fields of the job's hash."""
-        self.payload = raw_data.get(b"data")
-        self.not_mirrored = tuple(argument for name, argument in _NOT_MIRRORED.items() if raw_data.get(name))
-        fields = {name: value for name, value in raw_data.items() if name not in _KEPT_SHUT}
-        super().restore({**fields, b"data": _NO_CALL})
-
-    def to_dict(self, include_meta: bool = True, include_result: bool = True) -> dict[str, Any]:
-        fields = super().to_dict(include_meta=False, include_result=False)
-        del fields["data"]
-        return fields
 
 
 @dataclass(slots=True, eq=False)
@@ -63,15 +35,15 @@ class GatewayRun:
     """One RQ job that this gateway has in flight: registered with RQ, submitted to Millrace, not yet ended."""
 
     job: GatewayJob
-    ledger: Ledger
-    native_id: str
+    source: SourceQueue
+    millrace_id: str
     execution: Execution
     is_checked: bool = False
-    """Until then its Millrace job may have ended before anybody followed it."""
+    """False: its Millrace job may have ended before the gateway followed it."""
     num_lookups_lost: int = 0
     """How often in a row Millrace did not know the job."""
     is_stopping: bool = False
-    """Somebody has sent RQ's stop-job command."""
+    """RQ's stop-job command has come."""
 
 
 class RunEnd(NamedTuple):
@@ -79,152 +51,149 @@ class RunEnd(NamedTuple):
 
     run: GatewayRun
     kind: Literal["finished", "failed", "stopped", "dropped"]
-    """Dropped: RQ's job was cancelled, deleted or taken by another gateway; nothing is written about it."""
+    """Dropped: RQ's job was cancelled, deleted or taken over by another gateway; no end is written."""
     value: dict[str, Any] | None = None
     reason: str = ""
 
 
-class Standing(NamedTuple):
-    """What RQ and the ledger say about a job, read while the job is under WATCH."""
+class RunTable:
+    """Owns the table of runs. The intake adds and withdraws runs, the result writer removes them; every thread may read."""
 
-    status: str | None
-    """None: it has been deleted."""
-    owner: str
-    native_id: str | None
-    """From the ledger: None when it is not in it, "" before it was registered."""
-    execution_ids: list[str]
-    has_dependents: bool = False
+    def __init__(self, max_in_flight: int) -> None:
+        self._max_in_flight = max_in_flight
+        self._by_job_id: dict[str, GatewayRun] = {}
+        self._by_millrace_id: dict[str, GatewayRun] = {}
+        self._changed = threading.Condition()
 
-    def is_held_by(self, gateway: str) -> bool:
-        """Whether the run is this gateway's to end.
+    def __len__(self) -> int:
+        return len(self._by_job_id)
 
-        RQ's cleanup may have declared it abandoned meanwhile, so it failed or went back to its queue: as long as it is in
-        the ledger it has not ended for us. Cancelled, stopped and finished are somebody's last word.
-        """
-        if self.owner != gateway:
-            return False
-        if self.status == JobStatus.STARTED:
-            return True
-        return self.native_id is not None and self.status in (JobStatus.FAILED, JobStatus.QUEUED, JobStatus.SCHEDULED)
+    def add(self, runs: Iterable[GatewayRun]) -> None:
+        """Add runs. A run replaces the one of the same RQ job."""
+        with self._changed:
+            for run in runs:
+                if old := self._by_job_id.get(run.job.id):
+                    self._remove(old)
+                self._by_job_id[run.job.id] = run
+                self._by_millrace_id[run.millrace_id] = run
 
+    def remove(self, runs: Iterable[GatewayRun]) -> None:
+        """Remove runs; those that are not in the table are skipped."""
+        with self._changed:
+            for run in runs:
+                if self._by_job_id.get(run.job.id) is run:
+                    self._remove(run)
+            self._changed.notify_all()
 
-# --- start ---------------------------------------------------------------------------------------------------------
+    def get(self, job_id: str) -> GatewayRun | None:
+        return self._by_job_id.get(job_id)
+
+    def all(self) -> list[GatewayRun]:
+        with self._changed:
+            return list(self._by_job_id.values())
+
+    def by_millrace_ids(self, millrace_ids: Iterable[str]) -> list[GatewayRun]:
+        """Return the runs of these Millrace jobs; jobs of others are skipped."""
+        return [run for id_ in dict.fromkeys(millrace_ids) if (run := self._by_millrace_id.get(id_))]
+
+    @property
+    def capacity(self) -> int:
+        """How many more jobs may be taken."""
+        return max(0, self._max_in_flight - len(self._by_job_id))
+
+    def wait_for_capacity(self, timeout_s: float) -> bool:
+        """Return whether more jobs may be taken, after the timeout at the latest."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.capacity > 0, timeout_s)
+
+    def _remove(self, run: GatewayRun) -> None:
+        self._by_job_id.pop(run.job.id, None)
+        self._by_millrace_id.pop(run.millrace_id, None)
 
 
 def write_start(
-    pipe: Pipeline, ledger: Ledger, job: GatewayJob, native_id: str, gateway: str, standing: Standing
+    pipe: Pipeline, source: SourceQueue, job: GatewayJob, millrace_id: str, gateway: str, snapshot: JobSnapshot
 ) -> Execution:
-    """The job is started by this gateway: queued, or wherever RQ's cleanup has put it, -> started."""
-    if standing.native_id:  # it had been registered before, by a gateway that has died or by this one
-        leave_registries(pipe, ledger, job, standing.status)
-    # Left alone, an old execution would be found abandoned one day, and the job failed for it.
-    delete_executions(pipe, job, standing.execution_ids)
+    """Start the job: queued, or wherever RQ's cleanup has put it -> started."""
+    if snapshot.millrace_id:  # registered before, by this gateway or one that has died
+        _write_left_registries(pipe, source, job, snapshot.status)
+    # RQ would find an old execution abandoned one day, and fail the job.
+    write_executions_deleted(pipe, job, snapshot)
     execution = Execution.create(job, EXECUTION_TTL_S, pipeline=pipe)
     pipe.hset(execution.key, "worker_name", gateway)  # RQ does it since 2.10
     job.prepare_for_execution(gateway, pipeline=pipe)
     pipe.persist(job.key)  # `ttl` is for the time in the queue
-    ledger.leave_intermediate(pipe, job.id)
-    ledger.write(pipe, job.id, native_id)
+    source.write_registered(pipe, job.id, millrace_id)
     return execution
 
 
-def renew(pipe: Pipeline, run: GatewayRun) -> None:
-    """The execution lives."""
-    run.execution.heartbeat(run.job.started_job_registry, EXECUTION_TTL_S, pipeline=pipe)
-
-
-# --- end -----------------------------------------------------------------------------------------------------------
-
-
-def write_end(pipe: Pipeline, end: RunEnd, job: GatewayJob, standing: Standing, gateway: str) -> None:
-    """started -> finished, failed or stopped, or back to the queue when the producer gave it a Retry. `job` is changed."""
+def write_end(pipe: Pipeline, end: RunEnd, job: GatewayJob, snapshot: JobSnapshot, gateway: str) -> None:
+    """End the job: started -> finished, failed or stopped, or back to the queue when it has a Retry. Changes `job`."""
     run = end.run
-    leave_registries(pipe, run.ledger, job, standing.status)
-    delete_executions(pipe, job, standing.execution_ids)
-    forget(pipe, run)
+    _write_left_registries(pipe, run.source, job, snapshot.status)
+    write_executions_deleted(pipe, job, snapshot)
+    write_removed(pipe, run)
     job.ended_at = now()
-    if end.kind == "finished":
-        _write_success(pipe, run, job, end.value, gateway)
-    elif end.kind == "failed" and job.should_retry:
-        _write_retry(pipe, run, job)
-    else:
-        status = JobStatus.STOPPED if end.kind == "stopped" else JobStatus.FAILED
-        _write_failure(pipe, run, job, status, end.reason, gateway)
-
-
-def forget(pipe: Pipeline, run: GatewayRun) -> None:
-    """This gateway has nothing to do with the run any more."""
-    run.execution.delete(run.job, pipe)
-    run.ledger.remove(pipe, run.job.id)
-
-
-def leave_registries(pipe: Pipeline, ledger: Ledger, job: GatewayJob, status: str | None) -> None:
-    """Out of where RQ's cleanup may have put a job that it took for abandoned."""
-    if status == JobStatus.FAILED:
-        job.failed_job_registry.remove(job, pipeline=pipe)
-    elif status == JobStatus.SCHEDULED:
-        ledger.queue.scheduled_job_registry.remove(job, pipeline=pipe)
-    elif status == JobStatus.QUEUED:
-        ledger.queue.remove(job, pipeline=pipe)
-        ledger.leave_intermediate(pipe, job.id)
-
-
-def read_executions(pipe: Pipeline, job_id: str) -> None:
-    """Asks for the ids of the job's executions; RQ's own call takes a round trip for each."""
-    pipe.zrange(ExecutionRegistry.key_template.format(job_id), 0, -1)
-
-
-def delete_executions(pipe: Pipeline, job: GatewayJob, execution_ids: Iterable[str]) -> None:
-    for execution_id in execution_ids:
-        Execution(execution_id, job.id, job.connection).delete(job, pipe)
-
-
-def _write_success(
-    pipe: Pipeline, run: GatewayRun, job: GatewayJob, value: dict[str, Any] | None, gateway: str
-) -> None:
-    ttl = job.get_result_ttl(DEFAULT_RESULT_TTL)
-    if ttl != 0:
-        job.set_status(JobStatus.FINISHED, pipeline=pipe)
-        job.save(pipeline=pipe)
-        Result.create(job, Result.Type.SUCCESSFUL, ttl, return_value=value, pipeline=pipe, **_stamps(run, job, gateway))
-        job.finished_job_registry.add(job, ttl, pipe)
-    if job.repeats_left:
-        Repeat.schedule(job, run.ledger.queue, pipeline=pipe)
-    else:
-        job.cleanup(ttl, pipeline=pipe, remove_from_queue=False)
-
-
-def _write_retry(pipe: Pipeline, run: GatewayRun, job: GatewayJob) -> None:
-    queue = run.ledger.queue
-    interval_s = job.get_retry_interval()
-    if not interval_s:
-        job.retry(queue, pipe)
-        return
-    assert job.retries_left
-    job.retries_left -= 1  # job.retry would write the new status outside of the transaction
-    queue.schedule_job(job, now() + timedelta(seconds=interval_s), pipeline=pipe)
-
-
-def _write_failure(
-    pipe: Pipeline, run: GatewayRun, job: GatewayJob, status: JobStatus, reason: str, gateway: str
-) -> None:
-    job.set_status(status, pipeline=pipe)
-    job.failed_job_registry.add(job, ttl=job.failure_ttl, exc_string=reason, pipeline=pipe)
-    Result.create_failure(job, job.failure_ttl, exc_string=reason, pipeline=pipe, **_stamps(run, job, gateway))
-
-
-def _stamps(run: GatewayRun, job: GatewayJob, gateway: str) -> dict[str, Any]:
-    return {
+    stamps = {
         "worker_name": gateway,
         "execution_id": run.execution.id,
         "execution_started_at": run.execution.created_at,
         "execution_ended_at": job.ended_at,
     }
+    if end.kind == "finished":
+        _write_success(pipe, run.source.queue, job, end.value, stamps)
+    elif end.kind == "failed" and job.should_retry:
+        _write_retry(pipe, run.source.queue, job)
+    else:
+        write_failure(pipe, job, JobStatus.STOPPED if end.kind == "stopped" else JobStatus.FAILED, end.reason, stamps)
 
 
-def new_job(job_id: str, ledger: Ledger) -> GatewayJob:
-    """A job of this id of which nothing else is known."""
-    job = GatewayJob(job_id, connection=ledger.queue.connection, serializer=JSONSerializer)
-    job.origin = ledger.queue.name
-    job.data = _NO_CALL
-    return job
+def write_removed(pipe: Pipeline, run: GatewayRun) -> None:
+    """Remove this gateway's traces of the run."""
+    run.execution.delete(run.job, pipe)
+    run.source.write_ended(pipe, run.job.id)
+
+
+def write_executions_deleted(pipe: Pipeline, job: GatewayJob, snapshot: JobSnapshot) -> None:
+    """Delete all executions of the job."""
+    for execution_id in snapshot.execution_ids:
+        Execution(execution_id, job.id, job.connection).delete(job, pipe)
+
+
+def write_failure(pipe: Pipeline, job: GatewayJob, status: JobStatus, reason: str, stamps: dict[str, Any]) -> None:
+    """Write a failure without a retry."""
+    job.set_status(status, pipeline=pipe)
+    job.failed_job_registry.add(job, ttl=job.failure_ttl, exc_string=reason, pipeline=pipe)
+    Result.create_failure(job, job.failure_ttl, exc_string=reason, pipeline=pipe, **stamps)
+
+
+def _write_success(pipe: Pipeline, queue: Queue, job: GatewayJob, value: Any, stamps: dict[str, Any]) -> None:
+    ttl = job.get_result_ttl(DEFAULT_RESULT_TTL)
+    if ttl != 0:
+        job.set_status(JobStatus.FINISHED, pipeline=pipe)
+        job.save(pipeline=pipe)
+        Result.create(job, Result.Type.SUCCESSFUL, ttl, return_value=value, pipeline=pipe, **stamps)
+        job.finished_job_registry.add(job, ttl, pipe)
+    if job.repeats_left:
+        Repeat.schedule(job, queue, pipeline=pipe)
+    else:
+        job.cleanup(ttl, pipeline=pipe, remove_from_queue=False)
+
+
+def _write_retry(pipe: Pipeline, queue: Queue, job: GatewayJob) -> None:
+    if not (interval_s := job.get_retry_interval()):
+        job.retry(queue, pipe)
+    else:  # job.retry would write the new status outside of the transaction
+        job.retries_left = (job.retries_left or 1) - 1
+        queue.schedule_job(job, now() + timedelta(seconds=interval_s), pipeline=pipe)
+
+
+def _write_left_registries(pipe: Pipeline, source: SourceQueue, job: GatewayJob, status: str | None) -> None:
+    """Remove the job from where RQ's cleanup puts a job that it takes for abandoned."""
+    if status == JobStatus.FAILED:
+        job.failed_job_registry.remove(job, pipeline=pipe)
+    elif status == JobStatus.SCHEDULED:
+        source.queue.scheduled_job_registry.remove(job, pipeline=pipe)
+    elif status == JobStatus.QUEUED:
+        source.queue.remove(job, pipeline=pipe)
+        source.write_left_intermediate(pipe, job.id)

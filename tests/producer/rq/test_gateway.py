@@ -149,7 +149,7 @@ def test_a_tenant_at_its_limit_keeps_no_other_out_and_does_not_empty_rqs_queue(
     place = (redis_url, rq_queue.name, queue_name)
     with (
         Client(redis_url, queue=queue_name) as client,
-        GatewayProcess(tmp_path / "log", *place, "--max-in-run", "6") as gateway,
+        GatewayProcess(tmp_path / "log", *place, "--max-in-flight", "6") as gateway,
     ):
         client.pause()
         many = [enqueue(rq_queue, tenant="many") for _ in range(4)]
@@ -228,7 +228,7 @@ def test_bad_input_fails_with_a_reason_and_costs_no_other_job(shared_queue: Queu
         "max_tokens: must be an integer from 1": shared_queue.enqueue("millrace.generate", "a", max_tokens=0),
         "temperature: must be a": shared_queue.enqueue("millrace.generate", "a", temperature=float("nan")),
         "max_token: is not a field": shared_queue.enqueue("millrace.generate", "a", max_token=1),
-        'not "os.system"': shared_queue.enqueue("os.system", "true"),
+        "not 'os.system'": shared_queue.enqueue("os.system", "true"),
         "id: must match": enqueue(shared_queue, job_id="x" * 129),
         "deadline_s: is over before": enqueue(shared_queue, run_at=9e9, deadline_s=5),
         "on_success, on_failure: ": enqueue(
@@ -464,7 +464,7 @@ def test_sigterm_leaves_the_jobs_to_the_next_gateway(
     started_s = time.monotonic()
     with GatewayProcess(tmp_path / "next.log", redis_url, rq_queue.name, engine.queue.keys.queue) as following:
         following.wait_until_serving()
-        wait_until(lambda: refreshed(jobs[0]).worker_name == following.name, what="the adoption")
+        wait_until(lambda: refreshed(jobs[0]).worker_name == following.name, what="the takeover")
         engine.let_go()
         wait_for_finished(rq_queue, 50)
     assert time.monotonic() - started_s < 5
@@ -472,7 +472,9 @@ def test_sigterm_leaves_the_jobs_to_the_next_gateway(
 
 
 def test_rqs_shutdown_command_ends_it(gateway: GatewayProcess, rq_queue: Queue) -> None:
-    wait_until(lambda: rq_queue.connection.pubsub_numsub(f"rq:pubsub:{gateway.name}")[0][1] == 1, what="the ear")
+    wait_until(
+        lambda: rq_queue.connection.pubsub_numsub(f"rq:pubsub:{gateway.name}")[0][1] == 1, what="the subscription"
+    )
     send_shutdown_command(rq_queue.connection, gateway.name)
     assert gateway.process.wait(20) == 0
 

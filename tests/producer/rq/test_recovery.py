@@ -18,7 +18,7 @@ from rq.serializers import JSONSerializer
 
 from millrace.embedded import EmbeddedServer
 from millrace.producer.rq.gateway import Gateway
-from millrace.producer.rq.ledger import Ledger
+from millrace.producer.rq.source_queue import SourceQueue
 from millrace.results.connection import connect
 from millrace.results.errors import RedisUnavailable
 from tests.processes import wait_until
@@ -121,9 +121,9 @@ def test_taken_and_not_registered(
     engine: EchoEngine, halfway: Gateway, rq_queue: Queue, redis_url: str, tmp_path: Path
 ) -> None:
     jobs = enqueue_many(rq_queue, 20)
-    (ledger,) = halfway._ledgers
-    assert ledger.take(20) == [job.id.encode() for job in jobs]
-    ledger.sign_off()
+    (source,) = halfway._sources
+    assert source.take(20) == [job.id.encode() for job in jobs]
+    source.sign_off()
     assert rq_queue.count == 0
     with _next(tmp_path, redis_url, rq_queue, engine):
         wait_for_finished(rq_queue, 20)
@@ -142,10 +142,10 @@ def test_registered_and_not_submitted(
         raise RedisUnavailable("gone")
 
     jobs = enqueue_many(rq_queue, 20)
-    monkeypatch.setattr(halfway._native, "submit", fail)
+    monkeypatch.setattr(halfway._millrace, "submit", fail)
     with pytest.raises(RedisUnavailable):
         halfway._intake.take()
-    halfway._ledgers[0].sign_off()
+    halfway._sources[0].sign_off()
     assert all(job.get_status() == "started" for job in jobs)
     assert engine.queue.stats().queued == 0
     with _next(tmp_path, redis_url, rq_queue, engine):
@@ -159,7 +159,7 @@ def test_over_in_millrace_and_not_in_rq(
     jobs = enqueue_many(rq_queue, 20)
     assert halfway._intake.take() == "taken"
     _wait_for_runs(engine, 20)
-    halfway._ledgers[0].sign_off()
+    halfway._sources[0].sign_off()
     with _next(tmp_path, redis_url, rq_queue, engine):
         wait_for_finished(rq_queue, 20)
     _assert_each_ended_once(rq_queue, jobs, engine)
@@ -175,7 +175,7 @@ def test_rqs_cleanup_has_failed_what_goes_on_in_millrace(
     later = rq_queue.enqueue("millrace.generate", "hello 6", max_tokens=8, retry=Retry(max=1, interval=100))
     assert halfway._intake.take() == "taken"
     wait_until(lambda: len(engine.held) == 7, what="the claims")
-    halfway._ledgers[0].sign_off()
+    halfway._sources[0].sign_off()
     rq_queue.started_job_registry.cleanup(timestamp=time.time() + 1e6)
     assert all(job.is_failed for job in failed)
     assert retried.is_queued
@@ -211,20 +211,20 @@ def test_the_reply_to_a_take_is_lost(
 ) -> None:
     jobs = enqueue_many(rq_queue, 5)
     client = connect(redis_url)
-    Ledger(client, rq_queue, queue_name, gateway.name).take(5)  # in its name, and it does not know
+    SourceQueue(client, rq_queue, queue_name, gateway.name).take(5)  # in its name, and it does not know
     wait_for_finished(rq_queue, 5)
     _assert_each_ended_once(rq_queue, jobs, engine)
     client.close()
 
 
-def test_a_job_that_ends_while_it_waits_for_adoption_can_be_cancelled(
+def test_a_job_that_waits_for_a_takeover_can_be_cancelled(
     engine: EchoEngine, halfway: Gateway, rq_queue: Queue, redis_url: str, tmp_path: Path
 ) -> None:
     engine.hold()
     cancelled, other = enqueue_many(rq_queue, 2)
     assert halfway._intake.take() == "taken"
     wait_until(lambda: len(engine.held) == 2, what="the claims")
-    halfway._ledgers[0].sign_off()
+    halfway._sources[0].sign_off()
     cancelled.cancel()
     with _next(tmp_path, redis_url, rq_queue, engine):
         wait_until(lambda: cancelled.id not in engine.held, what="the cancellation in the engine")
@@ -270,7 +270,7 @@ def _owners(jobs: Sequence[Job]) -> set[str | None]:
     return {job.worker_name for job in found if job is not None}
 
 
-def test_a_gateway_that_slept_lets_go_of_what_was_adopted(
+def test_a_gateway_that_was_suspended_drops_the_jobs_that_were_taken_over(
     engine: EchoEngine, gateway: GatewayProcess, rq_queue: Queue, redis_url: str, tmp_path: Path
 ) -> None:
     engine.hold()
@@ -278,14 +278,14 @@ def test_a_gateway_that_slept_lets_go_of_what_was_adopted(
     wait_until(lambda: len(engine.held) == 50, what="the claims")
     gateway.process.send_signal(signal.SIGSTOP)
     with _next(tmp_path, redis_url, rq_queue, engine).wait_until_serving() as second:
-        wait_until(lambda: _owners(jobs) == {second.name}, what="the adoption")
+        wait_until(lambda: _owners(jobs) == {second.name}, what="the takeover")
         engine.may_finish = lambda job: job.job_id != jobs[0].id
         gateway.process.send_signal(signal.SIGCONT)
         wait_for_finished(rq_queue, 49)
         wait_until(lambda: len(Worker.all(queue=rq_queue)) == 2, what="the return of the first one")
         engine.let_go()
         wait_for_finished(rq_queue, 50)
-        wait_until(lambda: "no longer ours" in gateway.text(), what="the first one's insight")
+        wait_until(lambda: "no longer ours" in gateway.text(), what="the first one's log line")
     _assert_each_ended_once(rq_queue, jobs, engine)
 
 
@@ -305,7 +305,7 @@ def test_the_server_dies_and_returns(tmp_path: Path) -> None:
             jobs = enqueue_many(rq_queue, 100)
             wait_until(lambda: len(engine.held) == 100, what="the claims")
             server.kill()
-            wait_until(lambda: "again in" in gateway.text(), what="the gateway's unhealthy_reason")
+            wait_until(lambda: "again in" in gateway.text(), what="the gateway's complaint")
             server.start()
             engine.let_go()
             wait_for_finished(rq_queue, 100)
@@ -313,7 +313,7 @@ def test_the_server_dies_and_returns(tmp_path: Path) -> None:
             wait_for("finished", jobs[-1])
             wait_until(lambda: len(Worker.all(queue=rq_queue)) == 1, what="the worker's return")
             channel = f"rq:pubsub:{gateway.name}"
-            wait_until(lambda: connection.pubsub_numsub(channel)[0][1] == 1, what="the ear's return")
+            wait_until(lambda: connection.pubsub_numsub(channel)[0][1] == 1, what="the new subscription")
             assert all(len(job.results()) == 1 for job in jobs)
             assert gateway.terminate() == 0
         connection.close()

@@ -1,4 +1,4 @@
-"""The gateway as RQ sees it: one worker, with a heartbeat, a state, counts, and a listener for commands."""
+"""The gateway as RQ sees it: one worker with a heartbeat, a state and counts, which listens for commands."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rq.serializers import JSONSerializer
 from rq.worker import BaseWorker
 from rq.worker.base import WorkerStatus
 
-from millrace.producer.rq.run_table import RunTable
-from millrace.producer.rq.runs import GatewayJob
+from millrace.producer.rq.rq_job import GatewayJob
+from millrace.producer.rq.runs import RunTable
 
 logger = logging.getLogger("millrace.gateway")
 
 WORKER_TTL_S = 15
-"""RQ adds a minute. A gateway that was killed is off RQ's list of workers after that, or when it is adopted."""
+"""RQ adds a minute. After that, or when its jobs are taken over, a killed gateway is off RQ's list of workers."""
 _LISTEN_S = 5.0
 
 
-class Presence:
+class WorkerEntry:
     """Owns the gateway's entry among RQ's workers."""
 
     def __init__(self, connection: redis.Redis, queues: Sequence[Queue], name: str, runs: RunTable) -> None:
@@ -34,38 +34,35 @@ class Presence:
         self._queues = list(queues)
         self._worker = _worker(self._queues, name, is_ours=True)
         self._runs = runs
-        self._lock = threading.Lock()  # so that the last word about the state is a true one
+        self._lock = threading.Lock()  # so that the state that is written last is the right one
         self.is_suspended = False
 
-    def sign_on(self) -> None:
-        self._worker.register_birth()
-        self._worker.set_state(WorkerStatus.IDLE)
-
-    def beat(self) -> None:
-        """Stay on RQ's list; come back to it when the entry was lost, with the server's memory or to an adopter."""
+    def heartbeat(self) -> None:
+        """Write or renew the entry. It may have been lost, with the server's memory or by a takeover."""
         with self._lock, self._connection.pipeline() as pipe:
             if not self._connection.sismember(self._worker.redis_workers_keys, self._worker.key):
                 self._connection.delete(self._worker.key)
                 self._worker.register_birth()
             self._worker.heartbeat(pipeline=pipe)
-            self._write_state(pipe, self._state())
+            self.write_state(pipe, self._state())
             pipe.execute()
 
-    def correct_state(self) -> None:
-        """The number of jobs in flight has changed."""
+    def update_state(self) -> None:
+        """Write the state that follows from the number of jobs in flight, if it has changed."""
         with self._lock, self._connection.pipeline() as pipe:
             if self._worker.get_state() != self._state():
-                self._write_state(pipe, self._state())
+                self.write_state(pipe, self._state())
                 pipe.execute()
 
     def write_busy(self, pipe: Pipeline, job_id: str) -> None:
-        """It works on this job, and on as many others as there may be: RQ has room for one."""
+        """Show this job as the current one. There may be others: RQ shows one."""
         self._worker.set_state(WorkerStatus.BUSY, pipeline=pipe)
         self._worker.set_current_job_id(job_id, pipeline=pipe)
 
-    def write_idle(self, pipe: Pipeline) -> None:
-        """These were the last jobs in flight."""
-        self._write_state(pipe, WorkerStatus.IDLE)
+    def write_state(self, pipe: Pipeline, state: WorkerStatus) -> None:
+        self._worker.set_state(state, pipeline=pipe)
+        if state == WorkerStatus.IDLE:
+            self._worker.set_current_job_id(None, pipeline=pipe)
 
     def write_counts(self, pipe: Pipeline, num_finished: int, num_failed: int, working_time_s: float) -> None:
         pipe.hincrby(self._worker.key, "successful_job_count", num_finished)
@@ -76,7 +73,7 @@ class Presence:
         self._worker.register_death()
 
     def remove_dead(self, gateway: str) -> None:
-        """Take a gateway that has died off RQ's list."""
+        """Remove the entry of a gateway that has died."""
         _worker(self._queues, gateway, is_ours=False).register_death()
 
     def _state(self) -> WorkerStatus:
@@ -84,57 +81,38 @@ class Presence:
             return WorkerStatus.SUSPENDED
         return WorkerStatus.BUSY if len(self._runs) else WorkerStatus.IDLE
 
-    def _write_state(self, pipe: Pipeline, state: WorkerStatus) -> None:
-        self._worker.set_state(state, pipeline=pipe)
-        if state == WorkerStatus.IDLE:
-            self._worker.set_current_job_id(None, pipeline=pipe)
-
 
 class CommandListener:
-    """Owns the subscription to the commands that RQ sends to a worker. What is said while the connection is lost is not
-    heard."""
+    """Owns the subscription to RQ's commands for this worker. Commands that come while the connection is lost are lost."""
 
-    def __init__(
-        self, connection: redis.Redis, name: str, stop_job: Callable[[str], None], stop: Callable[[], None]
-    ) -> None:
-        untyped: Any = connection
-        self._pubsub = untyped.pubsub(ignore_subscribe_messages=True)
+    def __init__(self, connection: Any, name: str, stop_job: Callable[[str], None], stop: Callable[[], None]) -> None:
+        self._pubsub = connection.pubsub(ignore_subscribe_messages=True)
         self._channel = f"rq:pubsub:{name}"
         self._stop_job = stop_job
         self._stop = stop
 
     def listen(self) -> None:
-        """Hear the next command, if there is one soon."""
+        """Handle the next command, if one comes within a few seconds."""
         if not self._pubsub.subscribed:
             self._pubsub.subscribe(self._channel)
         message = self._pubsub.get_message(timeout=_LISTEN_S)
-        if message is not None and message["type"] == "message":
-            self._handle(message["data"])
-
-    def _handle(self, data: bytes) -> None:
+        if message is None or message["type"] != "message":
+            return
         try:
-            command = json.loads(data)
+            command = json.loads(message["data"])
             kind, job_id = command["command"], command.get("job_id")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            logger.warning("a command of RQ that cannot be read: %r", data[:200])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            logger.warning("ignored a command that RQ has not written: %r", message["data"][:200])
             return
         if kind == "stop-job" and isinstance(job_id, str):
             self._stop_job(job_id)
         elif kind == "shutdown":
-            logger.info("told to shut down")
+            logger.info("RQ's shutdown command: stopping")
             self._stop()
-        else:  # kill-horse: there is no horse
-            logger.warning("the command %s of RQ means nothing to a gateway", kind)
+        else:  # kill-horse: a gateway has no work-horse process
+            logger.warning("ignored RQ's command %.100r: a gateway has stop-job and shutdown", kind)
 
 
 def _worker(queues: list[Queue], name: str, *, is_ours: bool) -> Any:
-    """Any: RQ's annotations are partial."""
-    return BaseWorker(
-        queues,
-        name=name,
-        connection=queues[0].connection,
-        job_class=GatewayJob,
-        serializer=JSONSerializer,
-        worker_ttl=WORKER_TTL_S,
-        prepare_for_work=is_ours,
-    )
+    options: Any = {"connection": queues[0].connection, "job_class": GatewayJob, "serializer": JSONSerializer}
+    return BaseWorker(queues, name=name, worker_ttl=WORKER_TTL_S, prepare_for_work=is_ours, **options)
