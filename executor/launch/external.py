@@ -25,14 +25,13 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from millrace.executor.errors import StartError
-from millrace.executor.launch.directory_reaper import DirectoryReaper
+from millrace.executor.launch.directory_reaper import DirectoryReaper, temporary_directory
 from millrace.executor.launch.process import End, RankHandle, close_all, python_path
 from millrace.executor.rank.serve import DUMP_SIGNAL, die_with_parent
 from millrace.executor.remote import RemoteExecutor
@@ -249,8 +248,9 @@ def _rendezvous_dir(environment: Mapping[str, str], parent_pid: int) -> Path:
     script between the two has to `exec`."""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     told = ":".join([str(parent_pid), *(environment.get(name, "") for name in names)])
-    parent = tempfile.gettempdir()
-    return Path(parent if len(parent) < 40 else "/tmp") / f"millrace-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    parent = temporary_directory()
+    name = f"millrace-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
+    return (parent if len(str(parent)) < 40 else Path("/tmp")) / name
 
 
 def _make_private(directory: Path) -> DirectoryReaper:
