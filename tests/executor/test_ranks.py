@@ -22,7 +22,7 @@ def test_the_output_rank_is_the_first_of_the_last_stage() -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_the_death_of_any_rank_ends_the_step_at_once(make: Make, rank: int, tmp_path: Path) -> None:
-    executor = start(make(f"die-at-step=1,on-rank={rank},once={tmp_path / 'died'},meet={tmp_path}", **TWO_BY_TWO))
+    executor = start(make(f"die-at-step=1,on-rank={rank},once={tmp_path / 'died'},barrier={tmp_path}", **TWO_BY_TWO))
     before_s = time.monotonic()
     with pytest.raises(WorkerDied, match=f"rank {rank} .*SIGKILL"):
         executor.execute_model(first_step(executor)).result()
@@ -33,7 +33,7 @@ def test_the_death_of_any_rank_ends_the_step_at_once(make: Make, rank: int, tmp_
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_the_error_of_a_rank_that_does_not_answer_for_all_surfaces(make: Make, rank: int, tmp_path: Path) -> None:
-    executor = start(make(f"raise-at-step=1,on-rank={rank},meet={tmp_path}", SHORT, **TWO_BY_TWO))
+    executor = start(make(f"raise-at-step=1,on-rank={rank},barrier={tmp_path}", SHORT, **TWO_BY_TWO))
     with pytest.raises(WorkerError, match=f"rank {rank}"):
         executor.execute_model(first_step(executor)).result()
 

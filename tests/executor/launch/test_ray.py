@@ -48,7 +48,7 @@ def test_a_rank_is_lost_at_every_moment_and_replaced(make: Make, action: str, ra
     meeting.mkdir()
     moments = ("start", "step=2", "sleep", "shutdown")
     faults = ",".join(f"{action}-at-{moment}" for moment in moments)
-    executor = make(f"{faults},on-rank={rank},once={safe},meet={meeting}", SHORT)
+    executor = make(f"{faults},on-rank={rank},once={safe},barrier={meeting}", SHORT)
     with pytest.raises(StartError, match=f"rank {rank}"):
         executor.start()
     start(executor)
@@ -80,13 +80,13 @@ def test_the_stacks_of_all_ranks_are_in_the_engines_log_when_one_hangs(
     make: Make, rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     patient = msgspec.structs.replace(SHORT, dump_s=2.0)
-    executor = start(make(f"hang-at-step=1,on-rank={rank},meet={tmp_path},once={tmp_path / 'done'}", patient))
+    executor = start(make(f"hang-at-step=1,on-rank={rank},barrier={tmp_path},once={tmp_path / 'done'}", patient))
     with pytest.raises(WorkerDied, match="stuck"):
         executor.execute_model(first_step(executor)).result()
     told = [record.getMessage() for record in caplog.records if "the stacks of rank" in record.getMessage()]
     (of_stuck,), (of_peer,) = ([text for text in told if f"rank {one}:" in text] for one in (rank, 1 - rank))
     assert "in _act" in of_stuck
-    assert "in _meet" in of_peer
+    assert "in _wait_for_ranks" in of_peer
     executor.restart()
     assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
 
