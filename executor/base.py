@@ -101,9 +101,7 @@ class Executor(ABC):
         self._sleep_state = SleepState()
         self._recorder.mark_idle()
         self._facts = self._start_workers()
-        if (
-            self._config.device == "auto"
-        ):  # decided once: a GPU that disappears later is lost, and the CPU no substitute
+        if self._config.device == "auto":  # decided once: the CPU does not replace a GPU that is lost later
             self._config = replace(self._config, device=self.facts.device.partition(":")[0])
         return self.facts
 

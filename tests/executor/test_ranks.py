@@ -1,4 +1,4 @@
-"""Several ranks: whose answer counts, what one rank's failure means for the others, who loads when."""
+"""Several ranks: whose result counts, what the failure of one rank means for the others, how many load at a time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_all_ranks_end_when_one_is_stuck_in_its_end(make: Make) -> None:
 
 @pytest.mark.parametrize(("limit", "most"), [(1, 1), (2, 2), (None, 4)])
 def test_no_more_ranks_load_at_a_time_than_allowed(make: Make, tmp_path: Path, limit: int | None, most: int) -> None:
-    """In the start, and when the weights are read again on waking; not when they were kept."""
+    """In the start, and in `wake_up` if the weights were dropped."""
     executor = start(make(f"count-loading={tmp_path}", max_parallel_loading_workers=limit, **TWO_BY_TWO))
     executor.check_health()
     seen = take_seen(tmp_path)
@@ -81,7 +81,7 @@ def test_no_more_ranks_load_at_a_time_than_allowed(make: Make, tmp_path: Path, l
 
 
 def take_seen(directory: Path) -> list[int]:
-    """How many ranks were loading when each of those did that have noted it since the last time."""
+    """Remove the marks that ranks left while they loaded. Returns how many were loading then, of each mark."""
     marks = list(directory.glob("seen-*"))
     for mark in marks:
         mark.unlink()

@@ -1,4 +1,4 @@
-"""`millrace serve` under torchrun: its processes become ranks, and the service lives and ends with them."""
+"""`millrace serve` under torchrun: its processes become ranks, and the service ends with them."""
 
 from __future__ import annotations
 

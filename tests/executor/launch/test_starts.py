@@ -20,7 +20,6 @@ from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.launch.process import End
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.channel import Channel
-from millrace.executor.wire.failures import is_retryable_exit
 from millrace.executor.wire.handshake import Handshake
 from millrace.executor.wire.messages import DumpStacks, Failure, StartFailed, encode
 from tests.executor.kinds import SHORT, STUB, Make, marks_of, stub_config, worker_pids
@@ -179,10 +178,3 @@ def test_the_last_message_of_a_rank_counts_though_its_end_is_seen_before() -> No
         ended.close()
         channel.close()
     assert (caught.value.phase, caught.value.is_retryable) == ("load_model", False)
-
-
-@pytest.mark.parametrize(
-    ("status", "is_retryable"), [(0, True), (1, True), (2, False), (7, True), (8, True), (-9, True)]
-)
-def test_only_a_worker_that_names_the_configuration_is_not_started_again(status: int, is_retryable: bool) -> None:
-    assert is_retryable_exit(status) == is_retryable
