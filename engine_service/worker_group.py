@@ -180,7 +180,7 @@ class WorkerGroup:
         """Start the workers and allocate their KV pool. Raises `StartError` for every kind of failure."""
         try:
             attempt()
-            if not self._executor.has_cache:
+            if self._executor.num_device_blocks == 0:
                 self._executor.initialize_cache(*self._executor.determine_num_available_blocks())
         except WorkerError as error:
             retryable, failure = error.failure.is_retryable, error.failure

@@ -1,4 +1,4 @@
-"""What can go wrong between the engine and its workers."""
+"""The errors between the engine and its workers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ class ExecutorError(Exception):
 
 
 class UnknownMethod(ExecutorError):
-    """Raised when a call names something that is not in `WORKER_METHODS`."""
+    """Raised when a call names a method that is not in `WORKER_METHODS`."""
 
 
 class ExecutorTimeout(ExecutorError, TimeoutError):
-    """Raised when a reply did not come in time; the reply is dropped when it does."""
+    """Raised when a reply did not arrive in time. A late reply is dropped."""
 
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(f"rank {rank}: {message}")
         self.rank = rank
-        """The first of those that did not answer."""
+        """The first rank that did not answer."""
 
 
 class WorkerError(ExecutorError):
-    """Raised when a worker answered a call with an error of its own; the process lives on."""
+    """Raised when a worker answered a call with an error. Its process goes on."""
 
     def __init__(self, rank: int, failure: Failure) -> None:
         super().__init__(f"rank {rank}: {failure.kind}: {failure.message}")
@@ -32,8 +32,7 @@ class WorkerError(ExecutorError):
 
 
 class WorkerDied(ExecutorError):
-    """Raised when a worker is lost: it has ended, or it was ended because it was stuck. Nothing but `restart` and
-    `shutdown` works afterwards."""
+    """Raised when a worker ended, or was killed because it was stuck. Only `restart` and `shutdown` work afterwards."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank} is gone: {reason}")
@@ -42,11 +41,11 @@ class WorkerDied(ExecutorError):
 
 
 class Asleep(ExecutorError):
-    """Raised when a step is wanted of workers that sleep; `wake_up` first."""
+    """Raised when a step is sent to workers that sleep. Call `wake_up` first."""
 
 
 class StartError(ExecutorError):
-    """Raised when a worker did not become ready; names the phase, and the rank."""
+    """Raised when a worker did not become ready. Names the phase and the rank."""
 
     def __init__(
         self, phase: str, rank: int, message: str, *, is_retryable: bool, failure: Failure | None = None
@@ -56,5 +55,5 @@ class StartError(ExecutorError):
         self.rank = rank
         self.message = message
         self.is_retryable = is_retryable
-        """False when another attempt would end the same way: a wrong model directory, a wrong option."""
+        """False when another attempt would fail in the same way: a wrong model directory, a wrong option."""
         self.failure = failure

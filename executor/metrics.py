@@ -1,4 +1,4 @@
-"""What an executor tells about itself: counts, and percentiles over the last steps and calls."""
+"""The metrics of an executor: counts, and percentiles over the last steps and calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 _WINDOW = 1024
-"""Samples that percentiles are taken from; the oldest make room."""
+"""Number of samples that percentiles are computed from: the newest."""
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -17,21 +17,21 @@ class Percentiles(msgspec.Struct, frozen=True):
     p95: float = 0.0
     p99: float = 0.0
     count: int = 0
-    """Of all samples so far, as is the next."""
+    """Of all samples so far; so is the next field."""
     sum_s: float = 0.0
 
 
 class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures since the executor was made. A request is one step or one call."""
+    """Metrics since the executor was made. A request is one step or one call."""
 
     name: str
     world_size: int
     wanted_world_size: int
-    """More than `world_size` while lost devices are missing."""
+    """The configured number of ranks. More than `world_size` while devices are lost."""
     epoch: int
     num_active_workers: int
     num_failed_workers: int
-    """Losses so far, by whatever cause."""
+    """Workers lost so far, for any reason."""
     num_restarts: int
     num_requests: int
     num_completed: int
@@ -39,38 +39,38 @@ class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_steps: int
     num_tokens: int
     num_stale_replies: int
-    """Messages that nobody waited for any more, and what no worker of ours sent."""
+    """Replies that came too late, and messages that no worker of ours sent."""
     requests_per_s: float
-    """Over the time from the first request to the last reply, as is the next."""
+    """Over the time from the first request to the last reply; so is the next field."""
     tokens_per_s: float
     latency_s: Percentiles
-    """From a step's or a call's sending to its last needed reply."""
+    """From sending a step or a call to its last needed reply."""
     step_s: Percentiles
-    """What a step took: from its sending, or the reply before it where steps overlap, to its reply."""
+    """Duration of a step: from sending it, or from the reply before it where steps overlap, to its reply."""
     host_s: Percentiles
-    """From a reply to the next step's sending when no other was under way: the workers had nothing to do. Time without
-    work, in sleep or in repair does not count."""
+    """From a reply to sending the next step when no other step was in flight, so the workers waited for the host. Time
+    without work, asleep or in recovery does not count."""
     rpc_s: Percentiles
-    """A step's latency without the time that its worker reports: the way there and back."""
+    """Latency of a step minus the time that its worker reports: the cost of the transport."""
     plan_bytes: int
-    """Payload of all step plans so far; 0 where nothing crosses a process line, as is the next."""
+    """Payload of all step plans so far. 0 where the worker is in this process; so is the next field."""
     reply_bytes: int
     """Payload of all ranks' replies to steps so far."""
     recovery_s: float
-    """What the last replacement of the workers took: from the moment that the loss was noticed, or from the first attempt
-    where nothing was lost, until the KV pool was there again. Pauses and failed attempts included; 0 before the first."""
+    """Duration of the last replacement of the workers: from noticing the loss, or from the first attempt if none was
+    lost, until the KV pool was allocated again. Includes pauses and failed attempts. 0 before the first."""
     num_blocks: int
     """Size of the KV pool, 0 before it is allocated."""
     device_bytes: list[int | None]
-    """By rank: device memory held, some seconds ago at most; None where the device is the host."""
+    """By rank: device memory held, at most some seconds ago. None where the device is the host."""
     device_total_bytes: list[int | None]
-    """By rank: what the device has."""
+    """By rank: memory of the device."""
     device_utilization: list[float | None]
-    """By rank: share of the time that the device computed, 0 to 1, some seconds ago at most; None where it does not tell."""
+    """By rank: share of the time that the device computed, 0 to 1, at most some seconds ago. None where it is unknown."""
 
 
 class Recorder:
-    """Owns the counts and samples of one executor. Costs a microsecond or two a step."""
+    """Owns the counts and samples of one executor. Costs one or two microseconds per step."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_completed = self.num_failed = 0
@@ -89,53 +89,53 @@ class Recorder:
         self._last_s = 0.0
         self._step_ended_s: float | None = None
 
-    def sent(self, now_s: float) -> None:
+    def request_sent(self, now_s: float) -> None:
         self.num_requests += 1
         if self._first_s is None:
             self._first_s = now_s
 
-    def sent_step(self, now_s: float, num_bytes: int, num_in_flight: int) -> None:
-        """`num_in_flight`: other steps under way."""
+    def step_sent(self, now_s: float, num_bytes: int, num_in_flight: int) -> None:
+        """`num_in_flight`: other steps in flight."""
         self.num_steps += 1
         self.plan_bytes += num_bytes
         if num_in_flight == 0 and self._step_ended_s is not None:
             self.host_s.add(now_s - self._step_ended_s)
 
-    def completed(self, latency_s: float, now_s: float, *, is_failure: bool) -> None:
+    def request_done(self, latency_s: float, now_s: float, *, is_failure: bool) -> None:
         self.num_failed += is_failure
         self.num_completed += not is_failure
         self.latency_s.add(latency_s)
         self._last_s = now_s
         if is_failure:
-            self.idle()
+            self.mark_idle()
 
-    def completed_step(self, sent_s: float, now_s: float, device_s: float, num_tokens: int) -> None:
-        """Before `completed` of the same request."""
+    def step_done(self, sent_s: float, now_s: float, device_s: float, num_tokens: int) -> None:
+        """Call it before `request_done` of the same step."""
         began_s = max(sent_s, self._step_ended_s or 0.0)
         self._step_ended_s = now_s
         self.num_tokens += num_tokens
         self.step_s.add(now_s - began_s)
         self.rpc_s.add(max(0.0, now_s - sent_s - device_s))
 
-    def saw_stats(self, by_rank: list[dict[str, Any]]) -> None:
-        """What the ranks say of themselves."""
+    def set_worker_stats(self, by_rank: list[dict[str, Any]]) -> None:
+        """`by_rank`: see `Worker.stats`."""
         self.device_bytes = [figures.get("device_bytes") for figures in by_rank]
         self.device_total_bytes = [figures.get("device_total_bytes") for figures in by_rank]
         self.device_utilization = [figures.get("device_utilization") for figures in by_rank]
 
-    def saw_device(self, rank: int, num_bytes: int | None, utilization: float | None) -> None:
-        """A rank has looked again."""
+    def set_device_sample(self, rank: int, num_bytes: int | None, utilization: float | None) -> None:
+        """A heartbeat has brought newer values. None: no newer one."""
         if num_bytes is not None and rank < len(self.device_bytes):
             self.device_bytes[rank] = num_bytes
         if utilization is not None and rank < len(self.device_utilization):
             self.device_utilization[rank] = utilization
 
-    def idle(self) -> None:
-        """There was nothing to run, or nobody to run it: the time until the next step is not the host's."""
+    def mark_idle(self) -> None:
+        """Do not count the time until the next step as the host's: there is no work, or there are no workers."""
         self._step_ended_s = None
 
     def metrics(self, **facts: Any) -> ExecutorMetrics:
-        """All figures; `facts` are those that the executor knows itself."""
+        """Return all metrics. `facts`: the fields that the executor knows itself."""
         span_s = self._last_s - self._first_s if self._first_s is not None else 0.0
         return ExecutorMetrics(
             num_failed_workers=self.num_failed_workers,
@@ -162,7 +162,7 @@ class Recorder:
 
 
 class Samples:
-    """Owns the last samples of one figure, and the count and sum of all."""
+    """Owns the last samples of one duration, and the count and sum of all."""
 
     def __init__(self) -> None:
         self._samples: list[float] = []

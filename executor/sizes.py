@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def smaller_sizes(tensor_parallel_size: int, pipeline_parallel_size: int) -> list[tuple[int, int]]:
-    """Sizes that need fewer ranks, the largest first. A divisor of a tensor parallel size that fits the model fits too."""
+    """Return sizes that need fewer ranks, the largest first. A divisor of a valid tensor parallel size is valid too."""
     sizes = [
         (tensor, stages)
         for tensor in range(1, tensor_parallel_size + 1)
@@ -18,7 +18,7 @@ def smaller_sizes(tensor_parallel_size: int, pipeline_parallel_size: int) -> lis
 def why_impossible(
     tensor_parallel_size: int, pipeline_parallel_size: int, *, num_heads: int, num_kv_heads: int, num_layers: int
 ) -> str | None:
-    """Why a model can't be divided so, and what would work; None when it can."""
+    """Return why a model can't be divided by these sizes, and which sizes are possible. None when it can."""
     possible = [size for size in range(1, num_kv_heads + 1) if num_heads % size == 0 and num_kv_heads % size == 0]
     if tensor_parallel_size not in possible:
         return (

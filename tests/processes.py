@@ -25,7 +25,7 @@ def wait_until(is_true: Callable[[], object], limit_s: float = 30.0, what: str =
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that it has started, but for the brooms of directories and what has not become a program of its own."""
+    """Return the processes that it has started, without directory reapers and without forks that still are to call exec."""
 
     def command(pid: int | str) -> bytes:
         try:

@@ -1,1 +1,1 @@
-"""The ways to start ranks, notice their end, and end them."""
+"""How executors start ranks, notice their end, and end them."""

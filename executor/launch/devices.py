@@ -1,4 +1,4 @@
-"""The GPUs of this host, as far as can be told without torch."""
+"""The GPUs of this host, found without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def num_visible_gpus() -> int | None:
-    """GPUs that a rank on this host could take, without asking torch. None: there are none, so that ranks run on the CPU."""
+    """Return the number of GPUs that ranks on this host can use. None: there is none, and ranks run on the CPU."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return len([name for name in named.split(",") if name.strip() and name.strip() != "-1"]) or None

@@ -1,4 +1,4 @@
-"""A directory that is gone when its owner is, even by SIGKILL: a shell waits for that, and sweeps."""
+"""Directories that are removed when their owner ends, even by SIGKILL: a shell waits for that end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import tempfile
 from pathlib import Path
 
 MAX_DIRECTORY_BYTES = 107 - len("/executor.sock")
-"""A unix socket's path may have 107 bytes."""
-_REAP = 'read -r line; rm -rf -- "$0"'  # until it is told, or its input ends with the last that holds the other end
+"""The path of a unix socket has at most 107 bytes."""
+_REAP = 'read -r line; rm -rf -- "$0"'  # waits for one line, or for the end of input when no process holds the pipe
 
 
 class DirectoryReaper:
-    """Owns a shell that removes a directory, which may come into being later, as soon as nobody holds `fd` any more."""
+    """Owns a shell that removes a directory once no process holds `fd`. The directory need not exist yet."""
 
     def __init__(self, directory: str) -> None:
         self._shell = subprocess.Popen(
@@ -25,19 +25,19 @@ class DirectoryReaper:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",
-            start_new_session=True,  # Ctrl-C is not for it: it ends after its owner
+            start_new_session=True,  # Ctrl-C must not end it before its owner
         )
         assert self._shell.stdin is not None
         self._pipe = self._shell.stdin
 
     @property
     def fd(self) -> int:
-        """For processes that shall hold it too; others do not inherit it."""
+        """The pipe. Pass it to the processes that use the directory too; it is not inherited otherwise."""
         return self._pipe.fileno()
 
     def close(self) -> None:
-        """Have it swept now, whoever else holds `fd`, also unasked: a process that was forked meanwhile. Returns when the
-        directory has been removed. Once."""
+        """Remove the directory now, even if another process holds `fd`, such as a fork of this one. Blocks until it is
+        removed. Call it once."""
         with contextlib.suppress(BrokenPipeError):  # the shell was killed
             self._pipe.write(b"\n")
             self._pipe.close()
@@ -45,13 +45,13 @@ class DirectoryReaper:
 
 
 class PrivateDirectory:
-    """Owns a new directory that only this user can enter, with a path short enough for a unix socket in it."""
+    """Owns a new directory that only this user can enter. Its path is short enough for a unix socket in it."""
 
     def __init__(self) -> None:
         name = f"millrace-{secrets.token_hex(6)}"
-        path = Path(tempfile.gettempdir(), name)
+        path = temporary_directory() / name
         self.path = str(path if len(os.fsencode(path)) <= MAX_DIRECTORY_BYTES else Path("/tmp", name))
-        self._reaper = DirectoryReaper(self.path)  # before there is anything to sweep
+        self._reaper = DirectoryReaper(self.path)  # before there is a directory to remove
         try:
             os.mkdir(self.path, 0o700)
         except BaseException:
@@ -59,6 +59,16 @@ class PrivateDirectory:
             raise
 
     def remove(self) -> None:
-        """Once."""
+        """Call it once."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._reaper.close()
+
+
+def temporary_directory() -> Path:
+    """Return the directory for temporary files that `tempfile.gettempdir` would return, without writing to it."""
+    # gettempdir creates a trial file. If the process is killed before it removes that file, the file stays.
+    if tempfile.tempdir is not None:
+        return Path(tempfile.tempdir)
+    candidates = [*(os.environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")), "/tmp", "/var/tmp"]
+    usable = (path for path in candidates if path and os.access(path, os.W_OK | os.X_OK))
+    return Path(next(usable, "/tmp")).absolute()

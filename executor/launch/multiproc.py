@@ -1,18 +1,18 @@
-"""`MultiprocExecutor`: one process per rank on this host, reached over ZeroMQ. It survives the death of its workers."""
+"""`MultiprocExecutor`: one process per rank on this host, over ZeroMQ. It survives the death of its workers."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from millrace.executor.launch.process import WorkerProcess, close_all
+from millrace.executor.launch.process import WorkerProcess, close_all, kill_all
 from millrace.executor.remote import RemoteExecutor
 from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.messages import WorkerConfig
 
 
 class MultiprocExecutor(RemoteExecutor):
-    """Owns the worker processes. Start it from a thread that lives as long as they shall."""
+    """Owns the worker processes. They end when the thread ends that started them."""
 
     name = "mp"
     can_restart = True
@@ -22,9 +22,9 @@ class MultiprocExecutor(RemoteExecutor):
         """Takes `worker_module`, `log_level` and `limits`."""
         super().__init__(config, **options)
         self._devices = visible_devices(self.world_size)
-        """Those that the present ranks may take, in their order."""
+        """Devices that the present ranks may use, in rank order."""
         self._lost_devices: list[str] = []
-        """Of ranks that did not come up since all did; the oldest loss first."""
+        """Devices of ranks that did not start since all ranks did, in the order of their loss."""
 
     def resize(self, tensor_parallel_size: int, pipeline_parallel_size: int, *, lost_rank: int | None = None) -> None:
         lost = [] if lost_rank is None else self._devices[lost_rank : lost_rank + 1]
@@ -32,13 +32,13 @@ class MultiprocExecutor(RemoteExecutor):
         self._lost_devices = [name for name in self._lost_devices if name not in lost] + lost
         self._devices = visible_devices(self._wanted_world_size)
         if self.world_size < self._wanted_world_size:
-            sound = [name for name in self._devices if name not in self._lost_devices]
-            self._devices = (sound + self._lost_devices)[: max(len(sound), self.world_size)]
+            good = [name for name in self._devices if name not in self._lost_devices]
+            self._devices = (good + self._lost_devices)[: max(len(good), self.world_size)]
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         super().initialize_cache(num_device_blocks, num_host_blocks)
         if self.world_size == self._wanted_world_size:
-            self._lost_devices.clear()  # all are back
+            self._lost_devices.clear()  # all ranks run again
 
     def _open_channel(self) -> Channel:
         return Channel(self._num_starts, self.world_size)
@@ -51,20 +51,19 @@ class MultiprocExecutor(RemoteExecutor):
                 where = (self._worker_module, channel.address, identity, self._log_level)
                 processes.append(WorkerProcess(rank, *where, environment=self._environment()))
         except BaseException:
-            for process in processes:
-                process.kill()
+            kill_all(processes)
             close_all(processes)
             raise
         return processes
 
     def _environment(self) -> dict[str, str]:
-        """With fewer ranks than wanted, the devices that are left; else the ranks see what this process sees."""
+        """Return the variables for all ranks: the remaining devices, if there are fewer ranks than wanted."""
         if self.world_size == self._wanted_world_size:
             return {}
         return {"CUDA_VISIBLE_DEVICES": ",".join(self._devices)}
 
 
 def visible_devices(world_size: int) -> list[str]:
-    """Names of the GPUs that ranks take one after the other; on a host without any they mean nothing."""
+    """Return the names of the GPUs that ranks use in this order. Without meaning on a host without GPUs."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     return named.split(",") if named is not None else [str(rank) for rank in range(world_size)]

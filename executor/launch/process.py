@@ -1,4 +1,4 @@
-"""The life of one rank's process: start, notice its end, stop it for good."""
+"""The process of a rank: start it, notice its end, stop it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from millrace.executor.wire.failures import describe_exit, is_retryable_exit
 logger = logging.getLogger("millrace.executor")
 
 _KILLED_S = 30.0
-"""What the kernel gets to take a killed process away; a device driver may hold it for a while."""
+"""For the kernel to end a killed process; a device driver may delay that."""
 
 PACKAGE_ROOT = str(Path(__file__).absolute().parents[3])
-"""Where `import millrace` finds this package. Links stay: a checkout has this folder at its top, too."""
+"""The folder from which `import millrace` works. Links are not resolved: a checkout also has this folder at its top."""
 
 
 class End(msgspec.Struct, frozen=True):
@@ -32,44 +32,44 @@ class End(msgspec.Struct, frozen=True):
 
     reason: str
     is_killed: bool
-    """By a signal: nothing that the rank did or said by itself."""
+    """By a signal, and not by the rank itself."""
     is_retryable: bool
 
 
 class RankHandle(Protocol):
-    """One rank as its executor holds it, wherever it runs."""
+    """One rank as its executor sees it, on whatever host it runs."""
 
     rank: int
 
     @property
     def pid(self) -> int:
-        """Of its process, on its own host."""
+        """Process id, on the rank's host."""
 
     def fileno(self) -> int:
-        """A descriptor that is readable once the rank has ended."""
+        """Return a descriptor that is readable once the rank has ended."""
 
     def end(self) -> End | None:
-        """How it ended; None while it runs."""
+        """Return how it ended, None while it runs."""
 
     def dump_stacks(self) -> None:
-        """Have the stack of every thread written to its log or the engine's, if it still can."""
+        """Let the rank write the stack of every thread to its log or to the engine's, if it still can."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within the time."""
+        """Wait for its end. Returns whether it has ended in time."""
 
     def terminate(self) -> None:
-        """Ask it to end, with SIGTERM."""
+        """Send SIGTERM."""
 
     def kill(self) -> None:
-        """End it, with SIGKILL."""
+        """Send SIGKILL."""
 
     def close(self) -> None:
-        """Give back what holds it, once it has ended."""
+        """Release the descriptor and what else belongs to the handle, once the rank has ended."""
 
 
 def dump_all(handles: Sequence[RankHandle], wait: Callable[[], None]) -> None:
-    """Have all of them write their stacks, those too that wait for a stuck one: one after the other, since they share a
-    log. `wait` gives each its time."""
+    """Let all ranks write their stacks, since others may wait for a stuck one. They share a log, so one writes after the
+    other; `wait` blocks while a rank writes."""
     for handle in handles:
         logger.error("rank %d, whose stacks are:", handle.rank)
         handle.dump_stacks()
@@ -77,30 +77,33 @@ def dump_all(handles: Sequence[RankHandle], wait: Callable[[], None]) -> None:
 
 
 def stop_all(handles: Sequence[RankHandle], grace_s: float) -> None:
-    """Make sure that they are gone: wait for their own end, then TERM, then KILL, all at the same time."""
-    for handle in _still_there(handles, grace_s):
+    """End and close all ranks at once: wait `grace_s` for their own end, then SIGTERM, wait again, then SIGKILL."""
+    for handle in _still_running(handles, grace_s):
         handle.terminate()
-    for handle in _still_there(handles, grace_s):
-        handle.kill()
+    kill_all(_still_running(handles, grace_s))
     close_all(handles)
 
 
-def _still_there(handles: Sequence[RankHandle], grace_s: float) -> list[RankHandle]:
+def _still_running(handles: Sequence[RankHandle], grace_s: float) -> list[RankHandle]:
     deadline_s = time.monotonic() + grace_s
     return [handle for handle in handles if not handle.wait(max(0.0, deadline_s - time.monotonic()))]
 
 
+def kill_all(handles: Sequence[RankHandle]) -> None:
+    for handle in handles:
+        handle.kill()
+
+
 def close_all(handles: Sequence[RankHandle]) -> None:
-    """Wait for the end of ranks that were killed."""
+    """Wait for the end of ranks that were killed, and close them."""
     for handle in handles:
         if not handle.wait(_KILLED_S):
-            logger.error("%r does not end, though it was killed", handle)
+            logger.error("%r was killed and has not ended within %g s", handle, _KILLED_S)
         handle.close()
 
 
 class WorkerProcess:
-    """Owns one rank's process on this host. Start it from a thread that lives as long as the worker shall: the kernel
-    kills the worker when that thread ends. Implements `RankHandle`."""
+    """Owns a rank's process on this host. The kernel kills it when the thread that made it ends. A `RankHandle`."""
 
     def __init__(
         self,
@@ -111,18 +114,18 @@ class WorkerProcess:
         log_level: str,
         environment: dict[str, str] | None = None,
     ) -> None:
-        """`environment`: variables for this rank, besides those of this process."""
+        """`environment`: variables for this rank, in addition to those of this process."""
         self.rank = rank
         options = ["--address", address, "--identity", identity, "--log-level", log_level]
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", worker_module, *options, "--parent-pid", str(os.getpid())],
             stdin=subprocess.DEVNULL,
             env={**os.environ, **(environment or {}), "PYTHONPATH": python_path()},
-            start_new_session=True,  # Ctrl-C in a terminal is the engine's business
+            start_new_session=True,  # the engine handles Ctrl-C in a terminal
         )
         try:
             self._pidfd = os.pidfd_open(self._process.pid)
-        except OSError:  # no descriptor is left: nobody would hold the process
+        except OSError:  # no descriptor is free: nothing else would end the process
             self._process.kill()
             self._process.wait()
             raise
@@ -168,7 +171,7 @@ class WorkerProcess:
 
 
 def python_path() -> str:
-    """A rank imports our packages from where this one lies, also without an installation."""
+    """Return PYTHONPATH for a rank, so that it imports this copy of the package, installed or not."""
     known = os.environ.get("PYTHONPATH", "")
     paths = [PACKAGE_ROOT, *(path for path in known.split(os.pathsep) if path)]
     return os.pathsep.join(dict.fromkeys(paths))

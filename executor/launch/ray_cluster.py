@@ -1,7 +1,8 @@
-"""Which Ray there is to use: the cluster that is known here, or a local Ray of our own.
+"""Finds a running Ray cluster, or starts a local Ray.
 
-`python -P -m executor.ray_cluster DIRECTORY` is the reaper: a child of the process that owns a local Ray, which clears up
-behind it, however that process ended. Ray's own helpers outlive a killed owner by up to a minute, and its files for ever.
+`python -P -m millrace.executor.launch.ray_cluster DIRECTORY` is the reaper of a local Ray: a child of the process that
+owns the Ray. When that process ends, even by SIGKILL, the reaper ends Ray's processes and removes its files. By
+themselves Ray's processes would outlive a killed owner by up to a minute, and its files would stay.
 """
 
 from __future__ import annotations
@@ -20,25 +21,32 @@ import tempfile
 import time
 from pathlib import Path
 
+from millrace.executor.launch.directory_reaper import temporary_directory
 from millrace.executor.launch.process import PACKAGE_ROOT
 
 logger = logging.getLogger("millrace.executor")
 
 _LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Has a local Ray listen on 127.0.0.1 and nowhere else; must be there before `import ray`."""
+"""Lets a local Ray listen on 127.0.0.1 only. Has to be set before `import ray`."""
 _TOKEN = secrets.token_hex(32)
-"""For every local Ray of this process: Ray reads it once."""
+"""The same for every local Ray of this process, since Ray reads it once."""
 _ANSWER_LIMIT_S = 2.0
 _REAPER_LIMIT_S = 30.0
 
 
+def is_joined() -> bool:
+    """Whether this process has joined a cluster."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
 def known_address() -> str | None:
-    """Of the cluster that RAY_ADDRESS names, else of one that was started on this host and still answers. A cluster that
-    was killed leaves its address behind, so that one is tried."""
+    """Return the address of the cluster that RAY_ADDRESS names, else of one that was started on this host and answers:
+    the address file of a killed cluster stays."""
     named = os.environ.get("RAY_ADDRESS")
     if named:
         return named
-    temporary = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    temporary = os.environ.get("RAY_TMPDIR") or temporary_directory()
     with contextlib.suppress(OSError):
         address = Path(temporary, "ray", "ray_current_cluster").read_text().strip()
         if does_answer(address):
@@ -47,7 +55,7 @@ def known_address() -> str | None:
 
 
 def does_answer(address: str) -> bool:
-    """Whether somebody listens at "host:port". Ray itself takes minutes to find out that nobody does."""
+    """Whether a server listens at "host:port". Ray itself needs minutes to find that out."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_LIMIT_S).close()
@@ -57,10 +65,10 @@ def does_answer(address: str) -> bool:
 
 
 class LocalRay:
-    """Owns a Ray on this host for this process alone: on the loopback interface, with a token that only this user reads."""
+    """Owns a Ray on this host for this process: on the loopback interface, with a token that only this user can read."""
 
     def __init__(self, num_cpus: int, num_gpus: int = 0) -> None:
-        """Before `import ray`, which reads the environment."""
+        """Call it before `import ray`, which reads the environment."""
         self._num_cpus = num_cpus
         self._num_gpus = num_gpus
         self.directory = tempfile.mkdtemp(prefix="mr-ray-", dir="/tmp")  # Ray's socket paths are long already
@@ -69,7 +77,7 @@ class LocalRay:
             token.touch(mode=0o600)
             token.write_text(_TOKEN)
             self._reaper = _start_reaper(self.directory)
-        except BaseException:  # nobody else would sweep
+        except BaseException:  # there is no reaper yet
             shutil.rmtree(self.directory, ignore_errors=True)
             raise
         os.environ.update(_LOOPBACK_ONLY)
@@ -77,7 +85,7 @@ class LocalRay:
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
 
     def start(self) -> None:
-        """Returns when it takes work."""
+        """Start Ray, and return when it is ready."""
         began_s = time.monotonic()
         importlib.import_module("ray").init(
             address="local",
@@ -90,12 +98,10 @@ class LocalRay:
             object_store_memory=80 << 20,
             _temp_dir=self.directory,
         )
-        logger.info(
-            "started a local Ray in %.1f s; ranks on several hosts need RAY_ADDRESS", time.monotonic() - began_s
-        )
+        logger.info("started a local Ray in %.1f s; set RAY_ADDRESS to use a cluster", time.monotonic() - began_s)
 
     def stop(self) -> None:
-        """Returns when no process and no file of it is left, also of one that did not start."""
+        """Return when no process and no file of it is left, even if `start` failed."""
         importlib.import_module("ray").shutdown()
         assert self._reaper.stdin is not None
         self._reaper.stdin.close()
@@ -112,12 +118,12 @@ def _start_reaper(directory: str) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         cwd=PACKAGE_ROOT,
         env={**os.environ, "PYTHONPATH": PACKAGE_ROOT},
-        start_new_session=True,  # Ctrl-C is not for it: it ends after its owner
+        start_new_session=True,  # Ctrl-C must not end it before its owner
     )
 
 
 def _reap(directory: str) -> None:
-    """Wait for the owner to let go of our standard input, at the latest by its end; then end what is left of its Ray."""
+    """Wait until the owner closes our standard input, at the latest by its end. Then end what is left of its Ray."""
     owner_pid = os.getppid()
     sys.stdin.read()
     while pids := users_of(directory) - {owner_pid, os.getpid()}:
@@ -129,7 +135,7 @@ def _reap(directory: str) -> None:
 
 
 def users_of(directory: str) -> set[int]:
-    """Processes of this user that have a file in the directory open, such as their log: so have all of Ray's."""
+    """Return this user's processes with an open file in the directory. All of Ray's processes have one: their log."""
     pids = set()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

@@ -1,52 +1,51 @@
-"""One rank under Ray: the actor that becomes it, and the engine's hold on that actor."""
+"""One rank under Ray: the actor that becomes the rank, and the engine's handle of it."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import socket
 import threading
 from typing import Any
 
 import msgspec
 
 from millrace.executor.launch.process import End
-from millrace.executor.rank.serve import Invitation, accept
-from millrace.executor.wire.channel import Channel
+from millrace.executor.rank.serve import RankOptions, run_rank
+from millrace.executor.wire.channel import Channel, free_port
 from millrace.executor.wire.failures import describe_exit, is_retryable_exit
 from millrace.executor.wire.messages import DumpStacks
 
-_LAST_WORD_S = 10.0
-"""What Ray gets to say that a call has ended whose actor is gone."""
+_END_NOTICE_S = 10.0
+"""For Ray to report the end of a call after its actor was killed."""
 
 
 class RankActor:
-    """What Ray starts: a process that becomes a rank. It answers with strings and numbers: Ray pickles what it carries."""
+    """The process that becomes a rank. Ray pickles arguments and results, so these are strings, bytes and numbers."""
 
-    def introduce(self) -> tuple[str, int, int]:
-        """(host, a port that is free there, process id). The ranks meet at that port should this be rank 0."""
+    def locate(self) -> tuple[str, int, int]:
+        """Return (host, free port, process id). If this becomes rank 0, the ranks use the port as their rendezvous."""
         host = importlib.import_module("ray.util").get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return host, probe.getsockname()[1], os.getpid()
+        return host, free_port(host), os.getpid()
 
-    def serve(self, worker_module: str, invitation: bytes) -> int:
-        """Be a rank until the end; returns the exit status that a process of its own would have."""
+    def serve(self, worker_module: str, options: bytes) -> int:
+        """Be a rank until it ends. Returns the exit status that a rank in its own process would have."""
         create_worker = importlib.import_module(worker_module).create_worker
-        return accept(msgspec.json.decode(invitation, type=Invitation), create_worker)
+        return run_rank(msgspec.json.decode(options, type=RankOptions), create_worker)
 
 
 class RayRank:
-    """One actor, and the thread that waits for the end of its never-ending call. Implements `RankHandle`."""
+    """Owns one actor, and the thread that waits for the end of its `serve`. Implements `RankHandle`."""
 
-    def __init__(self, ray: Any, rank: int, host: str, pid: int, actor: Any, ending: Any, channel: Channel) -> None:
-        """`ending`: what Ray will say of the call that lasts as long as the rank."""
+    def __init__(
+        self, ray: Any, rank: int, host: str, pid: int, actor: Any, exit_status: Any, channel: Channel
+    ) -> None:
+        """`exit_status`: Ray's reference to the result of `serve`."""
         self.rank = rank
         self.host = host
         self.pid = pid
         self._ray = ray
         self._actor = actor
-        self._ending = ending
+        self._exit_status = exit_status
         self._channel = channel
         self._end: End | None = None
         self._has_ended = threading.Event()
@@ -59,9 +58,9 @@ class RayRank:
 
     def _watch(self) -> None:
         try:
-            status = self._ray.get(self._ending)
+            status = self._ray.get(self._exit_status)
             self._end = End(describe_exit(status), is_killed=False, is_retryable=is_retryable_exit(status))
-        except self._ray.exceptions.RayTaskError as error:  # it could not even begin to be a rank
+        except self._ray.exceptions.RayTaskError as error:  # `serve` failed before the rank ran
             self._end = End(_first_line(error.cause), is_killed=False, is_retryable=False)
         except Exception as error:  # the actor, its node or Ray itself is gone
             self._end = End(f"lost by Ray: {_first_line(error)}", is_killed=True, is_retryable=True)
@@ -87,9 +86,9 @@ class RayRank:
         self._ray.kill(self._actor)
 
     def close(self) -> None:
-        self.kill()  # its rank has ended; the process that it ran in goes as well
-        self._watcher.join(_LAST_WORD_S)
-        if not self._watcher.is_alive():  # else it still has to write to it
+        self.kill()  # the rank has ended, but not the actor's process
+        self._watcher.join(_END_NOTICE_S)
+        if not self._watcher.is_alive():  # else it still writes to the descriptor
             os.close(self._event_fd)
 
 

@@ -1,1 +1,1 @@
-"""What runs in a rank's process, beside the worker that computes."""
+"""What runs in the process of a rank, besides the worker that computes."""

@@ -1,4 +1,4 @@
-"""A rank's heartbeat: a thread that tells the engine that the process lives, and how far it is."""
+"""The heartbeat of a rank: a thread that reports to the engine that the process is alive, and what it does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import faulthandler
 import logging
 import os
 import shutil
-import tempfile
 import threading
 
 import zmq
@@ -20,14 +19,13 @@ BEAT_EVERY_MS = 1000
 
 
 class Heartbeat:
-    """Owns the heartbeat's socket and thread. The rank's main thread sets `phase` and what it knows of the device, the
-    heartbeat reads."""
+    """Owns the heartbeat's socket and thread. The main thread sets `phase` and the device fields, the thread reads them."""
 
     def __init__(
         self, socket: zmq.Socket[bytes], engine_pid: int | None = None, rendezvous_dir: str | None = None
     ) -> None:
-        """`engine_pid`: this process ends when the engine does, as it did where the engine is its child, and removes the
-        `rendezvous_dir` that an engine that failed early has left."""
+        """`engine_pid`: this process ends when the engine ends, with its exit status if the engine is its child. It then
+        removes `rendezvous_dir`, which an engine that failed early leaves behind."""
         self.phase = "spawn"
         self.device_bytes: int | None = None
         self.device_utilization: float | None = None
@@ -42,38 +40,37 @@ class Heartbeat:
         self._thread.start()
 
     def wait_for_engine(self) -> None:
-        """Where this process ends with it: does not return."""
+        """Block until this process ends with the engine, if it has an `engine_pid`. Else return at once."""
         if self._engine is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        """Until the context is terminated, which waits for this socket however the thread ends."""
+        """Send heartbeats until the context is terminated. That waits until this closes the socket, also after an error."""
         try:
             while True:
                 self._beat()
                 for source, _ in self._poller.poll(BEAT_EVERY_MS):
                     if source == self._engine:
-                        self._follow_engine()
+                        self._end_with_engine()
                     else:
-                        self._handle()
+                        self._send_stacks()
         except zmq.ContextTerminated:
             pass
         finally:
             self._socket.close(linger=0)
 
     def _beat(self) -> None:
-        with contextlib.suppress(zmq.Again):  # nobody reads them just now
+        with contextlib.suppress(zmq.Again):  # the queue is full: the engine does not read
             self._socket.send(encode(Beat(self.phase, self.device_bytes, self.device_utilization)), zmq.DONTWAIT)
 
-    def _handle(self) -> None:
+    def _send_stacks(self) -> None:
         if isinstance(decode_to_worker(self._socket.recv()), DumpStacks):
-            with tempfile.TemporaryFile() as file, contextlib.suppress(zmq.Again):
+            with open(os.memfd_create("stacks"), "w+b") as file, contextlib.suppress(zmq.Again):
                 faulthandler.dump_traceback(file)
                 file.seek(0)
                 self._socket.send(encode(Stacks(file.read().decode())), zmq.DONTWAIT)
 
-    def _follow_engine(self) -> None:
-        """Without an engine a rank is of no use; how the engine ended is how the group ended."""
+    def _end_with_engine(self) -> None:
         assert self._engine is not None
         status = _exit_status(self._engine)
         if self._rendezvous_dir is not None:
@@ -84,12 +81,12 @@ class Heartbeat:
 def _open_engine(pid: int) -> int:
     try:
         return os.pidfd_open(pid)
-    except ProcessLookupError:  # it has ended before this rank has begun
+    except ProcessLookupError:  # it has ended already
         os._exit(0)
 
 
 def _exit_status(pidfd: int) -> int:
-    """Of a process that has ended, as a shell has it. 0 for somebody else's child: its parent tells."""
+    """Return the exit status of a process that has ended, as a shell does. 0 if it is not a child of this process."""
     try:
         ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
     except ChildProcessError:

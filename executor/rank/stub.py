@@ -1,24 +1,24 @@
-"""A worker without a model, for tests of everything around it: `worker_module="millrace.executor.rank.stub"`.
+"""A test double: a worker without a model. Use it with `worker_module="millrace.executor.rank.stub"`.
 
-It keeps no KV and needs no torch. The next token of a sequence is a fixed function of its last token and its position, so a
-lost, doubled or misplaced token shows in the output. It checks the plans that it gets: a row that does not go on where the
-sequence stands, a block that two sequences own, a plan of another epoch are errors.
+It has no KV tensors and needs no torch. The next token of a sequence is a fixed function of its last token and its
+position, so a lost, doubled or misplaced token changes the output. It checks the plans: a row that does not start at the
+sequence's next position, a block that two sequences own, and a plan of another epoch are errors.
 
-The option `model` is a comma-separated list of faults. Actions are `die`, `raise`, `hang`, `stop` (SIGSTOP), `exit` (with
-status 0) and `oom` (out of memory; in a step after the plan was taken in); places are a step, as in `hang-at-step=3`, and
-`import`, `device`, `start` (the phase load_model), `kv-pool`, `sleep`, `wake-up` and `shutdown`, as in
-`die-at-start`. Others:
+The option `model` is a comma-separated list of faults, ACTION-at-PLACE. Actions are `die`, `raise`, `hang`, `stop`
+(SIGSTOP), `exit` (with status 0) and `oom` (out of memory; in a step after the plan's sequences were added). Places are a
+step, as in `hang-at-step=3`, and `import`, `device`, `start` (the phase load_model), `kv-pool`, `sleep`, `wake-up` and
+`shutdown`, as in `die-at-start`. Other options:
 
-    on-rank=R             the other ranks have no such fault
-    once=PATH             only while PATH does not exist; makes it
-    die-on-token=N        a poisonous prompt
-    most-tokens=N         the device has no memory for a larger step
-    never-start-rank=R    that rank dies in every start, unless it is the only one, or the file of `unless=PATH` exists
-    lacks-blocks=N        that many fewer fit
-    meet=DIR              the ranks wait for each other in every step, as ranks with collectives do
-    slow=MS               what a step takes
-    weights=PATH          the file that they are read from
-    count-loading=DIR     notes in DIR how many ranks load at a time, in the start and on waking
+    on-rank=R             only rank R has the fault
+    once=PATH             the fault occurs if PATH does not exist, and makes PATH
+    die-on-token=N        a prompt with this token kills the worker
+    most-tokens=N         a larger step runs out of memory
+    never-start-rank=R    rank R dies in every start, unless it is the only one, or the file of `unless=PATH` exists
+    lacks-blocks=N        N fewer blocks fit
+    barrier=DIR           the ranks wait for each other in every step, as in collectives
+    slow=MS               duration of a step
+    weights=PATH          the file of the weights
+    count-loading=DIR     records in DIR how many ranks load at the same time, in the start and in `wake_up`
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
 
 def next_token(last_token: int, position: int) -> int:
-    """What follows `last_token` at `position`; never 0, which ends a sequence."""
+    """Return the token after `last_token` at `position`. Never 0, which ends a sequence."""
     return 1 + (last_token * 31 + position * 7) % (VOCAB_SIZE - 1)
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named like torch's."""
+    """Has the name of torch's class."""
 
 
-class _Known:
-    """What the stub knows of one sequence."""
+class _Sequence:
+    """Owns the tokens and blocks of one sequence."""
 
     def __init__(self, new: NewSequence) -> None:
         self.token_ids = list(new.token_ids)
@@ -64,7 +64,7 @@ class _Known:
 
 
 class StubWorker:
-    """Owns the tokens of every sequence that the engine has shown it."""
+    """Owns the sequences of one rank. Implements `Worker`."""
 
     def __init__(self, epoch: int, config: WorkerConfig, rank: int = 0, world_size: int = 1) -> None:
         self._rank = rank
@@ -72,7 +72,7 @@ class StubWorker:
         self._epoch = epoch
         self._config = config
         self._faults = _parse_faults(config.model)
-        self._known: dict[SeqId, _Known] = {}
+        self._sequences: dict[SeqId, _Sequence] = {}
         self._num_blocks = 0
         self._num_steps = 0
         self._is_on_disk = False
@@ -82,7 +82,7 @@ class StubWorker:
         self.fault_at("device")
         on_phase("load_model")
         self.fault_at("start")
-        self._refuse_to_start()
+        self._die_in_start()
         self._count_loading()
         return ModelFacts(
             architecture="Stub",
@@ -115,11 +115,11 @@ class StubWorker:
         if plan.epoch != self._epoch:
             raise ValueError(f"plan of epoch {plan.epoch} in epoch {self._epoch}")
         for seq_id in plan.finished:
-            self._known.pop(seq_id, None)
+            self._sequences.pop(seq_id, None)
         for new in plan.new:
-            self._known[new.seq_id] = _Known(new)
+            self._sequences[new.seq_id] = _Sequence(new)
         self._run_out_of_memory(plan)
-        self._meet(plan)
+        self._wait_for_ranks(plan)
         sampled = [(row.seq_id, token) for row in plan.rows if (token := self._run(row, plan)) is not None]
         self._check_blocks()
         seq_ids = [seq_id for seq_id, _ in sampled]
@@ -129,20 +129,20 @@ class StubWorker:
         pass
 
     def stats(self) -> dict[str, Any]:
-        """Its device holds a byte for each token, and gets busier with each step."""
+        """Report a device that holds a byte per token, and whose utilization grows with each step."""
         return {
             "rank": self._rank,
             "num_steps": self._num_steps,
-            "num_sequences": len(self._known),
-            "device_bytes": sum(len(known.token_ids) for known in self._known.values()),
+            "num_sequences": len(self._sequences),
+            "device_bytes": sum(len(sequence.token_ids) for sequence in self._sequences.values()),
             "device_total_bytes": 2**20,
             "device_utilization": min(1.0, self._num_steps / 10),
-            "pool_budget": "as told",
+            "pool_budget": "set by the stub",
         }
 
     def sleep(self, level: int) -> None:
         self.fault_at("sleep")
-        self._known.clear()
+        self._sequences.clear()
         self._is_on_disk |= level == 2
 
     def wake_up(self, tags: list[str], epoch: int) -> None:
@@ -154,31 +154,31 @@ class StubWorker:
 
     def shutdown(self) -> None:
         self.fault_at("shutdown")
-        self._known.clear()
+        self._sequences.clear()
 
     def _run(self, row: StepRow, plan: StepPlan) -> int | None:
-        known = self._known[row.seq_id]
-        known.blocks.extend(row.new_blocks)
+        sequence = self._sequences[row.seq_id]
+        sequence.blocks.extend(row.new_blocks)
         end = row.start + row.num_tokens
-        if row.start != known.num_computed or end > len(known.token_ids):
-            raise ValueError(f"{row} does not go on at {known.num_computed} of {len(known.token_ids)}")
-        if end > len(known.blocks) * self._config.block_size:
+        if row.start != sequence.num_computed or end > len(sequence.token_ids):
+            raise ValueError(f"{row} does not start at {sequence.num_computed} of {len(sequence.token_ids)}")
+        if end > len(sequence.blocks) * self._config.block_size:
             raise ValueError(f"{row} has no block for position {end - 1}")
-        if row.input_lag > 0 and known.sampled_at != plan.step_id - row.input_lag:
-            raise ValueError(f"{row} of step {plan.step_id} was sampled at {known.sampled_at}")
-        if self._faults.get("die-on-token") in known.token_ids:
+        if row.input_lag > 0 and sequence.sampled_at != plan.step_id - row.input_lag:
+            raise ValueError(f"{row} of step {plan.step_id} was sampled at {sequence.sampled_at}")
+        if self._faults.get("die-on-token") in sequence.token_ids:
             os.kill(os.getpid(), signal.SIGKILL)
-        known.num_computed = end
+        sequence.num_computed = end
         if not row.samples:
             return None
-        if end != len(known.token_ids):
+        if end != len(sequence.token_ids):
             raise ValueError(f"{row} samples before the last known token")
-        known.token_ids.append(next_token(known.token_ids[-1], end))
-        known.sampled_at = plan.step_id
-        return known.token_ids[-1]
+        sequence.token_ids.append(next_token(sequence.token_ids[-1], end))
+        sequence.sampled_at = plan.step_id
+        return sequence.token_ids[-1]
 
     def _check_blocks(self) -> None:
-        owned = [block for known in self._known.values() for block in known.blocks]
+        owned = [block for sequence in self._sequences.values() for block in sequence.blocks]
         if len(owned) != len(set(owned)) or any(not 0 < block < self._num_blocks for block in owned):
             raise ValueError(f"blocks owned twice or out of the pool: {sorted(owned)}")
 
@@ -186,12 +186,12 @@ class StubWorker:
 
     def fault_at(self, place: str, when: object = True) -> None:
         for action in _ACTIONS if place == "step" else (*_ACTIONS, "oom"):
-            if self._is_wanted(f"{action}-at-{place}", when):
+            if self._has_fault(f"{action}-at-{place}", when):
                 if place in ("import", "device", "start"):
-                    time.sleep(_ANNOUNCED_S)
+                    time.sleep(_SEND_S)
                 _act(action)
 
-    def _is_wanted(self, fault: str, when: object) -> bool:
+    def _has_fault(self, fault: str, when: object) -> bool:
         wanted = self._faults.get(fault)
         if wanted is None or wanted != when or self._faults.get("on-rank", self._rank) != self._rank:
             return False
@@ -199,20 +199,20 @@ class StubWorker:
 
     def _run_out_of_memory(self, plan: StepPlan) -> None:
         num_tokens = sum(row.num_tokens for row in plan.rows)
-        if num_tokens > self._faults.get("most-tokens", num_tokens) or self._is_wanted("oom-at-step", self._num_steps):
+        if num_tokens > self._faults.get("most-tokens", num_tokens) or self._has_fault("oom-at-step", self._num_steps):
             raise OutOfMemoryError(f"no memory for {num_tokens} tokens")
 
-    def _meet(self, plan: StepPlan) -> None:
-        if "meet" in self._faults:
-            place = Path(self._faults["meet"]) / f"{plan.epoch}-{plan.step_id}"
+    def _wait_for_ranks(self, plan: StepPlan) -> None:
+        if "barrier" in self._faults:
+            place = Path(self._faults["barrier"]) / f"{plan.epoch}-{plan.step_id}"
             place.mkdir(exist_ok=True)
             (place / str(self._rank)).touch()
             while len(list(place.iterdir())) < self._world_size:
                 time.sleep(0.001)
 
-    def _refuse_to_start(self) -> None:
-        is_back = Path(str(self._faults.get("unless"))).exists()
-        if self._faults.get("never-start-rank") == self._rank and self._world_size > 1 and not is_back:
+    def _die_in_start(self) -> None:
+        may_start = Path(str(self._faults.get("unless"))).exists()
+        if self._faults.get("never-start-rank") == self._rank and self._world_size > 1 and not may_start:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _read_weights(self) -> int:
@@ -240,8 +240,8 @@ class StubWorker:
         return True
 
 
-_ANNOUNCED_S = 0.2
-"""What ZeroMQ's thread gets to tell the engine that the phase has begun, before the process is no more."""
+_SEND_S = 0.2
+"""For ZeroMQ's thread to send the message that the phase has begun, before the process ends."""
 
 _ACTIONS = ("die", "raise", "hang", "stop", "exit")
 

@@ -1,62 +1,63 @@
-"""The calls that are under way between the engine and its ranks."""
+"""The calls in progress between the engine and its ranks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from millrace.executor.errors import ExecutorTimeout, WorkerDied, WorkerError
+from millrace.executor.metrics import Recorder
 from millrace.executor.wire.messages import Failure, Reply, StepPlan, StepReply, StepResult
 
-_WITNESS_S = 0.5
-"""When a rank says that it lost another, the end of that one gets this long to be noticed: its connections close first."""
+_PEER_DEATH_S = 0.5
+"""A rank may report the loss of a peer before the engine sees the end of that peer's process: connections close first.
+The engine waits this long for that end."""
 
 
-class Pump(Protocol):
-    """Who moves the messages while somebody waits for a reply."""
+class MessageLoop(Protocol):
+    """Receives messages while a caller waits for a reply."""
 
-    def pump(self, timeout_s: float) -> None:
-        """Wait for messages or a death for at most this long and deal with what has come."""
+    def process_messages(self, timeout_s: float) -> None:
+        """Wait for messages or the end of a rank for at most `timeout_s`, and handle them."""
 
     def require_workers(self) -> None:
         """Raise `WorkerDied` when a worker is lost."""
 
-    def forget(self, call_id: int) -> None:
-        """Nobody waits for this call any more."""
+    def abandon(self, call_id: int) -> None:
+        """Note that this call has timed out."""
 
 
 class PendingCall:
-    """One call on its way to the ranks: what has come back so far. `StepFuture` for a step."""
+    """One call and the replies to it so far. Implements `Future`."""
 
     def __init__(
         self,
-        pump: Pump,
+        loop: MessageLoop,
         call_id: int,
-        wanted: Iterable[int],
-        *,
-        num_asked: int,
-        is_list: bool,
+        ranks: Sequence[int],
+        reply_rank: int | None,
         limit_s: float,
         plan: StepPlan | None = None,
     ) -> None:
-        """`wanted`: of the `num_asked` ranks that have got it, those whose results are the outcome. `plan`: of a step."""
+        """`ranks`: the ranks that are sent the call. `reply_rank`: the rank whose result is the outcome; None: all are,
+        as a list. `limit_s`: the default limit of `result`. `plan`: set for a step."""
         self.call_id = call_id
         self.sent_s = time.monotonic()
         self.replies: dict[int, Reply | StepReply] = {}
-        self._pump = pump
+        self._loop = loop
         self._plan = plan
-        self._num_asked = num_asked
-        self._wanted = tuple(wanted)
-        self._is_list = is_list
+        self._ranks = ranks
+        self._wanted = ranks if reply_rank is None else (reply_rank,)
+        self._is_list = reply_rank is None
         self._limit_s = limit_s
         self._failed_rank: int | None = None
         self._lost: WorkerDied | None = None
 
-    def take(self, rank: int, reply: Reply | StepReply) -> None:
-        """A rank has answered. What is no answer to this call counts as the rank's failure."""
+    def add_reply(self, rank: int, reply: Reply | StepReply) -> None:
+        """Record a rank's reply. A reply that does not fit the call counts as the rank's failure."""
         if reply.failure is None and (reply_error := self._reply_error(rank, reply)) is not None:
             reply = msgspec.structs.replace(
                 reply, failure=Failure(kind="BadReply", message=reply_error, is_retryable=True)
@@ -65,8 +66,8 @@ class PendingCall:
         if reply.failure is not None and self._failed_rank is None:
             self._failed_rank = rank
 
-    def give_up(self, lost: WorkerDied) -> None:
-        """What has not come yet never will: the ranks that were asked are gone, also when there are others by then."""
+    def fail(self, lost: WorkerDied) -> None:
+        """End the call: the ranks that were sent it are gone. A later start does not revive it."""
         self._lost = lost
 
     def _reply_error(self, rank: int, reply: Reply | StepReply) -> str | None:
@@ -82,9 +83,8 @@ class PendingCall:
         return self._plan is not None
 
     @property
-    def is_over(self) -> bool:
-        """Whether every rank has answered."""
-        return len(self.replies) == self._num_asked
+    def has_all_replies(self) -> bool:
+        return len(self.replies) == len(self._ranks)
 
     def done(self) -> bool:
         if self._failed_rank is not None or self._lost is not None:
@@ -95,13 +95,13 @@ class PendingCall:
         limit_s = self._limit_s if timeout_s is None else timeout_s
         deadline_s = time.monotonic() + limit_s
         while not self.done():
-            self._pump.require_workers()
+            self._loop.require_workers()
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                self._pump.forget(self.call_id)
+                self._loop.abandon(self.call_id)
                 missing = next(rank for rank in self._wanted if rank not in self.replies)
                 raise ExecutorTimeout(missing, f"no reply to call {self.call_id} within {limit_s:g} s")
-            self._pump.pump(left_s)
+            self._loop.process_messages(left_s)
         if self._lost is not None:
             raise self._lost
         if self._failed_rank is not None:
@@ -110,17 +110,17 @@ class PendingCall:
         return results if self._is_list else results[0]
 
     def _raise_failure(self, rank: int) -> None:
-        """When another rank has died, that is what happened, and not the error of its peer. A rank that died of its own
-        error has said more in it than its end does."""
+        """Raise the rank's error, or `WorkerDied` when another rank has died, which is the cause of the error then. If
+        the rank itself has died, its error says more than its exit status."""
         failure = self.replies[rank].failure
         assert failure is not None
         has_lost_peer = failure.is_retryable and failure.cause == "error"
-        deadline_s = time.monotonic() + (_WITNESS_S if has_lost_peer else 0.0)
+        deadline_s = time.monotonic() + (_PEER_DEATH_S if has_lost_peer else 0.0)
         try:
             while True:
                 left_s = deadline_s - time.monotonic()
-                self._pump.pump(max(0.0, left_s))
-                self._pump.require_workers()
+                self._loop.process_messages(max(0.0, left_s))
+                self._loop.require_workers()
                 if left_s <= 0:
                     break
         except WorkerDied as death:
@@ -130,7 +130,7 @@ class PendingCall:
 
 
 def fits(result: StepResult, plan: StepPlan) -> bool:
-    """Whether it can be the result of this plan: tokens for every row that samples, but for those that failed."""
+    """Whether this can be the result of this plan: tokens for every row that samples and did not fail."""
     failed = {failure.seq_id for failure in result.failures}
     return (
         (result.step_id, result.epoch) == (plan.step_id, plan.epoch)
@@ -139,3 +139,73 @@ def fits(result: StepResult, plan: StepPlan) -> bool:
         and min(result.num_tokens, default=1) >= 1
         and sum(result.num_tokens) == len(result.token_ids)
     )
+
+
+class CallTable:
+    """Owns the calls in progress, and records how they end."""
+
+    def __init__(self, loop: MessageLoop, recorder: Recorder) -> None:
+        self._loop = loop
+        self._recorder = recorder
+        self._last_id = 0
+        self._calls: dict[int, PendingCall] = {}
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(
+        self, ranks: Sequence[int], reply_rank: int | None, limit_s: float, plan: StepPlan | None = None
+    ) -> PendingCall:
+        """Make a call under a new id. Parameters as in `PendingCall`."""
+        self._last_id += 1
+        call = PendingCall(self._loop, self._last_id, ranks, reply_rank, limit_s, plan)
+        self._calls[call.call_id] = call
+        self._recorder.request_sent(call.sent_s)
+        return call
+
+    @property
+    def num_steps(self) -> int:
+        """Steps without an outcome."""
+        return sum(call.is_step and not call.done() for call in self._calls.values())
+
+    @property
+    def has_other_than_steps(self) -> bool:
+        return any(not call.is_step for call in self._calls.values())
+
+    def add_reply(self, rank: int, reply: Reply | StepReply, now_s: float) -> None:
+        """Hand a reply to its call. A reply that no call waits for is stale, and counted."""
+        call = self._calls.get(reply.call_id)
+        if call is None or rank in call.replies:
+            self._recorder.num_stale_replies += 1
+            return
+        was_done = call.done()
+        call.add_reply(rank, reply)
+        if call.done() and not was_done:
+            self._record_outcome(call, call.replies[rank], now_s)
+        if call.has_all_replies:
+            del self._calls[reply.call_id]
+
+    def _record_outcome(self, call: PendingCall, reply: Reply | StepReply, now_s: float) -> None:
+        if isinstance(reply, StepReply) and reply.result is not None and reply.failure is None:
+            num_tokens = len(reply.result.token_ids)
+            self._recorder.step_done(call.sent_s, now_s, reply.result.device_s, num_tokens)
+        self._recorder.request_done(now_s - call.sent_s, now_s, is_failure=reply.failure is not None)
+
+    def abandon(self, call_id: int) -> bool:
+        """Remove a call that has timed out, and return whether there was one. Its late replies are stale."""
+        call = self._calls.pop(call_id, None)
+        if call is not None:
+            self._record_failure(call)
+        return call is not None
+
+    def fail_all(self, lost: WorkerDied) -> None:
+        """End every call: the ranks are gone."""
+        for call in self._calls.values():
+            if not call.done():
+                self._record_failure(call)
+                call.fail(lost)
+        self._calls.clear()
+
+    def _record_failure(self, call: PendingCall) -> None:
+        now_s = time.monotonic()
+        self._recorder.request_done(now_s - call.sent_s, now_s, is_failure=True)

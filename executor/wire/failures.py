@@ -1,4 +1,4 @@
-"""Names what went wrong in a worker: for the wire as a `Failure`, for a supervisor as an exit status."""
+"""Classifies the errors of a worker: as a `Failure` for the wire, as an exit status for a supervisor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXIT_CRASH = 1
 EXIT_CONFIGURATION = 2
 EXIT_DEVICE_LOST = 7
 EXIT_OUT_OF_MEMORY = 8
-"""As `millrace serve` has them: under torchrun a rank is one, too."""
+"""The same as those of `millrace serve`: under torchrun a rank is such a process too."""
 
 _EXIT_MEANINGS = {
     EXIT_CRASH: "crash",
@@ -22,23 +22,23 @@ _EXIT_MEANINGS = {
 }
 
 _OUT_OF_MEMORY_KINDS = frozenset({"OutOfMemoryError", "MemoryError"})
-_OUT_OF_MEMORY_WORDS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What torch says, under other names, when host memory is short, or a GPU's for what its allocator does not manage."""
+_OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""In torch's errors of other kinds: when host memory is short, or GPU memory that torch's allocator does not manage."""
 _DEVICE_LOST_KINDS = frozenset({"AcceleratorError"})
 _PEER_LOST_KINDS = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "RendezvousError"})
-"""Class names, since this side must not import torch. A lost peer is retryable: the other rank says what happened."""
-_PEER_LOST_WORDS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe")
-"""What gloo says then, in a plain RuntimeError that also names the file of gloo's source that it comes from."""
+"""Class names, since this side must not import torch. A lost peer is retryable: the other rank has the cause."""
+_PEER_LOST_TEXTS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe")
+"""In gloo's errors when a peer is lost. They are plain RuntimeErrors that also name a file of gloo's source."""
 _GLOO_SOURCES = "gloo/transport/"
 _REFUSAL_KINDS = frozenset({"ConfigError", "DeviceError", "ModelError"})
-"""Of `millrace.worker.errors`: their one sentence names the remedy."""
+"""Of `millrace.worker.errors`: their message names the remedy."""
 
 
 def to_failure(error: BaseException) -> Failure:
-    """Name, message, traceback and cause of `error`."""
+    """Return kind, message, traceback and cause of `error`."""
     names = {cls.__name__ for cls in type(error).__mro__}
     cause = _cause(names, str(error))
-    is_peer_lost = bool(names & _PEER_LOST_KINDS) or _has_gloo_lost_a_peer(str(error))
+    is_peer_lost = bool(names & _PEER_LOST_KINDS) or _is_gloo_peer_lost(str(error))
     return Failure(
         kind=type(error).__name__,
         message=str(error) or type(error).__name__,
@@ -49,23 +49,23 @@ def to_failure(error: BaseException) -> Failure:
 
 
 def needs_traceback(failure: Failure) -> bool:
-    """Whether a log says more with it: not for a refusal, and not for too little memory, which is expected now and then.
-    What follows from those the engine says."""
+    """Whether a log should have the traceback: not of a refusal, and not when memory is short, which is expected now and
+    then. The engine logs the consequence of those."""
     return failure.cause != "out_of_memory" and failure.kind not in _REFUSAL_KINDS
 
 
-def _has_gloo_lost_a_peer(message: str) -> bool:
-    return _GLOO_SOURCES in message and any(words in message.lower() for words in _PEER_LOST_WORDS)
+def _is_gloo_peer_lost(message: str) -> bool:
+    return _GLOO_SOURCES in message and any(text in message.lower() for text in _PEER_LOST_TEXTS)
 
 
 def _cause(names: set[str], message: str) -> Literal["error", "out_of_memory", "device_lost"]:
-    if names & _OUT_OF_MEMORY_KINDS or any(words in message for words in _OUT_OF_MEMORY_WORDS):
+    if names & _OUT_OF_MEMORY_KINDS or any(text in message for text in _OUT_OF_MEMORY_TEXTS):
         return "out_of_memory"
     return "device_lost" if names & _DEVICE_LOST_KINDS else "error"
 
 
 def exit_status(failure: Failure) -> int:
-    """With what a worker ends whose start failed so."""
+    """Return the exit status of a worker whose start failed like this."""
     match failure.cause:
         case "out_of_memory":
             return EXIT_OUT_OF_MEMORY
@@ -76,7 +76,7 @@ def exit_status(failure: Failure) -> int:
 
 
 def describe_exit(status: int) -> str:
-    """A process's end in words; `status` is negative for a signal, as in `subprocess`."""
+    """Describe the end of a process. `status` is negative for a signal, as in `subprocess`."""
     if status < 0:
         return f"killed by {signal.Signals(-status).name}"
     meaning = _EXIT_MEANINGS.get(status)
@@ -84,5 +84,5 @@ def describe_exit(status: int) -> str:
 
 
 def is_retryable_exit(status: int) -> bool:
-    """Whether a worker that ended so may do better when it is started again: unless it says itself that it won't."""
+    """Whether another start may succeed. The worker itself decides against it, by its exit status."""
     return status != EXIT_CONFIGURATION

@@ -1,8 +1,8 @@
-"""What crosses the border between the engine and its workers: start-up, steps, calls and failures.
+"""The messages between the engine and its workers: start-up, steps, calls and failures.
 
-Standard library and msgspec only, so that both sides can import it. Everything is a frozen tagged Struct, encoded as
-msgpack by one encoder and decoded by one typed decoder per direction. What shares a socket is `array_like`: small, and
-new fields go last, with defaults.
+This module imports the standard library and msgspec only, so both sides can import it. Each message is a frozen tagged
+Struct, encoded as msgpack by one encoder and decoded by one typed decoder per direction. Messages on a socket are
+`array_like`, which is small; new fields go last and have defaults.
 
 Index ranges of one row of a step, for a sequence whose prompt has 5 tokens and which has generated 3:
 
@@ -11,7 +11,7 @@ Index ranges of one row of a step, for a sequence whose prompt has 5 tokens and 
     output position                   | 0   1   2
     in the KV pool  [0 ............... start)
     fed by this row                    [start, start + num_tokens)
-    a row that reaches the last known token yields the next one (`samples`), here o3 at output position 3
+    A row that reaches the last known token yields the next one (`samples`), here o3 at output position 3.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from typing import Any, Literal, NewType
 import msgspec
 
 SeqId = NewType("SeqId", int)
-"""One sequence inside one engine; never reused within the engine's life."""
+"""Identifies a sequence within one engine. An engine never reuses one."""
 
 StepId = NewType("StepId", int)
-"""Counts the steps of one engine from 1 on; never reused, also not after a restart of the workers."""
+"""Counts the steps of one engine from 1. Never reused, not even after a restart of the workers."""
 
 NULL_BLOCK = 0
-"""Block 0 belongs to nobody: padding writes land there and nothing is ever read from it."""
+"""Block 0 belongs to no sequence. Padding is written to it, and it is never read."""
 
 
 # --- start-up ------------------------------------------------------------------------------------------------------
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that a rank needs to know before it can load its model. Sent once, in `Boot`."""
+    """The configuration of a rank. Sent once, in `Boot`."""
 
     model: str
     """A local directory with config.json and safetensors files."""
     device: str = "auto"
-    """"auto" (cuda when there is one; a restart keeps to it), "cpu", "cuda" or "cuda:N"."""
+    """"auto" (cuda if there is a GPU; a restart keeps the choice), "cpu", "cuda" or "cuda:N"."""
     dtype: str = "auto"
-    """"auto" (what the checkpoint says; float32 on a CPU that would be slow otherwise), "float32", "bfloat16", "float16"."""
+    """"auto" (that of the checkpoint; float32 on a CPU that is slow with it), "float32", "bfloat16", "float16"."""
     attention: str = "auto"
     """"auto", "reference" or "cpu"."""
     max_model_len: int | None = None
-    """Longest sequence, prompt and output together, in tokens. None: what the model's config says."""
+    """Longest sequence, prompt and output together, in tokens. None: as in the model's config."""
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 16
@@ -53,28 +53,28 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int | None = None
     """Size of the KV pool in blocks, block 0 included. None: from the memory options below."""
     kv_cache_memory_bytes: int | None = None
-    """Bytes for the KV pool on this rank. None: chosen from what is free."""
+    """Bytes for the KV pool on this rank. None: derived from the free memory."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that weights, activations and KV pool together may take."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_parallel_loading_workers: int | None = None
-    """How many ranks may be in the phase load_model at a time, where host memory is short. None: all at once."""
+    """Ranks that may be in the phase load_model at a time, for a host with little memory. None: all."""
 
 
 def output_rank(config: WorkerConfig) -> int:
-    """The rank whose step results count: rank = stage * tensor_parallel_size + place in the stage, and this is the first
-    of the last stage."""
+    """Return the rank whose step results count: the first of the last stage."""
+    # rank = stage * tensor_parallel_size + place in the stage
     return (config.pipeline_parallel_size - 1) * config.tensor_parallel_size
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine has to know of the loaded model. Travels in `Ready`."""
+    """What the engine needs to know about the loaded model. Sent in `Ready`."""
 
     architecture: str
     vocab_size: int
     max_model_len: int
-    """Tokens; min(what the model allows, what the configuration asks for)."""
+    """Tokens: the smaller of the model's limit and the configured one."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -86,7 +86,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_block: int
     """Bytes of one block over all layers of this rank, keys and values."""
     weights_checksum: int = 0
-    """Of a sample of what this rank has loaded. Another start with the same parallel sizes and files has the same."""
+    """Of a sample of the weights on this rank. The same in every start with the same parallel sizes and files."""
 
 
 class Boot(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -97,48 +97,48 @@ class Boot(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True)
     world_size: int
     config: WorkerConfig
     rendezvous: str = ""
-    """Where the ranks of this epoch meet, as torch.distributed's init_method: "tcp://127.0.0.1:<port>". Empty: one rank."""
+    """The init_method of torch.distributed for this epoch: "tcp://127.0.0.1:<port>". Empty: one rank."""
     has_to_queue: bool = False
     """Whether the rank waits for `Go` before it enters the phase load_model."""
 
 
 class Go(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Engine to worker: the phase that it announced last may begin."""
+    """Engine to worker: the phase that the worker announced last may begin."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Worker to engine, first of all: the process is up and listens."""
+    """Worker to engine, the first message: the process is up and listens."""
 
     pid: int
     protocol: int
 
 
 class Phase(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Worker to engine during start-up: the named phase begins now, "import", "device" or "load_model". Each has its own
-    time limit; `Ready` ends the last one."""
+    """Worker to engine during start-up: the phase "import", "device" or "load_model" begins. Each has its own time limit;
+    `Ready` ends the last one."""
 
     name: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Worker to engine: the model is loaded and calls are served from now on."""
+    """Worker to engine: the model is loaded, and the worker serves calls from now on."""
 
     facts: ModelFacts
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Worker to engine, every second from a thread and a socket of its own: the process is alive, and what it does."""
+    """Worker to engine, every second, from a thread and a socket of its own: the process is alive."""
 
     phase: str
-    """One of the start, as in `Phase`, then "idle", "step", or the method that it runs."""
+    """What the worker does: a phase of the start, as in `Phase`, then "idle", "step", or the method that it runs."""
     device_bytes: int | None = None
-    """Device memory that the rank held when it last looked; None where the device is the host, or before the first look."""
+    """Device memory that the rank held at its last sample. None before that, and where the device is the host."""
     device_utilization: float | None = None
-    """Share of the time that the device computed when it last looked, 0 to 1; None where it does not tell."""
+    """Share of the time that the device computed, 0 to 1, at the last sample. None where it is unknown."""
 
 
 class DumpStacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Engine to worker, over the heartbeat's socket: tell the stack of every thread. For ranks that no signal reaches."""
+    """Engine to worker, over the heartbeat's socket: send the stack of every thread. For ranks that no signal reaches."""
 
 
 class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -148,14 +148,14 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 PROTOCOL = 4
-"""Version of these messages. A worker of another version is refused at `Hello`."""
+"""Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 
 # --- a step --------------------------------------------------------------------------------------------------------
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True):
-    """How the next token of one sequence is drawn. Resolved and validated by the engine; nothing optional is left open."""
+    """How the next token of one sequence is drawn. The engine has validated it and filled in all defaults."""
 
     temperature: float
     """0.0: greedy."""
@@ -170,59 +170,59 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     candidate: int
     """Index among the n candidates of one request."""
     min_tokens: int
-    """Until this many tokens are out, the ids in `end_token_ids` cannot be drawn."""
+    """The ids in `end_token_ids` cannot be drawn before the output has this many tokens."""
     end_token_ids: list[int]
     """Ids that would end the sequence (EOS unless ignored, stop ids); empty when min_tokens is 0."""
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence as the workers first see it; whole once, later only its id. Sent again after a preemption."""
+    """A sequence that the workers do not know yet. Later plans contain only its id. Sent again after a preemption."""
 
     seq_id: SeqId
     token_ids: list[int]
-    """Prompt and the output so far (a resumed or preempted sequence already has some)."""
+    """The prompt, and the output so far of a sequence that was resumed or preempted."""
     num_prompt_tokens: int
     sampling: RowSampling
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence's share of one step. 256 of them travel in 4 KB, so nothing is said twice."""
+    """One sequence's part of one step. 256 rows fit into a message of 4 KB, so no field repeats what is known."""
 
     seq_id: SeqId
     start: int
     """Position of the first token fed = number of the sequence's tokens that are in the KV pool before this step."""
     num_tokens: int
-    """Tokens fed, 1 or more."""
+    """Number of tokens fed, 1 or more."""
     input_lag: int
-    """Where the last token fed comes from. 0: from `NewSequence.token_ids`. k > 0: it is what this sequence's row of step
-    `step_id - k` sampled. NO_TOKEN: it is not the last known token of the sequence, and the row yields none."""
+    """Where the last token fed comes from. 0: from `NewSequence.token_ids`. k > 0: sampled by this sequence's row of step
+    `step_id - k`. NO_TOKEN: it is not the last known token of the sequence, and the row yields none."""
     new_blocks: list[int]
-    """Block ids appended to the sequence's block table by this step."""
+    """Block ids that this step appends to the sequence's block table."""
 
     @property
     def samples(self) -> bool:
-        """Whether this row yields a token: it does when it reaches the last known token of its sequence."""
+        """Whether this row yields a token, because it reaches the last known token of its sequence."""
         return self.input_lag != NO_TOKEN
 
 
 NO_TOKEN = -1
-"""As `StepRow.input_lag`: more of the sequence is still to be fed."""
+"""A value of `StepRow.input_lag`: more of the sequence is still to be fed."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One step of the batch: data, differences only. Order of work: free `finished`, then `swap_out`, `swap_in`, `copy`
-    in the order given, then take in `new`, then run `rows`."""
+    """One step of the batch. Contains only differences from the step before. Order of work: free `finished`, then
+    `swap_out`, `swap_in`, `copy` in the order given, then add `new`, then run `rows`."""
 
     step_id: StepId
     epoch: int
-    """The life of the KV pool that the block ids belong to. Workers refuse a plan of another epoch."""
+    """The epoch of the KV pool that the block ids belong to. Workers refuse a plan of another epoch."""
     depth: int
-    """Steps in flight once this one is sent, itself included; 1 means that nothing runs ahead."""
+    """Steps in flight once this one is sent, itself included."""
     rows: list[StepRow]
     new: list[NewSequence] = []
     finished: list[SeqId] = []
-    """Sequences to forget: ended, aborted or preempted since the last plan. Their blocks may be reused by this plan. Workers
-    pass over ids that they do not know: the plan that was to bring them may have been interrupted before it was sent."""
+    """Sequences to remove: ended, aborted or preempted since the last plan. This plan may reuse their blocks. Workers
+    ignore unknown ids: the plan that was to add such a sequence may have been interrupted before it was sent."""
     swap_out: list[tuple[int, int]] = []
     """(device block, host block) pairs."""
     swap_in: list[tuple[int, int]] = []
@@ -232,7 +232,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class RowFailure(msgspec.Struct, frozen=True, array_like=True):
-    """One row that could not be computed; the rest of its batch is fine."""
+    """One row that could not be computed. The other rows of the step have results."""
 
     seq_id: SeqId
     kind: Literal["nan_logits"]
@@ -240,7 +240,7 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a step brought: one entry per row with `samples`, in plan order, failed rows left out."""
+    """The result of a step: one entry per row with `samples`, in plan order, without failed rows."""
 
     step_id: StepId
     epoch: int
@@ -248,10 +248,10 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     num_tokens: list[int]
     """Tokens that each row yields, 1 or more."""
     token_ids: list[int]
-    """The rows' tokens, one row after the other: sum(num_tokens) ids."""
+    """The tokens of all rows, row after row: sum(num_tokens) ids."""
     failures: list[RowFailure] = []
     device_s: float = 0.0
-    """Time from the start of the forward pass to the sampled ids, as the worker saw it."""
+    """Time from the start of the forward pass to the sampled ids, measured by the worker."""
 
 
 # --- calls ---------------------------------------------------------------------------------------------------------
@@ -259,12 +259,12 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
 WORKER_METHODS = frozenset(
     {"determine_num_available_blocks", "initialize_cache", "check_health", "stats", "sleep", "wake_up"}
 )
-"""All that a call may name, but for the executor's own "shutdown"; a step is no call but a `Step`. A worker refuses anything
-else, so no string from a socket reaches getattr."""
+"""The methods that a `Call` may name, besides the executor's own "shutdown". A worker refuses all others, so no other
+string from a socket reaches getattr."""
 
 
 class Call(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Engine to worker: run one of `WORKER_METHODS` and reply under the same id."""
+    """Engine to worker: run one of `WORKER_METHODS`, and reply with the same id."""
 
     call_id: int
     method: str
@@ -273,26 +273,26 @@ class Call(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True)
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Engine to worker: a call of `execute_model`, in the shape that keeps the plan typed."""
+    """Engine to worker: run `execute_model`. A message of its own, so that the plan is typed."""
 
     call_id: int
     plan: StepPlan
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An error of a worker, as it crosses the wire."""
+    """An error of a worker."""
 
     kind: str
     """Class name of the error, e.g. "OutOfMemoryError", "UnknownMethod", "ModelError"."""
     message: str
     traceback: str = ""
     is_retryable: bool = False
-    """True when the same work may succeed on another attempt (out of memory, a lost device)."""
+    """Whether another attempt may succeed (out of memory, a lost device)."""
     cause: Literal["error", "out_of_memory", "device_lost"] = "error"
 
 
 class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Worker to engine: the outcome of one `Call`; exactly one of the two is set unless the result is None."""
+    """Worker to engine: the outcome of one `Call`: `result`, which may be None, or `failure`."""
 
     call_id: int
     result: Any = None
@@ -300,7 +300,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True
 
 
 class StepReply(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Worker to engine: the outcome of one `Step`. Of the ranks that did well, only the output rank sends a result."""
+    """Worker to engine: the outcome of one `Step`. After a success only the output rank sends a result."""
 
     call_id: int
     result: StepResult | None = None
@@ -308,7 +308,7 @@ class StepReply(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
-    """Worker to engine instead of `Ready`: the named phase went wrong; the process exits after it."""
+    """Worker to engine instead of `Ready`: this phase failed, and the process exits."""
 
     phase: str
     failure: Failure

@@ -24,9 +24,9 @@ class WorkerFaults(msgspec.Struct, frozen=True, kw_only=True):
     poison: list[int] = []
     """The worker dies when it is to compute a sequence that begins with these tokens."""
     hangs_at_step: int = 0
-    """The step of its life that does not end; 0: none."""
+    """The number of the step that does not end; 0: none."""
     has_hung: str = ""
-    """The file that says that one has hung already: only the first one does."""
+    """A file that the first worker that hangs makes. If it exists, no other hangs."""
     hangs_until: str = ""
     """The file that ends it: the step goes on once it exists. "": none."""
 
@@ -51,7 +51,7 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
 
 def hang_as_in_a_collective(until: str) -> None:
-    """Its heart beats on in another thread; only the step does not end."""
+    """Never end the step. The heartbeat goes on in its own thread."""
     while not until or not Path(until).exists():
         time.sleep(0.01)
 

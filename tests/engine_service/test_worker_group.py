@@ -49,7 +49,7 @@ def test_a_rank_that_does_not_come_out_of_it_is_restarted(
     build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace.engine_service.engine._HEALTH_CHECK_S", 0.5)
-    fault = f"oom-at-step=3,on-rank=1,once={tmp_path / 'done'},meet={tmp_path}"
+    fault = f"oom-at-step=3,on-rank=1,once={tmp_path / 'done'},barrier={tmp_path}"
     engine = build(fault, tensor_parallel_size=2)
     engine.start()
     generations = [generation(number) for number in range(1, 4)]
@@ -99,7 +99,7 @@ def test_a_rank_that_is_lost_in_a_step_and_stays_away_costs_nobody_a_token(build
     """The file that lets rank 1 start is taken away once it has."""
     (allowed := tmp_path / "allowed").touch()
     engine = build(
-        f"never-start-rank=1,unless={allowed},die-at-step=4,on-rank=1,meet={tmp_path}", tensor_parallel_size=2
+        f"never-start-rank=1,unless={allowed},die-at-step=4,on-rank=1,barrier={tmp_path}", tensor_parallel_size=2
     )
     engine.start()
     allowed.unlink()

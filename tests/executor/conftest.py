@@ -1,4 +1,4 @@
-"""Executors over the stub worker, stopped at the end of the test."""
+"""Executors with the stub worker, which end with the test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _ray_ends_with_the_run() -> Iterator[None]:
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
-    """Makes executors of the kind that the test is parametrized with, or `mp`, and stops them at the end."""
+    """Make executors of the kind that the test is parametrized with, or `mp`, and shut them down at the end."""
     made: list[Executor] = []
     kind, sizes = KINDS[getattr(request, "param", "mp")]
 

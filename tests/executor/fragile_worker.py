@@ -1,14 +1,14 @@
-"""The stub with errors as a real device has them: `worker_module="tests.executor.fragile_worker"`, here or in a process.
+"""The stub with errors of a real device: `worker_module="tests.executor.fragile_worker"`.
 
-Its faults stand in `model` beside those of the stub:
+It has these faults in `model`, besides those of the stub:
 
-    lose-device          every step and check fails, and the shutdown too, as torch does after a sticky error
-    memory-at-start=PATH the start runs out of memory unless PATH exists; makes it
-    memory-at-step=N     that step runs out of memory deep in a forward pass
-    fewest-ranks=N       the start is refused when there are fewer
-    lose-gpu=PATH        it starts on a GPU unless PATH exists, and makes it; later there is none
-    lose-figures         from its first step on it can't tell its figures
-    lose-peer=DIR        of two ranks the second dies in its first step, a moment after the first has said so
+    lose-device          every step, check and shutdown fails, as in torch after a sticky error
+    memory-at-start=PATH the start runs out of memory if PATH does not exist, and makes PATH
+    memory-at-step=N     step N runs out of memory deep in a forward pass
+    fewest-ranks=N       the start fails with fewer than N ranks
+    lose-gpu=PATH        the first start has a GPU and makes PATH; if PATH exists there is no GPU
+    lose-stats           `stats` fails after the first step
+    lose-peer=DIR        of two ranks the second dies in its first step, just after the first has reported its loss
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ LOST_PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connecti
 
 
 class AcceleratorError(RuntimeError):
-    """Named like torch's."""
+    """Has the name of torch's class."""
 
 
 class ModelError(RuntimeError):
-    """Named like the worker's."""
+    """Has the name of the worker's class."""
 
 
 class DeviceError(RuntimeError):
-    """Named like the worker's."""
+    """Has the name of the worker's class."""
 
 
 class Activations:
@@ -64,7 +64,7 @@ class FragileWorker(StubWorker):
         return replace(facts, device=self._choose_device()) if "lose-gpu" in self._faults else facts
 
     def _choose_device(self) -> str:
-        """As the real one does, where "auto" may be either."""
+        """Choose like the real worker: with "auto" a GPU or the CPU."""
         mark = Path(self._faults["lose-gpu"])
         if not mark.exists():
             mark.touch()
@@ -86,7 +86,7 @@ class FragileWorker(StubWorker):
         self._touch_device()
 
     def stats(self) -> dict[str, Any]:
-        if "lose-figures" in self._faults and self._num_steps > 0:
+        if "lose-stats" in self._faults and self._num_steps > 0:
             raise AcceleratorError("CUDA error: unknown error")
         return super().stats()
 
@@ -98,7 +98,7 @@ class FragileWorker(StubWorker):
             raise AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def _run_forward(self) -> None:
-        """As a library's error is told in our words: what a layer holds is in the frames of the first error."""
+        """Wrap an error as the worker does with one of a library. The frames of the first error hold what it allocated."""
         try:
             self._run_layer()
         except OutOfMemoryError as error:

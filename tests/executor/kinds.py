@@ -1,4 +1,4 @@
-"""The kinds of executors that the contract is tested on, each over the stub worker, and small helpers around them."""
+"""The executors that the contract is tested on, each with the stub worker, and what tests of executors share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.engine_service.core.sequences import GREEDY
 STUB = "millrace.executor.rank.stub"
 
 Make = Callable[..., Executor]
-"""Called with faults for the stub; keywords are options of `WorkerConfig`, and `limits`."""
+"""Makes an executor from the faults of the stub. Keywords: options of `WorkerConfig`, and `limits`."""
 
 SHORT = Limits(
     stuck_s=1.5,
@@ -54,7 +54,7 @@ def make_mp(config: WorkerConfig, **options: object) -> Executor:
 
 
 class Launched(ExternalLauncherExecutor):
-    """An external executor with the launcher beside it: starts the ranks, as torchrun does, and takes their ends in."""
+    """An external executor that is its own launcher: it starts the ranks as torchrun does, and waits for their ends."""
 
     processes: list[subprocess.Popen[bytes]]
 
@@ -80,19 +80,19 @@ class Launched(ExternalLauncherExecutor):
     def shutdown(self) -> None:
         super().shutdown()
         for process in getattr(self, "processes", []):
-            process.kill()  # as torchrun does with those that an end of the group has left
+            process.kill()  # as torchrun does with ranks that are left when the group ends
             process.wait(30)
 
 
 class SharedRay:
-    """One local Ray for all tests of a run; executors find it joined already."""
+    """One local Ray for all tests of a run, which this process has joined."""
 
     _local: LocalRay | None = None
 
     @classmethod
     def start(cls) -> None:
         if cls._local is None:
-            os.environ.setdefault("RAY_kill_worker_timeout_milliseconds", "500")  # else 5 s for each that stands still
+            os.environ.setdefault("RAY_kill_worker_timeout_milliseconds", "500")  # else 5 s for each stuck process
             cls._local = LocalRay(num_cpus=4)
             cls._local.start()
 
@@ -118,19 +118,19 @@ KINDS: dict[str, tuple[type[Executor], dict[str, int]]] = {
     "external": (Launched, {"tensor_parallel_size": 2}),
     "ray": (Placed, {"tensor_parallel_size": 2}),
 }
-"""By name: its class, and the sizes that it gets."""
+"""By name: the class and the sizes."""
 
 _RAY_MARKS = (pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"))
 
 
 def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Of tests on this kind."""
+    """Return the marks of tests on this kind."""
     return _RAY_MARKS if name == "ray" else ()
 
 
 def kinds(*, is_remote: bool | None = None, **flags: bool) -> pytest.MarkDecorator:
-    """Parametrizes the fixture `make` with every kind that has these flags of `Executor`, `can_restart` and `can_resize`.
-    `is_remote`: whether its workers are processes of their own, so that they can be killed without the test."""
+    """Parametrize the fixture `make` with every kind that has these values of `can_restart` and `can_resize`.
+    `is_remote`: whether its workers are processes of their own, which a test can kill."""
     names = [
         name
         for name, (kind, _) in KINDS.items()
@@ -157,7 +157,7 @@ def decode(executor: Executor, step_id: int, seq_id: int = 1) -> StepPlan:
 
 
 def check_health_for(executor: Executor, seconds: float) -> None:
-    """Look at its health as an idle engine does."""
+    """Check the health as an idle engine does."""
     deadline_s = time.monotonic() + seconds
     while time.monotonic() < deadline_s:
         executor.check_health()
@@ -165,7 +165,7 @@ def check_health_for(executor: Executor, seconds: float) -> None:
 
 
 def worker_pids(executor: Executor) -> list[int]:
-    """Of the ranks, in order."""
+    """Return them in rank order."""
     pids: list[int] = executor.worker_pids()  # type: ignore[attr-defined]
     return pids
 

@@ -1,15 +1,15 @@
-"""A rank that misbehaves on the wire, over the stub: `worker_module="tests.executor.rude_worker"`.
+"""The stub with errors on the wire: `worker_module="tests.executor.rude_worker"`.
 
-The environment's RUDE says how:
+The environment variable RUDE has the name of the error:
 
-    garbage         sends bytes that are no message before each reply
-    crowd           the same in the middle of a step, beside frames of others that are too large, or of another life
-    twice           sends each reply twice
-    <reply_error>      answers with one of `NONSENSE`; only while the file that RUDE_ONCE names does not exist, and makes it
-    old             says that it speaks another protocol
-    heartless       has no heartbeat
-    curious         looks at its memory after each step
-    <action>-at-spawn   the stub's actions, on rank 1, before it has said anything
+    garbage             sends bytes that are no message before each reply
+    crowd               the same during a step; other clients send too large frames, or messages of another start
+    twice               sends each reply twice
+    <invalid reply>     one of `INVALID_REPLIES`, if the file named by RUDE_ONCE does not exist; makes the file
+    old                 announces another protocol
+    heartless           has no heartbeat
+    curious             samples its device memory after each step
+    <action>-at-spawn   an action of the stub, on rank 1, before its first message
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from millrace.executor.rank import serve as rank
 from millrace.executor.rank.heartbeat import Heartbeat
-from millrace.executor.rank.serve import Invitation
+from millrace.executor.rank.serve import RankOptions
 from millrace.executor.rank.stub import _act, create_worker
 from millrace.executor.wire.messages import (
     FromWorker,
@@ -42,7 +42,7 @@ from millrace.executor.wire.messages import (
 RUDENESS = os.environ.get("RUDE", "")
 
 LARGEST_FRAME = 2**20
-"""What the engine of a crowd is made to take."""
+"""The limit of the channel in the tests of "crowd"."""
 
 
 def _with_result(**changes: object) -> Callable[[StepReply], FromWorker]:
@@ -53,7 +53,7 @@ def _with_result(**changes: object) -> Callable[[StepReply], FromWorker]:
     return change
 
 
-NONSENSE: dict[str, Callable[[StepReply], FromWorker]] = {
+INVALID_REPLIES: dict[str, Callable[[StepReply], FromWorker]] = {
     "empty": lambda reply: StepReply(reply.call_id),
     "no-step": lambda reply: Reply(call_id=reply.call_id, result=[1, 2, 3]),
     "stranger": _with_result(seq_ids=[SeqId(77)]),
@@ -66,16 +66,16 @@ NONSENSE: dict[str, Callable[[StepReply], FromWorker]] = {
 }
 
 
-class RudeLink(rank._Link):
-    """Sends more than it should."""
+class RudeConnection(rank._Connection):
+    """Sends what it should not."""
 
-    def __init__(self, invitation: Invitation) -> None:
-        super().__init__(invitation)
+    def __init__(self, options: RankOptions) -> None:
+        super().__init__(options)
         names = ("stranger", "a stranger too", "0.99") if RUDENESS == "crowd" else ()
-        self._others = [self._connect_as(name, invitation.address) for name in names]
+        self._others = [self._connect_as(name, options.address) for name in names]
 
     def _connect_as(self, name: str, address: str) -> zmq.Socket[bytes]:
-        """Wait until it is in: soon after the rank's Hello nobody finds the address any more."""
+        """Connect, and wait for it: the file of the address is removed soon after the rank's Hello."""
         other = self._context.socket(zmq.DEALER)
         other.setsockopt_string(zmq.IDENTITY, name)
         monitor = other.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -90,8 +90,8 @@ class RudeLink(rank._Link):
             self._send_garbage()
         if RUDENESS == "old" and isinstance(message, Hello):
             message = Hello(pid=message.pid, protocol=0)
-        if isinstance(message, StepReply) and RUDENESS in NONSENSE and self._is_first_time():
-            message = NONSENSE[RUDENESS](message)
+        if isinstance(message, StepReply) and RUDENESS in INVALID_REPLIES and self._is_first_time():
+            message = INVALID_REPLIES[RUDENESS](message)
         if isinstance(message, Reply) and RUDENESS == "step-for-call":
             self._socket.send(encode(StepReply(message.call_id)))
         self._socket.send(encode(message))
@@ -102,10 +102,10 @@ class RudeLink(rank._Link):
         message = super().recv()
         if RUDENESS == "crowd" and isinstance(message, Step):
             self._send_garbage()
-            *strangers, ghost = self._others
+            *strangers, earlier_rank = self._others
             for stranger in strangers:
                 stranger.send(bytes(LARGEST_FRAME + 1))
-            ghost.send(encode(StepReply(message.call_id)))
+            earlier_rank.send(encode(StepReply(message.call_id)))
         return message
 
     def close(self) -> None:
@@ -131,6 +131,6 @@ if __name__ == "__main__":
     if RUDENESS == "heartless":
         Heartbeat._beat = lambda self: None  # type: ignore[method-assign]
     if RUDENESS == "curious":
-        rank._LOOK_EVERY_S = 0.0
-    rank._Link = RudeLink  # type: ignore[misc]
+        rank._SAMPLE_EVERY_S = 0.0
+    rank._Connection = RudeConnection  # type: ignore[misc]
     sys.exit(rank.serve_rank(create_worker))

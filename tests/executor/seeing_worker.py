@@ -1,4 +1,4 @@
-"""The stub, whose figures say which GPUs it sees: `worker_module="tests.executor.seeing_worker"`."""
+"""The stub with the GPUs that it sees in its stats: `worker_module="tests.executor.seeing_worker"`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millrace.executor.wire.messages import WorkerConfig
 
 
 class SeeingWorker(StubWorker):
-    """Says what it was given."""
+    """Reports CUDA_VISIBLE_DEVICES."""
 
     def stats(self) -> dict[str, Any]:
         return {"devices": os.environ.get("CUDA_VISIBLE_DEVICES")}

@@ -1,4 +1,4 @@
-"""One suite for every executor: what `millrace.executor.base.Executor` promises."""
+"""One suite for every executor: the contract of `millrace.executor.base.Executor`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ own_restartable = kinds(is_remote=True, can_restart=True)
 
 
 @every_kind
-def test_a_start_tells_the_facts_and_begins_epoch_one(make: Make) -> None:
+def test_a_start_returns_the_facts_and_begins_epoch_one(make: Make) -> None:
     executor = make()
     facts = executor.start()
     assert (facts.architecture, facts.vocab_size, executor.epoch) == ("Stub", 1000, 1)
 
 
 @every_kind
-def test_the_smallest_rank_decides_the_number_of_blocks_and_one_line_says_how(
+def test_the_smallest_rank_decides_the_number_of_blocks_and_is_logged_in_one_line(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     last_rank = make().world_size - 1
@@ -39,13 +39,13 @@ def test_the_smallest_rank_decides_the_number_of_blocks_and_one_line_says_how(
     executor.start()
     with caplog.at_level(logging.INFO, "millrace.executor"):
         assert executor.determine_num_available_blocks() == (27, 0)
-    (line,) = [record.message for record in caplog.records if "KV pool" in record.message]
-    assert line.startswith("KV pool: 27 blocks, 0 in host memory; rank 0: ")
+    (line,) = [record.message for record in caplog.records if "KV cache" in record.message]
+    assert line.startswith("KV cache: 104 tokens, 0.0 MiB; rank 0: ")
     for rank in range(executor.world_size):
         num_fit = 27 if rank == last_rank else 32
         assert (
-            f"rank {rank}: {num_fit} fit (as told), 27 x {(1 + rank) * 4} bytes = 0.0 MiB "
-            f"beside {1 + rank}.0 MiB of weights"
+            f"rank {rank}: 27 blocks x {(1 + rank) * 4} bytes = 0.0 MiB besides {1 + rank}.0 MiB of weights, "
+            f"{num_fit} blocks fit (set by the stub)"
         ) in line
 
 
@@ -88,7 +88,7 @@ def test_several_steps_may_be_in_flight(make: Make) -> None:
 
 
 @every_kind
-def test_a_nap_begins_a_new_epoch_and_no_step_runs_meanwhile(make: Make) -> None:
+def test_sleep_and_wake_up_begin_a_new_epoch_and_no_step_runs_meanwhile(make: Make) -> None:
     executor = start(make())
     executor.execute_model(first_step(executor)).result()
     executor.sleep(1)
@@ -104,7 +104,7 @@ def test_a_nap_begins_a_new_epoch_and_no_step_runs_meanwhile(make: Make) -> None
 
 
 @every_kind
-def test_a_nap_of_another_kind_is_refused(make: Make) -> None:
+def test_unknown_sleep_levels_and_tags_are_refused(make: Make) -> None:
     executor = start(make())
     with pytest.raises(ValueError, match="level"):
         executor.sleep(3)
@@ -230,7 +230,7 @@ def test_recovery_lasts_from_the_loss_until_the_pool_is_there_failed_attempts_in
 
 
 @kinds(can_resize=False)
-def test_where_the_number_of_ranks_is_somebody_elses_it_is_not_changed(make: Make) -> None:
+def test_an_executor_that_can_not_resize_keeps_its_number_of_ranks(make: Make) -> None:
     executor = start(make())
     executor.resize(*executor.parallel_sizes)
     with pytest.raises(ValueError, match="can't change its number of ranks"):
@@ -239,7 +239,7 @@ def test_where_the_number_of_ranks_is_somebody_elses_it_is_not_changed(make: Mak
 
 
 @kinds(can_restart=False)
-def test_where_workers_are_somebody_elses_they_are_not_restarted(make: Make) -> None:
+def test_an_executor_that_can_not_restart_refuses_a_restart(make: Make) -> None:
     executor = start(make())
     with pytest.raises(StartError) as caught:
         executor.restart()
@@ -356,7 +356,7 @@ def test_a_reply_that_comes_too_late_is_dropped_and_counted(make: Make) -> None:
 
 
 @own_process
-def test_a_call_that_is_not_waited_for_yet_keeps_its_limit(make: Make) -> None:
+def test_a_non_blocking_call_keeps_its_limit(make: Make) -> None:
     executor = start(make("hang-at-step=1"))
     executor.execute_model(first_step(executor))
     call = executor.collective_rpc("stats", timeout_s=0.2, non_block=True)

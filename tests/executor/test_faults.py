@@ -1,4 +1,4 @@
-"""What workers do wrong, at every moment of their life: it is noticed, named, survived, and nothing is left behind."""
+"""Faults of workers at every moment: the executor notices and names them, recovers, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.executor.kinds import (
     wait_until_gone,
     worker_pids,
 )
-from tests.executor.rude_worker import LARGEST_FRAME, NONSENSE
+from tests.executor.rude_worker import INVALID_REPLIES, LARGEST_FRAME
 from tests.processes import children_of, wait_until
 
 TWO = {"tensor_parallel_size": 2}
@@ -51,7 +51,7 @@ def test_a_step_that_does_not_end_is_ended(make: Make, action: str, rank: int, t
     """Prefill is a worker's first step here, decode its second."""
     for number in (1, 2):
         (meeting := tmp_path / str(number)).mkdir()
-        fault = f"{action}-at-step={number},on-rank={rank},once={meeting / 'done'},meet={meeting}"
+        fault = f"{action}-at-step={number},on-rank={rank},once={meeting / 'done'},barrier={meeting}"
         executor = start(make(fault, SHORT, **TWO))
         for plan in [first_step(executor), decode(executor, 2)][: number - 1]:
             executor.execute_model(plan).result()
@@ -78,45 +78,45 @@ def test_a_start_that_fails_leaves_nobody_behind_and_can_be_tried_again(
     assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
 
 
-NAP_ERRORS: dict[str, type[ExecutorError]] = {
+SLEEP_ERRORS: dict[str, type[ExecutorError]] = {
     "die": WorkerDied,
     "raise": WorkerError,
     "stop": WorkerDied,
     "hang": ExecutorTimeout,
 }
-"""`hang`: with a heart that beats."""
+"""`hang`: with a heartbeat."""
 
 SHOWN = {("stop", "sleep", 1), ("hang", "wake-up", 0)}
-"""Of the cases that wait for a limit, those of `make test`."""
+"""The cases that wait for a limit and are part of `make test`."""
 
 
 @pytest.mark.parametrize(
     ("action", "place", "rank"),
     [
         pytest.param(*case, marks=[pytest.mark.slow] if case[0] in ("stop", "hang") and case not in SHOWN else [])
-        for case in product(NAP_ERRORS, ("sleep", "wake-up"), (0, 1))
+        for case in product(SLEEP_ERRORS, ("sleep", "wake-up"), (0, 1))
     ],
 )
-def test_a_nap_that_fails_says_so_and_a_restart_helps(
+def test_a_sleep_that_fails_raises_and_a_restart_helps(
     make: Make, action: str, place: str, rank: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits = msgspec.structs.replace(SHORT, sleep_call_s=1.5) if action == "hang" else SHORT
     executor = start(make(f"{action}-at-{place},on-rank={rank},once={tmp_path / 'done'}", limits, **TWO))
-    with pytest.raises(NAP_ERRORS[action]) as caught:
-        nap(executor)
+    with pytest.raises(SLEEP_ERRORS[action]) as caught:
+        sleep_and_wake(executor)
     assert caught.value.rank == rank  # type: ignore[attr-defined]
     executor.restart()
     assert action != "hang" or "in fault_at" in capfd.readouterr().err
     assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
 
 
-def nap(executor: Executor) -> None:
+def sleep_and_wake(executor: Executor) -> None:
     executor.sleep(2)
     executor.wake_up()
 
 
-def test_a_nap_is_waited_for_as_long_as_the_weights_need(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stub's ranks have 1 MiB and 2 MiB. Only after level 2 they are read from disk."""
+def test_the_limit_of_sleep_and_wake_grows_with_the_weights(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of the stub's ranks have 1 MiB and 2 MiB. Only after level 2 they are read from disk."""
     limits = Limits(sleep_call_s=60, move_bytes_per_s=2**20, read_bytes_per_s=2**18)
     executor = make("", limits, **TWO)
     executor.start()
@@ -134,7 +134,7 @@ def test_a_nap_is_waited_for_as_long_as_the_weights_need(make: Make, monkeypatch
     assert limits_s == [63, 63, 63, 72]
 
 
-def test_what_was_asked_of_workers_that_are_gone_is_not_waited_for_in_the_next_life(make: Make, tmp_path: Path) -> None:
+def test_a_pending_call_fails_when_its_workers_are_replaced(make: Make, tmp_path: Path) -> None:
     executor = start(make(f"hang-at-step=1,once={tmp_path / 'done'}"))
     step = executor.execute_model(first_step(executor))
     wait_until((tmp_path / "done").exists, what="the fault")
@@ -145,7 +145,7 @@ def test_what_was_asked_of_workers_that_are_gone_is_not_waited_for_in_the_next_l
     assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
 
 
-def test_replies_are_counted_once_while_their_life_ends(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_are_counted_once_while_their_channel_closes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = start(make())
     executor.execute_model(first_step(executor)).result()
     num_bytes = [executor.stats().reply_bytes]
@@ -171,7 +171,7 @@ def test_a_shutdown_ends_them_whatever_they_do(make: Make, action: str, rank: in
     assert not any(is_alive(pid) for pid in pids)
 
 
-def test_a_worker_that_exits_as_if_all_were_well_is_lost_too(make: Make) -> None:
+def test_a_worker_that_exits_with_status_0_is_lost_too(make: Make) -> None:
     executor = start(make("exit-at-step=1"))
     with pytest.raises(WorkerDied, match="exit status 0"):
         executor.execute_model(first_step(executor)).result()
@@ -188,11 +188,11 @@ def test_a_stopped_worker_is_noticed_by_the_health_check_of_an_idle_engine(make:
 def test_the_stacks_of_a_stuck_worker_and_of_those_that_wait_for_it_are_written_down(
     make: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    executor = start(make(f"hang-at-step=1,on-rank=0,meet={tmp_path}", SHORT, **TWO))
+    executor = start(make(f"hang-at-step=1,on-rank=0,barrier={tmp_path}", SHORT, **TWO))
     with pytest.raises(WorkerDied, match="stuck"):
         executor.execute_model(first_step(executor)).result()
     written = capfd.readouterr().err
-    assert written.count("in fault_at") == written.count("in _meet") == 1
+    assert written.count("in fault_at") == written.count("in _wait_for_ranks") == 1
     assert written.count("heartbeat.py") >= 2
 
 
@@ -228,18 +228,16 @@ Rude = Callable[..., MultiprocExecutor]
 
 
 def wait_for_figures(executor: Executor, is_true: Callable[[ExecutorMetrics], bool]) -> None:
-    """While it looks at its workers, as an idle engine does."""
+    """Check the health until then, as an idle engine does."""
 
-    def look() -> bool:
+    def check() -> bool:
         executor.check_health()
         return is_true(executor.stats())
 
-    wait_until(look, what="what the figures should say")
+    wait_until(check, what="the expected metrics")
 
 
-def test_a_worker_that_sends_garbage_is_heard_where_it_makes_sense(
-    rude: Rude, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_valid_messages_of_a_worker_that_sends_garbage_count(rude: Rude, caplog: pytest.LogCaptureFixture) -> None:
     executor = rude("garbage")
     with caplog.at_level(logging.WARNING, "millrace.executor"):
         start(executor)
@@ -252,7 +250,7 @@ def test_what_arrives_in_the_middle_of_a_step_and_is_not_ours_changes_nothing(
     rude: Rude, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("millrace.executor.wire.channel.MAX_MESSAGE_BYTES", LARGEST_FRAME)
-    monkeypatch.setattr("millrace.executor.wire.channel.ENDING_S", 0.2)
+    monkeypatch.setattr("millrace.executor.wire.channel.EXIT_NOTICE_S", 0.2)
     executor = start(rude("crowd", "slow=300"))
     before = executor.stats()
     with caplog.at_level(logging.WARNING, "millrace.executor"):
@@ -262,14 +260,14 @@ def test_what_arrives_in_the_middle_of_a_step_and_is_not_ours_changes_nothing(
     assert len([record for record in caplog.records if "no worker of ours" in record.message]) == 1
     assert len([record for record in caplog.records if "connection was closed" in record.message]) == 1
     after = executor.stats()
-    assert after.num_stale_replies == 5  # garbage twice, twice too large, once of another life
+    assert after.num_stale_replies == 5  # garbage twice, twice too large, once of another start
     assert (after.num_failed, after.num_failed_workers) == (before.num_failed, before.num_failed_workers)
     assert executor.execute_model(decode(executor, 2)).result().seq_ids == [1]
 
 
-@pytest.mark.parametrize("reply_error", NONSENSE)
-def test_nonsense_instead_of_a_result_costs_a_restart_and_no_token(rude: Rude, reply_error: str) -> None:
-    executor = rude(reply_error)
+@pytest.mark.parametrize("invalid_reply", INVALID_REPLIES)
+def test_an_invalid_result_costs_a_restart_and_no_token(rude: Rude, invalid_reply: str) -> None:
+    executor = rude(invalid_reply)
     engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4)
     engine.start()
     generations = [generation(1)]
@@ -285,7 +283,7 @@ def test_a_call_that_is_answered_like_a_step_has_failed(rude: Rude) -> None:
         executor.collective_rpc("check_health")
 
 
-def test_a_worker_that_replies_twice_is_heard_once(rude: Rude) -> None:
+def test_the_second_of_two_equal_replies_is_dropped(rude: Rude) -> None:
     executor = start(rude("twice"))
     for number in (1, 2, 3):
         executor.execute_model(first_step(executor, number, seq_id=number)).result()
@@ -301,15 +299,15 @@ def test_a_worker_of_another_version_is_refused(rude: Rude) -> None:
     assert not caught.value.is_retryable
 
 
-def test_a_rank_without_a_heart_is_not_waited_for(rude: Rude) -> None:
-    """As one that was stopped before its first heartbeat: silence counts from its first word."""
+def test_a_rank_without_a_heartbeat_fails_the_start(rude: Rude) -> None:
+    """Like a rank that was stopped before its first heartbeat: the silence counts from Hello."""
     with pytest.raises(StartError, match="no heartbeat") as caught:
         rude("heartless").start()
     assert caught.value.is_retryable
 
 
-def test_a_rank_that_runs_steps_tells_how_much_of_its_device_it_holds_and_uses(rude: Rude) -> None:
-    """The stub's device holds a byte for each token: three of the prompt, and one more."""
+def test_a_rank_that_runs_steps_reports_device_memory_and_utilization(rude: Rude) -> None:
+    """The stub's device holds a byte per token: three of the prompt, and one more."""
     executor = start(rude("curious", **TWO))
     executor.execute_model(first_step(executor)).result()
     wait_for_figures(executor, lambda figures: figures.device_bytes == [4, 4])
@@ -355,19 +353,19 @@ def wait_for_end(fd: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_hundred_lives_leave_no_process_no_file_and_no_memory(
+def test_a_hundred_starts_leave_no_process_no_file_and_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    counts = [live_once(number) for number in range(100)]
+    counts = [start_once(number) for number in range(100)]
     assert list(tmp_path.iterdir()) == []
     assert counts[-1][0] == counts[5][0]
     assert counts[-1][1] - counts[5][1] < 8 * 2**20
     assert subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.count("\n") <= 1
 
 
-def live_once(number: int) -> tuple[int, int]:
-    """(open files, resident bytes) of this process after one more life, which ends well or badly by turns."""
+def start_once(number: int) -> tuple[int, int]:
+    """Start and end workers, every third time by a fault. Returns (open files, resident bytes) of this process."""
     executor = MultiprocExecutor(
         stub_config("die-at-step=1" if number % 3 == 0 else ""), worker_module="millrace.executor.rank.stub"
     )

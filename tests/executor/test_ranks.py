@@ -1,4 +1,4 @@
-"""Several ranks: whose answer counts, what one rank's failure means for the others, who loads when."""
+"""Several ranks: whose result counts, what the failure of one rank means for the others, how many load at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_output_rank_is_the_first_of_the_last_stage() -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 def test_the_death_of_any_rank_ends_the_step_at_once(make: Make, rank: int, tmp_path: Path) -> None:
-    executor = start(make(f"die-at-step=1,on-rank={rank},once={tmp_path / 'died'},meet={tmp_path}", **TWO_BY_TWO))
+    executor = start(make(f"die-at-step=1,on-rank={rank},once={tmp_path / 'died'},barrier={tmp_path}", **TWO_BY_TWO))
     before_s = time.monotonic()
     with pytest.raises(WorkerDied, match=f"rank {rank} .*SIGKILL"):
         executor.execute_model(first_step(executor)).result()
@@ -33,7 +33,7 @@ def test_the_death_of_any_rank_ends_the_step_at_once(make: Make, rank: int, tmp_
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_the_error_of_a_rank_that_does_not_answer_for_all_surfaces(make: Make, rank: int, tmp_path: Path) -> None:
-    executor = start(make(f"raise-at-step=1,on-rank={rank},meet={tmp_path}", SHORT, **TWO_BY_TWO))
+    executor = start(make(f"raise-at-step=1,on-rank={rank},barrier={tmp_path}", SHORT, **TWO_BY_TWO))
     with pytest.raises(WorkerError, match=f"rank {rank}"):
         executor.execute_model(first_step(executor)).result()
 
@@ -63,7 +63,7 @@ def test_all_ranks_end_when_one_is_stuck_in_its_end(make: Make) -> None:
 
 @pytest.mark.parametrize(("limit", "most"), [(1, 1), (2, 2), (None, 4)])
 def test_no_more_ranks_load_at_a_time_than_allowed(make: Make, tmp_path: Path, limit: int | None, most: int) -> None:
-    """In the start, and when the weights are read again on waking; not when they were kept."""
+    """In the start, and in `wake_up` if the weights were dropped."""
     executor = start(make(f"count-loading={tmp_path}", max_parallel_loading_workers=limit, **TWO_BY_TWO))
     executor.check_health()
     seen = take_seen(tmp_path)
@@ -81,7 +81,7 @@ def test_no_more_ranks_load_at_a_time_than_allowed(make: Make, tmp_path: Path, l
 
 
 def take_seen(directory: Path) -> list[int]:
-    """How many ranks were loading when each of those did that have noted it since the last time."""
+    """Remove the marks that ranks left while they loaded. Returns how many were loading then, of each mark."""
     marks = list(directory.glob("seen-*"))
     for mark in marks:
         mark.unlink()

@@ -1,4 +1,4 @@
-"""Real models over real ranks: the same tokens whatever the sizes, also after naps and deaths."""
+"""A real model on real ranks: the same tokens with all sizes, also after sleep and deaths."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def expected() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("sizes", [TP2, PP2, pytest.param({**TP2, **PP2}, marks=pytest.mark.slow)])
-def test_the_tokens_do_not_depend_on_the_sizes_nor_on_naps(sizes: dict[str, int], expected: list[list[int]]) -> None:
+def test_the_tokens_do_not_depend_on_the_sizes_nor_on_sleep(sizes: dict[str, int], expected: list[list[int]]) -> None:
     with make_llm(max_parallel_loading_workers=1, **sizes) as llm:
         assert generate(llm) == expected
         llm.sleep(2)
@@ -112,7 +112,7 @@ class Strike:
         while computed_ns(pid) - before_ns < 300_000:  # a step takes milliseconds
             os.sched_yield()
         os.kill(pid, signal.SIGSTOP)
-        self._executor.pump(0)
+        self._executor.process_messages(0)
         self.has_landed = not step.done()
         os.kill(pid, self._number if self.has_landed else signal.SIGCONT)
         return step
@@ -130,7 +130,7 @@ def executor_of(llm: LLM) -> MultiprocExecutor:
 
 
 class Left(NamedTuple):
-    """What there is of us on this machine."""
+    """What this project holds on this machine."""
 
     processes: set[str]
     open_files: int
@@ -139,7 +139,7 @@ class Left(NamedTuple):
     resident_bytes: int
 
 
-def look(temporary: Path) -> Left:
+def what_is_left(temporary: Path) -> Left:
     return Left(
         processes=set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
         open_files=len(os.listdir("/proc/self/fd")),
@@ -153,7 +153,7 @@ def look(temporary: Path) -> Left:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ten_lives_of_real_ranks_leave_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_starts_of_real_ranks_leave_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     seen: list[Left] = []
     for number in range(10):
@@ -161,7 +161,7 @@ def test_ten_lives_of_real_ranks_leave_everything_as_it_was(tmp_path: Path, monk
             generate(llm)
             if number % 3 == 2:
                 os.kill(executor_of(llm).worker_pids()[-1], signal.SIGKILL)
-        seen.append(look(tmp_path))
+        seen.append(what_is_left(tmp_path))
     first, last = seen[2], seen[-1]
     assert last[:4] == first[:4]
     assert last.temporary_files == set()

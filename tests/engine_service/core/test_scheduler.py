@@ -37,7 +37,7 @@ class Bench:
         plan = self.scheduler.schedule(self.max_in_flight)
         if plan is not None:
             self.plans.append(plan)
-            assert set(plan.finished) <= self.worker._known.keys(), (
+            assert set(plan.finished) <= self.worker._sequences.keys(), (
                 "workers pass over such ids; the scheduler has no reason to"
             )
             self.in_flight.append(self.worker.execute_model(plan))

@@ -16,17 +16,25 @@ from millrace.executor.launch.process import python_path
 from tests.processes import wait_until
 
 STARTS = """
+import os, signal, sys
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from tests.executor.kinds import stub_config
+
+def die(event, _):
+    if event == sys.argv[1]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
 executor = MultiprocExecutor(stub_config(), worker_module="millrace.executor.rank.stub")
 print("starting", flush=True)
+sys.addaudithook(die)
 executor.start()
 """
 
 
-def start_in(directory: Path) -> subprocess.Popen[bytes]:
+def start_in(directory: Path, dies_at: str = "") -> subprocess.Popen[bytes]:
+    """Start an engine. `dies_at`: the audit event of Python at which it kills itself."""
     environment = {**os.environ, "PYTHONPATH": python_path(), "TMPDIR": str(directory)}
-    process = subprocess.Popen([sys.executable, "-P", "-c", STARTS], env=environment, stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-P", "-c", STARTS, dies_at], env=environment, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"starting\n"
     return process
@@ -37,6 +45,13 @@ def test_an_engine_killed_in_its_start_leaves_no_directory(tmp_path: Path, delay
     with start_in(tmp_path) as engine:
         time.sleep(delay_s)
         engine.send_signal(signal.SIGKILL)
+    wait_until(lambda: not list(tmp_path.iterdir()))
+
+
+@pytest.mark.parametrize("event", ["os.mkdir", "os.remove", "os.rmdir"])
+def test_an_engine_killed_as_it_changes_the_first_file_leaves_none(tmp_path: Path, event: str) -> None:
+    with start_in(tmp_path, dies_at=event) as engine:
+        assert engine.wait(60) == -signal.SIGKILL
     wait_until(lambda: not list(tmp_path.iterdir()))
 
 
@@ -57,7 +72,7 @@ os._exit(0)
 """
 
 
-def test_a_directory_is_swept_when_the_last_holder_ends(tmp_path: Path) -> None:
+def test_a_directory_is_removed_when_its_last_holder_ends(tmp_path: Path) -> None:
     directory = tmp_path / "it's $HOME; a name"
     command = [sys.executable, "-P", "-c", LEAVES, str(directory)]
     environment = {**os.environ, "PYTHONPATH": python_path()}
@@ -68,9 +83,9 @@ def test_a_directory_is_swept_when_the_last_holder_ends(tmp_path: Path) -> None:
     wait_until(lambda: not directory.exists())
 
 
-def test_who_sweeps_waits_for_no_other_holder(tmp_path: Path) -> None:
-    """Such as a process that this one has forked meanwhile."""
-    (directory := tmp_path / "swept").mkdir()
+def test_closing_a_reaper_removes_the_directory_though_another_process_holds_it(tmp_path: Path) -> None:
+    """As a process does that this one has forked meanwhile."""
+    (directory := tmp_path / "directory").mkdir()
     reaper = DirectoryReaper(str(directory))
     with subprocess.Popen(["sleep", "60"], pass_fds=(reaper.fd,)) as holder:
         reaper.close()
@@ -79,8 +94,8 @@ def test_who_sweeps_waits_for_no_other_holder(tmp_path: Path) -> None:
         holder.kill()
 
 
-def test_a_broom_that_was_killed_is_let_go_of(tmp_path: Path) -> None:
-    reaper = DirectoryReaper(str(tmp_path / "swept"))
+def test_a_reaper_that_was_killed_is_closed_without_an_error(tmp_path: Path) -> None:
+    reaper = DirectoryReaper(str(tmp_path / "directory"))
     reaper._shell.kill()
     reaper._shell.wait()
     reaper.close()

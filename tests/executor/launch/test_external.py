@@ -1,4 +1,4 @@
-"""`millrace serve` under torchrun: its processes become ranks, and the service lives and ends with them."""
+"""`millrace serve` under torchrun: its processes become ranks, and the service ends with them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.executor.kinds import (
 external = pytest.mark.parametrize("make", ["external"], indirect=True)
 
 LIMITS = msgspec.structs.replace(SHORT, shutdown_s=2.0)
-"""A rank that is well beats meanwhile."""
+"""Enough for a heartbeat of a rank that is well."""
 
 
 def shut_down_without_launcher(executor: Executor) -> None:
@@ -72,7 +72,7 @@ def test_a_start_that_fails_names_phase_and_rank(make: Make) -> None:
 
 @external
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_stands_still_when_the_service_stops_is_killed(make: Make, rank: int) -> None:
+def test_a_rank_that_does_not_respond_when_the_service_stops_is_killed(make: Make, rank: int) -> None:
     executor = start(make(limits=LIMITS))
     pid = worker_pids(executor)[rank]
     os.kill(pid, signal.SIGSTOP)
@@ -81,7 +81,7 @@ def test_a_rank_that_stands_still_when_the_service_stops_is_killed(make: Make, r
 
 
 @external
-def test_a_second_signal_does_not_save_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_killed_after_a_second_signal_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = start(make(limits=LIMITS))
     pid = worker_pids(executor)[1]
     os.kill(pid, signal.SIGSTOP)
@@ -89,14 +89,14 @@ def test_a_second_signal_does_not_save_it(make: Make, monkeypatch: pytest.Monkey
     def interrupt(_: object) -> None:
         raise SystemExit
 
-    monkeypatch.setattr(executor, "_wait_for_life", interrupt)
+    monkeypatch.setattr(executor, "_wait_for_heartbeats", interrupt)
     with pytest.raises(SystemExit):
         shut_down_without_launcher(executor)
     wait_until_gone(pid)
 
 
 @external
-def test_a_rank_that_stands_still_while_another_fails_to_start_is_killed(
+def test_a_rank_that_does_not_respond_while_another_fails_to_start_is_killed(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor: Any = make("raise-at-start,on-rank=1", limits=LIMITS)
@@ -114,7 +114,7 @@ def test_a_rank_that_stands_still_while_another_fails_to_start_is_killed(
 
 
 @external
-def test_of_a_group_only_the_rank_that_stands_still_is_killed(make: Make) -> None:
+def test_of_a_group_only_the_rank_that_does_not_respond_is_killed(make: Make) -> None:
     executor: Any = start(make(limits=LIMITS))
     os.kill(worker_pids(executor)[1], signal.SIGSTOP)
     with pytest.raises(WorkerDied, match=r"rank 1 .*no heartbeat"):
@@ -138,7 +138,7 @@ def test_a_rank_that_does_not_answer_but_has_its_heartbeat_is_left_to_end_with_t
 def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="take ray"):
+    with pytest.raises(ValueError, match="use ray for several hosts"):
         become_rank([])
 
 
@@ -285,7 +285,7 @@ def test_torchrun_itself_is_killed_and_nothing_is_left_but_the_jobs(
     client = Client(redis_url, queue=queue_name)
     undisturbed, job_ids = begin_jobs(torchrun, client)
     pids = torchrun.descendants()
-    assert len(pids) == 4  # two ranks, the service, and the reaper that sweeps after it
+    assert len(pids) == 4  # two ranks, the service, and the reaper of its directory
     torchrun.process.kill()
     torchrun.process.wait()
     for pid in pids:
@@ -320,7 +320,7 @@ def test_a_service_that_is_told_to_stop_ends_the_group_in_order(torchrun: Torchr
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
-def test_torchrun_does_not_wait_for_a_rank_that_stands_still_when_the_service_stops(
+def test_torchrun_does_not_wait_for_a_rank_that_does_not_respond_when_the_service_stops(
     doomed: Callable[..., Torchrun], rank: int
 ) -> None:
     running = doomed(max_restarts=0)

@@ -1,4 +1,4 @@
-"""Ranks on a local Ray: with a model, each lost at each moment, stuck with all stacks told, ended so that nothing stays."""
+"""Ranks on a local Ray: with a model, lost at each moment, stuck, and ended without leaving anything."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_rank_is_lost_at_every_moment_and_replaced(make: Make, action: str, ra
     meeting.mkdir()
     moments = ("start", "step=2", "sleep", "shutdown")
     faults = ",".join(f"{action}-at-{moment}" for moment in moments)
-    executor = make(f"{faults},on-rank={rank},once={safe},meet={meeting}", SHORT)
+    executor = make(f"{faults},on-rank={rank},once={safe},barrier={meeting}", SHORT)
     with pytest.raises(StartError, match=f"rank {rank}"):
         executor.start()
     start(executor)
@@ -80,19 +80,19 @@ def test_the_stacks_of_all_ranks_are_in_the_engines_log_when_one_hangs(
     make: Make, rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     patient = msgspec.structs.replace(SHORT, dump_s=2.0)
-    executor = start(make(f"hang-at-step=1,on-rank={rank},meet={tmp_path},once={tmp_path / 'done'}", patient))
+    executor = start(make(f"hang-at-step=1,on-rank={rank},barrier={tmp_path},once={tmp_path / 'done'}", patient))
     with pytest.raises(WorkerDied, match="stuck"):
         executor.execute_model(first_step(executor)).result()
-    told = [record.getMessage() for record in caplog.records if "the stacks of rank" in record.getMessage()]
-    (of_stuck,), (of_peer,) = ([text for text in told if f"rank {one}:" in text] for one in (rank, 1 - rank))
+    logged = [record.getMessage() for record in caplog.records if "the stacks of rank" in record.getMessage()]
+    (of_stuck,), (of_peer,) = ([text for text in logged if f"rank {one}:" in text] for one in (rank, 1 - rank))
     assert "in _act" in of_stuck
-    assert "in _meet" in of_peer
+    assert "in _wait_for_ranks" in of_peer
     executor.restart()
     assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
 
 
 @on_ray
-def test_ranks_that_can_not_even_begin_are_named_with_the_reason(make: Make) -> None:
+def test_ranks_that_fail_before_they_start_are_named_with_the_reason(make: Make) -> None:
     executor = make()
     executor._worker_module = "no_such_module"  # type: ignore[attr-defined]
     with pytest.raises(StartError, match="no_such_module") as caught:
@@ -101,7 +101,7 @@ def test_ranks_that_can_not_even_begin_are_named_with_the_reason(make: Make) -> 
     assert caught.value.rank in (0, 1)
 
 
-# --- a Ray of our own ---
+# --- a local Ray ---
 
 
 def test_a_ray_whose_start_lacks_a_process_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,12 +116,12 @@ def test_a_ray_whose_start_lacks_a_process_leaves_no_directory(tmp_path: Path, m
 # In a process that knows of no other:
 
 
-def live_twice() -> list[tuple[list[str], bool, set[int]]]:
-    """Of each life: the GPUs that each rank sees; then, after the end, whether a file and which process are left."""
-    return [live(), live()]
+def run_twice() -> list[tuple[list[str], bool, set[int]]]:
+    """Of two runs: the GPUs that each rank sees; then, after the end, whether a file and which processes are left."""
+    return [run(), run()]
 
 
-def live() -> tuple[list[str], bool, set[int]]:
+def run() -> tuple[list[str], bool, set[int]]:
     config = stub_config(tensor_parallel_size=2)
     executor = RayExecutor(config, worker_module="tests.executor.seeing_worker")
     try:
@@ -136,13 +136,13 @@ def live() -> tuple[list[str], bool, set[int]]:
     return devices, Path(directory).exists(), users_of(directory) | {int(pid) for pid in children}
 
 
-def test_a_ray_of_our_own_gives_each_rank_a_gpu_and_leaves_no_process_and_no_file(tmp_path: Path) -> None:
+def test_a_local_ray_gives_each_rank_a_gpu_and_leaves_no_process_and_no_file(tmp_path: Path) -> None:
     process = Process({"RAY_TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "4,7"})
     try:
-        lives = process.run(live_twice)
+        runs = process.run(run_twice)
     finally:
         process.end()
-    for devices, has_file, left in lives:
+    for devices, has_file, left in runs:
         assert sorted(devices) == ["4", "7"]
         assert not has_file
         assert left == set()

@@ -1,4 +1,4 @@
-"""Ranks on a Ray that was there before, over several nodes, some of which die; and what becomes of a Ray of our own."""
+"""Ranks on an existing Ray cluster of several nodes, some of which die, and the end of a local Ray."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    """Two nodes with room for two ranks each; who kills one brings another."""
+    """Two nodes with capacity for two ranks each. A test that kills one adds another."""
     with ray_nodes(2) as started:
         yield started
 
@@ -64,7 +64,7 @@ def begin() -> list[SeqId]:
 
 
 def begin_scattered() -> list[SeqId]:
-    """The same in a group whose bundles alternate between the nodes, as may happen where there is little room."""
+    """The same in a group whose bundles alternate between the nodes, as may happen in a full cluster."""
     import ray
 
     global _executor
@@ -105,7 +105,7 @@ def restart() -> list[SeqId]:
 
 
 def recover() -> tuple[int, list[SeqId]]:
-    """As the engine does it, but more hastily. (number of ranks, sequences that a step brings a token)"""
+    """Recover as the engine does, with shorter pauses. Returns (number of ranks, sequences with a token of a step)."""
     worker_group.RESTART_BACKOFF_S = (0.0, 0.5)  # type: ignore[assignment]
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
     worker_group.WorkerGroup(_executor, config, block_size=4)._bring_up(_executor.restart)
@@ -166,7 +166,7 @@ def run_a_model() -> tuple[list[list[int]], str]:
         return generate(llm), llm._engine._executor._rendezvous()  # type: ignore[attr-defined]
 
 
-# --- a cluster that was there before ---
+# --- an existing cluster ---
 
 
 def assert_stages_stand_together(places: list[str]) -> None:
@@ -187,7 +187,7 @@ def test_ranks_of_a_stage_are_neighbours_however_the_bundles_lie(user: Process) 
     assert not user.run(end)
 
 
-def test_who_runs_in_a_placement_group_has_its_ranks_there(user: Process) -> None:
+def test_the_ranks_of_a_caller_in_a_placement_group_are_placed_there(user: Process) -> None:
     seq_ids, places, num_groups = user.run(run_inside_a_group)
     assert (seq_ids, num_groups) == ([1], 1)
     assert_stages_stand_together(places)
@@ -229,7 +229,7 @@ def test_a_cluster_that_does_not_answer_is_named() -> None:
         process.end()
 
 
-# --- a Ray of our own ---
+# --- a local Ray ---
 
 OWNER = """
 import sys, time

@@ -1,4 +1,4 @@
-"""Which executor is taken, and what is refused with words that help."""
+"""Which executor is chosen, and what is refused with a remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_one_rank_runs_in_the_process_of_llm_and_beside_that_of_a_service(caplog
         assert name_of("auto") == "mp"
     assert [record.message for record in caplog.records] == [
         "executor: uni, 1 rank (one rank, offline)",
-        "executor: mp, 1 rank (a service survives its worker)",
+        "executor: mp, 1 rank (a service must survive its worker)",
     ]
 
 
@@ -54,7 +54,7 @@ def test_several_ranks_take_processes_where_there_are_devices_for_all(monkeypatc
 @pytest.mark.parametrize("name", ["auto", "mp"])
 def test_too_few_devices_are_an_error_that_names_ray(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     see_gpus(2, monkeypatch)
-    with pytest.raises(ValueError, match=r"needs 4 GPUs, this host shows 2; .*ray"):
+    with pytest.raises(ValueError, match=r"needs 4 GPUs, this host has 2; .*ray"):
         name_of(name, ranks=4)
 
 
@@ -77,7 +77,9 @@ def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_external_is_not_for_llm_and_the_error_says_what_is() -> None:
-    with pytest.raises(ConfigurationError, match=r"external is for `millrace serve` under torchrun .*take mp, or ray"):
+    with pytest.raises(
+        ConfigurationError, match=r"external is for `millrace serve` under torchrun .*use executor mp, or ray"
+    ):
         LLM(TINY, executor="external", tensor_parallel_size=2)
 
 
@@ -100,7 +102,7 @@ def test_visible_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPat
 def test_names_and_combinations_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="must be one of auto, uni, mp, ray, external"):
         name_of("threads")
-    with pytest.raises(ValueError, match="take mp"):
+    with pytest.raises(ValueError, match="use mp"):
         name_of("uni", ranks=2, device="cpu")
 
 

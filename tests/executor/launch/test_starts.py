@@ -20,7 +20,6 @@ from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.launch.process import End
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.channel import Channel
-from millrace.executor.wire.failures import is_retryable_exit
 from millrace.executor.wire.handshake import Handshake
 from millrace.executor.wire.messages import DumpStacks, Failure, StartFailed, encode
 from tests.executor.kinds import SHORT, STUB, Make, marks_of, stub_config, worker_pids
@@ -56,7 +55,7 @@ def is_slow(phase: str, action: str) -> bool:
         if phase == "spawn" or action in ("hang", "stop")  # of the others every kind is asked
     ],
 )
-def test_a_start_that_stands_still_names_the_phase_and_the_rank(
+def test_a_start_that_is_stuck_names_the_phase_and_the_rank(
     phase: str, action: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     limits = msgspec.structs.replace(
@@ -122,8 +121,8 @@ def test_a_start_that_fails_ends_the_engine_by_the_phase_the_rank_and_the_reason
     assert executor.stats().num_restarts == int(has_tried_again)
 
 
-class ToldByHeart(MultiprocExecutor):
-    """Its ranks tell their stacks over the channel, as those on other hosts do."""
+class StacksOverChannel(MultiprocExecutor):
+    """Its ranks send their stacks over the channel, as ranks on other hosts do."""
 
     def _launch(self, channel: Channel) -> list[Any]:
         handles: list[Any] = list(super()._launch(channel))
@@ -136,7 +135,7 @@ def test_the_stacks_of_a_rank_on_another_host_that_hangs_in_its_start_are_in_the
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     limits = msgspec.structs.replace(SHORT, phase_s={**PATIENT, "load_model": 0.5}, dump_s=1.0)
-    executor = ToldByHeart(stub_config("hang-at-start"), worker_module=STUB, limits=limits)
+    executor = StacksOverChannel(stub_config("hang-at-start"), worker_module=STUB, limits=limits)
     with pytest.raises(StartError, match="not done within"):
         executor.start()
     executor.shutdown()
@@ -144,8 +143,8 @@ def test_the_stacks_of_a_rank_on_another_host_that_hangs_in_its_start_are_in_the
     assert "in fault_at" in stacks
 
 
-class Leaver:
-    """A rank that has said why it does not start, and has ended. The words travel while its end is seen already."""
+class EndedRank:
+    """A rank that has sent why it does not start, and has ended. The message arrives after its end is seen."""
 
     rank = 0
 
@@ -154,11 +153,11 @@ class Leaver:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt_string(zmq.IDENTITY, channel.identity(0))
         self._socket.connect(channel.address)
-        self._has_spoken = False
+        self._has_sent = False
 
     def end(self) -> End:
-        if not self._has_spoken:
-            self._has_spoken = True
+        if not self._has_sent:
+            self._has_sent = True
             failure = Failure(kind="ModelError", message="there is no model")
             self._socket.send(encode(StartFailed(phase="load_model", failure=failure)))
         return End("exit status 2", is_killed=False, is_retryable=True)
@@ -168,21 +167,14 @@ class Leaver:
         self._context.term()
 
 
-def test_the_last_words_of_a_rank_count_though_its_end_is_seen_before_them() -> None:
+def test_the_last_message_of_a_rank_counts_though_its_end_is_seen_before() -> None:
     channel = Channel(1, 1)
-    leaver = Leaver(channel)
-    handles: Any = [leaver]
+    ended = EndedRank(channel)
+    handles: Any = [ended]
     try:
         with pytest.raises(StartError, match="there is no model") as caught:
             Handshake(channel, handles, stub_config(), SHORT, epoch=1, rendezvous="").run()
     finally:
-        leaver.close()
+        ended.close()
         channel.close()
     assert (caught.value.phase, caught.value.is_retryable) == ("load_model", False)
-
-
-@pytest.mark.parametrize(
-    ("status", "is_retryable"), [(0, True), (1, True), (2, False), (7, True), (8, True), (-9, True)]
-)
-def test_only_a_worker_that_names_the_configuration_is_not_started_again(status: int, is_retryable: bool) -> None:
-    assert is_retryable_exit(status) == is_retryable

@@ -1,4 +1,4 @@
-"""What the worker in this process does wrong reaches its caller as an error of the executor, and nothing else of it."""
+"""Errors of a worker in this process become errors of the executor, and keep nothing of the worker alive."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_lost_device_is_a_worker_error_and_a_restart_is_possible(caplog: pytes
     with caplog.at_level(logging.ERROR, "millrace.executor"):
         executor.restart()
     assert (executor.epoch, executor.stats().num_active_workers) == (2, 1)
-    assert "the worker did not end in order" in caplog.text
+    assert "the shutdown of the worker failed" in caplog.text
     executor.shutdown()
     with pytest.raises(WorkerDied):
         executor.check_health()
@@ -54,7 +54,7 @@ def test_an_error_that_the_caller_is_handling_keeps_its_traceback() -> None:
     assert kept is not None
 
 
-def test_a_sleeping_worker_is_not_asked_for_its_device() -> None:
+def test_the_health_check_does_not_use_the_device_of_a_sleeping_worker() -> None:
     executor = fragile("lose-device")
     executor.sleep()
     executor.check_health()
@@ -71,24 +71,24 @@ def test_a_step_out_of_memory_leaves_none_of_its_tensors() -> None:
 
 
 @pytest.mark.usefixtures("_no_collection")
-def test_a_start_out_of_memory_leaves_room_for_the_next(tmp_path: Path) -> None:
+def test_a_start_out_of_memory_frees_its_memory_for_the_next(tmp_path: Path) -> None:
     faults = f"memory-at-start={tmp_path / 'tried'}"
     executor = UniprocExecutor(stub_config(faults), worker_module="tests.executor.fragile_worker")
     try:
         executor.start()
     except StartError as error:
-        last_error = error  # as who tries again keeps it meanwhile
+        last_error = error  # kept, as by a caller that tries again
     assert last_error.is_retryable
     assert len(Activations.alive) == 0
     start(executor)
 
 
-def test_a_worker_that_can_not_tell_its_figures_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    executor = fragile("lose-figures")
+def test_a_worker_whose_stats_fail_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    executor = fragile("lose-stats")
     assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
-    executor._look_at_s = 0.0
+    executor._next_sample_s = 0.0
     executor.check_health()
-    assert caplog.text.count("can't tell its figures") == 2
+    assert caplog.text.count("reading the worker's stats failed") == 2
     assert executor.stats().device_bytes == [0]
 
 
@@ -98,4 +98,4 @@ def test_the_traceback_of_a_failed_step_is_logged(caplog: pytest.LogCaptureFixtu
         with pytest.raises(WorkerError):
             executor.execute_model(first_step(executor, number)).result()
     assert "the stub was told to raise" in caplog.text
-    assert "_run_forward" not in caplog.text, "running out of memory is told in one line"
+    assert "_run_forward" not in caplog.text, "running out of memory is logged in one line"

@@ -1,4 +1,4 @@
-"""The wire: who may speak on it, and what becomes of everything else."""
+"""The channel: whose messages it accepts, and what happens to all others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HELLO = Hello(pid=1, protocol=PROTOCOL)
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
-    """Makes sockets that are not ours; who is turned away does not come back."""
+    """Makes clients of the channel. A client that is refused does not connect again."""
     context = zmq.Context()
     made: list[zmq.Socket[bytes]] = []
 
@@ -60,25 +60,25 @@ def open_channel(*, is_remote: bool = False) -> Channel:
     return Channel(1, 1, host="127.0.0.1" if is_remote else None)
 
 
-def hear(channel: Channel, for_s: float = 0.5) -> list[tuple[int, FromWorker]]:
-    """What is heard until the first message, or within the time."""
+def receive(channel: Channel, for_s: float = 0.5) -> list[tuple[int, FromWorker]]:
+    """Return what arrives until the first message, or within the time."""
     deadline_s = time.monotonic() + for_s
-    heard: list[tuple[int, FromWorker]] = []
-    while not heard and time.monotonic() < deadline_s:
+    received: list[tuple[int, FromWorker]] = []
+    while not received and time.monotonic() < deadline_s:
         channel.wait(0.05)
-        heard += channel.receive()
-    return heard
+        received += channel.receive()
+    return received
 
 
 Connect = Callable[..., "zmq.Socket[bytes]"]
 
 
-def test_a_rank_is_heard_and_so_is_its_heart(connect: Connect) -> None:
+def test_messages_of_a_rank_and_of_its_heartbeat_arrive(connect: Connect) -> None:
     channel = open_channel()
     connect(channel.address, "0.1").send(encode(HELLO))
-    assert hear(channel) == [(0, HELLO)]
+    assert receive(channel) == [(0, HELLO)]
     connect(channel.address, "0.1.beat").send(encode(Beat("idle", 3)))
-    assert hear(channel) == [(0, Beat("idle", 3))]
+    assert receive(channel) == [(0, Beat("idle", 3))]
     channel.close()
 
 
@@ -90,7 +90,7 @@ def test_a_rank_is_heard_and_so_is_its_heart(connect: Connect) -> None:
         ("0.1", [encode(["Hello", "not a pid"])]),
         ("0.1", [encode(["FromTheFuture", 1])]),
         ("0.1", [encode(HELLO), b"surplus"]),
-        ("0.2", [encode(HELLO)]),  # another life
+        ("0.2", [encode(HELLO)]),  # another start
         ("1.1", [encode(HELLO)]),  # no such rank
         ("stranger", [encode(HELLO)]),
         ("0.1", [b"\x80\x04cos\nsystem\n."]),  # a pickle
@@ -106,7 +106,7 @@ def test_what_no_rank_of_ours_would_send_changes_nothing_and_is_logged_once(
         socket.send_multipart(frames)
         deadline_s = time.monotonic() + 5
         while channel.num_dropped < 2 and time.monotonic() < deadline_s:
-            assert hear(channel, 0.1) == []
+            assert receive(channel, 0.1) == []
     assert channel.num_dropped == 2
     assert len(caplog.records) == 1
     channel.close()
@@ -116,49 +116,51 @@ def test_oversized_frames_cost_their_senders_the_connection_are_counted_and_logg
     connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("millrace.executor.wire.channel.MAX_MESSAGE_BYTES", 2**20)
-    monkeypatch.setattr("millrace.executor.wire.channel.ENDING_S", 0.1)
+    monkeypatch.setattr("millrace.executor.wire.channel.EXIT_NOTICE_S", 0.1)
     channel = open_channel()
     with caplog.at_level(logging.INFO, "millrace.executor"):
         for identity in ("0.1", "stranger"):
             connect(channel.address, identity).send(b"x" * (2**20 + 1))
         deadline_s = time.monotonic() + 10
         while channel.num_dropped < 2 and time.monotonic() < deadline_s:
-            assert hear(channel, 0.1) == []
+            assert receive(channel, 0.1) == []
     assert channel.num_dropped == 2
     assert len([record for record in caplog.records if "connection was closed" in record.message]) == 1
     connect(channel.address, "0.1.beat").send(encode(Beat("idle", 0)))
-    assert hear(channel, 5) == [(0, Beat("idle", 0))]
+    assert receive(channel, 5) == [(0, Beat("idle", 0))]
     channel.close()
 
 
-def test_between_hosts_only_who_has_the_keys_is_heard(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+def test_between_hosts_only_a_client_with_the_keys_can_connect(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
     channel = open_channel(is_remote=True)
     assert channel.keys is not None
     server = channel.keys.server_public.encode()
     with caplog.at_level(logging.WARNING, "millrace.executor"):
         connect(channel.address, "0.1").send(encode(HELLO))
         connect(channel.address, "0.1", (server, *zmq.curve_keypair())).send(encode(HELLO))
-        assert hear(channel, 1.0) == []
+        assert receive(channel, 1.0) == []
     ours = (server, channel.keys.public.encode(), channel.keys.secret.encode())
     connect(channel.address, "0.1", ours).send(encode(HELLO))
-    assert hear(channel, 5) == [(0, HELLO)]
-    assert len([record for record in caplog.records if "stranger" in record.message]) == 1
+    assert receive(channel, 5) == [(0, HELLO)]
+    assert len([record for record in caplog.records if "refused a connection" in record.message]) == 1
     channel.close()
 
 
-def drop(channel: Channel, num_wanted: int) -> int:
-    """How many are dropped when it has listened until so many are."""
+def wait_for_drops(channel: Channel, num_wanted: int) -> int:
+    """Receive until `num_wanted` messages are dropped. Returns the number of dropped ones."""
     deadline_s = time.monotonic() + 5
     while channel.num_dropped < num_wanted and time.monotonic() < deadline_s:
-        hear(channel, 0.05)
+        receive(channel, 0.05)
     return channel.num_dropped
 
 
 @pytest.mark.parametrize("stranger", ["a probe of the port", "a wrong key"])
-def test_a_stranger_who_is_turned_away_counts_once_and_is_blamed_for_no_frame(
+def test_a_refused_connection_counts_once_and_its_closing_is_not_reported(
     stranger: str, connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("millrace.executor.wire.channel.ENDING_S", 0.0)
+    monkeypatch.setattr("millrace.executor.wire.channel.EXIT_NOTICE_S", 0.0)
     channel = open_channel(is_remote=True)
     assert channel.keys is not None
     server = channel.keys.server_public.encode()
@@ -167,18 +169,18 @@ def test_a_stranger_who_is_turned_away_counts_once_and_is_blamed_for_no_frame(
     else:
         host, port = channel.address.removeprefix("tcp://").split(":")
         create_connection((host, int(port))).close()
-    assert drop(channel, 1) == 1
+    assert wait_for_drops(channel, 1) == 1
     ours = connect(channel.address, "0.1", (server, channel.keys.public.encode(), channel.keys.secret.encode()))
     ours.send(encode(HELLO))
-    assert hear(channel, 5) == [(0, HELLO)]
+    assert receive(channel, 5) == [(0, HELLO)]
     assert "connection was closed" not in caplog.text
     ours.close(linger=0)
-    assert drop(channel, 2) == 2
+    assert wait_for_drops(channel, 2) == 2
     assert "connection was closed" in caplog.text
     channel.close()
 
 
-def test_a_channel_that_can_not_listen_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_channel_that_can_not_bind_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.executor.launch.directory_reaper.MAX_DIRECTORY_BYTES", 1000)
     monkeypatch.setattr("tempfile.tempdir", str(place := tmp_path / ("long" * 30)))
     place.mkdir()

@@ -1,0 +1,60 @@
+"""Which devices the ranks of `mp` use when one of them is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from millrace.executor.launch.multiproc import MultiprocExecutor
+from tests.executor.kinds import SHORT, Make, start, stub_config
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> MultiprocExecutor:
+    """Four ranks, not started: the tests only ask for their devices."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return MultiprocExecutor(stub_config(tensor_parallel_size=4), worker_module="millrace.executor.rank.stub")
+
+
+def devices(executor: MultiprocExecutor) -> str | None:
+    return executor._environment().get("CUDA_VISIBLE_DEVICES")
+
+
+def test_an_attempt_with_all_ranks_that_fails_forgets_no_broken_device(four: MultiprocExecutor) -> None:
+    assert devices(four) is None
+    four.resize(2, 1, lost_rank=3)
+    assert devices(four) == "0,1,2"
+    four.resize(1, 1, lost_rank=0)
+    assert devices(four) == "1,2"
+    four.resize(4, 1)
+    assert devices(four) is None
+    four.resize(1, 1, lost_rank=3)
+    assert devices(four) == "1,2"
+    four.resize(4, 1)
+    four.resize(1, 1, lost_rank=1)
+    assert devices(four) == "2"
+
+
+def test_when_every_device_was_lost_once_the_oldest_loss_is_tried_first(four: MultiprocExecutor) -> None:
+    for rank in (2, 1, 0, 3):
+        four.resize(4, 1)
+        four.resize(2, 1, lost_rank=rank)
+    assert devices(four) == "2,1"
+
+
+def test_when_all_ranks_are_back_no_device_counts_as_lost(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    executor = make("", SHORT, tensor_parallel_size=3)
+    assert isinstance(executor, MultiprocExecutor)
+    executor.resize(1, 1, lost_rank=0)
+    assert devices(executor) == "1,2"
+    executor.resize(3, 1)
+    start(executor)
+    executor.resize(1, 1, lost_rank=1)
+    assert devices(executor) == "0,2"
+
+
+def test_a_host_whose_gpus_are_hidden_hides_them_from_fewer_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    executor = MultiprocExecutor(stub_config(tensor_parallel_size=2), worker_module="millrace.executor.rank.stub")
+    executor.resize(1, 1, lost_rank=0)
+    assert devices(executor) == ""
