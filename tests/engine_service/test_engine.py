@@ -249,7 +249,7 @@ def test_after_an_interruption_the_engine_can_be_used_again(
 ) -> None:
     engine = build(pipeline_parallel_size=num_stages)
     engine.start()
-    for first_id, method in ((1, "execute_model"), (11, "pump")):
+    for first_id, method in ((1, "execute_model"), (11, "process_messages")):
         with monkeypatch.context() as patch:
             patch.setattr(MultiprocExecutor, method, interrupt)
             run_into_interruption(engine, first_id)
