@@ -355,7 +355,7 @@ GARBAGE = [b"", b"\xff\xfe", b"-1", b"1.5", b"9" * 30, b"[]", b"{}", b"null", b'
 
 
 def _damage_at_random(dice: random.Random, connection: redis.Redis, job: Job) -> str:
-    """Damage one key or field of the job; says which."""
+    """Damage one key or field of the job. Return which."""
     if dice.random() < 0.4:
         name = dice.choice(sorted(KEYS_OF_A_JOB))
         key = KEYS_OF_A_JOB[name](job)

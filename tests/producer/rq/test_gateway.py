@@ -54,7 +54,7 @@ def _num_executing(queue: Queue) -> int:
 
 
 def _rq_info(redis_url: str, *arguments: str) -> str:
-    """What the command prints for people who do not read pictures."""
+    """What `rq info --raw` prints."""
     script = f"""
 import sys, redis
 from rq.cli import helpers

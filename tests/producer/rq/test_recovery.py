@@ -67,7 +67,7 @@ def _next(tmp_path: Path, redis_url: str, queue: Queue, engine: EchoEngine, name
 def test_a_killed_gateway_is_succeeded_within_15_seconds(
     engine: EchoEngine, gateway: GatewayProcess, rq_queue: Queue, redis_url: str, tmp_path: Path
 ) -> None:
-    """With 150 jobs in flight, of which 50 end while nobody is there to see it."""
+    """With 150 jobs in flight, of which 50 end while no gateway runs."""
     engine.hold()
     jobs = enqueue_many(rq_queue, 150)
     wait_until(lambda: len(engine.held) == 150, what="the claims")
@@ -193,7 +193,7 @@ def test_rqs_cleanup_has_failed_what_goes_on_in_millrace(
     assert rq_queue.started_job_registry.count == 0
 
 
-def test_rqs_cleanup_strikes_while_the_gateway_is_well(
+def test_rqs_cleanup_fails_jobs_of_a_gateway_that_runs(
     engine: EchoEngine, gateway: GatewayProcess, rq_queue: Queue
 ) -> None:
     engine.hold()
