@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -15,8 +15,8 @@ from typing import Self
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def wait_until(is_true: Callable[[], object], limit_s: float = 30.0, what: str = "the condition") -> None:
-    """Return when it is true; fail when it is not within the time."""
+def wait_until(is_true: Callable[[], object], limit_s: float = 60.0, what: str = "the condition") -> None:
+    """Return once the condition is true; fail after the limit."""
     deadline_s = time.monotonic() + limit_s
     while not is_true():
         if time.monotonic() > deadline_s:
@@ -25,7 +25,7 @@ def wait_until(is_true: Callable[[], object], limit_s: float = 30.0, what: str =
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that it has started, but for the brooms of directories and what has not become a program of its own."""
+    """Return the ids of its child processes, except directory reapers and forks that have not called exec yet."""
 
     def command(pid: int | str) -> bytes:
         try:
@@ -37,19 +37,32 @@ def children_of(pid: int) -> list[int]:
     return [int(one) for one in children if command(one) != command(pid) and not command(one).startswith(b"/bin/sh")]
 
 
-class LoggedProcess:
-    """Owns one `python -P -m <module>` from `with` to the end of its block, and the file that takes its words."""
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command `python -P -m MODULE ...`."""
+    return [sys.executable, "-P", "-m", module, *arguments]
 
-    def __init__(self, log: Path, module: str, arguments: Sequence[str]) -> None:
+
+def checkout_environment() -> dict[str, str]:
+    """Return this process's environment with the checkout first on PYTHONPATH."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+class LoggedProcess:
+    """Owns one process, which is killed at the end of the `with` block, and the file with its output."""
+
+    def __init__(
+        self, log: Path, command: Sequence[str], environment: Mapping[str, str] | None = None, cwd: Path = Path("/")
+    ) -> None:
+        """`environment`: of the process; by default the test's own with the checkout on its path."""
         self.log = log
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *arguments],
+                command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path},
-                cwd="/",
+                env=checkout_environment() if environment is None else environment,
+                cwd=cwd,
             )
 
     def __enter__(self) -> Self:
@@ -66,25 +79,25 @@ class LoggedProcess:
             print(f"--- {self.log.name} ---\n{self.text()}")
 
     def text(self) -> str:
-        """The log so far."""
+        """Return the log so far."""
         return self.log.read_text()
 
     @property
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
-    def wait_until_it_says(self, words: str, limit_s: float) -> Self:
-        """Until the words stand in the log; fails when the process ends before."""
-        wait_until(lambda: words in self.text() or self.has_ended, limit_s, f"{words!r} in {self.log.name}")
+    def wait_for_log(self, text: str, limit_s: float) -> Self:
+        """Return once the log contains the text; fail if the process ends before."""
+        wait_until(lambda: text in self.text() or self.has_ended, limit_s, f"{text!r} in {self.log.name}")
         assert not self.has_ended, self.text()
         return self
 
     def kill(self) -> None:
-        """kill -9: nothing is said to anybody."""
+        """Send SIGKILL and wait for the end."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
     def terminate(self, limit_s: float = 60.0) -> int:
-        """SIGTERM; returns the exit status."""
+        """Send SIGTERM; return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(limit_s)

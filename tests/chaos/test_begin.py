@@ -65,7 +65,7 @@ def test_an_engine_that_waits_to_begin_can_be_told_to_stop(place: Place) -> None
     engine = place.engine(via=proxy)
     begin.wait()
     engine.process.send_signal(signal.SIGTERM)
-    engine.wait_until_it_says("draining", 30)
+    engine.wait_for_log("draining", 30)
     begin.release()
     assert engine.process.wait(60) == 0
     assert place.states() == {job_id: "queued"}

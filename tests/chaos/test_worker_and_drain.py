@@ -79,7 +79,7 @@ def test_a_second_sigterm_gives_back_what_runs_without_waiting(place: Place) -> 
     wait_until(lambda: place.num_tokens_kept() > 12 * 64)
     before = {job_id: place.tokens_kept(job_id) for job_id in ids}
     engine.process.send_signal(signal.SIGTERM)
-    engine.wait_until_it_says("draining", LIMIT_S)
+    engine.wait_for_log("draining", LIMIT_S)
     place.check(ALL - {Invariant.ENDED}, engine)
     expected = place.expected(place.accepted.values())
     given_back = [job_id for job_id, state in place.states().items() if state == "queued"]
@@ -98,7 +98,7 @@ def test_a_worker_that_dies_while_its_engine_drains_is_not_replaced(place: Place
     ids = place.submit(make_jobs(12, max_tokens=600))
     wait_until(lambda: place.num_tokens_kept() > 12 * 64)
     engine.process.send_signal(signal.SIGTERM)
-    engine.wait_until_it_says("draining", LIMIT_S)
+    engine.wait_for_log("draining", LIMIT_S)
     engine.kill_worker()
     assert engine.process.wait(LIMIT_S) == 0
     assert "restarting the workers" not in engine.text()

@@ -87,7 +87,7 @@ def test_a_gpu_that_is_gone_when_the_worker_is_restarted_is_a_lost_device(
 def test_an_engine_that_is_told_to_stop_ends_with_0(launch: StartEngine, number: signal.Signals) -> None:
     starting, serving = launch("--metrics-port", "0"), launch()
     for engine, words in ((starting, "metrics and health"), (serving, "serves")):
-        engine.wait_until_it_says(words, LIMIT_S)
+        engine.wait_for_log(words, LIMIT_S)
         engine.process.send_signal(number)
         assert engine.process.wait(LIMIT_S) == 0
         assert "Traceback" not in engine.text()
@@ -118,7 +118,7 @@ def test_an_engine_whose_workers_do_not_come_back_can_be_told_to_stop(
     (model / "config.json").unlink()
     os.mkfifo(model / "config.json")  # who reads it waits for ever
     os.kill(engine.worker_pids()[0], signal.SIGKILL)
-    engine.wait_until_it_says("restarting the workers", LIMIT_S)
+    engine.wait_for_log("restarting the workers", LIMIT_S)
     engine.process.send_signal(signal.SIGTERM)
     assert engine.process.wait(LIMIT_S) == 0
     assert (client.get(job_id).state, client.stats().engines) == ("queued", 0)

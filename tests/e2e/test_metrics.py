@@ -171,7 +171,7 @@ def test_an_engine_that_redis_does_not_hear_is_unhealthy(tmp_path: Path) -> None
 
 def test_it_answers_while_the_model_is_loaded(launch: StartEngine, client: Client) -> None:
     engine = launch(*ANY_PORT)
-    engine.wait_until_it_says("metrics and health on", LIMIT_S)
+    engine.wait_for_log("metrics and health on", LIMIT_S)
     assert fetch(engine, "/health") == (503, "the engine is starting\n")
     assert figures(engine)["millrace_healthy"] == 0
     assert container_check(engine) == 1

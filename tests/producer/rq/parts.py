@@ -20,7 +20,7 @@ from millrace.results.connection import connect
 from millrace.results.errors import QueueError
 from millrace.results.messages import Claim, ClaimedJob, Event, Finish, JobError, JobId, Lease, Usage
 from millrace.results.queue import JobQueue
-from tests.processes import LoggedProcess, wait_until
+from tests.processes import LoggedProcess, module_command, wait_until
 
 
 def enqueue(queue: Queue, prompt: str = "hello", **options: Any) -> Job:
@@ -70,7 +70,7 @@ class GatewayProcess(LoggedProcess):
 
     def __init__(self, log: Path, redis_url: str, rq_queues: str, to_queue: str, *options: str) -> None:
         place = ("--redis", redis_url, "--queues", rq_queues, "--to-queue", to_queue)
-        super().__init__(log, "millrace", ["gateway", "rq", *place, *options])
+        super().__init__(log, module_command("millrace", "gateway", "rq", *place, *options))
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class GatewayProcess(LoggedProcess):
         return found[1]
 
     def wait_until_serving(self) -> Self:
-        return self.wait_until_it_says("RQ queues", limit_s=30)
+        return self.wait_for_log("RQ queues", limit_s=30)
 
 
 class EchoEngine:

@@ -149,7 +149,7 @@ def test_a_tenant_at_its_limit_keeps_no_other_out_and_does_not_empty_rqs_queue(
     place = (redis_url, rq_queue.name, queue_name)
     with (
         Client(redis_url, queue=queue_name) as client,
-        GatewayProcess(tmp_path / "log", *place, "--max-in-run", "6") as gateway,
+        GatewayProcess(tmp_path / "log", *place, "--max-in-flight", "6") as gateway,
     ):
         client.pause()
         many = [enqueue(rq_queue, tenant="many") for _ in range(4)]
