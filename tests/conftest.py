@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
-from tests.processes import ROOT
+from tests.processes import FOLDERS
 
 # For this process and all that it starts, before torch reads it: tiny models gain nothing from a second thread, and the
 # threads of several processes on few cores wait for each other.
@@ -36,8 +36,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def _no_module_has_two_names() -> Iterator[None]:
     """Fail at the end of the run if a folder was imported without `millrace.` in front."""
     yield
-    folders = {link.name for link in (ROOT / "millrace").iterdir() if link.is_symlink()}
-    assert [name for name in sys.modules if name.partition(".")[0] in folders] == []
+    assert [name for name in sys.modules if name.partition(".")[0] in FOLDERS] == []
 
 
 @pytest.fixture(scope="session")

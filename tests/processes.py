@@ -13,9 +13,15 @@ from types import TracebackType
 from typing import Self
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = frozenset(link.name for link in (ROOT / "millrace").iterdir() if link.is_symlink())
+"""The folders at the top of the tree that are packages of `millrace`."""
 
 
-def wait_until(is_true: Callable[[], object], limit_s: float = 60.0, what: str = "the condition") -> None:
+LIMIT_S = 120.0
+"""For what should happen soon: no test waits as long unless it fails, or the machine is very busy."""
+
+
+def wait_until(is_true: Callable[[], object], limit_s: float = LIMIT_S, what: str = "the condition") -> None:
     """Return once the condition is true; fail after the limit."""
     deadline_s = time.monotonic() + limit_s
     while not is_true():
@@ -25,7 +31,7 @@ def wait_until(is_true: Callable[[], object], limit_s: float = 60.0, what: str =
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the ids of its child processes, except directory reapers and forks that have not called exec yet."""
+    """Return the ids of its child processes, except directory reapers, zombies and forks before their exec."""
 
     def command(pid: int | str) -> bytes:
         try:
@@ -34,7 +40,8 @@ def children_of(pid: int) -> list[int]:
             return b""
 
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in children if command(one) != command(pid) and not command(one).startswith(b"/bin/sh")]
+    commands = {int(child): command(child) for child in children}
+    return [child for child, text in commands.items() if text not in (b"", command(pid)) and text[:7] != b"/bin/sh"]
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -86,7 +93,7 @@ class LoggedProcess:
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
-    def wait_for_log(self, text: str, limit_s: float) -> Self:
+    def wait_for_log(self, text: str, limit_s: float = LIMIT_S) -> Self:
         """Return once the log contains the text; fail if the process ends before."""
         wait_until(lambda: text in self.text() or self.has_ended, limit_s, f"{text!r} in {self.log.name}")
         assert not self.has_ended, self.text()
@@ -97,7 +104,7 @@ class LoggedProcess:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def terminate(self, limit_s: float = 60.0) -> int:
+    def terminate(self, limit_s: float = LIMIT_S) -> int:
         """Send SIGTERM; return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(limit_s)

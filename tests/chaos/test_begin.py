@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
-from tests.chaos.processes import wait_until
+from tests.chaos.processes import LIMIT_S, wait_until
 from tests.chaos.workload import make_jobs
 
 pytestmark = [pytest.mark.slow, TEST_LIMIT]
@@ -65,9 +65,9 @@ def test_an_engine_that_waits_to_begin_can_be_told_to_stop(place: Place) -> None
     engine = place.engine(via=proxy)
     begin.wait()
     engine.process.send_signal(signal.SIGTERM)
-    engine.wait_for_log("draining", 30)
+    engine.wait_for_log("draining")
     begin.release()
-    assert engine.process.wait(60) == 0
+    assert engine.process.wait(LIMIT_S) == 0
     assert place.states() == {job_id: "queued"}
     assert place.record(job_id)["attempt"] == "0"
     heir = place.engine()

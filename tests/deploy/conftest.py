@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import ROOT
-
-FOLDERS = {"millrace", *(link.name for link in (ROOT / "millrace").iterdir() if link.is_symlink())}
-"""The folders at the top of the tree that the packages come from."""
+from tests.processes import FOLDERS, ROOT
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +18,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
     tree.mkdir()
-    for name in FOLDERS:
+    for name in ("millrace", *FOLDERS):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)

@@ -39,7 +39,7 @@ def seconds(duration: str) -> float:
 
 def test_it_follows_the_compose_specification() -> None:
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE_FILE)]
-    ran = subprocess.run(check, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(check, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 

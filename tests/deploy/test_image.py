@@ -7,13 +7,13 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-from tests.deploy.conftest import FOLDERS
+from tests.processes import FOLDERS as LINKED
 from tests.processes import ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = {"millrace", *LINKED}
 PACKAGES: list[str] = PROJECT["tool"]["setuptools"]["packages"]
-
 
 
 def instructions(stage: str) -> list[tuple[str, str]]:

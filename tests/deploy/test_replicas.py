@@ -18,8 +18,8 @@ from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 from tests.deploy.test_compose import ROOT, SERVICES, command_of
 from tests.millrace.cli.command import environment, python
+from tests.processes import LIMIT_S
 
-START_LIMIT_S = 60.0
 NUM_JOBS = 40
 
 
@@ -75,7 +75,7 @@ def are_healthy(ports: list[int]) -> list[bool]:
 
 
 def wait_for_engines(client: Client, number: int, replicas: list[subprocess.Popen[bytes]]) -> None:
-    limit = time.monotonic() + START_LIMIT_S
+    limit = time.monotonic() + LIMIT_S
     while client.stats().engines < number:
         assert all(process.poll() is None for process in replicas)
         assert time.monotonic() < limit
@@ -100,13 +100,13 @@ def test_two_replicas_share_the_queue_and_end_when_they_are_told(
         wait_for_engines(client, 2, replicas)
         assert are_healthy(ports) == [True, True]
         assert is_gateway_healthy(compose_server.url)
-        jobs = list(client.as_completed(client.submit_many(requests), timeout_s=60))
+        jobs = list(client.as_completed(client.submit_many(requests), timeout_s=LIMIT_S))
         assert {job.id for job in jobs} == {request.id for request in requests}
         assert {job.state for job in jobs} == {"finished"}
         assert client.stats().finished == NUM_JOBS
     for process in replicas:
         process.send_signal(signal.Signals[_stop_signal()])
-    assert [process.wait(30) for process in replicas] == [0, 0]
+    assert [process.wait(LIMIT_S) for process in replicas] == [0, 0]
     assert are_healthy(ports) == [False, False]
 
 

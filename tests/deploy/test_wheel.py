@@ -16,10 +16,9 @@ from rq import Queue
 from rq.job import Job
 
 from tests.e2e.engines import TINY
-from tests.processes import LoggedProcess, wait_until
+from tests.processes import FOLDERS, LIMIT_S, LoggedProcess, wait_until
 
 QUEUE = "wheel"
-LIMIT_S = 100.0
 RAISES = 'raise RuntimeError(f"{__file__} of the user was imported")\n'
 USER_FILES = {
     "worker.py": RAISES,
@@ -28,7 +27,6 @@ USER_FILES = {
     "engine_service/__init__.py": RAISES,
     "results.py": 'TABLE = "the user\'s own"\n',
 }
-NAMES = ("worker", "producer", "executor", "engine_service", "results")
 
 
 class Installed(NamedTuple):
@@ -88,7 +86,7 @@ def service(installed: Installed, redis_url: str, tmp_path_factory: pytest.TempP
     """An engine that a user starts in that folder, which is on PYTHONPATH too."""
     log = tmp_path_factory.mktemp("logs") / "engine.log"
     with serve(installed, log, [installed.millrace], redis_url, PYTHONPATH=str(installed.folder)) as engine:
-        yield engine.wait_for_log("serves", LIMIT_S)
+        yield engine.wait_for_log("serves")
 
 
 def serve(
@@ -102,7 +100,7 @@ def test_the_wheel_installs_one_name(installed: Installed, tmp_path: Path) -> No
     script = f"""
 from importlib.util import find_spec
 import millrace.worker.counter_rng
-print([name for name in {NAMES} if find_spec(name)], millrace.__file__, millrace.worker.__file__)
+print([name for name in {sorted(FOLDERS)} if find_spec(name)], millrace.__file__, millrace.worker.__file__)
 """
     found, *files = installed.run(installed.python, "-c", script, cwd=tmp_path).split()
     assert found == "[]"
@@ -139,7 +137,7 @@ def test_a_job_through_rq(installed: Installed, redis_url: str, redis_client: re
     command = [installed.millrace, "gateway", "rq", *place]
     with LoggedProcess(tmp_path / "gateway.log", command, environment, installed.folder):
         job: Job = rq_queue.enqueue("millrace.generate", prompt="3 + 4 =", max_tokens=4, temperature=0.0)
-        wait_until(lambda: job.get_status().value == "finished", LIMIT_S)
+        wait_until(lambda: job.get_status().value == "finished")
     value = job.return_value(refresh=True)
     assert value is not None and value["text"] == " 7"
 
@@ -180,5 +178,5 @@ def test_an_engine_that_python_runs_as_a_module(
     """The working directory is the first place that `python -m` looks at."""
     millrace = [installed.python, "-m", "millrace"]
     with serve(installed, tmp_path / "engine.log", millrace, redis_url, queue_name) as engine:
-        engine.wait_for_log("serves", LIMIT_S)
+        engine.wait_for_log("serves")
         assert installed.run_script(CLIENT, redis_url, queue_name) == "7 the user's own\n"

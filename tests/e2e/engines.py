@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
-from tests.processes import ROOT, LoggedProcess, children_of, module_command, wait_until
+from tests.processes import LIMIT_S, ROOT, LoggedProcess, children_of, module_command, wait_until
 
-__all__ = ["ROOT", "TINY", "EngineProcess", "wait_until"]
+__all__ = ["LIMIT_S", "ROOT", "TINY", "EngineProcess", "wait_until"]
 
 TINY = ROOT / "examples" / "tiny_model"
-
-START_LIMIT_S = 60.0
 
 
 class EngineProcess(LoggedProcess):
@@ -26,7 +24,7 @@ class EngineProcess(LoggedProcess):
         model: str | Path = TINY,
         module: str = "millrace.engine_service",
         before: tuple[str, ...] = (),
-        heartbeat_s: float = 0.5,
+        heartbeat_s: float = 3.0,
     ) -> None:
         """`module` and `before`: a launcher that runs the service, and the launcher's own arguments."""
         place = ("--model", str(model), "--redis", redis_url, "--queue", queue)
@@ -34,7 +32,7 @@ class EngineProcess(LoggedProcess):
         super().__init__(log, module_command(module, *arguments))
 
     def wait_until_serving(self) -> Self:
-        return self.wait_for_log("serves", START_LIMIT_S)
+        return self.wait_for_log("serves")
 
     def worker_pids(self) -> list[int]:
         """Return the ids of its worker processes."""

@@ -9,7 +9,7 @@ import pytest
 
 from millrace import LLM, Client, GenerationRequest, SamplingParams
 from tests.e2e.conftest import StartEngine
-from tests.e2e.engines import TINY
+from tests.e2e.engines import LIMIT_S, TINY
 
 PROMPT = "A story about a fox:"
 LENGTH = 400
@@ -56,7 +56,7 @@ def test_after_the_worker_is_killed(alone: str, start_engine: StartEngine, clien
     job_id = submit(client)
     next(iter(client.stream(job_id)))
     os.kill(engine.worker_pids()[0], signal.SIGKILL)
-    assert client.wait(job_id, 60).text == alone
+    assert client.wait(job_id, LIMIT_S).text == alone
 
 
 @pytest.mark.faults
@@ -69,7 +69,7 @@ def test_after_the_engine_is_killed_and_another_takes_over(
     engine.kill()
     assert client.get(job_id).state == "running"
     start_engine()
-    job = client.wait(job_id, 60)
+    job = client.wait(job_id, LIMIT_S)
     assert job.text == alone
     assert job.attempt == 2
     assert "".join(event.text for event in client.stream(job_id)) == alone

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.embedded import EmbeddedServer
 
-LIMIT_S = 30.0
+LIMIT_S = 120.0
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="no node on this machine: the Node example is not run")
 

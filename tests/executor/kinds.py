@@ -27,6 +27,7 @@ from millrace.executor.remote import RemoteExecutor
 from millrace.executor.wire.channel import socket_address
 from millrace.executor.wire.messages import ModelFacts, NewSequence, SeqId, StepId, StepPlan, StepRow, WorkerConfig
 from tests.engine_service.core.sequences import GREEDY
+from tests.processes import LIMIT_S
 
 STUB = "millrace.executor.rank.stub"
 
@@ -174,7 +175,7 @@ def wait_until_gone(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)
         try:
-            assert select.select([fd], [], [], 10)[0]
+            assert select.select([fd], [], [], LIMIT_S)[0]
         finally:
             os.close(fd)
 

@@ -153,15 +153,15 @@ def look(temporary: Path) -> Left:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ten_lives_of_real_ranks_leave_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_ten_lives_of_real_ranks_leave_everything_as_it_was(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
     seen: list[Left] = []
     for number in range(10):
         with make_llm(executor="mp", **(TP2 if number % 2 else {})) as llm:
             generate(llm)
             if number % 3 == 2:
                 os.kill(executor_of(llm).worker_pids()[-1], signal.SIGKILL)
-        seen.append(look(tmp_path))
+        seen.append(look(short_path))
     first, last = seen[2], seen[-1]
     assert last[:4] == first[:4]
     assert last.temporary_files == set()

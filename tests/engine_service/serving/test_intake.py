@@ -126,7 +126,7 @@ def test_a_claim_that_breaks_our_code_is_logged_and_repeated(
     submit(connect_queue(), "a", body=BODY)
     break_reply(parts.lease_queue, CLAIM, RuntimeError("a bug in the claim"))
     parts.intake.start()
-    word = parts.words.get(timeout=30)
+    word = parts.words.get(timeout=60)
     assert isinstance(word, Arrived)
     assert word.job.job_id == "a"
     assert "a bug in the claim" in caplog.text
@@ -142,7 +142,7 @@ def test_an_idle_engine_goes_on_claiming_behind_overdue_jobs(
     submit(queue, "a", body=BODY)
     time.sleep(0.01)
     parts.intake.start()
-    assert isinstance(parts.words.get(timeout=30), Arrived)
+    assert isinstance(parts.words.get(timeout=60), Arrived)
     assert waits == [], "as if the engine were full"
 
 
@@ -158,7 +158,7 @@ def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(
     redis_client.set(queue.keys.tokens("tokens"), b"12345")
     queue.pause(False)
     parts.intake.start()
-    words = [parts.words.get(timeout=30) for _ in range(4)]
+    words = [parts.words.get(timeout=60) for _ in range(4)]
     refused = {str(word.claimed.job_id): word.error.message for word in words if isinstance(word, Refused)}
     assert [word.job.job_id for word in words if isinstance(word, Arrived)] == ["well"]
     assert list(refused) == ["seed", "created", "tokens"]
@@ -214,7 +214,7 @@ def test_the_heart_beats_on_after_what_breaks_our_code(parts: Parts, caplog: pyt
     wait_until(lambda: "a bug in the heartbeat" in caplog.text)
     while not parts.news.empty():
         parts.news.get()
-    parts.news.get(timeout=30)
+    parts.news.get(timeout=60)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

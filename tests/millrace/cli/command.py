@@ -15,11 +15,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from millrace.cli import main
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-LIMIT_S = 120.0
+from tests.processes import LIMIT_S, ROOT
 
 
 class Ran(NamedTuple):
@@ -60,9 +56,8 @@ def run_main(*arguments: str, stdin: str | bytes = b"") -> Ran:
         try:
             status = main(arguments)
         except SystemExit as end:  # of argparse
-            assert isinstance(end.code, int)
-            status = end.code
-    return Ran(status, *(stream.buffer.getvalue().decode() for stream in (out, err)))  # type: ignore[attr-defined]
+            status = int(end.code or 0)
+    return Ran(status, *(stream.buffer.getvalue().decode() for stream in (out, err)))
 
 
 @contextmanager

@@ -48,7 +48,7 @@ def test_a_peer_that_is_lost_in_a_step_is_a_reason_to_try_again(fault: str) -> N
     try:
         for process in ranks:
             process.start()
-        assert ours.poll(60)
+        assert ours.poll(120)
         kind, message, is_retryable = ours.recv()
     finally:
         for process in ranks:
