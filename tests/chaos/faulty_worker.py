@@ -1,4 +1,4 @@
-"""The real worker with one thing wrong: it dies of a prompt, as of a kernel that crashes on it, or it hangs in a step."""
+"""The real worker with one fault: it dies of a prompt, as of a kernel that crashes, or it hangs in a step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ VARIABLE = "CHAOS_WORKER_FAULTS"
 
 
 class WorkerFaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with the workers of one engine."""
+    """The faults of the workers of one engine."""
 
     poison: list[int] = []
-    """The worker dies when it is to compute a sequence that begins with these tokens."""
+    """The worker dies of a sequence that begins with these tokens."""
     hangs_at_step: int = 0
-    """The step of its life that does not end; 0: none."""
+    """The number of the step that does not end; 0: none."""
     has_hung: str = ""
-    """The file that says that one has hung already: only the first one does."""
+    """The file that the first worker creates when it hangs; later ones do not hang."""
     hangs_until: str = ""
-    """The file that ends it: the step goes on once it exists. "": none."""
+    """The step continues once this file exists. "": never."""
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> Any:
@@ -51,7 +51,7 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
 
 def hang_as_in_a_collective(until: str) -> None:
-    """Its heart beats on in another thread; only the step does not end."""
+    """Heartbeats go on in another thread; only the step does not end."""
     while not until or not Path(until).exists():
         time.sleep(0.01)
 

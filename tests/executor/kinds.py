@@ -121,7 +121,11 @@ KINDS: dict[str, tuple[type[Executor], dict[str, int]]] = {
 }
 """By name: its class, and the sizes that it gets."""
 
-_RAY_MARKS = (pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"))
+_RAY_MARKS = (
+    pytest.mark.ray,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"),
+)
 
 
 def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
