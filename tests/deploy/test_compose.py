@@ -1,4 +1,4 @@
-"""docker-compose.yml: valid by the specification's own schema, and every command in it is one that we understand."""
+"""docker-compose.yml follows the specification's schema, and our parsers accept every command in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENGINES = ("engine", "engine-cpu")
 
 
 def with_defaults(text: str) -> str:
-    """What compose makes of `${NAME:-default}` in an empty environment."""
+    """Return the text as compose expands `${NAME:-default}` in an empty environment."""
     return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
 
 

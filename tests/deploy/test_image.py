@@ -1,4 +1,4 @@
-"""The image, as far as it can be checked without a container engine: what goes in, who runs it, and the wheel inside."""
+"""What can be checked of the image without a container engine: its files, its user, and the wheel inside."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The commands of docker-compose.yml as plain processes: a server with its settings, two replicas of the CPU engine, the
-health checks, and the signal that ends them."""
+"""The commands of docker-compose.yml as plain processes: a server with its settings, two replicas of the CPU engine, their
+health checks and their stop signal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compose_server() -> Iterator[EmbeddedServer]:
 
 @pytest.fixture
 def ports() -> list[int]:
-    """What 9400 is in the containers of two replicas, each of which has a network of its own."""
+    """Return a port for each replica, in place of 9400: a container has a network of its own, a process has not."""
     with socket.socket() as first, socket.socket() as second:
         for one in (first, second):
             one.bind(("127.0.0.1", 0))
@@ -46,7 +46,7 @@ def ports() -> list[int]:
 def replicas(
     compose_server: EmbeddedServer, ports: list[int], tmp_path: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two processes with the command of the service `engine-cpu`, the model where it lies in the checkout."""
+    """Two processes with the command of the service `engine-cpu`, and the model of the checkout."""
     command = [word.replace("/models/", f"{ROOT}/examples/") for word in command_of("engine-cpu")]
     processes = []
     for port in ports:
@@ -90,7 +90,7 @@ def test_the_server_keeps_what_it_accepted(compose_server: EmbeddedServer) -> No
     assert settings == {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
 
 
-def test_two_replicas_share_the_queue_and_end_when_they_are_told(
+def test_two_replicas_share_the_queue_and_end_with_the_stop_signal(
     compose_server: EmbeddedServer, ports: list[int], replicas: list[subprocess.Popen[bytes]]
 ) -> None:
     sampling = SamplingParams(max_tokens=8, temperature=0)

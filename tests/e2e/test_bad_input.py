@@ -1,4 +1,4 @@
-"""Bad input gets one clear error that names the field, a terminal record where there is a job, and costs nobody else."""
+"""Bad input gets one clear error that names the field, ends in a terminal record, and affects no other job."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_an_entry_without_a_usable_id_is_kept_among_the_rejected(
 # --- through the script --------------------------------------------------------------------------------------------
 
 
-def test_what_another_client_has_put_past_the_checks_fails_by_name_and_alone(
+def test_a_bad_job_that_bypassed_the_clients_checks_fails_alone(
     client: Client, keys: QueueKeys, redis_client: redis.Redis, queue_name: str
 ) -> None:
     queue = JobQueue(redis_client, keys.queue)

@@ -1,4 +1,4 @@
-"""Greedy tokens are those of `transformers`, whatever is done to the batch on the way."""
+"""Greedy tokens are those of `transformers`, however the batch is formed."""
 
 from __future__ import annotations
 

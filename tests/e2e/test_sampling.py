@@ -1,4 +1,4 @@
-"""Seeded sampling gives the same text (float32) however the generation is disturbed."""
+"""Seeded sampling gives the same text (in float32) in any batch and after any fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sampling(seed: int = 7, max_tokens: int = LENGTH) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def alone() -> str:
-    """The text of the job with nobody beside it."""
+    """Return the text of the job when it runs alone."""
     with LLM(TINY, device="cpu", dtype="float32") as llm:
         (output,) = llm.generate(PROMPT, sampling(), use_tqdm=False)
     return output.outputs[0].text
@@ -76,7 +76,7 @@ def test_after_the_engine_is_killed_and_another_takes_over(
 
 
 def submit(client: Client) -> str:
-    """The job, and some company that keeps the batch busy."""
+    """Submit the job, and others that fill the batch."""
     client.submit_many(
         GenerationRequest(prompt=f"{number} + 4 =", sampling=sampling(seed=number, max_tokens=900))
         for number in range(20)

@@ -1,4 +1,4 @@
-"""A server that clients in other languages reach by its port."""
+"""A server with a port, for clients in other languages."""
 
 from __future__ import annotations
 
