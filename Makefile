@@ -61,13 +61,8 @@ format: $(STAMP) ## fix and format with ruff
 type: $(STAMP) ## check types with mypy
 	$(BIN)/mypy
 
-<<<<<<< HEAD
-bench: $(STAMP) ## measure, and write JSON; for example ARGS='--part queue --quick'
+bench: $(STAMP) ## run the benchmarks, write JSON; for example ARGS='--part queue --quick'
 	$(BIN)/python -m benchmarks $(ARGS)
-=======
-bench: $(STAMP) ## run the benchmarks, write JSON
-	$(BIN)/python -P -m benchmarks
->>>>>>> 865067d (Tests: pytest-xdist, two test processes for each core; the prose of the fault tests and of the verbs is plain)
 
 clean: ## remove what the verbs created, .venv included
 	rm -rf $(VENV) .redis-6.2 build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
