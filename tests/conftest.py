@@ -1,20 +1,42 @@
-"""What every test may use: one private server for the whole run, and a queue of its own for each test."""
+"""What every test may use: a private server for each test process, and a queue of its own for each test."""
 
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import HealthCheck, settings
 
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
+from tests.processes import FOLDERS
 
+# For this process and all that it starts, before torch reads it: tiny models gain nothing from a second thread, and the
+# threads of several processes on few cores wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""For this process and all that it starts, before torch is there to read it: tiny models gain nothing from a second thread,
-and the threads of several processes on few cores wait for each other."""
+
+# A slow machine is no failure: the time limit of a test is the only one.
+settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-machine")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of test processes for `-n auto`: two for each core, since tests mostly wait."""
+    return min(8, 2 * len(os.sched_getaffinity(0)))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_module_has_two_names() -> Iterator[None]:
+    """Fail at the end of the run if a folder was imported without `millrace.` in front."""
+    yield
+    assert [name for name in sys.modules if name.partition(".")[0] in FOLDERS] == []
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +53,7 @@ def redis_url(server: EmbeddedServer) -> str:
 
 @pytest.fixture
 def queue_name() -> str:
-    """Unique, so that tests share the server and nobody has to flush it."""
+    """A unique name, so that tests share the server and nobody has to flush it."""
     return f"test-{uuid.uuid4().hex[:12]}"
 
 
@@ -40,3 +62,10 @@ def redis_client(redis_url: str) -> Iterator[redis.Redis]:
     client = connect(redis_url)
     yield client
     client.close()
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A new directory whose path leaves room for a unix socket's, which has 107 bytes; `tmp_path` may be too long."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as folder:
+        yield Path(folder)

@@ -7,16 +7,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = frozenset(link.name for link in (ROOT / "millrace").iterdir() if link.is_symlink())
+"""The folders at the top of the tree that are packages of `millrace`."""
 
 
-def wait_until(is_true: Callable[[], object], limit_s: float = 30.0, what: str = "the condition") -> None:
-    """Return when it is true; fail when it is not within the time."""
+LIMIT_S = 120.0
+"""For what should happen soon: no test waits as long unless it fails, or the machine is very busy."""
+
+
+def wait_until(is_true: Callable[[], object], limit_s: float = LIMIT_S, what: str = "the condition") -> None:
+    """Return once the condition is true; fail after the limit."""
     deadline_s = time.monotonic() + limit_s
     while not is_true():
         if time.monotonic() > deadline_s:
@@ -25,7 +31,7 @@ def wait_until(is_true: Callable[[], object], limit_s: float = 30.0, what: str =
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that it has started, without directory reapers and without forks that still are to call exec."""
+    """Return the ids of its child processes, except directory reapers, zombies and forks before their exec."""
 
     def command(pid: int | str) -> bytes:
         try:
@@ -34,22 +40,36 @@ def children_of(pid: int) -> list[int]:
             return b""
 
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in children if command(one) != command(pid) and not command(one).startswith(b"/bin/sh")]
+    commands = {int(child): command(child) for child in children}
+    return [child for child, text in commands.items() if text not in (b"", command(pid)) and text[:7] != b"/bin/sh"]
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command `python -P -m MODULE ...`."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def checkout_environment() -> dict[str, str]:
+    """Return this process's environment with the checkout first on PYTHONPATH."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 class LoggedProcess:
-    """Owns one `python -P -m <module>` from `with` to the end of its block, and the file that takes its words."""
+    """Owns one process, which is killed at the end of the `with` block, and the file with its output."""
 
-    def __init__(self, log: Path, module: str, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, log: Path, command: Sequence[str], environment: Mapping[str, str] | None = None, cwd: Path = Path("/")
+    ) -> None:
+        """`environment`: of the process; by default the test's own with the checkout on its path."""
         self.log = log
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *arguments],
+                command,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": path},
-                cwd="/",
+                env=checkout_environment() if environment is None else environment,
+                cwd=cwd,
             )
 
     def __enter__(self) -> Self:
@@ -66,25 +86,25 @@ class LoggedProcess:
             print(f"--- {self.log.name} ---\n{self.text()}")
 
     def text(self) -> str:
-        """The log so far."""
+        """Return the log so far."""
         return self.log.read_text()
 
     @property
     def has_ended(self) -> bool:
         return self.process.poll() is not None
 
-    def wait_until_it_says(self, words: str, limit_s: float) -> Self:
-        """Until the words stand in the log; fails when the process ends before."""
-        wait_until(lambda: words in self.text() or self.has_ended, limit_s, f"{words!r} in {self.log.name}")
+    def wait_for_log(self, text: str, limit_s: float = LIMIT_S) -> Self:
+        """Return once the log contains the text; fail if the process ends before."""
+        wait_until(lambda: text in self.text() or self.has_ended, limit_s, f"{text!r} in {self.log.name}")
         assert not self.has_ended, self.text()
         return self
 
     def kill(self) -> None:
-        """kill -9: nothing is said to anybody."""
+        """Send SIGKILL and wait for the end."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def terminate(self, limit_s: float = 60.0) -> int:
-        """SIGTERM; returns the exit status."""
+    def terminate(self, limit_s: float = LIMIT_S) -> int:
+        """Send SIGTERM; return the exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(limit_s)

@@ -1,4 +1,4 @@
-"""`make chaos N=500`: the soak, its progress on the screen, and its account as JSON in `benchmarks/results/`."""
+"""`make chaos N=500`: run the soak, print its progress, and write its results as JSON to `benchmarks/results/`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The one checker of all faults: what must hold afterwards, whatever happened.
+"""The checker of all fault tests: what must hold after a fault.
 
-A fault names the invariants that hold under it; `ALL` of them unless it says why not.
+A test names the invariants that hold under its fault: `ALL`, or fewer with the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.results.invariants import check_queue
 
 
 class Invariant(Enum):
-    """The five promises."""
+    """The five invariants."""
 
     ENDED = "every accepted id has exactly one terminal record"
     COMMITTED_ONCE = "one committed result per id"
@@ -35,14 +35,14 @@ WITHOUT_LOST_JOBS = ALL - {Invariant.ENDED}
 """For faults under which the server itself may lose jobs that it had accepted."""
 
 REPLACEMENT = "\ufffd"
-"""What a character becomes whose last bytes never came: an output that was cut short may end in it."""
+"""Stands for a character whose last bytes are missing: an output that was cut short may end with it."""
 
 
 class Checker:
-    """Owns one look at a queue whose jobs are all over."""
+    """Checks a queue whose jobs have all ended."""
 
     def __init__(self, server_url: str, queue: str, expected: Mapping[str, Output]) -> None:
-        """`expected`: by accepted id, what the undisturbed run gives."""
+        """`expected`: the undisturbed outputs by accepted id."""
         self._client: Any = connect(server_url)
         self._queue = JobQueue(self._client, queue)
         self._keys = QueueKeys(queue)
@@ -58,8 +58,8 @@ class Checker:
         drained: Iterable[ChaosEngine] = (),
         states: Mapping[str, str] | None = None,
     ) -> None:
-        """`drained`: engines that ended in order. `states`: ids that end otherwise than finished; their output has to
-        be a beginning of the undisturbed one."""
+        """`drained`: engines that have drained. `states`: by id, ends other than "finished"; such an output is a prefix
+        of the undisturbed one."""
         checks: dict[Invariant, Callable[[], None]] = {
             Invariant.ENDED: lambda: _require_none(self.lost(states), "have not ended as they should"),
             Invariant.COMMITTED_ONCE: lambda: _require_none(self.doubled(), "were committed more than once"),
@@ -74,7 +74,7 @@ class Checker:
     # --- one method for each invariant -----------------------------------------------------------------------------
 
     def lost(self, states: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Accepted ids without the one end that they should have, and what they have."""
+        """Return the accepted ids without the expected end, with the end that they have."""
         return {
             job_id: found
             for job_id in self._expected
@@ -82,7 +82,7 @@ class Checker:
         }
 
     def doubled(self) -> list[str]:
-        """Ids whose end was announced more than once, and states that are counted more often than jobs are in them."""
+        """Return ids whose end was announced more than once, and states whose count is not the number of jobs in them."""
         announced = Counter(_text(fields)["id"] for _, fields in self._client.xrange(self._keys.done))
         states = Counter(self._record(job_id)["state"] for job_id in announced)
         counts = _text(self._client.hgetall(self._keys.prefix + "counts"))
@@ -90,7 +90,7 @@ class Checker:
         return [job_id for job_id, count in announced.items() if count != 1] + miscounted
 
     def torn(self) -> list[str]:
-        """Accepted ids whose output is not that of the undisturbed run, or whose stream does not join to it."""
+        """Return the accepted ids whose output is not the undisturbed one, or whose stream does not join to it."""
         return [job_id for job_id in self._expected if not self._is_whole(job_id)]
 
     def _check_places(self) -> None:

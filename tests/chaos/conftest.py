@@ -1,4 +1,4 @@
-"""A place for faults: a server of its own, engines that reach it directly or through a proxy, and the checker."""
+"""What a fault test uses: a server, engines that reach it directly or through a proxy, and the checker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.chaos.reader import LiveReader
 from tests.chaos.workload import Output, Undisturbed
 
 TEST_LIMIT = pytest.mark.timeout(400)
-"""A test here starts several processes, and the machine may be busy with others."""
+"""A test here starts several processes, and the machine may be busy."""
 
 SCRIPTS = (
     "submit",
@@ -50,7 +50,7 @@ def undisturbed() -> Iterator[Undisturbed]:
 
 
 class Place:
-    """Owns what one test has started: a client, engines, proxies, and the jobs that the queue has accepted."""
+    """Owns what one test starts: a client, engines and proxies. Knows the jobs that the queue has accepted."""
 
     def __init__(self, server: EmbeddedServer, queue: str, folder: Path, undisturbed: Undisturbed) -> None:
         self.server = server
@@ -75,13 +75,13 @@ class Place:
     # --- parts -----------------------------------------------------------------------------------------------------
 
     def proxy(self) -> Proxy:
-        """A way to the server that can fail. The server knows all scripts: a fault at a command meets that command."""
+        """Start a proxy to the server. Load all scripts first, so that a fault at a script's call happens at that call."""
         for name in SCRIPTS:
             self.redis.script_load(script_source(name))
         return self._stack.enter_context(Proxy(self.server.url))
 
     def launch(self, *options: str, via: Proxy | None = None, **settings: Any) -> ChaosEngine:
-        """An engine that may not serve yet; it waits for work through the proxy when there is one."""
+        """Start an engine, which may not serve yet; `via` is its way to the server."""
         log = self._folder / f"engine-{next(self._numbers)}.log"
         url = via.url if via else self.server.url
         engine = ChaosEngine(log, url, self.queue, *options, **settings)
@@ -89,38 +89,37 @@ class Place:
         return engine
 
     def engine(self, *options: str, via: Proxy | None = None, **settings: Any) -> ChaosEngine:
-        """An engine that serves."""
+        """Start an engine and wait until it serves."""
         engine = self.launch(*options, via=via, **settings)
         engine.wait_until_serving()
         return engine
 
     def engines(self, num_engines: int, *options: str, **settings: Any) -> list[ChaosEngine]:
-        """Engines that serve, started side by side."""
+        """Start engines side by side and wait until they serve."""
         engines = [self.launch(*options, **settings) for _ in range(num_engines)]
         for engine in engines:
             engine.wait_until_serving()
         return engines
 
     def reserve(self, *options: str, faults: dict[str, Any] | None = None, **settings: Any) -> Reserve:
-        """An engine that is ready, and takes no part before it is called."""
+        """Start an engine that prepares itself and does not serve before `call` or `let_serve`."""
         mark = self._folder / f"go-{next(self._numbers)}"
         return Reserve(self.launch(*options, faults={"serves_when": str(mark), **(faults or {})}, **settings), mark)
 
-    def has_heard(self, engine: ChaosEngine) -> bool:
-        """No word to the engine is left in Redis."""
+    def has_no_signals(self, engine: ChaosEngine) -> bool:
+        """Whether the engine has read all its signals."""
         return self.redis.llen(self.client._keys.signals(engine.engine_id)) == 0
 
     # --- jobs ------------------------------------------------------------------------------------------------------
 
     def submit(self, requests: list[GenerationRequest], durability: Durability = "memory") -> list[str]:
-        """Submit, and answer for them from now on."""
+        """Submit jobs, which `check` checks at the end."""
         ids = self.client.submit_many(requests, durability=durability)
         self.accepted.update(zip(ids, requests, strict=True))
         return ids
 
     def watch(self, job_id: str, via: Proxy | None = None) -> LiveReader:
-        """Two read it from now on, and `check` asks what they have seen: one who stays, returned, and one who comes back
-        again and again."""
+        """Start two readers, which `check` checks: one with a single stream, returned, and one that resumes often."""
         url = via.url if via else self.server.url
         readers = [LiveReader(url, self.queue, job_id, hangs_up_after) for hangs_up_after in (None, 5)]
         for reader in readers:
@@ -129,12 +128,12 @@ class Place:
         return readers[0]
 
     def wait_all(self, ids: list[str] | None = None) -> None:
-        """Until all these jobs, or all that were accepted, have ended."""
+        """Wait until these jobs, or all accepted ones, have ended."""
         for _ in self.client.as_completed(list(self.accepted) if ids is None else ids, LIMIT_S):
             pass
 
     def record(self, job_id: str) -> dict[str, str]:
-        """The job's record, as it is in Redis."""
+        """Return the job's record in Redis."""
         fields: Any = self.redis.hgetall(self.client._keys.job(job_id))
         return {name.decode(): value.decode() for name, value in fields.items()}
 
@@ -142,31 +141,31 @@ class Place:
         return {job_id: self.client.get(job_id).state for job_id in self.accepted}
 
     def results(self) -> dict[str, Job]:
-        """Of those that have finished so far."""
+        """Return the jobs that have finished so far, by id."""
         jobs = map(self.client.get, self.accepted)
         return {job.id: job for job in jobs if job.state == "finished"}
 
     def outlast_the_lease(self) -> None:
-        """Let as much time pass as makes everybody think that a silent engine is dead. The only wait here that is one."""
+        """Sleep until a silent engine counts as dead. Nothing shows that moment, so no condition can be waited for."""
         time.sleep(3 * HEARTBEAT_S)
 
     def tokens_kept(self, job_id: str) -> list[int]:
-        """The output tokens in its checkpoint: none before the first, and none after its end."""
+        """Return the output tokens in its checkpoint: none before the first one and after the end."""
         return unpack_tokens(cast(bytes, self.redis.get(self.client._keys.tokens(job_id)) or b""))
 
     def num_tokens_kept(self) -> int:
-        """In the checkpoints of all jobs."""
+        """Return the number of tokens in the checkpoints of all jobs."""
         keys = [self.client._keys.tokens(job_id) for job_id in self.accepted]
         return sum(int(self.redis.strlen(key)) // 4 for key in keys)
 
     def expected(self, requests: Iterable[GenerationRequest]) -> dict[str, Output]:
-        """By job id, what becomes of them undisturbed."""
+        """Return the undisturbed outputs by job id."""
         return self._undisturbed.outputs(requests)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def check(self, invariants: frozenset[Invariant] = ALL, *drain: ChaosEngine, **states: Any) -> None:
-        """Drain these engines, then check, also what readers have seen."""
+        """Drain these engines, then check the invariants and what the readers got."""
         for engine in drain:
             assert engine.terminate() == 0, engine.text()
         for reader in self._readers:
@@ -179,14 +178,14 @@ class Place:
 
 
 class Reserve:
-    """Owns an engine that stands by."""
+    """Owns an engine that is prepared and does not serve yet."""
 
     def __init__(self, engine: ChaosEngine, mark: Path) -> None:
         self._engine = engine
         self._mark = mark
 
     def let_serve(self) -> ChaosEngine:
-        """It serves as soon as it is ready."""
+        """Let it serve as soon as it is ready."""
         self._mark.touch()
         return self._engine
 
@@ -197,14 +196,14 @@ class Reserve:
 
 @pytest.fixture
 def place(server: EmbeddedServer, queue_name: str, tmp_path: Path, undisturbed: Undisturbed) -> Iterator[Place]:
-    """On the run's server, which stays well."""
+    """A place on the run's server, which has no faults."""
     with Place(server, queue_name, tmp_path, undisturbed) as place:
         yield place
 
 
 @pytest.fixture
 def own_server() -> Iterator[EmbeddedServer]:
-    """A server that the test may hurt; what it has accepted is on the disk before it says so."""
+    """A server that the test may damage. It confirms a write once it is on disk."""
     with EmbeddedServer(appendonly=True, options={"appendfsync": "always"}) as server:
         yield server
 
@@ -213,6 +212,6 @@ def own_server() -> Iterator[EmbeddedServer]:
 def hurt_place(
     own_server: EmbeddedServer, queue_name: str, tmp_path: Path, undisturbed: Undisturbed
 ) -> Iterator[Place]:
-    """On a server of its own."""
+    """A place on a server of its own."""
     with Place(own_server, queue_name, tmp_path, undisturbed) as place:
         yield place

@@ -1,4 +1,4 @@
-"""The real worker with one thing wrong: it dies of a prompt, as of a kernel that crashes on it, or it hangs in a step."""
+"""The real worker with one fault: it dies of a prompt, as of a kernel that crashes, or it hangs in a step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ VARIABLE = "CHAOS_WORKER_FAULTS"
 
 
 class WorkerFaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with the workers of one engine."""
+    """The faults of the workers of one engine."""
 
     poison: list[int] = []
-    """The worker dies when it is to compute a sequence that begins with these tokens."""
+    """The worker dies of a sequence that begins with these tokens."""
     hangs_at_step: int = 0
     """The number of the step that does not end; 0: none."""
     has_hung: str = ""
     """A file that the first worker that hangs makes. If it exists, no other hangs."""
     hangs_until: str = ""
-    """The file that ends it: the step goes on once it exists. "": none."""
+    """The step continues once this file exists. "": never."""
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> Any:

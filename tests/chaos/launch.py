@@ -1,8 +1,8 @@
-"""An engine service as the fault tests start it: the real one, with the faults that no signal and no proxy can make.
+"""Start the real engine service with faults that no signal and no proxy can cause.
 
     python -P -m tests.chaos.launch '{"clock_offset_s": 3600}' --model ... --redis ...
 
-When it has drained, its log says how many KV blocks are free, and how many writes the queue has refused.
+Once it has drained, it prints how many KV blocks are free and how many of its writes were refused.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from tests.chaos.faulty_worker import VARIABLE, WorkerFaults
 
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is wrong with this engine."""
+    """The faults of one engine."""
 
     clock_offset_s: float = 0.0
-    """How far its wall clock is off."""
+    """The error of its wall clock."""
     poison: list[int] = []
-    """The worker dies when it is to compute a sequence that begins with these tokens."""
+    """The worker dies of a sequence that begins with these tokens."""
     fatal: list[int] = []
-    """The service itself dies when it is to compute a sequence that begins with these tokens."""
-    lives_for_steps: int = 0
-    """The service dies after so many steps with work in them, whatever it computes; 0: it does not."""
+    """The service itself dies of a sequence that begins with these tokens."""
+    dies_after_steps: int = 0
+    """The service dies after this number of steps with work in them; 0: it does not."""
     fails_to_admit: int = 0
-    """So many admissions fail, as of a bug of ours that shows itself now and then."""
+    """The first N admissions fail with an unexpected exception."""
     protocol: int = 0
-    """The version of the queue's protocol that it speaks; 0: the product's."""
+    """The version of the queue's protocol that it uses; 0: the real one."""
     hangs_at_step: int = 0
-    """This step of the first worker's life does not end; 0: each of them does."""
+    """The number of the first worker's step that does not end; 0: none."""
     has_hung: str = ""
-    """A path for the worker's note that it has hung."""
+    """A path: the file that the worker creates when it hangs. Only the first worker hangs."""
     hangs_until: str = ""
-    """A path: the step that hangs goes on once this file exists. "": it never does."""
+    """A path: the step continues once this file exists. "": never."""
     stuck_s: float = 0.0
-    """A shorter limit for a step than the product's; 0: that one."""
+    """A limit for a step; 0: the default one."""
     serves_when: str = ""
-    """Do all that a start needs, but take no part in the queue before this file exists."""
+    """A path: start, but do not use the queue before this file exists. "": serve at once."""
 
 
 def main(faults: Faults, arguments: list[str]) -> int:
@@ -61,15 +61,15 @@ def main(faults: Faults, arguments: list[str]) -> int:
     if faults.protocol:
         _patch(intake, "PROTOCOL", faults.protocol)
     if faults.poison or faults.hangs_at_step:
-        _spoil_workers(faults)
+        _break_workers(faults)
     if faults.stuck_s:
         _patch(base, "Limits", lambda: Limits(stuck_s=faults.stuck_s))
     if faults.fatal:
         _die_of(faults.fatal)
     if faults.fails_to_admit:
         _fail_to_admit(faults.fails_to_admit)
-    if faults.lives_for_steps:
-        _die_after(faults.lives_for_steps)
+    if faults.dies_after_steps:
+        _die_after(faults.dies_after_steps)
     if faults.serves_when:
         _wait_before_serving(Path(faults.serves_when))
     engines, writers = _remember("build_engine"), _remember("Writer")
@@ -90,7 +90,7 @@ def _shift_clock(offset_s: float) -> None:
     time.time = lambda: true_time() + offset_s
 
 
-def _spoil_workers(faults: Faults) -> None:
+def _break_workers(faults: Faults) -> None:
     wrong = WorkerFaults(
         poison=faults.poison,
         hangs_at_step=faults.hangs_at_step,
@@ -148,7 +148,7 @@ def _wait_before_serving(mark: Path) -> None:
 
 
 def _remember(maker: str) -> list[Any]:
-    """What the service makes with it, from now on."""
+    """Return a list that gets what the service creates with this function."""
     made: list[Any] = []
     make = getattr(service, maker)
 

@@ -1,4 +1,4 @@
-"""The processes that faults happen to: engine services and producers, as an operator's machine has them."""
+"""The processes under fault: engine services and producers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.e2e import engines
-from tests.e2e.engines import ROOT, TINY, EngineProcess
+from tests.e2e.engines import LIMIT_S, ROOT, TINY, EngineProcess, wait_until
+
+__all__ = ["HEARTBEAT_S", "LIMIT_S", "ChaosEngine", "ProducerProcess", "wait_until"]
 
 HEARTBEAT_S = 0.5
-"""The limit of the engines here: after this long without a heartbeat their jobs are taken back."""
-
-LIMIT_S = 90.0
-"""For what should happen soon: no test waits so long unless it fails, or the machine is very busy."""
-
-
-def wait_until(is_true: Callable[[], bool], limit_s: float = LIMIT_S, what: str = "the condition") -> None:
-    """Return when it is true; fail when it is not within the time."""
-    engines.wait_until(is_true, limit_s, what)
+"""The engines' limit: after this long without a heartbeat their jobs are recovered."""
 
 
 class ChaosEngine(EngineProcess):
@@ -48,20 +40,20 @@ class ChaosEngine(EngineProcess):
 
     @property
     def engine_id(self) -> str:
-        """The id of this incarnation in Redis, from its log."""
+        """Its id in Redis, from its log."""
         match = re.search(r"engine (\S+) serves", self.text())
         assert match is not None, f"{self.log.name} does not serve yet"
         return match[1]
 
     def freeze(self) -> None:
-        """SIGSTOP: alive, holding all that it has, and doing nothing."""
+        """Send SIGSTOP: it lives and keeps its connections, and does nothing."""
         self.process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
     def freeze_worker(self) -> None:
-        """The engine goes on; the step that it asks for next does not come back."""
+        """Stop the worker: the engine goes on, and its next step does not end."""
         os.kill(self.worker_pids()[0], signal.SIGSTOP)
 
     def thaw_worker(self) -> None:
@@ -71,30 +63,30 @@ class ChaosEngine(EngineProcess):
         os.kill(self.worker_pids()[0], signal.SIGKILL)
 
     def num_dropped(self) -> int:
-        """Jobs that it has given up so far because they had become another engine's."""
+        """Return how many jobs it has dropped so far because they belong to another engine."""
         return self.text().count("is not ours any more")
 
     def num_refused(self) -> int:
-        """Once it has drained: writes that the queue has refused because the lease was no longer the job's."""
+        """Return, once it has drained, how many of its writes were refused because of an old lease."""
         match = re.search(r"writes refused: (\d+)", self.text())
         assert match is not None, f"{self.log.name} has not drained:\n{self.text()}"
         return int(match[1])
 
     def num_sampled(self) -> int:
-        """Once it has drained: tokens that its workers have sampled, those included that came behind an end."""
+        """Return, once it has drained, how many tokens its workers have sampled, those after an end included."""
         match = re.search(r"tokens sampled: (\d+)", self.text())
         assert match is not None, f"{self.log.name} has not drained:\n{self.text()}"
         return int(match[1])
 
     def check_kv_returned(self) -> None:
-        """Once it has drained: every KV block is free."""
+        """Check, once it has drained, that every KV block is free."""
         match = re.search(r"KV blocks: (\d+) of (\d+) free", self.text())
         assert match is not None, f"{self.log.name} has not drained:\n{self.text()}"
         assert match[1] == match[2], f"{self.log.name}: {match[0]}"
 
 
 class ProducerProcess:
-    """A script that submits jobs from a file one by one, each when it is told to, and says that it was accepted."""
+    """Owns a script that submits jobs from a file one by one, each for a line on stdin, and prints the confirmed id."""
 
     SCRIPT = """
 import json, sys
@@ -116,13 +108,13 @@ with Client(sys.argv[1], queue=sys.argv[2]) as client:
         )
 
     def go_on(self, num_jobs: int) -> None:
-        """Submit so many more."""
+        """Let it submit N more jobs."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n" * num_jobs)
         self.process.stdin.flush()
 
     def read_accepted(self, num_jobs: int) -> list[str]:
-        """The next so many ids that it has been told are accepted."""
+        """Return the next N ids that it has printed."""
         assert self.process.stdout is not None
         return [next(self.process.stdout).strip() for _ in range(num_jobs)]
 

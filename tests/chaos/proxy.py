@@ -1,4 +1,4 @@
-"""A network between engines and their server that can fail as networks do, and at a chosen command.
+"""A proxy between engines and their server that can fail as networks do, also at a chosen command.
 
     client --to_server--> | gate | --> server
     client <--to_client-- | gate | <-- server
@@ -19,16 +19,16 @@ from millrace.results.scripts import script_command
 
 Direction = Literal["to_server", "to_client"]
 Fault = Literal["hold-request", "hold-reply", "cut-before-reply"]
-"""What happens at the chosen command: it does not reach the server; it does, but its reply does not come back; the same,
-and the client finds its connection closed."""
+"""What happens at the chosen command: it does not reach the server; its reply does not come back; the same, and the
+connection is closed."""
 
 CHUNK_BYTES = 65536
 MAX_NEEDLE_BYTES = 39
-"""Of a script's SHA-1 in hexadecimal, all but one: what is looked for is never found twice."""
+"""Bytes of a script's SHA-1 in hexadecimal, all but one, so that no match is found twice."""
 
 
 class Catch:
-    """One fault that waits for its command. Its connection stays as it is then, until `release`."""
+    """One fault that waits for its command. Its connection is held from then until `release`."""
 
     def __init__(self, needle: bytes, fault: Fault, release: Callable[[], None]) -> None:
         self.needle = needle
@@ -46,8 +46,8 @@ class Catch:
     def comes_within(self, limit_s: float) -> bool:
         return self._caught.wait(limit_s)
 
-    def wait(self, limit_s: float = 60.0) -> None:
-        """Until the command has come by."""
+    def wait(self, limit_s: float = 120.0) -> None:
+        """Wait until the command has come."""
         assert self.comes_within(limit_s), f"no such command came within {limit_s:g} s"
 
 
@@ -96,19 +96,19 @@ class Proxy:
     # --- faults ----------------------------------------------------------------------------------------------------
 
     def blackhole(self, *directions: Direction) -> None:
-        """Let nothing more through in these directions, on old connections and new ones. No connection is closed."""
+        """Hold all data in these directions, on old and new connections. No connection is closed."""
         self._call(lambda: self._set_gates(directions, is_open=False))
 
     def heal(self) -> None:
-        """Let everything through again, also what was kept."""
+        """Pass all data again, also what was held."""
         self._call(lambda: self._set_gates(("to_server", "to_client"), is_open=True))
 
     def cut(self) -> None:
-        """Reset every connection. New ones are welcome."""
+        """Reset every connection. New ones are accepted."""
         self._call(self._cut)
 
     def refuse(self, is_refusing: bool = True) -> None:
-        """Reset every connection, and every new one until told otherwise."""
+        """Reset every connection, and every new one until `refuse(False)`."""
 
         def apply() -> None:
             self._is_refusing = is_refusing
@@ -118,7 +118,7 @@ class Proxy:
         self._call(apply)
 
     def lead_to(self, server_url: str) -> None:
-        """From now on this is the way to another server, as after a failover; every connection is reset."""
+        """Lead to another server from now on, as after a failover. Every connection is reset."""
 
         def apply() -> None:
             self._target = urlparse(server_url)
@@ -127,7 +127,7 @@ class Proxy:
         self._call(apply)
 
     def catch(self, script: str, fault: Fault) -> Catch:
-        """At the next call of this script (its server has to know it already) let the fault happen, once."""
+        """Make the fault happen once, at the next call of this script, which the server has to know already."""
         needle = str(script_command(script, "")[1]).encode()
         catch = Catch(needle, fault, self.heal)
         self._call(lambda: self._catches.append(catch))
@@ -224,7 +224,7 @@ class Proxy:
                 await writer.drain()
 
     def _watch(self, connection: _Connection, data: bytes) -> bool:
-        """Look for the command of a catch, and let its fault begin. The client's side always goes on."""
+        """Look for the command of a catch and start its fault. The client's side continues."""
         seen = connection.tail + data
         connection.tail = seen[-MAX_NEEDLE_BYTES:]
         for catch in self._catches:

@@ -1,4 +1,4 @@
-"""A reader that is there while things happen to its job, as a user's program is."""
+"""A reader that follows its job during the faults, as a user's program does."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from tests.chaos.processes import LIMIT_S
 
 
 class LiveReader:
-    """Owns a thread that follows one job to its end, and the events that it was given.
+    """Owns a thread that follows one job to its end, and the events that it got.
 
-    Where its stream breaks it goes on after the last event; with `hangs_up_after` it also breaks it off itself, every so
-    many events.
+    After an error it resumes after the last event; with `hangs_up_after` it also stops and resumes after every N events.
     """
 
     def __init__(self, url: str, queue: str, job_id: str, hangs_up_after: int | None = None) -> None:
         self.job_id = job_id
         self.num_resumed = 0
-        """How often it went on after an event."""
+        """How often it resumed after an event."""
         self._url = url
         self._queue = queue
         self._hangs_up_after = hangs_up_after
@@ -32,11 +31,11 @@ class LiveReader:
 
     @property
     def num_tokens(self) -> int:
-        """Seen so far."""
+        """Return the number of tokens so far."""
         return sum(len(event.token_ids) for event in self._events)
 
     def check(self, job: Job) -> None:
-        """Wait for the end. Each position of the output has come once, in order, and together they are the result."""
+        """Wait for the end. Check that each token came once, in order, and that all join to the result."""
         self._thread.join(LIMIT_S)
         assert not self._thread.is_alive(), f"a reader of {self.job_id} still waits, with {self.num_tokens} tokens"
         counts = [len(event.token_ids) for event in self._events]
@@ -47,7 +46,7 @@ class LiveReader:
         assert [event.state for event in self._events if event.state is not None] == [job.state]
 
     def close(self) -> None:
-        """Wait for no more."""
+        """Stop reading."""
         self._is_closed.set()
 
     def _run(self) -> None:

@@ -1,7 +1,7 @@
-"""The soak: a stream of jobs through two engines while processes are killed, at random but repeatably.
+"""The soak: two engines serve a stream of jobs while processes are killed at random, repeatably by seed.
 
-A kill is a SIGKILL of an engine, a worker, the server or a producer. Between them come faults that kill nobody: frozen
-engines, cut and swallowed connections, lost replies, forgotten scripts. In the end all five invariants are checked.
+A kill is a SIGKILL of an engine, a worker, the server or a producer. Between kills there are other faults: frozen engines,
+reset and silent connections, lost replies, flushed scripts. At the end all five invariants are checked.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ QUEUE = "soak"
 NUM_ENGINES = 2
 NUM_OPEN_JOBS = 48
 CATALOGUE = [*make_jobs(64, max_tokens=80), *make_jobs(48, max_tokens=250, first=64), *make_jobs(16, 500, first=112)]
-"""The undisturbed run has to compute each of these once; the soak runs them again and again under new ids."""
+"""The undisturbed run computes each of these once; the soak runs them many times under new ids."""
 
 KILLS = {
     "engine": 6,
@@ -45,7 +45,7 @@ KILLS = {
 }
 FAULTS = {"freeze": 1, "cut": 2, "blackhole": 1, "lost reply": 2, "script flush": 2}
 FAULT_SHARE = 0.4
-"""How often a fault that kills nobody comes before a kill."""
+"""The share of kills that have another fault before them."""
 
 START_LIMIT_S = 120.0
 END_LIMIT_S = 600.0
@@ -53,7 +53,7 @@ WINDOW_LIMIT_S = 3.0
 
 
 class Slot:
-    """Owns one running engine with its way to the server, and the engine that stands by to replace it, if one does."""
+    """Owns one running engine with its proxy, and the prepared engine that replaces it, if there is one."""
 
     def __init__(self, server: EmbeddedServer, folder: Path, name: str, *, has_standby: bool) -> None:
         self._server = server
@@ -65,7 +65,7 @@ class Slot:
         self.take_over()
 
     def take_over(self) -> None:
-        """The engine that stands by, or a new one, becomes the running one, and another is prepared."""
+        """Make the prepared engine, or a new one, the running one, and prepare another."""
         self.engine, self.proxy, mark = self._next or self._prepare()
         mark.touch()
         if self._has_standby:
@@ -93,11 +93,11 @@ class Slot:
 
 
 class Soak:
-    """Owns everything that runs, and the account of what was done to it."""
+    """Owns everything that runs, and the counts of kills and faults."""
 
     def __init__(self, seed: int, folder: Path, *, has_standbys: bool) -> None:
         self._plan = random.Random(seed)
-        """What happens, in order. What it is drawn for does not depend on how long things take; `_rng` has all the rest."""
+        """Draws the sequence of kills and faults, which does not depend on timing. `_rng` draws the rest."""
         self._rng = random.Random(seed)
         self._folder = folder
         self._stack = ExitStack()
@@ -132,7 +132,7 @@ class Soak:
             pass
 
     def drain(self) -> list[ChaosEngine]:
-        """End the engines in order."""
+        """Drain the engines and return them."""
         engines = []
         for slot in self._slots:
             slot.engine.wait_until_serving()
@@ -151,12 +151,12 @@ class Soak:
         self._open = {job_id for job_id in self._open if not self._has_ended(job_id)}
         requests = [self._draw() for _ in range(NUM_OPEN_JOBS - len(self._open))]
         self.client.submit_many(requests)
-        self._account_for(requests)
+        self._note_accepted(requests)
 
     def _draw(self) -> GenerationRequest:
         return msgspec.structs.replace(self._rng.choice(CATALOGUE), id=f"job-{next(self._numbers)}")
 
-    def _account_for(self, requests: list[GenerationRequest]) -> None:
+    def _note_accepted(self, requests: list[GenerationRequest]) -> None:
         self.accepted.update({request.id or "": request for request in requests})
         self._open.update(request.id or "" for request in requests)
 
@@ -164,7 +164,7 @@ class Soak:
         return bool(self.redis.hexists(self.client._keys.job(job_id), "ended"))
 
     def _wait_for_a_moment(self) -> None:
-        """Any moment of the work: after some tokens more have been kept, or soon."""
+        """Wait until some more jobs have finished, or a short time."""
         done = self.client.stats().finished
         until_s = time.monotonic() + self._rng.uniform(0.0, 1.5)
         goal = done + self._rng.randint(1, 12)
@@ -190,7 +190,7 @@ class Soak:
         return self._rng.choice([slot for slot in self._slots if slot.is_serving])
 
     def _kill_engine(self, kind: str) -> str:
-        """Returns the kind that it was: one whose moment does not come is killed at any."""
+        """Kill an engine and return the kind: one whose moment does not come is killed at any moment."""
         slot = self._serving_slot()
         catch = self._catch(slot.proxy, kind)
         if catch is not None and not catch.comes_within(WINDOW_LIMIT_S):
@@ -212,7 +212,7 @@ class Soak:
         return kind
 
     def _is_alive(self, slot: Slot) -> bool:
-        """To the queue: it may take over what another one leaves."""
+        """Whether it counts as alive in the queue, so that it may recover jobs."""
         return slot.is_serving and bool(self.redis.exists(self.client._keys.prefix + "engine:" + slot.engine.engine_id))
 
     def _catch(self, proxy: Proxy, kind: str) -> Catch | None:
@@ -256,9 +256,9 @@ class Soak:
         producer.kill()
         producer.close()
         self.client.submit_many(requests)
-        self._account_for(requests)
+        self._note_accepted(requests)
 
-    # --- faults that kill nobody -----------------------------------------------------------------------------------
+    # --- other faults -------------------------------------------------------------------------------------------
 
     def _disturb(self) -> None:
         (kind,) = self._plan.choices(list(FAULTS), list(FAULTS.values()))
@@ -285,7 +285,7 @@ class Soak:
         for name in ("claim", "finish", "append", "heartbeat"):
             self.redis.script_load(script_source(name))
 
-    # --- the account -----------------------------------------------------------------------------------------------
+    # --- the results -----------------------------------------------------------------------------------------------
 
     def _took(self, what: str, begin_s: float) -> None:
         self.recoveries.setdefault(what, []).append(time.monotonic() - begin_s)
@@ -312,8 +312,8 @@ def soak(
     *,
     has_standbys: bool = True,
 ) -> dict[str, Any]:
-    """Run it; returns the account. What does not hold in the end is its "violation". `has_standbys`: an engine that is
-    killed is replaced at once, by one that has been started before; without, by one that is started then."""
+    """Run a soak and return its results; "violation" names the invariant that does not hold. `has_standbys`: a killed engine
+    is replaced by one that was started before, instead of one that is started then."""
     begin_s = time.monotonic()
     run = Soak(seed, folder, has_standbys=has_standbys)
     try:

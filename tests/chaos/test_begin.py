@@ -1,4 +1,4 @@
-"""Faults around the word that an engine begins with a job that runs alone, because others have died with it."""
+"""Faults at the `begin` call, which an engine makes before it runs a job alone because other engines died with it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 from tests.chaos.checker import ALL
 from tests.chaos.conftest import TEST_LIMIT, Place
-from tests.chaos.processes import wait_until
+from tests.chaos.processes import LIMIT_S, wait_until
 from tests.chaos.workload import make_jobs
 
 pytestmark = [pytest.mark.slow, TEST_LIMIT]
 
 
 def submit_one_that_runs_alone(place: Place) -> str:
-    """Two engines have died with it before."""
+    """Submit a job with which two engines have died before."""
     place.client.pause()
     (job_id,) = place.submit(make_jobs(1, max_tokens=60))
     place.redis.hset(place.client._keys.job(job_id), "crashes", 2)
@@ -40,7 +40,7 @@ def test_engines_killed_before_they_begin_are_not_held_against_the_job(place: Pl
 
 
 def test_redis_goes_away_as_an_engine_is_about_to_begin(place: Place) -> None:
-    """The job is another engine's by the time that it is back: this one hears so, and takes the next job."""
+    """When Redis is back, the job belongs to another engine. This one is refused and takes the next job."""
     proxy, reserve = place.proxy(), place.reserve()
     job_id = submit_one_that_runs_alone(place)
     begin = proxy.catch("begin", "hold-request")
@@ -58,16 +58,16 @@ def test_redis_goes_away_as_an_engine_is_about_to_begin(place: Place) -> None:
     place.check(ALL, victim)
 
 
-def test_an_engine_that_waits_to_begin_can_be_told_to_stop(place: Place) -> None:
+def test_an_engine_that_waits_to_begin_can_be_stopped(place: Place) -> None:
     proxy = place.proxy()
     job_id = submit_one_that_runs_alone(place)
     begin = proxy.catch("begin", "hold-reply")
     engine = place.engine(via=proxy)
     begin.wait()
     engine.process.send_signal(signal.SIGTERM)
-    engine.wait_until_it_says("draining", 30)
+    engine.wait_for_log("draining")
     begin.release()
-    assert engine.process.wait(60) == 0
+    assert engine.process.wait(LIMIT_S) == 0
     assert place.states() == {job_id: "queued"}
     assert place.record(job_id)["attempt"] == "0"
     heir = place.engine()

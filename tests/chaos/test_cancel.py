@@ -1,4 +1,4 @@
-"""Cancellation in every state, and in a race with the end. The job ends once, with a beginning of its undisturbed output."""
+"""Cancellation in every state and in a race with the end. The job ends once, with a prefix of its undisturbed output."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_cancel_in_every_state(place: Place) -> None:
 
 @pytest.mark.slow
 def test_cancel_in_a_full_batch_and_in_the_line_before_it(place: Place) -> None:
-    """While jobs end, those that are soon to begin, or have just begun, are cancelled. The others do not notice."""
+    """While jobs end, cancel jobs that are next in the queue or have just started. The others are not affected."""
     engine = place.engine("--max-num-seqs", "16")
     ids = place.submit(make_jobs(120, max_tokens=40))
     cancelled = set()
@@ -67,7 +67,7 @@ def test_cancel_in_a_full_batch_and_in_the_line_before_it(place: Place) -> None:
     ],
 )
 def test_cancel_comes_while_the_end_is_on_its_way(place: Place, fault: Fault, answer: str) -> None:
-    """The output is complete, so the job has finished, and the engine takes no notice of the word to cancel it."""
+    """The output is complete, so the job has finished, and the engine ignores the cancellation."""
     proxy = place.proxy()
     engine = place.engine(via=proxy)
     finish = proxy.catch("finish", fault)
@@ -75,7 +75,7 @@ def test_cancel_comes_while_the_end_is_on_its_way(place: Place, fault: Fault, an
     finish.wait()
     wait_until(lambda: (place.record(job_id)["state"] == "finished") == (answer == "finished"))
     assert place.client.cancel(job_id) == answer
-    wait_until(lambda: place.has_heard(engine))
+    wait_until(lambda: place.has_no_signals(engine))
     finish.release()
     place.wait_all()
     assert place.client.cancel(job_id) == "finished"

@@ -1,4 +1,4 @@
-"""Producers that die and repeat themselves, readers that are slow, results that pass. All five invariants hold."""
+"""Producers that die and submit again, slow readers, results that expire. All five invariants hold."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
 def test_a_producer_is_killed_between_submits_and_submits_all_again(place: Place, tmp_path: Path) -> None:
-    """What it had been told is accepted is done once, also where it asks again."""
+    """Every job that was confirmed runs once, also if it is submitted again."""
     requests = make_jobs(24, max_tokens=24)
     file = tmp_path / "jobs.jsonl"
     file.write_bytes(b"".join(msgspec.json.encode(_fields(request)) + b"\n" for request in requests))
@@ -73,7 +73,7 @@ def test_the_same_ids_from_several_producers_at_once(place: Place) -> None:
 
 @pytest.mark.slow
 def test_a_slow_reader_of_a_short_stream_misses_nothing(place: Place) -> None:
-    """The stream holds 4 events: it is trimmed while it is read, the reader is told, and gets what it missed."""
+    """The stream holds 4 events and is trimmed while it is read. The reader gets the removed events too."""
     place.redis.hset(place.client._keys.settings, "max_events", "4")
     engine = place.engine()
     (job_id,) = place.submit(make_jobs(1, max_tokens=900))
@@ -115,7 +115,7 @@ def test_a_result_passes_while_it_is_polled(place: Place) -> None:
 
 
 def poll_to_the_end(place: Place, job_id: str) -> set[str]:
-    """Every text that the job is seen to have, until it is unknown."""
+    """Return every text that the job has until it is unknown."""
     seen = set()
     with contextlib.suppress(JobNotFound):
         while True:

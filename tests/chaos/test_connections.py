@@ -1,5 +1,5 @@
-"""How many connections an engine takes, and a server that has none left. All five invariants hold: who is refused says so,
-and whoever has served before tries until it is let in."""
+"""How many connections an engine uses, and a server that accepts no more. All five invariants hold: an engine that starts
+then reports the refusal, and one that has served before retries until it is accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.chaos.workload import make_jobs
 pytestmark = [pytest.mark.slow, TEST_LIMIT]
 
 CONNECTIONS_OF_AN_ENGINE = 5
-"""What docs/reliability.md says: one each for leases, the wait for jobs, signals, the inbox and results."""
+"""As in docs/reliability.md: one each for leases, the wait for jobs, signals, the inbox and results."""
 
 REFUSED = "Cannot connect to Redis"
 
@@ -29,7 +29,7 @@ def num_connections(place: Place) -> int:
 
 @contextmanager
 def full(place: Place) -> Iterator[None]:
-    """Who is connected stays so; nobody else is let in."""
+    """Existing connections stay; new ones are refused."""
     place.client.stats()
     place.redis.config_set("maxclients", "1")
     yield
@@ -37,8 +37,8 @@ def full(place: Place) -> Iterator[None]:
 
 
 def test_a_server_that_takes_no_more_clients(hurt_place: Place) -> None:
-    """An engine that starts then ends with one line. One that loses its connections then is thought dead, its jobs go on at
-    the one that has kept its own, and later it serves again."""
+    """An engine that starts then ends with one line. One that loses its connections counts as dead, its jobs continue on the
+    engine that kept its own, and later it serves again."""
     place = hurt_place
     before = num_connections(place) + 1  # the client's, which has not connected yet
     way = place.proxy()

@@ -1,4 +1,4 @@
-"""A deadline that passes, in every state. The job expires once, with a beginning of its undisturbed output."""
+"""A deadline that passes in each state. The job expires once, with a prefix of its undisturbed output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.results.engines import Engine
 pytestmark = [pytest.mark.slow, TEST_LIMIT]
 
 DEADLINE_S = 4.0
-"""Long enough to bring a job into the state that it shall be in when the time is up."""
+"""Long enough to bring a job into the state in which its deadline shall pass."""
 
 
 def jobs_with_deadline(num_jobs: int, seconds: float = DEADLINE_S, first: int = 0) -> list[GenerationRequest]:
@@ -26,7 +26,7 @@ def jobs_with_deadline(num_jobs: int, seconds: float = DEADLINE_S, first: int = 
 
 
 def test_it_passes_while_the_job_is_queued_delayed_or_at_a_dead_engine(place: Place) -> None:
-    """The queued and the delayed one expire with a heartbeat, the dead engine's when its heir recovers it."""
+    """The queued and the delayed job expire with a heartbeat, the dead engine's when another engine recovers it."""
     heir, dead = place.reserve(), place.engine()
     (orphaned,) = place.submit(jobs_with_deadline(1))
     wait_until(lambda: place.num_tokens_kept() > 0)
@@ -51,7 +51,7 @@ def test_it_passes_while_the_job_is_queued_delayed_or_at_a_dead_engine(place: Pl
 
 
 def test_it_passes_while_the_job_runs(place: Place) -> None:
-    """The worker stands still until the time is over, so the job cannot end before. Its neighbour is in no hurry."""
+    """The worker is stopped until the deadline has passed, so the job cannot end before. The other job has no deadline."""
     engine = place.engine()
     (hurried,) = place.submit(jobs_with_deadline(1))
     (other,) = place.submit(jobs_with_deadline(1, 3600.0, first=1))
@@ -65,7 +65,7 @@ def test_it_passes_while_the_job_runs(place: Place) -> None:
 
 
 def test_it_passes_after_the_end(place: Place) -> None:
-    """And changes nothing."""
+    """It changes nothing."""
     engine = place.engine()
     requests = [msgspec.structs.replace(job, deadline_s=DEADLINE_S * 5) for job in make_jobs(4, max_tokens=8)]
     place.submit(requests)

@@ -1,4 +1,4 @@
-"""What `durability` promises when `submit` has returned, and what is left when it has not: jobs that are in the queue once.
+"""What `durability` promises once `submit` has returned; without a confirmation each job is in the queue at most once.
 
 All five invariants hold for every job that was confirmed, and for every job where the server keeps what it has.
 """
@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.faults, TEST_LIMIT]
 def test_a_server_that_dies_keeps_what_was_confirmed_on_disk(
     queue_name: str, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    """Settings: appendonly yes, appendfsync everysec. After kill -9 its log is as it was when `submit` returned, as if power
-    had been cut then."""
+    """Settings: appendonly yes, appendfsync everysec. After kill -9 its log is set back to its state when `submit` returned,
+    as after a power cut."""
     with (
         EmbeddedServer(appendonly=True, options={"appendfsync": "everysec"}) as server,
         Place(server, queue_name, tmp_path, undisturbed) as place,
@@ -53,7 +53,7 @@ def test_a_server_that_dies_keeps_what_was_confirmed_on_disk(
     ],
 )
 def test_what_a_server_cannot_confirm_is_in_the_queue_once(place: Place, durability: Durability, words: str) -> None:
-    """The producer hears of it while an engine is already at work, and submits all again: as it was, and in memory."""
+    """The producer gets the error while an engine already works, and submits all again: as before, and with "memory"."""
     engine = place.engine()
     requests = make_jobs(16, max_tokens=24)
     ids = [request.id for request in requests]
@@ -69,7 +69,7 @@ def test_what_a_server_cannot_confirm_is_in_the_queue_once(place: Place, durabil
 
 @pytest.fixture
 def pair() -> Iterator[tuple[EmbeddedServer, EmbeddedServer]]:
-    """A primary, and a replica that follows it."""
+    """Start a primary and a replica of it."""
     with EmbeddedServer(tcp=True, options={"repl-diskless-sync-delay": "0"}) as primary:
         port = primary.url.split(":")[-1].removesuffix("/0")
         with EmbeddedServer(options={"replicaof": f"127.0.0.1 {port}"}) as follower:
@@ -80,7 +80,7 @@ def pair() -> Iterator[tuple[EmbeddedServer, EmbeddedServer]]:
 def places(
     pair: tuple[EmbeddedServer, EmbeddedServer], queue_name: str, tmp_path: Path, undisturbed: Undisturbed
 ) -> Iterator[tuple[Place, Place]]:
-    """The queue at the primary, and at the replica, which is in sync."""
+    """The queue on the primary, and on the replica, which is in sync."""
     primary, follower = pair
     with (
         Place(primary, queue_name, tmp_path, undisturbed) as before,
@@ -101,7 +101,7 @@ def test_a_replica_that_takes_over_has_what_it_has_confirmed(places: tuple[Place
 
 @pytest.mark.slow
 def test_a_replica_that_was_frozen_during_submit_has_all_after_another_submit(places: tuple[Place, Place]) -> None:
-    """While it is frozen no submit is confirmed, not even one that finds the jobs there. Then one is, and it takes over."""
+    """While it is frozen no submit is confirmed, not even of known jobs. Then one is, and the replica takes over."""
     before, after = places
     requests = make_jobs(16, max_tokens=24)
     os.kill(after.server.pid, signal.SIGSTOP)
@@ -117,7 +117,7 @@ def test_a_replica_that_was_frozen_during_submit_has_all_after_another_submit(pl
 
 
 def _check_all_are_served(place: Place, requests: list[GenerationRequest]) -> None:
-    """The replica becomes the primary; an engine begins there, and the producer submits once more."""
+    """Make the replica the primary; start an engine there, and submit once more."""
     place.redis.replicaof("NO", "ONE")
     assert place.client.stats().queued == len(requests)
     engine = place.engine()

@@ -1,4 +1,4 @@
-"""A zombie: an engine that is silent for longer than its lease, and comes back. What it still wants to write is refused."""
+"""A zombie: an engine that is frozen for longer than its lease and continues. Its late writes are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
 def test_frozen_past_the_lease_its_late_commit_is_refused(place: Place) -> None:
-    """It has computed the whole job and is about to commit it; when it may, another engine has committed the same."""
+    """It has computed the whole job and is about to commit it. When it continues, another engine has committed the job."""
     proxy, reserve = place.proxy(), place.reserve()
     zombie = place.engine(via=proxy)
     finish = proxy.catch("finish", "hold-request")
@@ -49,7 +49,7 @@ def test_frozen_in_mid_decode_it_drops_what_it_held_and_serves_again(place: Plac
 
 @pytest.mark.slow
 def test_frozen_within_the_lease_nothing_is_taken_from_it(place: Place) -> None:
-    """Only what is shorter than the lease: a generation may take as long as it likes."""
+    """The freeze has to be shorter than the lease; a generation may take longer."""
     engine = place.engine(heartbeat_s=20.0)
     place.engine(heartbeat_s=20.0, via=place.proxy())
     ids = place.submit(make_jobs(4, max_tokens=600))

@@ -16,7 +16,7 @@ from tests.chaos.workload import make_jobs
 pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
-def test_killed_before_it_hears_what_it_has_claimed(place: Place) -> None:
+def test_killed_before_the_reply_to_its_claim_arrives(place: Place) -> None:
     proxy, reserve = place.proxy(), place.reserve()
     victim = place.engine(via=proxy)
     claim = proxy.catch("claim", "hold-reply")
@@ -31,7 +31,7 @@ def test_killed_before_it_hears_what_it_has_claimed(place: Place) -> None:
 
 @pytest.mark.slow
 def test_killed_in_prefill(place: Place) -> None:
-    """The worker stands still, so the first step, which holds the beginning of the prompts, never ends."""
+    """The worker is stopped, so the first step, with the first part of the prompts, never ends."""
     reserve = place.reserve()
     victim = place.engine("--max-num-batched-tokens", "64")
     victim.freeze_worker()
@@ -59,7 +59,7 @@ def test_killed_in_mid_decode_of_a_job_that_is_read_live(place: Place) -> None:
 
 @pytest.mark.slow
 def test_another_engine_goes_on_as_soon_as_the_heartbeat_of_the_killed_one_has_expired(place: Place) -> None:
-    """Not before, and not later than some beats afterwards, of which there are four in the limit."""
+    """Not before, and at most some heartbeats later. There are four heartbeats in the limit."""
     limit_s = 4.0
     reserve = place.reserve(heartbeat_s=limit_s)
     victim = place.engine(heartbeat_s=limit_s)
@@ -90,8 +90,8 @@ def test_another_engine_goes_on_as_soon_as_the_heartbeat_of_the_killed_one_has_e
 
 @pytest.mark.parametrize("fault", ["hold-request", "hold-reply"])
 def test_killed_after_compute(place: Place, fault: str) -> None:
-    """hold-request: before the commit arrives, and it arrives when its engine is long dead and its job another's.
-    hold-reply: after the commit, before the reply."""
+    """hold-request: before the commit arrives; it arrives when the job belongs to another engine.
+    hold-reply: after the commit, before its reply."""
     proxy, reserve = place.proxy(), place.reserve()
     victim = place.engine(via=proxy)
     finish = proxy.catch("finish", fault)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Replies that are lost, connections that are cut, and networks that swallow what is sent. All five invariants hold."""
+"""Lost replies, reset connections, and networks that drop every packet. All five invariants hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.chaos.workload import make_jobs
 pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
-def test_the_reply_to_a_claim_and_to_a_commit_are_lost_and_each_is_asked_for_again(place: Place) -> None:
+def test_a_claim_and_a_commit_whose_replies_are_lost_are_sent_again(place: Place) -> None:
     proxy = place.proxy()
     claim, finish = proxy.catch("claim", "cut-before-reply"), proxy.catch("finish", "cut-before-reply")
     ids = place.submit(make_jobs(4))  # before anybody serves: the first claim takes them all
@@ -31,7 +31,7 @@ def test_the_reply_to_a_claim_and_to_a_commit_are_lost_and_each_is_asked_for_aga
 
 
 def test_the_reply_to_a_submit_is_lost_and_the_job_is_there_once(place: Place) -> None:
-    """Nobody works here: what is counted is what came in."""
+    """No engine runs: the test counts the jobs in the queue."""
     proxy = place.proxy()
     with Client(proxy.url, queue=place.queue) as client:
         submit = proxy.catch("submit", "cut-before-reply")
@@ -52,8 +52,8 @@ BOTH: tuple[Direction, ...] = ("to_server", "to_client")
     ],
 )
 def test_cut_off_for_longer_than_the_lease_and_back(place: Place, directions: tuple[Direction, ...]) -> None:
-    """What it sent into the cut arrives when that is repaired, and is refused. Then it serves again. Of two readers one is
-    cut off with it."""
+    """What it sent meanwhile arrives once the network works again, and is refused. Then the engine serves again. One of two
+    readers is cut off with it."""
     proxy, reserve = place.proxy(), place.reserve()
     lonely = place.engine(via=proxy)
     place.submit(make_jobs(12, max_tokens=900))
@@ -74,7 +74,7 @@ def test_cut_off_for_longer_than_the_lease_and_back(place: Place, directions: tu
 
 @pytest.mark.slow
 def test_cut_off_for_longer_than_a_socket_waits(place: Place) -> None:
-    """Every command times out, and is sent again, several times."""
+    """Every command times out and is sent again, several times."""
     proxy = place.proxy()
     lonely = place.engine(via=proxy)
     place.submit(make_jobs(12, max_tokens=900))

@@ -1,4 +1,4 @@
-"""Engines that are not quite like the others: with another clock, of another version, with a job that kills them."""
+"""Engines that differ from the others: another clock, another version, another model, or a job that kills them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def poison_job() -> GenerationRequest:
 
 
 def test_clocks_an_hour_apart(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines and a producer, each in another hour. All times are the server's: what has ten minutes does not expire,
-    and what shall wait for a second waits for a second."""
+    """Two engines and a producer whose clocks differ by hours. All times are the server's: a job with ten minutes left does
+    not expire, and one with a delay of a second waits for a second."""
     true_time = time.time
     engines = [
         place.engine("--max-num-seqs", "4", faults={"clock_offset_s": 3600}),
@@ -53,7 +53,7 @@ def test_clocks_an_hour_apart(place: Place, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_job_that_kills_workers_fails_alone(place: Place) -> None:
-    """Its batch-mates lose their worker with it, and end as if nothing had been."""
+    """The other jobs of its batch lose their worker too, and end with their undisturbed output."""
     engine = place.engine(faults={"poison": POISON})
     place.submit(make_jobs(6, max_tokens=200))
     place.submit([poison_job()])
@@ -64,7 +64,7 @@ def test_a_job_that_kills_workers_fails_alone(place: Place) -> None:
 
 
 def test_a_job_that_kills_engines_fails_alone(place: Place) -> None:
-    """Somebody starts an engine anew whenever one has died; after five deaths the job is not tried again."""
+    """A new engine is started whenever one has died. After five deaths the job is not tried again."""
     place.submit(make_jobs(6, max_tokens=60))
     place.submit([poison_job()])
     num_deaths, engine = 0, place.launch(faults={"fatal": POISON})
@@ -84,13 +84,13 @@ def test_a_job_that_kills_engines_fails_alone(place: Place) -> None:
 
 
 def test_a_machine_that_dies_again_and_again_fails_nobody(place: Place) -> None:
-    """No engine here lives for more than 20 steps, too short for the usual checkpoints: what shows that the jobs are not to
-    blame are the tokens that each gets when it runs alone."""
+    """Every engine dies after 20 steps, before the usual checkpoints. The tokens that each job gets when it runs alone show
+    that the jobs are not the cause."""
     ids = place.submit(make_jobs(2, max_tokens=60))
-    num_deaths, engine = 0, place.launch(faults={"lives_for_steps": 20})
+    num_deaths, engine = 0, place.launch(faults={"dies_after_steps": 20})
     while not set(place.states().values()) <= TERMINAL_STATES:
         if engine.has_ended:
-            num_deaths, engine = num_deaths + 1, place.launch(faults={"lives_for_steps": 20})
+            num_deaths, engine = num_deaths + 1, place.launch(faults={"dies_after_steps": 20})
         time.sleep(0.02)
     assert num_deaths > 5
     assert place.states() == dict.fromkeys(ids, "finished")
@@ -98,7 +98,7 @@ def test_a_machine_that_dies_again_and_again_fails_nobody(place: Place) -> None:
 
 
 def test_two_models_at_one_queue_do_not_go_on_with_each_others_output(place: Place, tmp_path: Path) -> None:
-    """What somebody has seen waits for an engine of its model, however long; the other model's engine does the rest."""
+    """A job with published output waits for an engine of its model. The other model's engine runs the rest."""
     other_model = make_servable("llama", tmp_path)
     reserve = place.reserve(heartbeat_s=20.0)
     first = place.engine("--drain-grace", "0", heartbeat_s=20.0)
@@ -120,7 +120,7 @@ def test_two_models_at_one_queue_do_not_go_on_with_each_others_output(place: Pla
 
 
 def test_a_failure_of_our_own_is_tried_again_after_a_pause_that_grows(place: Place) -> None:
-    """The first job fails twice, and ends as if nothing had been; one that may not be tried again fails at once."""
+    """The first job fails twice and then finishes; one without retries fails at once."""
     engine = place.launch(faults={"fails_to_admit": 3}, heartbeat_s=20.0)
     strict = msgspec.structs.replace(make_jobs(1, first=1)[0], max_retries=0)
     ids = place.submit([*make_jobs(1), strict])
@@ -136,7 +136,7 @@ def test_a_failure_of_our_own_is_tried_again_after_a_pause_that_grows(place: Pla
 
 
 def test_a_body_of_a_newer_version_is_left_to_a_newer_engine(place: Place) -> None:
-    """Its record says version 2: this engine gives it back, serves the others, and keeps what it does not know."""
+    """The record has version 2: this engine gives the job back, runs the others, and keeps unknown fields."""
     (newer,) = place.submit(make_jobs(1))
     job = place.client._keys.job(newer)
     place.redis.hset(job, mapping={"v": "2", "not_known_here": "kept"})
@@ -156,8 +156,8 @@ def test_a_body_of_a_newer_version_is_left_to_a_newer_engine(place: Place) -> No
 
 
 def test_an_old_and_a_new_engine_at_one_queue_and_then_only_the_new_one(place: Place) -> None:
-    """A rolling upgrade: the old one does what it can and gives back what it cannot, and is told to go in the middle of it.
-    Every second job is of version 2 and has a field in its record that the old one does not know."""
+    """A rolling upgrade: the old engine runs the jobs that it can, gives the others back, and is stopped in the middle.
+    Every second job has version 2 and a field in its record that the old engine does not know."""
     ids = place.submit(make_jobs(24, max_tokens=300))
     newer = ids[1::2]
     for job_id in newer:

@@ -1,4 +1,4 @@
-"""What happens to the server. All five invariants hold while it keeps what it has accepted."""
+"""Faults of the server. All five invariants hold if it keeps what it has accepted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 
 def test_killed_and_restarted_with_every_write_on_the_disk(hurt_place: Place) -> None:
-    """Settings: appendonly yes, appendfsync always. A reader is there all the time."""
+    """Settings: appendonly yes, appendfsync always. A reader follows a job all the time."""
     place = hurt_place
     engines = place.engines(2, "--max-num-seqs", "8")
     place.submit(make_jobs(16, max_tokens=250))
@@ -35,7 +35,7 @@ def test_killed_and_restarted_with_every_write_on_the_disk(hurt_place: Place) ->
 
 @pytest.mark.slow
 def test_frozen_for_longer_than_the_lease(hurt_place: Place) -> None:
-    """No engine could say that it lives, and none may be blamed for more than it did."""
+    """No engine could send its heartbeat; none may count as crashed for that."""
     place = hurt_place
     engines = place.engines(2, "--max-num-seqs", "8")
     place.submit(make_jobs(24, max_tokens=400))

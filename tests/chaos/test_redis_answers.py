@@ -1,4 +1,4 @@
-"""A server that is there and says no: each of its answers while engines run. All five invariants hold.
+"""A server that answers with errors: each of them while engines run. All five invariants hold.
 
 Clients are told what it is; engines go on with what they hold, try again, and lose nothing.
 """
@@ -26,7 +26,7 @@ Trouble = Callable[[Place], AbstractContextManager[None]]
 
 @contextmanager
 def read_only(place: Place) -> Iterator[None]:
-    """It is made the replica of a primary that is not there, and a primary again. Who was blocked on it is thrown out."""
+    """Make it the replica of a primary that does not exist, and a primary again. Blocked clients are disconnected."""
     place.redis.replicaof("127.0.0.1", 1)
     yield
     place.redis.replicaof("NO", "ONE")
@@ -34,7 +34,7 @@ def read_only(place: Place) -> Iterator[None]:
 
 @contextmanager
 def without_its_primary(place: Place) -> Iterator[None]:
-    """The same with a server that does not show what may be old: reading is refused as well."""
+    """The same with a server that refuses reads too, because its data may be stale."""
     place.redis.config_set("replica-serve-stale-data", "no")
     with read_only(place):
         yield
@@ -42,7 +42,7 @@ def without_its_primary(place: Place) -> Iterator[None]:
 
 @contextmanager
 def failing_to_save(place: Place) -> Iterator[None]:
-    """A folder stands where the snapshot shall be, so that every one fails."""
+    """Make every snapshot fail: a folder has the name of the snapshot file."""
     folder = Path(str(place.redis.config_get("dir")["dir"])) / "dump.rdb"
     folder.mkdir()
     place.redis.config_set("save", "3600 1")
@@ -63,14 +63,14 @@ def save_and_wait_for(place: Place, status: str) -> None:
 
 @contextmanager
 def without_its_replicas(place: Place) -> Iterator[None]:
-    """It wants to have a replica before it takes a write."""
+    """Make it require a replica for each write."""
     place.redis.config_set("min-replicas-to-write", "1")
     yield
     place.redis.config_set("min-replicas-to-write", "0")
 
 
 @pytest.mark.parametrize(
-    ("unhealthy_reason", "words"),
+    ("trouble", "message"),
     [
         pytest.param(read_only, "is a read-only replica", id="READONLY"),
         pytest.param(without_its_primary, "Link with MASTER is down", id="MASTERDOWN", marks=pytest.mark.slow),
@@ -78,17 +78,17 @@ def without_its_replicas(place: Place) -> Iterator[None]:
         pytest.param(without_its_replicas, "NOREPLICAS", id="NOREPLICAS", marks=pytest.mark.slow),
     ],
 )
-def test_it_takes_no_writes_for_a_while(hurt_place: Place, unhealthy_reason: Trouble, words: str) -> None:
-    """For longer than the lease, with jobs in the middle of their output and jobs that wait."""
+def test_it_takes_no_writes_for_a_while(hurt_place: Place, trouble: Trouble, message: str) -> None:
+    """For longer than the lease, with running and with queued jobs."""
     place = hurt_place
     engines = place.engines(2, "--max-num-seqs", "8")
     place.submit(make_jobs(16, max_tokens=300))
     wait_until(lambda: place.num_tokens_kept() > 0)
-    with unhealthy_reason(place):
-        with pytest.raises(RedisUnavailable, match=words):
+    with trouble(place):
+        with pytest.raises(RedisUnavailable, match=message):
             place.client.submit_many(make_jobs(1, first=100))
         place.outlast_the_lease()
-        wait_until(lambda: all(words in engine.text() for engine in engines))
+        wait_until(lambda: all(message in engine.text() for engine in engines))
     place.submit(make_jobs(4, first=100))
     place.wait_all()
     place.check(ALL, *engines)
@@ -96,7 +96,7 @@ def test_it_takes_no_writes_for_a_while(hurt_place: Place, unhealthy_reason: Tro
 
 @pytest.mark.slow
 def test_it_is_loading_its_data(queue_name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Settings: appendonly yes, appendfsync always; each command of the log takes its time to be read."""
+    """Settings: appendonly yes, appendfsync always; the server is slowed down while it reads each command of its log."""
     slow = {"appendfsync": "always", "key-load-delay": "250"}  # microseconds
     with (
         EmbeddedServer(appendonly=True, options=slow) as server,
@@ -118,7 +118,7 @@ def test_it_is_loading_its_data(queue_name: str, tmp_path: Path, undisturbed: Un
 
 
 def make_the_log_long(place: Place) -> None:
-    """So that it takes some seconds to load, more than a client tries for."""
+    """So that loading takes longer than a client retries."""
     with place.redis.pipeline(transaction=False) as pipe:
         for number in range(15_000):
             pipe.set(f"filler-{number}", "x")
@@ -126,7 +126,7 @@ def make_the_log_long(place: Place) -> None:
 
 
 def submit_until_accepted(place: Place) -> list[str]:
-    """What the client was told until then."""
+    """Return the errors that the client got until then."""
     refusals: list[str] = []
     while True:
         try:

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, TEST_LIMIT]
 
 
 def test_power_is_cut_with_a_log_synced_every_second(queue_name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Settings: appendonly yes, appendfsync everysec. The last second of the log is lost: here its last part is cut off."""
+    """Settings: appendonly yes, appendfsync everysec. The last second of the log is lost: the test removes its last part."""
     with (
         EmbeddedServer(appendonly=True, options={"appendfsync": "everysec"}) as server,
         Place(server, queue_name, tmp_path, undisturbed) as place,
@@ -41,7 +41,7 @@ def test_power_is_cut_with_a_log_synced_every_second(queue_name: str, tmp_path: 
 
 
 def test_restarted_empty(queue_name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Settings: no appendonly, no save. Everything is gone, and the same ids may be submitted again."""
+    """Settings: no appendonly, no save. All data are lost, and the same ids may be submitted again."""
     with EmbeddedServer() as server, Place(server, queue_name, tmp_path, undisturbed) as place:
         engine = place.engine("--max-num-seqs", "8")
         place.submit(make_jobs(24, max_tokens=300))
@@ -55,7 +55,7 @@ def test_restarted_empty(queue_name: str, tmp_path: Path, undisturbed: Undisturb
 def test_failover_to_a_replica_that_lags(
     replica: tuple[EmbeddedServer, EmbeddedServer, Proxy], queue_name: str, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    """The replica has lost sight of its primary some time ago; now it is made the primary."""
+    """The replica lost its connection to the primary some time ago; now it becomes the primary."""
     primary, follower, link = replica
     with (
         Place(primary, queue_name, tmp_path, undisturbed) as place,
@@ -79,7 +79,7 @@ def test_failover_to_a_replica_that_lags(
 
 @pytest.fixture
 def replica() -> Iterator[tuple[EmbeddedServer, EmbeddedServer, Proxy]]:
-    """A primary, its replica, and the link between them."""
+    """Start a primary, a replica, and the link between them."""
     with EmbeddedServer(tcp=True) as primary, Proxy(primary.url) as link:
         port = link.url.split(":")[-1].removesuffix("/0")
         with EmbeddedServer(options={"replicaof": f"127.0.0.1 {port}", "repl-diskless-sync-delay": "0"}) as follower:
@@ -87,7 +87,7 @@ def replica() -> Iterator[tuple[EmbeddedServer, EmbeddedServer, Proxy]]:
 
 
 def _check_what_is_left(place: Place, engine: ChaosEngine, seen: dict[str, Job]) -> None:
-    """`seen`: results that somebody may have read before the loss."""
+    """`seen`: results that a reader may have got before the loss."""
     assert len(seen) >= 4
     left = [job_id for job_id in place.accepted if place.record(job_id)]
     place.wait_all(left)

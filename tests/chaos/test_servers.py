@@ -1,5 +1,4 @@
-"""`millrace serve` with servers that an operator has set up in other ways, and an engine that dies there. All five
-invariants hold."""
+"""`millrace serve` with a cluster and with a restricted user, and an engine that dies there. All five invariants hold."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ pytestmark = [pytest.mark.slow, TEST_LIMIT]
 
 @contextmanager
 def served(place: Place, log: Path, url: str) -> Iterator[EngineProcess]:
-    """By the command itself, and by a URL of its own."""
+    """Start an engine with the command itself and with this URL."""
     before = ("serve",)
     with EngineProcess(log, url, place.queue, module="millrace", before=before, heartbeat_s=HEARTBEAT_S) as engine:
         yield engine.wait_until_serving()
 
 
 def check_a_life_with(place: Place, url: str, folder: Path) -> str:
-    """All that engines do with a server: an engine dies with its jobs, the next one goes on with them, cancels one, has
-    waited for one, reads the inbox and leaves in order. Returns what that one has said."""
+    """Use every feature of the server: an engine dies with its jobs; the next one continues them, cancels one, waits for
+    one, reads the inbox and drains. Return that engine's log."""
     with served(place, folder / "victim.log", url) as victim:
         ids = place.submit(make_jobs(8, max_tokens=600))
         readers = [place.watch(job_id) for job_id in ids[:2]]
@@ -65,7 +64,7 @@ def test_a_cluster(queue_name: str, tmp_path: Path, undisturbed: Undisturbed) ->
 
 
 def test_the_least_rights_of_the_readme(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Nothing is refused to an engine that may do no more than what the README lists."""
+    """No command is refused to an engine that has only the rights from the README."""
     with EmbeddedServer(appendonly=True) as server, Place(server, "default", tmp_path, undisturbed) as place:
         user = "ACL SETUSER engine"
         Transport(place.redis).send((*user.split(), *RULES[user].split()))

@@ -1,4 +1,4 @@
-"""Many engines at one queue, and many jobs: each is claimed once, and every tenant gets its turn.
+"""Many engines and many jobs on one queue: each job is claimed once, and every tenant gets its share.
 
 Some engines here compute nothing: they claim and finish, in threads of this process, over connections of their own. They
 can do in seconds what the queue has to stand; the others are real services.
@@ -74,7 +74,7 @@ def test_two_engines_drain_one_queue(place: Place) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_engines", [2, 3, 5])
 def test_engines_generate_10000_jobs_and_each_of_them_once(place: Place, num_engines: int) -> None:
-    """All of them begin with the whole queue before them."""
+    """All of them start with the whole queue."""
     ids = place.submit(make_jobs(10_000, max_tokens=1))
     engines = [place.launch(heartbeat_s=20.0) for _ in range(num_engines)]
     for _ in place.client.as_completed(ids, 200.0):
@@ -103,8 +103,8 @@ def long_queue(place: Place) -> Iterator[JobQueue]:
 
 
 def test_10_jobs_wait_for_no_more_than_10_of_100000_others(long_queue: JobQueue) -> None:
-    """All cost the same, so the two take turns: after 21 claimed jobs the small tenant has been served, whatever the size
-    of the other one's backlog. Counted in jobs, and so in tokens."""
+    """All jobs cost the same, so the tenants take turns: after 21 claimed jobs the small tenant is served, however long the
+    other one's queue is. Counted in jobs, and so in tokens."""
     engine = Engine(long_queue)
     order: list[str] = []
     while len(order) < 21:
@@ -123,11 +123,11 @@ def test_10_jobs_are_in_the_first_batch_that_is_claimed(long_queue: JobQueue) ->
 AT_ONCE = 256
 """Jobs that a reaper takes back in one call."""
 NUM_ORPHANS = 4 * AT_ONCE - 24
-"""One call for each of three reapers, and some for those two to race for that are left."""
+"""One call for each of three reapers, and some more for which two of them race."""
 
 
 def orphan(place: Place) -> EngineId:
-    """An engine that has died with all the jobs."""
+    """Return an engine that has died with all the jobs."""
     queue = JobQueue(place.redis, place.queue)
     dead = Engine(queue, "dead")
     while dead.claim():
@@ -139,8 +139,8 @@ def orphan(place: Place) -> EngineId:
 
 @pytest.mark.slow
 def test_a_reaper_is_killed_while_it_reaps_and_two_others_go_on_at_once(place: Place) -> None:
-    """The replies of all three are held: each has taken some of one dead engine's jobs, and is in the midst of it when
-    the next one comes. Then the two race for the rest."""
+    """The replies to all three are held: each has recovered some of one dead engine's jobs, and has not finished when the
+    next one starts. Then two of them race for the rest."""
     first, *others = [place.proxy() for _ in range(3)]
     reserves = [place.reserve("--max-num-seqs", "64", via=proxy) for proxy in others]
     place.submit(make_jobs(NUM_ORPHANS, max_tokens=4))

@@ -1,4 +1,4 @@
-"""The soak, for as long as a test may take: one kill of each kind, in one queue that has work all the time."""
+"""A short soak: one kill of each kind, on a queue that always has work."""
 
 from __future__ import annotations
 

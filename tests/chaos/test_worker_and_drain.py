@@ -1,4 +1,4 @@
-"""A worker that dies, and engines that are told to go. All five invariants hold."""
+"""A worker that dies, and engines that drain. All five invariants hold."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def test_sigterm_past_the_grace_gives_back_what_runs_with_its_tokens(place: Plac
 
 
 def test_a_second_sigterm_gives_back_what_runs_without_waiting(place: Place) -> None:
-    """Nobody takes it: it is in the queue with all tokens that were kept before, and the attempt does not count."""
+    """No other engine runs: the jobs are queued with their tokens so far, and the attempt does not count."""
     engine = place.engine("--drain-grace", "600", heartbeat_s=20.0)
     ids = place.submit(make_jobs(12, max_tokens=600))
     wait_until(lambda: place.num_tokens_kept() > 12 * 64)
     before = {job_id: place.tokens_kept(job_id) for job_id in ids}
     engine.process.send_signal(signal.SIGTERM)
-    engine.wait_until_it_says("draining", LIMIT_S)
+    engine.wait_for_log("draining", LIMIT_S)
     place.check(ALL - {Invariant.ENDED}, engine)
     expected = place.expected(place.accepted.values())
     given_back = [job_id for job_id, state in place.states().items() if state == "queued"]
@@ -92,13 +92,13 @@ def test_a_second_sigterm_gives_back_what_runs_without_waiting(place: Place) -> 
 
 
 def test_a_worker_that_dies_while_its_engine_drains_is_not_replaced(place: Place) -> None:
-    """As when a supervisor signals all processes of a service: what ran is given back at once, however long the grace."""
+    """As when a supervisor signals all processes of a service: running jobs are given back at once, whatever the grace."""
     reserve = place.reserve(heartbeat_s=20.0)
     engine = place.engine("--drain-grace", "600", heartbeat_s=20.0)
     ids = place.submit(make_jobs(12, max_tokens=600))
     wait_until(lambda: place.num_tokens_kept() > 12 * 64)
     engine.process.send_signal(signal.SIGTERM)
-    engine.wait_until_it_says("draining", LIMIT_S)
+    engine.wait_for_log("draining", LIMIT_S)
     engine.kill_worker()
     assert engine.process.wait(LIMIT_S) == 0
     assert "restarting the workers" not in engine.text()

@@ -1,5 +1,5 @@
-"""A worker that lives and computes nothing, in the middle of a step: it is noticed, killed and replaced, and its engine goes
-on with the same jobs. All five invariants hold."""
+"""A worker that hangs in the middle of a step: it is detected, killed and replaced, and its engine continues with the same
+jobs. All five invariants hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT_S = 4.0
 
 
 def check_replaced_once(place: Place, engine: ChaosEngine) -> None:
-    """One stuck worker, one new one, and jobs that never left their engine."""
+    """Check that one worker was replaced, and that the jobs never left their engine."""
     place.wait_all()
     place.check(ALL, engine)
     text = engine.text()
@@ -28,7 +28,7 @@ def check_replaced_once(place: Place, engine: ChaosEngine) -> None:
     assert {place.record(job_id)["attempt"] for job_id in place.accepted} == {"1"}
 
 
-def test_a_step_that_hangs_while_the_heart_beats(place: Place, tmp_path: Path) -> None:
+def test_a_step_that_hangs_while_heartbeats_go_on(place: Place, tmp_path: Path) -> None:
     faults = {"hangs_at_step": 30, "has_hung": str(tmp_path / "has-hung"), "stuck_s": SHORT_S}
     engine = place.engine(heartbeat_s=20.0, faults=faults)
     place.submit(make_jobs(8, max_tokens=80))
@@ -40,7 +40,7 @@ def test_a_step_that_hangs_while_the_heart_beats(place: Place, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("heartbeat_s", [20.0, 0.5])
 def test_a_worker_that_is_stopped_in_mid_decode(place: Place, heartbeat_s: float) -> None:
-    """With the product's own limits. However short the lease is: it is the engine's, and the engine lives."""
+    """With the default limits. The lease is the engine's, which lives, so its length does not matter."""
     engine = place.engine(heartbeat_s=heartbeat_s)
     place.submit(make_jobs(8, max_tokens=900))
     wait_until(lambda: place.num_tokens_kept() > 8 * 64)
@@ -49,8 +49,8 @@ def test_a_worker_that_is_stopped_in_mid_decode(place: Place, heartbeat_s: float
 
 
 @pytest.mark.slow
-def test_a_stuck_worker_of_an_engine_that_is_told_to_go(place: Place) -> None:
-    """SIGTERM while the step hangs: the engine ends in order once the step has been ended. Another serves its jobs."""
+def test_a_stuck_worker_of_an_engine_that_drains(place: Place) -> None:
+    """SIGTERM while the step hangs: the engine drains once the step was aborted. Another engine runs its jobs."""
     reserve = place.reserve()
     engine = place.engine("--drain-grace", "1")
     place.submit(make_jobs(8, max_tokens=900))

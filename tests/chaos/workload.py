@@ -1,4 +1,4 @@
-"""The jobs of the fault tests, and what becomes of each when nothing disturbs it."""
+"""The jobs of the fault tests, and the output of each without faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.e2e.engines import TINY
 
 
 class Output(msgspec.Struct, frozen=True):
-    """What a job ends with."""
+    """The output of a finished job."""
 
     text: str
     token_ids: list[int]
@@ -21,7 +21,7 @@ class Output(msgspec.Struct, frozen=True):
 def make_jobs(
     num_jobs: int, max_tokens: int = 200, *, first: int = 0, prompt_repeats: int = 1
 ) -> list[GenerationRequest]:
-    """Sampled jobs with seeds and ids of their own; every second one is streamed. They end by length alone."""
+    """Return sampled jobs with ids and seeds; every second one is streamed. They end by length alone."""
     return [
         GenerationRequest(
             id=f"job-{number}",
@@ -34,7 +34,7 @@ def make_jobs(
 
 
 class Undisturbed:
-    """Owns a model in this process, and what it has computed with it: the run that nothing happens to."""
+    """Owns a model in this process and the outputs of a run without faults."""
 
     def __init__(self) -> None:
         self._llm = LLM(TINY, device="cpu", dtype="float32")
@@ -44,7 +44,7 @@ class Undisturbed:
         self._llm.shutdown()
 
     def outputs(self, requests: Iterable[GenerationRequest]) -> dict[str, Output]:
-        """By job id."""
+        """Return the outputs by job id."""
         by_id = {request.id or "": request for request in requests}
         new = [request for request in by_id.values() if _key(request) not in self._outputs]
         prompts = [request.prompt or list(request.prompt_token_ids or []) for request in new]

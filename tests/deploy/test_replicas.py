@@ -1,5 +1,5 @@
-"""The commands of docker-compose.yml as plain processes: a server with its settings, two replicas of the CPU engine, the
-health checks, and the signal that ends them."""
+"""The commands of docker-compose.yml as plain processes: a server with its settings, two replicas of the CPU engine, their
+health checks and their stop signal."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 from tests.deploy.test_compose import ROOT, SERVICES, command_of
 from tests.millrace.cli.command import environment, python
+from tests.processes import LIMIT_S
 
-START_LIMIT_S = 60.0
 NUM_JOBS = 40
 
 
@@ -35,7 +35,7 @@ def compose_server() -> Iterator[EmbeddedServer]:
 
 @pytest.fixture
 def ports() -> list[int]:
-    """What 9400 is in the containers of two replicas, each of which has a network of its own."""
+    """Return a port for each replica, in place of 9400: a container has a network of its own, a process has not."""
     with socket.socket() as first, socket.socket() as second:
         for one in (first, second):
             one.bind(("127.0.0.1", 0))
@@ -46,7 +46,7 @@ def ports() -> list[int]:
 def replicas(
     compose_server: EmbeddedServer, ports: list[int], tmp_path: Path
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Two processes with the command of the service `engine-cpu`, the model where it lies in the checkout."""
+    """Two processes with the command of the service `engine-cpu`, and the model of the checkout."""
     command = [word.replace("/models/", f"{ROOT}/examples/") for word in command_of("engine-cpu")]
     processes = []
     for port in ports:
@@ -75,7 +75,7 @@ def are_healthy(ports: list[int]) -> list[bool]:
 
 
 def wait_for_engines(client: Client, number: int, replicas: list[subprocess.Popen[bytes]]) -> None:
-    limit = time.monotonic() + START_LIMIT_S
+    limit = time.monotonic() + LIMIT_S
     while client.stats().engines < number:
         assert all(process.poll() is None for process in replicas)
         assert time.monotonic() < limit
@@ -90,7 +90,7 @@ def test_the_server_keeps_what_it_accepted(compose_server: EmbeddedServer) -> No
     assert settings == {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction"}
 
 
-def test_two_replicas_share_the_queue_and_end_when_they_are_told(
+def test_two_replicas_share_the_queue_and_end_with_the_stop_signal(
     compose_server: EmbeddedServer, ports: list[int], replicas: list[subprocess.Popen[bytes]]
 ) -> None:
     sampling = SamplingParams(max_tokens=8, temperature=0)
@@ -100,13 +100,13 @@ def test_two_replicas_share_the_queue_and_end_when_they_are_told(
         wait_for_engines(client, 2, replicas)
         assert are_healthy(ports) == [True, True]
         assert is_gateway_healthy(compose_server.url)
-        jobs = list(client.as_completed(client.submit_many(requests), timeout_s=60))
+        jobs = list(client.as_completed(client.submit_many(requests), timeout_s=LIMIT_S))
         assert {job.id for job in jobs} == {request.id for request in requests}
         assert {job.state for job in jobs} == {"finished"}
         assert client.stats().finished == NUM_JOBS
     for process in replicas:
         process.send_signal(signal.Signals[_stop_signal()])
-    assert [process.wait(30) for process in replicas] == [0, 0]
+    assert [process.wait(LIMIT_S) for process in replicas] == [0, 0]
     assert are_healthy(ports) == [False, False]
 
 

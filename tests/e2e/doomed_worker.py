@@ -1,7 +1,7 @@
-"""The real worker on a machine that is out of order. Run as the engine service itself, this module starts one with such
-workers, whose restarts follow each other without pauses. Its first argument is what is wrong: METHOD:FAULT, or, for once
-only, METHOD:FAULT:FILE, which makes the file; METHOD:FAULT@RANK is one rank's alone. Two faults are there as long as their
-FILE is: with `away` rank 1 is killed, with `no-gpu` the device is chosen on a host without one."""
+"""The real worker on a faulty machine. Run as a program, this module is the engine service with such workers and without
+pauses between their restarts. The first argument is the fault: METHOD:FAULT; METHOD:FAULT@RANK for one rank; or
+METHOD:FAULT:FILE, which happens once and creates the file. Two faults last as long as their FILE exists: `away` kills
+rank 1, `no-gpu` chooses a device on a host without a GPU."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
         match what:
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "stopped":  # as by a supervisor that does not wait between the service and its workers
+            case "stopped":  # as by a supervisor that signals the service and its workers at once
                 os.kill(os.getppid(), signal.SIGTERM)
                 time.sleep(0.3)
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,17 +1,15 @@
-"""Engine services as real processes, for tests that treat them as a supervisor and a user would."""
+"""Engine services as real processes, for tests that act as a supervisor or a user."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Self
 
-from tests.processes import ROOT, LoggedProcess, children_of, wait_until
+from tests.processes import LIMIT_S, ROOT, LoggedProcess, children_of, module_command, wait_until
 
-__all__ = ["ROOT", "TINY", "EngineProcess", "wait_until"]
+__all__ = ["LIMIT_S", "ROOT", "TINY", "EngineProcess", "wait_until"]
 
 TINY = ROOT / "examples" / "tiny_model"
-
-START_LIMIT_S = 60.0
 
 
 class EngineProcess(LoggedProcess):
@@ -26,15 +24,16 @@ class EngineProcess(LoggedProcess):
         model: str | Path = TINY,
         module: str = "millrace.engine_service",
         before: tuple[str, ...] = (),
-        heartbeat_s: float = 0.5,
+        heartbeat_s: float = 3.0,
     ) -> None:
-        """`module` and `before`: a launcher in place of the service, and what it wants to be told first."""
+        """`module` and `before`: a launcher that runs the service, and the launcher's own arguments."""
         place = ("--model", str(model), "--redis", redis_url, "--queue", queue)
-        super().__init__(log, module, [*before, *place, "--device", "cpu", "--heartbeat", str(heartbeat_s), *options])
+        arguments = (*before, *place, "--device", "cpu", "--heartbeat", str(heartbeat_s), *options)
+        super().__init__(log, module_command(module, *arguments))
 
     def wait_until_serving(self) -> Self:
-        return self.wait_until_it_says("serves", START_LIMIT_S)
+        return self.wait_for_log("serves")
 
     def worker_pids(self) -> list[int]:
-        """Its worker processes, found as an operator would."""
+        """Return the ids of its worker processes."""
         return children_of(self.process.pid)

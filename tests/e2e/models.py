@@ -1,4 +1,4 @@
-"""Random-weight models with the tiny model's tokenizer, and what `transformers` itself generates with them."""
+"""Random-weight models with the tiny model's tokenizer, and the reference outputs of `transformers`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.e2e.engines import TINY
 from tests.worker.models import VOCAB_SIZE, make_model
 
 MARGIN = 1e-3
-"""Where the best two logits are closer than this, rounding decides: comparing ends there."""
+"""If the best two logits are closer than this, rounding decides, and the comparison ends there."""
 
 
 @cache
 def make_servable(arch: str, directory: Path) -> Path:
-    """A model of this family in a directory of its own, ready to be served."""
+    """Return the directory of a new model of this family, ready to be served."""
     path = directory / arch
     make_model(arch, path)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -29,19 +29,19 @@ def make_servable(arch: str, directory: Path) -> Path:
 
 
 def make_prompts(num_prompts: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
-    """Prompts of mixed lengths."""
+    """Return prompts of mixed lengths."""
     draw = random.Random(seed)
     return [[draw.randrange(5, VOCAB_SIZE) for _ in range(draw.randint(1, longest))] for _ in range(num_prompts)]
 
 
 class Oracle:
-    """`transformers` greedy generation, one prompt at a time, in float32."""
+    """Generates greedily with `transformers`, one prompt at a time, in float32."""
 
     def __init__(self, path: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
     def generate(self, prompt: list[int], max_tokens: int) -> tuple[list[int], int]:
-        """(the tokens, how many of them are beyond rounding)."""
+        """Return the tokens, and how many of them do not depend on rounding."""
         output = self._model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -59,7 +59,7 @@ class Oracle:
 def assert_equal_where_sure(
     oracle: Oracle, prompts: list[list[int]], outputs: list[list[int]], max_tokens: int
 ) -> None:
-    """Every output is the oracle's, up to the first token that rounding decides; and most of all tokens were compared."""
+    """Check every output up to the first token that depends on rounding, and that most tokens were compared."""
     num_compared = 0
     for prompt, output in zip(prompts, outputs, strict=True):
         expected, num_sure = oracle.generate(prompt, max_tokens)

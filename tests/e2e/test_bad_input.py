@@ -1,4 +1,4 @@
-"""Bad input gets one clear error that names the field, a terminal record where there is a job, and costs nobody else."""
+"""Bad input gets one clear error that names the field, ends in a terminal record, and affects no other job."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +17,26 @@ from millrace import Client, GenerationRequest, SamplingParams
 from millrace.embedded import EmbeddedServer
 from millrace.producer.errors import InvalidRequest
 from millrace.results.errors import JobConflict
+from millrace.results.keys import QueueKeys
 from millrace.results.messages import JobId, Submission
-from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
+from tests.e2e.conftest import Service
+from tests.e2e.engines import LIMIT_S, ROOT, TINY, wait_until
 from tests.results.full_queue import FullQueue
 from tests.results.invariants import check_all_ended
 from tests.worker.models import make_model
 
-QUEUE = "bad-input"
-INBOX = f"millrace:{{{QUEUE}}}:inbox"
-LIMIT_S = 60.0
 
-
-@pytest.fixture(scope="module")
-def service(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    log = tmp_path_factory.mktemp("bad-input") / "engine.log"
-    with EngineProcess(log, redis_url, QUEUE, "--served-model-name", "tiny") as engine:
-        yield engine.wait_until_serving()
+@pytest.fixture
+def client(shared_client: Client) -> Client:
+    return shared_client
 
 
 @pytest.fixture
-def client(service: EngineProcess, redis_url: str) -> Iterator[Client]:
-    """A client; whatever the test did, the engine must serve the next job afterwards."""
-    with Client(redis_url, queue=QUEUE) as client:
-        yield client
-        assert client.wait(client.submit(prompt="3 + 4 =", max_tokens=4, temperature=0.0), LIMIT_S).text == " 7"
+def keys(service: Service) -> QueueKeys:
+    return QueueKeys(service.queue)
 
 
-# --- through the open door -----------------------------------------------------------------------------------------
+# --- through the inbox ---------------------------------------------------------------------------------------------
 
 BAD_BODIES: dict[str, tuple[str, bytes]] = {
     "not JSON": ("body", b'{"id":"ID","prompt":"x",,}'),
@@ -92,58 +85,57 @@ BAD_BODIES: dict[str, tuple[str, bytes]] = {
 
 @pytest.mark.parametrize("case", BAD_BODIES)
 def test_a_bad_entry_of_the_inbox_ends_as_a_failed_record_under_its_id(
-    case: str, client: Client, redis_client: redis.Redis, queue_name: str
+    case: str, client: Client, keys: QueueKeys, redis_client: redis.Redis, queue_name: str
 ) -> None:
     field, body = BAD_BODIES[case]
     job_id = queue_name  # unique
-    redis_client.xadd(INBOX, {"job": body.replace(b"ID", job_id.encode())})
-    wait_until(lambda: redis_client.exists(f"millrace:{{{QUEUE}}}:job:{job_id}") == 1)
+    redis_client.xadd(keys.inbox, {"job": body.replace(b"ID", job_id.encode())})
+    wait_until(lambda: redis_client.exists(keys.job(job_id)) == 1)
     job = client.wait(job_id, LIMIT_S)
     assert (job.state, job.finish_reason, job.text) == ("failed", "error", "")
     assert job.error is not None
     assert job.error.field == field, job.error
     assert field in job.error.message
-    check_all_ended(redis_client, QUEUE, [job_id])
+    check_all_ended(redis_client, keys.queue, [job_id])
 
 
 @pytest.mark.parametrize("body", [b'{"id":"has space","prompt":"x"}', b'{"id":"%s","prompt":"x"}' % (b"x" * 129), b"7"])
 def test_an_entry_without_a_usable_id_is_kept_among_the_rejected(
-    body: bytes, client: Client, redis_client: redis.Redis
+    body: bytes, client: Client, keys: QueueKeys, redis_client: redis.Redis
 ) -> None:
-    rejected = f"millrace:{{{QUEUE}}}:rejected"
-    before = redis_client.xlen(rejected)
-    redis_client.xadd(INBOX, {"job": body})
-    wait_until(lambda: redis_client.xlen(rejected) == before + 1)
-    assert redis_client.xlen(INBOX) == 0
+    before = redis_client.xlen(keys.rejected)
+    redis_client.xadd(keys.inbox, {"job": body})
+    wait_until(lambda: redis_client.xlen(keys.rejected) == before + 1)
+    assert redis_client.xlen(keys.inbox) == 0
 
 
 # --- through the script --------------------------------------------------------------------------------------------
 
 
-def test_what_another_client_has_put_past_the_checks_fails_by_name_and_alone(
-    client: Client, redis_client: redis.Redis, queue_name: str
+def test_a_bad_job_that_bypassed_the_clients_checks_fails_alone(
+    client: Client, keys: QueueKeys, redis_client: redis.Redis, queue_name: str
 ) -> None:
-    queue = FullQueue(redis_client, QUEUE)
-    newer, spoiled, neighbour = (f"{queue_name}-{name}" for name in ("newer", "spoiled", "neighbour"))
+    queue = FullQueue(redis_client, keys.queue)
+    newer, corrupt, neighbour = (f"{queue_name}-{name}" for name in ("newer", "corrupt", "neighbour"))
     bodies = {
         newer: b'{"prompt":"x","new_field":1}',
-        spoiled: b'{"prompt":"x"}',
+        corrupt: b'{"prompt":"x"}',
         neighbour: b'{"prompt":"3 + 4 =","max_tokens":4,"temperature":0.0}',
     }
     queue.pause(True)
     submissions = [Submission(job_id=JobId(id_), body=bodies[id_], digest=id_, cost=9, seed=7) for id_ in bodies]
     assert queue.submit(submissions) == ["created"] * 3
-    redis_client.hset(queue.keys.job(spoiled), "seed", "abc")
+    redis_client.hset(keys.job(corrupt), "seed", "abc")
     queue.pause(False)
     assert client.wait(neighbour, LIMIT_S).text == " 7"
-    for job_id, wrong in ((newer, "new_field"), (spoiled, "seed is b'abc'")):
+    for job_id, wrong in ((newer, "new_field"), (corrupt, "seed is b'abc'")):
         job = client.wait(job_id, LIMIT_S)
         assert (job.state, job.num_retries) == ("failed", 0)
         assert job.error is not None
         assert job.error.kind == "invalid_request"
         assert wrong in job.error.message
     assert client.get(newer).error.field == "new_field"  # type: ignore[union-attr]
-    check_all_ended(redis_client, QUEUE, list(bodies))
+    check_all_ended(redis_client, keys.queue, list(bodies))
 
 
 # --- through the client --------------------------------------------------------------------------------------------
@@ -204,10 +196,12 @@ def test_bad_jobs_in_a_batch_cost_their_neighbours_nothing(client: Client) -> No
 
 
 def serve(*options: str, cwd: Path | None = None) -> tuple[int, str]:
-    """(exit status, what it wrote to stderr) of an engine service that must not start."""
+    """Return the exit status and stderr of an engine service that must not start."""
     command = [sys.executable, "-P", "-m", "millrace", "serve", "--device", "cpu", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, cwd=cwd, check=False)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=cwd, check=False
+    )
     return ended.returncode, ended.stderr.strip()
 
 
@@ -241,14 +235,14 @@ def change_config(path: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("spoil", [missing, truncated, pickled, needs_remote_code, unsupported])
-def test_a_model_that_can_not_be_served_ends_the_start_with_one_sentence(
-    spoil: Callable[[Path], str], redis_url: str, tmp_path: Path
+@pytest.mark.parametrize("damage", [missing, truncated, pickled, needs_remote_code, unsupported])
+def test_a_model_that_cannot_be_served_ends_the_start_with_one_sentence(
+    damage: Callable[[Path], str], redis_url: str, tmp_path: Path
 ) -> None:
     make_model("llama", tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((TINY / name).read_bytes())
-    status, error = serve("--model", spoil(tmp_path), "--redis", redis_url, "--log-level", "ERROR")
+    status, error = serve("--model", damage(tmp_path), "--redis", redis_url, "--log-level", "ERROR")
     assert status == 2
     assert "Traceback" not in error
     assert error.splitlines()[-1].startswith("millrace serve: ")

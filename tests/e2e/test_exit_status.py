@@ -1,4 +1,4 @@
-"""With what an engine service ends, so that a supervisor can tell what to do about it."""
+"""The exit statuses of an engine service, from which a supervisor knows what to do."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import pytest
 
 from millrace import Client
 from tests.e2e.conftest import StartEngine
-from tests.e2e.engines import ROOT, TINY, EngineProcess
+from tests.e2e.engines import LIMIT_S, ROOT, TINY, EngineProcess
 from tests.millrace.cli.command import python
 
-LIMIT_S = 100.0
 README = (ROOT / "README.md").read_text()
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("doom", "status", "last_words"),
+    ("doom", "status", "last_line"),
     [
         ("start:killed", 6, "the workers do not start: rank 0"),
         ("start:device", 7, "uncorrectable ECC error"),
@@ -29,12 +28,12 @@ README = (ROOT / "README.md").read_text()
     ],
 )
 def test_workers_that_do_not_start(
-    doom: str, status: int, last_words: str, redis_url: str, queue_name: str, tmp_path: Path
+    doom: str, status: int, last_line: str, redis_url: str, queue_name: str, tmp_path: Path
 ) -> None:
     with doomed(tmp_path, redis_url, queue_name, doom) as engine:
         assert engine.process.wait(LIMIT_S) == status
         assert engine.text().splitlines()[-1].startswith("millrace serve: ")
-        assert last_words in engine.text().splitlines()[-1]
+        assert last_line in engine.text().splitlines()[-1]
         assert "Traceback (most recent call last)" not in engine.text().splitlines()[-1]
 
 
@@ -65,8 +64,8 @@ def test_fewer_ranks_than_asked_for_that_are_too_small_are_lost_workers(
         away.touch()
         os.kill(engine.worker_pids()[1], signal.SIGKILL)
         assert engine.process.wait(LIMIT_S) == 6
-        last_words = engine.text().splitlines()[-1]
-        assert "rank 1 did not start" in last_words and "one sequence of 1024 tokens needs" in last_words
+        last_line = engine.text().splitlines()[-1]
+        assert "rank 1 did not start" in last_line and "one sequence of 1024 tokens needs" in last_line
 
 
 @pytest.mark.faults
@@ -83,22 +82,26 @@ def test_a_gpu_that_is_gone_when_the_worker_is_restarted_is_a_lost_device(
         assert "torch sees no GPU" in engine.text().splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_engine_that_is_told_to_stop_ends_with_0(launch: StartEngine, number: signal.Signals) -> None:
-    starting, serving = launch("--metrics-port", "0"), launch()
-    for engine, words in ((starting, "metrics and health"), (serving, "serves")):
-        engine.wait_until_it_says(words, LIMIT_S)
-        engine.process.send_signal(number)
-        assert engine.process.wait(LIMIT_S) == 0
-        assert "Traceback" not in engine.text()
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("metrics and health", signal.SIGTERM), ("metrics and health", signal.SIGINT), ("serves", signal.SIGINT)],
+)
+def test_an_engine_that_gets_a_signal_to_stop_ends_with_0(
+    launch: StartEngine, text: str, number: signal.Signals
+) -> None:
+    """While it starts, and while it serves. The engine that tests share ends with SIGTERM while it serves."""
+    engine = launch("--metrics-port", "0").wait_for_log(text)
+    engine.process.send_signal(number)
+    assert engine.process.wait(LIMIT_S) == 0
+    assert "Traceback" not in engine.text()
 
 
 def test_every_status_is_in_the_help_and_in_the_readme() -> None:
     table = README.split("## Operating an engine")[1].split("**Metrics")[0]
-    words = " ".join(python("-m", "millrace", "serve", "--help").out.split("Exit status:")[1].split())
+    help_text = " ".join(python("-m", "millrace", "serve", "--help").out.split("Exit status:")[1].split())
     for status in (0, 1, 2, 4, 6, 7, 8):
         assert f"| {status} |" in table
-        assert f" {status} " in f" {words}"
+        assert f" {status} " in f" {help_text}"
 
 
 def doomed(directory: Path, redis_url: str, queue: str, doom: str, *options: str) -> EngineProcess:
@@ -106,19 +109,19 @@ def doomed(directory: Path, redis_url: str, queue: str, doom: str, *options: str
     return EngineProcess(log, redis_url, queue, *options, module="tests.e2e.doomed_worker", before=(doom,))
 
 
-def test_an_engine_whose_workers_do_not_come_back_can_be_told_to_stop(
+def test_an_engine_whose_workers_do_not_come_back_can_be_stopped(
     launch: StartEngine, client: Client, tmp_path: Path
 ) -> None:
-    """It does not wait for them: a model that takes long to load would cost it the time that its supervisor gives."""
+    """It does not wait for them: loading a model may take longer than the supervisor waits."""
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
     engine = launch(model=model).wait_until_serving()
     job_id = client.submit(prompt_token_ids=[5], max_tokens=200, ignore_eos=True, stream=True)
     next(iter(client.stream(job_id)))
     (model / "config.json").unlink()
-    os.mkfifo(model / "config.json")  # who reads it waits for ever
+    os.mkfifo(model / "config.json")  # reading it blocks for ever
     os.kill(engine.worker_pids()[0], signal.SIGKILL)
-    engine.wait_until_it_says("restarting the workers", LIMIT_S)
+    engine.wait_for_log("restarting the workers")
     engine.process.send_signal(signal.SIGTERM)
     assert engine.process.wait(LIMIT_S) == 0
     assert (client.get(job_id).state, client.stats().engines) == ("queued", 0)

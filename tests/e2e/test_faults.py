@@ -1,4 +1,4 @@
-"""Faults around the start and the end of an engine. What they do to jobs is in `tests/chaos`."""
+"""Faults at the start and the end of an engine. What they do to jobs is in `tests/chaos`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import pytest
 from millrace import Client
 from millrace.embedded import EmbeddedServer
 from tests.e2e.conftest import StartEngine
-from tests.e2e.engines import EngineProcess, wait_until
-
-LIMIT_S = 90.0
+from tests.e2e.engines import LIMIT_S, EngineProcess, wait_until
 
 
 def test_a_worker_killed_while_it_starts_is_started_again(launch: StartEngine, client: Client) -> None:
@@ -26,15 +24,15 @@ def test_a_worker_killed_while_it_starts_is_started_again(launch: StartEngine, c
 
 
 def test_sigterm_during_the_start_leaves_nothing_behind(
-    launch: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launch: StartEngine, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(short_path))
     engine = launch()
     wait_until(lambda: bool(engine.worker_pids()))
     pids = engine.worker_pids()
     assert engine.terminate() == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert list(tmp_path.glob("millrace-*")) == []
+    assert list(short_path.glob("millrace-*")) == []
 
 
 @pytest.mark.slow

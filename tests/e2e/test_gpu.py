@@ -1,4 +1,4 @@
-"""Real shortage of a GPU's memory, while an engine is at work."""
+"""A real shortage of GPU memory while an engine runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 MIB = 1 << 20
 LEFT_BYTES = 640 * MIB
-"""A step of 2,048 tokens needs 512 MiB several times over for what is between the two halves of an MLP."""
+"""A step of 2,048 tokens needs several times 512 MiB for the intermediate values of an MLP."""
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])
@@ -26,7 +26,7 @@ def test_a_step_that_runs_out_of_a_gpus_memory_is_done_in_smaller_ones(executor:
     with LLM(tmp_path, device="cuda", dtype="float32", executor=executor, num_blocks=256) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
         assert llm.metrics().token_budget == 2048
-        # What steps have freed stays with the worker's allocator: asleep it gives that back.
+        # The worker's allocator keeps freed memory until the worker sleeps.
         llm.sleep(1)
         llm.wake_up()
         ballast = torch.empty(torch.cuda.mem_get_info()[0] - LEFT_BYTES, dtype=torch.uint8, device="cuda")

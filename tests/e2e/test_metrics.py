@@ -1,4 +1,4 @@
-"""What an engine tells over HTTP: figures that a Prometheus reads, and whether it does its work."""
+"""What an engine serves over HTTP: metrics for Prometheus, and whether the engine is healthy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from millrace import Client
 from millrace.embedded import EmbeddedServer
 from tests.deploy.test_compose import SERVICES
-from tests.e2e.conftest import StartEngine
-from tests.e2e.engines import EngineProcess, wait_until
+from tests.e2e.conftest import Service, StartEngine
+from tests.e2e.engines import LIMIT_S, EngineProcess, wait_until
 
-LIMIT_S = 90.0
 ANY_PORT = ("--metrics-port", "0")
 
 
@@ -32,10 +31,10 @@ def address_of(engine: EngineProcess) -> str:
 
 
 def fetch(engine: EngineProcess, path: str, accept: str = "") -> tuple[int, str]:
-    """(status, body)."""
+    """Return the status and the body of a page."""
     request = urllib.request.Request(f"http://{address_of(engine)}{path}", headers={"Accept": accept})
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
             return response.status, response.read().decode()
     except urllib.error.HTTPError as error:
         with error:
@@ -43,7 +42,7 @@ def fetch(engine: EngineProcess, path: str, accept: str = "") -> tuple[int, str]
 
 
 def figures(engine: EngineProcess) -> dict[str, float]:
-    """By name and labels, as they stand on the page."""
+    """Return the values on the page by name and labels."""
     status, page = fetch(engine, "/metrics")
     assert status == 200
     families = list(text_string_to_metric_families(page))
@@ -87,9 +86,9 @@ def test_the_figures_are_those_of_the_work_that_was_done(start_engine: StartEngi
     assert now["process_resident_memory_bytes"] > 0
 
 
-def test_names_follow_the_rules_of_prometheus(start_engine: StartEngine, client: Client) -> None:
-    engine = start_engine(*ANY_PORT)
-    run_a_few(client, 1)
+def test_names_follow_the_rules_of_prometheus(service: Service, shared_client: Client) -> None:
+    engine = service.engine
+    run_a_few(shared_client, 1)
     _, page = fetch(engine, "/metrics")
     for family in text_string_to_metric_families(page):
         if family.name.startswith("process_"):
@@ -113,15 +112,15 @@ def test_a_killed_worker_is_counted(start_engine: StartEngine, client: Client) -
     before = figures(engine)
     assert (before["millrace_worker_restarts_total"], before["millrace_worker_recovery_seconds"]) == (0, 0)
     os.kill(engine.worker_pids()[0], signal.SIGKILL)
-    wait_until(lambda: fetch(engine, "/health")[0] == 503)
-    assert fetch(engine, "/health")[1] == "the workers are being restarted: rank 0 is gone: killed by SIGKILL\n"
+    reason = "the workers are being restarted: rank 0 is gone: killed by SIGKILL\n"
+    wait_until(lambda: fetch(engine, "/health") == (503, reason), what=reason)
     run_a_few(client)
     after = figures(engine)
     assert (after["millrace_worker_restarts_total"], after["millrace_worker_failures_total"]) == (1, 1)
     assert after["millrace_worker_recovery_seconds"] > 0
     assert after["millrace_executor_steps_total"] > before["millrace_executor_steps_total"]
     assert after["millrace_kv_pool_epoch"] == before["millrace_kv_pool_epoch"] + 1
-    assert fetch(engine, "/health") == (200, "serving\n")
+    wait_until(lambda: fetch(engine, "/health") == (200, "serving\n"))
 
 
 @pytest.mark.faults
@@ -132,12 +131,12 @@ def test_a_frozen_worker_makes_the_engine_unhealthy_until_it_is_replaced(
     run_a_few(client)
     job_id = client.submit(prompt="A story:", max_tokens=900, ignore_eos=True, stream=True)
     next(iter(client.stream(job_id)))
-    assert fetch(engine, "/health") == (200, "serving\n")
+    wait_until(lambda: fetch(engine, "/health") == (200, "serving\n"))
     os.kill(engine.worker_pids()[0], signal.SIGSTOP)
-    wait_until(lambda: fetch(engine, "/health")[0] == 503, LIMIT_S, "unhealthy_reason")
-    assert re.match(r"a step has lasted \d+ s|the workers are being restarted", fetch(engine, "/health")[1])
+    reason = re.compile(r"a step has lasted \d+ s|the workers are being restarted")
+    wait_until(lambda: reason.match(fetch(engine, "/health")[1]), what=reason.pattern)
     assert figures(engine)["millrace_healthy"] == 0
-    wait_until(lambda: fetch(engine, "/health")[0] == 200, LIMIT_S, "health")
+    wait_until(lambda: fetch(engine, "/health")[0] == 200)
     assert client.wait(job_id, LIMIT_S).state == "finished"
 
 
@@ -151,27 +150,25 @@ def test_a_sleeping_engine_is_healthy_and_says_so(start_engine: StartEngine, cli
     wait_until(lambda: figures(engine)["millrace_worker_failures_total"] == 1)
     assert figures(engine)["millrace_workers_active"] == 0
     client.wake()
-    wait_until(lambda: fetch(engine, "/health") == (200, "serving\n"), LIMIT_S)
+    wait_until(lambda: fetch(engine, "/health") == (200, "serving\n"))
     assert figures(engine)["millrace_workers_active"] == 1
 
 
 @pytest.mark.slow
-def test_an_engine_that_redis_does_not_hear_is_unhealthy(tmp_path: Path) -> None:
+def test_an_engine_whose_heartbeat_does_not_reach_redis_is_unhealthy(tmp_path: Path) -> None:
     with EmbeddedServer() as server, EngineProcess(tmp_path / "log", server.url, "away", *ANY_PORT) as engine:
         engine.wait_until_serving()
-        assert fetch(engine, "/health")[0] == 200
+        wait_until(lambda: fetch(engine, "/health")[0] == 200)
         server.kill()
-        wait_until(lambda: fetch(engine, "/health")[0] == 503)
-        assert re.fullmatch(
-            r"Redis has not taken a heartbeat for .* the limit is 0\.5 s\n", fetch(engine, "/health")[1]
-        )
+        reason = re.compile(r"Redis has not taken a heartbeat for .* the limit is 3 s\n")
+        wait_until(lambda: reason.fullmatch(fetch(engine, "/health")[1]), what=reason.pattern)
         server.start()
         wait_until(lambda: fetch(engine, "/health")[0] == 200)
 
 
 def test_it_answers_while_the_model_is_loaded(launch: StartEngine, client: Client) -> None:
     engine = launch(*ANY_PORT)
-    engine.wait_until_it_says("metrics and health on", LIMIT_S)
+    engine.wait_for_log("metrics and health on")
     assert fetch(engine, "/health") == (503, "the engine is starting\n")
     assert figures(engine)["millrace_healthy"] == 0
     assert container_check(engine) == 1
@@ -180,11 +177,11 @@ def test_it_answers_while_the_model_is_loaded(launch: StartEngine, client: Clien
 
 
 def container_check(engine: EngineProcess) -> int:
-    """What the compose file's health check says of it."""
+    """Return the exit status of the compose file's health check."""
     kind, program, *arguments = SERVICES["engine-cpu"]["healthcheck"]["test"]
     assert (kind, program) == ("CMD", "python")
     arguments = [argument.replace("127.0.0.1:9400", address_of(engine)) for argument in arguments]
-    return subprocess.run([sys.executable, *arguments], capture_output=True, timeout=30).returncode
+    return subprocess.run([sys.executable, *arguments], capture_output=True, timeout=LIMIT_S).returncode
 
 
 @pytest.mark.parametrize(
@@ -195,7 +192,7 @@ def container_check(engine: EngineProcess) -> int:
         (("--metrics-port", "0", "--metrics-host", "256.1.1.1"), "metrics_port: can't listen on 256.1.1.1 port 0"),
     ],
 )
-def test_an_address_that_cannot_be_had_is_one_clear_error(
+def test_an_address_that_cannot_be_used_is_one_clear_error(
     launch: StartEngine, options: tuple[str, ...], complaint: str
 ) -> None:
     with socket.socket() as taken:

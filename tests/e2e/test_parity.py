@@ -1,4 +1,4 @@
-"""Greedy tokens are those of `transformers`, whatever is done to the batch on the way."""
+"""Greedy tokens are those of `transformers`, however the batch is formed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from millrace import LLM, Client, GenerationRequest, SamplingParams
 from tests.e2e.conftest import StartEngine
+from tests.e2e.engines import LIMIT_S
 from tests.e2e.models import Oracle, assert_equal_where_sure, make_prompts, make_servable
 
 ARCHITECTURES = ["llama", "qwen3", "mistral", "gemma3_text"]
@@ -53,5 +54,5 @@ def test_through_redis(arch: str, models: Path, start_engine: StartEngine, clien
     path, prompts = make_servable(arch, models), make_prompts(12, seed=3)
     start_engine("--max-num-batched-tokens", "32", "--block-size", "4", "--num-blocks", "80", model=path)
     ids = client.submit_many(GenerationRequest(prompt_token_ids=prompt, sampling=GREEDY) for prompt in prompts)
-    outputs = [client.wait(job_id, 60).token_ids for job_id in ids]
+    outputs = [client.wait(job_id, LIMIT_S).token_ids for job_id in ids]
     assert_equal_where_sure(Oracle(path), prompts, outputs, MAX_TOKENS)

@@ -1,5 +1,5 @@
-"""A service with a model on several ranks: one dies or stands still, the engine sleeps or is told to go, and every job ends
-once, with the text of a single rank that nothing disturbed."""
+"""A service with a model on several ranks: a rank dies or hangs, the engine sleeps or drains, and every job ends once, with
+the text of a single rank without faults."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def place(server: EmbeddedServer, queue_name: str, tmp_path: Path, single_rank: 
 
 
 def serve(place: Place, *sizes: str) -> ChaosEngine:
-    """An engine with so many ranks, whose jobs nobody takes away."""
+    """Start an engine with these sizes and a lease that does not expire in the test."""
     return place.engine(*sizes, heartbeat_s=20.0)
 
 
 def submit_and_wait_for_tokens(place: Place, max_tokens: int = 300) -> None:
-    """Until every job has brought some, on average."""
+    """Submit jobs, and wait for 20 tokens per job on average."""
     place.submit(make_jobs(NUM_JOBS, max_tokens=max_tokens))
     wait_until(lambda: place.num_tokens_kept() > NUM_JOBS * 20)
 
@@ -87,20 +87,20 @@ def test_a_rank_on_a_ray_of_the_services_own_is_killed_while_tokens_flow(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (nothing := tmp_path / "nothing").mkdir()
-    monkeypatch.setenv("RAY_TMPDIR", str(nothing))  # so that no cluster is known
+    monkeypatch.setenv("RAY_TMPDIR", str(nothing))  # no cluster is known there
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     engine = serve(place, *TP2, "--executor", "ray")
     assert "started a local Ray" in engine.text()
-    said = re.search(r"rank 0 is process (\d+) on", engine.text())
-    assert said is not None
-    children = engine.worker_pids()  # Ray's, since the ranks are its
-    lose_a_rank(place, engine, 0, int(said[1]), KILL)
+    found = re.search(r"rank 0 is process (\d+) on", engine.text())
+    assert found is not None
+    children = engine.worker_pids()  # of Ray, which starts the ranks
+    lose_a_rank(place, engine, 0, int(found[1]), KILL)
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
 def lose_a_rank(place: Place, engine: ChaosEngine, rank: int, pid: int, number: signal.Signals) -> None:
     submit_and_wait_for_tokens(place)
-    assert "running" in place.states().values(), "all were over before the rank was"
+    assert "running" in place.states().values(), "all jobs ended before the rank was lost"
     os.kill(pid, number)
     check_whole_in_one_attempt(place, engine)
     assert engine.text().count("restarting the workers") == 1
@@ -134,7 +134,7 @@ def test_sigterm_inside_the_grace_ends_what_two_stages_run(place: Place) -> None
 
 @pytest.mark.slow
 def test_sigterm_past_the_grace_gives_back_what_two_stages_run(place: Place) -> None:
-    """And one rank goes on with the tokens that two stages have made."""
+    """One rank continues after the tokens of two stages."""
     reserve = place.reserve(heartbeat_s=20.0)
     engine = place.engine(*PP2, "--drain-grace", "0", heartbeat_s=20.0)
     submit_and_wait_for_tokens(place, max_tokens=900)

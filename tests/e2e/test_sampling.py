@@ -1,4 +1,4 @@
-"""Seeded sampling gives the same text (float32) however the generation is disturbed."""
+"""Seeded sampling gives the same text (in float32) in any batch and after any fault."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from millrace import LLM, Client, GenerationRequest, SamplingParams
 from tests.e2e.conftest import StartEngine
-from tests.e2e.engines import TINY
+from tests.e2e.engines import LIMIT_S, TINY
 
 PROMPT = "A story about a fox:"
 LENGTH = 400
@@ -21,7 +21,7 @@ def sampling(seed: int = 7, max_tokens: int = LENGTH) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def alone() -> str:
-    """The text of the job with nobody beside it."""
+    """Return the text of the job when it runs alone."""
     with LLM(TINY, device="cpu", dtype="float32") as llm:
         (output,) = llm.generate(PROMPT, sampling(), use_tqdm=False)
     return output.outputs[0].text
@@ -56,7 +56,7 @@ def test_after_the_worker_is_killed(alone: str, start_engine: StartEngine, clien
     job_id = submit(client)
     next(iter(client.stream(job_id)))
     os.kill(engine.worker_pids()[0], signal.SIGKILL)
-    assert client.wait(job_id, 60).text == alone
+    assert client.wait(job_id, LIMIT_S).text == alone
 
 
 @pytest.mark.faults
@@ -69,14 +69,14 @@ def test_after_the_engine_is_killed_and_another_takes_over(
     engine.kill()
     assert client.get(job_id).state == "running"
     start_engine()
-    job = client.wait(job_id, 60)
+    job = client.wait(job_id, LIMIT_S)
     assert job.text == alone
     assert job.attempt == 2
     assert "".join(event.text for event in client.stream(job_id)) == alone
 
 
 def submit(client: Client) -> str:
-    """The job, and some company that keeps the batch busy."""
+    """Submit the job, and others that fill the batch."""
     client.submit_many(
         GenerationRequest(prompt=f"{number} + 4 =", sampling=sampling(seed=number, max_tokens=900))
         for number in range(20)

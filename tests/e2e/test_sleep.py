@@ -1,9 +1,11 @@
-"""Engines that give their devices back for a while, as an operator has them do; the jobs wait, and none is lost."""
+"""Engines that an operator puts to sleep: they release their devices, the jobs wait, and none is lost."""
 
 from __future__ import annotations
 
 import os
 import signal
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,31 @@ from millrace import LLM, Client, GenerationRequest, SamplingParams
 from millrace.engine_service.errors import EngineDead
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from tests.e2e.conftest import StartEngine
-from tests.e2e.engines import TINY, EngineProcess, wait_until
+from tests.e2e.engines import LIMIT_S, TINY, EngineProcess, wait_until
 from tests.e2e.models import make_servable
 from tests.results.invariants import check_all_ended
 from tests.worker.models import make_model
 
-LIMIT_S = 90.0
+
+@pytest.fixture(scope="module")
+def shared(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineProcess, str]]:
+    """An engine of eight sequences at a time, and its queue, for tests that leave it awake."""
+    queue = f"sleep-{uuid.uuid4().hex[:12]}"
+    log = tmp_path_factory.mktemp("sleep") / "engine.log"
+    with EngineProcess(log, redis_url, queue, "--max-num-seqs", "8") as engine:
+        yield engine.wait_until_serving(), queue
+        assert engine.terminate() == 0, engine.text()
+
+
+@pytest.fixture
+def engine(shared: tuple[EngineProcess, str]) -> EngineProcess:
+    return shared[0]
+
+
+@pytest.fixture
+def shared_client(shared: tuple[EngineProcess, str], redis_url: str) -> Iterator[Client]:
+    with Client(redis_url, queue=shared[1]) as client:
+        yield client
 
 
 def long_jobs(num_jobs: int, max_tokens: int) -> list[GenerationRequest]:
@@ -33,9 +54,17 @@ def long_jobs(num_jobs: int, max_tokens: int) -> list[GenerationRequest]:
 
 
 def undisturbed(requests: list[GenerationRequest]) -> list[str]:
+    """Return the texts that the jobs have when nothing disturbs them."""
     with LLM(TINY, device="cpu") as llm:
         prompts, params = [request.prompt or "" for request in requests], [request.sampling for request in requests]
         return [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def two_waves() -> tuple[list[GenerationRequest], list[str]]:
+    """More jobs than run at a time, and their texts."""
+    requests = long_jobs(24, max_tokens=300)
+    return requests, undisturbed(requests)
 
 
 def assert_all_whole(client: Client, ids: list[str], texts: list[str]) -> None:
@@ -46,22 +75,26 @@ def assert_all_whole(client: Client, ids: list[str], texts: list[str]) -> None:
 
 
 def wait_for_level(client: Client, *levels: int) -> None:
-    """Until the engines of the queue sleep so."""
-    wait_until(lambda: sorted(client.stats().sleep_levels.values()) == sorted(levels), LIMIT_S, f"sleep {levels}")
+    """Wait until the engines of the queue have these sleep levels, in any order."""
+    wait_until(lambda: sorted(client.stats().sleep_levels.values()) == sorted(levels), what=f"sleep {levels}")
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process that no file stands behind."""
+    """Return the anonymous memory of a process."""
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon")]
     return int(line.split()[1]) * 1024
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_jobs_wait_while_the_engine_sleeps_and_go_on_where_they_were(
-    level: int, start_engine: StartEngine, client: Client, redis_client: redis.Redis, queue_name: str
+    level: int,
+    engine: EngineProcess,
+    shared_client: Client,
+    two_waves: tuple[list[GenerationRequest], list[str]],
+    redis_client: redis.Redis,
 ) -> None:
-    requests = long_jobs(24, max_tokens=300)
-    engine = start_engine("--max-num-seqs", "8")
+    client, (requests, texts) = shared_client, two_waves
+    num_finished_before = client.stats().finished
     ids = client.submit_many(requests[:16])
     wait_until(lambda: any(client.get(job_id).token_ids for job_id in ids))
     (engine_id,) = client.sleep(level)
@@ -72,15 +105,14 @@ def test_jobs_wait_while_the_engine_sleeps_and_go_on_where_they_were(
     assert {job.state for job in waiting} <= {"queued", "finished"}
     assert any(job.state == "queued" and job.token_ids for job in waiting), "tokens so far are kept"
     assert [job.state for job in waiting[16:]] == ["queued"] * 8
-    num_finished = client.stats().finished
+    num_finished = client.stats().finished - num_finished_before
     (pid,) = engine.worker_pids()
     assert client.wake() == [engine_id]
-    assert_all_whole(client, ids, undisturbed(requests))
+    assert_all_whole(client, ids, texts)
     assert num_finished < len(ids)
     assert {client.get(job_id).attempt for job_id in ids} == {1}
     assert engine.worker_pids() == [pid]
-    check_all_ended(redis_client, queue_name, ids)
-    assert engine.terminate() == 0
+    check_all_ended(redis_client, client._keys.queue, ids)
 
 
 @pytest.mark.slow
@@ -129,8 +161,8 @@ def test_sigterm_ends_a_sleeping_engine_well(start_engine: StartEngine, client: 
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_a_worker_that_dies_asleep_is_replaced_on_waking(start_engine: StartEngine, client: Client) -> None:
-    engine = start_engine()
+def test_a_worker_that_dies_asleep_is_replaced_on_waking(engine: EngineProcess, shared_client: Client) -> None:
+    client = shared_client
     client.sleep(2)
     wait_for_level(client, 2)
     (pid,) = engine.worker_pids()

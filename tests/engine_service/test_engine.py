@@ -151,7 +151,7 @@ def test_a_worker_that_dies_while_idle_is_replaced_by_the_next_check(build: Buil
     executor = engine._executor
     assert isinstance(executor, MultiprocExecutor)
     os.kill(executor.worker_pids()[0], signal.SIGKILL)
-    assert executor._handles[0].wait(10)
+    assert executor._handles[0].wait(60)
     assert engine.check_workers() == []
     generations = [generation(1)]
     run(engine, generations)

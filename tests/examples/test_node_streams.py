@@ -1,4 +1,4 @@
-"""The Node example at streams that have lost entries, or all of them."""
+"""The Node example with streams that have lost some entries or all of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ import { Redis } from "./examples/node/redis.js";
 const redis = await Redis.connect(process.argv[1]);
 const millrace = new Millrace(redis, { queue: "examples", lua: "results/lua" });
 const lines = readline.createInterface({ input: process.stdin });
-const goOn = (word) => (console.log(word), new Promise((resolve) => lines.once("line", resolve)));
+const pauseAt = (point) => (console.log(point), new Promise((resolve) => lines.once("line", resolve)));
 const read = async (events) => {
   const all = [];
   for await (const { id, ...event } of events) all.push(event);
@@ -35,11 +35,11 @@ const read = async (events) => {
 };
 const close = () => (lines.close(), redis.close());
 """
-"""`goOn(word)` says the word and waits until it is told to go on."""
+"""`pauseAt(point)` prints the name of the point and returns the next line of stdin."""
 
 
 class Node:
-    """Owns a script that talks with the test: it says where it is, and goes on when it is told to."""
+    """Owns a script that stops at named points until the test lets it continue."""
 
     def __init__(self, url: str, script: str) -> None:
         command = (NODE or "", "--input-type=module", "--eval", OPEN + script, url)
@@ -55,22 +55,24 @@ class Node:
         self._process.kill()
         self._process.communicate()
 
-    def wait(self, word: str) -> None:
+    def wait_at(self, point: str) -> None:
+        """Wait until it pauses there."""
         assert self._process.stdout is not None
-        assert self._process.stdout.readline() == word + "\n"
+        assert self._process.stdout.readline() == point + "\n"
 
-    def tell(self, line: str = "") -> None:
+    def resume(self, line: str = "") -> None:
+        """Let it continue, with this line as the answer."""
         assert self._process.stdin is not None
         print(line, file=self._process.stdin, flush=True)
 
-    def say(self) -> Any:
-        """Its last words, of JSON."""
+    def read_json(self) -> Any:
+        """Return the next line that it prints."""
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
 
 
 class ShortStream:
-    """Owns a job whose stream holds 4 entries at most, and the engine that runs it."""
+    """Owns a job whose stream holds at most 4 entries, and the engine that runs it."""
 
     def __init__(self, url: str, **settings: int) -> None:
         self.queue = JobQueue(connect(url), "examples")
@@ -111,7 +113,7 @@ def text_of(numbers: Iterable[int]) -> str:
 
 
 def check_whole(events: list[dict[str, Any]], num_tokens: int, first: int = 0) -> None:
-    """The events go on after the first tokens, leave nothing out, show nothing twice, and end."""
+    """Check that the events continue after the first tokens, have no gap and no overlap, and end."""
     *shown, end = events
     assert end["state"] == "finished"
     assert "".join(event["text"] for event in shown) == text_of(range(first, num_tokens))
@@ -124,30 +126,30 @@ def test_node_waits_for_the_whole_text_of_a_trimmed_stream(server: EmbeddedServe
     short.show(10)
     short.finish()
     with Node(server.url, 'console.log(JSON.stringify(await millrace.wait("long"))); close();') as node:
-        assert node.say()["text"] == text_of(range(10))
+        assert node.read_json()["text"] == text_of(range(10))
 
 
 def test_node_reads_what_was_trimmed_while_it_was_slow(server: EmbeddedServer, short: ShortStream) -> None:
     script = """
     const events = millrace.stream("long");
     const { value: { id, ...first } } = await events.next();
-    await goOn("has read");
+    await pauseAt("has read");
     console.log(JSON.stringify([first, ...(await read(events))]));
     close();
     """
     short.show(1)
     with Node(server.url, script) as node:
-        node.wait("has read")
+        node.wait_at("has read")
         short.show(9)
         short.finish()
-        node.tell()
-        events = node.say()
+        node.resume()
+        events = node.read_json()
     check_whole(events, 10)
     assert not any("restart" in event for event in events)
 
 
 RESUME = """
-const after = await goOn("after what?");
+const after = await pauseAt("after what?");
 console.log(JSON.stringify(await read(millrace.stream("long", after))));
 close();
 """
@@ -161,9 +163,9 @@ def test_node_resumes_after_an_event_that_is_there(server: EmbeddedServer, short
     ids = [trimmed_id, *short.ids()]
     num_trimmed = 10 - (len(ids) - 2)
     with Node(server.url, RESUME) as node:
-        node.wait("after what?")
-        node.tell(ids[place])
-        events = node.say()
+        node.wait_at("after what?")
+        node.resume(ids[place])
+        events = node.read_json()
     assert not any("restart" in event for event in events)
     if place == -1:
         assert events == [], "nothing follows the end"
@@ -177,9 +179,9 @@ def test_node_starts_over_where_the_place_to_resume_after_is_gone(server: Embedd
     short.show(9)
     short.finish()
     with Node(server.url, RESUME) as node:
-        node.wait("after what?")
-        node.tell(place)
-        events = node.say()
+        node.wait_at("after what?")
+        node.resume(place)
+        events = node.read_json()
     check_whole(events, 10)
     assert [event.get("restart", False) for event in events] == [True] + [False] * (len(events) - 1)
 
@@ -192,7 +194,7 @@ def test_node_starts_over_where_the_place_goes_right_before_the_first_entries_ar
     redis.command = async (...words) => {
       if (words[0] === "XREAD") {
         redis.command = command;
-        await goOn("reads");
+        await pauseAt("reads");
       }
       return command(...words);
     };
@@ -200,20 +202,20 @@ def test_node_starts_over_where_the_place_goes_right_before_the_first_entries_ar
     short.show(1)
     (place,) = short.ids()
     with Node(server.url, script + RESUME) as node:
-        node.wait("after what?")
-        node.tell(place)
-        node.wait("reads")
+        node.wait_at("after what?")
+        node.resume(place)
+        node.wait_at("reads")
         short.show(9)
         short.finish()
-        node.tell()
-        events = node.say()
+        node.resume()
+        events = node.read_json()
     check_whole(events, 10)
     assert [event.get("restart", False) for event in events] == [True] + [False] * (len(events) - 1)
 
 
 def test_node_says_that_a_result_has_expired(server: EmbeddedServer) -> None:
     script = """
-    for (const after of ["0-0", await goOn("after what?")]) {
+    for (const after of ["0-0", await pauseAt("after what?")]) {
       const events = millrace.stream("long", after);
       console.log(JSON.stringify(await events.next().catch((error) => error.message)));
     }
@@ -225,6 +227,6 @@ def test_node_says_that_a_result_has_expired(server: EmbeddedServer) -> None:
         short.finish()
         wait_until(lambda: not short.ids())
         with Node(server.url, script) as node:
-            node.wait("after what?")
-            node.tell(place)
-            assert [node.say(), node.say()] == ["the result of job long has expired"] * 2
+            node.wait_at("after what?")
+            node.resume(place)
+            assert [node.read_json(), node.read_json()] == ["the result of job long has expired"] * 2

@@ -1,4 +1,4 @@
-"""The clients in other languages, against a real server: what the page of the protocol says is enough."""
+"""The clients in other languages on a real server: they use only what docs/protocol.md describes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ needs_bash = pytest.mark.skipif(BASH is None, reason="no bash on this machine: t
 
 
 class Answerer:
-    """An engine that answers one job with three events and a given end."""
+    """Owns a thread that answers one job as an engine: three events and a given end."""
 
     def __init__(self, url: str, state: str = "finished") -> None:
         self._queue = JobQueue(connect(url), "examples")

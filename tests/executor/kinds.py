@@ -27,6 +27,7 @@ from millrace.executor.remote import RemoteExecutor
 from millrace.executor.wire.channel import socket_address
 from millrace.executor.wire.messages import ModelFacts, NewSequence, SeqId, StepId, StepPlan, StepRow, WorkerConfig
 from tests.engine_service.core.sequences import GREEDY
+from tests.processes import LIMIT_S
 
 STUB = "millrace.executor.rank.stub"
 
@@ -120,7 +121,11 @@ KINDS: dict[str, tuple[type[Executor], dict[str, int]]] = {
 }
 """By name: the class and the sizes."""
 
-_RAY_MARKS = (pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"))
+_RAY_MARKS = (
+    pytest.mark.ray,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"),
+)
 
 
 def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
@@ -174,7 +179,7 @@ def wait_until_gone(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         fd = os.pidfd_open(pid)
         try:
-            assert select.select([fd], [], [], 10)[0]
+            assert select.select([fd], [], [], LIMIT_S)[0]
         finally:
             os.close(fd)
 

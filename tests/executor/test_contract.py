@@ -72,8 +72,8 @@ def test_futures_may_be_asked_in_any_order(make: Make) -> None:
     executor = start(make())
     step = executor.execute_model(first_step(executor))
     stats = executor.collective_rpc("stats", unique_reply_rank=0, non_block=True)
-    assert stats.result(10.0)["num_steps"] == 1
-    assert step.result(10.0).seq_ids == [1]
+    assert stats.result(60.0)["num_steps"] == 1
+    assert step.result(60.0).seq_ids == [1]
     assert step.done()
 
 
@@ -83,7 +83,7 @@ def test_several_steps_may_be_in_flight(make: Make) -> None:
     steps = [
         executor.execute_model(step) for step in (first_step(executor, 1, seq_id=1), first_step(executor, 2, seq_id=2))
     ]
-    assert [step.result(10.0).step_id for step in reversed(steps)] == [2, 1]
+    assert [step.result(60.0).step_id for step in reversed(steps)] == [2, 1]
     assert executor.stats().num_completed >= 2
 
 
@@ -317,7 +317,7 @@ def test_a_worker_killed_in_a_step_is_noticed_at_once_and_replaced(make: Make) -
     before_s = time.monotonic()
     with pytest.raises(WorkerDied, match=r"SIGKILL|lost by Ray"):
         executor.execute_model(first_step(executor)).result()
-    assert time.monotonic() - before_s < 10
+    assert time.monotonic() - before_s < 30  # the limit of a first step is 60 s
     with pytest.raises(WorkerDied):
         executor.check_health()
     executor.restart()
@@ -331,7 +331,7 @@ def test_a_worker_killed_while_idle_fails_the_health_check(make: Make) -> None:
     os.kill(worker_pids(executor)[-1], signal.SIGKILL)
     wait_until_gone(worker_pids(executor)[-1])
     with pytest.raises(WorkerDied, match=r"SIGKILL|has ended|lost by Ray"):
-        check_health_for(executor, seconds=5)
+        check_health_for(executor, seconds=60)
 
 
 @own_restartable
@@ -374,11 +374,11 @@ def test_a_stuck_step_times_out_and_the_worker_can_be_replaced(make: Make) -> No
 
 
 @own_process
-def test_nothing_is_left_behind(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_nothing_is_left_behind(make: Make, short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
     executor = start(make())
     pids = worker_pids(executor)
-    assert list(tmp_path.iterdir()) == []  # the socket's file is gone as soon as all are connected
+    assert list(short_path.iterdir()) == []  # the socket's file is gone as soon as all are connected
     executor.shutdown()
     for pid in pids:
         wait_until_gone(pid)

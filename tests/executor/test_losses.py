@@ -91,14 +91,14 @@ def test_steps_and_the_end_are_no_calls(make: Make, method: str) -> None:
 
 @pytest.mark.parametrize("missing", ["directory", "process"])
 def test_a_start_that_lacks_a_resource_of_the_system_may_be_tried_again(
-    make: Make, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, missing: str, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor = make()
     with monkeypatch.context() as patch:
         if missing == "directory":
-            patch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+            patch.setattr("tempfile.tempdir", str(short_path / "gone"))
         else:
-            patch.setattr(sys, "executable", str(tmp_path / "gone"))
+            patch.setattr(sys, "executable", str(short_path / "gone"))
         with pytest.raises(StartError, match="gone") as caught:
             executor.start()
     assert (caught.value.phase, caught.value.rank, caught.value.is_retryable) == ("spawn", 0, True)

@@ -26,7 +26,7 @@ def test_the_death_of_any_rank_ends_the_step_at_once(make: Make, rank: int, tmp_
     before_s = time.monotonic()
     with pytest.raises(WorkerDied, match=f"rank {rank} .*SIGKILL"):
         executor.execute_model(first_step(executor)).result()
-    assert time.monotonic() - before_s < 5
+    assert time.monotonic() - before_s < 30  # the limit of a first step is 60 s
     executor.restart()
     assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
 

@@ -17,7 +17,7 @@ from millrace.executor.wire.messages import StepPlan
 from millrace.producer.sampling import SamplingParams
 from tests.e2e.engines import TINY
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("real ranks")]
 
 PROMPTS = ["3 + 4 =", "20 + 22 =", "11 + 7 ="]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -153,15 +153,15 @@ def what_is_left(temporary: Path) -> Left:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ten_starts_of_real_ranks_leave_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_ten_starts_of_real_ranks_leave_everything_as_it_was(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
     seen: list[Left] = []
     for number in range(10):
         with make_llm(executor="mp", **(TP2 if number % 2 else {})) as llm:
             generate(llm)
             if number % 3 == 2:
                 os.kill(executor_of(llm).worker_pids()[-1], signal.SIGKILL)
-        seen.append(what_is_left(tmp_path))
+        seen.append(what_is_left(short_path))
     first, last = seen[2], seen[-1]
     assert last[:4] == first[:4]
     assert last.temporary_files == set()

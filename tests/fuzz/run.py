@@ -34,7 +34,7 @@ from tests.fuzz.entry_points import (
     check_message,
     good_request,
 )
-from tests.processes import LoggedProcess, wait_until
+from tests.processes import LoggedProcess, module_command, wait_until
 from tests.results.invariants import check_queue
 
 QUEUE = "fuzz"
@@ -112,10 +112,12 @@ def _system() -> Iterator[_System]:
         stack.callback(connection.close)
         options = ("--metrics-port", "0", "--served-model-name", "tiny")
         engine = stack.enter_context(EngineProcess(directory / "engine.log", server.url, QUEUE, *options))
-        place = ["--redis", server.url, "--queues", RQ_QUEUE, "--to-queue", QUEUE]
-        gateway = stack.enter_context(LoggedProcess(directory / "gateway.log", "millrace", ["gateway", "rq", *place]))
+        command = module_command(
+            "millrace", "gateway", "rq", "--queues", RQ_QUEUE, "--to-queue", QUEUE, "--redis", server.url
+        )
+        gateway = stack.enter_context(LoggedProcess(directory / "gateway.log", command))
         engine.wait_until_serving()
-        gateway.wait_until_it_says("RQ queues", LIMIT_S)
+        gateway.wait_for_log("RQ queues")
         found = re.search(r"metrics and health on http://([\d.]+):(\d+)", engine.text())
         assert found, engine.text()
         entry_points = (

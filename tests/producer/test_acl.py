@@ -60,7 +60,7 @@ def test_each_user_can_do_its_part(url_of: dict[str, str]) -> None:
         assert engine.finish(third, state="failed") == "ok"
         engine.beat()
         jobs.recover()
-        assert reader.wait(first.job_id, 5).text == "x"
+        assert reader.wait(first.job_id, 60).text == "x"
         assert [job.id for job in reader.as_completed([first.job_id], 5)] == [first.job_id]
         assert (reader.get("late").meta, reader.position("j5").state) == (meta, "queued")
         assert reader.batch_status("b").total == 7

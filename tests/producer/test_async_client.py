@@ -32,7 +32,7 @@ async def test_the_whole_life_of_a_job(url_and_queue: tuple[str, str], engine: E
         assert (await client.get(job_id)).state == "queued"
         assert (await client.stats()).queued == 1
         assert [job.state for job in await client.list_jobs("queued")] == ["queued"]
-        waiting = asyncio.create_task(client.wait(job_id, 10))
+        waiting = asyncio.create_task(client.wait(job_id, 60))
         claimed = await asyncio.to_thread(engine.claim_one)
         await asyncio.to_thread(engine.show, claimed, 0, [1], "a")
         events = client.stream(job_id)
@@ -48,7 +48,7 @@ async def test_many_jobs_at_once(url_and_queue: tuple[str, str], engine: Engine)
         ids = await client.submit_many(GenerationRequest(prompt="x") for _ in range(600))
 
         async def collect() -> list[str]:
-            return [job.id async for job in client.as_completed(ids, timeout_s=30)]
+            return [job.id async for job in client.as_completed(ids, timeout_s=60)]
 
         collecting = asyncio.create_task(collect())
         for _ in range(3):
@@ -60,7 +60,7 @@ async def test_many_jobs_at_once(url_and_queue: tuple[str, str], engine: Engine)
 async def test_hundreds_can_be_waited_for_at_once(url_and_queue: tuple[str, str], engine: Engine) -> None:
     async with AsyncClient(*url_and_queue) as client:
         ids = await client.submit_many(GenerationRequest(prompt="x") for _ in range(200))
-        waiting = [asyncio.create_task(client.wait(job_id, 30)) for job_id in ids]
+        waiting = [asyncio.create_task(client.wait(job_id, 60)) for job_id in ids]
         for job in await asyncio.to_thread(engine.claim):
             await asyncio.to_thread(engine.finish, job)
         assert [job.state for job in await asyncio.gather(*waiting)] == ["finished"] * 200

@@ -178,7 +178,7 @@ def test_a_job_shows_where_it_is(client: Client, engine: Engine) -> None:
 def test_a_cancelled_job_is_cancelled(client: Client) -> None:
     job_id = client.submit("x")
     assert client.cancel(job_id) == "cancelled"
-    assert client.wait(job_id, 1).state == "cancelled"
+    assert client.wait(job_id, 60).state == "cancelled"
 
 
 # --- wait ----------------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_wait_gives_up_when_its_time_is_up_and_the_job_goes_on(client: Client) -
     began_s = time.monotonic()
     with pytest.raises(WaitTimeout, match=job_id):
         client.wait(job_id, 0.2)
-    assert 0.15 < time.monotonic() - began_s < 2
+    assert 0.15 < time.monotonic() - began_s < 30
     assert client.get(job_id).state == "queued"
     with pytest.raises(TimeoutError):
         client.wait(job_id, 0)
@@ -272,7 +272,7 @@ def test_an_end_that_the_feed_has_lost_is_found_by_the_next_sweep(
     monkeypatch.setattr("millrace.results.reader.REREAD_INTERVAL_S", 0.05)
     monkeypatch.setattr("millrace.results.reader.BLOCK_LIMIT_S", 0.05)
     job_id = client.submit("x")
-    completed = client.as_completed([job_id], timeout_s=10)
+    completed = client.as_completed([job_id], timeout_s=60)
     waiting = ThreadPoolExecutor(1).submit(next, completed)
     engine.finish(engine.claim_one())
     redis_client.xtrim(queue.keys.done, maxlen=0)

@@ -21,7 +21,7 @@ def test_a_connection_of_the_program_is_used_and_left_open(redis_url: str, queue
         with Client(existing, queue=queue_name) as client:
             job_id = client.submit("x", batch="b", meta={"a": 1})
             engine.finish(engine.claim_one(), Event(offset=0, token_ids=[1], text="y"))
-            job = client.wait(job_id, 5)
+            job = client.wait(job_id, 60)
             assert (job.text, job.token_ids, job.meta) == ("y", [1], {"a": 1})
             assert [event.text for event in client.stream(job_id)] == ["y", ""]
             assert [job.id for job in client.as_completed([job_id], 5)] == [job_id]

@@ -487,7 +487,7 @@ def machine() -> Iterator[type[AnyOrder]]:
         yield type("AnyOrderHere", (AnyOrder,), {"client": client})
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_any_order_of_events_keeps_the_record_right(machine: type[AnyOrder]) -> None:
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much]
     limits = settings(

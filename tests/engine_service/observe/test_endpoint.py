@@ -55,7 +55,7 @@ def test_our_own_error_is_in_the_log(
     address: tuple[str, int], registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry.register(Broken())
-    client = http.client.HTTPConnection(*address, timeout=10)
+    client = http.client.HTTPConnection(*address, timeout=60)
     client.request("GET", "/metrics")
     with pytest.raises(http.client.RemoteDisconnected):
         client.getresponse()
@@ -68,7 +68,7 @@ def test_our_own_error_is_in_the_log(
 def test_an_odd_accept_header_gets_the_plain_format(
     address: tuple[str, int], accepted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    client = http.client.HTTPConnection(*address, timeout=10)
+    client = http.client.HTTPConnection(*address, timeout=60)
     client.request("GET", "/metrics", headers={"Accept": accepted})
     answer = client.getresponse()
     assert (answer.status, answer.headers.get_content_type()) == (HTTPStatus.OK, "text/plain")

@@ -107,7 +107,7 @@ def test_who_waits_hears_at_once_that_there_is_room(capacity: Capacity, what: st
             capacity.update(150)
         case "shut":
             capacity.shut(False)
-    waiting.join(10.0)
+    waiting.join(60.0)
     assert len(budgets) == 1 and budgets[0] is not None
 
 

@@ -125,7 +125,7 @@ def test_a_claim_that_breaks_our_code_is_logged_and_repeated(
     submit(connect_queue(), "a", body=BODY)
     break_reply(parts.lease_queue, CLAIM, RuntimeError("a bug in the claim"))
     parts.intake.start()
-    event = parts.events.get(timeout=30)
+    event = parts.events.get(timeout=60)
     assert isinstance(event, Arrived)
     assert event.job.job_id == "a"
     assert "a bug in the claim" in caplog.text
@@ -141,7 +141,7 @@ def test_an_idle_engine_goes_on_claiming_behind_overdue_jobs(
     submit(queue, "a", body=BODY)
     time.sleep(0.01)
     parts.intake.start()
-    assert isinstance(parts.events.get(timeout=30), Arrived)
+    assert isinstance(parts.events.get(timeout=60), Arrived)
     assert waits == [], "as if the engine were full"
 
 
@@ -157,7 +157,7 @@ def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(
     redis_client.set(queue.keys.tokens("tokens"), b"12345")
     queue.pause(False)
     parts.intake.start()
-    events = [parts.events.get(timeout=30) for _ in range(4)]
+    events = [parts.events.get(timeout=60) for _ in range(4)]
     refused = {str(event.claimed.job_id): event.error.message for event in events if isinstance(event, Refused)}
     assert [event.job.job_id for event in events if isinstance(event, Arrived)] == ["well"]
     assert list(refused) == ["seed", "created", "tokens"]
@@ -214,7 +214,7 @@ def test_the_heart_beats_on_after_what_breaks_our_code(parts: Parts, caplog: pyt
     wait_until(lambda: "a bug in the heartbeat" in caplog.text)
     while not parts.news.empty():
         parts.news.get()
-    parts.news.get(timeout=30)
+    parts.news.get(timeout=60)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -41,25 +41,25 @@ def start_in(directory: Path, dies_at: str = "") -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.01, 0.03, 0.1, 0.3])
-def test_an_engine_killed_in_its_start_leaves_no_directory(tmp_path: Path, delay_s: float) -> None:
-    with start_in(tmp_path) as engine:
+def test_an_engine_killed_in_its_start_leaves_no_directory(short_path: Path, delay_s: float) -> None:
+    with start_in(short_path) as engine:
         time.sleep(delay_s)
         engine.send_signal(signal.SIGKILL)
-    wait_until(lambda: not list(tmp_path.iterdir()))
+    wait_until(lambda: not list(short_path.iterdir()))
 
 
 @pytest.mark.parametrize("event", ["os.mkdir", "os.remove", "os.rmdir"])
-def test_an_engine_killed_as_it_changes_the_first_file_leaves_none(tmp_path: Path, event: str) -> None:
-    with start_in(tmp_path, dies_at=event) as engine:
+def test_an_engine_killed_as_it_changes_the_first_file_leaves_none(short_path: Path, event: str) -> None:
+    with start_in(short_path, dies_at=event) as engine:
         assert engine.wait(60) == -signal.SIGKILL
-    wait_until(lambda: not list(tmp_path.iterdir()))
+    wait_until(lambda: not list(short_path.iterdir()))
 
 
-def test_an_engine_killed_while_its_socket_has_a_file_leaves_none(tmp_path: Path) -> None:
-    with start_in(tmp_path) as engine:
-        wait_until(lambda: list(tmp_path.glob("*/executor.sock")))
+def test_an_engine_killed_while_its_socket_has_a_file_leaves_none(short_path: Path) -> None:
+    with start_in(short_path) as engine:
+        wait_until(lambda: list(short_path.glob("*/executor.sock")))
         engine.send_signal(signal.SIGKILL)
-    wait_until(lambda: not list(tmp_path.iterdir()))
+    wait_until(lambda: not list(short_path.iterdir()))
 
 
 LEAVES = """
@@ -101,8 +101,10 @@ def test_a_reaper_that_was_killed_is_closed_without_an_error(tmp_path: Path) -> 
     reaper.close()
 
 
-def test_a_directory_that_can_not_be_made_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+def test_a_directory_that_can_not_be_made_leaves_no_process(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path / "missing"))
     with pytest.raises(FileNotFoundError):
         PrivateDirectory()
-    assert f"{tmp_path}" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert (
+        f"{short_path}" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    )

@@ -170,7 +170,7 @@ class Torchrun:
     def stop(self) -> None:
         if self.process.poll() is None:
             self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(120)
 
     def text(self) -> str:
         return self.log.read_text()
@@ -227,11 +227,11 @@ def submit(client: Client) -> str:
 
 
 def token_ids(client: Client, job_id: str) -> list[int]:
-    return client.wait(job_id, timeout_s=60).token_ids
+    return client.wait(job_id, timeout_s=120).token_ids
 
 
 def wait_for_tokens(client: Client, job_ids: list[str]) -> None:
-    wait_until(lambda: all(client.get(job_id).token_ids for job_id in job_ids), 60, "tokens of each job")
+    wait_until(lambda: all(client.get(job_id).token_ids for job_id in job_ids), 120, "tokens of each job")
 
 
 def begin_jobs(torchrun: Torchrun, client: Client) -> tuple[list[int], list[str]]:
@@ -299,7 +299,7 @@ def test_torchrun_itself_is_killed_and_nothing_is_left_but_the_jobs(
 
 @pytest.mark.slow
 def test_torchrun_is_killed_before_its_processes_know_what_they_become(torchrun: Torchrun, tmp_path: Path) -> None:
-    wait_until(lambda: len(torchrun.descendants()) >= 2, 60, "two processes")
+    wait_until(lambda: len(torchrun.descendants()) >= 2, 120, "two processes")
     pids = torchrun.descendants()
     torchrun.process.kill()
     torchrun.process.wait()
@@ -313,7 +313,7 @@ def test_torchrun_is_killed_before_its_processes_know_what_they_become(torchrun:
 def test_a_service_that_is_told_to_stop_ends_the_group_in_order(torchrun: Torchrun, tmp_path: Path) -> None:
     torchrun.wait_until_serving()
     os.kill(torchrun.pid_of("engine_service"), signal.SIGTERM)
-    assert torchrun.process.wait(60) == 0, torchrun.text()
+    assert torchrun.process.wait(120) == 0, torchrun.text()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("millrace-")] == []
 
 
@@ -327,7 +327,7 @@ def test_torchrun_does_not_wait_for_a_rank_that_does_not_respond_when_the_servic
     running.wait_until_serving()
     os.kill(running.pid_of(f"--identity {rank}.1"), signal.SIGSTOP)
     os.kill(running.pid_of("engine_service"), signal.SIGTERM)
-    assert running.process.wait(60) != 0
+    assert running.process.wait(120) != 0
     assert re.search(rf"rank *: {rank} .*\n *exitcode *: -9", running.text()), running.text()
 
 
@@ -374,7 +374,7 @@ def test_torchrun_sees_with_what_the_service_ends(
     if program[-1].startswith("execute_model:"):
         running.wait_until_serving()
         submit(Client(redis_url, queue=queue_name))
-    assert running.process.wait(100) != 0
+    assert running.process.wait(120) != 0
     log = running.text()
     (last_words,) = [line for line in log.splitlines() if line.startswith("millrace serve: ")]
     assert reason in last_words and "rank " in last_words
@@ -395,4 +395,4 @@ def test_a_rank_that_is_killed_in_its_start_is_a_crash_and_no_wrong_option(
     assert all("the workers do not start: rank " in line and "its process has ended" in line for line in words)
     assert "exitcode: -9" in running.text()
     os.kill(running.pid_of("engine_service"), signal.SIGTERM)
-    assert running.process.wait(60) == 0, running.text()
+    assert running.process.wait(120) == 0, running.text()

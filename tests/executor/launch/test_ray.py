@@ -28,7 +28,11 @@ from tests.executor.test_real_ranks import PP2, TP2, expected, generate, make_ll
 
 __all__ = ["expected"]
 
-pytestmark = [pytest.mark.ray, pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"),
+]
 
 on_ray = pytest.mark.parametrize("make", ["ray"], indirect=True)
 

@@ -32,6 +32,7 @@ LIMITS = Limits(heartbeat_s=4.0, busy_heartbeat_s=20.0, replacement_s=30.0)
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.xdist_group("ray nodes"),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"),
 ]
 
@@ -238,7 +239,7 @@ from millrace.executor.launch.ray_cluster import users_of
 from tests.executor.kinds import STUB, start, stub_config
 executor = start(RayExecutor(stub_config(tensor_parallel_size=2), worker_module=STUB))
 print(executor._local.directory, *executor.worker_pids(), flush=True)
-time.sleep(100)
+time.sleep(1000)
 """
 
 
@@ -254,7 +255,7 @@ def test_a_local_ray_whose_owner_is_killed_leaves_no_process_and_no_file(tmp_pat
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    wait_until(lambda: not Path(directory).exists(), 30, f"the end of {directory}")
+    wait_until(lambda: not Path(directory).exists(), what=f"the end of {directory}")
     assert users_of(directory) == set()
     for pid in pids:
         wait_until_gone(int(pid))

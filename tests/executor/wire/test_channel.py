@@ -28,6 +28,7 @@ from millrace.executor.wire.messages import (
     encode,
 )
 from tests.executor.kinds import first_step, make_mp, stub_config
+from tests.processes import LIMIT_S
 
 HELLO = Hello(pid=1, protocol=PROTOCOL)
 
@@ -60,7 +61,7 @@ def open_channel(*, is_remote: bool = False) -> Channel:
     return Channel(1, 1, host="127.0.0.1" if is_remote else None)
 
 
-def receive(channel: Channel, for_s: float = 0.5) -> list[tuple[int, FromWorker]]:
+def receive(channel: Channel, for_s: float = LIMIT_S) -> list[tuple[int, FromWorker]]:
     """Return what arrives until the first message, or within the time."""
     deadline_s = time.monotonic() + for_s
     received: list[tuple[int, FromWorker]] = []
@@ -104,7 +105,7 @@ def test_what_no_rank_of_ours_would_send_changes_nothing_and_is_logged_once(
     with caplog.at_level(logging.WARNING, "millrace.executor"):
         socket.send_multipart(frames)
         socket.send_multipart(frames)
-        deadline_s = time.monotonic() + 5
+        deadline_s = time.monotonic() + LIMIT_S
         while channel.num_dropped < 2 and time.monotonic() < deadline_s:
             assert receive(channel, 0.1) == []
     assert channel.num_dropped == 2
@@ -121,13 +122,13 @@ def test_oversized_frames_cost_their_senders_the_connection_are_counted_and_logg
     with caplog.at_level(logging.INFO, "millrace.executor"):
         for identity in ("0.1", "stranger"):
             connect(channel.address, identity).send(b"x" * (2**20 + 1))
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + LIMIT_S
         while channel.num_dropped < 2 and time.monotonic() < deadline_s:
             assert receive(channel, 0.1) == []
     assert channel.num_dropped == 2
     assert len([record for record in caplog.records if "connection was closed" in record.message]) == 1
     connect(channel.address, "0.1.beat").send(encode(Beat("idle", 0)))
-    assert receive(channel, 5) == [(0, Beat("idle", 0))]
+    assert receive(channel) == [(0, Beat("idle", 0))]
     channel.close()
 
 
@@ -143,14 +144,14 @@ def test_between_hosts_only_a_client_with_the_keys_can_connect(
         assert receive(channel, 1.0) == []
     ours = (server, channel.keys.public.encode(), channel.keys.secret.encode())
     connect(channel.address, "0.1", ours).send(encode(HELLO))
-    assert receive(channel, 5) == [(0, HELLO)]
+    assert receive(channel) == [(0, HELLO)]
     assert len([record for record in caplog.records if "refused a connection" in record.message]) == 1
     channel.close()
 
 
 def wait_for_drops(channel: Channel, num_wanted: int) -> int:
     """Receive until `num_wanted` messages are dropped. Returns the number of dropped ones."""
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + LIMIT_S
     while channel.num_dropped < num_wanted and time.monotonic() < deadline_s:
         receive(channel, 0.05)
     return channel.num_dropped
@@ -172,7 +173,7 @@ def test_a_refused_connection_counts_once_and_its_closing_is_not_reported(
     assert wait_for_drops(channel, 1) == 1
     ours = connect(channel.address, "0.1", (server, channel.keys.public.encode(), channel.keys.secret.encode()))
     ours.send(encode(HELLO))
-    assert receive(channel, 5) == [(0, HELLO)]
+    assert receive(channel) == [(0, HELLO)]
     assert "connection was closed" not in caplog.text
     ours.close(linger=0)
     assert wait_for_drops(channel, 2) == 2

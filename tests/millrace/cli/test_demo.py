@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
 
 from tests.millrace.cli.command import environment
+from tests.processes import LIMIT_S, wait_until
 
 DEMO = (sys.executable, "-P", "-m", "millrace", "demo")
 
@@ -63,19 +63,12 @@ def traces() -> Iterator[Traces]:
             os.kill(process, signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float) -> None:
-    limit = time.monotonic() + limit_s
-    while not condition() and time.monotonic() < limit:
-        time.sleep(0.05)
-
-
 def assert_nothing_is_left(traces: Traces) -> None:
-    wait_until(lambda: not traces.left_behind(), 5)
-    assert traces.left_behind() == []
+    wait_until(lambda: traces.left_behind() == [], what="an end without traces")
 
 
 def test_it_shows_progress_and_right_sums_and_leaves_nothing(traces: Traces) -> None:
-    ran = subprocess.run(DEMO, env=traces.environment(), capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(DEMO, env=traces.environment(), capture_output=True, text=True, timeout=LIMIT_S)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stderr == ""
     assert re.search(r"queued \d+  running \d+  finished \d+/48", ran.stdout)
@@ -90,7 +83,7 @@ def test_a_model_that_is_not_there_ends_it_with_the_words_of_the_engine(
     traces: Traces, redis_url: str, redis_client: redis.Redis
 ) -> None:
     command = (*DEMO, "--model", "/nowhere/model", "--redis", redis_url)
-    ran = subprocess.run(command, env=traces.environment(), capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, env=traces.environment(), capture_output=True, text=True, timeout=LIMIT_S)
     assert ran.returncode == 1
     assert "the engine ended with status" in ran.stderr
     assert "/nowhere/model" in ran.stderr
@@ -100,9 +93,9 @@ def test_a_model_that_is_not_there_ends_it_with_the_words_of_the_engine(
 
 def test_sigterm_ends_it_and_everything_that_it_started(traces: Traces) -> None:
     with subprocess.Popen(DEMO, env=traces.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as demo:
-        wait_until(lambda: any("-m millrace.worker" in line for line in traces.processes().values()), 30)
+        wait_until(lambda: any("-m millrace.worker" in line for line in traces.processes().values()))
         demo.terminate()
-        _, words = demo.communicate(timeout=30)
+        _, words = demo.communicate(timeout=LIMIT_S)
     assert demo.returncode == 130
     assert words == b""
     assert_nothing_is_left(traces)

@@ -10,6 +10,7 @@ import pytest
 from millrace.cli import gateway
 from millrace.cli.exits import CommandError
 from tests.millrace.cli.command import Command, started
+from tests.processes import LIMIT_S
 
 
 def test_it_serves_until_it_is_told_to_stop(millrace: Command, queue_name: str) -> None:
@@ -19,7 +20,7 @@ def test_it_serves_until_it_is_told_to_stop(millrace: Command, queue_name: str) 
             if f"{queue_name}-rq -> Millrace queue {queue_name}" in line:
                 break
         running.send_signal(signal.SIGTERM)
-        assert "done" in running.communicate(timeout=30)[1]
+        assert "done" in running.communicate(timeout=LIMIT_S)[1]
     assert running.returncode == 0
 
 

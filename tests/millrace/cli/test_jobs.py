@@ -13,8 +13,9 @@ import redis
 from millrace import Client
 from millrace.cli import main
 from millrace.results.queue import JobQueue
-from tests.millrace.cli.command import ROOT, Command, environment, python, started
+from tests.millrace.cli.command import Command, environment, python, started
 from tests.millrace.cli.conftest import EngineByHand
+from tests.processes import LIMIT_S, ROOT
 from tests.results.engines import Engine
 
 
@@ -59,7 +60,7 @@ def test_a_stream_is_printed_as_it_comes(millrace: Command, engine: EngineByHand
         while not (jobs := engine.claim()):
             assert streaming.poll() is None
         engine.finish(jobs[0], "seven")
-        assert streaming.communicate(timeout=20)[0] == "seven\n"
+        assert streaming.communicate(timeout=LIMIT_S)[0] == "seven\n"
     assert streaming.returncode == 0
 
 
@@ -243,11 +244,11 @@ def test_an_interrupt_is_status_130_and_silent(millrace: Command) -> None:
         while millrace("get", "a").status:
             assert waiting.poll() is None
         waiting.send_signal(signal.SIGINT)
-        _, words = waiting.communicate(timeout=20)
+        _, words = waiting.communicate(timeout=LIMIT_S)
     assert (waiting.returncode, words) == (130, "")
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly(millrace: Command) -> None:
     command = f"{sys.executable} {' '.join(millrace.line('stats'))} | true"
-    ran = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, timeout=20)
+    ran = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, timeout=LIMIT_S)
     assert ran.stderr == b""

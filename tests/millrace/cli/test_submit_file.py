@@ -16,6 +16,7 @@ from millrace.cli.submit_file import _Submission, submit_file
 from millrace.results.messages import ClaimedJob
 from tests.millrace.cli.command import Command, started
 from tests.millrace.cli.conftest import EngineByHand
+from tests.processes import LIMIT_S
 
 
 def write_lines(path: Path, *lines: bytes | dict[str, Any]) -> Path:
@@ -261,7 +262,7 @@ def test_waiting_prints_each_result_when_it_is_there(millrace: Command, engine: 
         assert json.loads(waiting.stdout.readline())["id"] == jobs[2].job_id
         engine.fail(jobs[0], "no luck")
         engine.finish(jobs[1], "two")
-        rest, words = waiting.communicate(timeout=20)
+        rest, words = waiting.communicate(timeout=LIMIT_S)
     assert {json.loads(line)["state"] for line in rest.splitlines()} == {"failed", "finished"}
     assert words == f"millrace: {jobs[0].job_id}: failed: no luck\n"
     assert waiting.returncode == 1

@@ -19,7 +19,7 @@ from millrace.engine_service.serving.leases import new_engine_id
 from millrace.results.connection import connect
 from millrace.results.errors import QueueError
 from millrace.results.messages import Claim, ClaimedJob, Event, Finish, JobError, JobId, Lease, Usage
-from tests.processes import LoggedProcess, wait_until
+from tests.processes import LIMIT_S, LoggedProcess, module_command, wait_until
 from tests.results.full_queue import FullQueue
 
 
@@ -51,7 +51,7 @@ def value_of(job: Job) -> dict[str, Any]:
     return value
 
 
-def wait_for(status: str, *jobs: Job, limit_s: float = 20.0) -> None:
+def wait_for(status: str, *jobs: Job, limit_s: float = LIMIT_S) -> None:
     """Until all of the jobs have this status."""
     wait_until(lambda: all(status_of(job) == status for job in jobs), limit_s, f"status {status} of {len(jobs)} jobs")
 
@@ -60,7 +60,7 @@ def num_finished(queue: Queue) -> int:
     return int(queue.finished_job_registry.get_job_count(cleanup=False))
 
 
-def wait_for_finished(queue: Queue, number: int, limit_s: float = 20.0) -> None:
+def wait_for_finished(queue: Queue, number: int, limit_s: float = LIMIT_S) -> None:
     """Until so many jobs of the queue have finished."""
     wait_until(lambda: num_finished(queue) == number, limit_s, f"the end of {number} jobs")
 
@@ -70,7 +70,7 @@ class GatewayProcess(LoggedProcess):
 
     def __init__(self, log: Path, redis_url: str, rq_queues: str, to_queue: str, *options: str) -> None:
         place = ("--redis", redis_url, "--queues", rq_queues, "--to-queue", to_queue)
-        super().__init__(log, "millrace", ["gateway", "rq", *place, *options])
+        super().__init__(log, module_command("millrace", "gateway", "rq", *place, *options))
 
     @property
     def name(self) -> str:
@@ -80,7 +80,7 @@ class GatewayProcess(LoggedProcess):
         return found[1]
 
     def wait_until_serving(self) -> Self:
-        return self.wait_until_it_says("RQ queues", limit_s=30)
+        return self.wait_for_log("RQ queues")
 
 
 class EchoEngine:

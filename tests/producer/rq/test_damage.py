@@ -441,7 +441,7 @@ def test_a_server_without_memory_fails_no_job(tmp_path: Path) -> None:
             _push(queue, *waiting)
             connection.config_set("maxmemory", 1)
             resume(connection)
-            gateway.wait_until_it_says("'maxmemory'.; again in 0.4 s", limit_s=20)
+            gateway.wait_for_log("'maxmemory'.; again in 0.4 s")
             connection.config_set("maxmemory", 0)
             engine.let_go()
             _assert_right(*started, *waiting)

@@ -79,7 +79,7 @@ def test_the_example_runs(generate: Queue, redis_url: str, tmp_path: Path) -> No
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "3 + 4 = 7 " in ran.stdout

@@ -21,9 +21,10 @@ from rq.suspension import resume, suspend
 
 from millrace import Client
 from millrace.producer.rq import payload as rq_payload
+from millrace.producer.rq.worker_entry import WORKER_TTL_S
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import JobError
-from tests.processes import wait_until
+from tests.processes import LIMIT_S, wait_until
 from tests.producer.rq.parts import (
     EchoEngine,
     GatewayProcess,
@@ -63,7 +64,7 @@ connection = redis.Redis.from_url({redis_url!r})
 from rq import Queue, Worker
 cli.show_both([Queue(name, connection=connection) for name in sys.argv[1:]], True, False, Queue, Worker, connection)
 """
-    ran = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=30)
+    ran = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=LIMIT_S)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
@@ -166,7 +167,7 @@ def test_a_tenant_at_its_limit_keeps_no_other_out_and_does_not_empty_rqs_queue(
 
 def test_rq_info_itself_can_read_it(redis_url: str, shared_queue: Queue) -> None:
     command = [sys.executable, "-m", "rq.cli", "info", "--url", redis_url, shared_queue.name]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=30, env={**os.environ, "COLUMNS": "80"})
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env={**os.environ, "COLUMNS": "80"})
     if "unix://" in redis_url and ran.returncode != 0:
         pytest.skip("this rq takes no unix socket")
     assert ran.returncode == 0, ran.stderr
@@ -461,13 +462,13 @@ def test_sigterm_leaves_the_jobs_to_the_next_gateway(
     assert Worker.all(queue=rq_queue) == []
     assert _num_executing(rq_queue) == 50
     assert all(status_of(job) == "started" for job in jobs)
-    started_s = time.monotonic()
     with GatewayProcess(tmp_path / "next.log", redis_url, rq_queue.name, engine.queue.keys.queue) as following:
         following.wait_until_serving()
+        started_s = time.monotonic()
         wait_until(lambda: refreshed(jobs[0]).worker_name == following.name, what="the takeover")
         engine.let_go()
         wait_for_finished(rq_queue, 50)
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < WORKER_TTL_S, "it adopts at once what a gateway has left in order"
     assert all(engine.runs[job.id] == 1 for job in jobs)
 
 
@@ -476,12 +477,12 @@ def test_rqs_shutdown_command_ends_it(gateway: GatewayProcess, rq_queue: Queue) 
         lambda: rq_queue.connection.pubsub_numsub(f"rq:pubsub:{gateway.name}")[0][1] == 1, what="the subscription"
     )
     send_shutdown_command(rq_queue.connection, gateway.name)
-    assert gateway.process.wait(20) == 0
+    assert gateway.process.wait(LIMIT_S) == 0
 
 
 def test_no_redis_is_one_sentence(tmp_path: Path) -> None:
     with GatewayProcess(tmp_path / "log", "unix:///nowhere/redis.sock", "a", "b") as gateway:
-        assert gateway.process.wait(20) == 4
+        assert gateway.process.wait(LIMIT_S) == 4
         assert "Cannot connect to Redis" in gateway.text()
         assert "Traceback" not in gateway.text()
 

@@ -102,7 +102,7 @@ def test_gateways_that_are_killed_again_and_again_lose_nothing(
             _wait_for_runs(engine, len(jobs) - dice.randrange(150))
             gateways[kill % 2].kill()
             gateways[kill % 2] = _next(tmp_path, redis_url, rq_queue, engine, f"next-{kill}")
-        wait_for_finished(rq_queue, len(jobs), 30)
+        wait_for_finished(rq_queue, len(jobs))
     finally:
         for one in gateways:
             one.kill()
@@ -243,7 +243,7 @@ def test_millrace_has_lost_a_job(engine: EchoEngine, gateway: GatewayProcess, rq
     rq_queue.connection.delete(keys.job(job.id), keys.body(job.id))
     engine.held.clear()
     engine.let_go()
-    wait_for("finished", job, limit_s=40)
+    wait_for("finished", job, limit_s=100)
     assert value_of(job)["text"] == answer_to("hello 0")
 
 

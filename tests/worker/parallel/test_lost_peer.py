@@ -42,13 +42,14 @@ def run_rank(rank: int, port: int, fault: str, failures: Connection) -> None:
 def test_a_peer_that_is_lost_in_a_step_is_a_reason_to_try_again(fault: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # torch is imported once, for all of them
+    context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
     ranks = [context.Process(target=run_rank, args=(rank, port, fault, theirs)) for rank in range(2)]
     try:
         for process in ranks:
             process.start()
-        assert ours.poll(60)
+        assert ours.poll(120)
         kind, message, is_retryable = ours.recv()
     finally:
         for process in ranks:

@@ -1,4 +1,4 @@
-"""The words to an engine, which come between two of its heartbeats, during a step. It obeys them after the step."""
+"""Signals that reach an engine between two heartbeats, during a step. It handles them after the step."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.chaos.workload import make_jobs
 pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 HEARTBEAT_S = 600.0
-"""The first comes with the start, the second after the test: nothing but the word tells the engine."""
+"""The first heartbeat comes at the start, the second after the test: the engine learns of the change by the signal alone."""
 
 
 @pytest.fixture
 def hang(place: Place, tmp_path: Path) -> Callable[[], ChaosEngine]:
-    """Starts an engine whose fourth step lasts until the file `goes-on` is there."""
+    """Return a function that starts an engine whose fourth step lasts until the file `goes-on` exists."""
 
     def start() -> ChaosEngine:
         faults = {"hangs_at_step": 4, "has_hung": str(tmp_path / "has-hung"), "hangs_until": str(tmp_path / "goes-on")}
@@ -37,8 +37,8 @@ def submit_and_hang(place: Place, folder: Path, *, max_tokens: int, deadline_s: 
     return job_id
 
 
-def go_on_after_the_word(place: Place, engine: ChaosEngine, folder: Path) -> None:
-    wait_until(lambda: place.has_heard(engine))
+def go_on_after_the_signal(place: Place, engine: ChaosEngine, folder: Path) -> None:
+    wait_until(lambda: place.has_no_signals(engine))
     (folder / "goes-on").touch()
     place.wait_all()
 
@@ -54,7 +54,7 @@ def test_a_cancellation(
     engine = hang()
     job_id = submit_and_hang(place, tmp_path, max_tokens=max_tokens)
     assert place.client.cancel(job_id) == "cancelling"
-    go_on_after_the_word(place, engine, tmp_path)
+    go_on_after_the_signal(place, engine, tmp_path)
     assert place.states() == {job_id: end}
     place.check(ALL, engine, states={job_id: end})
 
@@ -63,17 +63,17 @@ def test_a_deadline(place: Place, tmp_path: Path, hang: Callable[[], ChaosEngine
     engine = hang()
     job_id = submit_and_hang(place, tmp_path, max_tokens=64, deadline_s=3.0)
     wait_until(lambda: place.record(job_id).get("expire") == "1")
-    go_on_after_the_word(place, engine, tmp_path)
+    go_on_after_the_signal(place, engine, tmp_path)
     assert place.states() == {job_id: "expired"}
     place.check(ALL, engine, states={job_id: "expired"})
 
 
 def test_a_reader(place: Place, tmp_path: Path, hang: Callable[[], ChaosEngine]) -> None:
-    """Events come from then on. A job that nobody reads has all at its end."""
+    """Events are published from then on. A job without a reader gets all of them at its end."""
     engine = hang()
     job_id = submit_and_hang(place, tmp_path, max_tokens=600)
     place.watch(job_id)
     wait_until(lambda: place.redis.exists(place.client._keys.prefix + "watched:" + job_id) == 1)
-    go_on_after_the_word(place, engine, tmp_path)
+    go_on_after_the_signal(place, engine, tmp_path)
     assert place.redis.xlen(place.client._keys.result(job_id)) > 4
     place.check(ALL, engine)
