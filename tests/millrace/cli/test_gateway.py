@@ -20,7 +20,7 @@ def test_it_serves_until_it_is_told_to_stop(millrace: Command, queue_name: str) 
             if f"{queue_name}-rq -> Millrace queue {queue_name}" in line:
                 break
         running.send_signal(signal.SIGTERM)
-        assert "done" in running.communicate(timeout=LIMIT_S)[1]
+        assert "stopped" in running.communicate(timeout=LIMIT_S)[1]
     assert running.returncode == 0
 
 
