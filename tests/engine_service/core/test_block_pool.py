@@ -1,35 +1,218 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
-from hypothesis import given
+from hypothesis import settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from millrace.engine_service.core.block_pool import BlockPool
+from millrace.engine_service.core.block_hash import extend_hashes, root_hash
+from millrace.engine_service.core.block_pool import BlockEvent, BlockPool
+
+SIZE = 4
 
 
-def test_block_zero_is_never_handed_out() -> None:
-    pool = BlockPool(num_blocks=5, block_size=4)
+def hashes_of(token_ids: list[int], salt: str = "") -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_hashes(hashes, root_hash(salt), token_ids, SIZE)
+    return hashes
+
+
+def fill(pool: BlockPool, token_ids: list[int]) -> list[int]:
+    """Blocks for these tokens, the full ones to be found."""
+    block_ids = pool.allocate(pool.blocks_for(len(token_ids)))
+    hashes = hashes_of(token_ids)
+    pool.register(block_ids[: len(hashes)], hashes)
+    return block_ids
+
+
+# --- free and used -------------------------------------------------------------------------------------------------
+
+
+def test_block_zero_belongs_to_nobody() -> None:
+    pool = BlockPool(num_blocks=5, block_size=SIZE)
     assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
     assert not pool.can_allocate(1)
 
 
 def test_a_pool_without_a_usable_block_is_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks"):
-        BlockPool(num_blocks=1, block_size=4)
+        BlockPool(num_blocks=1, block_size=SIZE)
 
 
 def test_blocks_for_rounds_up() -> None:
-    pool = BlockPool(num_blocks=5, block_size=4)
+    pool = BlockPool(num_blocks=5, block_size=SIZE)
     assert [pool.blocks_for(tokens) for tokens in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
 
 
-@given(st.lists(st.integers(min_value=0, max_value=6), max_size=40))
-def test_no_block_is_lost_or_doubled_whatever_is_taken_and_given_back(sizes: list[int]) -> None:
-    pool = BlockPool(num_blocks=17, block_size=4)
-    tables: list[list[int]] = []
-    for size in sizes:
-        if size == 0 and tables:
-            pool.free(tables.pop(0))
-        elif pool.can_allocate(size):
-            tables.append(pool.allocate(size))
-        pool.check_integrity(tables)
+# --- hashes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_hash_says_the_tokens_of_a_block_and_of_all_before_it() -> None:
+    first, second = hashes_of([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert hashes_of([1, 2, 3, 4]) == [first]
+    assert second not in hashes_of([5, 6, 7, 8]) + hashes_of([0, 2, 3, 4, 5, 6, 7, 8])
+    assert len({first, second, *hashes_of([1, 2, 3, 4], salt="tenant")}) == 3
+
+
+def test_hashes_grow_with_the_tokens_and_come_out_the_same() -> None:
+    token_ids = list(range(100, 123))
+    hashes: list[bytes] = []
+    for end in range(len(token_ids) + 1):
+        extend_hashes(hashes, root_hash(), token_ids[:end], SIZE)
+    assert hashes == hashes_of(token_ids)
+
+
+def test_another_process_makes_the_same_hashes() -> None:
+    script = "from tests.engine_service.core.test_block_pool import hashes_of; print(hashes_of([7] * 9)[-1].hex())"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.strip() == hashes_of([7] * 9)[-1].hex() == "22f401af941a42d036ab169811f81571"
+
+
+# --- what vLLM's pool does, case by case ---------------------------------------------------------------------------
+
+
+def test_a_prompt_finds_the_full_blocks_of_its_longest_known_beginning() -> None:
+    pool = BlockPool(num_blocks=11, block_size=SIZE)
+    table = fill(pool, list(range(10)))
+    assert pool.find(hashes_of(list(range(10)))) == table[:2]
+    assert pool.find(hashes_of([*range(8), 99, 98, 97, 96])) == table[:2]
+    assert pool.find(hashes_of([*range(4), 99, 98, 97, 96, 8, 9])) == table[:1]
+    assert pool.find(hashes_of([99, *range(1, 10)])) == []
+
+
+def test_a_block_without_users_stays_cached_until_its_place_is_needed() -> None:
+    pool = BlockPool(num_blocks=5, block_size=SIZE)
+    table = fill(pool, list(range(8)))
+    pool.free(table)
+    assert pool.num_free == 4
+    assert pool.find(hashes_of(list(range(8)))) == table
+    pool.allocate(3)  # two that cache nothing, and the end of the sequence
+    assert pool.find(hashes_of(list(range(8)))) == table[:1]
+
+
+def test_the_sequence_that_was_freed_first_is_evicted_first_and_each_from_its_end() -> None:
+    pool = BlockPool(num_blocks=5, block_size=SIZE)
+    old, new = fill(pool, [1] * 8), fill(pool, [2] * 8)
+    pool.free(old)
+    pool.free(new)
+    assert pool.allocate(4) == [*reversed(old), *reversed(new)]
+
+
+def test_blocks_that_nobody_can_find_are_reused_first() -> None:
+    pool = BlockPool(num_blocks=4, block_size=SIZE)
+    table = fill(pool, list(range(10)))  # the third block is not full
+    pool.free(table)
+    assert pool.allocate(1) == table[2:]
+
+
+def test_sharing_a_block_keeps_it_until_its_last_user_has_gone() -> None:
+    pool = BlockPool(num_blocks=4, block_size=SIZE)
+    table = fill(pool, [1] * 4)
+    pool.share(table)
+    pool.free(table)
+    assert pool.num_free == 2
+    pool.free(table)
+    assert pool.num_free == 3
+    pool.share(table)  # from among the free ones
+    assert (pool.num_free, pool.num_free_among(table)) == (2, 0)
+    pool.check_integrity([table])
+
+
+def test_of_two_blocks_with_the_same_tokens_the_first_is_found() -> None:
+    pool = BlockPool(num_blocks=6, block_size=SIZE)
+    first, second = fill(pool, [1] * 4), fill(pool, [1] * 4)
+    assert pool.find(hashes_of([1] * 4)) == first
+    pool.free(second)
+    assert pool.allocate(1) == second, "it caches nothing"
+
+
+def test_a_reset_forgets_what_is_cached_and_leaves_blocks_with_their_users() -> None:
+    pool = BlockPool(num_blocks=6, block_size=SIZE)
+    used, free = fill(pool, [1] * 4), fill(pool, [2] * 4)
+    pool.free(free)
+    pool.reset_cache()
+    assert pool.find(hashes_of([1] * 4)) == pool.find(hashes_of([2] * 4)) == []
+    pool.check_integrity([used])
+
+
+def test_what_was_not_computed_is_taken_out_of_the_cache() -> None:
+    pool = BlockPool(num_blocks=6, block_size=SIZE)
+    table = fill(pool, list(range(8)))
+    pool.unregister(table[1:])
+    assert pool.find(hashes_of(list(range(8)))) == table[:1]
+    pool.free(table)
+    pool.unregister(table[:1])
+    pool.check_integrity([])
+    assert pool.allocate(2) == table[:1] + table[1:], "they cache nothing"
+
+
+def test_events_say_what_was_stored_removed_and_cleared() -> None:
+    pool = BlockPool(num_blocks=3, block_size=SIZE, record_events=True)
+    first, second = hashes_of(list(range(8)))
+    pool.free(fill(pool, list(range(8))))
+    pool.allocate(1)
+    assert pool.take_events() == [BlockEvent("stored", [first, second]), BlockEvent("removed", [second])]
+    pool.reset_cache()
+    assert pool.take_events() == [BlockEvent("cleared")]
+    assert pool.take_events() == []
+
+
+# --- any order -----------------------------------------------------------------------------------------------------
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Sequences over an alphabet of two tokens, so that beginnings are shared often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(num_blocks=12, block_size=SIZE)
+        self.sequences: list[tuple[list[int], list[int]]] = []
+        """Tokens and table."""
+
+    @rule(blocks=st.lists(st.sampled_from([0, 1]), max_size=4), rest=st.integers(0, SIZE - 1))
+    def admit(self, blocks: list[int], rest: int) -> None:
+        token_ids = [block for block in blocks for _ in range(SIZE)] + [7] * rest
+        hashes = hashes_of(token_ids)
+        hits = self.pool.find(hashes)
+        missing = self.pool.blocks_for(len(token_ids)) - len(hits)
+        if not self.pool.can_allocate(missing + self.pool.num_free_among(hits)):
+            return
+        self.pool.share(hits)
+        table = hits + self.pool.allocate(missing)
+        self.pool.register(table[: len(hashes)], hashes)
+        self.sequences.append((token_ids, table))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        _, table = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
+        self.pool.free(table)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        _, table = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
+        self.pool.unregister(table)
+        self.pool.free(table)
+
+    @rule()
+    def reset(self) -> None:
+        self.pool.reset_cache()
+
+    @invariant()
+    def is_sound(self) -> None:
+        self.pool.check_integrity(table for _, table in self.sequences)
+        for token_ids, table in self.sequences:
+            hits = self.pool.find(hashes_of(token_ids))
+            owners = {block: tokens for tokens, other in self.sequences for block in other}
+            for position, block in enumerate(hits):
+                if block in owners:
+                    assert owners[block][: (position + 1) * SIZE] == token_ids[: (position + 1) * SIZE]
+            assert len(table) == self.pool.blocks_for(len(token_ids))
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
