@@ -311,7 +311,7 @@ class Engine:
         return EngineMetrics(
             executor=self._executor.stats(),
             scheduler=scheduler,
-            pool_use=1 - scheduler.num_free_blocks / max(1, self.scheduler.pool.num_blocks - 1),
+            pool_use=1 - scheduler.pool.num_free / max(1, self.scheduler.pool.num_blocks - 1),
             token_budget=self.scheduler.token_budget.tokens,
             sleep_level=self.sleep_level,
         )

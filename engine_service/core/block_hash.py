@@ -23,11 +23,8 @@ def root_hash(salt: str = "") -> bytes:
 
 
 def extend_hashes(hashes: list[bytes], root: bytes, token_ids: list[int], block_size: int) -> None:
-    """Append the hashes of the full blocks of `token_ids` that `hashes` does not have yet."""
-    first, end = len(hashes), len(token_ids) // block_size
-    if first == end:
-        return
-    packed = array("I", token_ids[first * block_size : end * block_size])
+    """Append the hashes of the full blocks of `token_ids`, the tokens that follow those of `hashes`."""
+    packed = array("I", token_ids[: len(token_ids) // block_size * block_size])
     if sys.byteorder == "big":
         packed.byteswap()
     data, size = packed.tobytes(), block_size * _TOKEN_BYTES

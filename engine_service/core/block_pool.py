@@ -120,6 +120,9 @@ class BlockPool:
 
     # --- shared blocks ---
 
+    def num_users(self, block_id: int) -> int:
+        return self._blocks[block_id].num_users
+
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks that hold the longest beginning of these."""
         found: list[int] = []

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import islice
 
 import msgspec
 
-from millrace.engine_service.core.block_pool import BlockPool
+from millrace.engine_service.core.block_pool import BlockPool, PoolStats
 from millrace.engine_service.core.crash_policy import Suspects
 from millrace.engine_service.core.sequence import Sequence, StopReason
 from millrace.engine_service.core.token_budget import TokenBudget
@@ -28,6 +29,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences in one step."""
     max_num_batched_tokens: int
     """Tokens in one step, prefill and decode together."""
+    enable_prefix_caching: bool = True
+    """Whether sequences that begin alike share the blocks of their beginning."""
 
 
 class Advance(msgspec.Struct, frozen=True):
@@ -41,8 +44,8 @@ class Advance(msgspec.Struct, frozen=True):
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int
     num_waiting: int
-    num_free_blocks: int
     num_preemptions: int
+    pool: PoolStats
 
 
 class Scheduler:
@@ -51,6 +54,10 @@ class Scheduler:
     `schedule()` makes the plan of the next step and advances the sequences as if the step had succeeded; `apply()` applies
     its result. Between the two the step is in flight, and its sequences keep their blocks. When a step is lost with its
     workers, `restart()` puts all sequences back to waiting and keeps their tokens.
+
+    A block is cached as soon as a step is planned that fills it: steps run in order, and within one all keys and values of a
+    layer are written before any are read. So of sequences that arrive together one computes what they share. When the step
+    fails, what it was to fill is taken out of the cache.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, epoch: int) -> None:
@@ -58,14 +65,17 @@ class Scheduler:
         self.token_budget = TokenBudget(config.max_num_batched_tokens)
         self.pool = pool
         self.epoch = epoch
-        self._waiting: deque[Sequence] = deque()
+        self._is_caching = config.enable_prefix_caching
+        self._waiting: OrderedDict[SeqId, Sequence] = OrderedDict()
+        self._num_waiting_blocks = 0
+        """Blocks that the waiting sequences need to be admitted, were nothing cached."""
         self._running: dict[SeqId, Sequence] = {}
         """In the order of admission: the last one is preempted first."""
         self._suspects = Suspects()
         self._finished: list[SeqId] = []
         """Sequences that the next plan tells the workers to forget."""
-        self._in_flight: dict[StepId, list[SeqId]] = {}
-        """Sequences by step, the oldest step first."""
+        self._in_flight: dict[StepId, _Step] = {}
+        """The oldest step first."""
         self._last_step_id = 0
         self._num_preemptions = 0
 
@@ -79,20 +89,19 @@ class Scheduler:
     @property
     def free_tokens(self) -> int:
         """Tokens that the pool can still hold after all waiting sequences are admitted; negative when they do not fit."""
-        waiting = sum(self.pool.blocks_for(sequence.num_tokens + 1) for sequence in self._waiting)
-        return (self.pool.num_free - waiting) * self.pool.block_size
+        return (self.pool.num_free - self._num_waiting_blocks) * self.pool.block_size
 
     def add(self, sequence: Sequence, *, is_first: bool = False) -> None:
         """Queue a sequence, at the end or before all others. The caller has checked `fits`."""
-        self._waiting.insert(0 if is_first else len(self._waiting), sequence)
+        self._push(sequence, is_first=is_first)
         self._suspects.add(sequence, is_first=is_first)
 
     def remove(self, sequence: Sequence) -> None:
         """Drop a sequence: ended by its text, cancelled, or lost to another engine. Does nothing when it is gone."""
         if self._running.pop(sequence.seq_id, None) is not None:
             self._release_blocks(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        else:
+            self._pop(sequence)
         self._suspects.remove(sequence)
 
     # --- a step ---
@@ -106,8 +115,10 @@ class Scheduler:
         suspect = self._suspects.first()
         if len(self._in_flight) >= max_in_flight or (suspect is not None and self._in_flight):
             return None
-        share = -(-(len(self._running) + self._num_admissible()) // max_in_flight)
-        step = _Step(StepId(self._last_step_id + 1), self.token_budget.tokens, max(1, share))
+        share = self._max_num_seqs
+        if max_in_flight > 1:
+            share = max(1, -(-(len(self._running) + self._num_admissible()) // max_in_flight))
+        step = _Step(StepId(self._last_step_id + 1), self.token_budget.tokens, share)
         if suspect is not None:
             self._schedule_alone(suspect, step)
         else:
@@ -116,7 +127,9 @@ class Scheduler:
         if not step.rows:
             return None
         self._last_step_id += 1
-        self._in_flight[step.step_id] = [row.seq_id for row in step.rows]
+        self._in_flight[step.step_id] = step
+        for sequence in step.sequences:
+            sequence.num_in_flight += 1
         finished, self._finished = self._finished, []
         depth = len(self._in_flight)
         return StepPlan(step.step_id, self.epoch, depth, rows=step.rows, new=step.new, finished=finished)
@@ -134,7 +147,8 @@ class Scheduler:
             position += num_tokens
             if seq_id in self._running:  # else it was removed while the step ran
                 advances.append(self._extend(self._running[seq_id], token_ids, result.step_id))
-        del self._in_flight[result.step_id]
+        for sequence in self._in_flight.pop(result.step_id).sequences:
+            sequence.num_in_flight -= 1
         return advances
 
     def repeat_finished(self, plan: StepPlan) -> None:
@@ -146,13 +160,15 @@ class Scheduler:
 
         Return the number of sequences.
         """
-        seq_ids = [seq_id for seq_id in self._running if self._is_in_flight(seq_id)]
-        self._in_flight.clear()
-        for seq_id in reversed(seq_ids):
-            sequence = self._running.pop(seq_id)
+        sequences = [sequence for sequence in self._running.values() if sequence.num_in_flight]
+        for step in self._in_flight.values():
+            self.pool.unregister(step.registered)
+        self._clear_in_flight()
+        for sequence in reversed(sequences):
+            del self._running[sequence.seq_id]
             self._release_blocks(sequence)
-            self._waiting.appendleft(sequence)
-        return len(seq_ids)
+            self._push(sequence, is_first=True)
+        return len(sequences)
 
     def restart(self, epoch: int) -> list[Sequence]:
         """Begin an epoch with new workers and an empty KV pool: all sequences wait, in their old order, with their tokens.
@@ -161,22 +177,23 @@ class Scheduler:
         """
         self.epoch = epoch
         self._finished = []
+        self.pool.reset_cache()
         for sequence in reversed(self._running.values()):
-            sequence.crash_count += self._is_in_flight(sequence.seq_id)
+            sequence.crash_count += sequence.num_in_flight > 0
             self.pool.free(sequence.reset())
-            self._waiting.appendleft(sequence)
+            self._push(sequence, is_first=True)
         self._running.clear()
-        self._in_flight.clear()
-        quarantined = self._suspects.rebuild(self._waiting)
+        self._clear_in_flight()
+        quarantined = self._suspects.rebuild(self._waiting.values())
         for sequence in quarantined:
-            self._waiting.remove(sequence)
+            self._pop(sequence)
         return quarantined
 
     def replace_pool(self, pool: BlockPool) -> list[Sequence]:
         """Use a pool of another size; only after `restart`. Return the sequences that no longer fit; they are dropped."""
         assert not self._running
         self.pool = pool
-        too_large = [sequence for sequence in self._waiting if not self.fits(sequence)]
+        too_large = [sequence for sequence in self._waiting.values() if not self.fits(sequence)]
         for sequence in too_large:
             self.remove(sequence)
         return too_large
@@ -197,40 +214,49 @@ class Scheduler:
             is_running = sequence.seq_id in self._running  # not if an earlier one has preempted it
             if is_running and self._ensure_blocks(sequence, step):
                 self._add_row(sequence, step)
+        for sequence, row in zip(step.sequences, step.rows, strict=True):  # until here a row could be dropped again
+            self._register_blocks(sequence, row, step)
 
     def _admit_waiting(self, step: _Step) -> None:
         """Admit in the order of the queue. When the first sequence lacks blocks, no other one overtakes it."""
         while self._waiting and not step.is_full and not step.is_short_of_blocks:
-            sequence = self._waiting[0]
-            if len(self._running) >= self._max_num_seqs or not self._can_admit(sequence):
+            sequence = next(iter(self._waiting.values()))
+            hit_blocks = self._find_blocks(sequence)
+            if len(self._running) >= self._max_num_seqs or not self._can_admit(sequence, hit_blocks):
                 return
-            self._waiting.popleft()
-            self._admit(sequence, step)
+            self._admit(sequence, hit_blocks, step)
 
     def _schedule_alone(self, sequence: Sequence, step: _Step) -> None:
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-            while not self._can_admit(sequence):
+        if sequence.seq_id in self._waiting:
+            while not self._can_admit(sequence, hit_blocks := self._find_blocks(sequence)):
                 self._preempt(next(reversed(self._running.values())), step)
-            self._admit(sequence, step)
+            self._admit(sequence, hit_blocks, step)
         elif self._ensure_blocks(sequence, step):
-            self._add_row(sequence, step)
+            self._register_blocks(sequence, self._add_row(sequence, step), step)
 
     # --- blocks ---
 
     def _num_admissible(self) -> int:
         """Return how many waiting sequences could be admitted now, one after the other."""
         num_free = self.pool.num_free
-        head = list(islice(self._waiting, max(0, self._max_num_seqs - len(self._running))))
+        head = list(islice(self._waiting.values(), max(0, self._max_num_seqs - len(self._running))))
         for number, sequence in enumerate(head):
             num_free -= self.pool.blocks_for(sequence.num_tokens + 1)
             if num_free < 0:
                 return number
         return len(head)
 
-    def _can_admit(self, sequence: Sequence) -> bool:
+    def _find_blocks(self, sequence: Sequence) -> list[int]:
+        """Return the cached blocks that the sequence begins with. At least one token is left to compute."""
+        if not self._is_caching:
+            return []
+        most = (sequence.num_tokens - 1) // self.pool.block_size
+        return self.pool.find(sequence.hash_blocks(self.pool.block_size)[:most])
+
+    def _can_admit(self, sequence: Sequence, hit_blocks: list[int]) -> bool:
         """Whether its known tokens fit now, and one more, so that it is not preempted at once."""
-        return self.pool.can_allocate(self.pool.blocks_for(sequence.num_tokens + 1))
+        num_missing = self.pool.blocks_for(sequence.num_tokens + 1) - len(hit_blocks)
+        return self.pool.can_allocate(num_missing + self.pool.num_free_among(hit_blocks))
 
     def _ensure_blocks(self, sequence: Sequence, step: _Step) -> bool:
         """Preempt the youngest sequences until the pool has the blocks that this one needs for the step. Return False when
@@ -252,21 +278,18 @@ class Scheduler:
         """Return the youngest sequence that is not in flight, or `sequence` itself when it is the youngest. None: all
         younger ones, or itself, are in flight, so it waits until their steps return."""
         for number, candidate in enumerate(reversed(self._running.values())):
-            if not self._is_in_flight(candidate.seq_id) and (candidate is not sequence or number == 0):
+            if not candidate.num_in_flight and (candidate is not sequence or number == 0):
                 return candidate
             if candidate is sequence:
                 return None
         raise AssertionError(f"{sequence} is not running")
-
-    def _is_in_flight(self, seq_id: SeqId) -> bool:
-        return any(seq_id in seq_ids for seq_ids in self._in_flight.values())
 
     def _preempt(self, sequence: Sequence, step: _Step) -> None:
         """Put it back to the head of the queue. It keeps its tokens and loses its computed keys and values."""
         step.drop(sequence)
         del self._running[sequence.seq_id]
         self._release_blocks(sequence)
-        self._waiting.appendleft(sequence)
+        self._push(sequence, is_first=True)
         self._num_preemptions += 1
 
     def _release_blocks(self, sequence: Sequence) -> None:
@@ -274,14 +297,45 @@ class Scheduler:
             self._finished.append(sequence.seq_id)
         self.pool.free(sequence.reset())
 
+    def _register_blocks(self, sequence: Sequence, row: StepRow, step: _Step) -> None:
+        """Cache the blocks that the row fills."""
+        if not self._is_caching:
+            return
+        start, end = row.start // self.pool.block_size, sequence.num_computed // self.pool.block_size
+        if start < end:
+            hashes = sequence.hash_blocks(self.pool.block_size)
+            step.registered += self.pool.register(sequence.block_ids[start:end], hashes[start:end])
+
+    # --- the queue ---
+
+    def _push(self, sequence: Sequence, *, is_first: bool) -> None:
+        self._waiting[sequence.seq_id] = sequence
+        if is_first:
+            self._waiting.move_to_end(sequence.seq_id, last=False)
+        self._num_waiting_blocks += self.pool.blocks_for(sequence.num_tokens + 1)
+
+    def _pop(self, sequence: Sequence) -> None:
+        if self._waiting.pop(sequence.seq_id, None) is not None:
+            self._num_waiting_blocks -= self.pool.blocks_for(sequence.num_tokens + 1)
+
+    def _clear_in_flight(self) -> None:
+        for step in self._in_flight.values():
+            for sequence in step.sequences:
+                sequence.num_in_flight = 0
+        self._in_flight.clear()
+
     # --- rows ---
 
-    def _admit(self, sequence: Sequence, step: _Step) -> None:
+    def _admit(self, sequence: Sequence, hit_blocks: list[int], step: _Step) -> None:
+        self._pop(sequence)
         self._running[sequence.seq_id] = sequence
+        self.pool.share(hit_blocks)
+        self.pool.count_query(sequence.num_tokens, len(hit_blocks) * self.pool.block_size)
+        sequence.admit(hit_blocks, self.pool.block_size)
         step.new.append(sequence.as_new())
-        self._add_row(sequence, step)
+        self._register_blocks(sequence, self._add_row(sequence, step, hit_blocks), step)
 
-    def _add_row(self, sequence: Sequence, step: _Step) -> None:
+    def _add_row(self, sequence: Sequence, step: _Step, hit_blocks: Iterable[int] = ()) -> StepRow:
         num_tokens = min(step.budget, sequence.num_uncomputed)
         blocks = self.pool.allocate(self._missing_blocks(sequence, step))
         start = sequence.num_computed
@@ -289,8 +343,9 @@ class Scheduler:
         if num_tokens == sequence.num_uncomputed:
             lag = 0 if sequence.sampled_step is None else step.step_id - sequence.sampled_step
         sequence.schedule(num_tokens, blocks)
-        step.budget -= num_tokens
-        step.rows.append(StepRow(sequence.seq_id, start, num_tokens, lag, blocks))
+        row = StepRow(sequence.seq_id, start, num_tokens, lag, [*hit_blocks, *blocks])
+        step.add(sequence, row)
+        return row
 
     # --- results ---
 
@@ -302,6 +357,7 @@ class Scheduler:
 
     def _fail(self, failure: RowFailure) -> Advance:
         sequence = self._running[failure.seq_id]
+        self.pool.unregister(sequence.block_ids[sequence.num_hit_blocks :])  # they may hold NaN
         self.remove(sequence)
         return Advance(sequence, None, failure)
 
@@ -311,41 +367,59 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_free_blocks=self.pool.num_free,
             num_preemptions=self._num_preemptions,
+            pool=self.pool.stats(),
         )
 
     def check_integrity(self) -> None:
-        """Assert that each block is free or in one running sequence's table, that the tables cover the computed tokens, and
-        that no sequence is both running and waiting."""
+        """Assert that each block has the users that it counts, that a block in two tables holds the same tokens in both,
+        that the tables cover the computed tokens, and that no sequence is both running and waiting."""
         self.pool.check_integrity(sequence.block_ids for sequence in self._running.values())
+        content: dict[int, bytes] = {}
         for sequence in self._running.values():
             assert sequence.num_computed <= len(sequence.block_ids) * self.pool.block_size, sequence
-            assert sequence.num_uncomputed >= 1 or self._is_in_flight(sequence.seq_id), sequence
-        for sequence in self._waiting:
-            assert not sequence.block_ids and sequence.num_computed == 0, sequence
+            assert sequence.num_uncomputed >= 1 or sequence.num_in_flight, sequence
+            for position, block_id in enumerate(sequence.block_ids):
+                users = self.pool.num_users(block_id)
+                if users > 1:
+                    block_hash = sequence.hash_blocks(self.pool.block_size)[position]
+                    assert content.setdefault(block_id, block_hash) == block_hash, f"block {block_id} is shared wrongly"
+        for sequence in self._waiting.values():
+            assert not sequence.block_ids and sequence.num_computed == sequence.num_in_flight == 0, sequence
             assert sequence.seq_id not in self._running, sequence
+        waiting = sum(self.pool.blocks_for(sequence.num_tokens + 1) for sequence in self._waiting.values())
+        assert waiting == self._num_waiting_blocks, "the sum of the waiting sequences' blocks is wrong"
 
 
 class _Step:
-    """Owns a plan while it is made."""
+    """Owns a plan while it is made, and what has to be undone when the step fails."""
 
     def __init__(self, step_id: StepId, budget: int, max_rows: int) -> None:
         self.step_id = step_id
         self.budget = budget
         """Tokens that the step can still take."""
         self.max_rows = max_rows
+        self.sequences: list[Sequence] = []
         self.rows: list[StepRow] = []
+        """One for each of `sequences`."""
         self.new: list[NewSequence] = []
+        self.registered: list[int] = []
+        """Blocks that are cached since the step was planned."""
         self.is_short_of_blocks = False
 
     @property
     def is_full(self) -> bool:
         return self.budget == 0 or len(self.rows) >= self.max_rows
 
+    def add(self, sequence: Sequence, row: StepRow) -> None:
+        self.sequences.append(sequence)
+        self.rows.append(row)
+        self.budget -= row.num_tokens
+
     def drop(self, sequence: Sequence) -> None:
         """Remove a preempted sequence from the plan, if it is there."""
-        kept = [row for row in self.rows if row.seq_id != sequence.seq_id]
-        self.budget += sum(row.num_tokens for row in self.rows) - sum(row.num_tokens for row in kept)
-        self.rows = kept
-        self.new = [new for new in self.new if new.seq_id != sequence.seq_id]
+        if sequence in self.sequences:
+            number = self.sequences.index(sequence)
+            self.budget += self.rows[number].num_tokens
+            del self.sequences[number], self.rows[number]
+            self.new = [new for new in self.new if new.seq_id != sequence.seq_id]

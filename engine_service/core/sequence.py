@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from millrace.engine_service.core.block_hash import extend_hashes, root_hash
 from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId
 
 StopReason = Literal["stop", "length"]
@@ -38,6 +39,11 @@ class Sequence:
         "stop_rules",
         "num_computed",
         "block_ids",
+        "block_hashes",
+        "hash_root",
+        "num_hit_blocks",
+        "num_cached_tokens",
+        "num_in_flight",
         "sampled_step",
         "crash_count",
         "is_known_to_workers",
@@ -52,7 +58,9 @@ class Sequence:
         *,
         output_token_ids: list[int] | None = None,
         crash_count: int = 0,
+        cache_salt: str = "",
     ) -> None:
+        """`cache_salt`: only sequences with the same salt share cached blocks."""
         self.seq_id = seq_id
         self.prompt_token_ids = prompt_token_ids
         self.output_token_ids = output_token_ids or []
@@ -61,6 +69,15 @@ class Sequence:
         self.stop_rules = stop_rules
         self.num_computed = 0
         self.block_ids: list[int] = []
+        self.block_hashes: list[bytes] = []
+        """Of the first full blocks; see `hash_blocks`."""
+        self.hash_root = root_hash(cache_salt)
+        self.num_hit_blocks = 0
+        """Blocks at the beginning of the table that the prefix cache had when the sequence was admitted last."""
+        self.num_cached_tokens: int | None = None
+        """Tokens that it had when the sequence was admitted first; None before that."""
+        self.num_in_flight = 0
+        """Steps in flight that the sequence is part of."""
         self.sampled_step: int | None = None
         """The step that sampled the last token; None while the workers know that token from `NewSequence`."""
         self.crash_count = crash_count
@@ -86,6 +103,15 @@ class Sequence:
         """Known tokens whose keys and values are not in the pool yet; 1 in a plain decode."""
         return self.num_tokens - self.num_computed
 
+    def hash_blocks(self, block_size: int) -> list[bytes]:
+        """Return the hashes of all blocks that the known tokens fill."""
+        start, end = len(self.block_hashes) * block_size, self.num_tokens
+        if end - start >= block_size:
+            num_prompt = self.num_prompt_tokens
+            outputs = self.output_token_ids[max(0, start - num_prompt) :]
+            extend_hashes(self.block_hashes, self.hash_root, self.prompt_token_ids[start:] + outputs, block_size)
+        return self.block_hashes
+
     def finish_reason(self) -> StopReason | None:
         """Return why the sequence has ended; None when it has not."""
         outputs, rules = self.output_token_ids, self.stop_rules
@@ -101,6 +127,14 @@ class Sequence:
         return NewSequence(self.seq_id, token_ids, self.num_prompt_tokens, self.sampling)
 
     # --- transitions ---
+
+    def admit(self, hit_blocks: list[int], block_size: int) -> None:
+        """Begin with these blocks, whose keys and values are in the pool."""
+        self.block_ids = list(hit_blocks)
+        self.num_hit_blocks = len(hit_blocks)
+        self.num_computed = len(hit_blocks) * block_size
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = self.num_computed
 
     def schedule(self, num_tokens: int, new_blocks: list[int]) -> None:
         """Count `num_tokens` more as computed, by the next step, and append the blocks to the table."""

@@ -2,7 +2,8 @@
 
 It has no KV tensors and needs no torch. The next token of a sequence is a fixed function of its last token and its
 position, so a lost, doubled or misplaced token changes the output. It checks the plans: a row that does not start at the
-sequence's next position, a block that two sequences own, and a plan of another epoch are errors.
+sequence's next position, a block that does not hold what the sequence's tokens would have written, and a plan of another
+epoch are errors.
 
 The option `model` is a comma-separated list of faults, ACTION-at-PLACE. Actions are `die`, `raise`, `hang`, `stop`
 (SIGSTOP), `exit` (with status 0) and `oom` (out of memory; in a step after the plan's sequences were added). Places are a
@@ -58,7 +59,8 @@ class _Sequence:
 
     def __init__(self, new: NewSequence) -> None:
         self.token_ids = list(new.token_ids)
-        self.num_computed = 0
+        self.num_computed: int | None = None
+        """None before its first row, which begins behind what the prefix cache has."""
         self.blocks: list[int] = []
         self.sampled_at = 0
 
@@ -73,6 +75,8 @@ class StubWorker:
         self._config = config
         self._faults = _parse_faults(config.model)
         self._sequences: dict[SeqId, _Sequence] = {}
+        self._slots: dict[tuple[int, int], int] = {}
+        """By block and offset: a checksum of all tokens up to the one that was written there."""
         self._num_blocks = 0
         self._num_steps = 0
         self._is_on_disk = False
@@ -107,6 +111,7 @@ class StubWorker:
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         self.fault_at("kv-pool")
         self._num_blocks = num_device_blocks
+        self._slots.clear()
 
     def execute_model(self, plan: StepPlan) -> StepResult:
         self._num_steps += 1
@@ -121,7 +126,6 @@ class StubWorker:
         self._run_out_of_memory(plan)
         self._wait_for_ranks(plan)
         sampled = [(row.seq_id, token) for row in plan.rows if (token := self._run(row, plan)) is not None]
-        self._check_blocks()
         seq_ids = [seq_id for seq_id, _ in sampled]
         return StepResult(plan.step_id, plan.epoch, seq_ids, [1] * len(sampled), [token for _, token in sampled])
 
@@ -148,6 +152,7 @@ class StubWorker:
     def wake_up(self, tags: list[str], epoch: int) -> None:
         self.fault_at("wake-up")
         self._epoch = epoch
+        self._slots.clear()
         if self._is_on_disk and "weights" in tags:
             self._count_loading()
             self._is_on_disk = False
@@ -160,10 +165,11 @@ class StubWorker:
         sequence = self._sequences[row.seq_id]
         sequence.blocks.extend(row.new_blocks)
         end = row.start + row.num_tokens
-        if row.start != sequence.num_computed or end > len(sequence.token_ids):
+        if sequence.num_computed not in (None, row.start) or end > len(sequence.token_ids):
             raise ValueError(f"{row} does not start at {sequence.num_computed} of {len(sequence.token_ids)}")
         if end > len(sequence.blocks) * self._config.block_size:
             raise ValueError(f"{row} has no block for position {end - 1}")
+        self._write_and_read(sequence, row)
         if row.input_lag > 0 and sequence.sampled_at != plan.step_id - row.input_lag:
             raise ValueError(f"{row} of step {plan.step_id} was sampled at {sequence.sampled_at}")
         if self._faults.get("die-on-token") in sequence.token_ids:
@@ -177,10 +183,19 @@ class StubWorker:
         sequence.sampled_at = plan.step_id
         return sequence.token_ids[-1]
 
-    def _check_blocks(self) -> None:
-        owned = [block for sequence in self._sequences.values() for block in sequence.blocks]
-        if len(owned) != len(set(owned)) or any(not 0 < block < self._num_blocks for block in owned):
-            raise ValueError(f"blocks owned twice or out of the pool: {sorted(owned)}")
+    def _write_and_read(self, sequence: _Sequence, row: StepRow) -> None:
+        """Write what the row computes. Everything before it has to be what its own tokens would have written."""
+        checksum = 0
+        for position, token_id in enumerate(sequence.token_ids[: row.start + row.num_tokens]):
+            block, offset = divmod(position, self._config.block_size)
+            slot = (sequence.blocks[block], offset)
+            checksum = zlib.crc32(token_id.to_bytes(4, "little"), checksum)
+            if not 0 < slot[0] < self._num_blocks:
+                raise ValueError(f"block {slot[0]} is not of the pool")
+            if position >= row.start:
+                self._slots[slot] = checksum
+            elif self._slots.get(slot) != checksum:
+                raise ValueError(f"{row}: block {slot[0]} does not hold position {position} of its tokens")
 
     # --- faults ---
 

@@ -198,7 +198,7 @@ def test_an_aborted_generation_gives_its_blocks_back(build: Build, num_stages: i
     while engine.has_work:
         engine.step()
     assert_undisturbed([kept])
-    assert engine.scheduler.stats().num_free_blocks == 63
+    assert engine.scheduler.stats().pool.num_free == 63
 
 
 def test_every_stage_of_a_pipeline_has_work(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,22 +11,32 @@ from millrace.engine_service.core.block_pool import BlockPool
 from millrace.engine_service.core.crash_policy import QUARANTINE_AFTER_CRASHES
 from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence
-from millrace.executor.rank.stub import StubWorker
+from millrace.executor.rank.stub import OutOfMemoryError, StubWorker
 from millrace.executor.wire.messages import RowFailure, StepPlan, StepResult, WorkerConfig
 from tests.engine_service.core.sequences import make_sequence, stub_output
 
 BLOCK_SIZE = 4
-OPERATIONS = ["add", "add", "send", "send", "collect", "step", "step", "remove", "lose"]
+OPERATIONS = ["add", "add", "send", "send", "collect", "step", "step", "remove", "lose", "give up", "fail", "reset"]
 
 
 class Bench:
     """A scheduler with the checking stub as its worker. Results come back when they are collected."""
 
-    def __init__(self, num_blocks: int = 64, max_num_seqs: int = 8, budget: int = 32, max_in_flight: int = 1) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        max_num_seqs: int = 8,
+        budget: int = 32,
+        max_in_flight: int = 1,
+        *,
+        enable_prefix_caching: bool = True,
+    ) -> None:
         self.num_blocks = num_blocks
         self.max_in_flight = max_in_flight
         self.in_flight: deque[StepResult] = deque()
-        config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, enable_prefix_caching=enable_prefix_caching
+        )
         self.scheduler = Scheduler(config, BlockPool(num_blocks, BLOCK_SIZE), epoch=1)
         self.plans: list[StepPlan] = []
         self.start_worker()
@@ -57,6 +69,36 @@ class Bench:
             pass
         self.collect()
         return first
+
+    def give_up(self) -> None:
+        """The next step runs out of memory, and those in flight are given up."""
+        plan = self.scheduler.schedule(self.max_in_flight)
+        if plan is not None:
+            self.worker._faults["most-tokens"] = 0
+            with pytest.raises(OutOfMemoryError):
+                self.worker.execute_model(plan)
+            del self.worker._faults["most-tokens"]
+        self.in_flight.clear()
+        self.scheduler.requeue_in_flight()
+
+    def fail_row(self) -> Sequence | None:
+        """A row of the oldest step in flight has no finite logit: neither it nor what it wrote is of use."""
+        if not self.in_flight or not self.in_flight[0].seq_ids:
+            return None
+        result = self.in_flight.popleft()
+        seq_id = result.seq_ids[0]
+        failed = self.scheduler._running.get(seq_id)
+        failure = RowFailure(seq_id, "nan_logits", "")
+        self.scheduler.apply(
+            msgspec.structs.replace(
+                result,
+                seq_ids=result.seq_ids[1:],
+                num_tokens=result.num_tokens[1:],
+                token_ids=result.token_ids[1:],
+                failures=[failure],
+            )
+        )
+        return failed
 
     def lose_step(self) -> list[Sequence]:
         """The workers die in the middle of the next step, and of those in flight."""
@@ -316,7 +358,102 @@ def test_steps_that_are_given_up_are_computed_again_and_nobody_is_blamed() -> No
     assert_undisturbed(sequences)
 
 
-@settings(max_examples=100, deadline=None)
+# --- shared beginnings ---------------------------------------------------------------------------------------------
+
+
+def num_fed(bench: Bench) -> int:
+    """Tokens that all steps have computed."""
+    return sum(row.num_tokens for plan in bench.plans for row in plan.rows)
+
+
+def test_sequences_that_arrive_together_compute_their_shared_beginning_once() -> None:
+    bench = Bench(num_blocks=200, budget=64)
+    sequences = [make_sequence(number, prompt_len=34, max_tokens=1, shared_len=32) for number in range(1, 7)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.run()
+    assert len(bench.plans) == 1
+    assert num_fed(bench) == 34 + 5 * 2
+    assert [sequence.num_cached_tokens for sequence in sequences] == [0] + [32] * 5
+    assert_undisturbed(sequences)
+
+
+def test_a_shared_beginning_larger_than_the_budget_is_computed_once() -> None:
+    bench = Bench(num_blocks=200, budget=10)
+    sequences = [make_sequence(number, prompt_len=42, max_tokens=2, shared_len=40) for number in range(1, 5)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.run()
+    assert num_fed(bench) == 40 + 4 * 2 + 4
+    assert_undisturbed(sequences)
+
+
+def test_the_last_token_of_a_prompt_that_is_cached_as_a_whole_is_computed() -> None:
+    bench = Bench()
+    for number in (1, 2):
+        bench.scheduler.add(make_sequence(number, prompt_len=16, max_tokens=1, shared_len=16))
+        bench.run()
+    assert [(row.start, row.num_tokens) for plan in bench.plans for row in plan.rows] == [(0, 16), (12, 4)]
+
+
+def test_a_sequence_with_another_salt_shares_nothing() -> None:
+    bench = Bench(budget=64)
+    for number, salt in enumerate(("", "a", "b", "a"), start=1):
+        bench.scheduler.add(make_sequence(number, prompt_len=17, max_tokens=1, shared_len=17, cache_salt=salt))
+    bench.run()
+    assert sorted(row.start for plan in bench.plans for row in plan.rows) == [0, 0, 0, 16]
+
+
+def test_what_was_generated_is_found_by_the_next_turn() -> None:
+    bench = Bench()
+    first = make_sequence(1, prompt_len=8, max_tokens=9)
+    bench.scheduler.add(first)
+    bench.run()
+    second = make_sequence(2, prompt_len=20, max_tokens=1)
+    second.prompt_token_ids[:17] = first.prompt_token_ids + first.output_token_ids
+    bench.scheduler.add(second)
+    bench.run()
+    assert second.num_cached_tokens == 16
+
+
+def test_a_preempted_sequence_computes_only_what_was_evicted() -> None:
+    bench = Bench(num_blocks=14)
+    sequences = [make_sequence(number, prompt_len=16, max_tokens=12) for number in (1, 2)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.run()
+    assert bench.scheduler.stats().num_preemptions > 0
+    assert num_fed(bench) < 2 * (16 + 12) + 16
+    assert_undisturbed(sequences)
+
+
+def test_a_step_that_failed_has_cached_nothing() -> None:
+    bench = Bench()
+    bench.scheduler.add(make_sequence(1, prompt_len=17, max_tokens=2))
+    bench.give_up()
+    assert bench.scheduler.pool.stats().num_cached == 0
+    bench.run()
+
+
+def test_without_prefix_caching_everything_is_computed() -> None:
+    bench = Bench(enable_prefix_caching=False)
+    for number in (1, 2):
+        bench.scheduler.add(make_sequence(number, prompt_len=17, max_tokens=1, shared_len=17))
+    bench.run()
+    assert num_fed(bench) == 34
+    assert bench.scheduler.pool.stats().num_cached == 0
+
+
+def test_the_pool_counts_what_was_asked_for_and_what_was_found() -> None:
+    bench = Bench(num_blocks=200, budget=64)
+    for number in (1, 2):
+        bench.scheduler.add(make_sequence(number, prompt_len=18, max_tokens=1, shared_len=16))
+    bench.run()
+    stats = bench.scheduler.pool.stats()
+    assert (stats.num_queried_tokens, stats.num_hit_tokens) == (36, 16)
+
+
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one(data: st.DataObject) -> None:
     draw = data.draw
@@ -325,6 +462,7 @@ def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one
         max_num_seqs=draw(st.integers(1, 6), "seqs"),
         budget=draw(st.integers(1, 24), "budget"),
         max_in_flight=draw(st.integers(1, 3), "in flight"),
+        enable_prefix_caching=draw(st.integers(0, 3), "caching") > 0,
     )
     sequences: list[Sequence] = []
     removed: list[Sequence] = []
@@ -332,13 +470,20 @@ def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one
         match draw(st.sampled_from(OPERATIONS), "operation"):
             case "add":
                 prompt_len, max_tokens = draw(st.integers(1, 24)), draw(st.integers(1, 20))
-                sequences.append(make_sequence(number, prompt_len, max_tokens))
+                shared_len = draw(st.sampled_from([0, 4, 9, 24]))
+                sequences.append(make_sequence(number, prompt_len, max_tokens, shared_len=shared_len))
                 bench.scheduler.add(sequences[-1])
             case "remove" if sequences:
                 removed.append(draw(st.sampled_from(sequences)))
                 bench.scheduler.remove(removed[-1])
             case "lose":
                 removed += bench.lose_step()
+            case "give up":
+                bench.give_up()
+            case "fail" if failed := bench.fail_row():
+                removed.append(failed)
+            case "reset":
+                bench.scheduler.pool.reset_cache()
             case "send":
                 bench.send()
             case "collect":
