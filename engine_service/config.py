@@ -103,6 +103,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_parallel_loading_workers: int | None = None
+    enable_prefix_caching: bool = True
+    """Whether sequences that begin alike share the KV blocks of their beginning."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -138,7 +140,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def for_scheduler(self) -> SchedulerConfig:
         """Return the scheduler's part."""
-        return SchedulerConfig(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens)
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            enable_prefix_caching=self.enable_prefix_caching,
+        )
 
 
 class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -215,6 +221,13 @@ def _make_parser() -> argparse.ArgumentParser:
             choices=_CHOICES.get(name),
             help=f"{text} (default: {field.default})" if has_default else text,
         )
+    parser.add_argument(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_const",
+        const=False,
+        help="compute every prompt from its first token, also where a cached one begins alike",
+    )
     parser.add_argument("--config", metavar="FILE", help="TOML file with these options, such as max_model_len = 4096")
     return parser
 

@@ -56,6 +56,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
 
 
 class LLM:
@@ -81,6 +83,7 @@ class LLM:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         max_parallel_loading_workers: int | None = None,
+        enable_prefix_caching: bool = True,
     ) -> None:
         """Load the model. The options are those of `millrace serve`; its --help describes them.
 
@@ -126,7 +129,8 @@ class LLM:
             with _number_in_errors(number):
                 requests.append(_as_request(prompt))
                 token_ids, drawn_seed = self._admission.prompt_token_ids(requests[-1]), self._seeds.getrandbits(64)
-                generations.append(self._admission.admit(token_ids, params, drawn_seed=drawn_seed))
+                salt = requests[-1].cache_salt
+                generations.append(self._admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))
         self._run(generations, use_tqdm)
         return [_output(number, *pair) for number, pair in enumerate(zip(requests, generations, strict=True))]
 
@@ -149,6 +153,10 @@ class LLM:
         if tags is not None and not (isinstance(tags, list | tuple) and all(tag in WAKE_TAGS for tag in tags)):
             raise InvalidRequest("tags", f"must be a list of {' and '.join(WAKE_TAGS)}, got {shown(tags)}")
         self._engine.wake_up(tags)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached blocks of earlier prompts. The workers are not asked."""
+        self._engine.scheduler.pool.reset_cache()
 
     def shutdown(self) -> None:
         """Stop the workers and free their memory. Nothing can be generated afterwards."""
@@ -215,7 +223,7 @@ def _as_request(prompt: Any) -> GenerationRequest:
         return GenerationRequest(prompt=prompt)
     if isinstance(prompt, Mapping):
         for name in prompt.keys() - _PROMPT_KEYS:
-            raise InvalidRequest("prompt", f"has one of {', '.join(_PROMPT_KEYS)} and nothing else, got {shown(name)}")
+            raise InvalidRequest("prompt", f"may have {', '.join(_PROMPT_KEYS)} and nothing else, got {shown(name)}")
         ids = prompt.get("prompt_token_ids")
         return GenerationRequest(**{**prompt, "prompt_token_ids": list(ids) if _is_list_like(ids) else ids})
     if not _is_list_like(prompt):
@@ -223,7 +231,7 @@ def _as_request(prompt: Any) -> GenerationRequest:
     return GenerationRequest(prompt_token_ids=list(prompt))
 
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages", "cache_salt")
 
 
 def _is_list_like(value: Any) -> TypeGuard[Iterable[Any]]:
@@ -249,7 +257,10 @@ def _output(number: int, request: GenerationRequest, generation: Generation) -> 
     text, token_ids, reason = generation.final_text(), generation.token_ids, generation.finish_reason
     assert reason is not None
     outputs = [CompletionOutput(index=0, text=text, token_ids=token_ids, finish_reason=reason)]
-    prompt_token_ids = generation.sequence.prompt_token_ids
     return RequestOutput(
-        request_id=str(number), prompt=request.prompt, prompt_token_ids=prompt_token_ids, outputs=outputs
+        request_id=str(number),
+        prompt=request.prompt,
+        prompt_token_ids=generation.sequence.prompt_token_ids,
+        outputs=outputs,
+        num_cached_tokens=generation.sequence.num_cached_tokens or 0,
     )

@@ -24,6 +24,7 @@ class SubmitOptions(TypedDict, total=False):
     delay_s: float | None
     run_at: float | None
     meta: dict[str, Any] | None
+    cache_salt: str | None
     max_retries: int
 
     sampling: SamplingParams

@@ -62,6 +62,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Time before which the job does not start, in seconds since the epoch. A time in the past means now."""
     meta: dict[str, Any] | None = None
     """Your own data: kept with the job and returned in `Job.meta`. At most 16 KiB as JSON."""
+    cache_salt: str | None = None
+    """Prompts share cached blocks only with prompts of the same salt: one for each tenant keeps tenants apart."""
     max_retries: int = DEFAULT_RETRIES
     """How often the job is tried again after a temporary failure, with growing delays."""
 
@@ -141,6 +143,7 @@ _RULES: dict[str, Check] = {
     "delay_s": optional(number(0.0, MAX_SECONDS)),
     "run_at": optional(number(0.0, MAX_SECONDS)),
     "meta": optional(_meta),
+    "cache_salt": optional(text),
     "max_retries": integer(0, MAX_RETRIES),
 }
 

@@ -104,7 +104,7 @@ def write(keys: QueueKeys, item: Write) -> Command:
             return script_command("begin", keys.prefix, item.job_id, item.lease)
         case Finish():
             error = _encode_json(item.error) if item.error else b""
-            usage = (item.usage.prompt_tokens, item.usage.completion_tokens)
+            usage = (item.usage.prompt_tokens, item.usage.completion_tokens, item.usage.cached_tokens)
             end = (item.state, item.finish_reason, *usage, error, "1" if item.is_retryable else "")
             event = _event_arguments(item.event)
             return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *event)

@@ -41,6 +41,8 @@ class JobError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    """Of the prompt tokens, those whose keys and values the engine's prefix cache had."""
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):

@@ -279,7 +279,7 @@ def is_terminal(state: bytes | None) -> bool:
 def _usage(terminal: dict[bytes, bytes]) -> Usage | None:
     if b"prompt_tokens" not in terminal:
         return None
-    return Usage(prompt_tokens=int(terminal[b"prompt_tokens"]), completion_tokens=int(terminal[b"completion_tokens"]))
+    return Usage(**{name: int(terminal.get(name.encode(), 0)) for name in Usage.__struct_fields__})
 
 
 def _time(field: bytes) -> int | None:

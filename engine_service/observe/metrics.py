@@ -64,6 +64,10 @@ def _engine(metrics: EngineMetrics) -> Iterator[Family]:
     yield _gauge("sequences_running", "Sequences in the batch.", scheduler.num_running)
     yield _gauge("sequences_waiting", "Sequences that wait for space in the batch.", scheduler.num_waiting)
     yield _counter("preemptions", "Sequences preempted because KV blocks ran out.", scheduler.num_preemptions)
+    yield _counter("prefix_cache_queries", "Known tokens of the sequences admitted.", scheduler.pool.num_queried_tokens)
+    yield _counter(
+        "prefix_cache_hits", "Of those, the tokens that the prefix cache had.", scheduler.pool.num_hit_tokens
+    )
     yield _gauge("kv_pool_blocks", "Size of the KV pool in blocks.", executor.num_blocks)
     yield _gauge("kv_pool_used_ratio", "Share of the KV pool's blocks that sequences hold, 0 to 1.", metrics.pool_use)
     yield _gauge(

@@ -45,10 +45,12 @@ class Admission:
         drawn_seed: int,
         output_token_ids: list[int] | None = None,
         crash_count: int = 0,
+        cache_salt: str | None = None,
     ) -> Generation:
         """Return a generation that is ready for the engine.
 
         `drawn_seed` is used if the request has no seed. `output_token_ids` and `crash_count` come from an earlier attempt.
+        Only generations with the same `cache_salt` share cached blocks.
         Raises `InvalidRequest` if a stop token id is not in the vocabulary.
         """
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
@@ -60,6 +62,7 @@ class Admission:
             self._stop_rules(sampling, len(prompt_token_ids), end_token_ids),
             output_token_ids=output_token_ids,
             crash_count=crash_count,
+            cache_salt=cache_salt or "",
         )
         return Generation(sequence, self._text_rules(sampling), self._tokenizer)
 

@@ -156,6 +156,7 @@ class Intake:
             drawn_seed=claimed.seed,
             output_token_ids=claimed.token_ids,
             crash_count=claimed.crash_count,
+            cache_salt=request.cache_salt,
         )
 
     # --- signals ---

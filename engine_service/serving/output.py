@@ -117,7 +117,11 @@ class Output:
 
     def _end(self, job: ServedJob, state: EndState, reason: EndReason, error: JobError | None = None) -> None:
         sequence = job.generation.sequence
-        usage = Usage(prompt_tokens=sequence.num_prompt_tokens, completion_tokens=len(sequence.output_token_ids))
+        usage = Usage(
+            prompt_tokens=sequence.num_prompt_tokens,
+            completion_tokens=len(sequence.output_token_ids),
+            cached_tokens=min(sequence.num_cached_tokens or 0, sequence.num_prompt_tokens),
+        )
         self._put(
             Finish(
                 job_id=job.job_id,

@@ -1,9 +1,9 @@
 -- Ends a running job: running -> finished, failed, cancelled or expired; or, when the failure is retryable and retries
 -- are left, running -> delayed, with its checkpoint. Safe to repeat.
 -- KEYS  1 the queue's prefix
--- ARGV  1 job id, 2 lease, 3 state, 4 finish reason, 5 prompt tokens, 6 completion tokens, 7 the error (JSON) or "",
---       8 "1" when the failure is retryable or "", then, when there is output to show: 9 its offset, 10 its number of tokens,
---       11 its token ids (JSON), 12 its text
+-- ARGV  1 job id, 2 lease, 3 state, 4 finish reason, 5 prompt tokens, 6 completion tokens, 7 cached tokens,
+--       8 the error (JSON) or "", 9 "1" when the failure is retryable or "", then, when there is output to show: 10 its
+--       offset, 11 its number of tokens, 12 its token ids (JSON), 13 its text
 -- Returns "ok", "already" (this lease has ended the job before), "retrying" (it waits for its next attempt) or "stale" (the
 --       lease is not, or no longer, the job's)
 -- include: queue clock settings record lease fair_share output end_job give_back
@@ -18,7 +18,7 @@ local function backoff_ms(num_retries, lease)
 end
 
 local function is_retryable(state)
-  return state == 'failed' and ARGV[8] == '1'
+  return state == 'failed' and ARGV[9] == '1'
 end
 
 allow_writes_without_memory()
@@ -40,17 +40,18 @@ if is_retryable(state) and num_retries < whole_number(max_retries, DEFAULT_RETRI
   give_back(id, engine, backoff_ms(num_retries, lease))
   return 'retrying'
 end
-if ARGV[9] then
-  local is_shown = publish(id, published, tonumber(ARGV[9]), ARGV[10], ARGV[11], ARGV[12])
+if ARGV[10] then
+  local is_shown = publish(id, published, tonumber(ARGV[10]), ARGV[11], ARGV[12], ARGV[13])
   if not is_shown then return refuse_stale_write() end
-  known[1] = math.max(whole_number(published, 0), ARGV[9] + ARGV[10])
+  known[1] = math.max(whole_number(published, 0), ARGV[10] + ARGV[11])
 end
 redis.call('SREM', prefix .. 'leases:' .. engine, id)
 charge(tenant, ARGV[5] + ARGV[6] - whole_number(cost, 0))
 redis.call('HINCRBY', prefix .. 'counts', 'generated_tokens', ARGV[6])
-if ARGV[7] ~= '' then
-  end_job(id, state, ARGV[4], known, 'prompt_tokens', ARGV[5], 'completion_tokens', ARGV[6], 'error', ARGV[7])
+local usage = {'prompt_tokens', ARGV[5], 'completion_tokens', ARGV[6], 'cached_tokens', ARGV[7]}
+if ARGV[8] ~= '' then
+  end_job(id, state, ARGV[4], known, 'error', ARGV[8], unpack(usage))
 else
-  end_job(id, state, ARGV[4], known, 'prompt_tokens', ARGV[5], 'completion_tokens', ARGV[6])
+  end_job(id, state, ARGV[4], known, unpack(usage))
 end
 return 'ok'

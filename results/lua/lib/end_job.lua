@@ -15,7 +15,7 @@ end
 local END_FIELDS = {'published', 'trimmed', 'state', 'batch', 'deadline', 'meta', 'tenant', 'cost', 'fingerprint'}
 
 -- Ends a job that the caller has removed from ready, delayed or leases. `known` are the END_FIELDS where the caller has read
--- them, else nil; `...` are more fields of the terminal entry: prompt_tokens and completion_tokens, error.
+-- them, else nil; `...` are more fields of the terminal entry: prompt_tokens, completion_tokens and cached_tokens, error.
 local function end_job(id, state, reason, known, ...)
   local published, trimmed, from, batch, deadline, meta, tenant, cost, fingerprint =
     unpack(known or record(id, unpack(END_FIELDS)))
