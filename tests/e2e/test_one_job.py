@@ -34,6 +34,14 @@ def test_a_sum_comes_back_right_with_all_that_belongs_to_it(client: Client) -> N
     assert timings.created_ms <= timings.started_ms <= timings.ended_ms
 
 
+def test_usage_counts_the_tokens_that_an_earlier_prompt_has_computed(client: Client) -> None:
+    prompt = "The sum of all that was counted in the house by the river, said the fox, is: 20 + 22 ="
+    usages = [client.wait(client.submit(prompt=prompt, max_tokens=2), LIMIT_S).usage for _ in range(2)]
+    first, second = (usage for usage in usages if usage is not None)
+    assert (first.cached_tokens, second.prompt_tokens) == (0, first.prompt_tokens)
+    assert 0 < second.cached_tokens < second.prompt_tokens
+
+
 def test_almost_all_held_out_sums_are_right_through_redis(client: Client) -> None:
     sums = held_out_sums()
     greedy = SamplingParams(temperature=0.0, max_tokens=6)

@@ -115,3 +115,41 @@ def test_after_its_shutdown_it_starts_no_workers(executor: str) -> None:
         llm.generate("3 + 4 =", SamplingParams(max_tokens=4), use_tqdm=False)
     assert llm.metrics().executor.num_restarts == 0
     llm.shutdown()
+
+
+# --- the prefix cache ----------------------------------------------------------------------------------------------
+
+STORY = "A story about a fox that lived in a small house near the river and could count:"
+
+
+def test_prompts_that_begin_alike_share_it_and_get_the_same_text(llm: LLM) -> None:
+    prompts = [f"{STORY} {number}" for number in range(6)]
+    greedy = SamplingParams(temperature=0, max_tokens=12)
+    with LLM(TINY, device="cpu", executor="uni", num_blocks=64, enable_prefix_caching=False) as plain:
+        expected = plain.generate(prompts, greedy, use_tqdm=False)
+    llm.reset_prefix_cache()
+    outputs = llm.generate(prompts, greedy, use_tqdm=False)
+    assert [one.outputs[0].token_ids for one in outputs] == [one.outputs[0].token_ids for one in expected]
+    assert [one.num_cached_tokens for one in expected] == [0] * 6
+    assert outputs[0].num_cached_tokens == 0
+    assert all(one.num_cached_tokens >= 16 for one in outputs[1:])
+
+
+def test_a_salt_keeps_prompts_apart_and_a_reset_forgets(llm: LLM) -> None:
+    def num_cached(**prompt: str) -> int:
+        return llm.generate([{"prompt": STORY, **prompt}], SamplingParams(max_tokens=1), use_tqdm=False)[
+            0
+        ].num_cached_tokens
+
+    llm.reset_prefix_cache()
+    assert num_cached() == 0
+    assert num_cached() > 0
+    assert num_cached(cache_salt="a") == 0
+    assert num_cached(cache_salt="a") > 0
+    llm.reset_prefix_cache()
+    assert num_cached() == 0
+
+
+def test_a_salt_that_is_no_string_is_named(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="cache_salt: must be a string"):
+        llm.generate([{"prompt": STORY, "cache_salt": 5}], use_tqdm=False)
