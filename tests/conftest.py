@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import uuid
@@ -21,6 +22,12 @@ from tests.processes import FOLDERS
 # threads of several processes on few cores wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+GROUPS = (
+    (re.compile(r"/e2e/test_(one_job|lifecycle|bad_input|metric_names)\.py"), "the engine that tests share"),
+    (re.compile(r"/test_ray\.py|[\[-]ray[\]-]"), "the local Ray that tests share"),
+)
+"""Tests of several files that share what takes long to start: a pattern of their ids, and the name of the group."""
+
 # A slow machine is no failure: the time limit of a test is the only one.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
@@ -30,6 +37,23 @@ settings.load_profile("any-machine")
 def pytest_xdist_auto_num_workers() -> int:
     """Return the number of test processes for `-n auto`: two for each core, since tests mostly wait."""
     return min(8, 2 * len(os.sched_getaffinity(0)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Send the tests of a file to one test process, as `--dist loadfile` does, and those of some files together."""
+    from xdist.scheduler import LoadFileScheduling
+
+    if config.getoption("dist") != "loadfile":
+        return None
+    scheduling = LoadFileScheduling(config, log)
+    file_of = scheduling._split_scope
+
+    def group_of(test_id: str) -> str:
+        return next((name for pattern, name in GROUPS if pattern.search(test_id)), file_of(test_id))
+
+    scheduling._split_scope = group_of
+    return scheduling
 
 
 @pytest.fixture(scope="session", autouse=True)

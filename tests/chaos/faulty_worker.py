@@ -26,7 +26,7 @@ class WorkerFaults(msgspec.Struct, frozen=True, kw_only=True):
     hangs_at_step: int = 0
     """The number of the step that does not end; 0: none."""
     has_hung: str = ""
-    """A file that the first worker that hangs makes. If it exists, no other hangs."""
+    """The file that the first worker creates when it hangs; later ones do not hang."""
     hangs_until: str = ""
     """The step continues once this file exists. "": never."""
 
@@ -51,7 +51,7 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
 
 def hang_as_in_a_collective(until: str) -> None:
-    """Never end the step. The heartbeat goes on in its own thread."""
+    """Heartbeats go on in another thread; only the step does not end."""
     while not until or not Path(until).exists():
         time.sleep(0.01)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.chaos.conftest import TEST_LIMIT
 from tests.chaos.soak import soak
 from tests.chaos.workload import Undisturbed
 
-pytestmark = TEST_LIMIT
+pytestmark = [pytest.mark.faults, TEST_LIMIT]
 
 SEED = 321
 """A cut, an engine after its commit, a producer, the server, a worker."""

@@ -31,7 +31,7 @@ class Service(NamedTuple):
     queue: str
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def service(redis_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """One engine for all tests that need no engine of their own."""
     queue = f"shared-{uuid.uuid4().hex[:12]}"

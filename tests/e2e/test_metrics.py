@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from millrace import Client
 from millrace.embedded import EmbeddedServer
 from tests.deploy.test_compose import SERVICES
-from tests.e2e.conftest import Service, StartEngine
+from tests.e2e.conftest import StartEngine
 from tests.e2e.engines import LIMIT_S, EngineProcess, wait_until
 
 ANY_PORT = ("--metrics-port", "0")
@@ -84,26 +84,6 @@ def test_the_figures_are_those_of_the_work_that_was_done(start_engine: StartEngi
     (engine_id,) = client.stats().sleep_levels
     assert any(name.startswith(f"millrace_engine_info[{engine_id}]") for name in now)
     assert now["process_resident_memory_bytes"] > 0
-
-
-def test_names_follow_the_rules_of_prometheus(service: Service, shared_client: Client) -> None:
-    engine = service.engine
-    run_a_few(shared_client, 1)
-    _, page = fetch(engine, "/metrics")
-    for family in text_string_to_metric_families(page):
-        if family.name.startswith("process_"):
-            continue
-        assert re.fullmatch(r"millrace_[a-z_]+", family.name)
-        assert family.documentation.endswith("."), family
-        assert len(re.findall(rf"^# HELP {family.name}(?:_total)? ", page, re.MULTILINE)) == 1
-        assert not re.search(r"_(ms|percent|s|kb)$", family.name)
-        if family.type == "counter":
-            assert all(sample.name.endswith("_total") for sample in family.samples)
-        if family.type == "summary":
-            assert family.name.endswith("_seconds")
-    _, open_metrics = fetch(engine, "/metrics", accept="application/openmetrics-text; version=1.0.0")
-    assert open_metrics.endswith("# EOF\n")
-    assert fetch(engine, "/")[0] == 404
 
 
 def test_a_killed_worker_is_counted(start_engine: StartEngine, client: Client) -> None:

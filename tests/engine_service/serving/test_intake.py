@@ -169,7 +169,7 @@ def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(
 def test_the_name_of_another_model_is_shown_short_and_on_one_line(parts: Parts) -> None:
     submit(parts.lease_queue, "a", body=b'{"prompt":"x","model":"large\\n%s"}' % (b"x" * 900_000))
     parts.intake.start()
-    _, prepared = parts.events.get(timeout=30), parts.events.get(timeout=30)  # its body is large
+    _, prepared = parts.events.get(timeout=60), parts.events.get(timeout=60)  # its body is large
     assert isinstance(prepared, Prepared)
     assert isinstance(refused := prepared.outcome, Refused)
     assert (refused.error.kind, refused.error.field) == ("model_mismatch", "model")

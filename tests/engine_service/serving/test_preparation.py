@@ -79,7 +79,7 @@ class Bench:
             self.preparation.put(pending(name))
 
     def next(self) -> str:
-        return self.begun.get(timeout=30)
+        return self.begun.get(timeout=60)
 
 
 @pytest.fixture

@@ -1,0 +1,102 @@
+"""A start with bad options, a model that cannot be served, or an unsuitable server ends with one clear sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.embedded import EmbeddedServer
+from tests.e2e.engines import LIMIT_S, ROOT, TINY
+from tests.worker.models import make_model
+
+
+def serve(*options: str, cwd: Path | None = None) -> tuple[int, str]:
+    """Return the exit status and stderr of an engine service that must not start."""
+    command = [sys.executable, "-P", "-m", "millrace", "serve", "--device", "cpu", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, cwd=cwd, check=False
+    )
+    return ended.returncode, ended.stderr.strip()
+
+
+def missing(path: Path) -> str:
+    return str(path / "nowhere")
+
+
+def truncated(path: Path) -> str:
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    return str(path)
+
+
+def pickled(path: Path) -> str:
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    return str(path)
+
+
+def needs_remote_code(path: Path) -> str:
+    change_config(path, model_type="homegrown", auto_map={"AutoModelForCausalLM": "modeling.Homegrown"})
+    return str(path)
+
+
+def unsupported(path: Path) -> str:
+    change_config(path, model_type="t5", architectures=["T5ForConditionalGeneration"])
+    return str(path)
+
+
+def change_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("damage", [missing, truncated, pickled, needs_remote_code, unsupported])
+def test_a_model_that_cannot_be_served_ends_the_start_with_one_sentence(
+    damage: Callable[[Path], str], redis_url: str, tmp_path: Path
+) -> None:
+    make_model("llama", tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((TINY / name).read_bytes())
+    status, error = serve("--model", damage(tmp_path), "--redis", redis_url, "--log-level", "ERROR")
+    assert status == 2
+    assert "Traceback" not in error
+    assert error.splitlines()[-1].startswith("millrace serve: ")
+    assert str(tmp_path) in error or "homegrown" in error or "t5" in error.lower()
+
+
+def test_too_little_memory_for_one_sequence_is_one_sentence(redis_url: str) -> None:
+    status, error = serve("--model", str(TINY), "--redis", redis_url, "--kv-cache-memory", "1")
+    assert status == 2
+    assert "Traceback" not in error
+    assert error.splitlines()[-1].endswith("give the pool more memory (kv_cache_memory, gpu_memory_utilization)")
+
+
+def test_without_redis_there_is_one_sentence() -> None:
+    status, error = serve("--model", str(TINY), "--redis", "redis://127.0.0.1:1/0")
+    assert status == 4
+    assert "Traceback" not in error
+    assert "Cannot connect to Redis" in error
+
+
+def test_a_server_that_evicts_is_refused_by_name_of_the_setting() -> None:
+    with EmbeddedServer(options={"maxmemory-policy": "allkeys-lru"}) as server:
+        status, error = serve("--model", str(TINY), "--redis", server.url)
+    assert status == 4
+    assert "maxmemory-policy" in error
+    assert "noeviction" in error
+
+
+@pytest.mark.parametrize(("option", "value"), [("kv_cache_memory", "much"), ("queue", "a b"), ("log_level", "loud")])
+def test_a_bad_option_is_named(option: str, value: str, redis_url: str, tmp_path: Path) -> None:
+    (file := tmp_path / "engine.toml").write_text(f'{option} = "{value}"\n')
+    status, error = serve("--model", str(TINY), "--redis", redis_url, "--config", str(file))
+    assert status == 2
+    assert option in error
+    assert "Traceback" not in error
