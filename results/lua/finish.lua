@@ -48,10 +48,7 @@ end
 redis.call('SREM', prefix .. 'leases:' .. engine, id)
 charge(tenant, ARGV[5] + ARGV[6] - whole_number(cost, 0))
 redis.call('HINCRBY', prefix .. 'counts', 'generated_tokens', ARGV[6])
-local usage = {'prompt_tokens', ARGV[5], 'completion_tokens', ARGV[6], 'cached_tokens', ARGV[7]}
-if ARGV[8] ~= '' then
-  end_job(id, state, ARGV[4], known, 'error', ARGV[8], unpack(usage))
-else
-  end_job(id, state, ARGV[4], known, unpack(usage))
-end
+local details = {'prompt_tokens', ARGV[5], 'completion_tokens', ARGV[6], 'cached_tokens', ARGV[7]}
+if ARGV[8] ~= '' then details[7], details[8] = 'error', ARGV[8] end
+end_job(id, state, ARGV[4], known, unpack(details))
 return 'ok'

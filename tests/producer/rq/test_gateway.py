@@ -81,7 +81,7 @@ def test_a_job_comes_back_as_a_dict(shared_queue: Queue, serializer: Any) -> Non
         "text": answer_to("3 + 4 ="),
         "token_ids": [1, 2],
         "finish_reason": "stop",
-        "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 0},
     }
 
 
