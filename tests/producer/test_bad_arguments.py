@@ -105,6 +105,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "delay_s": (*NUMBER, NoneType),
     "run_at": (*NUMBER, NoneType),
     "meta": (dict, NoneType),
+    "cache_salt": (str, NoneType),
     "max_retries": (int,),
     "sampling": (SamplingParams,),
     "max_tokens": (int, NoneType),
