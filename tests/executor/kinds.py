@@ -123,7 +123,6 @@ KINDS: dict[str, tuple[type[Executor], dict[str, int]]] = {
 
 _RAY_MARKS = (
     pytest.mark.ray,
-    pytest.mark.xdist_group("ray"),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"),
 )
 

@@ -15,7 +15,7 @@ from millrace.executor.wire.messages import WorkerConfig
 from tests.e2e.engines import TINY
 from tests.executor.kinds import KINDS, check_health_for, decode, first_step, kinds, start
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("contract with real ranks")]
+pytestmark = pytest.mark.ranks
 
 
 def make_real(kind: type[Executor], sizes: dict[str, int]) -> Executor:

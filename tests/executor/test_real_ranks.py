@@ -17,7 +17,7 @@ from millrace.executor.wire.messages import StepPlan
 from millrace.producer.sampling import SamplingParams
 from tests.e2e.engines import TINY
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("real ranks")]
+pytestmark = pytest.mark.ranks
 
 PROMPTS = ["3 + 4 =", "20 + 22 =", "11 + 7 ="]
 PARAMS = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

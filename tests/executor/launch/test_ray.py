@@ -30,7 +30,6 @@ __all__ = ["expected"]
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.xdist_group("ray"),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"),
 ]
 

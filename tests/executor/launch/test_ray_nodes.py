@@ -32,7 +32,6 @@ LIMITS = Limits(heartbeat_s=4.0, busy_heartbeat_s=20.0, replacement_s=30.0)
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.xdist_group("ray nodes"),
     pytest.mark.skipif(find_spec("ray") is None, reason="needs millrace[ray]"),
 ]
 

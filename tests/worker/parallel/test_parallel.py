@@ -27,7 +27,7 @@ from tests.worker.driver import GREEDY, Driver, Request, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
 from tests.worker.parallel.ranks import RankFailed, RankGroup, RankProcesses
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("parallel ranks")]
+pytestmark = pytest.mark.ranks
 
 LENGTHS = (1, 5, 30, 41, 12)
 MAX_TOKENS = 8
