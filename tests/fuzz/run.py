@@ -7,6 +7,7 @@ import re
 import statistics
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -199,7 +200,8 @@ class _Fuzz:
             try:
                 check() if check != self._check_memory else check(before)  # type: ignore[call-arg]
             except Exception as error:
-                problems.append(f"at the end: {type(error).__name__}: {error}"[:2000])
+                where = "".join(traceback.format_exception(error)[-4:])
+                problems.append(f"at the end: {type(error).__name__}: {error}\n{where}"[:2000])
         delays_s = sorted(self._delays_s) or [0.0]
         ranks = {"p50": 0.5, "p99": 0.99, "max": 1.0}
         after = self._system.resident_bytes() if not self._system.engine.has_ended else {}

@@ -157,4 +157,4 @@ class _Check:
 
 
 def _fields(raw: dict[bytes, bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode() for name, value in raw.items()}
+    return {name.decode(): value.decode(errors="replace") for name, value in raw.items()}  # a digest may be any bytes
