@@ -10,11 +10,11 @@ import msgspec
 
 from millrace.engine_service.core.block_pool import BlockPool, PoolStats
 from millrace.engine_service.core.crash_policy import Suspects
+from millrace.engine_service.core.planned_step import PlannedStep
 from millrace.engine_service.core.sequence import Sequence, StopReason
 from millrace.engine_service.core.token_budget import TokenBudget
 from millrace.executor.wire.messages import (
     NO_TOKEN,
-    NewSequence,
     RowFailure,
     SeqId,
     StepId,
@@ -74,7 +74,7 @@ class Scheduler:
         self._suspects = Suspects()
         self._finished: list[SeqId] = []
         """Sequences that the next plan tells the workers to forget."""
-        self._in_flight: dict[StepId, _Step] = {}
+        self._in_flight: dict[StepId, PlannedStep] = {}
         """The oldest step first."""
         self._last_step_id = 0
         self._num_preemptions = 0
@@ -118,7 +118,7 @@ class Scheduler:
         share = self._max_num_seqs
         if max_in_flight > 1:
             share = max(1, -(-(len(self._running) + self._num_admissible()) // max_in_flight))
-        step = _Step(StepId(self._last_step_id + 1), self.token_budget.tokens, share)
+        step = PlannedStep(StepId(self._last_step_id + 1), self.token_budget.tokens, share)
         if suspect is not None:
             self._schedule_alone(suspect, step)
         else:
@@ -204,7 +204,7 @@ class Scheduler:
 
     # --- choosing sequences ---
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: PlannedStep) -> None:
         """Plan the sequences that do not wait for a step in flight: decodes, then prefills."""
         decodes = [sequence for sequence in self._running.values() if sequence.num_uncomputed == 1]
         prefills = [sequence for sequence in self._running.values() if sequence.num_uncomputed > 1]
@@ -217,7 +217,7 @@ class Scheduler:
         for sequence, row in zip(step.sequences, step.rows, strict=True):  # until here a row could be dropped again
             self._register_blocks(sequence, row, step)
 
-    def _admit_waiting(self, step: _Step) -> None:
+    def _admit_waiting(self, step: PlannedStep) -> None:
         """Admit in the order of the queue. When the first sequence lacks blocks, no other one overtakes it."""
         while self._waiting and not step.is_full and not step.is_short_of_blocks:
             sequence = next(iter(self._waiting.values()))
@@ -226,7 +226,7 @@ class Scheduler:
                 return
             self._admit(sequence, hit_blocks, step)
 
-    def _schedule_alone(self, sequence: Sequence, step: _Step) -> None:
+    def _schedule_alone(self, sequence: Sequence, step: PlannedStep) -> None:
         if sequence.seq_id in self._waiting:
             while not self._can_admit(sequence, hit_blocks := self._find_blocks(sequence)):
                 self._preempt(next(reversed(self._running.values())), step)
@@ -258,7 +258,7 @@ class Scheduler:
         num_missing = self.pool.blocks_for(sequence.num_tokens + 1) - len(hit_blocks)
         return self.pool.can_allocate(num_missing + self.pool.num_free_among(hit_blocks))
 
-    def _ensure_blocks(self, sequence: Sequence, step: _Step) -> bool:
+    def _ensure_blocks(self, sequence: Sequence, step: PlannedStep) -> bool:
         """Preempt the youngest sequences until the pool has the blocks that this one needs for the step. Return False when
         it was preempted itself, or has to wait for a step in flight."""
         while not self.pool.can_allocate(self._missing_blocks(sequence, step)):
@@ -270,7 +270,7 @@ class Scheduler:
                 return False
         return True
 
-    def _missing_blocks(self, sequence: Sequence, step: _Step) -> int:
+    def _missing_blocks(self, sequence: Sequence, step: PlannedStep) -> int:
         num_tokens = sequence.num_computed + min(step.budget, sequence.num_uncomputed)
         return self.pool.blocks_for(num_tokens) - len(sequence.block_ids)
 
@@ -284,7 +284,7 @@ class Scheduler:
                 return None
         raise AssertionError(f"{sequence} is not running")
 
-    def _preempt(self, sequence: Sequence, step: _Step) -> None:
+    def _preempt(self, sequence: Sequence, step: PlannedStep) -> None:
         """Put it back to the head of the queue. It keeps its tokens and loses its computed keys and values."""
         step.drop(sequence)
         del self._running[sequence.seq_id]
@@ -297,7 +297,7 @@ class Scheduler:
             self._finished.append(sequence.seq_id)
         self.pool.free(sequence.reset())
 
-    def _register_blocks(self, sequence: Sequence, row: StepRow, step: _Step) -> None:
+    def _register_blocks(self, sequence: Sequence, row: StepRow, step: PlannedStep) -> None:
         """Cache the blocks that the row fills."""
         if not self._is_caching:
             return
@@ -326,7 +326,7 @@ class Scheduler:
 
     # --- rows ---
 
-    def _admit(self, sequence: Sequence, hit_blocks: list[int], step: _Step) -> None:
+    def _admit(self, sequence: Sequence, hit_blocks: list[int], step: PlannedStep) -> None:
         self._pop(sequence)
         self._running[sequence.seq_id] = sequence
         self.pool.share(hit_blocks)
@@ -335,7 +335,7 @@ class Scheduler:
         step.new.append(sequence.as_new())
         self._register_blocks(sequence, self._add_row(sequence, step, hit_blocks), step)
 
-    def _add_row(self, sequence: Sequence, step: _Step, hit_blocks: Iterable[int] = ()) -> StepRow:
+    def _add_row(self, sequence: Sequence, step: PlannedStep, hit_blocks: Iterable[int] = ()) -> StepRow:
         num_tokens = min(step.budget, sequence.num_uncomputed)
         blocks = self.pool.allocate(self._missing_blocks(sequence, step))
         start = sequence.num_computed
@@ -389,37 +389,3 @@ class Scheduler:
             assert sequence.seq_id not in self._running, sequence
         waiting = sum(self.pool.blocks_for(sequence.num_tokens + 1) for sequence in self._waiting.values())
         assert waiting == self._num_waiting_blocks, "the sum of the waiting sequences' blocks is wrong"
-
-
-class _Step:
-    """Owns a plan while it is made, and what has to be undone when the step fails."""
-
-    def __init__(self, step_id: StepId, budget: int, max_rows: int) -> None:
-        self.step_id = step_id
-        self.budget = budget
-        """Tokens that the step can still take."""
-        self.max_rows = max_rows
-        self.sequences: list[Sequence] = []
-        self.rows: list[StepRow] = []
-        """One for each of `sequences`."""
-        self.new: list[NewSequence] = []
-        self.registered: list[int] = []
-        """Blocks that are cached since the step was planned."""
-        self.is_short_of_blocks = False
-
-    @property
-    def is_full(self) -> bool:
-        return self.budget == 0 or len(self.rows) >= self.max_rows
-
-    def add(self, sequence: Sequence, row: StepRow) -> None:
-        self.sequences.append(sequence)
-        self.rows.append(row)
-        self.budget -= row.num_tokens
-
-    def drop(self, sequence: Sequence) -> None:
-        """Remove a preempted sequence from the plan, if it is there."""
-        if sequence in self.sequences:
-            number = self.sequences.index(sequence)
-            self.budget += self.rows[number].num_tokens
-            del self.sequences[number], self.rows[number]
-            self.new = [new for new in self.new if new.seq_id != sequence.seq_id]
