@@ -15,7 +15,6 @@ from millrace.executor.wire.messages import (
     Step,
     StepId,
     StepPlan,
-    StepRow,
     WorkerConfig,
     decode_to_worker,
     encode,
@@ -65,8 +64,8 @@ def _round_trip_us(executor: MultiprocExecutor) -> float:
 def _decode_plan() -> StepPlan:
     """Return a step in which every sequence feeds one token, and one of 16 gets a new block, as with blocks of 16
     tokens."""
-    rows = [StepRow(SeqId(1000 + i), 500 + i, 1, 1, [2000 + i] if i % 16 == 0 else []) for i in range(NUM_SEQUENCES)]
-    return StepPlan(StepId(100_000), 1, depth=1, rows=rows)
+    blocks = [(SeqId(1000 + i), 2000 + i) for i in range(0, NUM_SEQUENCES, 16)]
+    return StepPlan(StepId(100_000), 1, 1, NUM_SEQUENCES, NUM_SEQUENCES, new_blocks=blocks)
 
 
 def _median_us(work: Callable[[], object], times: int) -> float:

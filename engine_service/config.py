@@ -105,6 +105,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_parallel_loading_workers: int | None = None
     enable_prefix_caching: bool = True
     """Whether sequences that begin alike share the KV blocks of their beginning."""
+    run_ahead: bool | None = None
+    """Whether the engine plans a step while the one before it runs. None: where the workers run beside the engine."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -144,6 +146,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             enable_prefix_caching=self.enable_prefix_caching,
+            run_ahead=self.run_ahead,
         )
 
 
@@ -227,6 +230,13 @@ def _make_parser() -> argparse.ArgumentParser:
         action="store_const",
         const=False,
         help="compute every prompt from its first token, also where a cached one begins alike",
+    )
+    parser.add_argument(
+        "--no-run-ahead",
+        dest="run_ahead",
+        action="store_const",
+        const=False,
+        help="plan a step only when the one before it has returned, to compare speeds",
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file with these options, such as max_model_len = 4096")
     return parser

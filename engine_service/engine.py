@@ -57,6 +57,7 @@ class Engine:
         self._executor = executor
         self._generations: dict[SeqId, Generation] = {}
         self._workers = WorkerGroup(executor, config, block_size)
+        self._run_ahead = config.run_ahead
         self._in_flight: deque[tuple[StepPlan, StepFuture]] = deque()
         """Steps that were sent to the workers and have no result yet, oldest first."""
         self._pending_updates: list[Progress] = []
@@ -161,7 +162,7 @@ class Engine:
     # --- steps ---
 
     def step(self) -> list[Progress]:
-        """Send a step to every idle stage, then wait for the oldest step. Return what changed, which may be nothing.
+        """Send as many steps as may be in flight, then wait for the oldest one. Return what changed, which may be nothing.
 
         Raises `Asleep` while the engine sleeps, `WorkersLost` while it drains, and `EngineDead`.
         """
@@ -187,16 +188,16 @@ class Engine:
         return self._fail_lost(self._workers.grow())
 
     def _send_steps(self) -> list[Progress]:
-        """Send one step for each stage, as long as there is work. Return what changed when the workers were lost."""
+        """Send one step for each stage, and with run-ahead one more. Return what changed when the workers were lost."""
         num_stages = self._executor.parallel_sizes[1]
-        while (plan := self.scheduler.schedule(num_stages)) is not None:
+        run_ahead = self._executor.is_asynchronous if self._run_ahead is None else self._run_ahead
+        while (plan := self.scheduler.schedule(num_stages, run_ahead=run_ahead)) is not None:
             self._set_step_limits(plan)
             try:
                 self._in_flight.append((plan, self._executor.execute_model(plan)))
             except ExecutorError as error:
                 return self._handle_step_error(error, plan)
             except BaseException:  # interrupted: the workers may have this step or not
-                self.scheduler.repeat_finished(plan)
                 self._requeue_in_flight()
                 raise
         return []
@@ -243,7 +244,7 @@ class Engine:
 
     def _set_step_limits(self, plan: StepPlan) -> None:
         now_s = time.monotonic()
-        self._step_limits = (now_s, now_s + self._executor.step_limit_s(sum(row.num_tokens for row in plan.rows)))
+        self._step_limits = (now_s, now_s + self._executor.step_limit_s(plan.num_tokens))
 
     # --- failed steps ---
 
@@ -256,7 +257,7 @@ class Engine:
     def _shrink_steps(self, plan: StepPlan) -> bool:
         """Reduce the token budget and requeue the steps in flight. Return whether the workers can go on."""
         budget = self.scheduler.token_budget
-        if not budget.shrink(sum(row.num_tokens for row in plan.rows)):
+        if not budget.shrink(plan.num_tokens):
             return False
         num_sequences = self._requeue_in_flight()
         logger.warning(

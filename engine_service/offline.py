@@ -84,6 +84,7 @@ class LLM:
         pipeline_parallel_size: int = 1,
         max_parallel_loading_workers: int | None = None,
         enable_prefix_caching: bool = True,
+        run_ahead: bool | None = None,
     ) -> None:
         """Load the model. The options are those of `millrace serve`; its --help describes them.
 

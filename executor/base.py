@@ -38,6 +38,11 @@ class Executor(ABC):
     can_resize: bool = False
     """Whether it can go on with fewer ranks."""
 
+    @property
+    @abstractmethod
+    def is_asynchronous(self) -> bool:
+        """Whether the workers compute a step while the caller does something else."""
+
     def __init__(self, config: WorkerConfig, limits: Limits | None = None) -> None:
         self._config = config
         self._limits = limits or Limits()

@@ -70,6 +70,10 @@ class RemoteExecutor(Executor):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(epoch={self._epoch}, ranks={self._handles}, pending={len(self._calls)})"
 
+    @property
+    def is_asynchronous(self) -> bool:
+        return True
+
     # --- placement ---
 
     @abstractmethod
@@ -176,7 +180,7 @@ class RemoteExecutor(Executor):
         pending = self._calls.add(ranks, output_rank(self._config), self._limits.step_s, plan)
         payload = encode(Step(pending.call_id, plan))
         self._recorder.step_sent(pending.sent_s, len(payload), num_in_flight)
-        self._watchdog.step_sent(sum(row.num_tokens for row in plan.rows), pending.sent_s)
+        self._watchdog.step_sent(plan.num_tokens, pending.sent_s)
         self._send(payload, ranks)
         return pending
 

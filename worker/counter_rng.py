@@ -36,20 +36,22 @@ def exponential_variates(row_keys: Tensor, vocab_size: int) -> Tensor:
     return uniform.clamp_(max=LARGEST_UNIFORM).neg_().log1p_().neg_()
 
 
-def row_keys(seeds: list[int], candidates: list[int], output_positions: list[int], device: torch.device) -> Tensor:
-    """Return [R] int64 row keys. The seeds are unsigned 64-bit numbers."""
-    state = torch.tensor([_to_int64(seed) for seed in seeds], device=device)
-    for counters in (candidates, output_positions):
-        state = _mix64(state + (torch.tensor(counters, device=device) + 1) * _to_int64(GOLDEN_GAMMA))
-    return state
+def candidate_stream(seed: int, candidate: int) -> Tensor:
+    """Return `output(seed, candidate)` as an int64. The seed is an unsigned 64-bit number."""
+    return next_keys(torch.tensor(to_int64(seed)), torch.tensor(candidate))
+
+
+def next_keys(states: Tensor, counters: Tensor) -> Tensor:
+    """Return `output(state, counter)` for int64 states and counters of one shape."""
+    return _mix64(states + (counters + 1) * to_int64(GOLDEN_GAMMA))
 
 
 def _mix64(bits: Tensor) -> Tensor:
     """Apply SplitMix64's output function in place."""
     bits ^= _shift_right(bits, 30)
-    bits *= _to_int64(0xBF58476D1CE4E5B9)
+    bits *= to_int64(0xBF58476D1CE4E5B9)
     bits ^= _shift_right(bits, 27)
-    bits *= _to_int64(0x94D049BB133111EB)
+    bits *= to_int64(0x94D049BB133111EB)
     bits ^= _shift_right(bits, 31)
     return bits
 
@@ -59,7 +61,7 @@ def _shift_right(bits: Tensor, count: int) -> Tensor:
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
-def _to_int64(number: int) -> int:
+def to_int64(number: int) -> int:
     """Return the int64 with the bits of an unsigned 64-bit number."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
@@ -67,4 +69,4 @@ def _to_int64(number: int) -> int:
 @cache
 def _increments(vocab_size: int, device: torch.device) -> Tensor:
     """Return [1, V]: what `output` adds to the state for each token id."""
-    return (torch.arange(1, vocab_size + 1, device=device) * _to_int64(GOLDEN_GAMMA)).unsqueeze(0)
+    return (torch.arange(1, vocab_size + 1, device=device) * to_int64(GOLDEN_GAMMA)).unsqueeze(0)

@@ -47,6 +47,10 @@ class PlanError(RankError):
     """Raised when a rank cannot run a step plan: another epoch, no KV pool, or an unsupported operation."""
 
 
+class StepSkipped(RankError):
+    """Raised when a rank is sent a step that was planned before the engine knew of the failure of an earlier one."""
+
+
 def unsupported(what: str) -> ModelError:
     """A `ModelError` for a model that this version would compute wrongly."""
     return ModelError(f"{what}, which is not supported: use another model")

@@ -1,34 +1,32 @@
-"""The state of each sequence between steps, and the flat batch that is made of a plan.
+"""The state of each sequence between steps, and the flat batch of a step.
 
-Shapes: R rows of the step, T tokens of all rows one after the other, P blocks in the longest row's block table, M rows
-that yield a token.
+The decode rows that go on are kept as tensors, so a step of such rows alone costs a few tensor operations, however many
+there are. Other rows are listed in the plan.
 
-    row 0: a prompt's chunk        row 1: decode  row 2: decode
-    input_ids       a4 a5 a6 a7    b9             c2
-    positions        4  5  6  7     9              2
-    query_starts     0              4              5              6 = T
-    kv_lens                  8             10              3
-    sample_indices           3              4              5     M = 3, if row 0 reaches its sequence's last token
+Shapes: S slots, R rows of the step, D of them decode rows that go on, T tokens of all rows one after the other, P blocks in
+the longest row's block table, M rows that yield a token.
+
+    row 0: decode  row 1: decode  row 2: a prompt's chunk
+    input_ids       b9             c2             a4 a5 a6 a7
+    positions        9              2              4  5  6  7
+    query_starts     0              1              2             6 = T
+    kv_lens         10              3                       8
+    sample_indices   0              1                       5     M = 3, if row 2 reaches its sequence's last token
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from millrace.executor.wire.messages import RowSampling, SeqId, StepId, StepPlan, StepRow
+from millrace.executor.wire.messages import NO_TOKEN, NULL_BLOCK, NewSequence, SeqId, StepPlan
+from millrace.worker.errors import PlanError
 from millrace.worker.kv_pool import num_blocks_for
-
-
-class SampledRow(NamedTuple):
-    """A row that yields a token."""
-
-    seq_id: SeqId
-    sampling: RowSampling
-    output_position: int
+from millrace.worker.sampling_rows import SamplingRows, SamplingTable
 
 
 @dataclass(frozen=True)
@@ -38,13 +36,13 @@ class StepBatch:
     input_ids: Tensor  # [1, T]
     positions: Tensor  # [1, T]
     slot_mapping: Tensor  # [T]
-    block_tables: Tensor  # [R, P], block 0 past a row's end
+    block_tables: Tensor  # [R, P] int32, block 0 past a row's end
     sample_indices: Tensor  # [M]
     query_starts: list[int]
     """R + 1 offsets into the T tokens."""
     kv_lens: list[int]
     """Per row: tokens of its sequence in the KV pool after this step."""
-    sampled_rows: list[SampledRow]
+    sampled: SampledRows
     derived: dict[Any, Any] = field(default_factory=dict)
     """What an attention implementation computes once per step and uses in every layer."""
 
@@ -53,133 +51,234 @@ class StepBatch:
         return len(self.kv_lens)
 
 
+@dataclass(frozen=True)
+class SampledRows:
+    """The rows of a step that yield a token."""
+
+    seq_ids: list[SeqId]
+    slots: Tensor  # [M]
+    sampling: SamplingRows
+
+
 @dataclass(slots=True)
 class SequenceState:
     """Owns what the worker knows of one sequence."""
 
     token_ids: list[int]
+    """The tokens that came with the plan. The worker keeps only the last one of those that it has sampled since."""
     num_prompt_tokens: int
-    sampling: RowSampling
     slot: int
-    """Row of the block table matrix."""
+    """Its row in the tensors that have one for each sequence."""
     num_blocks: int = 0
-    sampled_by: StepId | None = None
-    """The last step that sampled a token for it."""
-    is_failed: bool = False
-    """A step had no valid token for it. Rows of plans that were sent before the engine knew are not run."""
+    micro_batch: int | None = None
+    """Set while its decode row goes on."""
+
+
+@dataclass
+class DecodeRows:
+    """Owns the decode rows of one micro-batch that go on."""
+
+    seq_ids: list[SeqId]
+    slots: Tensor  # [D]
+    positions: Tensor  # [D], of the token to feed next
+
+    def retain(self, indices: list[int]) -> None:
+        """Keep these rows."""
+        kept = torch.tensor(indices, dtype=torch.int64)
+        self.seq_ids = [self.seq_ids[index] for index in indices]
+        self.slots, self.positions = self.slots[kept], self.positions[kept]
+
+    def advance(self, seq_ids: list[SeqId], slots: list[int], positions: list[int]) -> None:
+        """Count a step, after which these rows go on too."""
+        self.positions = self.positions + 1
+        if seq_ids:
+            self.seq_ids = self.seq_ids + seq_ids
+            self.slots = torch.cat([self.slots, torch.tensor(slots)])
+            self.positions = torch.cat([self.positions, torch.tensor(positions)])
+
+
+@dataclass
+class ListedRows:
+    """The rows that a plan lists, flattened."""
+
+    slots: list[int] = field(default_factory=list)
+    kv_lens: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=lambda: [0])
+    """Of the rows' tokens, and one past the end."""
+    positions: list[int] = field(default_factory=list)
+    token_slots: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """NO_TOKEN stands for the token that the sequence sampled last."""
+    sampled_ids: list[SeqId] = field(default_factory=list)
+    sampled_slots: list[int] = field(default_factory=list)
+    sampled_ends: list[int] = field(default_factory=list)
+    sample_offsets: list[int] = field(default_factory=list)
+
+
+def _no_rows() -> DecodeRows:
+    return DecodeRows([], torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
 
 
 class InputBatch:
-    """Owns the state of the running sequences on this rank: token ids, sampling and block tables."""
+    """Owns the state of the running sequences on this rank: tokens, sampling and block tables. All tensors but the sampled
+    tokens are on the host."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._device = device
         self._sequences: dict[SeqId, SequenceState] = {}
-        self._tables = torch.zeros(max_num_seqs, num_blocks_for(max_model_len, block_size), dtype=torch.int64)
+        self._decodes: defaultdict[int, DecodeRows] = defaultdict(_no_rows)
+        """By micro-batch."""
         self._free_slots = list(range(max_num_seqs))
-
-    def update(self, plan: StepPlan) -> list[SeqId]:
-        """Apply the plan's differences. Return the sequences whose rows cannot run because an earlier step failed."""
-        # Finished before new: a preempted sequence comes back under its old id, possibly in the same plan.
-        for seq_id in plan.finished:
-            if (known := self._sequences.pop(seq_id, None)) is not None:
-                self._free_slots.append(known.slot)
-        for new in plan.new:
-            assert new.seq_id not in self._sequences, f"sequence {new.seq_id} exists already"
-            slot = self._take_slot()
-            state = SequenceState(list(new.token_ids), new.num_prompt_tokens, new.sampling, slot)
-            self._sequences[new.seq_id] = state
-        for row in plan.rows:
-            self._update_row(plan.step_id, row)
-        return [row.seq_id for row in plan.rows if self._sequences[row.seq_id].is_failed]
-
-    def batch(self, plan: StepPlan) -> StepBatch | None:
-        """Flatten the rows of a plan that `update` has applied. None if no row can run."""
-        rows = [row for row in plan.rows if not self._sequences[row.seq_id].is_failed]
-        if not rows:
-            return None
-        input_ids: list[int] = []
-        positions: list[int] = []
-        row_of_token: list[int] = []
-        query_starts = [0]
-        sample_indices: list[int] = []
-        sampled_rows: list[SampledRow] = []
-        for index, row in enumerate(rows):
-            sequence = self._sequences[row.seq_id]
-            end = row.start + row.num_tokens
-            input_ids += sequence.token_ids[row.start : end]
-            positions += range(row.start, end)
-            row_of_token += [index] * row.num_tokens
-            query_starts.append(len(input_ids))
-            if row.samples:
-                sample_indices.append(len(input_ids) - 1)
-                sampled_rows.append(SampledRow(row.seq_id, sequence.sampling, end - sequence.num_prompt_tokens))
-        block_tables = self._block_tables(rows)
-        return StepBatch(
-            input_ids=self._to_device(torch.tensor([input_ids])),
-            positions=self._to_device(torch.tensor([positions])),
-            slot_mapping=self._to_device(
-                self._slots(block_tables, torch.tensor(row_of_token), torch.tensor(positions))
-            ),
-            block_tables=self._to_device(block_tables),
-            sample_indices=self._to_device(torch.tensor(sample_indices, dtype=torch.int64)),
-            query_starts=query_starts,
-            kv_lens=[row.start + row.num_tokens for row in rows],
-            sampled_rows=sampled_rows,
-        )
-
-    def record(self, step_id: StepId, seq_id: SeqId, token_id: int) -> None:
-        """Append the token that a step sampled. Later rows may feed it."""
-        sequence = self._sequences[seq_id]
-        sequence.token_ids.append(token_id)
-        sequence.sampled_by = step_id
-
-    def mark_failed(self, seq_id: SeqId) -> None:
-        """Stop running the rows of a sequence, until a plan lists it in `finished`."""
-        self._sequences[seq_id].is_failed = True
+        self._tables = torch.zeros(max_num_seqs, num_blocks_for(max_model_len, block_size), dtype=torch.int32)
+        self._prompt_lens = torch.zeros(max_num_seqs, dtype=torch.int64)
+        self._sampling = SamplingTable(max_num_seqs)
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        """The token sampled last by slot, NO_TOKEN once a row of the sequence has failed."""
 
     @property
     def num_sequences(self) -> int:
         return len(self._sequences)
 
-    def _update_row(self, step_id: StepId, row: StepRow) -> None:
-        sequence = self._sequences[row.seq_id]
-        self._append_blocks(sequence, row.new_blocks)
-        if sequence.is_failed:
-            return
-        end = row.start + row.num_tokens
-        assert row.num_tokens > 0 and end <= len(sequence.token_ids), f"{row} feeds unknown tokens"
-        assert end <= sequence.num_blocks * self._block_size, f"{row} has no block for position {end - 1}"
-        assert row.samples == (end == len(sequence.token_ids)), f"{row}, but {len(sequence.token_ids)} tokens are known"
-        if row.input_lag > 0:
-            assert sequence.sampled_by == step_id - row.input_lag, f"{row} of step {step_id}: {sequence.sampled_by=}"
-            assert end == len(sequence.token_ids), f"{row} does not feed the token sampled last"
+    def update(self, plan: StepPlan) -> StepBatch | None:
+        """Apply the plan's differences and return the batch of its step; None if it has no rows.
+
+        Raises `PlanError` when the rows are not those that the engine means.
+        """
+        self._remove(plan)
+        self._add(plan.new)
+        for seq_id, block_id in plan.new_blocks:
+            self._append_blocks(self._sequences[seq_id], [block_id])
+        for row in plan.rows:
+            self._append_blocks(self._sequences[row.seq_id], row.new_blocks)
+        decodes = self._decodes[plan.micro_batch]
+        num_tokens = len(decodes.seq_ids) + sum(row.num_tokens for row in plan.rows)
+        if num_tokens != plan.num_tokens:
+            raise PlanError(f"step {plan.step_id} has {plan.num_tokens} tokens, but this rank has {num_tokens}")
+        if num_tokens == 0:
+            return None
+        return self._batch(plan, decodes)
+
+    def record(self, rows: SampledRows, token_ids: Tensor) -> Tensor:
+        """Keep the sampled ids [M], on the device, for the rows that feed them. Return them with NO_TOKEN for the rows of
+        sequences that had failed before."""
+        token_ids = token_ids.masked_fill(self._last_tokens[rows.slots] == NO_TOKEN, NO_TOKEN)
+        self._last_tokens[rows.slots] = token_ids
+        return token_ids
+
+    # --- differences ---
+
+    def _remove(self, plan: StepPlan) -> None:
+        """Drop finished sequences, and take out decode rows that do not go on."""
+        leaving: list[SequenceState] = []
+        for seq_id in plan.finished:
+            if (known := self._sequences.pop(seq_id, None)) is not None:
+                self._free_slots.append(known.slot)
+                self._sampling.clear(known.slot)
+                leaving.append(known)
+        others = [*plan.paused, *(row.seq_id for row in plan.rows)]
+        leaving += [self._sequences[seq_id] for seq_id in others if seq_id in self._sequences]
+        changed = {state.micro_batch for state in leaving} - {None}
+        for state in leaving:
+            state.micro_batch = None
+        for number in changed:
+            assert number is not None
+            rows = self._decodes[number]
+            states = (self._sequences.get(seq_id) for seq_id in rows.seq_ids)
+            rows.retain([i for i, state in enumerate(states) if state is not None and state.micro_batch == number])
+
+    def _add(self, new: list[NewSequence]) -> None:
+        for each in new:
+            assert each.seq_id not in self._sequences, f"sequence {each.seq_id} exists already"
+            slot = self._take_slot()
+            self._sequences[each.seq_id] = SequenceState(list(each.token_ids), each.num_prompt_tokens, slot)
+            self._tables[slot] = NULL_BLOCK
+            self._prompt_lens[slot] = each.num_prompt_tokens
+            self._sampling.set(slot, each.sampling)
+        if new:
+            slots = torch.tensor([self._sequences[each.seq_id].slot for each in new])
+            self._last_tokens[self._to_device(slots)] = 0
 
     def _append_blocks(self, sequence: SequenceState, block_ids: list[int]) -> None:
-        if not block_ids:
-            return
-        end = sequence.num_blocks + len(block_ids)
-        self._tables[sequence.slot, sequence.num_blocks : end] = torch.tensor(block_ids)
-        sequence.num_blocks = end
+        if block_ids:
+            end = sequence.num_blocks + len(block_ids)
+            self._tables[sequence.slot, sequence.num_blocks : end] = torch.tensor(block_ids, dtype=torch.int32)
+            sequence.num_blocks = end
 
     def _take_slot(self) -> int:
         if not self._free_slots:
             count = self._tables.shape[0]
-            self._tables = torch.cat([self._tables, torch.zeros_like(self._tables)])
+            self._tables, self._prompt_lens, self._last_tokens = (
+                torch.cat([each, torch.zeros_like(each)])
+                for each in (self._tables, self._prompt_lens, self._last_tokens)
+            )
+            self._sampling.grow()
             self._free_slots = list(range(count, 2 * count))
-        slot = self._free_slots.pop()
-        self._tables[slot] = 0
-        return slot
+        return self._free_slots.pop()
 
-    def _block_tables(self, rows: list[StepRow]) -> Tensor:  # [R, P]
-        slots = torch.tensor([self._sequences[row.seq_id].slot for row in rows])
-        longest = max(row.start + row.num_tokens for row in rows)
-        return self._tables[slots, : num_blocks_for(longest, self._block_size)]
+    # --- the batch ---
 
-    def _slots(self, block_tables: Tensor, row_of_token: Tensor, positions: Tensor) -> Tensor:  # [T]
-        blocks = block_tables[row_of_token, positions // self._block_size]
-        return blocks * self._block_size + positions % self._block_size
+    def _batch(self, plan: StepPlan, decodes: DecodeRows) -> StepBatch:
+        count, listed = len(decodes.seq_ids), self._list_rows(plan)
+        ends = decodes.positions + 1
+        positions = _extended(decodes.positions, listed.positions)
+        token_slots = _extended(decodes.slots, listed.token_slots)
+        blocks = self._tables[token_slots, positions // self._block_size]
+        assert bool((blocks != NULL_BLOCK).all()), f"step {plan.step_id} has a row without a block for its position"
+        kv_lens = ends.tolist() + listed.kv_lens
+        width = num_blocks_for(max(kv_lens), self._block_size)
+        row_slots = _extended(decodes.slots, listed.slots)
+        sampled_slots = _extended(decodes.slots, listed.sampled_slots)
+        output_positions = _extended(ends, listed.sampled_ends) - self._prompt_lens[sampled_slots]
+        batch = StepBatch(
+            input_ids=self._input_ids(token_slots, count, listed.token_ids).unsqueeze(0),
+            positions=self._to_device(positions.unsqueeze(0)),
+            slot_mapping=self._to_device(blocks * self._block_size + positions % self._block_size),
+            block_tables=self._to_device(self._tables[:, :width].index_select(0, row_slots)),
+            sample_indices=self._to_device(_extended(torch.arange(count), [count + i for i in listed.sample_offsets])),
+            query_starts=list(range(count)) + [count + offset for offset in listed.offsets],
+            kv_lens=kv_lens,
+            sampled=SampledRows(
+                decodes.seq_ids + listed.sampled_ids,
+                self._to_device(sampled_slots),
+                self._sampling.rows(sampled_slots, output_positions),
+            ),
+        )
+        decodes.advance(listed.sampled_ids, listed.sampled_slots, listed.sampled_ends)
+        return batch
+
+    def _list_rows(self, plan: StepPlan) -> ListedRows:
+        """Flatten the plan's own rows. Those that yield a token go on from now on."""
+        listed = ListedRows()
+        for row in plan.rows:
+            state, end = self._sequences[row.seq_id], row.start + row.num_tokens
+            num_known = len(state.token_ids)
+            assert end <= num_known or row.num_tokens == 1, f"{row}, but {num_known} tokens are known"
+            listed.slots.append(state.slot)
+            listed.kv_lens.append(end)
+            listed.positions += range(row.start, end)
+            listed.token_slots += [state.slot] * row.num_tokens
+            # Behind the known tokens only the device knows the token that was sampled last.
+            listed.token_ids += state.token_ids[row.start : end] if end <= num_known else [NO_TOKEN]
+            listed.offsets.append(len(listed.positions))
+            if end >= num_known:
+                state.micro_batch = plan.micro_batch
+                listed.sampled_ids.append(row.seq_id)
+                listed.sampled_slots.append(state.slot)
+                listed.sampled_ends.append(end)
+                listed.sample_offsets.append(len(listed.positions) - 1)
+        return listed
+
+    def _input_ids(self, token_slots: Tensor, num_decodes: int, listed_ids: list[int]) -> Tensor:  # [T]
+        sampled = self._last_tokens[self._to_device(token_slots)].clamp_(min=0)  # a failed row computes anything
+        if not listed_ids:
+            return sampled
+        known = self._to_device(torch.tensor([NO_TOKEN] * num_decodes + listed_ids))
+        return torch.where(known == NO_TOKEN, sampled, known)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
+
+
+def _extended(tensor: Tensor, values: list[int]) -> Tensor:
+    return torch.cat([tensor, torch.tensor(values, dtype=tensor.dtype)]) if values else tensor

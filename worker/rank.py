@@ -98,14 +98,24 @@ class Rank:
         self.runner = self._make_runner(self._pool)
         logger.debug("%r on %s", self._pool, self._device)
 
-    def execute_model(self, plan: StepPlan) -> StepResult:
-        if self.runner is None:
-            reason = "it sleeps: call wake_up" if self._num_blocks else "there is no KV pool yet: call initialize_cache"
-            raise PlanError(f"this rank cannot run steps, {reason} first")
+    def launch(self, plan: StepPlan) -> None:
+        runner = self._require_runner()
         if plan.epoch != self._epoch:
             raise PlanError(f"the plan is of epoch {plan.epoch}, this rank is in epoch {self._epoch}: drop the plan")
         self._num_steps += 1
-        return self.runner.execute_model(plan)
+        runner.launch(plan)
+
+    def collect(self) -> StepResult:
+        return self._require_runner().collect()
+
+    def is_result_ready(self) -> bool:
+        return self._require_runner().is_result_ready()
+
+    def _require_runner(self) -> Runner:
+        if self.runner is None:
+            reason = "it sleeps: call wake_up" if self._num_blocks else "there is no KV pool yet: call initialize_cache"
+            raise PlanError(f"this rank cannot run steps, {reason} first")
+        return self.runner
 
     def check_health(self) -> None:
         torch.ones(1, device=self._device).add_(1).item()
@@ -210,7 +220,8 @@ class Rank:
         pool = self._make_pool(2)
         torch.cuda.reset_peak_memory_stats(self._device)
         runner = self._make_runner(pool)
-        runner.execute_model(plan)
+        runner.launch(plan)
+        runner.collect()
         runner.finish()
         peak = torch.cuda.max_memory_allocated(self._device) - pool.num_bytes()
         torch.cuda.empty_cache()

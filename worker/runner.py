@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from millrace.executor.wire.messages import (
+    NO_TOKEN,
     NewSequence,
     RowFailure,
     RowSampling,
@@ -21,12 +24,45 @@ from millrace.executor.wire.messages import (
     StepRow,
 )
 from millrace.worker.attention.interface import STEP_KEYWORD, Attention, ForwardStep
-from millrace.worker.errors import PlanError
-from millrace.worker.input_batch import InputBatch, SampledRow, StepBatch
+from millrace.worker.errors import PlanError, StepSkipped
+from millrace.worker.input_batch import InputBatch, SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool, num_blocks_for
-from millrace.worker.sampler import Sampled, sample
+from millrace.worker.sampler import sample
 
 logger = logging.getLogger("millrace.worker")
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step whose result has not been collected."""
+
+    plan: StepPlan
+    rows: SampledRows | None
+    """None if this rank returns no tokens."""
+    token_ids: Tensor | None  # [M], on the host, filled when `done` has happened
+    done: torch.cuda.Event | None
+    """None on a CPU, which has computed the step already."""
+    began: torch.cuda.Event | None
+    host_s: float
+    """Duration of the launch, which on a CPU is that of the step."""
+
+    def is_ready(self) -> bool:
+        return self.done is None or self.done.query()
+
+    def result(self) -> StepResult:
+        """Wait for the step and return its result."""
+        device_s = self.host_s
+        if self.done is not None and self.began is not None:
+            self.done.synchronize()
+            device_s = self.began.elapsed_time(self.done) / 1000
+        token_ids = self.token_ids.tolist() if self.token_ids is not None else []
+        failures = [self._failure(index) for index, token_id in enumerate(token_ids) if token_id == NO_TOKEN]
+        return StepResult(self.plan.step_id, self.plan.epoch, token_ids, failures, device_s)
+
+    def _failure(self, index: int) -> RowFailure:
+        assert self.rows is not None
+        position = int(self.rows.sampling.output_positions[index])
+        return RowFailure(self.rows.seq_ids[index], "nan_logits", f"no finite logit at output {position} or before it")
 
 
 class Runner:
@@ -39,27 +75,39 @@ class Runner:
         self._attention = attention
         self._pool = pool
         self._sequences = InputBatch(max_num_seqs, max_model_len, pool.block_size, model.device)
+        self._launched: deque[LaunchedStep] = deque()
+        self._has_failed = False
+        """Whether a step has failed, and the engine may not know it yet."""
 
     @torch.inference_mode()
-    def execute_model(self, plan: StepPlan) -> StepResult:
-        """Run one step. Raises `PlanError`, and torch's own error when memory runs out."""
+    def launch(self, plan: StepPlan) -> None:
+        """Begin one step. On a CPU it is computed here. Raises `PlanError`, `StepSkipped`, and torch's own error when memory
+        runs out."""
+        if plan.depth == 1:
+            self._has_failed = False
+            self._launched.clear()
+        if self._has_failed:
+            raise StepSkipped(f"step {plan.step_id} was planned before the failure of an earlier step was known")
         if plan.swap_out or plan.swap_in:
             raise PlanError("there is no host memory tier: swap_out and swap_in must be empty")
-        self._pool.copy_blocks(plan.copy)
-        failed_ids = self._sequences.update(plan)
-        failures = [
-            RowFailure(seq_id, "nan_logits", "an earlier step of this sequence failed") for seq_id in failed_ids
-        ]
-        batch = self._sequences.batch(plan)
-        if batch is None:
-            return StepResult(plan.step_id, plan.epoch, [], [], [], failures)
-        started_s = time.perf_counter()
-        sampled = self._sample(plan.step_id, batch)
-        device_s = time.perf_counter() - started_s
-        if sampled is None:
-            return StepResult(plan.step_id, plan.epoch, [], [], [], failures, device_s)
-        seq_ids, token_ids, failed = self._record(plan.step_id, batch.sampled_rows, sampled)
-        return StepResult(plan.step_id, plan.epoch, seq_ids, [1] * len(seq_ids), token_ids, failures + failed, device_s)
+        self._has_failed = True
+        self._launched.append(self._launch(plan))
+        self._has_failed = False
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step that was launched, and return its result."""
+        if not self._launched:
+            raise StepSkipped("an earlier step has failed")
+        try:
+            return self._launched.popleft().result()
+        except Exception:
+            self._has_failed = True
+            self._launched.clear()
+            raise
+
+    def is_result_ready(self) -> bool:
+        """Whether `collect` would return at once."""
+        return not self._launched or self._launched[0].is_ready()
 
     @torch.inference_mode()
     def compute_logits(self, batch: StepBatch) -> Tensor:
@@ -71,28 +119,29 @@ class Runner:
     def finish(self) -> None:
         """Wait for transfers of earlier steps and release their tensors. One rank has none."""
 
-    def _sample(self, step_id: StepId, batch: StepBatch) -> Sampled | None:
-        """Run the batch. Return its tokens, or None if another rank samples them."""
-        return sample(self.compute_logits(batch), batch.sampled_rows)
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        self._pool.copy_blocks(plan.copy)
+        batch = self._sequences.update(plan)
+        began_s, began = time.perf_counter(), self._record_event()
+        token_ids = self._sample(plan, batch) if batch is not None else None
+        rows = batch.sampled if batch is not None and token_ids is not None else None
+        if token_ids is not None and token_ids.is_cuda:
+            token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True).copy_(
+                token_ids, non_blocking=True
+            )
+        return LaunchedStep(plan, rows, token_ids, self._record_event(), began, time.perf_counter() - began_s)
 
-    def _record(
-        self, step_id: StepId, rows: list[SampledRow], sampled: Sampled
-    ) -> tuple[list[SeqId], list[int], list[RowFailure]]:
-        """Append the tokens to their sequences. Return the ids of these, the tokens, and the rows that failed."""
-        seq_ids: list[SeqId] = []
-        token_ids: list[int] = []
-        failures: list[RowFailure] = []
-        for row, token_id, is_valid in zip(rows, sampled.token_ids, sampled.is_valid, strict=True):
-            if not is_valid:
-                self._sequences.mark_failed(row.seq_id)
-                failures.append(
-                    RowFailure(row.seq_id, "nan_logits", f"no finite logit at output {row.output_position}")
-                )
-                continue
-            self._sequences.record(step_id, row.seq_id, token_id)
-            seq_ids.append(row.seq_id)
-            token_ids.append(token_id)
-        return seq_ids, token_ids, failures
+    def _sample(self, plan: StepPlan, batch: StepBatch) -> Tensor | None:
+        """Run the batch. Return its tokens, or None if another rank samples them."""
+        return self._sequences.record(batch.sampled, sample(self.compute_logits(batch), batch.sampled.sampling))
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        """Note the present end of the device's queue of work; None on a CPU."""
+        if self._model.device.type == "cpu":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def _forward_arguments(self, batch: StepBatch) -> dict[str, Any]:
         return {
@@ -128,5 +177,5 @@ def largest_prefill(num_tokens: int, max_num_seqs: int, max_model_len: int, bloc
         length = num_fed if index else max_model_len
         new.append(NewSequence(SeqId(index), [0] * length, length, sampling))
         blocks = [1] * num_blocks_for(length, block_size)
-        rows.append(StepRow(SeqId(index), length - num_fed, num_fed, 0, blocks))
-    return StepPlan(StepId(0), 0, 1, rows, new)
+        rows.append(StepRow(SeqId(index), length - num_fed, num_fed, blocks))
+    return StepPlan(StepId(0), 0, 1, sum(row.num_tokens for row in rows), num_rows, rows, new)

@@ -10,13 +10,12 @@ Shapes: M rows that yield a token, R of them with temperature > 0, V token ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from millrace.worker.counter_rng import exponential_variates, row_keys
-from millrace.worker.input_batch import SampledRow
+from millrace.executor.wire.messages import NO_TOKEN
+from millrace.worker.counter_rng import exponential_variates, next_keys
+from millrace.worker.sampling_rows import SamplingRows
 
 ENTRIES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Entries of [R, V] that are processed at a time. Bounds the memory, and fits into a CPU's cache."""
@@ -24,60 +23,33 @@ TOP_P_WIDTHS = (64, 1024)
 """Numbers of most likely ids that are searched for a top_p floor, before all ids are sorted."""
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """One entry per row, in order."""
-
-    token_ids: list[int]
-    is_valid: list[bool]
-    """False if the largest logit was NaN or infinite; -inf means that no id was allowed."""
-
-
-def sample(logits: Tensor, rows: list[SampledRow]) -> Sampled:
-    """Draw one token for each row of logits [M, V]. May change the logits in place."""
+def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Draw one token for each row of logits [M, V]. Return the ids [M] on the device of the logits, NO_TOKEN for rows whose
+    largest logit is NaN or infinite; -inf means that no id was allowed. May change the logits in place."""
     logits = logits.float()
-    _mask_end_tokens(logits, rows)
-    peaks, token_ids = logits.max(dim=-1)
-    drawn = [index for index, row in enumerate(rows) if row.sampling.temperature > 0.0]
-    rows_at_once = max(1, ENTRIES_AT_ONCE[logits.device.type] // logits.shape[1])
-    for begin in range(0, len(drawn), rows_at_once):
-        part = drawn[begin : begin + rows_at_once]
-        where = torch.tensor(part, device=logits.device)
-        token_ids[where] = _draw(logits[where] - peaks[where].unsqueeze(1), [rows[index] for index in part])
-    ids, valid = torch.stack([token_ids, peaks.isfinite().long()]).tolist()
-    return Sampled(token_ids=ids, is_valid=[bool(flag) for flag in valid])
-
-
-def _mask_end_tokens(logits: Tensor, rows: list[SampledRow]) -> None:
-    """Set the logits of end tokens to -inf in rows that have less than min_tokens."""
-    pairs = [
-        (index, token_id)
-        for index, row in enumerate(rows)
-        if row.output_position < row.sampling.min_tokens
-        for token_id in row.sampling.end_token_ids
-    ]
-    if pairs:
-        indices, token_ids = torch.tensor(pairs, device=logits.device).unbind(1)
+    if rows.forbidden:
+        indices, token_ids = torch.tensor(rows.forbidden, device=logits.device).unbind(1)
         logits[indices, token_ids] = float("-inf")
+    peaks, token_ids = logits.max(dim=-1)
+    drawn = rows.temperatures.nonzero().squeeze(1)
+    rows_at_once = max(1, ENTRIES_AT_ONCE[logits.device.type] // logits.shape[1])
+    for part in drawn.split(rows_at_once) if len(drawn) else ():
+        where = part.to(logits.device)
+        token_ids[where] = _draw(logits[where] - peaks[where].unsqueeze(1), rows.select(part))
+    return token_ids.masked_fill_(~peaks.isfinite(), NO_TOKEN)
 
 
-def _draw(logits: Tensor, rows: list[SampledRow]) -> Tensor:
+def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Draw [R] token ids from logits [R, V]. The maximum of each row is 0, so tiny temperatures give finite values."""
-    settings = [row.sampling for row in rows]
-    temperatures = _column([each.temperature for each in settings], logits)
-    scaled = logits / temperatures.clamp(min=torch.finfo(torch.float32).tiny)
-    floors = _column([each.min_p for each in settings], logits).log()
-    if any(each.top_k > 0 for each in settings):
-        floors = _top_k_floors(scaled, [each.top_k for each in settings], floors)
-    if any(each.top_p < 1.0 for each in settings):
-        floors = _top_p_floors(scaled, [each.top_p for each in settings], floors)
+    device = logits.device
+    scaled = logits / rows.temperatures.to(device).clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    floors = rows.min_p.to(device).unsqueeze(1).log()
+    if bool(rows.top_k.any()):
+        floors = _top_k_floors(scaled, rows.top_k.tolist(), floors)
+    if bool((rows.top_p < 1.0).any()):
+        floors = _top_p_floors(scaled, rows.top_p.tolist(), floors)
     scaled.masked_fill_(scaled < floors, float("-inf"))
-    keys = row_keys(
-        [each.seed for each in settings],
-        [each.candidate for each in settings],
-        [row.output_position for row in rows],
-        logits.device,
-    )
+    keys = next_keys(rows.streams, rows.output_positions).to(device)
     log_variates = exponential_variates(keys, logits.shape[1]).log_()
     return torch.sub(scaled, log_variates, out=log_variates).argmax(dim=-1)
 
@@ -112,8 +84,3 @@ def _top_p_floors(scaled: Tensor, top_p: list[float], floors: Tensor) -> Tensor:
     is_reached[:, -1] = True  # with top_p near 1 the rounded sums may miss the target
     last = is_reached.int().argmax(dim=-1, keepdim=True)
     return floors.index_put((where,), torch.maximum(floor, largest.gather(1, last)))
-
-
-def _column(values: list[float], like: Tensor) -> Tensor:
-    """Return a [R, 1] float32 tensor on the device of `like`."""
-    return torch.tensor(values, dtype=torch.float32, device=like.device).unsqueeze(1)

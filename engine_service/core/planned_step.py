@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+from millrace.engine_service.core.micro_batch import MicroBatch
 from millrace.engine_service.core.sequence import Sequence
-from millrace.executor.wire.messages import NewSequence, StepId, StepRow
+from millrace.executor.wire.messages import NewSequence, SeqId, StepId, StepRow
 
 
 class PlannedStep:
     """Owns a plan while it is made, and what has to be undone when the step fails."""
 
-    def __init__(self, step_id: StepId, budget: int, max_rows: int) -> None:
+    def __init__(self, step_id: StepId, micro_batch: MicroBatch, budget: int, max_rows: int) -> None:
         self.step_id = step_id
+        self.micro_batch = micro_batch
         self.budget = budget
         """Tokens that the step can still take."""
         self.max_rows = max_rows
-        self.sequences: list[Sequence] = []
-        self.rows: list[StepRow] = []
-        """One for each of `sequences`."""
+        """Rows that it can still take."""
+        self.added: list[tuple[Sequence, StepRow]] = []
+        """The rows that are not decode rows which go on."""
         self.new: list[NewSequence] = []
+        self.new_blocks: list[tuple[Sequence, int]] = []
+        """Of decode rows that go on."""
         self.registered: list[int] = []
         """Blocks that are cached since the step was planned."""
         self.is_short_of_blocks = False
+        # From here on: set when the plan is complete.
+        self.sampled: list[Sequence] = []
+        """The sequences that get a token, in the order of the result."""
+        self.paused: list[Sequence] = []
+        self.finished: list[SeqId] = []
 
     @property
     def is_full(self) -> bool:
-        return self.budget == 0 or len(self.rows) >= self.max_rows
+        return self.budget == 0 or self.max_rows <= 0
 
     def add(self, sequence: Sequence, row: StepRow) -> None:
-        self.sequences.append(sequence)
-        self.rows.append(row)
+        self.added.append((sequence, row))
         self.budget -= row.num_tokens
+        self.max_rows -= 1
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a preempted sequence from the plan, if it is there."""
-        if sequence in self.sequences:
-            number = self.sequences.index(sequence)
-            self.budget += self.rows[number].num_tokens
-            del self.sequences[number], self.rows[number]
-            self.new = [new for new in self.new if new.seq_id != sequence.seq_id]
+        for number, (other, row) in enumerate(self.added):
+            if other is sequence:
+                self.budget += row.num_tokens
+                self.max_rows += 1
+                del self.added[number]
+                self.new = [new for new in self.new if new.seq_id != sequence.seq_id]
+                return
+        self.new_blocks = [pair for pair in self.new_blocks if pair[0] is not sequence]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import msgspec
 
 from millrace.engine_service.core.block_pool import BlockPool, PoolStats
 from millrace.engine_service.core.crash_policy import Suspects
+from millrace.engine_service.core.micro_batch import MicroBatch
 from millrace.engine_service.core.planned_step import PlannedStep
 from millrace.engine_service.core.sequence import Sequence, StopReason
 from millrace.engine_service.core.token_budget import TokenBudget
@@ -31,6 +32,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in one step, prefill and decode together."""
     enable_prefix_caching: bool = True
     """Whether sequences that begin alike share the blocks of their beginning."""
+    run_ahead: bool | None = None
+    """Whether the engine plans a step while the one before it runs. None: where the workers run beside the engine."""
 
 
 class Advance(msgspec.Struct, frozen=True):
@@ -52,10 +55,14 @@ class Scheduler:
     """Owns the queue of waiting sequences, the running sequences, the token budget and the block pool.
 
     `schedule()` makes the plan of the next step and advances the sequences as if the step had succeeded; `apply()` applies
-    its result. Between the two the step is in flight, and its sequences keep their blocks. When a step is lost with its
-    workers, `restart()` puts all sequences back to waiting and keeps their tokens.
+    its result. Between the two the step is in flight. Steps run in the order in which they were planned, so a later one
+    can be given the blocks that a step in flight still uses. When a step is lost with its workers, `restart()` puts all
+    sequences back to waiting and keeps their tokens.
 
-    A block is cached as soon as a step is planned that fills it: steps run in order, and within one all keys and values of a
+    A running sequence is a member of a micro-batch, so it has a decode row in each of its steps, or it is ready for a row of
+    another kind (a chunk of its prompt, or its first decode row after a pause), or its last row is in flight.
+
+    A block is cached as soon as a step is planned that fills it with known tokens: within a step all keys and values of a
     layer are written before any are read. So of sequences that arrive together one computes what they share. When the step
     fails, what it was to fill is taken out of the cache.
     """
@@ -71,10 +78,13 @@ class Scheduler:
         """Blocks that the waiting sequences need to be admitted, were nothing cached."""
         self._running: dict[SeqId, Sequence] = {}
         """In the order of admission: the last one is preempted first."""
+        self._ready: dict[SeqId, Sequence] = {}
+        """Running sequences that wait for a row."""
+        self._micro_batches: list[MicroBatch] = []
         self._suspects = Suspects()
         self._finished: list[SeqId] = []
         """Sequences that the next plan tells the workers to forget."""
-        self._in_flight: dict[StepId, PlannedStep] = {}
+        self._in_flight: deque[PlannedStep] = deque()
         """The oldest step first."""
         self._last_step_id = 0
         self._num_preemptions = 0
@@ -98,7 +108,10 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Drop a sequence: ended by its text, cancelled, or lost to another engine. Does nothing when it is gone."""
+        sequence.has_ended = True
         if self._running.pop(sequence.seq_id, None) is not None:
+            # The steps that computed all but the last token are through, so the blocks are good.
+            self._register_blocks(sequence, min(sequence.num_computed, sequence.num_tokens - 1), [])
             self._release_blocks(sequence)
         else:
             self._pop(sequence)
@@ -106,69 +119,62 @@ class Scheduler:
 
     # --- a step ---
 
-    def schedule(self, max_in_flight: int = 1) -> StepPlan | None:
+    def schedule(self, num_stages: int = 1, *, run_ahead: bool = False) -> StepPlan | None:
         """Return the plan of the next step, or None when nothing can run before a step in flight has returned.
 
-        `max_in_flight`: the number of pipeline stages. Each step takes its share of the sequences and the next step takes
-        others, so that all stages have work.
+        `num_stages`: the stages of the pipeline. The sequences are divided into as many micro-batches, so that all stages
+        have work. `run_ahead`: plan one step more than there are stages, with rows that feed tokens of a step in flight.
         """
+        if len(self._in_flight) >= num_stages + run_ahead:
+            return None
         suspect = self._suspects.first()
-        if len(self._in_flight) >= max_in_flight or (suspect is not None and self._in_flight):
-            return None
-        share = self._max_num_seqs
-        if max_in_flight > 1:
-            share = max(1, -(-(len(self._running) + self._num_admissible()) // max_in_flight))
-        step = PlannedStep(StepId(self._last_step_id + 1), self.token_budget.tokens, share)
         if suspect is not None:
-            self._schedule_alone(suspect, step)
-        else:
-            self._schedule_running(step)
-            self._admit_waiting(step)
-        if not step.rows:
-            return None
-        self._last_step_id += 1
-        self._in_flight[step.step_id] = step
-        for sequence in step.sequences:
-            sequence.num_in_flight += 1
-        finished, self._finished = self._finished, []
-        depth = len(self._in_flight)
-        return StepPlan(step.step_id, self.epoch, depth, rows=step.rows, new=step.new, finished=finished)
+            return None if self._in_flight else self._plan(next(self._open_micro_batches(1, False)), suspect=suspect)
+        for micro_batch in self._open_micro_batches(num_stages, run_ahead):
+            plan = self._plan(micro_batch, num_stages, run_ahead=run_ahead)
+            if plan is not None:
+                return plan
+        return None
 
     def apply(self, result: StepResult) -> list[Advance]:
         """Append the sampled tokens to their sequences. Sequences that ended or failed are dropped.
 
-        If this is interrupted, the step is still in flight: `requeue_in_flight` then puts back the remaining sequences.
+        If this is interrupted, the step is still in flight: `requeue_in_flight` then puts back its sequences.
         """
+        step = self._in_flight[0]
+        assert step.step_id == result.step_id, f"step {result.step_id} came before step {step.step_id}"
         self.token_budget.count_good_step()
-        advances = [self._fail(failure) for failure in result.failures if failure.seq_id in self._running]
-        position = 0
-        for seq_id, num_tokens in zip(result.seq_ids, result.num_tokens, strict=True):
-            token_ids = result.token_ids[position : position + num_tokens]
-            position += num_tokens
-            if seq_id in self._running:  # else it was removed while the step ran
-                advances.append(self._extend(self._running[seq_id], token_ids, result.step_id))
-        for sequence in self._in_flight.pop(result.step_id).sequences:
-            sequence.num_in_flight -= 1
+        advances: list[Advance] = []
+        failures = iter(result.failures)
+        for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
+            failure = next(failures) if token_id == NO_TOKEN else None
+            if sequence.has_ended:  # while the step ran
+                continue
+            if failure is not None:
+                advances.append(self._fail(sequence, failure, step))
+                continue
+            reason = sequence.append(token_id)
+            if reason is not None:
+                self.remove(sequence)
+            advances.append(Advance(sequence, reason))
+        self._in_flight.popleft()
         return advances
-
-    def repeat_finished(self, plan: StepPlan) -> None:
-        """Put the plan's `finished` ids into the next plan too, since this one may not have reached the workers."""
-        self._finished += plan.finished
 
     def requeue_in_flight(self) -> int:
         """Drop the steps in flight and blame no sequence. Their sequences wait again with their tokens.
 
         Return the number of sequences.
         """
-        sequences = [sequence for sequence in self._running.values() if sequence.num_in_flight]
-        for step in self._in_flight.values():
+        affected = [sequence for sequence in self._running.values() if self._is_in_flight(sequence)]
+        known = set(affected)
+        for step in self._in_flight:
             self.pool.unregister(step.registered)
-        self._clear_in_flight()
-        for sequence in reversed(sequences):
-            del self._running[sequence.seq_id]
-            self._release_blocks(sequence)
-            self._push(sequence, is_first=True)
-        return len(sequences)
+            self._finished += step.finished  # the workers may not have dropped them
+            affected += [each for each in step.paused if each.seq_id in self._running and each not in known]
+        self._in_flight.clear()
+        for sequence in reversed(affected):
+            self._requeue(sequence)
+        return len(affected)
 
     def restart(self, epoch: int) -> list[Sequence]:
         """Begin an epoch with new workers and an empty KV pool: all sequences wait, in their old order, with their tokens.
@@ -176,14 +182,14 @@ class Scheduler:
         A crash is counted for each sequence of the lost steps. Return those to quarantine; they are dropped.
         """
         self.epoch = epoch
-        self._finished = []
         self.pool.reset_cache()
-        for sequence in reversed(self._running.values()):
-            sequence.crash_count += sequence.num_in_flight > 0
-            self.pool.free(sequence.reset())
-            self._push(sequence, is_first=True)
-        self._running.clear()
-        self._clear_in_flight()
+        for sequence in reversed(list(self._running.values())):
+            sequence.crash_count += self._is_in_flight(sequence)
+            self._requeue(sequence)
+        self._in_flight.clear()
+        self._finished = []
+        for micro_batch in self._micro_batches:
+            micro_batch.clear()
         quarantined = self._suspects.rebuild(self._waiting.values())
         for sequence in quarantined:
             self._pop(sequence)
@@ -204,35 +210,128 @@ class Scheduler:
 
     # --- choosing sequences ---
 
-    def _schedule_running(self, step: PlannedStep) -> None:
-        """Plan the sequences that do not wait for a step in flight: decodes, then prefills."""
-        decodes = [sequence for sequence in self._running.values() if sequence.num_uncomputed == 1]
-        prefills = [sequence for sequence in self._running.values() if sequence.num_uncomputed > 1]
-        for sequence in decodes + prefills:
+    def _open_micro_batches(self, num_stages: int, run_ahead: bool) -> Iterator[MicroBatch]:
+        """Yield the micro-batches that can have another step, beginning after that of the last step."""
+        while len(self._micro_batches) < num_stages:
+            self._micro_batches.append(MicroBatch(len(self._micro_batches), self.pool.block_size))
+        last = self._in_flight[-1].micro_batch.number if self._in_flight else -1
+        for offset in range(1, num_stages + 1):
+            micro_batch = self._micro_batches[(last + offset) % num_stages]
+            if sum(step.micro_batch is micro_batch for step in self._in_flight) <= run_ahead:
+                yield micro_batch
+
+    def _plan(
+        self,
+        micro_batch: MicroBatch,
+        num_stages: int = 1,
+        *,
+        run_ahead: bool = False,
+        suspect: Sequence | None = None,
+    ) -> StepPlan | None:
+        max_rows = self._max_num_seqs
+        if num_stages > 1:
+            max_rows = max(1, -(-(len(self._running) + self._num_admissible()) // num_stages))
+        step = PlannedStep(StepId(self._last_step_id + 1), micro_batch, self.token_budget.tokens, max_rows)
+        if suspect is not None:
+            self._schedule_alone(suspect, step)
+        else:
+            self._schedule_decodes(step)
+            self._schedule_ready(step, run_ahead=run_ahead)
+            self._admit_waiting(step)
+        return self._complete(step)
+
+    def _complete(self, step: PlannedStep) -> StepPlan | None:
+        """Count the step as planned and return its plan; None if it has no rows."""
+        micro_batch = step.micro_batch
+        num_decodes = len(micro_batch.members)
+        if not num_decodes and not step.added:
+            return None
+        self._last_step_id = step.step_id
+        joining = [sequence for sequence, _ in step.added if sequence.num_computed >= sequence.num_tokens]
+        for sequence in joining:
+            del self._ready[sequence.seq_id]
+        step.finished, self._finished = self._finished, []
+        step.paused, micro_batch.paused = [each for each in micro_batch.paused if each.clock is None], []
+        micro_batch.count_step(step.step_id, joining)
+        step.sampled = micro_batch.members
+        self._in_flight.append(step)
+        return StepPlan(
+            step.step_id,
+            self.epoch,
+            len(self._in_flight),
+            num_decodes + sum(row.num_tokens for _, row in step.added),
+            len(step.sampled),
+            rows=[row for _, row in step.added],
+            new=step.new,
+            finished=step.finished,
+            paused=[sequence.seq_id for sequence in step.paused],
+            new_blocks=[(sequence.seq_id, block_id) for sequence, block_id in step.new_blocks],
+            micro_batch=micro_batch.number,
+        )
+
+    def _schedule_decodes(self, step: PlannedStep) -> None:
+        """Let the decode rows of the micro-batch go on, as many as the step can take."""
+        micro_batch = step.micro_batch
+        due = micro_batch.take_due()
+        for sequence in due:
+            if sequence.num_decode_rows_left == 0:
+                sequence.leave_clock()
+                self._forget_at_workers(sequence)
+        for sequence in micro_batch.members[min(step.budget, step.max_rows) :]:
+            self._pause(sequence, micro_batch)
+        for sequence in due:
+            if sequence.clock is micro_batch and self._ensure_blocks(sequence, 1, step):
+                self._register_blocks(sequence, sequence.num_computed, step.registered)
+                block_ids = self.pool.allocate(1)
+                sequence.block_ids += block_ids
+                step.new_blocks.append((sequence, block_ids[0]))
+                micro_batch.set_due(sequence)
+        step.budget -= len(micro_batch.members)
+        step.max_rows -= len(micro_batch.members)
+
+    def _schedule_ready(self, step: PlannedStep, *, run_ahead: bool) -> None:
+        """Plan the running sequences without a decode row that goes on: paused ones, then prompts."""
+        ready = [each for each in self._ready.values() if run_ahead or not each.num_pending]
+        for sequence in sorted(ready, key=lambda each: each.num_uncomputed > 1):
             if step.is_full:
-                return
-            is_running = sequence.seq_id in self._running  # not if an earlier one has preempted it
-            if is_running and self._ensure_blocks(sequence, step):
+                break
+            is_ready = sequence.seq_id in self._ready  # not if an earlier one has preempted it
+            if is_ready and self._ensure_blocks(sequence, self._num_missing_blocks(sequence, step), step):
                 self._add_row(sequence, step)
-        for sequence, row in zip(step.sequences, step.rows, strict=True):  # until here a row could be dropped again
-            self._register_blocks(sequence, row, step)
+        for sequence, _ in step.added:  # until here a row could be dropped again
+            self._register_blocks(sequence, sequence.num_computed, step.registered)
 
     def _admit_waiting(self, step: PlannedStep) -> None:
         """Admit in the order of the queue. When the first sequence lacks blocks, no other one overtakes it."""
         while self._waiting and not step.is_full and not step.is_short_of_blocks:
             sequence = next(iter(self._waiting.values()))
+            if len(self._running) >= self._max_num_seqs or self._is_in_flight(sequence):
+                return
             hit_blocks = self._find_blocks(sequence)
-            if len(self._running) >= self._max_num_seqs or not self._can_admit(sequence, hit_blocks):
+            if not self._can_admit(sequence, hit_blocks):
                 return
             self._admit(sequence, hit_blocks, step)
 
     def _schedule_alone(self, sequence: Sequence, step: PlannedStep) -> None:
+        for member in step.micro_batch.members:
+            self._pause(member, step.micro_batch)
         if sequence.seq_id in self._waiting:
             while not self._can_admit(sequence, hit_blocks := self._find_blocks(sequence)):
                 self._preempt(next(reversed(self._running.values())), step)
             self._admit(sequence, hit_blocks, step)
-        elif self._ensure_blocks(sequence, step):
-            self._register_blocks(sequence, self._add_row(sequence, step), step)
+            return
+        if sequence.clock is not None:
+            self._pause(sequence, step.micro_batch)
+        if self._ensure_blocks(sequence, self._num_missing_blocks(sequence, step), step):
+            self._add_row(sequence, step)
+            self._register_blocks(sequence, sequence.num_computed, step.registered)
+
+    def _pause(self, sequence: Sequence, micro_batch: MicroBatch) -> None:
+        micro_batch.pause(sequence)
+        self._ready[sequence.seq_id] = sequence
+
+    def _is_in_flight(self, sequence: Sequence) -> bool:
+        return bool(self._in_flight) and sequence.last_step >= self._in_flight[0].step_id
 
     # --- blocks ---
 
@@ -258,53 +357,50 @@ class Scheduler:
         num_missing = self.pool.blocks_for(sequence.num_tokens + 1) - len(hit_blocks)
         return self.pool.can_allocate(num_missing + self.pool.num_free_among(hit_blocks))
 
-    def _ensure_blocks(self, sequence: Sequence, step: PlannedStep) -> bool:
+    def _ensure_blocks(self, sequence: Sequence, num_blocks: int, step: PlannedStep) -> bool:
         """Preempt the youngest sequences until the pool has the blocks that this one needs for the step. Return False when
-        it was preempted itself, or has to wait for a step in flight."""
-        while not self.pool.can_allocate(self._missing_blocks(sequence, step)):
+        it was preempted itself."""
+        while not self.pool.can_allocate(num_blocks):
             step.is_short_of_blocks = True
-            victim = self._victim_for(sequence)
-            if victim is not None:
-                self._preempt(victim, step)
-            if victim is None or victim is sequence:
+            victim = next(reversed(self._running.values()))
+            self._preempt(victim, step)
+            if victim is sequence:
                 return False
         return True
 
-    def _missing_blocks(self, sequence: Sequence, step: PlannedStep) -> int:
+    def _num_missing_blocks(self, sequence: Sequence, step: PlannedStep) -> int:
         num_tokens = sequence.num_computed + min(step.budget, sequence.num_uncomputed)
         return self.pool.blocks_for(num_tokens) - len(sequence.block_ids)
 
-    def _victim_for(self, sequence: Sequence) -> Sequence | None:
-        """Return the youngest sequence that is not in flight, or `sequence` itself when it is the youngest. None: all
-        younger ones, or itself, are in flight, so it waits until their steps return."""
-        for number, candidate in enumerate(reversed(self._running.values())):
-            if not candidate.num_in_flight and (candidate is not sequence or number == 0):
-                return candidate
-            if candidate is sequence:
-                return None
-        raise AssertionError(f"{sequence} is not running")
-
     def _preempt(self, sequence: Sequence, step: PlannedStep) -> None:
-        """Put it back to the head of the queue. It keeps its tokens and loses its computed keys and values."""
+        """Put it back to the head of the queue. It keeps its tokens, the pending ones too, and loses its keys and values."""
         step.drop(sequence)
+        self._requeue(sequence)
+        self._num_preemptions += 1
+
+    def _requeue(self, sequence: Sequence) -> None:
         del self._running[sequence.seq_id]
         self._release_blocks(sequence)
         self._push(sequence, is_first=True)
-        self._num_preemptions += 1
 
     def _release_blocks(self, sequence: Sequence) -> None:
-        if sequence.is_known_to_workers:
-            self._finished.append(sequence.seq_id)
+        self._ready.pop(sequence.seq_id, None)
+        self._forget_at_workers(sequence)
         self.pool.free(sequence.reset())
 
-    def _register_blocks(self, sequence: Sequence, row: StepRow, step: PlannedStep) -> None:
-        """Cache the blocks that the row fills."""
-        if not self._is_caching:
-            return
-        start, end = row.start // self.pool.block_size, sequence.num_computed // self.pool.block_size
-        if start < end:
+    def _forget_at_workers(self, sequence: Sequence) -> None:
+        if sequence.is_known_to_workers:
+            sequence.is_known_to_workers = False
+            self._finished.append(sequence.seq_id)
+
+    def _register_blocks(self, sequence: Sequence, num_tokens: int, registered: list[int]) -> None:
+        """Cache the blocks that the first `num_tokens` fill, without pending tokens. Append those that were not cached
+        before to `registered`."""
+        start, end = sequence.num_registered_blocks, min(num_tokens, sequence.num_tokens) // self.pool.block_size
+        if self._is_caching and start < end:
             hashes = sequence.hash_blocks(self.pool.block_size)
-            step.registered += self.pool.register(sequence.block_ids[start:end], hashes[start:end])
+            registered += self.pool.register(sequence.block_ids[start:end], hashes[start:end])
+            sequence.num_registered_blocks = end
 
     # --- the queue ---
 
@@ -312,52 +408,38 @@ class Scheduler:
         self._waiting[sequence.seq_id] = sequence
         if is_first:
             self._waiting.move_to_end(sequence.seq_id, last=False)
-        self._num_waiting_blocks += self.pool.blocks_for(sequence.num_tokens + 1)
+        sequence.num_waiting_blocks = self.pool.blocks_for(sequence.num_tokens + 1)
+        self._num_waiting_blocks += sequence.num_waiting_blocks
 
     def _pop(self, sequence: Sequence) -> None:
         if self._waiting.pop(sequence.seq_id, None) is not None:
-            self._num_waiting_blocks -= self.pool.blocks_for(sequence.num_tokens + 1)
-
-    def _clear_in_flight(self) -> None:
-        for step in self._in_flight.values():
-            for sequence in step.sequences:
-                sequence.num_in_flight = 0
-        self._in_flight.clear()
+            self._num_waiting_blocks -= sequence.num_waiting_blocks
 
     # --- rows ---
 
     def _admit(self, sequence: Sequence, hit_blocks: list[int], step: PlannedStep) -> None:
         self._pop(sequence)
-        self._running[sequence.seq_id] = sequence
+        self._running[sequence.seq_id] = self._ready[sequence.seq_id] = sequence
         self.pool.share(hit_blocks)
         self.pool.count_query(sequence.num_tokens, len(hit_blocks) * self.pool.block_size)
         sequence.admit(hit_blocks, self.pool.block_size)
         step.new.append(sequence.as_new())
-        self._register_blocks(sequence, self._add_row(sequence, step, hit_blocks), step)
+        self._add_row(sequence, step, hit_blocks)
+        self._register_blocks(sequence, sequence.num_computed, step.registered)
 
-    def _add_row(self, sequence: Sequence, step: PlannedStep, hit_blocks: Iterable[int] = ()) -> StepRow:
+    def _add_row(self, sequence: Sequence, step: PlannedStep, hit_blocks: Iterable[int] = ()) -> None:
         num_tokens = min(step.budget, sequence.num_uncomputed)
-        blocks = self.pool.allocate(self._missing_blocks(sequence, step))
-        start = sequence.num_computed
-        lag = NO_TOKEN
-        if num_tokens == sequence.num_uncomputed:
-            lag = 0 if sequence.sampled_step is None else step.step_id - sequence.sampled_step
-        sequence.schedule(num_tokens, blocks)
-        row = StepRow(sequence.seq_id, start, num_tokens, lag, [*hit_blocks, *blocks])
-        step.add(sequence, row)
-        return row
+        blocks = self.pool.allocate(self._num_missing_blocks(sequence, step))
+        step.add(sequence, StepRow(sequence.seq_id, sequence.num_computed, num_tokens, [*hit_blocks, *blocks]))
+        sequence.schedule(num_tokens, blocks, step.step_id)
 
     # --- results ---
 
-    def _extend(self, sequence: Sequence, token_ids: list[int], step_id: int) -> Advance:
-        reason = sequence.extend(token_ids, step_id)
-        if reason is not None:
-            self.remove(sequence)
-        return Advance(sequence, reason)
-
-    def _fail(self, failure: RowFailure) -> Advance:
-        sequence = self._running[failure.seq_id]
-        self.pool.unregister(sequence.block_ids[sequence.num_hit_blocks :])  # they may hold NaN
+    def _fail(self, sequence: Sequence, failure: RowFailure, step: PlannedStep) -> Advance:
+        # What it wrote may be NaN. The blocks of a preempted one are not known any more.
+        is_running = sequence.seq_id in self._running
+        self.pool.unregister(sequence.block_ids[sequence.num_hit_blocks :] if is_running else step.registered)
+        sequence.num_registered_blocks = len(sequence.block_ids)
         self.remove(sequence)
         return Advance(sequence, None, failure)
 
@@ -378,14 +460,19 @@ class Scheduler:
         content: dict[int, bytes] = {}
         for sequence in self._running.values():
             assert sequence.num_computed <= len(sequence.block_ids) * self.pool.block_size, sequence
-            assert sequence.num_uncomputed >= 1 or sequence.num_in_flight, sequence
+            is_ready, is_member = sequence.seq_id in self._ready, sequence.clock is not None
+            assert is_ready + is_member + (self._is_in_flight(sequence) and not sequence.is_known_to_workers) == 1, (
+                sequence
+            )
             for position, block_id in enumerate(sequence.block_ids):
                 users = self.pool.num_users(block_id)
                 if users > 1:
                     block_hash = sequence.hash_blocks(self.pool.block_size)[position]
                     assert content.setdefault(block_id, block_hash) == block_hash, f"block {block_id} is shared wrongly"
         for sequence in self._waiting.values():
-            assert not sequence.block_ids and sequence.num_computed == sequence.num_in_flight == 0, sequence
+            assert not sequence.block_ids and sequence.num_computed == 0, sequence
             assert sequence.seq_id not in self._running, sequence
-        waiting = sum(self.pool.blocks_for(sequence.num_tokens + 1) for sequence in self._waiting.values())
+        members = [each for micro_batch in self._micro_batches for each in micro_batch.members]
+        assert all(self._running.get(each.seq_id) is each for each in members) and len(members) == len(set(members))
+        waiting = sum(sequence.num_waiting_blocks for sequence in self._waiting.values())
         assert waiting == self._num_waiting_blocks, "the sum of the waiting sequences' blocks is wrong"

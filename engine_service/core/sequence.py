@@ -1,9 +1,12 @@
 """One sequence: its tokens, how many of them are computed, and when it ends.
 
 position   0 ............ P-1 | P ...................... T-1 | T
-token      prompt             | output                       | the next one to sample
+token      prompt             | output                       | pending, or the next one to sample
 KV pool    [0 ............. num_computed)
                                  P = num_prompt_tokens, T = num_tokens; a decode step feeds position T-1
+
+A token is pending while the step that samples it is in flight: it has a position, but only the workers know its id. With
+run-ahead the next step already feeds it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,17 @@ class StopRules(msgspec.Struct, frozen=True, kw_only=True):
     """EOS, unless the request ignores it, and the request's stop ids."""
 
 
+class StepClock:
+    """Counts the steps of one micro-batch. Its members compute one token in each."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.last_step = 0
+        """Id of the step planned last."""
+        self.has_lost_members = False
+        """Whether a member has left since this was last reset."""
+
+
 class Sequence:
     """Owns the state of one sequence; everything else is derived from it."""
 
@@ -37,16 +51,20 @@ class Sequence:
         "output_token_ids",
         "sampling",
         "stop_rules",
-        "num_computed",
+        "_num_computed",
+        "_last_step",
+        "clock",
+        "due_at",
         "block_ids",
         "block_hashes",
         "hash_root",
         "num_hit_blocks",
+        "num_registered_blocks",
+        "num_waiting_blocks",
         "num_cached_tokens",
-        "num_in_flight",
-        "sampled_step",
         "crash_count",
         "is_known_to_workers",
+        "has_ended",
     )
 
     def __init__(
@@ -67,22 +85,30 @@ class Sequence:
         """Of a resumed sequence: starts with what an earlier attempt has produced."""
         self.sampling = sampling
         self.stop_rules = stop_rules
-        self.num_computed = 0
+        self._num_computed = 0
+        """With a clock: less the steps of the clock."""
+        self._last_step = 0
+        self.clock: StepClock | None = None
+        """Set while each step of a micro-batch computes one token of this sequence."""
+        self.due_at = 0
+        """The number of steps of the clock at which the scheduler has to look at the sequence."""
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         """Of the first full blocks; see `hash_blocks`."""
         self.hash_root = root_hash(cache_salt)
         self.num_hit_blocks = 0
         """Blocks at the beginning of the table that the prefix cache had when the sequence was admitted last."""
+        self.num_registered_blocks = 0
+        """Blocks at the beginning of the table that the prefix cache has, as far as they were not there already."""
+        self.num_waiting_blocks = 0
+        """Blocks that the sequence was expected to need when it began to wait."""
         self.num_cached_tokens: int | None = None
         """Tokens that it had when the sequence was admitted first; None before that."""
-        self.num_in_flight = 0
-        """Steps in flight that the sequence is part of."""
-        self.sampled_step: int | None = None
-        """The step that sampled the last token; None while the workers know that token from `NewSequence`."""
         self.crash_count = crash_count
         """Losses of the workers, or of whole engines, since the last new token."""
         self.is_known_to_workers = False
+        self.has_ended = False
+        """Whether the scheduler has dropped it. Tokens of steps in flight are not for it any more."""
 
     def __repr__(self) -> str:
         outputs = f"{len(self.output_token_ids)}/{self.stop_rules.max_tokens}"
@@ -99,9 +125,29 @@ class Sequence:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are in the pool once the steps in flight are through."""
+        return self._num_computed if self.clock is None else self._num_computed + self.clock.num_steps
+
+    @property
+    def last_step(self) -> int:
+        """Id of the last step that the sequence is part of; 0 before the first."""
+        return self._last_step if self.clock is None else self.clock.last_step
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that steps in flight sample."""
+        return max(0, self.num_computed + 1 - self.num_tokens)
+
+    @property
     def num_uncomputed(self) -> int:
-        """Known tokens whose keys and values are not in the pool yet; 1 in a plain decode."""
-        return self.num_tokens - self.num_computed
+        """Known or pending tokens that no step has fed yet; 1 in a plain decode."""
+        return max(1, self.num_tokens - self.num_computed)
+
+    @property
+    def num_decode_rows_left(self) -> int:
+        """How many more rows may yield a token, when all known tokens are computed."""
+        return self.num_prompt_tokens + self.stop_rules.max_tokens - self.num_computed - 1
 
     def hash_blocks(self, block_size: int) -> list[bytes]:
         """Return the hashes of all blocks that the known tokens fill."""
@@ -131,32 +177,44 @@ class Sequence:
     def admit(self, hit_blocks: list[int], block_size: int) -> None:
         """Begin with these blocks, whose keys and values are in the pool."""
         self.block_ids = list(hit_blocks)
-        self.num_hit_blocks = len(hit_blocks)
-        self.num_computed = len(hit_blocks) * block_size
+        self.num_hit_blocks = self.num_registered_blocks = len(hit_blocks)
+        self._num_computed = len(hit_blocks) * block_size
         if self.num_cached_tokens is None:
-            self.num_cached_tokens = self.num_computed
+            self.num_cached_tokens = self._num_computed
 
-    def schedule(self, num_tokens: int, new_blocks: list[int]) -> None:
-        """Count `num_tokens` more as computed, by the next step, and append the blocks to the table."""
-        self.num_computed += num_tokens
+    def schedule(self, num_tokens: int, new_blocks: list[int], step_id: int) -> None:
+        """Count `num_tokens` more as computed, by this step, and append the blocks to the table."""
+        self._num_computed += num_tokens
+        self._last_step = step_id
         self.block_ids.extend(new_blocks)
         self.is_known_to_workers = True
 
-    def extend(self, token_ids: list[int], step_id: int) -> StopReason | None:
-        """Append the tokens that a step sampled; those past the end are dropped. Return the reason if the sequence ended."""
+    def join_clock(self, clock: StepClock) -> None:
+        """From now on each step of this clock computes one token."""
+        self._num_computed -= clock.num_steps
+        self.clock = clock
+
+    def leave_clock(self) -> None:
+        """Go on without a clock, if there is one."""
+        clock = self.clock
+        if clock is not None:
+            self._num_computed, self._last_step = self.num_computed, clock.last_step
+            self.clock = None
+            clock.has_lost_members = True
+
+    def append(self, token_id: int) -> StopReason | None:
+        """Append a sampled token. Return the reason if the sequence has ended."""
         self.crash_count = 0
-        self.sampled_step = step_id
-        for token_id in token_ids:
-            self.output_token_ids.append(token_id)
-            reason = self.finish_reason()
-            if reason is not None:
-                return reason
+        outputs, rules = self.output_token_ids, self.stop_rules
+        outputs.append(token_id)
+        if token_id in rules.end_token_ids or len(outputs) >= rules.max_tokens:
+            return self.finish_reason()
         return None
 
     def reset(self) -> list[int]:
         """Discard the computed state but keep the tokens. Return the blocks, for the caller to free."""
+        self.leave_clock()
         blocks, self.block_ids = self.block_ids, []
-        self.num_computed = 0
-        self.sampled_step = None
+        self._num_computed = 0
         self.is_known_to_workers = False
         return blocks

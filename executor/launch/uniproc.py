@@ -6,7 +6,8 @@ import importlib
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from millrace.executor.base import Executor
@@ -24,7 +25,7 @@ logger = logging.getLogger("millrace.executor")
 
 
 class UniprocExecutor(Executor):
-    """Owns one worker object. A step runs inside `execute_model`; its future is always done."""
+    """Owns one worker object. On a CPU a step runs inside `execute_model`; on a GPU it begins there."""
 
     name = "uni"
     can_restart = True
@@ -43,6 +44,8 @@ class UniprocExecutor(Executor):
             raise ValueError(f"executor: uni runs one rank, but {self.world_size} are configured; use mp")
         self._worker_module = worker_module
         self._worker: Worker | None = None
+        self._steps: deque[_LaunchedStep] = deque()
+        """Those whose results are not collected, the oldest first."""
         self._pace = Pace(self._limits)
         self._next_sample_s = 0.0
 
@@ -105,19 +108,29 @@ class UniprocExecutor(Executor):
         self._record(done, began_s)
         return done.as_list() if reply_rank is None else done
 
-    def execute_model(self, plan: StepPlan) -> _FinishedCall:
+    @property
+    def is_asynchronous(self) -> bool:
+        return self.facts.device != "cpu"
+
+    def execute_model(self, plan: StepPlan) -> _LaunchedStep:
         worker, began_s = self._require_worker(), time.monotonic()
         self._sleep_state.require_awake()
         self._recorder.request_sent(began_s)
-        self._recorder.step_sent(began_s, 0, 0)
-        done = _FinishedCall(lambda: worker.execute_model(plan))
+        self._recorder.step_sent(began_s, 0, plan.depth - 1)
+        if plan.depth == 1:
+            self._steps.clear()  # the worker drops their results too
+        launch = _FinishedCall(lambda: worker.launch(plan))
+        step = _LaunchedStep(worker, launch, self._steps, lambda done: self._finish_step(worker, plan, began_s, done))
+        self._steps.append(step)
+        return step
+
+    def _finish_step(self, worker: Worker, plan: StepPlan, began_s: float, done: _FinishedCall) -> None:
         if isinstance(done.outcome, StepResult):
             result, now_s = done.outcome, time.monotonic()
             self._recorder.step_done(began_s, now_s, result.device_s, len(result.token_ids))
-            self._pace.measure(now_s - began_s, sum(row.num_tokens for row in plan.rows))
+            self._pace.measure(now_s - began_s, plan.num_tokens)
         self._record(done, began_s)
         self._sample_device(worker)
-        return done
 
     def step_limit_s(self, num_tokens: int) -> float:
         # Nothing can end a step in this process, but the health of the engine can report that it is stuck.
@@ -177,6 +190,39 @@ class _FinishedCall:
         """Make the result a list of one entry, for the one rank."""
         self.outcome = [self.outcome]
         return self
+
+
+class _LaunchedStep:
+    """The future of a step that has begun. Implements `Future`."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        launch: _FinishedCall,
+        steps: deque[_LaunchedStep],
+        on_done: Callable[[_FinishedCall], None],
+    ) -> None:
+        """`steps`: those that are not collected, the oldest first."""
+        self._worker = worker
+        self._launch = launch
+        self._steps = steps
+        self._on_done = on_done
+        self._collected: _FinishedCall | None = None
+
+    def done(self) -> bool:
+        if self._launch.error is not None or self._collected is not None:
+            return True
+        return self._steps[0] is self and self._worker.is_result_ready()
+
+    def result(self, timeout_s: float | None = None) -> StepResult:
+        while self._collected is None:
+            self._steps.popleft()._collect()
+        result: StepResult = self._collected.result()
+        return result
+
+    def _collect(self) -> None:
+        self._collected = self._launch if self._launch.error is not None else _FinishedCall(self._worker.collect)
+        self._on_done(self._collected)
 
 
 def _drop_frames(error: BaseException, handled: BaseException | None) -> None:

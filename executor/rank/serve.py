@@ -5,7 +5,7 @@ Hello ->            the process is up
 Phase ->  ...       each phase as it begins
       <- Go         before load_model, when ranks have to queue for it
 Ready ->            or StartFailed
-      <- Step/Call  one at a time, in order
+      <- Step/Call  in order; two steps may be in work, a call waits for the steps before it
 Reply ->            one for each
 
 A heartbeat has a thread and a socket of its own.
@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -65,6 +66,9 @@ _PR_SET_PDEATHSIG = 1
 _SAMPLE_EVERY_S = 10.0
 """Time between two samples of the device's memory and utilization."""
 
+_MAX_LAUNCHED = 2
+_POLL_S = 20e-6
+"""Time between two looks at the device and at the socket while one step runs."""
 _SPIN_S = 200e-6
 """How long a rank polls for a message before it blocks: between steps it comes sooner than an idle core wakes up."""
 
@@ -150,36 +154,75 @@ def _start(connection: _Connection, create_worker: CreateWorker, boot: Boot) -> 
 def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
     """Answer steps and calls until "shutdown", or until the device is lost. Returns the exit status."""
     heartbeat, is_output = connection.heartbeat, boot.rank == output_rank(boot.config)
+    steps = _LaunchedSteps(worker, is_output=is_output)
     next_sample_s = 0.0
     while True:
-        heartbeat.phase = "idle"
+        heartbeat.phase = "step" if steps.call_ids else "idle"
+        reply = steps.next_reply(until=connection.has_message)
+        if reply is not None:
+            connection.send(reply)
+            if reply.failure is not None and reply.failure.cause == "device_lost":
+                return EXIT_DEVICE_LOST
+            if time.monotonic() >= next_sample_s:
+                _sample_device(worker, heartbeat)
+                next_sample_s = time.monotonic() + _SAMPLE_EVERY_S
+            continue
         match connection.recv():
             case Step(call_id, plan):
                 heartbeat.phase = "step"
-                reply = _run_step(worker, call_id, plan, is_output=is_output)
-                connection.send(reply)
-                if reply.failure is not None and reply.failure.cause == "device_lost":
-                    return EXIT_DEVICE_LOST
-            case Call(method="shutdown", call_id=call_id):
-                connection.send(Reply(call_id=call_id))
-                return 0
+                steps.launch(call_id, plan)
             case Call() as call:
+                while (reply := steps.next_reply()) is not None:
+                    connection.send(reply)
+                if call.method == "shutdown":
+                    connection.send(Reply(call_id=call.call_id))
+                    return 0
                 heartbeat.phase = call.method
                 connection.send(_run_call(worker, call))
-                next_sample_s = 0.0
+                _sample_device(worker, heartbeat)
             case unexpected:
                 logger.error("ignored an unexpected message: %r", unexpected)
-        if time.monotonic() >= next_sample_s:
-            _sample_device(worker, heartbeat)
-            next_sample_s = time.monotonic() + _SAMPLE_EVERY_S
 
 
-def _run_step(worker: Worker, call_id: int, plan: StepPlan, *, is_output: bool) -> StepReply:
-    try:
-        result = worker.execute_model(plan)
-        return StepReply(call_id, result=result if is_output else None)
-    except Exception as error:
-        return StepReply(call_id, failure=_log_failure(error, "a step"))
+class _LaunchedSteps:
+    """Owns the steps that the worker has begun and whose replies are not sent yet."""
+
+    def __init__(self, worker: Worker, *, is_output: bool) -> None:
+        self._worker = worker
+        self._is_output = is_output
+        self.call_ids: deque[int] = deque()
+        """The oldest step first."""
+        self._failures: dict[int, Failure] = {}
+        """Of steps that failed when they were launched."""
+
+    def launch(self, call_id: int, plan: StepPlan) -> None:
+        self.call_ids.append(call_id)
+        try:
+            self._worker.launch(plan)
+        except Exception as error:
+            self._failures[call_id] = _log_failure(error, "a step")
+
+    def next_reply(self, until: Callable[[], bool] = lambda: False) -> StepReply | None:
+        """Wait for the oldest step and return its reply. None if there is no step, or, with less than two steps in work, as
+        soon as `until()` is true."""
+        if not self.call_ids:
+            return None
+        call_id = self.call_ids[0]
+        while (
+            len(self.call_ids) < _MAX_LAUNCHED and call_id not in self._failures and not self._worker.is_result_ready()
+        ):
+            if until():
+                return None
+            time.sleep(_POLL_S)
+        del self.call_ids[0]
+        failure = self._failures.pop(call_id, None)
+        if failure is not None:
+            return StepReply(call_id, failure=failure)
+        try:
+            result = self._worker.collect()
+            return StepReply(call_id, result=result if self._is_output else None)
+        except Exception as error:
+            return StepReply(call_id, failure=_log_failure(error, "a step"))
 
 
 def _run_call(worker: Worker, call: Call) -> Reply:
@@ -232,6 +275,9 @@ class _Connection:
 
     def send(self, message: FromWorker) -> None:
         self._socket.send(encode(message))
+
+    def has_message(self) -> bool:
+        return bool(self._socket.poll(0))
 
     def recv(self) -> ToWorker:
         message: ToWorker = decode_to_worker(self._next_frame())

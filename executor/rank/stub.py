@@ -1,9 +1,9 @@
 """A test double: a worker without a model. Use it with `worker_module="millrace.executor.rank.stub"`.
 
 It has no KV tensors and needs no torch. The next token of a sequence is a fixed function of its last token and its
-position, so a lost, doubled or misplaced token changes the output. It checks the plans: a row that does not start at the
-sequence's next position, a block that does not hold what the sequence's tokens would have written, and a plan of another
-epoch are errors.
+position, so a lost, doubled or misplaced token changes the output. It checks the plans: a number of tokens that is not that
+of the rows, a row that does not start at the sequence's next position, a block that does not hold what the sequence's
+tokens would have written, and a plan of another epoch are errors.
 
 The option `model` is a comma-separated list of faults, ACTION-at-PLACE. Actions are `die`, `raise`, `hang`, `stop`
 (SIGSTOP), `exit` (with status 0) and `oom` (out of memory; in a step after the plan's sequences were added). Places are a
@@ -30,6 +30,7 @@ import sys
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,6 @@ class _Sequence:
         self.num_computed: int | None = None
         """None before its first row, which begins behind what the prefix cache has."""
         self.blocks: list[int] = []
-        self.sampled_at = 0
 
 
 class StubWorker:
@@ -75,9 +75,16 @@ class StubWorker:
         self._config = config
         self._faults = _parse_faults(config.model)
         self._sequences: dict[SeqId, _Sequence] = {}
+        self._decodes: dict[int, list[SeqId]] = {}
+        """By micro-batch: the sequences whose decode rows go on."""
+        self._has_failed = False
+        """Whether a step has failed, and the engine may not know it yet."""
         self._slots: dict[tuple[int, int], int] = {}
         """By block and offset: a checksum of all tokens up to the one that was written there."""
         self._num_blocks = 0
+        self._results: deque[StepResult] = deque()
+        self.last_rows: list[StepRow] = []
+        """All rows of the last step. For tests."""
         self._num_steps = 0
         self._is_on_disk = False
 
@@ -113,21 +120,54 @@ class StubWorker:
         self._num_blocks = num_device_blocks
         self._slots.clear()
 
-    def execute_model(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> None:
+        if plan.depth == 1:
+            self._has_failed = False
+            self._results.clear()
+        if self._has_failed:
+            raise ValueError("an earlier step has failed")
+        self._has_failed = True
+        self._results.append(self._execute(plan))
+        self._has_failed = False
+
+    def collect(self) -> StepResult:
+        return self._results.popleft()
+
+    def is_result_ready(self) -> bool:
+        return True
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         self._num_steps += 1
         time.sleep(self._faults.get("slow", 0) / 1000)
         self.fault_at("step", self._num_steps)
         if plan.epoch != self._epoch:
             raise ValueError(f"plan of epoch {plan.epoch} in epoch {self._epoch}")
-        for seq_id in plan.finished:
-            self._sequences.pop(seq_id, None)
-        for new in plan.new:
-            self._sequences[new.seq_id] = _Sequence(new)
+        self.last_rows = rows = self._update(plan)
         self._run_out_of_memory(plan)
         self._wait_for_ranks(plan)
-        sampled = [(row.seq_id, token) for row in plan.rows if (token := self._run(row, plan)) is not None]
-        seq_ids = [seq_id for seq_id, _ in sampled]
-        return StepResult(plan.step_id, plan.epoch, seq_ids, [1] * len(sampled), [token for _, token in sampled])
+        sampled = {row.seq_id: token for row in rows if (token := self._run(row)) is not None}
+        self._decodes[plan.micro_batch] = list(sampled)
+        return StepResult(plan.step_id, plan.epoch, list(sampled.values()))
+
+    def _update(self, plan: StepPlan) -> list[StepRow]:
+        """Apply the differences and return all rows."""
+        for seq_id in plan.finished:
+            self._sequences.pop(seq_id, None)
+        gone = {*plan.finished, *plan.paused}
+        moved = {row.seq_id for row in plan.rows}
+        for number, seq_ids in self._decodes.items():
+            left = [seq_id for seq_id in seq_ids if seq_id not in gone]
+            self._decodes[number] = left if number == plan.micro_batch else [each for each in left if each not in moved]
+        for new in plan.new:
+            self._sequences[new.seq_id] = _Sequence(new)
+        for seq_id, block_id in plan.new_blocks:
+            self._sequences[seq_id].blocks.append(block_id)
+        decodes = self._decodes.get(plan.micro_batch, [])
+        rows = [StepRow(seq_id, self._sequences[seq_id].num_computed or 0, 1, []) for seq_id in decodes] + plan.rows
+        num_tokens = sum(row.num_tokens for row in rows)
+        if num_tokens != plan.num_tokens or len({row.seq_id for row in rows}) < len(rows):
+            raise ValueError(f"step {plan.step_id} has {plan.num_tokens} tokens, but these rows: {rows}")
+        return rows
 
     def check_health(self) -> None:
         pass
@@ -147,6 +187,7 @@ class StubWorker:
     def sleep(self, level: int) -> None:
         self.fault_at("sleep")
         self._sequences.clear()
+        self._decodes.clear()
         self._is_on_disk |= level == 2
 
     def wake_up(self, tags: list[str], epoch: int) -> None:
@@ -161,7 +202,7 @@ class StubWorker:
         self.fault_at("shutdown")
         self._sequences.clear()
 
-    def _run(self, row: StepRow, plan: StepPlan) -> int | None:
+    def _run(self, row: StepRow) -> int | None:
         sequence = self._sequences[row.seq_id]
         sequence.blocks.extend(row.new_blocks)
         end = row.start + row.num_tokens
@@ -170,17 +211,12 @@ class StubWorker:
         if end > len(sequence.blocks) * self._config.block_size:
             raise ValueError(f"{row} has no block for position {end - 1}")
         self._write_and_read(sequence, row)
-        if row.input_lag > 0 and sequence.sampled_at != plan.step_id - row.input_lag:
-            raise ValueError(f"{row} of step {plan.step_id} was sampled at {sequence.sampled_at}")
         if self._faults.get("die-on-token") in sequence.token_ids:
             os.kill(os.getpid(), signal.SIGKILL)
         sequence.num_computed = end
-        if not row.samples:
+        if end < len(sequence.token_ids):
             return None
-        if end != len(sequence.token_ids):
-            raise ValueError(f"{row} samples before the last known token")
         sequence.token_ids.append(next_token(sequence.token_ids[-1], end))
-        sequence.sampled_at = plan.step_id
         return sequence.token_ids[-1]
 
     def _write_and_read(self, sequence: _Sequence, row: StepRow) -> None:
@@ -213,9 +249,9 @@ class StubWorker:
         return self._is_first_time()
 
     def _run_out_of_memory(self, plan: StepPlan) -> None:
-        num_tokens = sum(row.num_tokens for row in plan.rows)
-        if num_tokens > self._faults.get("most-tokens", num_tokens) or self._has_fault("oom-at-step", self._num_steps):
-            raise OutOfMemoryError(f"no memory for {num_tokens} tokens")
+        most = self._faults.get("most-tokens", plan.num_tokens)
+        if plan.num_tokens > most or self._has_fault("oom-at-step", self._num_steps):
+            raise OutOfMemoryError(f"no memory for {plan.num_tokens} tokens")
 
     def _wait_for_ranks(self, plan: StepPlan) -> None:
         if "barrier" in self._faults:

@@ -27,8 +27,19 @@ class Worker(Protocol):
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Allocate the KV pool. Once, after `determine_num_available_blocks`, before the first step."""
 
-    def execute_model(self, plan: StepPlan) -> StepResult:
-        """Run one step. Plans come in the order of their step ids."""
+    def launch(self, plan: StepPlan) -> None:
+        """Begin one step, and compute it here if the device is the host. Plans come in the order of their step ids. A plan
+        may feed tokens of the step launched before, whose result has not been collected yet.
+
+        After an error, plans are refused up to the next one of depth 1. That one also drops the results of earlier steps
+        that were not collected.
+        """
+
+    def collect(self) -> StepResult:
+        """Wait for the oldest step that was launched and not collected, and return its result."""
+
+    def is_result_ready(self) -> bool:
+        """Whether `collect` would return at once."""
 
     def check_health(self) -> None:
         """Raise when the device cannot be used."""

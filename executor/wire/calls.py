@@ -10,7 +10,7 @@ import msgspec
 
 from millrace.executor.errors import ExecutorTimeout, WorkerDied, WorkerError
 from millrace.executor.metrics import Recorder
-from millrace.executor.wire.messages import Failure, Reply, StepPlan, StepReply, StepResult
+from millrace.executor.wire.messages import NO_TOKEN, Failure, Reply, StepPlan, StepReply, StepResult
 
 _PEER_DEATH_S = 0.5
 """A rank may report the loss of a peer before the engine sees the end of that peer's process: connections close first.
@@ -130,14 +130,11 @@ class PendingCall:
 
 
 def fits(result: StepResult, plan: StepPlan) -> bool:
-    """Whether this can be the result of this plan: tokens for every row that samples and did not fail."""
-    failed = {failure.seq_id for failure in result.failures}
+    """Whether this can be the result of this plan: a token or a failure for every row that yields a token."""
     return (
         (result.step_id, result.epoch) == (plan.step_id, plan.epoch)
-        and result.seq_ids == [row.seq_id for row in plan.rows if row.samples and row.seq_id not in failed]
-        and len(result.num_tokens) == len(result.seq_ids)
-        and min(result.num_tokens, default=1) >= 1
-        and sum(result.num_tokens) == len(result.token_ids)
+        and len(result.token_ids) == plan.num_sampled
+        and result.token_ids.count(NO_TOKEN) == len(result.failures)
     )
 
 

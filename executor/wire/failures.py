@@ -30,8 +30,8 @@ _PEER_LOST_KINDS = frozenset({"DistError", "DistBackendError", "DistNetworkError
 _PEER_LOST_TEXTS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe")
 """In gloo's errors when a peer is lost. They are plain RuntimeErrors that also name a file of gloo's source."""
 _GLOO_SOURCES = "gloo/transport/"
-_REFUSAL_KINDS = frozenset({"ConfigError", "DeviceError", "ModelError"})
-"""Of `millrace.worker.errors`: their message names the remedy."""
+_REFUSAL_KINDS = frozenset({"ConfigError", "DeviceError", "ModelError", "StepSkipped"})
+"""Of `millrace.worker.errors`: their message says all."""
 
 
 def to_failure(error: BaseException) -> Failure:

@@ -11,7 +11,7 @@ Index ranges of one row of a step, for a sequence whose prompt has 5 tokens and 
     output position                   | 0   1   2
     in the KV pool  [0 ............... start)
     fed by this row                    [start, start + num_tokens)
-    A row that reaches the last known token yields the next one (`samples`), here o3 at output position 3.
+    A row that reaches the last token yields the next one, here o3 at output position 3.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 
@@ -186,49 +186,61 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepRow(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence's part of one step. 256 rows fit into a message of 4 KB, so no field repeats what is known."""
+    """One sequence's part of one step, unless it is a decode row that goes on (see `StepPlan`)."""
 
     seq_id: SeqId
     start: int
     """Position of the first token fed = number of the sequence's tokens that are in the KV pool before this step."""
     num_tokens: int
-    """Number of tokens fed, 1 or more."""
-    input_lag: int
-    """Where the last token fed comes from. 0: from `NewSequence.token_ids`. k > 0: sampled by this sequence's row of step
-    `step_id - k`. NO_TOKEN: it is not the last known token of the sequence, and the row yields none."""
+    """Number of tokens fed, 1 or more. A row that reaches the last known token, or feeds the token sampled last, yields
+    the next one."""
     new_blocks: list[int]
     """Block ids that this step appends to the sequence's block table."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether this row yields a token, because it reaches the last known token of its sequence."""
-        return self.input_lag != NO_TOKEN
-
-
-NO_TOKEN = -1
-"""A value of `StepRow.input_lag`: more of the sequence is still to be fed."""
-
 
 class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """One step of the batch. Contains only differences from the step before. Order of work: free `finished`, then
-    `swap_out`, `swap_in`, `copy` in the order given, then add `new`, then run `rows`."""
+    """One step of the batch. Contains only differences from the last step of the same micro-batch.
+
+    A row that yields a token goes on by itself: in the next step of its micro-batch it is a decode row, which feeds that
+    token and yields the next one, until the sequence is in `finished` or `paused`, or has a row in another micro-batch. So
+    the rows of a step are the decode rows that go on, in the order in which they began, then `rows`.
+
+    Order of work: drop `finished`, then `paused`, then `swap_out`, `swap_in` and `copy` in the order given, then add `new`
+    and `new_blocks`, then run the rows. Ranks run the steps in the order in which they were sent, so a plan may reuse the
+    blocks of a sequence that an earlier step in flight still writes.
+    """
 
     step_id: StepId
     epoch: int
     """The epoch of the KV pool that the block ids belong to. Workers refuse a plan of another epoch."""
     depth: int
-    """Steps in flight once this one is sent, itself included."""
-    rows: list[StepRow]
+    """Steps in flight once this one is sent, itself included. At 1 the engine knows the outcome of all earlier steps. After
+    a failed step workers refuse all plans up to the next one of depth 1."""
+    num_tokens: int
+    """Tokens that the step feeds, those of the decode rows that go on included."""
+    num_sampled: int
+    """Rows that yield a token, again with the decode rows that go on."""
+    rows: list[StepRow] = []
     new: list[NewSequence] = []
     finished: list[SeqId] = []
-    """Sequences to remove: ended, aborted or preempted since the last plan. This plan may reuse their blocks. Workers
-    ignore unknown ids: the plan that was to add such a sequence may have been interrupted before it was sent."""
+    """Sequences to remove: ended, aborted, preempted, or with their last row in flight. Workers ignore unknown ids: the plan
+    that was to add such a sequence may have been interrupted before it was sent."""
+    paused: list[SeqId] = []
+    """Sequences whose decode row does not go on. They stay known and can have a row in a later plan."""
+    new_blocks: list[tuple[SeqId, int]] = []
+    """Block ids that this step appends to the block tables of decode rows that go on."""
+    micro_batch: int = 0
+    """Which share of the sequences this step computes, where a pipeline has several; else 0."""
     swap_out: list[tuple[int, int]] = []
     """(device block, host block) pairs."""
     swap_in: list[tuple[int, int]] = []
     """(host block, device block) pairs."""
     copy: list[tuple[int, int]] = []
     """(source, destination) device blocks."""
+
+
+NO_TOKEN = -1
+"""Takes the place of a token where a row could not be computed."""
 
 
 class RowFailure(msgspec.Struct, frozen=True, array_like=True):
@@ -240,16 +252,14 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The result of a step: one entry per row with `samples`, in plan order, without failed rows."""
+    """The result of a step."""
 
     step_id: StepId
     epoch: int
-    seq_ids: list[SeqId]
-    num_tokens: list[int]
-    """Tokens that each row yields, 1 or more."""
     token_ids: list[int]
-    """The tokens of all rows, row after row: sum(num_tokens) ids."""
+    """One token for each row that yields one, in the order of the rows. `NO_TOKEN` for a row that failed."""
     failures: list[RowFailure] = []
+    """One for each `NO_TOKEN`, in the same order."""
     device_s: float = 0.0
     """Time from the start of the forward pass to the sampled ids, measured by the worker."""
 

@@ -36,17 +36,17 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
     faults = msgspec.json.decode(os.environ[VARIABLE], type=WorkerFaults)
     worker: Any = create_real_worker(rank, world_size, epoch, config, rendezvous)
-    execute_model, numbers = worker.execute_model, itertools.count(1)
+    launch, numbers = worker.launch, itertools.count(1)
 
-    def execute_or_fail(plan: Any) -> Any:
+    def launch_or_fail(plan: Any) -> Any:
         if faults.poison and any(new.token_ids[: len(faults.poison)] == faults.poison for new in plan.new):
             os.kill(os.getpid(), signal.SIGKILL)
         if next(numbers) == faults.hangs_at_step and not Path(faults.has_hung).exists():
             Path(faults.has_hung).touch()
             hang_as_in_a_collective(faults.hangs_until)
-        return execute_model(plan)
+        return launch(plan)
 
-    worker.execute_model = execute_or_fail
+    worker.launch = launch_or_fail
     return worker
 
 

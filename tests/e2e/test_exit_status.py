@@ -39,7 +39,7 @@ def test_workers_that_do_not_start(
 
 @pytest.mark.faults
 @pytest.mark.parametrize(
-    ("doom", "status"), [("execute_model:killed", 6), pytest.param("execute_model:memory", 8, marks=pytest.mark.slow)]
+    ("doom", "status"), [("launch:killed", 6), pytest.param("launch:memory", 8, marks=pytest.mark.slow)]
 )
 def test_workers_that_cannot_compute(
     doom: str, status: int, redis_url: str, queue_name: str, tmp_path: Path, client: Client

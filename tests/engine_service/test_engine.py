@@ -7,12 +7,11 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from millrace.engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig
-from millrace.engine_service.core.sequence import Sequence
+from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
+from millrace.engine_service.core.sequence import Sequence, StopReason
 from millrace.engine_service.engine import Engine, Progress
 from millrace.engine_service.errors import ConfigurationError, EngineDead, WorkersLost
 from millrace.engine_service.generation import Generation, TextRules
@@ -22,7 +21,7 @@ from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.rank.stub import StubWorker
 from millrace.executor.wire.calls import PendingCall
 from millrace.executor.wire.channel import Channel
-from millrace.executor.wire.messages import FromWorker, StepPlan, StepResult, WorkerConfig
+from millrace.executor.wire.messages import FromWorker, StepPlan, WorkerConfig
 from tests.engine_service.core.sequences import make_sequence, stub_output
 
 Build = Callable[..., Engine]
@@ -40,11 +39,13 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
         kind: type[Executor] = MultiprocExecutor,
         num_blocks: int = 64,
         worker_module: str = "millrace.executor.rank.stub",
+        run_ahead: bool | None = None,
         **options: int,
     ) -> Engine:
         config = WorkerConfig(model=faults, num_blocks=num_blocks, block_size=4, **options)  # type: ignore[arg-type]
         executor = kind(config, worker_module=worker_module)  # type: ignore[call-arg]
-        engines.append(Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4))
+        limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, run_ahead=run_ahead)
+        engines.append(Engine(executor, limits, block_size=4))
         return engines[-1]
 
     yield make
@@ -89,7 +90,7 @@ def test_a_batch_runs_to_its_end(build: Build, kind: type[Executor]) -> None:
 
 @pytest.mark.parametrize("kind", [UniprocExecutor, MultiprocExecutor])
 def test_the_time_without_work_is_not_the_hosts(build: Build, kind: type[Executor]) -> None:
-    engine = build(kind=kind)
+    engine = build(kind=kind, run_ahead=False)
     engine.start()
     run(engine, [generation(1)])
     dropped = generation(2)
@@ -201,7 +202,11 @@ def test_an_aborted_generation_gives_its_blocks_back(build: Build, num_stages: i
     assert engine.scheduler.stats().pool.num_free == 63
 
 
-def test_every_stage_of_a_pipeline_has_work(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_every_stage_of_a_pipeline_has_work_and_the_next_step_waits_for_it(
+    build: Build, monkeypatch: pytest.MonkeyPatch, num_stages: int, run_ahead: bool
+) -> None:
     plans: list[StepPlan] = []
     execute_model = MultiprocExecutor.execute_model
 
@@ -210,13 +215,14 @@ def test_every_stage_of_a_pipeline_has_work(build: Build, monkeypatch: pytest.Mo
         return execute_model(executor, plan)
 
     monkeypatch.setattr(MultiprocExecutor, "execute_model", note)
-    engine = build(pipeline_parallel_size=2)
+    engine = build(pipeline_parallel_size=num_stages, run_ahead=run_ahead)
     engine.start()
     generations = [generation(number) for number in range(1, 9)]
     run(engine, generations)
     assert_undisturbed(generations)
-    assert [plan.depth for plan in plans] == [1] + [2] * 23
-    assert {len(plan.rows) for plan in plans} == {4}
+    most, num_steps = num_stages + run_ahead, 12 * num_stages
+    assert [plan.depth for plan in plans] == [*range(1, most), *[most] * (num_steps - most + 1)]
+    assert {plan.num_sampled for plan in plans} == {8 // num_stages}
 
 
 def test_steps_in_flight_are_collected_before_the_engine_sleeps(build: Build) -> None:
@@ -318,17 +324,17 @@ def test_an_interruption_between_two_sequences_of_a_step_leaves_none_behind(
     engine = build(pipeline_parallel_size=num_stages)
     engine.start()
     generations = [generation(number) for number in range(1, 7)]
-    extend, num_calls = Scheduler._extend, 0
+    append, num_calls = Sequence.append, 0
 
-    def extend_one(*arguments: Any) -> Advance:
+    def append_one(sequence: Sequence, token_id: int) -> StopReason | None:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 2:
             raise KeyboardInterrupt
-        return extend(*arguments)
+        return append(sequence, token_id)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "_extend", extend_one)
+        patch.setattr(Sequence, "append", append_one)
         with pytest.raises(KeyboardInterrupt):
             run(engine, generations)
     engine.scheduler.check_integrity()
@@ -342,13 +348,13 @@ def test_a_step_that_hangs_in_this_process_is_unhealthy_within_seconds(
     engine = build(kind=UniprocExecutor)
     engine.start()
     run(engine, [generation(1)])
-    execute_model, reasons = StubWorker.execute_model, []
+    launch, reasons = StubWorker.launch, []
 
-    def check_meanwhile(worker: StubWorker, plan: StepPlan) -> StepResult:
+    def check_meanwhile(worker: StubWorker, plan: StepPlan) -> None:
         reasons.append([engine.unhealthy_reason(time.monotonic() + seconds) for seconds in (0, 9, 11)])
-        return execute_model(worker, plan)
+        launch(worker, plan)
 
-    monkeypatch.setattr(StubWorker, "execute_model", check_meanwhile)
+    monkeypatch.setattr(StubWorker, "launch", check_meanwhile)
     run(engine, [generation(2, max_tokens=1)])
     assert reasons == [[None, None, "a step has lasted 11 s"]]
 

@@ -40,7 +40,7 @@ def generation(
 def feed(one: Generation, token_ids: list[int]) -> str | None:
     """As the engine does it: token by token until something ends it."""
     for token_id in token_ids:
-        reason = one.advance(one.sequence.extend([token_id], step_id=1))
+        reason = one.advance(one.sequence.append(token_id))
         if reason is not None:
             return reason
     return None
@@ -49,7 +49,7 @@ def feed(one: Generation, token_ids: list[int]) -> str | None:
 def published_in_pieces(one: Generation, token_ids: list[int]) -> list[str]:
     pieces, published = [], 0
     for token_id in token_ids:
-        if one.advance(one.sequence.extend([token_id], step_id=1)) is not None:
+        if one.advance(one.sequence.append(token_id)) is not None:
             break
         settled = one.num_settled()
         pieces.append(one.text_between(published, settled))

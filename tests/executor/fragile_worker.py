@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from millrace.executor.rank.serve import serve_rank
 from millrace.executor.rank.stub import OutOfMemoryError, StubWorker
-from millrace.executor.wire.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.executor.wire.messages import ModelFacts, StepPlan, WorkerConfig
 
 LOST_PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
@@ -73,14 +73,14 @@ class FragileWorker(StubWorker):
             return "cpu"
         raise DeviceError(f"torch sees no GPU for {self._config.device}")
 
-    def execute_model(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> None:
         self._touch_device()
         if self._num_steps + 1 == self._faults.get("memory-at-step"):
             self._num_steps += 1
             self._run_forward()
         if "lose-peer" in self._faults:
             self._lose_peer(Path(self._faults["lose-peer"]))
-        return super().execute_model(plan)
+        super().launch(plan)
 
     def check_health(self) -> None:
         self._touch_device()

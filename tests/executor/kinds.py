@@ -150,14 +150,17 @@ def start(executor: Executor) -> Executor:
     return executor
 
 
-def first_step(executor: Executor, step_id: int = 1, seq_id: int = 1) -> StepPlan:
+def first_step(executor: Executor, step_id: int = 1, seq_id: int = 1, depth: int = 1) -> StepPlan:
+    """A step with the prompt of one sequence. The rows of earlier steps do not go on."""
     new = NewSequence(SeqId(seq_id), [5, 6, 7], 3, GREEDY)
-    return StepPlan(StepId(step_id), executor.epoch, 1, [StepRow(SeqId(seq_id), 0, 3, 0, [seq_id])], [new])
+    row = StepRow(SeqId(seq_id), 0, 3, [seq_id])
+    paused = [SeqId(number) for number in range(1, 32) if number != seq_id]
+    return StepPlan(StepId(step_id), executor.epoch, depth, 3, 1, [row], [new], paused=paused)
 
 
 def decode(executor: Executor, step_id: int, seq_id: int = 1) -> StepPlan:
     """The step after `first_step`."""
-    return StepPlan(StepId(step_id), executor.epoch, 1, [StepRow(SeqId(seq_id), 3, 1, 1, [])])
+    return StepPlan(StepId(step_id), executor.epoch, 1, num_tokens=1, num_sampled=1)
 
 
 def check_health_for(executor: Executor, seconds: float) -> None:

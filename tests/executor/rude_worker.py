@@ -27,9 +27,11 @@ from millrace.executor.rank.heartbeat import Heartbeat
 from millrace.executor.rank.serve import RankOptions
 from millrace.executor.rank.stub import _act, create_worker
 from millrace.executor.wire.messages import (
+    NO_TOKEN,
     FromWorker,
     Hello,
     Reply,
+    RowFailure,
     SeqId,
     Step,
     StepId,
@@ -56,11 +58,10 @@ def _with_result(**changes: object) -> Callable[[StepReply], FromWorker]:
 INVALID_REPLIES: dict[str, Callable[[StepReply], FromWorker]] = {
     "empty": lambda reply: StepReply(reply.call_id),
     "no-step": lambda reply: Reply(call_id=reply.call_id, result=[1, 2, 3]),
-    "stranger": _with_result(seq_ids=[SeqId(77)]),
-    "nobody": _with_result(seq_ids=[], num_tokens=[], token_ids=[]),
     "too-few-tokens": _with_result(token_ids=[]),
-    "too-many-counts": _with_result(num_tokens=[1, 1]),
-    "no-tokens": _with_result(num_tokens=[0], token_ids=[]),
+    "too-many-tokens": _with_result(token_ids=[1, 1]),
+    "no-failure": _with_result(token_ids=[NO_TOKEN]),
+    "no-failed-row": _with_result(failures=[RowFailure(SeqId(1), "nan_logits", "")]),
     "another-step": _with_result(step_id=StepId(99)),
     "another-epoch": _with_result(epoch=99),
 }

@@ -70,7 +70,7 @@ def test_a_rank_whose_stats_fail_goes_on(fragile: list[MultiprocExecutor], capfd
     executor.execute_model(first_step(executor)).result()
     with pytest.raises(WorkerError, match="unknown error"):
         executor.worker_stats()  # after a call it also takes a sample for its heartbeat
-    assert executor.execute_model(decode(executor, 2)).result().seq_ids == [1]
+    assert len(executor.execute_model(decode(executor, 2)).result().token_ids) == 1
     assert "reading the worker's stats failed" in capfd.readouterr().err
 
 
@@ -83,7 +83,7 @@ def test_steps_and_the_end_are_no_calls(make: Make, method: str) -> None:
     executor = start(make())
     with pytest.raises(UnknownMethod, match=f"'{method}' is not a method of a worker; there are check_health,"):
         executor.collective_rpc(method)
-    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+    assert len(executor.execute_model(first_step(executor)).result().token_ids) == 1
 
 
 # --- a system without resources ---
@@ -103,4 +103,4 @@ def test_a_start_that_lacks_a_resource_of_the_system_may_be_tried_again(
             executor.start()
     assert (caught.value.phase, caught.value.rank, caught.value.is_retryable) == ("spawn", 0, True)
     start(executor)
-    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+    assert len(executor.execute_model(first_step(executor)).result().token_ids) == 1

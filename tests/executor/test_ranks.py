@@ -28,7 +28,7 @@ def test_the_death_of_any_rank_ends_the_step_at_once(make: Make, rank: int, tmp_
         executor.execute_model(first_step(executor)).result()
     assert time.monotonic() - before_s < 30  # the limit of a first step is 60 s
     executor.restart()
-    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+    assert len(executor.execute_model(first_step(executor)).result().token_ids) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
@@ -77,7 +77,7 @@ def test_no_more_ranks_load_at_a_time_than_allowed(make: Make, tmp_path: Path, l
     executor.wake_up(["kv_cache"])
     executor.wake_up(["weights"])
     assert take_seen(tmp_path) == []
-    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+    assert len(executor.execute_model(first_step(executor)).result().token_ids) == 1
 
 
 def take_seen(directory: Path) -> list[int]:

@@ -1,7 +1,7 @@
 """A test double for the engine's scheduler: drives one worker with random step plans.
 
-Chunks of odd sizes, any mix of prefill and decode in a step, blocks in random order, both ways of feeding a sampled
-token, and preemptions (finished, and new again with the tokens so far, sometimes in the same plan).
+Chunks of odd sizes, any mix of prefill and decode in a step, blocks in random order, decode rows that go on, pause and are
+listed again, and preemptions (finished, and new again with the tokens so far, sometimes in the same plan).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     is_known: bool = False
-    sampled_at: int | None = None
-    """The step that sampled the last token, if the worker still has the sequence."""
+    goes_on: bool = False
+    """Whether its decode row goes on, as far as the worker knows."""
     failure: str | None = None
 
     @property
@@ -64,7 +64,15 @@ class Request:
 class Steps(Protocol):
     """What a driver needs of a worker, or of a group of ranks."""
 
-    def execute_model(self, plan: StepPlan) -> StepResult: ...
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepResult: ...
+
+
+def execute(worker: Steps, plan: StepPlan) -> StepResult:
+    """Run one step."""
+    worker.launch(plan)
+    return worker.collect()
 
 
 class Driver:
@@ -78,6 +86,8 @@ class Driver:
         self._free = list(range(1, num_blocks))
         self._random.shuffle(self._free)
         self.num_preemptions = 0
+        self._members: list[Request] = []
+        """Those with a decode row that goes on, in the order of the rows."""
         self._captured: list[tuple[SeqId, Tensor]] = []
         if isinstance(worker, Rank):
             self._capture_logits(worker)
@@ -90,38 +100,54 @@ class Driver:
         requests = [Request(SeqId(i), prompt, given[i]) for i, prompt in enumerate(prompts)]
         while running := [r for r in requests if len(r.output) < max_tokens and r.failure is None]:
             self._step(running)
-        self.execute(StepPlan(self._next_id(), 1, 1, [], finished=[r.seq_id for r in requests if r.is_known]))
+        self.execute(StepPlan(self._next_id(), 1, 1, 0, 0, finished=[r.seq_id for r in requests if r.is_known]))
         return requests
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return self._worker.execute_model(plan)
+        return execute(self._worker, plan)
 
     def _step(self, running: list[Request]) -> None:
-        step_id = self._next_id()
         chosen = self._random.sample(running, self._random.randint(1, len(running)))
         finished = [self._preempt(r) for r in running if self._preempts and r.is_known and self._random.random() < 0.05]
+        paused = [r for r in self._members if r.is_known and (r not in chosen or self._random.random() < 0.3)]
+        for request in paused:
+            request.goes_on = False
+        going_on = [r for r in self._members if r.goes_on and r in chosen]
+        listed = [request for request in chosen if request not in going_on]
         new: list[NewSequence] = []
-        rows: list[StepRow] = []
-        for request in chosen:
+        for request in listed:
             if not request.is_known:
                 request.is_known = True
                 new.append(NewSequence(request.seq_id, request.tokens, len(request.prompt), request.sampling))
-            rows.append(self._row(request, step_id))
-        result = self.execute(StepPlan(step_id, 1, 1, rows, new, finished))
-        self._apply(result, {request.seq_id: request for request in chosen})
+        new_blocks = [(r.seq_id, block_id) for r in going_on for block_id in self._feed(r, 1)]
+        rows = [self._row(request) for request in listed]
+        sampled = going_on + [r for r in listed if r.num_computed == len(r.tokens)]
+        plan = StepPlan(
+            self._next_id(),
+            1,
+            1,
+            len(going_on) + sum(row.num_tokens for row in rows),
+            len(sampled),
+            rows,
+            new,
+            finished,
+            [request.seq_id for request in paused],
+            new_blocks,
+        )
+        self._apply(self.execute(plan), sampled)
 
-    def _row(self, request: Request, step_id: StepId) -> StepRow:
+    def _row(self, request: Request) -> StepRow:
         start = request.num_computed
-        left = len(request.tokens) - start
-        count = self._random.randint(1, min(left, 13))
-        end = start + count
-        num_new = -(-end // BLOCK_SIZE) - len(request.blocks)
+        count = self._random.randint(1, min(len(request.tokens) - start, 13))
+        return StepRow(request.seq_id, start, count, self._feed(request, count))
+
+    def _feed(self, request: Request, count: int) -> list[int]:
+        """Count tokens as computed. Return the new blocks that they need."""
+        request.num_computed += count
+        num_new = -(-request.num_computed // BLOCK_SIZE) - len(request.blocks)
         new_blocks = [self._free.pop() for _ in range(num_new)]
         request.blocks += new_blocks
-        request.num_computed = end
-        is_fed_back = request.sampled_at is not None and end == len(request.tokens)
-        lag = step_id - request.sampled_at if is_fed_back and self._random.random() < 0.7 else 0  # type: ignore[operator]
-        return StepRow(request.seq_id, start, count, lag if count == left else NO_TOKEN, new_blocks)
+        return new_blocks
 
     def _preempt(self, request: Request) -> SeqId:
         self.num_preemptions += 1
@@ -129,16 +155,18 @@ class Driver:
         self._random.shuffle(self._free)
         request.blocks = []
         request.num_computed = 0
-        request.is_known = False
-        request.sampled_at = None
+        request.is_known = request.goes_on = False
         return request.seq_id
 
-    def _apply(self, result: StepResult, by_id: dict[SeqId, Request]) -> None:
+    def _apply(self, result: StepResult, sampled: list[Request]) -> None:
+        by_id = {request.seq_id: request for request in sampled}
         for failure in result.failures:
             by_id[failure.seq_id].failure = failure.kind
-        for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
-            by_id[seq_id].output.append(token_id)
-            by_id[seq_id].sampled_at = result.step_id
+        for request, token_id in zip(sampled, result.token_ids, strict=True):
+            if token_id != NO_TOKEN:
+                request.output.append(token_id)
+            request.goes_on = True
+        self._members = sampled
         for seq_id, logits in self._captured:
             by_id[seq_id].logits.append(logits)
         self._captured.clear()
@@ -155,7 +183,7 @@ class Driver:
         def compute_and_keep(batch: StepBatch) -> Tensor:
             logits = compute(runner, batch)
             kept = logits.detach().cpu().clone()
-            self._captured += [(row.seq_id, kept[i]) for i, row in enumerate(batch.sampled_rows)]
+            self._captured += [(seq_id, kept[i]) for i, seq_id in enumerate(batch.sampled.seq_ids)]
             return logits
 
         runner.compute_logits = compute_and_keep  # type: ignore[method-assign]

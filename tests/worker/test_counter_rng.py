@@ -8,10 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.worker.counter_rng import GOLDEN_GAMMA, LARGEST_UNIFORM, exponential_variates, row_keys
+from millrace.worker.counter_rng import GOLDEN_GAMMA, LARGEST_UNIFORM, candidate_stream, exponential_variates, next_keys
 
-CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
+
+
+def row_keys(seeds: list[int], candidates: list[int], positions: list[int]) -> torch.Tensor:
+    streams = [candidate_stream(seed, candidate) for seed, candidate in zip(seeds, candidates, strict=True)]
+    return next_keys(torch.stack(streams), torch.tensor(positions))
 
 
 def nth(state: int, n: int) -> int:
@@ -32,7 +36,7 @@ def test_splitmix64_gives_its_published_first_output() -> None:
 @given(st.integers(0, MASK), st.integers(0, 1000), st.integers(0, 1 << 20), st.integers(0, 299))
 @settings(max_examples=60, deadline=None)
 def test_the_tensor_arithmetic_is_the_documented_hash(seed: int, candidate: int, position: int, token_id: int) -> None:
-    key = row_keys([seed], [candidate], [position], CPU)
+    key = row_keys([seed], [candidate], [position])
     assert unsigned(key.item()) == nth(nth(seed, candidate), position)  # type: ignore[arg-type]
     word = nth(nth(nth(seed, candidate), position), token_id)
     uniform = min((word >> 11) / 2**53 + 2**-54, LARGEST_UNIFORM)
@@ -41,7 +45,7 @@ def test_the_tensor_arithmetic_is_the_documented_hash(seed: int, candidate: int,
 
 
 def test_known_values_never_change() -> None:
-    keys = row_keys([0, MASK, 42], [0, 0, 3], [0, 0, 7], CPU)
+    keys = row_keys([0, MASK, 42], [0, 0, 3], [0, 0, 7])
     assert [unsigned(key) for key in keys.tolist()] == [nth(nth(0, 0), 0), nth(nth(MASK, 0), 0), nth(nth(42, 3), 7)]
     assert [f"{unsigned(key):016x}" for key in keys.tolist()] == KNOWN_KEYS
     drawn = exponential_variates(keys, 3)
@@ -49,7 +53,7 @@ def test_known_values_never_change() -> None:
 
 
 def test_every_variate_is_finite_and_positive() -> None:
-    drawn = exponential_variates(row_keys(list(range(64)), [0] * 64, [0] * 64, CPU), 20_000)
+    drawn = exponential_variates(row_keys(list(range(64)), [0] * 64, [0] * 64), 20_000)
     assert bool(drawn.isfinite().all())
     assert bool((drawn > 0).all())
     assert abs(drawn.mean().item() - 1.0) < 0.005

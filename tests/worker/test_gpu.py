@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.executor.wire.messages import NO_TOKEN, NewSequence, SeqId, StepId, StepPlan, StepRow
+from millrace.executor.wire.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.rank import Rank
-from tests.worker.driver import GREEDY, start_worker
+from tests.worker.driver import GREEDY, execute, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -30,8 +30,10 @@ def feed(worker: Rank, step_id: int, tokens: list[int], start: int = 0, num_toke
     end = len(tokens) if num_tokens is None else start + num_tokens
     blocks = list(range(1 + -(-start // size), 1 + -(-end // size)))
     new = [NewSequence(SeqId(1), tokens, len(tokens), GREEDY)] if start == 0 else []
-    row = StepRow(SeqId(1), start, end - start, 0 if end == len(tokens) else NO_TOKEN, blocks)
-    return worker.execute_model(StepPlan(StepId(step_id), worker._epoch, 1, [row], new)).token_ids
+    row = StepRow(SeqId(1), start, end - start, blocks)
+    num_sampled = int(end == len(tokens))
+    plan = StepPlan(StepId(step_id), worker._epoch, 1, end - start, num_sampled, [row], new)
+    return execute(worker, plan).token_ids
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.executor.wire.messages import NO_TOKEN, NewSequence, SeqId, StepId, StepPlan, StepRow
-from tests.worker.driver import GREEDY, Driver, Request, start_worker
+from millrace.executor.wire.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
+from tests.worker.driver import GREEDY, Driver, Request, execute, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, make_model
 
 NEAR_TIE = 1e-3
@@ -116,7 +116,7 @@ def test_a_plan_with_rows_that_do_not_sample_yields_nothing(tmp_path: Path) -> N
     make_model("llama", tmp_path)
     worker = start_worker(tmp_path)
     new = NewSequence(SeqId(0), [1, 2, 3, 4], 4, GREEDY)
-    result = worker.execute_model(StepPlan(StepId(1), 1, 1, [StepRow(SeqId(0), 0, 3, NO_TOKEN, [7])], [new]))
-    assert (result.seq_ids, result.token_ids, result.failures) == ([], [], [])
-    result = worker.execute_model(StepPlan(StepId(2), 1, 1, [StepRow(SeqId(0), 3, 1, 0, [])]))
-    assert result.seq_ids == [0] and result.num_tokens == [1] and len(result.token_ids) == 1
+    result = execute(worker, StepPlan(StepId(1), 1, 1, 3, 0, [StepRow(SeqId(0), 0, 3, [7])], [new]))
+    assert (result.token_ids, result.failures) == ([], [])
+    result = execute(worker, StepPlan(StepId(2), 1, 1, 1, 1, [StepRow(SeqId(0), 3, 1, [])]))
+    assert len(result.token_ids) == 1

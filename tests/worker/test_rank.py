@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +23,13 @@ from millrace.executor.wire.messages import (
     WorkerConfig,
 )
 from millrace.worker import create_worker
-from millrace.worker.errors import ConfigError, ModelError, PlanError
-from millrace.worker.input_batch import SampledRow
+from millrace.worker.errors import ConfigError, ModelError, PlanError, StepSkipped
 from millrace.worker.rank import Rank
 from millrace.worker.runner import largest_prefill
 from millrace.worker.sampler import sample
-from tests.worker.driver import GREEDY, Driver, start_worker
+from tests.worker.driver import GREEDY, Driver, execute, start_worker
 from tests.worker.models import make_model
+from tests.worker.rows import sampling_rows
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -45,17 +46,16 @@ def new(seq_id: int = 0, tokens: list[int] = PROMPT, sampling: RowSampling = GRE
 
 
 def prefill(seq_id: int = 0, blocks: tuple[int, ...] = (3, 1), count: int = len(PROMPT)) -> StepRow:
-    return StepRow(SeqId(seq_id), 0, count, 0, list(blocks))
+    return StepRow(SeqId(seq_id), 0, count, list(blocks))
 
 
-def decode(seq_id: int, start: int, lag: int = 1) -> StepRow:
-    return StepRow(SeqId(seq_id), start, 1, lag, [])
-
-
-def run(worker: Rank, step_id: int, rows: list[StepRow], **changes: list) -> tuple[list[int], list[str]]:
-    result = worker.execute_model(StepPlan(StepId(step_id), 1, 1, rows, **changes))
+def run(
+    worker: Rank, step_id: int, rows: list[StepRow], num_decodes: int = 0, **changes: Any
+) -> tuple[list[int], list[str]]:
+    """Run a step. `num_decodes`: the decode rows that go on."""
+    num_tokens = num_decodes + sum(row.num_tokens for row in rows)
+    result = execute(worker, StepPlan(StepId(step_id), 1, 1, num_tokens, num_tokens, rows, **changes))
     assert (result.step_id, result.epoch) == (step_id, 1)
-    assert result.num_tokens == [1] * len(result.seq_ids)
     return result.token_ids, [failure.kind for failure in result.failures]
 
 
@@ -70,7 +70,7 @@ def test_a_rank_announces_its_phases_and_lives_to_its_shutdown(model: Path) -> N
     worker.start(phases.append)
     assert phases == ["device", "load_model"]
     with pytest.raises(PlanError, match="no KV pool yet"):
-        worker.execute_model(StepPlan(StepId(1), 1, 1, []))
+        execute(worker, StepPlan(StepId(1), 1, 1, 0, 0))
     assert worker.determine_num_available_blocks() == (10, 0)
     worker.initialize_cache(10, 0)
     worker.check_health()
@@ -81,17 +81,17 @@ def test_a_rank_announces_its_phases_and_lives_to_its_shutdown(model: Path) -> N
 def test_plans_of_another_epoch_are_refused(model: Path) -> None:
     worker = start_worker(model)
     with pytest.raises(PlanError, match="epoch 2, this rank is in epoch 1"):
-        worker.execute_model(StepPlan(StepId(1), 2, 1, []))
+        execute(worker, StepPlan(StepId(1), 2, 1, 0, 0))
 
 
 def test_swaps_are_refused_and_not_ignored(model: Path) -> None:
     worker = start_worker(model)
     for plan in (
-        StepPlan(StepId(1), 1, 1, [], swap_in=[(0, 1)]),
-        StepPlan(StepId(1), 1, 1, [], swap_out=[(1, 0)]),
+        StepPlan(StepId(1), 1, 1, 0, 0, swap_in=[(0, 1)]),
+        StepPlan(StepId(1), 1, 1, 0, 0, swap_out=[(1, 0)]),
     ):
         with pytest.raises(PlanError, match="no host memory tier"):
-            worker.execute_model(plan)
+            execute(worker, plan)
     with pytest.raises(ConfigError, match="no host memory tier"):
         worker.initialize_cache(10, 5)
 
@@ -109,29 +109,63 @@ def test_what_was_never_here_can_be_forgotten(model: Path) -> None:
     """The plan that was to bring it may have been interrupted."""
     worker = start_worker(model)
     assert run(worker, 1, [prefill()], finished=[5], new=[new()])[1] == []
-    assert run(worker, 2, [decode(0, 5)], finished=[5])[1] == []
+    assert run(worker, 2, [], num_decodes=1, finished=[5])[1] == []
     assert worker.stats()["num_sequences"] == 1
 
 
-def test_the_token_that_a_row_feeds_is_the_one_that_its_step_sampled(model: Path) -> None:
+def test_a_rank_whose_rows_are_not_the_engines_refuses_the_step(model: Path) -> None:
     worker = start_worker(model)
     run(worker, 1, [prefill()], new=[new()])
-    run(worker, 4, [decode(0, 5, lag=3)])
-    with pytest.raises(AssertionError):
-        run(worker, 9, [decode(0, 6, lag=1)])
+    with pytest.raises(PlanError, match="step 2 has 2 tokens, but this rank has 1"):
+        run(worker, 2, [], num_decodes=2)
 
 
-@pytest.mark.parametrize(("count", "lag"), [(3, 0), (5, NO_TOKEN)])
-def test_a_row_and_its_worker_agree_on_whether_it_yields_a_token(model: Path, count: int, lag: int) -> None:
-    row = StepRow(SeqId(0), 0, count, lag, [3, 1])
-    with pytest.raises(AssertionError, match="tokens are known"):
-        run(start_worker(model), 1, [row], new=[new()])
+def test_a_row_that_feeds_unknown_tokens_is_refused(model: Path) -> None:
+    with pytest.raises(AssertionError, match="5 tokens are known"):
+        run(start_worker(model), 1, [prefill(count=7)], new=[new()])
+
+
+def test_a_row_without_a_block_is_refused(model: Path) -> None:
+    with pytest.raises(AssertionError, match="without a block"):
+        run(start_worker(model), 1, [prefill(blocks=(3,))], new=[new()])
+
+
+def test_a_paused_row_goes_on_where_it_stopped(model: Path) -> None:
+    undisturbed = Driver(start_worker(model), 1, preempts=False).run([PROMPT], 3)[0].output
+    worker = start_worker(model)
+    outputs = run(worker, 1, [prefill()], new=[new()])[0]
+    assert run(worker, 2, [], paused=[0]) == ([], [])
+    outputs += run(worker, 3, [StepRow(SeqId(0), 5, 1, [])])[0]
+    outputs += run(worker, 4, [], num_decodes=1)[0]
+    assert outputs == undisturbed
+
+
+def test_a_step_may_feed_tokens_that_nobody_has_collected(model: Path) -> None:
+    undisturbed = Driver(start_worker(model), 1, preempts=False).run([PROMPT], 4)[0].output
+    worker = start_worker(model)
+    worker.launch(StepPlan(StepId(1), 1, 1, 5, 1, [prefill()], [new()]))
+    for step_id in (2, 3, 4):
+        worker.launch(StepPlan(StepId(step_id), 1, 2, 1, 1))
+    assert [worker.collect().token_ids[0] for _ in range(4)] == undisturbed
+
+
+def test_after_a_failed_step_those_that_were_planned_before_it_was_known_are_skipped(model: Path) -> None:
+    worker = start_worker(model)
+    worker.launch(StepPlan(StepId(1), 1, 1, 5, 1, [prefill()], [new()]))
+    with pytest.raises(PlanError, match="step 2 has 9 tokens"):
+        worker.launch(StepPlan(StepId(2), 1, 2, 9, 1))
+    assert len(worker.collect().token_ids) == 1, "the step before the failed one is good"
+    with pytest.raises(StepSkipped):
+        worker.launch(StepPlan(StepId(3), 1, 2, 1, 1))
+    with pytest.raises(StepSkipped):
+        worker.collect()
+    assert len(run(worker, 4, [prefill()], finished=[0], new=[new()])[0]) == 1
 
 
 def test_a_preempted_sequence_returns_in_the_plan_that_ends_it(model: Path) -> None:
     worker = start_worker(model)
     outputs = run(worker, 1, [prefill()], new=[new()])[0]
-    outputs += run(worker, 2, [decode(0, 5)])[0]
+    outputs += run(worker, 2, [], num_decodes=1)[0]
     again = new(tokens=PROMPT + outputs)
     resumed = run(worker, 3, [prefill(blocks=(7, 2), count=7)], finished=[0], new=[again])[0]
     undisturbed = Driver(start_worker(model), 1, preempts=False).run([PROMPT], 3)[0].output
@@ -141,10 +175,11 @@ def test_a_preempted_sequence_returns_in_the_plan_that_ends_it(model: Path) -> N
 def test_copied_blocks_hold_the_same_keys_and_values(model: Path) -> None:
     worker = start_worker(model)
     first = run(worker, 1, [prefill(blocks=(3, 1))], new=[new()])[0]
-    expected = run(worker, 2, [decode(0, 5)])[0]
+    expected = run(worker, 2, [], num_decodes=1)[0]
     # A second sequence starts from copies of the first one's blocks, through a chain: 3 -> 10 -> 11.
-    row = StepRow(SeqId(1), 5, 1, 0, [11, 12])
-    actual = run(worker, 3, [row], new=[new(1, PROMPT + first)], copy=[(3, 10), (10, 11), (1, 12)])[0]
+    row = StepRow(SeqId(1), 5, 1, [11, 12])
+    changes: dict[str, Any] = {"new": [new(1, PROMPT + first)], "copy": [(3, 10), (10, 11), (1, 12)]}
+    actual = run(worker, 3, [row], paused=[0], **changes)[0]
     assert actual == expected
 
 
@@ -154,17 +189,16 @@ def test_a_row_without_finite_logits_fails_alone_and_stays_failed(tmp_path: Path
     poison = 500
     worker._model.model.embed_tokens.weight[poison] = float("nan")
     healthy = Driver(start_worker(tmp_path), 1, preempts=False).run([PROMPT], 4)[0].output
-    rows = [prefill(0, (3, 1)), prefill(1, (5, 6), count=8)]
+    rows = [prefill(0, (3, 1)), prefill(1, (5, 6, 7), count=8)]
     tokens, failures = run(worker, 1, rows, new=[new(0), new(1, [1, 2, poison, 3, 4, 5, 6, 7])])
-    assert (tokens, failures) == (healthy[:1], ["nan_logits"])
-    # The next plan was already under way when the row failed.
-    tokens, failures = run(worker, 2, [decode(1, 8), decode(0, 5)])
-    assert (tokens, failures) == (healthy[1:2], ["nan_logits"])
-    assert run(worker, 3, [decode(1, 9)]) == ([], ["nan_logits"])
+    assert (tokens, failures) == ([healthy[0], NO_TOKEN], ["nan_logits"])
+    # The next plans were already under way when the row failed.
+    assert run(worker, 2, [], num_decodes=2) == ([healthy[1], NO_TOKEN], ["nan_logits"])
+    assert run(worker, 3, [], num_decodes=1, paused=[0]) == ([NO_TOKEN], ["nan_logits"])
     # Its blocks hold NaN, and do no harm to the next owner.
-    tokens, failures = run(worker, 4, [prefill(2, (5, 6)), decode(0, 6, lag=2)], finished=[1], new=[new(2)])
-    assert (tokens, failures) == ([healthy[0], healthy[2]], [])
-    assert run(worker, 5, [decode(2, 5)]) == ([healthy[1]], [])
+    rows = [prefill(2, (5, 6)), StepRow(SeqId(0), 6, 1, [])]
+    assert run(worker, 4, rows, finished=[1], new=[new(2)]) == ([healthy[0], healthy[2]], [])
+    assert run(worker, 5, [], num_decodes=1, paused=[0]) == ([healthy[1]], [])
 
 
 def test_more_sequences_than_promised_are_taken(model: Path) -> None:
@@ -182,8 +216,8 @@ def test_seeded_draws_do_not_depend_on_chunks_or_neighbours(model: Path) -> None
     for index in range(4):
         alone = Driver(start_worker(model), 2 + index).run([prompts[index]], 10, [sampling[index]])[0]
         assert alone.output == together[index].output
-        rows = [SampledRow(SeqId(index), sampling[index], position) for position in range(10)]
-        assert sample(torch.stack(alone.logits), rows).token_ids == alone.output
+        rows = sampling_rows([(sampling[index], position) for position in range(10)])
+        assert sample(torch.stack(alone.logits), rows).tolist() == alone.output
 
 
 def blocks_of(model: Path, **options: object) -> int:
@@ -233,8 +267,8 @@ def test_the_profiled_step_is_as_heavy_as_a_step_can_be(attention: str, model: P
     assert [len(row.new_blocks) for row in plan.rows] == [125, *[1] * 5]
     worker = start_worker(model, num_blocks=2, attention=attention)
     assert worker.runner is not None
-    result = worker.runner.execute_model(plan)
-    assert len(result.token_ids) + len(result.failures) == 6  # what the pool held before may be NaN
+    worker.runner.launch(plan)
+    assert len(worker.runner.collect().token_ids) == 6
 
 
 def test_the_profiled_step_of_short_sequences_is_as_large_as_a_step_can_be() -> None:

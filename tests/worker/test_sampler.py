@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.executor.wire.messages import RowSampling, SeqId
-from millrace.worker.input_batch import SampledRow
+from millrace.executor.wire.messages import NO_TOKEN, RowSampling
 from millrace.worker.sampler import sample
+from tests.worker.rows import Row, sampling_rows
 
 LARGEST_SEED = 2**64 - 1
 
@@ -29,15 +29,15 @@ def row(
     position: int = 0,
     min_tokens: int = 0,
     end_token_ids: list[int] | None = None,
-) -> SampledRow:
+) -> Row:
     sampling = RowSampling(temperature, top_k, top_p, min_p, seed, candidate, min_tokens, end_token_ids or [])
-    return SampledRow(SeqId(0), sampling, position)
+    return sampling, position
 
 
-def draw(logits: torch.Tensor, rows: list[SampledRow]) -> list[int]:
-    sampled = sample(logits.clone(), rows)
-    assert all(sampled.is_valid)
-    return sampled.token_ids
+def draw(logits: torch.Tensor, rows: list[Row]) -> list[int]:
+    token_ids: list[int] = sample(logits.clone(), sampling_rows(rows)).tolist()
+    assert NO_TOKEN not in token_ids
+    return token_ids
 
 
 def drawn_ids(logits: list[float], count: int = 3000, **settings: float) -> set[int]:
@@ -186,6 +186,4 @@ def test_rows_without_a_finite_peak_fail_alone(temperature: float) -> None:
     nan, inf = float("nan"), float("inf")
     logits = torch.tensor([[0.0, nan, 1.0], [0.0, 5.0, 0.0], [-inf, -inf, -inf], [inf, 0.0, 0.0], [-inf, 0.0, -inf]])
     setting = row(temperature, top_k=2, top_p=0.9, seed=1)
-    sampled = sample(logits, [setting] * 5)
-    assert sampled.is_valid == [False, True, False, False, True]
-    assert (sampled.token_ids[1], sampled.token_ids[4]) == (1, 1)
+    assert sample(logits, sampling_rows([setting] * 5)).tolist() == [NO_TOKEN, 1, NO_TOKEN, NO_TOKEN, 1]

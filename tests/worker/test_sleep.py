@@ -13,7 +13,7 @@ from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.executor.wire.messages import StepId, StepPlan
 from millrace.worker.errors import PlanError, WeightsChanged
 from millrace.worker.rank import Rank
-from tests.worker.driver import Driver, start_worker
+from tests.worker.driver import Driver, execute, start_worker
 from tests.worker.models import make_model
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12]]
@@ -52,7 +52,7 @@ def test_weights_and_pool_wake_up_apart_in_any_order(model: Path) -> None:
         worker.sleep(2)
         worker.wake_up(tags[0], 1)
         with pytest.raises(PlanError, match="it sleeps: call wake_up first"):
-            worker.execute_model(StepPlan(StepId(1), 1, 1, []))
+            execute(worker, StepPlan(StepId(1), 1, 1, 0, 0))
         worker.wake_up(tags[1], 1)
         assert generate(worker) == before
 
@@ -62,8 +62,8 @@ def test_the_new_pool_begins_a_new_epoch(model: Path) -> None:
     worker.sleep(1)
     worker.wake_up(["weights", "kv_cache"], 2)
     with pytest.raises(PlanError, match="epoch 1, this rank is in epoch 2"):
-        worker.execute_model(StepPlan(StepId(1), 1, 1, []))
-    assert worker.execute_model(StepPlan(StepId(1), 2, 1, [])).epoch == 2
+        execute(worker, StepPlan(StepId(1), 1, 1, 0, 0))
+    assert execute(worker, StepPlan(StepId(1), 2, 1, 0, 0)).epoch == 2
 
 
 def test_deeper_sleep_and_repeated_calls(model: Path) -> None:
@@ -109,7 +109,7 @@ def test_weights_that_changed_meanwhile_are_noticed(
     with pytest.raises(WeightsChanged, match=r"1 of 37 tensors .* first of all model\.layers\.1\.mlp\.up_proj\.weight"):
         wake_up(worker)
     with pytest.raises(PlanError, match="it sleeps"):
-        worker.execute_model(StepPlan(StepId(1), 1, 1, []))
+        execute(worker, StepPlan(StepId(1), 1, 1, 0, 0))
 
 
 def test_unknown_levels_and_tags_are_refused(model: Path) -> None:

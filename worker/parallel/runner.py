@@ -1,7 +1,7 @@
 """Runs the steps of one of several ranks.
 
 Activations go from stage to stage. The last stage samples the tokens and sends their ids back. An earlier stage runs
-the next plan meanwhile. It waits for the ids when a plan has one of their sequences:
+the next plan meanwhile. It waits for the ids when a plan feeds them:
 
     stage 0    step 1   step 2            ids 1   step 3 (feeds the tokens of step 1)
     stage 1             step 1   step 2           ids 2   step 3
@@ -15,34 +15,30 @@ Shapes: T tokens of the step, H hidden size, M rows that yield a token, W ids of
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from millrace.executor.wire.messages import SeqId, StepId, StepPlan, StepResult
+from millrace.executor.wire.messages import StepPlan
 from millrace.worker.attention.interface import Attention
-from millrace.worker.input_batch import SampledRow, StepBatch
+from millrace.worker.input_batch import SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.sampler import VocabParallelSampler
 from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.parallel.topology import Topology
-from millrace.worker.runner import Runner
-from millrace.worker.sampler import Sampled
-
-NO_VALID_TOKEN = -1
-"""Sent in place of an id for a row without a valid token."""
+from millrace.worker.runner import LaunchedStep, Runner
 
 
 @dataclass(frozen=True)
 class PendingTokens:
     """The tokens of an earlier step, which the last stage sends."""
 
-    step_id: StepId
-    rows: list[SampledRow]
+    micro_batch: int
+    rows: SampledRows
     token_ids: Tensor  # [M], filled when the work is done
     work: dist.Work
 
@@ -67,13 +63,11 @@ class ParallelRunner(Runner):
         self._stage_input = find_stage_input(model)
         self._pending: deque[PendingTokens] = deque()
 
-    def execute_model(self, plan: StepPlan) -> StepResult:
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
         """Run this rank's part of one step. Only the output rank's result has tokens."""
-        self._receive_tokens_of({row.seq_id for row in plan.rows} | set(plan.finished))
-        result = super().execute_model(plan)
-        if self._topology.is_output_rank:
-            return result
-        return StepResult(plan.step_id, plan.epoch, [], [], [], device_s=result.device_s)
+        self._receive_tokens_for(plan)
+        launched = super()._launch(plan)
+        return launched if self._topology.is_output_rank else replace(launched, token_ids=None)
 
     def finish(self) -> None:
         while self._pending:
@@ -82,14 +76,15 @@ class ParallelRunner(Runner):
         if self._stage_input is not None:
             self._stage_input.received = None
 
-    def _sample(self, step_id: StepId, batch: StepBatch) -> Sampled | None:
+    def _sample(self, plan: StepPlan, batch: StepBatch) -> Tensor | None:
         if not self._topology.is_last_stage:
             self._peers.send(self._compute_hidden(batch), self._topology.stage + 1)
-            self._start_receiving(step_id, batch.sampled_rows)
+            self._start_receiving(plan.micro_batch, batch.sampled)
             return None
-        sampled = self._sampler.sample(self.compute_logits(batch), batch.sampled_rows)
-        self._send_tokens(sampled)
-        return sampled
+        sampled = self._sampler.sample(self.compute_logits(batch), batch.sampled.sampling)
+        token_ids = self._sequences.record(batch.sampled, sampled)
+        self._send_tokens(token_ids)
+        return token_ids
 
     def _compute_hidden(self, batch: StepBatch) -> Tensor:  # [1, T, H]
         hidden: Tensor = self._model.base_model(**self._forward_arguments(batch)).last_hidden_state
@@ -106,25 +101,26 @@ class ParallelRunner(Runner):
 
     # --- the sampled ids, from the last stage to the others ---
 
-    def _send_tokens(self, sampled: Sampled) -> None:
-        pairs = zip(sampled.token_ids, sampled.is_valid, strict=True)
-        token_ids = torch.tensor([token_id if is_valid else NO_VALID_TOKEN for token_id, is_valid in pairs])
+    def _send_tokens(self, token_ids: Tensor) -> None:
         for stage in range(self._topology.stage if len(token_ids) else 0):
-            self._peers.send(token_ids, stage)
+            self._peers.send(token_ids.cpu(), stage)
 
-    def _start_receiving(self, step_id: StepId, rows: list[SampledRow]) -> None:
-        if rows:
-            token_ids = torch.empty(len(rows), dtype=torch.int64)
+    def _start_receiving(self, micro_batch: int, rows: SampledRows) -> None:
+        if rows.seq_ids:
+            token_ids = torch.empty(len(rows.seq_ids), dtype=torch.int64)
             work = self._peers.receive(token_ids, self._topology.pp_size - 1)
-            self._pending.append(PendingTokens(step_id, rows, token_ids, work))
+            self._pending.append(PendingTokens(micro_batch, rows, token_ids, work))
 
-    def _receive_tokens_of(self, seq_ids: set[SeqId]) -> None:
-        """Wait for the tokens of these sequences, and for the tokens of all earlier steps."""
-        while any(row.seq_id in seq_ids for pending in self._pending for row in pending.rows):
+    def _receive_tokens_for(self, plan: StepPlan) -> None:
+        """Wait for the tokens that the step feeds, for those of finished sequences, and for those of all earlier steps."""
+        seq_ids = {*plan.finished, *plan.paused, *(row.seq_id for row in plan.rows)}
+        while any(
+            pending.micro_batch == plan.micro_batch or not seq_ids.isdisjoint(pending.rows.seq_ids)
+            for pending in self._pending
+        ):
             self._record_oldest()
 
     def _record_oldest(self) -> None:
         pending = self._pending.popleft()
         pending.work.wait()
-        token_ids = pending.token_ids.tolist()
-        self._record(pending.step_id, pending.rows, Sampled(token_ids, [each != NO_VALID_TOKEN for each in token_ids]))
+        self._sequences.record(pending.rows, pending.token_ids.to(self._model.device))

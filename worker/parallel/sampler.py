@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.worker.input_batch import SampledRow
+from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
-from millrace.worker.sampler import Sampled, sample
+from millrace.worker.sampler import sample
+from millrace.worker.sampling_rows import SamplingRows
 
 
 class VocabParallelSampler:
@@ -27,22 +28,20 @@ class VocabParallelSampler:
         self._tp_size = topology.tp_size
         self._peers = peers
 
-    def sample(self, logits: Tensor, rows: list[SampledRow]) -> Sampled:
-        """Draw one token for each row of this rank's logits [M, W]."""
-        if not rows:
-            return Sampled([], [])
+    def sample(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        """Draw one token for each row of this rank's logits [M, W]. See `worker.sampler.sample`."""
+        if rows.num_rows == 0:
+            return torch.empty(0, dtype=torch.int64, device=logits.device)
         if self._tp_size == 1:
             return sample(logits, rows)
-        if all(_is_plain_greedy(row) for row in rows):
-            return self._argmax(logits)
-        return sample(self._gather(logits), rows)
+        return self._argmax(logits) if rows.is_plain_greedy else sample(self._gather(logits), rows)
 
     def _gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all ranks [M, V]."""
         padded = F.pad(logits, (0, self._width - logits.shape[1]))
         return torch.cat(self._peers.all_gather(padded), dim=-1)[:, : self._vocab_size]
 
-    def _argmax(self, logits: Tensor) -> Sampled:
+    def _argmax(self, logits: Tensor) -> Tensor:
         """Draw greedily from the best id of each rank instead of all logits: two numbers per row and rank. A float64
         holds a float32 and an id exactly. As on one rank, the lowest of equal ids wins, and a NaN is the largest
         value."""
@@ -50,9 +49,5 @@ class VocabParallelSampler:
         best = torch.stack([peaks.double(), (own_ids + self._first_id).double()])  # [2, M]
         all_peaks, all_ids = torch.stack(self._peers.all_gather(best)).unbind(1)  # [n, M]
         peaks, winners = all_peaks.max(dim=0)
-        ids, valid = torch.stack([all_ids.gather(0, winners.unsqueeze(0))[0], peaks.isfinite().double()]).tolist()
-        return Sampled(token_ids=[int(token_id) for token_id in ids], is_valid=[bool(flag) for flag in valid])
-
-
-def _is_plain_greedy(row: SampledRow) -> bool:
-    return row.sampling.temperature == 0.0 and row.output_position >= row.sampling.min_tokens
+        token_ids = all_ids.gather(0, winners.unsqueeze(0))[0].long()
+        return token_ids.masked_fill_(~peaks.isfinite(), NO_TOKEN)

@@ -12,7 +12,7 @@ from millrace.engine_service.core.crash_policy import QUARANTINE_AFTER_CRASHES
 from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence
 from millrace.executor.rank.stub import OutOfMemoryError, StubWorker
-from millrace.executor.wire.messages import RowFailure, StepPlan, StepResult, WorkerConfig
+from millrace.executor.wire.messages import NO_TOKEN, RowFailure, StepId, StepPlan, StepResult, StepRow, WorkerConfig
 from tests.engine_service.core.sequences import make_sequence, stub_output
 
 BLOCK_SIZE = 4
@@ -27,18 +27,24 @@ class Bench:
         num_blocks: int = 64,
         max_num_seqs: int = 8,
         budget: int = 32,
-        max_in_flight: int = 1,
+        num_stages: int = 1,
         *,
+        run_ahead: bool = False,
         enable_prefix_caching: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
-        self.max_in_flight = max_in_flight
+        self.num_stages = num_stages
+        self.has_failed = False
+        """Whether a step has failed since the last plan. The workers may not have applied what it said."""
+        self.run_ahead = run_ahead
         self.in_flight: deque[StepResult] = deque()
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, enable_prefix_caching=enable_prefix_caching
         )
         self.scheduler = Scheduler(config, BlockPool(num_blocks, BLOCK_SIZE), epoch=1)
         self.plans: list[StepPlan] = []
+        self.rows: list[list[StepRow]] = []
+        """By plan: all rows, also the decode rows that go on."""
         self.start_worker()
 
     def start_worker(self) -> None:
@@ -46,16 +52,25 @@ class Bench:
         self.worker.initialize_cache(self.num_blocks, 0)
 
     def send(self) -> StepPlan | None:
-        plan = self.scheduler.schedule(self.max_in_flight)
+        plan = self.schedule()
         if plan is not None:
-            self.plans.append(plan)
-            assert set(plan.finished) <= self.worker._sequences.keys(), (
+            assert self.has_failed or set(plan.finished) <= self.worker._sequences.keys(), (
                 "workers pass over such ids; the scheduler has no reason to"
             )
-            self.in_flight.append(self.worker.execute_model(plan))
-            assert plan.depth == len(self.in_flight) <= self.max_in_flight
+            self.has_failed = False
+            self.in_flight.append(self.execute(plan))
+            assert plan.depth == len(self.in_flight) <= self.num_stages + self.run_ahead
         self.scheduler.check_integrity()
         return plan
+
+    def schedule(self) -> StepPlan | None:
+        return self.scheduler.schedule(self.num_stages, run_ahead=self.run_ahead)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.worker.launch(plan)
+        self.plans.append(plan)
+        self.rows.append(self.worker.last_rows)
+        return self.worker.collect()
 
     def collect(self) -> None:
         if self.in_flight:
@@ -72,37 +87,34 @@ class Bench:
 
     def give_up(self) -> None:
         """The next step runs out of memory, and those in flight are given up."""
-        plan = self.scheduler.schedule(self.max_in_flight)
+        plan = self.schedule()
         if plan is not None:
             self.worker._faults["most-tokens"] = 0
             with pytest.raises(OutOfMemoryError):
-                self.worker.execute_model(plan)
+                self.worker.launch(plan)
             del self.worker._faults["most-tokens"]
+            while (skipped := self.schedule()) is not None:
+                with pytest.raises(ValueError, match="an earlier step has failed"):
+                    self.worker.launch(skipped)
+        self.has_failed = True
         self.in_flight.clear()
         self.scheduler.requeue_in_flight()
 
     def fail_row(self) -> Sequence | None:
         """A row of the oldest step in flight has no finite logit: neither it nor what it wrote is of use."""
-        if not self.in_flight or not self.in_flight[0].seq_ids:
+        if not self.in_flight or not self.in_flight[0].token_ids:
             return None
         result = self.in_flight.popleft()
-        seq_id = result.seq_ids[0]
-        failed = self.scheduler._running.get(seq_id)
-        failure = RowFailure(seq_id, "nan_logits", "")
+        failed = self.scheduler._in_flight[0].sampled[0]
+        failure = RowFailure(failed.seq_id, "nan_logits", "")
         self.scheduler.apply(
-            msgspec.structs.replace(
-                result,
-                seq_ids=result.seq_ids[1:],
-                num_tokens=result.num_tokens[1:],
-                token_ids=result.token_ids[1:],
-                failures=[failure],
-            )
+            msgspec.structs.replace(result, token_ids=[NO_TOKEN, *result.token_ids[1:]], failures=[failure])
         )
         return failed
 
     def lose_step(self) -> list[Sequence]:
         """The workers die in the middle of the next step, and of those in flight."""
-        self.scheduler.schedule(self.max_in_flight)
+        self.schedule()
         self.in_flight.clear()
         quarantined = self.scheduler.restart(self.scheduler.epoch + 1)
         self.start_worker()
@@ -126,12 +138,12 @@ def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks() -> None:
     sequence = make_sequence(1, prompt_len=20, max_tokens=3)
     bench.scheduler.add(sequence)
     bench.run()
-    assert [(row.start, row.num_tokens, row.samples) for plan in bench.plans for row in plan.rows] == [
-        (0, 8, False),
-        (8, 8, False),
-        (16, 4, True),
-        (20, 1, True),
-        (21, 1, True),
+    assert [(row.start, row.num_tokens) for rows in bench.rows for row in rows] == [
+        (0, 8),
+        (8, 8),
+        (16, 4),
+        (20, 1),
+        (21, 1),
     ]
     assert_undisturbed([sequence])
 
@@ -142,16 +154,18 @@ def test_decodes_go_first_and_prompts_take_what_is_left_of_the_budget() -> None:
     bench.scheduler.add(decoding)
     bench.step()
     bench.scheduler.add(prefilling)
-    plan = bench.step()
-    assert plan is not None
-    assert [(row.seq_id, row.num_tokens) for row in plan.rows] == [(1, 1), (2, 7)]
+    bench.step()
+    assert [(row.seq_id, row.num_tokens) for row in bench.rows[-1]] == [(1, 1), (2, 7)]
 
 
-def test_a_decode_names_the_step_that_sampled_its_input() -> None:
-    bench = Bench()
-    bench.scheduler.add(make_sequence(1, prompt_len=3, max_tokens=3))
+def test_the_plan_of_a_step_in_which_all_rows_go_on_says_just_that() -> None:
+    bench = Bench(num_blocks=64)
+    for number in range(1, 5):
+        bench.scheduler.add(make_sequence(number, prompt_len=5, max_tokens=6))
     bench.run()
-    assert [plan.rows[0].input_lag for plan in bench.plans] == [0, 1, 1]
+    nothing = StepPlan(StepId(2), 1, 1, num_tokens=4, num_sampled=4)
+    assert bench.plans[1:4] == [msgspec.structs.replace(nothing, step_id=step_id) for step_id in (2, 3, 4)]
+    assert len(bench.plans[4].new_blocks) == 4
 
 
 def test_a_sequence_is_sent_whole_once_and_later_only_by_its_id() -> None:
@@ -243,13 +257,14 @@ def test_a_poisonous_sequence_ends_alone_and_takes_nobody_along() -> None:
         plan = bench.scheduler.schedule()
         if plan is None:
             continue
-        if any(row.seq_id == poison.seq_id for row in plan.rows):
+        step = bench.scheduler._in_flight[-1]
+        if poison in step.sampled:
             if poison.crash_count >= 2:
-                assert [row.seq_id for row in plan.rows] == [poison.seq_id]
+                assert step.sampled == [poison]
             quarantined += bench.scheduler.restart(bench.scheduler.epoch + 1)
             bench.start_worker()
         else:
-            bench.scheduler.apply(bench.worker.execute_model(plan))
+            bench.scheduler.apply(bench.execute(plan))
         bench.scheduler.check_integrity()
     assert quarantined == [poison]
     assert poison.crash_count == QUARANTINE_AFTER_CRASHES
@@ -264,10 +279,10 @@ def test_a_row_that_fails_ends_alone() -> None:
     plan = bench.scheduler.schedule()
     assert plan is not None
     failure = RowFailure(broken.seq_id, "nan_logits", "no number")
-    result = bench.worker.execute_model(plan)
-    kept = StepResult(result.step_id, result.epoch, result.seq_ids[:1], [1], result.token_ids[:1], [failure])
+    result = bench.execute(plan)
+    kept = StepResult(result.step_id, result.epoch, [result.token_ids[0], NO_TOKEN], [failure])
     advances = bench.scheduler.apply(kept)
-    assert [(advance.sequence.seq_id, advance.failure) for advance in advances] == [(2, failure), (1, None)]
+    assert [(advance.sequence.seq_id, advance.failure) for advance in advances] == [(1, None), (2, failure)]
     bench.run()
     assert_undisturbed([fine])
 
@@ -276,21 +291,21 @@ def test_a_row_that_fails_ends_alone() -> None:
 
 
 def test_the_stages_of_a_pipeline_share_the_sequences() -> None:
-    bench = Bench(max_in_flight=2)
+    bench = Bench(num_stages=2)
     sequences = [make_sequence(number, prompt_len=3, max_tokens=6) for number in range(1, 8)]
     for sequence in sequences:
         bench.scheduler.add(sequence)
     bench.send()
     bench.send()
-    assert [[row.seq_id for row in plan.rows] for plan in bench.plans] == [[1, 2, 3, 4], [5, 6, 7]]
+    assert [[row.seq_id for row in rows] for rows in bench.rows] == [[1, 2, 3, 4], [5, 6, 7]]
     bench.run()
     assert_undisturbed(sequences)
-    assert max(len(plan.rows) for plan in bench.plans) == 4
-    assert [row.input_lag for row in bench.plans[2].rows] == [2, 2, 2, 2]
+    assert max(len(rows) for rows in bench.rows) == 4
+    assert [plan.micro_batch for plan in bench.plans[:4]] == [0, 1, 0, 1]
 
 
 def test_a_pipeline_stays_full_when_more_waits_than_the_pool_holds() -> None:
-    bench = Bench(num_blocks=33, max_num_seqs=64, budget=64, max_in_flight=2)
+    bench = Bench(num_blocks=33, max_num_seqs=64, budget=64, num_stages=2)
     sequences = [make_sequence(number, prompt_len=6, max_tokens=6) for number in range(1, 60)]
     for sequence in sequences:
         bench.scheduler.add(sequence)
@@ -301,32 +316,34 @@ def test_a_pipeline_stays_full_when_more_waits_than_the_pool_holds() -> None:
 
 
 def test_chunks_of_one_prompt_follow_each_other_through_the_pipeline() -> None:
-    bench = Bench(budget=8, max_in_flight=3)
+    bench = Bench(budget=8, num_stages=3)
     sequence = make_sequence(1, prompt_len=20, max_tokens=2)
     bench.scheduler.add(sequence)
     bench.step()
-    assert [(row.start, row.num_tokens) for plan in bench.plans for row in plan.rows] == [(0, 8), (8, 8), (16, 4)]
+    assert [(row.start, row.num_tokens) for rows in bench.rows for row in rows] == [(0, 8), (8, 8), (16, 4)]
     bench.run()
     assert_undisturbed([sequence])
 
 
-def test_a_sequence_in_flight_keeps_its_blocks_when_the_pool_runs_short() -> None:
-    bench = Bench(num_blocks=9, budget=16, max_in_flight=2)
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_sequence_in_flight_may_be_preempted_and_keeps_its_pending_tokens(num_stages: int) -> None:
+    bench = Bench(num_blocks=9, budget=16, num_stages=num_stages, run_ahead=True)
     sequences = [make_sequence(number, prompt_len=6, max_tokens=20) for number in range(1, 4)]
     for sequence in sequences:
         bench.scheduler.add(sequence)
-    for _ in range(200):
-        in_flight = {seq_id for result in bench.in_flight for seq_id in result.seq_ids}
+    num_preempted_in_flight = 0
+    for _ in range(400):
+        in_flight = {each for step in bench.scheduler._in_flight for each in step.sampled}
         plan = bench.send()
-        assert plan is None or not in_flight & set(plan.finished)
+        num_preempted_in_flight += len(in_flight & set(bench.scheduler._waiting.values()))
         if plan is None:
             bench.collect()
-    assert bench.scheduler.stats().num_preemptions > 0
+    assert num_preempted_in_flight > 0
     assert_undisturbed(sequences)
 
 
 def test_all_that_was_in_flight_is_blamed_and_a_suspect_is_alone_in_the_pipeline() -> None:
-    bench = Bench(max_num_seqs=4, max_in_flight=2)
+    bench = Bench(max_num_seqs=4, num_stages=2)
     sequences = [make_sequence(number, prompt_len=3, max_tokens=4) for number in range(1, 5)]
     for sequence in sequences:
         bench.scheduler.add(sequence)
@@ -338,14 +355,14 @@ def test_all_that_was_in_flight_is_blamed_and_a_suspect_is_alone_in_the_pipeline
     for number in range(1, 5):
         assert bench.send() is not None
         assert bench.send() is None
-        assert [row.seq_id for row in bench.plans[-1].rows] == [number]
+        assert [row.seq_id for row in bench.rows[-1]] == [number]
         bench.collect()
     bench.run()
     assert_undisturbed(sequences)
 
 
 def test_steps_that_are_given_up_are_computed_again_and_nobody_is_blamed() -> None:
-    bench = Bench(max_in_flight=2)
+    bench = Bench(num_stages=2)
     sequences = [make_sequence(number, prompt_len=3, max_tokens=8) for number in range(1, 7)]
     for sequence in sequences:
         bench.scheduler.add(sequence)
@@ -363,7 +380,7 @@ def test_steps_that_are_given_up_are_computed_again_and_nobody_is_blamed() -> No
 
 def num_fed(bench: Bench) -> int:
     """Tokens that all steps have computed."""
-    return sum(row.num_tokens for plan in bench.plans for row in plan.rows)
+    return sum(plan.num_tokens for plan in bench.plans)
 
 
 def test_sequences_that_arrive_together_compute_their_shared_beginning_once() -> None:
@@ -393,7 +410,7 @@ def test_the_last_token_of_a_prompt_that_is_cached_as_a_whole_is_computed() -> N
     for number in (1, 2):
         bench.scheduler.add(make_sequence(number, prompt_len=16, max_tokens=1, shared_len=16))
         bench.run()
-    assert [(row.start, row.num_tokens) for plan in bench.plans for row in plan.rows] == [(0, 16), (12, 4)]
+    assert [(row.start, row.num_tokens) for rows in bench.rows for row in rows] == [(0, 16), (12, 4)]
 
 
 def test_a_sequence_with_another_salt_shares_nothing() -> None:
@@ -401,7 +418,7 @@ def test_a_sequence_with_another_salt_shares_nothing() -> None:
     for number, salt in enumerate(("", "a", "b", "a"), start=1):
         bench.scheduler.add(make_sequence(number, prompt_len=17, max_tokens=1, shared_len=17, cache_salt=salt))
     bench.run()
-    assert sorted(row.start for plan in bench.plans for row in plan.rows) == [0, 0, 0, 16]
+    assert sorted(row.start for rows in bench.rows for row in rows) == [0, 0, 0, 16]
 
 
 def test_what_was_generated_is_found_by_the_next_turn() -> None:
@@ -461,7 +478,8 @@ def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one
         num_blocks=draw(st.integers(14, 40), "blocks"),
         max_num_seqs=draw(st.integers(1, 6), "seqs"),
         budget=draw(st.integers(1, 24), "budget"),
-        max_in_flight=draw(st.integers(1, 3), "in flight"),
+        num_stages=draw(st.integers(1, 3), "stages"),
+        run_ahead=draw(st.booleans(), "run ahead"),
         enable_prefix_caching=draw(st.integers(0, 3), "caching") > 0,
     )
     sequences: list[Sequence] = []

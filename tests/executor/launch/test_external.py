@@ -354,9 +354,9 @@ DOOMED = (sys.executable, "-P", "-m", "tests.e2e.doomed_worker")
         ((*DOOMED, "initialize_cache:memory"), (), 8, "phase kv_pool: CUDA out of memory"),
         ((*DOOMED, "start:device"), (), 7, "uncorrectable ECC error"),
         pytest.param((*DOOMED, "start:memory"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
-        pytest.param((*DOOMED, "execute_model:device"), (), 7, "uncorrectable ECC error", marks=pytest.mark.slow),
-        pytest.param((*DOOMED, "execute_model:memory@0"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
-        pytest.param((*DOOMED, "execute_model:memory@1"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
+        pytest.param((*DOOMED, "launch:device"), (), 7, "uncorrectable ECC error", marks=pytest.mark.slow),
+        pytest.param((*DOOMED, "launch:memory@0"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
+        pytest.param((*DOOMED, "launch:memory@1"), (), 8, "CUDA out of memory", marks=pytest.mark.slow),
         (("millrace", "serve"), ("--kv-cache-memory", "1KiB"), 2, "give the pool more memory"),
     ],
 )
@@ -371,7 +371,7 @@ def test_torchrun_sees_with_what_the_service_ends(
     queue_name: str,
 ) -> None:
     running = doomed(*options, program=program, max_restarts=0)
-    if program[-1].startswith("execute_model:"):
+    if program[-1].startswith("launch:"):
         running.wait_until_serving()
         submit(Client(redis_url, queue=queue_name))
     assert running.process.wait(120) != 0

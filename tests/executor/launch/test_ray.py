@@ -69,7 +69,7 @@ def test_a_rank_is_lost_at_every_moment_and_replaced(make: Make, action: str, ra
     with pytest.raises(WorkerDied, match=f"rank {rank}"):
         executor.sleep()
     executor.restart()
-    assert executor.execute_model(first_step(executor, 3)).result().seq_ids == [1]
+    assert len(executor.execute_model(first_step(executor, 3)).result().token_ids) == 1
     safe.unlink()
     pids = worker_pids(executor)
     executor.shutdown()
@@ -91,7 +91,7 @@ def test_the_stacks_of_all_ranks_are_in_the_engines_log_when_one_hangs(
     assert "in _act" in of_stuck
     assert "in _wait_for_ranks" in of_peer
     executor.restart()
-    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+    assert len(executor.execute_model(first_step(executor)).result().token_ids) == 1
 
 
 @on_ray

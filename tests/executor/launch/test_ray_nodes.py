@@ -20,13 +20,16 @@ from millrace.executor.launch.ray import RayExecutor
 from millrace.executor.launch.ray_cluster import users_of
 from millrace.executor.launch.select import make_executor
 from millrace.executor.limits import Limits
-from millrace.executor.wire.messages import SeqId
+from millrace.executor.rank.stub import next_token
 from tests.executor.kinds import STUB, check_health_for, first_step, start, stub_config, wait_until_gone
 from tests.executor.launch.ray_nodes import Process, RayNodes, ray_nodes
 from tests.executor.test_real_ranks import TP2, expected, generate, make_llm
 from tests.processes import ROOT, wait_until
 
 __all__ = ["expected"]
+
+TOKEN_IDS = [next_token(7, 3)]
+"""What `first_step` yields."""
 
 LIMITS = Limits(heartbeat_s=4.0, busy_heartbeat_s=20.0, replacement_s=30.0)
 
@@ -55,7 +58,7 @@ def user(nodes: RayNodes) -> Iterator[Process]:
 _executor: Executor
 
 
-def begin() -> list[SeqId]:
+def begin() -> list[int]:
     """Start an executor of two stages of two ranks, which stays, and have it run a step."""
     global _executor
     config = stub_config(tensor_parallel_size=2, pipeline_parallel_size=2)
@@ -63,7 +66,7 @@ def begin() -> list[SeqId]:
     return step(1)
 
 
-def begin_scattered() -> list[SeqId]:
+def begin_scattered() -> list[int]:
     """The same in a group whose bundles alternate between the nodes, as may happen in a full cluster."""
     import ray
 
@@ -78,9 +81,9 @@ def begin_scattered() -> list[SeqId]:
     return step(1)
 
 
-def step(step_id: int) -> list[SeqId]:
+def step(step_id: int) -> list[int]:
     """The sequences that it brings a token."""
-    return _executor.execute_model(first_step(_executor, step_id)).result().seq_ids
+    return _executor.execute_model(first_step(_executor, step_id)).result().token_ids
 
 
 def hosts() -> list[str]:
@@ -99,12 +102,12 @@ def wait_for_a_loss() -> str:
     return caught.value.reason
 
 
-def restart() -> list[SeqId]:
+def restart() -> list[int]:
     _executor.restart()
     return step(2)
 
 
-def recover() -> tuple[int, list[SeqId]]:
+def recover() -> tuple[int, list[int]]:
     """Recover as the engine does, with shorter pauses. Returns (number of ranks, sequences with a token of a step)."""
     worker_group.RESTART_BACKOFF_S = (0.0, 0.5)  # type: ignore[assignment]
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
@@ -121,7 +124,7 @@ def end() -> bool:
     return bool(ray.is_initialized())
 
 
-def run_inside_a_group() -> tuple[list[SeqId], list[str], int]:
+def run_inside_a_group() -> tuple[list[int], list[str], int]:
     """From a task in a placement group whose bundles alternate between the nodes: (sequences that a step brings a token,
     hosts in rank order, groups that the cluster has)."""
     import ray
@@ -132,12 +135,12 @@ def run_inside_a_group() -> tuple[list[SeqId], list[str], int]:
     ray.get(group.ready(), timeout=60)
     place = PlacementGroupSchedulingStrategy(group)
     answer = ray.remote(num_cpus=0)(choose_and_step).options(scheduling_strategy=place).remote()
-    result: tuple[list[SeqId], list[str], int] = ray.get(answer, timeout=80)
+    result: tuple[list[int], list[str], int] = ray.get(answer, timeout=80)
     ray.shutdown()
     return result
 
 
-def choose_and_step() -> tuple[list[SeqId], list[str], int]:
+def choose_and_step() -> tuple[list[int], list[str], int]:
     import ray
 
     config = stub_config(tensor_parallel_size=2, pipeline_parallel_size=2)
@@ -145,9 +148,9 @@ def choose_and_step() -> tuple[list[SeqId], list[str], int]:
     assert executor.name == "ray"
     try:
         start(executor)
-        seq_ids = executor.execute_model(first_step(executor)).result().seq_ids
+        token_ids = executor.execute_model(first_step(executor)).result().token_ids
         num_groups = sum(each["state"] == "CREATED" for each in ray.util.placement_group_table().values())
-        return seq_ids, hosts_of(executor), num_groups
+        return token_ids, hosts_of(executor), num_groups
     finally:
         executor.shutdown()
 
@@ -175,21 +178,21 @@ def assert_stages_stand_together(places: list[str]) -> None:
 
 
 def test_ranks_stand_on_two_nodes_of_a_cluster_that_is_left_as_it_was(nodes: RayNodes, user: Process) -> None:
-    assert user.run(begin) == [1]
+    assert user.run(begin) == TOKEN_IDS
     assert_stages_stand_together(user.run(hosts))
     assert not user.run(end)
     assert nodes.count() == 3
 
 
 def test_ranks_of_a_stage_are_neighbours_however_the_bundles_lie(user: Process) -> None:
-    assert user.run(begin_scattered) == [1]
+    assert user.run(begin_scattered) == TOKEN_IDS
     assert_stages_stand_together(user.run(hosts))
     assert not user.run(end)
 
 
 def test_the_ranks_of_a_caller_in_a_placement_group_are_placed_there(user: Process) -> None:
-    seq_ids, places, num_groups = user.run(run_inside_a_group)
-    assert (seq_ids, num_groups) == ([1], 1)
+    token_ids, places, num_groups = user.run(run_inside_a_group)
+    assert (token_ids, num_groups) == (TOKEN_IDS, 1)
     assert_stages_stand_together(places)
 
 
@@ -204,7 +207,7 @@ def test_a_lost_node_is_noticed_and_another_takes_its_rank(nodes: RayNodes, user
     nodes.kill(-1)
     assert user.run(wait_for_a_loss)
     nodes.add()
-    assert user.run(restart) == [1]
+    assert user.run(restart) == TOKEN_IDS
     assert not user.run(end)
 
 
@@ -213,7 +216,7 @@ def test_when_no_other_node_comes_the_engine_falls_to_fewer_ranks(nodes: RayNode
     nodes.kill(-1)
     try:
         assert user.run(wait_for_a_loss)
-        assert user.run(recover) == (2, [1])
+        assert user.run(recover) == (2, TOKEN_IDS)
         assert not user.run(end)
     finally:
         nodes.add()

@@ -67,7 +67,7 @@ def test_a_step_out_of_memory_leaves_none_of_its_tensors() -> None:
         executor.execute_model(first_step(executor)).result()
     assert "_run_forward" in caught.value.failure.traceback
     assert len(Activations.alive) == 0
-    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+    assert len(executor.execute_model(first_step(executor)).result().token_ids) == 1
 
 
 @pytest.mark.usefixtures("_no_collection")
@@ -85,7 +85,7 @@ def test_a_start_out_of_memory_frees_its_memory_for_the_next(tmp_path: Path) -> 
 
 def test_a_worker_whose_stats_fail_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     executor = fragile("lose-stats")
-    assert executor.execute_model(first_step(executor)).result().seq_ids == [1]
+    assert len(executor.execute_model(first_step(executor)).result().token_ids) == 1
     executor._next_sample_s = 0.0
     executor.check_health()
     assert caplog.text.count("reading the worker's stats failed") == 2

@@ -22,7 +22,6 @@ from millrace.executor.wire.messages import (
     Step,
     StepId,
     StepPlan,
-    StepRow,
     decode_from_worker,
     decode_to_worker,
     encode,
@@ -202,5 +201,9 @@ def test_messages_survive_the_wire() -> None:
 
 def test_a_step_of_many_sequences_is_a_small_message() -> None:
     """256 that run, after 65,536 others, with contexts of thousands of tokens, at the moment at which each needs a block."""
-    rows = [StepRow(SeqId(70_000 + number), 4_000 + number, 1, 1, [65_000 + number]) for number in range(256)]
-    assert len(encode(Step(2**31, StepPlan(StepId(2**31), 9, 1, rows)))) <= 4096
+    blocks = [(SeqId(70_000 + number), 65_000 + number) for number in range(256)]
+    assert len(encode(Step(2**31, StepPlan(StepId(2**31), 9, 1, 256, 256, new_blocks=blocks)))) <= 2560
+
+
+def test_a_step_in_which_all_rows_go_on_is_a_tiny_message() -> None:
+    assert len(encode(Step(2**31, StepPlan(StepId(2**31), 9, 2, 256, 256)))) <= 64

@@ -11,8 +11,9 @@ import torch
 from millrace.worker.attention.cpu import CPUAttention
 from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.reference import ReferenceAttention, visible_positions
-from millrace.worker.input_batch import StepBatch
+from millrace.worker.input_batch import SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool, LayerCache, LayerSpec
+from tests.worker.rows import sampling_rows
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 400
@@ -24,11 +25,11 @@ def make_batch(rows: list[tuple[int, int]], seed: int) -> StepBatch:
     """Rows of (length with this step, tokens fed), in blocks taken at random."""
     free = random.Random(seed).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
     width = max(-(-length // BLOCK_SIZE) for length, _ in rows)
-    tables = torch.zeros(len(rows), width, dtype=torch.int64)
+    tables = torch.zeros(len(rows), width, dtype=torch.int32)
     positions, slots, starts = [], [], [0]
     for index, (length, count) in enumerate(rows):
         num_blocks = -(-length // BLOCK_SIZE)
-        tables[index, :num_blocks] = torch.tensor([free.pop() for _ in range(num_blocks)])
+        tables[index, :num_blocks] = torch.tensor([free.pop() for _ in range(num_blocks)], dtype=torch.int32)
         fed = torch.arange(length - count, length)
         positions.append(fed)
         slots.append(tables[index, fed // BLOCK_SIZE] * BLOCK_SIZE + fed % BLOCK_SIZE)
@@ -41,7 +42,7 @@ def make_batch(rows: list[tuple[int, int]], seed: int) -> StepBatch:
         sample_indices=torch.tensor(starts[1:]) - 1,
         query_starts=starts,
         kv_lens=[length for length, _ in rows],
-        sampled_rows=[],
+        sampled=SampledRows([], torch.empty(0), sampling_rows([])),
     )
 
 

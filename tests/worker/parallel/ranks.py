@@ -82,11 +82,15 @@ class RankGroup:
     output_rank: int
     facts: list[ModelFacts]
 
-    def execute_model(self, plan: StepPlan) -> StepResult:
-        results: list[StepResult] = self.call("execute_model", plan)
+    def launch(self, plan: StepPlan) -> None:
+        self.send("launch", plan)
+        self.send("collect")
+
+    def collect(self) -> StepResult:
+        self.replies()
+        results: list[StepResult] = self.replies()
         for rank, result in enumerate(results):
-            assert result.step_id == plan.step_id
-            assert rank == self.output_rank or not (result.seq_ids or result.failures)
+            assert rank == self.output_rank or not (result.token_ids or result.failures)
         return results[self.output_rank]
 
     def call(self, method: str, *args: Any) -> list[Any]:

@@ -18,14 +18,13 @@ from millrace.executor.wire.messages import (
     SeqId,
     StepId,
     StepPlan,
-    StepResult,
     StepRow,
 )
 from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.rank import Rank
-from tests.worker.driver import GREEDY, Driver, Request, start_worker
+from tests.worker.driver import GREEDY, Driver, Request, execute, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
-from tests.worker.parallel.ranks import RankFailed, RankGroup, RankProcesses
+from tests.worker.parallel.ranks import RankFailed, RankProcesses
 
 pytestmark = pytest.mark.ranks
 
@@ -203,25 +202,18 @@ def test_ranks_on_one_host_do_not_listen_to_the_network(processes: RankProcesses
 # --- steps ---
 
 
-def step(step_id: int, rows: list[StepRow], **changes: Any) -> StepPlan:
-    return StepPlan(StepId(step_id), 1, 2, rows, **changes)
+def step(step_id: int, rows: list[StepRow], num_decodes: int = 0, **changes: Any) -> StepPlan:
+    """`num_decodes`: the decode rows that go on. All rows yield a token."""
+    num_tokens = num_decodes + sum(row.num_tokens for row in rows)
+    return StepPlan(StepId(step_id), 1, 2, num_tokens, num_decodes + len(rows), rows, **changes)
 
 
 def prefill(seq_id: int, count: int = len(PROMPT)) -> StepRow:
-    return StepRow(SeqId(seq_id), 0, count, 0, [3 * seq_id + 1, 3 * seq_id + 2, 3 * seq_id + 3])
-
-
-def decode(seq_id: int, start: int, lag: int) -> StepRow:
-    return StepRow(SeqId(seq_id), start, 1, lag, [])
+    return StepRow(SeqId(seq_id), 0, count, [3 * seq_id + 1, 3 * seq_id + 2, 3 * seq_id + 3])
 
 
 def new(seq_id: int, tokens: list[int]) -> NewSequence:
     return NewSequence(SeqId(seq_id), tokens, len(tokens), GREEDY)
-
-
-def replies(group: RankGroup) -> StepResult:
-    result: StepResult = group.replies()[group.output_rank]
-    return result
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 3), (2, 2)], ids=["TP 2", "PP 3", "TP 2 x PP 2"])
@@ -232,14 +224,16 @@ def test_plans_may_come_before_the_results_of_earlier_ones(
     expected = [
         Driver(start_worker(models["llama"]), 1, preempts=False).run([p], 5)[0].output for p in (PROMPT, others)
     ]
-    plans = [step(1, [prefill(0)], new=[new(0, PROMPT)]), step(2, [prefill(1)], new=[new(1, others)])]
-    for turn in range(4):
-        plans += [step(3 + 2 * turn, [decode(0, 5 + turn, 2)]), step(4 + 2 * turn, [decode(1, 5 + turn, 2)])]
+    plans = [
+        step(1, [prefill(0)], new=[new(0, PROMPT)]),
+        step(2, [prefill(1)], new=[new(1, others)], micro_batch=1),
+    ]
+    plans += [step(3 + number, [], num_decodes=1, micro_batch=number % 2) for number in range(8)]
     plans.append(step(11, [], finished=[0, 1]))
     with processes.group(models["llama"], *sizes) as group:
         for plan in plans:
-            group.send("execute_model", plan)
-        results = [replies(group) for _ in plans]
+            group.launch(plan)
+        results = [group.collect() for _ in plans]
         assert [result.step_id for result in results] == list(range(1, 12))
         assert [result.token_ids[0] for result in results[0:10:2]] == expected[0]
         assert [result.token_ids[0] for result in results[1:10:2]] == expected[1]
@@ -262,22 +256,22 @@ def test_a_row_without_finite_logits_fails_alone_on_all_ranks(
     poisoned = [1, 2, VOCAB_SIZE - 1, 3, 4]
     with processes.group(models["llama"], *sizes) as group:
         group.call("inspect", poison)
-        group.send("execute_model", step(1, [prefill(0), prefill(1)], new=[new(0, PROMPT), new(1, poisoned)]))
-        group.send("execute_model", step(2, [decode(1, 5, 1), decode(0, 5, 1)]))  # sent before step 1 fails
+        group.launch(step(1, [prefill(0), prefill(1)], new=[new(0, PROMPT), new(1, poisoned)]))
+        group.launch(step(2, [], num_decodes=2))  # sent before step 1 fails
         for position in range(2):
-            result = replies(group)
-            assert (result.seq_ids, result.token_ids) == ([0], healthy[position : position + 1])
+            result = group.collect()
+            assert result.token_ids == [healthy[position], NO_TOKEN]
             assert [(failure.seq_id, failure.kind) for failure in result.failures] == [(1, "nan_logits")]
-        result = group.execute_model(step(3, [decode(0, 6, 1), prefill(1)], finished=[1], new=[new(1, PROMPT)]))
+        result = execute(group, step(3, [prefill(1)], num_decodes=1, finished=[1], new=[new(1, PROMPT)]))
         assert (result.token_ids, result.failures) == ([healthy[2], healthy[0]], [])
 
 
 def test_a_step_in_which_nothing_is_drawn(processes: RankProcesses, models: dict[str, Path]) -> None:
-    chunk = StepRow(SeqId(0), 0, 3, NO_TOKEN, [1, 2])
+    chunk = StepRow(SeqId(0), 0, 3, [1, 2])
     with processes.group(models["llama"], 2, 2) as group:
-        assert group.execute_model(step(1, [chunk], new=[new(0, PROMPT)])).token_ids == []
-        assert group.execute_model(step(2, [])).token_ids == []
-        rest = group.execute_model(step(3, [StepRow(SeqId(0), 3, 2, 0, [])])).token_ids
+        assert execute(group, step(1, [chunk], new=[new(0, PROMPT)])).token_ids == []
+        assert execute(group, step(2, [])).token_ids == []
+        rest = execute(group, step(3, [StepRow(SeqId(0), 3, 2, [])])).token_ids
         assert rest == Driver(start_worker(models["llama"]), 1, preempts=False).run([PROMPT], 1)[0].output
 
 
@@ -296,12 +290,12 @@ def test_ranks_wake_up_as_they_were(
     level: int, processes: RankProcesses, models: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:
     with processes.group(models["gemma3_text"], 2, 2) as group:
-        group.execute_model(step(1, [prefill(0)], new=[new(0, PROMPT)]))
+        execute(group, step(1, [prefill(0)], new=[new(0, PROMPT)]))
         assert sum(group.call("inspect", num_tensors_held)) > 0
         group.call("sleep", level)
         assert group.call("inspect", num_tensors_held) == [0, 0, 0, 0]
         assert {stats["kv_pool_bytes"] for stats in group.call("stats")} == {0}
         with pytest.raises(RankFailed, match="it sleeps"):
-            group.execute_model(step(2, []))
+            group.call("launch", step(2, []))
         group.call("wake_up", ["weights", "kv_cache"], 1)
         assert generate(group) == expected["gemma3_text"]

@@ -1,0 +1,100 @@
+"""How the next token of each row is drawn.
+
+Shapes: S slots, M rows that yield a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from millrace.executor.wire.messages import RowSampling
+from millrace.worker.counter_rng import candidate_stream
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The settings of M rows. Tensors are on the host."""
+
+    temperatures: Tensor  # [M] float32, 0: greedy
+    top_k: Tensor  # [M] int64, 0: off
+    top_p: Tensor  # [M] float64, 1: off
+    min_p: Tensor  # [M] float32, 0: off
+    streams: Tensor  # [M] int64, the random numbers of a candidate
+    output_positions: Tensor  # [M] int64
+    forbidden: list[tuple[int, int]]
+    """(row, token id) pairs that cannot be drawn yet."""
+
+    @property
+    def num_rows(self) -> int:
+        return self.output_positions.shape[0]
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Whether every row takes the largest logit of all."""
+        return not self.forbidden and not bool(self.temperatures.any())
+
+    def select(self, rows: Tensor) -> SamplingRows:
+        """Return the settings of these rows [N], none of them with forbidden tokens."""
+        return SamplingRows(
+            self.temperatures[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.streams[rows],
+            self.output_positions[rows],
+            [],
+        )
+
+
+class SamplingTable:
+    """Owns the settings of the running sequences by slot, on the host."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._rows = SamplingRows(
+            temperatures=torch.zeros(num_slots),
+            top_k=torch.zeros(num_slots, dtype=torch.int64),
+            top_p=torch.ones(num_slots, dtype=torch.float64),
+            min_p=torch.zeros(num_slots),
+            streams=torch.zeros(num_slots, dtype=torch.int64),
+            output_positions=torch.zeros(num_slots, dtype=torch.int64),  # of no use here
+            forbidden=[],
+        )
+        self._min_tokens: dict[int, RowSampling] = {}
+        """The settings with `min_tokens`, by slot."""
+
+    def set(self, slot: int, sampling: RowSampling) -> None:
+        rows = self._rows
+        rows.temperatures[slot] = sampling.temperature
+        rows.top_k[slot] = sampling.top_k
+        rows.top_p[slot] = sampling.top_p
+        rows.min_p[slot] = sampling.min_p
+        rows.streams[slot] = candidate_stream(sampling.seed, sampling.candidate)
+        if sampling.min_tokens and sampling.end_token_ids:
+            self._min_tokens[slot] = sampling
+
+    def clear(self, slot: int) -> None:
+        """Forget the settings of a sequence that has ended."""
+        self._min_tokens.pop(slot, None)
+
+    def grow(self) -> None:
+        """Double the number of slots."""
+        num_slots = self._rows.num_rows
+        self._rows = self._rows.select(torch.arange(2 * num_slots) % num_slots)
+
+    def rows(self, slots: Tensor, output_positions: Tensor) -> SamplingRows:
+        """Return the settings of rows whose sequences have these slots [M]."""
+        forbidden = self._forbidden(slots, output_positions)
+        return replace(self._rows.select(slots), output_positions=output_positions, forbidden=forbidden)
+
+    def _forbidden(self, slots: Tensor, output_positions: Tensor) -> list[tuple[int, int]]:
+        if not self._min_tokens:
+            return []
+        pairs: list[tuple[int, int]] = []
+        for row, (slot, position) in enumerate(zip(slots.tolist(), output_positions.tolist(), strict=True)):
+            sampling = self._min_tokens.get(slot)
+            if sampling is not None and position < sampling.min_tokens:
+                pairs += [(row, token_id) for token_id in sampling.end_token_ids]
+        return pairs
