@@ -7,6 +7,7 @@ parts:
   executors    a worker in its own process against one in the same process
   parallel     one rank against two, tensor parallel and pipeline parallel
   checkpoints  what saving running jobs costs
+  scheduling   the scheduler and the block pool alone
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from types import ModuleType
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import checkpoints, executors, generation, messages, parallel, queueing
+from benchmarks import checkpoints, executors, generation, messages, parallel, queueing, scheduling
 from benchmarks.environment import ROOT, describe
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
@@ -33,6 +34,7 @@ PARTS: dict[str, ModuleType] = {
     "executors": executors,
     "parallel": parallel,
     "checkpoints": checkpoints,
+    "scheduling": scheduling,
 }
 """Each has NUM_ROUNDS and `measure(url, model, num_rounds, is_quick=)`, which returns its figures by name."""
 

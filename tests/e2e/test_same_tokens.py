@@ -1,0 +1,61 @@
+"""Greedy and seeded tokens are the same with every way to plan and place the steps."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from millrace import LLM, SamplingParams
+from tests.e2e.engines import TINY
+
+SHARED = "Add the numbers, one step after the other, and write the sum at the end of the line: 12 + 7 = "
+PROMPTS = [f"{SHARED}{first} + {second} =" for first, second in ((3, 4), (20, 22), (11, 7), (5, 9), (31, 6), (8, 8))]
+PARAMS = [
+    SamplingParams(temperature=0.8 * (number % 2), seed=number, max_tokens=20 + 5 * number, ignore_eos=number != 3)
+    for number in range(len(PROMPTS))
+]
+SMALL_POOL = {"block_size": 4, "num_blocks": 38}
+PLAIN = {"run_ahead": False, "enable_prefix_caching": False}
+
+
+def generate(**options: Any) -> tuple[list[list[int]], int]:
+    """Return the tokens, and the number of preemptions."""
+    with LLM(TINY, device="cpu", dtype="float32", max_model_len=148, **options) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        return [output.outputs[0].token_ids for output in outputs], llm.stats().num_preemptions
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return generate(**PLAIN)[0]
+
+
+@pytest.mark.parametrize(("run_ahead", "caching", "is_short"), list(product((False, True), repeat=3)))
+def test_in_this_process(run_ahead: bool, caching: bool, is_short: bool, expected: list[list[int]]) -> None:
+    """`is_short`: of memory, so sequences are preempted, and of tokens in a step, so prompts are cut into chunks."""
+    tokens, num_preemptions = generate(
+        executor="uni",
+        run_ahead=run_ahead,
+        enable_prefix_caching=caching,
+        max_num_batched_tokens=24 if is_short else 2048,
+        **(SMALL_POOL if is_short else {}),
+    )
+    assert tokens == expected
+    assert (num_preemptions > 0) == is_short
+
+
+SIZES = [
+    pytest.param({"executor": "mp"}, id="mp"),
+    pytest.param({"tensor_parallel_size": 2}, id="TP 2", marks=pytest.mark.ranks),
+    pytest.param({"pipeline_parallel_size": 2}, id="PP 2", marks=pytest.mark.ranks),
+]
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_in_processes_of_their_own(sizes: dict[str, Any], run_ahead: bool, expected: list[list[int]]) -> None:
+    tokens, num_preemptions = generate(run_ahead=run_ahead, max_num_batched_tokens=40, **SMALL_POOL, **sizes)
+    assert tokens == expected
+    assert num_preemptions > 0
