@@ -33,6 +33,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "num_blocks": (2, _MAX_COUNT),
     "drain_grace": (0, _MAX_S),
     "heartbeat": (0.2, _MAX_S),
+    "inter_token_latency": (0.001, _MAX_S),
     "metrics_port": (0, 65535),
 }
 """The lowest and the highest value."""
@@ -72,6 +73,10 @@ _HELP = {
         "share of a GPU's memory for weights, activations and KV pool, above 0 and up to 1",
     ),
     "drain_grace": ("SECONDS", "time that running jobs get to finish after SIGTERM"),
+    "inter_token_latency": (
+        "SECONDS",
+        "how long prompts may make a step while somebody reads the output of a running job",
+    ),
     "heartbeat": ("SECONDS", "time without a heartbeat after which other engines take this engine's jobs"),
     "metrics_port": ("PORT", "port that serves /metrics and /health over HTTP; 0 takes a free one (default: off)"),
     "metrics_host": ("ADDRESS", "address that serves /metrics and /health"),
@@ -158,9 +163,13 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     redis: str | None = None
     drain_grace: float = 25.0
     heartbeat: float = 10.0
+    inter_token_latency: float = 0.1
     log_level: str = "INFO"
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
+
+    def for_scheduler(self) -> SchedulerConfig:
+        return msgspec.structs.replace(super().for_scheduler(), inter_token_latency_s=self.inter_token_latency)
 
     @property
     def model_name(self) -> str:

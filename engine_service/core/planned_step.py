@@ -26,6 +26,8 @@ class PlannedStep:
         """Blocks that are cached since the step was planned."""
         self.is_short_of_blocks = False
         # From here on: set when the plan is complete.
+        self.num_decodes = 0
+        """Decode rows that go on."""
         self.sampled: list[Sequence] = []
         """The sequences that get a token, in the order of the result."""
         self.paused: list[Sequence] = []
@@ -34,6 +36,11 @@ class PlannedStep:
     @property
     def is_full(self) -> bool:
         return self.budget == 0 or self.max_rows <= 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all other rows; but for paused ones, of prompts."""
+        return sum(row.num_tokens for _, row in self.added)
 
     def add(self, sequence: Sequence, row: StepRow) -> None:
         self.added.append((sequence, row))

@@ -12,6 +12,7 @@ from millrace.engine_service.core.block_pool import BlockPool, PoolStats
 from millrace.engine_service.core.crash_policy import Suspects
 from millrace.engine_service.core.micro_batch import MicroBatch
 from millrace.engine_service.core.planned_step import PlannedStep
+from millrace.engine_service.core.prefill_pace import PrefillPace
 from millrace.engine_service.core.sequence import Sequence, StopReason
 from millrace.engine_service.core.token_budget import TokenBudget
 from millrace.executor.wire.messages import (
@@ -34,6 +35,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether sequences that begin alike share the blocks of their beginning."""
     run_ahead: bool | None = None
     """Whether the engine plans a step while the one before it runs. None: where the workers run beside the engine."""
+    inter_token_latency_s: float = 0.1
+    """How long prompts may make a step while somebody reads the output of a decoding sequence."""
 
 
 class Advance(msgspec.Struct, frozen=True):
@@ -73,6 +76,7 @@ class Scheduler:
         self.pool = pool
         self.epoch = epoch
         self._is_caching = config.enable_prefix_caching
+        self._pace = PrefillPace(config.inter_token_latency_s)
         self._waiting: OrderedDict[SeqId, Sequence] = OrderedDict()
         self._num_waiting_blocks = 0
         """Blocks that the waiting sequences need to be admitted, were nothing cached."""
@@ -144,6 +148,7 @@ class Scheduler:
         step = self._in_flight[0]
         assert step.step_id == result.step_id, f"step {result.step_id} came before step {step.step_id}"
         self.token_budget.count_good_step()
+        self._pace.measure(step.num_decodes, step.num_prompt_tokens, result.device_s)
         advances: list[Advance] = []
         failures = iter(result.failures)
         for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
@@ -236,6 +241,7 @@ class Scheduler:
             self._schedule_alone(suspect, step)
         else:
             self._schedule_decodes(step)
+            self._limit_prompts(step)
             self._schedule_ready(step, run_ahead=run_ahead)
             self._admit_waiting(step)
         return self._complete(step)
@@ -243,7 +249,7 @@ class Scheduler:
     def _complete(self, step: PlannedStep) -> StepPlan | None:
         """Count the step as planned and return its plan; None if it has no rows."""
         micro_batch = step.micro_batch
-        num_decodes = len(micro_batch.members)
+        step.num_decodes = num_decodes = len(micro_batch.members)
         if not num_decodes and not step.added:
             return None
         self._last_step_id = step.step_id
@@ -259,7 +265,7 @@ class Scheduler:
             step.step_id,
             self.epoch,
             len(self._in_flight),
-            num_decodes + sum(row.num_tokens for _, row in step.added),
+            num_decodes + step.num_prompt_tokens,
             len(step.sampled),
             rows=[row for _, row in step.added],
             new=step.new,
@@ -288,6 +294,12 @@ class Scheduler:
                 micro_batch.set_due(sequence)
         step.budget -= len(micro_batch.members)
         step.max_rows -= len(micro_batch.members)
+
+    def _limit_prompts(self, step: PlannedStep) -> None:
+        """Keep the step short if somebody reads the output of one of its decode rows."""
+        has_prompts = bool(self._ready or self._waiting)
+        if has_prompts and any(sequence.is_watched for sequence in step.micro_batch.members):
+            step.budget = self._pace.limit(step.budget)
 
     def _schedule_ready(self, step: PlannedStep, *, run_ahead: bool) -> None:
         """Plan the running sequences without a decode row that goes on: paused ones, then prompts."""

@@ -64,6 +64,7 @@ class Sequence:
         "num_cached_tokens",
         "crash_count",
         "is_known_to_workers",
+        "is_watched",
         "has_ended",
     )
 
@@ -107,6 +108,8 @@ class Sequence:
         self.crash_count = crash_count
         """Losses of the workers, or of whole engines, since the last new token."""
         self.is_known_to_workers = False
+        self.is_watched = False
+        """Whether somebody reads the output while it grows."""
         self.has_ended = False
         """Whether the scheduler has dropped it. Tokens of steps in flight are not for it any more."""
 

@@ -19,7 +19,6 @@ class ServedJob:
         "cost",
         "generation",
         "is_alone",
-        "is_watched",
         "job_id",
         "lease",
         "num_published",
@@ -33,13 +32,18 @@ class ServedJob:
         self.cost = claimed.cost
         self.is_alone = is_alone(claimed)
         self.generation = generation
-        self.is_watched = claimed.is_watched or claimed.num_published > 0
+        generation.sequence.is_watched = claimed.is_watched or claimed.num_published > 0
         self.num_saved = len(claimed.token_ids)
         """Output tokens in the checkpoint."""
         self.num_published = claimed.num_published
         """Output tokens that readers can see."""
         self.saved_at_s = 0.0
         self.arrived_s = 0.0
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody reads the output while it grows."""
+        return self.generation.sequence.is_watched
 
     def __repr__(self) -> str:
         return f"ServedJob({self.job_id}, lease {self.lease}, {self.num_saved} saved, {self.num_published} published)"

@@ -245,7 +245,7 @@ class Service:
     def _watch(self, job_id: JobId) -> None:
         job = self._jobs.served.get(job_id)
         if job is not None and not job.is_watched:
-            job.is_watched = True
+            job.generation.sequence.is_watched = True
             self._output.advance(job, time.monotonic())
 
     def _drop_lost(self, job_id: JobId, lease: Lease | None) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -34,6 +35,8 @@ class Bench:
     ) -> None:
         self.num_blocks = num_blocks
         self.num_stages = num_stages
+        self.seconds_of: Callable[[StepPlan], float] = lambda plan: 0.0
+        """How long the worker says that it took."""
         self.has_failed = False
         """Whether a step has failed since the last plan. The workers may not have applied what it said."""
         self.run_ahead = run_ahead
@@ -70,7 +73,7 @@ class Bench:
         self.worker.launch(plan)
         self.plans.append(plan)
         self.rows.append(self.worker.last_rows)
-        return self.worker.collect()
+        return msgspec.structs.replace(self.worker.collect(), device_s=self.seconds_of(plan))
 
     def collect(self) -> None:
         if self.in_flight:
@@ -285,6 +288,40 @@ def test_a_row_that_fails_ends_alone() -> None:
     assert [(advance.sequence.seq_id, advance.failure) for advance in advances] == [(1, None), (2, failure)]
     bench.run()
     assert_undisturbed([fine])
+
+
+# --- prompts beside watched sequences ---
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_a_long_prompt_does_not_stall_a_sequence_that_somebody_reads(is_watched: bool) -> None:
+    bench = Bench(num_blocks=2000, budget=1024)
+    bench.seconds_of = lambda plan: 0.01 + 0.001 * plan.num_tokens  # the target is 0.1 s
+    reader = make_sequence(1, prompt_len=100, max_tokens=60)
+    reader.is_watched = is_watched
+    bench.scheduler.add(reader)
+    for _ in range(8):
+        bench.step()
+    bench.plans.clear()
+    bench.scheduler.add(make_sequence(2, prompt_len=2000, max_tokens=1))
+    for _ in range(30):
+        bench.step()
+    longest_s = max(bench.seconds_of(plan) for plan in bench.plans)
+    assert longest_s <= 0.12 if is_watched else longest_s > 1.0
+
+
+def test_a_prompt_goes_on_although_decoding_alone_takes_too_long() -> None:
+    bench = Bench(num_blocks=2000, budget=1024)
+    bench.seconds_of = lambda plan: 0.5 + 0.001 * plan.num_tokens
+    reader = make_sequence(1, prompt_len=100, max_tokens=60)
+    reader.is_watched = True
+    bench.scheduler.add(reader)
+    for _ in range(8):
+        bench.step()
+    bench.scheduler.add(make_sequence(2, prompt_len=100, max_tokens=1))
+    bench.step()
+    assert bench.plans[-1].num_tokens == 1 + 32
+    bench.run()
 
 
 # --- several steps in flight ---
