@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
@@ -24,6 +24,10 @@ from millrace.executor.wire.messages import (
     StepResult,
     StepRow,
 )
+
+_MAX_LOOKAHEAD = 8
+"""Waiting sequences among which the one with most cached blocks is admitted first."""
+_MAX_PASSED_OVER = 16
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +85,7 @@ class Scheduler:
         self._num_waiting_blocks = 0
         """Blocks that the waiting sequences need to be admitted, were nothing cached."""
         self._running: dict[SeqId, Sequence] = {}
-        """In the order of admission: the last one is preempted first."""
+        """In the order of admission."""
         self._ready: dict[SeqId, Sequence] = {}
         """Running sequences that wait for a row."""
         self._micro_batches: list[MicroBatch] = []
@@ -314,15 +318,32 @@ class Scheduler:
             self._register_blocks(sequence, sequence.num_computed, step.registered)
 
     def _admit_waiting(self, step: PlannedStep) -> None:
-        """Admit in the order of the queue. When the first sequence lacks blocks, no other one overtakes it."""
+        """Admit in the order of the queue, but for prefixes. If the next one lacks blocks, no other one overtakes it."""
         while self._waiting and not step.is_full and not step.is_short_of_blocks:
-            sequence = next(iter(self._waiting.values()))
-            if len(self._running) >= self._max_num_seqs or self._is_in_flight(sequence):
+            if len(self._running) >= self._max_num_seqs:
                 return
-            hit_blocks = self._find_blocks(sequence)
-            if not self._can_admit(sequence, hit_blocks):
+            sequence, hit_blocks = self._next_waiting()
+            if self._is_in_flight(sequence) or not self._can_admit(sequence, hit_blocks):
                 return
             self._admit(sequence, hit_blocks, step)
+
+    def _next_waiting(self) -> tuple[Sequence, list[int]]:
+        """Return the sequence to admit next, and its cached blocks.
+
+        Among the first of equal right, the one with most of its blocks cached goes first: later its blocks may be evicted.
+        A sequence is passed over a limited number of times.
+        """
+        first, *others = islice(self._waiting.values(), _MAX_LOOKAHEAD if self._is_caching else 1)
+        chosen, hit_blocks = first, self._find_blocks(first)
+        if first.num_passed_over < _MAX_PASSED_OVER:
+            for sequence in others:
+                if (sequence.tenant, sequence.priority) != (first.tenant, first.priority):
+                    break
+                found = self._find_blocks(sequence)
+                if len(found) > len(hit_blocks) and not self._is_in_flight(sequence):
+                    chosen, hit_blocks = sequence, found
+        first.num_passed_over += chosen is not first
+        return chosen, hit_blocks
 
     def _schedule_alone(self, sequence: Sequence, step: PlannedStep) -> None:
         for member in step.micro_batch.members:
@@ -370,15 +391,24 @@ class Scheduler:
         return self.pool.can_allocate(num_missing + self.pool.num_free_among(hit_blocks))
 
     def _ensure_blocks(self, sequence: Sequence, num_blocks: int, step: PlannedStep) -> bool:
-        """Preempt the youngest sequences until the pool has the blocks that this one needs for the step. Return False when
-        it was preempted itself."""
+        """Preempt other sequences until the pool has the blocks that this one needs for the step. Return False when it was
+        preempted itself."""
         while not self.pool.can_allocate(num_blocks):
             step.is_short_of_blocks = True
-            victim = next(reversed(self._running.values()))
+            victim = self._victim()
             self._preempt(victim, step)
             if victim is sequence:
                 return False
         return True
+
+    def _victim(self) -> Sequence:
+        """Return the sequence to preempt: of the lowest priority, then of the tenant with most blocks, then the youngest."""
+        lowest = min(sequence.priority for sequence in self._running.values())
+        blocks_of: Counter[str] = Counter()
+        for sequence in self._running.values():
+            blocks_of[sequence.tenant] += len(sequence.block_ids)
+        candidates = [sequence for sequence in reversed(self._running.values()) if sequence.priority == lowest]
+        return max(candidates, key=lambda each: blocks_of[each.tenant])
 
     def _num_missing_blocks(self, sequence: Sequence, step: PlannedStep) -> int:
         num_tokens = sequence.num_computed + min(step.budget, sequence.num_uncomputed)

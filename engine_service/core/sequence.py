@@ -63,6 +63,9 @@ class Sequence:
         "num_waiting_blocks",
         "num_cached_tokens",
         "crash_count",
+        "tenant",
+        "priority",
+        "num_passed_over",
         "is_known_to_workers",
         "is_watched",
         "has_ended",
@@ -78,8 +81,10 @@ class Sequence:
         output_token_ids: list[int] | None = None,
         crash_count: int = 0,
         cache_salt: str = "",
+        tenant: str = "",
+        priority: int = 0,
     ) -> None:
-        """`cache_salt`: only sequences with the same salt share cached blocks."""
+        """`cache_salt`: only sequences with the same salt share cached blocks. `priority`: larger comes first."""
         self.seq_id = seq_id
         self.prompt_token_ids = prompt_token_ids
         self.output_token_ids = output_token_ids or []
@@ -107,6 +112,10 @@ class Sequence:
         """Tokens that it had when the sequence was admitted first; None before that."""
         self.crash_count = crash_count
         """Losses of the workers, or of whole engines, since the last new token."""
+        self.tenant = tenant
+        self.priority = priority
+        self.num_passed_over = 0
+        """Younger sequences that were admitted before it because of what is cached."""
         self.is_known_to_workers = False
         self.is_watched = False
         """Whether somebody reads the output while it grows."""

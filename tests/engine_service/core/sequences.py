@@ -19,12 +19,23 @@ def make_sequence(
     shared_len: int = 0,
     output: list[int] | None = None,
     cache_salt: str = "",
+    tenant: str = "",
+    priority: int = 0,
 ) -> Sequence:
     """A greedy sequence that nothing but `max_tokens` ends. Its prompt is its own but for the first `shared_len` tokens."""
     own = [1 + (seq_id * 37 + position) % 900 for position in range(prompt_len)]
     prompt = [901 + position % 90 for position in range(min(shared_len, prompt_len))] + own[shared_len:]
     rules = StopRules(max_tokens=max_tokens, min_tokens=0, end_token_ids=frozenset())
-    return Sequence(SeqId(seq_id), prompt, GREEDY, rules, output_token_ids=output, cache_salt=cache_salt)
+    return Sequence(
+        SeqId(seq_id),
+        prompt,
+        GREEDY,
+        rules,
+        output_token_ids=output,
+        cache_salt=cache_salt,
+        tenant=tenant,
+        priority=priority,
+    )
 
 
 def stub_output(prompt: list[int], num_tokens: int) -> list[int]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -290,6 +291,81 @@ def test_a_row_that_fails_ends_alone() -> None:
     assert_undisturbed([fine])
 
 
+# --- order ---
+
+
+def admission_order(bench: Bench) -> list[int]:
+    return [new.seq_id for plan in bench.plans for new in plan.new]
+
+
+def test_a_prompt_whose_beginning_is_cached_goes_first() -> None:
+    bench = Bench(num_blocks=200, max_num_seqs=1, budget=64)
+    bench.scheduler.add(make_sequence(1, prompt_len=33, max_tokens=1, shared_len=32))
+    bench.run()
+    for number in (2, 3, 4):
+        bench.scheduler.add(make_sequence(number, prompt_len=33, max_tokens=1))
+    bench.scheduler.add(make_sequence(5, prompt_len=33, max_tokens=1, shared_len=32))
+    bench.run()
+    assert admission_order(bench) == [1, 5, 2, 3, 4]
+
+
+@pytest.mark.parametrize("other", [{"tenant": "b"}, {"priority": 1}])
+def test_a_cached_prompt_does_not_overtake_those_of_another_right(other: dict[str, Any]) -> None:
+    bench = Bench(num_blocks=200, max_num_seqs=1, budget=64)
+    bench.scheduler.add(make_sequence(1, prompt_len=33, max_tokens=1, shared_len=32))
+    bench.run()
+    bench.scheduler.add(make_sequence(2, prompt_len=33, max_tokens=1, **other))
+    bench.scheduler.add(make_sequence(3, prompt_len=33, max_tokens=1, shared_len=32))
+    bench.run()
+    assert admission_order(bench) == [1, 2, 3]
+
+
+def test_a_prompt_is_passed_over_a_limited_number_of_times() -> None:
+    bench = Bench(num_blocks=200, max_num_seqs=1, budget=64)
+    bench.scheduler.add(make_sequence(1, prompt_len=33, max_tokens=1))
+    for number in range(2, 50):
+        bench.scheduler.add(make_sequence(number, prompt_len=33, max_tokens=1, shared_len=32))
+    bench.run()
+    order = admission_order(bench)
+    assert order[0] == 1, "nothing is cached yet"
+    bench.plans.clear()
+    bench.scheduler.add(make_sequence(100, prompt_len=33, max_tokens=1))
+    for number in range(101, 150):
+        bench.scheduler.add(make_sequence(number, prompt_len=33, max_tokens=1, shared_len=32))
+    bench.run()
+    assert admission_order(bench).index(100) == 16
+
+
+def preempted_first(sequences: list[Sequence]) -> int:
+    """Return the first one that is preempted when the pool runs short."""
+    bench = Bench(num_blocks=13, budget=64)
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    while True:
+        running = set(bench.scheduler._running.values())
+        bench.step()
+        if bench.scheduler.stats().num_preemptions:
+            first = next(
+                each for each in sequences if each in running and each not in bench.scheduler._running.values()
+            )
+            bench.run()
+            assert_undisturbed(sequences)
+            return first.seq_id
+
+
+def test_the_youngest_of_the_lowest_priority_is_preempted_first() -> None:
+    priorities = {1: 0, 2: 0, 3: 1, 4: 1}
+    sequences = [make_sequence(number, 6, 30, priority=priority) for number, priority in priorities.items()]
+    assert preempted_first(sequences) == 2
+
+
+def test_of_equal_priority_the_tenant_with_most_blocks_gives_way() -> None:
+    tenants = {1: "a", 2: "b", 3: "b", 4: "a", 5: "c"}
+    lengths = {1: 4, 2: 10, 3: 10, 4: 4, 5: 4}
+    sequences = [make_sequence(number, lengths[number], 30, tenant=tenant) for number, tenant in tenants.items()]
+    assert preempted_first(sequences) == 3
+
+
 # --- prompts beside watched sequences ---
 
 
@@ -526,7 +602,8 @@ def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one
             case "add":
                 prompt_len, max_tokens = draw(st.integers(1, 24)), draw(st.integers(1, 20))
                 shared_len = draw(st.sampled_from([0, 4, 9, 24]))
-                sequences.append(make_sequence(number, prompt_len, max_tokens, shared_len=shared_len))
+                right: dict[str, Any] = {"tenant": draw(st.sampled_from("ab")), "priority": draw(st.integers(0, 1))}
+                sequences.append(make_sequence(number, prompt_len, max_tokens, shared_len=shared_len, **right))
                 bench.scheduler.add(sequences[-1])
             case "remove" if sequences:
                 removed.append(draw(st.sampled_from(sequences)))
