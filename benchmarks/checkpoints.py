@@ -28,7 +28,7 @@ NUM_ROUNDS = 40
 _SWITCHED_BY_SIGNALS = """
 import signal, sys
 from millrace.engine_service.serving import output
-from millrace.engine_service.__main__ import main
+from millrace.engine_service.process import main
 default = output.CHECKPOINT_TOKENS, output.CHECKPOINT_INTERVAL_S
 def set_limits(tokens, interval_s):
     output.CHECKPOINT_TOKENS, output.CHECKPOINT_INTERVAL_S = tokens, interval_s

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-import millrace.engine_service.__main__ as service
+import millrace.engine_service.process as service
 from millrace.engine_service import build
 from millrace.engine_service.engine import Engine, Progress
 from millrace.engine_service.generation import Generation

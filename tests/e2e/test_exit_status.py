@@ -96,6 +96,17 @@ def test_an_engine_that_gets_a_signal_to_stop_ends_with_0(
     assert "Traceback" not in engine.text()
 
 
+def test_an_engine_that_is_stopped_while_it_imports_ends_with_0(
+    launch: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    engine = launch().wait_for_log("prometheus_client.")  # the first of the long imports
+    engine.process.send_signal(signal.SIGINT)
+    assert engine.process.wait(LIMIT_S) == 0
+    assert "Traceback" not in engine.text()
+    assert "serves" not in engine.text()
+
+
 def test_every_status_is_in_the_help_and_in_the_readme() -> None:
     table = README.split("## Operating an engine")[1].split("**Metrics")[0]
     help_text = " ".join(python("-m", "millrace", "serve", "--help").out.split("Exit status:")[1].split())

@@ -1,0 +1,194 @@
+"""The process of the engine service: build, connect, loop, close."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from millrace.engine_service.build import build_engine
+from millrace.engine_service.config import ServeConfig, parse
+from millrace.engine_service.engine import Engine
+from millrace.engine_service.errors import ConfigurationError, EngineDead
+from millrace.engine_service.model_files import eos_token_ids, fingerprint, resolve_model
+from millrace.engine_service.observe.endpoint import Endpoint
+from millrace.engine_service.observe.health import Health
+from millrace.engine_service.observe.metrics import MetricsCollector
+from millrace.engine_service.serving.admission import Admission
+from millrace.engine_service.serving.capacity import Capacity
+from millrace.engine_service.serving.inbox import Inbox
+from millrace.engine_service.serving.intake import Intake
+from millrace.engine_service.serving.jobs import Lost
+from millrace.engine_service.serving.leases import Leases, new_engine_id
+from millrace.engine_service.serving.output import Output
+from millrace.engine_service.serving.service import Service
+from millrace.engine_service.text import Tokenizer
+from millrace.executor.launch.external import become_rank, die_with_rank_0, is_torchrun_rank
+from millrace.executor.wire.failures import EXIT_CONFIGURATION, EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY
+from millrace.results.connection import connect
+from millrace.results.errors import QueueError
+from millrace.results.queue import JobQueue
+from millrace.results.writer import Writer
+
+logger = logging.getLogger("millrace.engine")
+
+EXIT_REDIS = 4
+EXIT_WORKERS_LOST = 6
+
+_EXIT_BY_CAUSE = {"device_lost": EXIT_DEVICE_LOST, "out_of_memory": EXIT_OUT_OF_MEMORY}
+
+_FLUSH_S = 10.0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Return the exit status."""
+    try:
+        signal.signal(signal.SIGTERM, _stop_starting)
+        signal.signal(signal.SIGINT, _stop_starting)
+        config = parse(argv)
+        logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        if config.executor in ("auto", "external") and is_torchrun_rank(os.environ):
+            _become_rank(config, sys.argv[1:] if argv is None else argv)
+        return _Process(config).run()
+    except (ConfigurationError, QueueError, EngineDead) as error:
+        print(f"millrace serve: {error}", file=sys.stderr)
+        if isinstance(error, EngineDead):
+            return _EXIT_BY_CAUSE.get(error.cause, EXIT_WORKERS_LOST)
+        return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_REDIS
+
+
+def _become_rank(config: ServeConfig, arguments: list[str]) -> NoReturn:
+    """Turn this process, which torchrun started, into a rank. Rank 0 starts the service."""
+    world_size, stages = int(os.environ["WORLD_SIZE"]), config.pipeline_parallel_size
+    if config.tensor_parallel_size not in (1, world_size // stages) or world_size % stages:
+        raise ConfigurationError(
+            f"tensor_parallel_size x pipeline_parallel_size: must be torchrun's {world_size} processes, "
+            f"got {config.tensor_parallel_size} x {stages}"
+        )
+    chosen = ["--executor", "external", "--tensor-parallel-size", str(world_size // stages)]
+    command = [sys.executable, "-P", "-m", "millrace.engine_service", *arguments, *chosen]
+    try:
+        become_rank(command, log_level=config.log_level)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _stop_starting(number: int, frame: FrameType | None) -> None:
+    """Handle a signal before there is anything to drain: exit, but run the cleanup."""
+    raise SystemExit(0)
+
+
+class _Process:
+    """Owns the parts of one engine service."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._path = resolve_model(config.model)
+        self._tokenizer_path = Path(config.tokenizer) if config.tokenizer else self._path
+        self._tokenizer = Tokenizer(self._tokenizer_path)
+        for warning in self._connect().check_server():
+            logger.warning("redis: %s", warning)
+        self._engine = build_engine(config, self._path, is_service=True, log_level=config.log_level)
+        self._health = Health(self._engine)
+        self._metrics_collector = MetricsCollector(self._engine, self._health)
+        self._endpoint = self._open_endpoint()
+
+    def run(self) -> int:
+        try:
+            facts = self._engine.start()
+            die_with_rank_0()
+            is_all_written = self._serve(self._engine, Admission(facts, self._tokenizer, eos_token_ids(self._path)))
+        finally:
+            self._engine.shutdown()
+            if self._endpoint is not None:
+                self._endpoint.close()
+        logger.info("done")
+        return 0 if is_all_written else EXIT_REDIS
+
+    def _serve(self, engine: Engine, admission: Admission) -> bool:
+        """Serve until a signal. Return whether Redis has taken every write."""
+        config = self._config
+        mark = fingerprint(self._path, self._tokenizer_path, engine.facts.dtype)
+        capacity = Capacity(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)
+        writer = Writer(self._connect(), on_stale=lambda job_id, lease: service.post(Lost(job_id, lease)))
+        leases = Leases(
+            self._connect(),
+            new_engine_id(),
+            config.heartbeat,
+            pending=writer.pending,
+            on_news=lambda news: service.post_reconciliation(news),
+            sleep_level=lambda: engine.sleep_level,
+        )
+        output = Output(writer.put, mark)
+        service = Service(engine, capacity, output, writer, on_over=leases.drop, on_sleep_change=leases.beat_soon)
+        intake = Intake(
+            self._connect,
+            leases,
+            capacity,
+            admission,
+            model_name=config.model_name,
+            fingerprint=mark,
+            post=service.post,
+        )
+        inbox = Inbox(self._connect())
+
+        leases.start()
+        _drain_on_signal(service, engine)
+        intake.start()
+        inbox.start()
+        self._health.watch(leases, [*intake.threads, inbox.thread, leases.thread, writer.thread])
+        self._metrics_collector.watch(service, engine=leases.engine_id, model=config.model_name, queue=config.queue)
+        logger.info("engine %s serves %s on queue %s", leases.engine_id, config.model_name, config.queue)
+        try:
+            service.serve()
+            logger.info("draining")
+            self._stop_intake(intake, inbox)
+            service.finish_running(config.drain_grace)
+        except KeyboardInterrupt:  # by `_drain_on_signal`
+            logger.info("draining, without the workers")
+        finally:  # also when the workers are lost for good: running jobs go back to the queue
+            self._stop_intake(intake, inbox)
+            service.release_all()
+            is_all_written = writer.close(_FLUSH_S)
+            if not is_all_written:
+                logger.error("Redis did not take the last writes; another engine will recover their jobs")
+            leases.stop()
+        return is_all_written
+
+    def _stop_intake(self, intake: Intake, inbox: Inbox) -> None:
+        self._health.let_threads_end()
+        inbox.stop()
+        intake.stop()
+
+    def _open_endpoint(self) -> Endpoint | None:
+        if self._config.metrics_port is None:
+            return None
+        registry = CollectorRegistry()
+        registry.register(self._metrics_collector)
+        ProcessCollector(registry=registry)
+        return Endpoint(self._config.metrics_host, self._config.metrics_port, registry, self._health)
+
+    def _connect(self) -> JobQueue:
+        """Return a new connection; each thread has its own."""
+        return JobQueue(connect(self._config.redis), self._config.queue)
+
+
+def _max_open_jobs(config: ServeConfig) -> int:
+    """Return a few more jobs than can run, so that the next step can use a place that becomes free."""
+    return config.max_num_seqs + max(4, config.max_num_seqs // 4)
+
+
+def _drain_on_signal(service: Service, engine: Engine) -> None:
+    def drain(number: int, frame: FrameType | None) -> None:
+        service.drain()
+        if engine.is_restarting_workers:  # no job can finish before they are back, which may take long
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, drain)
+    signal.signal(signal.SIGINT, drain)
