@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from millrace.results.messages import Job
 
 
+_MIN_FOLDED = 12
+"""Least characters of a table's last column. A terminal with less space folds whole lines."""
+
+
 def print_json(value: Any) -> None:
     """Print one object on one line, and flush: a program may read it through a pipe."""
     import msgspec
@@ -49,7 +53,10 @@ def counted_noun(count: int, noun: str) -> str:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print aligned columns on a terminal, otherwise tab-separated lines without headings."""
+    """Print aligned columns on a terminal, otherwise tab-separated lines without headings.
+
+    Only the last column is folded on a narrow terminal: the ids in the others have to be copied.
+    """
     if not sys.stdout.isatty():
         for row in rows:
             print("\t".join(row))
@@ -57,10 +64,15 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*headings, box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, overflow="fold", no_wrap=heading != headings[-1])
     for row in rows:
         table.add_row(*row)
-    Console(markup=False).print(table)
+    console = Console(markup=False)
+    fixed_columns = list(zip(headings, *rows, strict=True))[:-1]
+    console.width = max(console.width, sum(2 + max(map(len, column)) for column in fixed_columns) + _MIN_FOLDED)
+    console.print(table, crop=False)
 
 
 def end_of(job: Job) -> int:

@@ -12,6 +12,7 @@ import redis
 
 from millrace import Client
 from millrace.cli import main
+from millrace.cli.output import print_table
 from millrace.results.queue import JobQueue
 from tests.millrace.cli.command import Command, environment, python, started
 from tests.millrace.cli.conftest import EngineByHand
@@ -134,6 +135,16 @@ def test_jobs_are_listed_by_state(millrace: Command, engine: EngineByHand) -> No
     assert millrace("ls").out == "b\tqueued\t0\t\na\tfinished\t9\ttwo lines\n"
     assert [job["id"] for job in millrace("ls", "--state", "finished", "--json").json_lines()] == ["a"]
     assert millrace("ls", "--limit", "1").out.count("\n") == 1
+
+
+@pytest.mark.parametrize("id_length", [32, 128])
+def test_a_narrow_terminal_shows_whole_ids(
+    id_length: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_table(("id", "state", "tokens", "text"), [("a" * id_length, "finished", "900", "many words " * 5)])
+    assert "a" * id_length + "  finished  900 " in capsys.readouterr().out
 
 
 def test_the_counts_of_a_queue(millrace: Command, engine: EngineByHand, queue_name: str) -> None:
