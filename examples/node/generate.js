@@ -9,6 +9,11 @@ import { Redis } from "./redis.js";
 const [prompt = "3 + 4 =", url = "redis://localhost:6379", queue = "default"] = process.argv.slice(2);
 const lua = join(dirname(fileURLToPath(import.meta.url)), "../../results/lua");
 
+process.on("uncaughtException", (error) => {
+  console.error(error.message || error.code); // a connection that fails on two addresses has no message
+  process.exit(1);
+});
+
 const redis = await Redis.connect(url);
 const millrace = new Millrace(redis, { queue, lua });
 const id = await millrace.submit({ prompt, max_tokens: 32, stream: true, meta: { from: "node" } });

@@ -15,7 +15,7 @@ export class Millrace {
   #lua;
   #shas = new Map();
 
-  /** `lua` is the folder with the scripts, results/lua/. */
+  /** `redis` has the methods `command` and `bytes` of redis.js; `lua` is the folder with the scripts, results/lua/. */
   constructor(redis, { queue = "default", lua }) {
     this.#redis = redis;
     this.#prefix = `millrace:{${queue}}:`;
@@ -166,7 +166,7 @@ function canonical(request) {
 
 function cost({ prompt, prompt_token_ids, messages, max_tokens = 16 }) {
   const numBytes = (text) => Buffer.byteLength(text, "utf8");
-  const promptCost = prompt_token_ids?.length ?? Math.ceil(numBytes(prompt ?? JSON.stringify(messages)) / 4);
+  const promptCost = prompt_token_ids?.length ?? Math.ceil(numBytes(prompt ?? JSON.stringify(messages ?? "")) / 4);
   return promptCost + (max_tokens ?? 1024);
 }
 

@@ -1,4 +1,11 @@
-// The smallest Redis client that does: one connection, one command at a time, RESP2. Use the `redis` package in earnest.
+// A minimal Redis client: one connection, one command at a time, RESP2. In production use the `redis` package from npm:
+//
+//   const client = await createClient({ url, RESP: 2 }).connect();
+//   const withBuffers = client.withTypeMapping({ [RESP_TYPES.BLOB_STRING]: Buffer });
+//   const redis = {
+//     command: (...words) => client.sendCommand(words.map(String)),
+//     bytes: (...words) => withBuffers.sendCommand(words.map(String)),
+//   };
 
 import net from "node:net";
 

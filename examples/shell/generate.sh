@@ -46,7 +46,7 @@ json_string() {
     printf '"%s"' "${text//$'\t'/\\t}"
 }
 
-exec 3<>"/dev/tcp/${place%:*}/${place##*:}"
+{ exec 3<>"/dev/tcp/${place%:*}/${place##*:}"; } 2>/dev/null || { echo "no Redis answers at $place" >&2; exit 1; }
 redis XADD "${prefix}inbox" '*' job "{\"id\":\"$id\",\"prompt\":$(json_string "$prompt"),\"max_tokens\":32,\"stream\":true}"
 echo "job $id" >&2
 

@@ -81,6 +81,22 @@ def test_a_job_from_node(server: EmbeddedServer) -> None:
 
 
 @needs_node
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "localhost"]
+)  # a name with two addresses gives an error without a message
+def test_node_reports_a_server_that_is_away_in_one_line(host: str) -> None:
+    ran = run(NODE or "", "examples/node/generate.js", "x", f"redis://{host}:1")
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert "ECONNREFUSED" in ran.stderr
+
+
+@needs_bash
+def test_bash_reports_a_server_that_is_away_in_one_line() -> None:
+    ran = run(BASH or "", "examples/shell/generate.sh", "x", "127.0.0.1:1")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", "no Redis answers at 127.0.0.1:1\n")
+
+
+@needs_node
 def test_node_takes_login_and_database_from_the_url(server: EmbeddedServer) -> None:
     script = """
     import { Redis } from "./examples/node/redis.js";
