@@ -85,9 +85,10 @@ _HELP = {
 """By option: how the help calls its value, and what it says."""
 
 _EXITS = """\
-Exit status: 0 after SIGTERM or SIGINT, 1 for a failure of the program, 2 when an option or the model can't work,
-4 when Redis cannot be used or did not take the last results, 6 when the workers are lost for good, 7 when the device
-is, 8 when the device's memory is too small."""
+Exit status: 0 after SIGTERM or SIGINT, 1 for a failure of the program, 2 when
+an option or the model can't work, 4 when Redis cannot be used or did not take
+the last results, 6 when the workers are lost for good, 7 when the device is,
+8 when the device's memory is too small."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

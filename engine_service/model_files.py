@@ -18,6 +18,8 @@ def resolve_model(model: str) -> Path:
     """Return the directory of a model: `model` itself, or the local copy of a hub id, which is downloaded if needed."""
     path = os.path.expanduser(model)
     if os.path.isdir(path):  # unlike `Path.is_dir`, false for a name that is too long
+        if not os.path.isfile(os.path.join(path, "config.json")):
+            raise ConfigurationError(f"model: {model} has no config.json; name the directory of a model")
         return Path(path).resolve()
     if os.path.isabs(path) or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigurationError(f"model: there is no directory {model}; use a directory or a hub id such as org/name")

@@ -17,7 +17,7 @@ def add_verb(verbs: Verbs, name: str, summary: str, **options: Any) -> argparse.
     parser: argparse.ArgumentParser = verbs.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False, **options
     )
-    parser.add_argument("--redis", metavar="URL", help="URL of the Redis or Valkey server, as in redis-py")
+    parser.add_argument("--redis", metavar="URL", help="Redis server; see `millrace --help` for the default")
     parser.add_argument("--queue", default="default", metavar="NAME", help="the queue (default: %(default)s)")
     return parser
 

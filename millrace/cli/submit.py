@@ -16,9 +16,14 @@ from millrace.cli.values import integer, json_object, moment, number, seconds
 _Option = tuple[str, Callable[[str], Any], str, str]
 
 _SAMPLING: tuple[_Option, ...] = (
-    ("--max-tokens", integer, "N", "generate at most N tokens"),
+    ("--max-tokens", integer, "N", "generate at most N tokens (default: 16)"),
     ("--min-tokens", integer, "N", "generate at least N tokens"),
-    ("--temperature", number, "T", "randomness of the choice of tokens; 0 always takes the likeliest token"),
+    (
+        "--temperature",
+        number,
+        "T",
+        "randomness of the choice of tokens; 0 always takes the likeliest token (default: 1.0)",
+    ),
     ("--top-p", number, "P", "sample from the likeliest tokens whose probabilities add up to P"),
     ("--top-k", integer, "K", "sample from the K likeliest tokens"),
     ("--min-p", number, "P", "drop tokens less likely than P times the likeliest token"),

@@ -41,6 +41,13 @@ def test_a_tokenizer_that_was_named_has_to_be_there(tokenizer: str | Path) -> No
         LLM(TINY, tokenizer=tokenizer)
 
 
+def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"^model: {tmp_path} has no config.json; name the directory of a model$"
+    ):
+        LLM(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     with LLM(TINY, device="cpu", executor="uni", num_blocks=64) as llm:

@@ -131,3 +131,8 @@ def test_whatever_the_arguments_are_the_error_is_one_short_line(arguments: tuple
     assert ran.err.endswith("\n")
     assert ran.err[:-1].isprintable()
     assert len(ran.err) < 500
+
+
+@pytest.mark.parametrize("verb", [(), ("serve",), ("submit",), ("gateway", "rq")])
+def test_the_help_fits_a_terminal_of_80_columns(verb: tuple[str, ...]) -> None:
+    assert max(map(len, python("-m", "millrace", *verb, "--help", COLUMNS="80").out.splitlines())) <= 80
