@@ -15,13 +15,13 @@ import zmq
 
 from millrace.executor.base import Executor
 from millrace.executor.errors import StartError, WorkerDied
+from millrace.executor.launch.handshake import Handshake
 from millrace.executor.launch.process import RankHandle, close_all, dump_all, kill_all, stop_all
 from millrace.executor.limits import Limits
 from millrace.executor.metrics import ExecutorMetrics
 from millrace.executor.watchdog import Watchdog
 from millrace.executor.wire.calls import CallTable, PendingCall
 from millrace.executor.wire.channel import Channel, free_port
-from millrace.executor.wire.handshake import Handshake
 from millrace.executor.wire.messages import (
     Beat,
     Call,

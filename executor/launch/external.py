@@ -30,8 +30,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from millrace.executor.directory_reaper import DirectoryReaper, temporary_directory
 from millrace.executor.errors import StartError
-from millrace.executor.launch.directory_reaper import DirectoryReaper, temporary_directory
 from millrace.executor.launch.process import End, RankHandle, close_all, python_path
 from millrace.executor.rank.serve import DUMP_SIGNAL, die_with_parent
 from millrace.executor.remote import RemoteExecutor

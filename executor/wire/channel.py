@@ -21,7 +21,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from millrace.executor.launch.directory_reaper import PrivateDirectory
+from millrace.executor.directory_reaper import PrivateDirectory
 from millrace.executor.wire.messages import FromWorker, StepReply, ToWorker, decode_from_worker, encode
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from millrace.worker.loading.checkpoint import find_weights
 from millrace.worker.loading.checksum import weights_checksum
 from millrace.worker.loading.dtype import checkpoint_dtype, choose_dtype
 from millrace.worker.loading.model import build_empty, longest_sequence, read_config
+from millrace.worker.loading.part import ModelPart
 from millrace.worker.loading.probe import probe_layers
 from millrace.worker.loading.rope import fix_frequencies
 from millrace.worker.loading.weights import load_converted, load_weights, take_weights
-from millrace.worker.parallel.part import ModelPart
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
 

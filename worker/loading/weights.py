@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, WeightsDiffer
 from millrace.worker.loading.checkpoint import open_weights
-from millrace.worker.parallel.part import ModelPart
+from millrace.worker.loading.part import ModelPart
 from millrace.worker.parallel.tensor_plan import Slice
 
 logger = logging.getLogger("millrace.worker")

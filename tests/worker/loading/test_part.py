@@ -16,9 +16,9 @@ from millrace.executor.wire.messages import WorkerConfig
 from millrace.worker.errors import ConfigError, ModelError, RendezvousError
 from millrace.worker.loading.checkpoint import find_weights, open_weights
 from millrace.worker.loading.model import build_empty, read_config
+from millrace.worker.loading.part import ModelPart
 from millrace.worker.loading.probe import probe_layers
 from millrace.worker.loading.weights import load_weights
-from millrace.worker.parallel.part import ModelPart
 from millrace.worker.parallel.topology import Topology
 from millrace.worker.rank import Rank
 from tests.worker.models import CONFIGS, build_model, make_model
