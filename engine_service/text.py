@@ -31,7 +31,9 @@ class Tokenizer:
         """Load the tokenizer in this directory. Raises `ConfigurationError` if there is no usable one."""
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # the library raises what its parsers raise
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises what its parsers raise, and its Rust code may panic
             message = f"tokenizer: {path} has no usable tokenizer.json ({error}); name a directory with --tokenizer"
             raise ConfigurationError(message) from error
         self._backend = self._tokenizer.backend_tokenizer
