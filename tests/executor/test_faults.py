@@ -358,11 +358,16 @@ def test_a_hundred_starts_leave_no_process_no_file_and_no_memory(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    before = child_pids()
     counts = [start_once(number) for number in range(100)]
     assert list(short_path.iterdir()) == []
     assert counts[-1][0] == counts[5][0]
     assert counts[-1][1] - counts[5][1] < 8 * 2**20
-    assert subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.count("\n") <= 1
+    assert child_pids() == before
+
+
+def child_pids() -> set[str]:
+    return set(subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split())
 
 
 def start_once(number: int) -> tuple[int, int]:
