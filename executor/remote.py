@@ -17,7 +17,6 @@ from millrace.executor.base import Executor
 from millrace.executor.errors import StartError, WorkerDied
 from millrace.executor.launch.handshake import Handshake
 from millrace.executor.launch.process import RankHandle, close_all, dump_all, kill_all, stop_all
-from millrace.executor.limits import Limits
 from millrace.executor.metrics import ExecutorMetrics
 from millrace.executor.watchdog import Watchdog
 from millrace.executor.wire.calls import CallTable, PendingCall
@@ -46,17 +45,8 @@ class RemoteExecutor(Executor):
     It has no thread: the caller that waits for a future receives the messages. The end of a worker wakes that caller.
     """
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        *,
-        worker_module: str = "millrace.worker",
-        log_level: str = "INFO",
-        limits: Limits | None = None,
-    ) -> None:
-        super().__init__(config, limits)
-        self._worker_module = worker_module
-        self._log_level = log_level
+    def __init__(self, config: WorkerConfig, **options: Any) -> None:
+        super().__init__(config, **options)
         self._calls = CallTable(self, self._recorder)
         self._handles: Sequence[RankHandle] = ()
         self._channel: Channel | None = None
@@ -156,19 +146,10 @@ class RemoteExecutor(Executor):
 
     # --- steps and calls ---
 
-    def _call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        ranks: Sequence[int],
-        reply_rank: int | None = None,
-        limit_s: float | None = None,
-    ) -> PendingCall:
+    def _call(self, call: Call, ranks: range, reply_rank: int | None, limit_s: float | None) -> PendingCall:
         self.require_workers()
         pending = self._calls.add(ranks, reply_rank, self._limits.call_s if limit_s is None else limit_s)
-        call = Call(call_id=pending.call_id, method=method, args=list(args), kwargs=kwargs)
-        self._send(encode(call), ranks)
+        self._send(encode(msgspec.structs.replace(call, call_id=pending.call_id)), ranks)
         return pending
 
     def execute_model(self, plan: StepPlan) -> PendingCall:

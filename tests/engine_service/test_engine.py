@@ -43,7 +43,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
         **options: int,
     ) -> Engine:
         config = WorkerConfig(model=faults, num_blocks=num_blocks, block_size=4, **options)  # type: ignore[arg-type]
-        executor = kind(config, worker_module=worker_module)  # type: ignore[call-arg]
+        executor = kind(config, worker_module=worker_module)
         limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, run_ahead=run_ahead)
         engines.append(Engine(executor, limits, block_size=4))
         return engines[-1]
