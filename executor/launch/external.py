@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import select
 import shutil
 import signal
 import stat
@@ -32,8 +31,8 @@ from typing import NoReturn
 
 from millrace.executor.directory_reaper import DirectoryReaper, temporary_directory
 from millrace.executor.errors import StartError
-from millrace.executor.launch.process import End, RankHandle, close_all, python_path
-from millrace.executor.rank.serve import DUMP_SIGNAL, die_with_parent
+from millrace.executor.launch.process import End, LocalRank, RankHandle, close_all, python_path
+from millrace.executor.rank.serve import die_with_parent
 from millrace.executor.remote import RemoteExecutor
 from millrace.executor.wire.channel import Channel, socket_address
 from millrace.executor.wire.messages import ModelFacts
@@ -136,47 +135,20 @@ class ExternalLauncherExecutor(RemoteExecutor):
                 handle.kill()
 
 
-class ExternalRank:
-    """Owns a descriptor of a rank on this host that is not our child. Implements `RankHandle`."""
+class ExternalRank(LocalRank):
+    """A rank on this host that is not our child. Implements `RankHandle`."""
 
     def __init__(self, rank: int, pid: int) -> None:
-        self.rank = rank
-        self.pid = pid
         try:
-            self._pidfd = os.pidfd_open(pid)
+            super().__init__(rank, pid)
         except ProcessLookupError as error:
             raise StartError("spawn", rank, "its process has ended", is_retryable=True) from error
-
-    def __repr__(self) -> str:
-        return f"ExternalRank(rank={self.rank}, pid={self.pid})"
-
-    def fileno(self) -> int:
-        return self._pidfd
 
     def end(self) -> End | None:
         if not self.wait(0):
             return None
         reason = "its process has ended, see the log of torchrun, which restarts the group with --max-restarts"
         return End(reason, is_killed=False, is_retryable=True)
-
-    def dump_stacks(self) -> None:
-        self._signal(DUMP_SIGNAL)
-
-    def wait(self, timeout_s: float) -> bool:
-        return bool(select.select([self._pidfd], [], [], timeout_s)[0])
-
-    def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def close(self) -> None:
-        os.close(self._pidfd)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if not self.wait(0):
-            signal.pidfd_send_signal(self._pidfd, number)
 
 
 # --- in the processes that torchrun starts ---
