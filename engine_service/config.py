@@ -129,30 +129,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def for_worker(self, path: Path) -> WorkerConfig:
         """Return the worker's part, for the model in `path`."""
-        return WorkerConfig(
-            model=str(path),
-            device=self.device,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            kv_cache_memory_bytes=parse_bytes("kv_cache_memory", self.kv_cache_memory),
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            max_parallel_loading_workers=self.max_parallel_loading_workers,
-        )
+        shared = msgspec.convert(self, WorkerConfig, from_attributes=True)
+        num_bytes = parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        return msgspec.structs.replace(shared, model=str(path), kv_cache_memory_bytes=num_bytes)
 
     def for_scheduler(self) -> SchedulerConfig:
         """Return the scheduler's part."""
-        return SchedulerConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            enable_prefix_caching=self.enable_prefix_caching,
-            run_ahead=self.run_ahead,
-        )
+        return msgspec.convert(self, SchedulerConfig, from_attributes=True)
 
 
 class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

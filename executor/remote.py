@@ -265,14 +265,8 @@ class RemoteExecutor(Executor):
         kill_all(self._handles)
 
     def _dump_stacks(self) -> None:
-        dump_all(self._handles, self._receive_stacks)
-
-    def _receive_stacks(self) -> None:
         assert self._channel is not None
-        deadline_s = time.monotonic() + self._limits.dump_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            self._channel.wait(left_s)
-            self._receive()
+        dump_all(self._handles, self._channel, self._limits.dump_s, self._receive)
 
     def _mark_lost(self, rank: int, reason: str, num_workers: int) -> None:
         self._recorder.num_failed_workers += num_workers

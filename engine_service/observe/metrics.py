@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from millrace.engine_service.engine import Engine, EngineMetrics
 from millrace.engine_service.observe.health import Health
-from millrace.engine_service.serving.job_metrics import JobMetrics
+from millrace.engine_service.serving.job_table import JobMetrics
 from millrace.engine_service.serving.service import Service
 from millrace.executor.metrics import ExecutorMetrics, Percentiles
 

@@ -105,6 +105,8 @@ class Handshake:
                 self._has_heartbeat.add(rank)
                 if rank in self._heard_s:
                     self._heard_s[rank] = time.monotonic()
+            case Stacks(text):
+                logger.error("the stacks of rank %d:\n%s", rank, text)
             case unexpected:
                 logger.warning("ignored an unexpected message during the start: %r", unexpected)
 
@@ -196,21 +198,8 @@ class Handshake:
 
     def _end_stuck(self, rank: int, message: str) -> NoReturn:
         phase = self._phases[rank]
-        logger.error(
-            "rank %d is stuck in phase %s: %s; the stacks of all ranks follow, then they are ended",
-            rank,
-            phase,
-            message,
-        )
-        dump_all(self._handles, self._log_stacks)
+        consequence = "the stacks of all ranks follow, then they are ended"
+        logger.error("rank %d is stuck in phase %s: %s; %s", rank, phase, message, consequence)
+        dump_all(self._handles, self._channel, self._limits.dump_s, self._receive)
         self._handles[rank].kill()  # the executor ends the others
         raise StartError(phase, rank, message, is_retryable=True)
-
-    def _log_stacks(self) -> None:
-        """Log the stacks of ranks that send them over the channel, and give others time to write theirs."""
-        deadline_s = time.monotonic() + self._limits.dump_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            self._channel.wait(left_s)
-            for rank, message in self._channel.receive():
-                if isinstance(message, Stacks):
-                    logger.error("the stacks of rank %d:\n%s", rank, message.text)

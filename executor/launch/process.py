@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from millrace.executor.rank.serve import DUMP_SIGNAL
+from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.failures import describe_exit, is_retryable_exit
 
 logger = logging.getLogger("millrace.executor")
@@ -69,13 +70,16 @@ class RankHandle(Protocol):
         """Release the descriptor and what else belongs to the handle, once the rank has ended."""
 
 
-def dump_all(handles: Sequence[RankHandle], wait: Callable[[], None]) -> None:
+def dump_all(handles: Sequence[RankHandle], channel: Channel, limit_s: float, receive_all: Callable[[], None]) -> None:
     """Let all ranks write their stacks, since others may wait for a stuck one. They share a log, so one writes after the
-    other; `wait` blocks while a rank writes."""
+    other, for `limit_s` each. `receive_all` logs the stacks that have arrived over the channel."""
     for handle in handles:
         logger.error("rank %d, whose stacks are:", handle.rank)
         handle.dump_stacks()
-        wait()
+        deadline_s = time.monotonic() + limit_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            channel.wait(left_s)
+            receive_all()
 
 
 def stop_all(handles: Sequence[RankHandle], grace_s: float) -> None:
