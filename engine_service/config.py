@@ -68,10 +68,7 @@ _HELP = {
     "block_size": ("TOKENS", "size of one KV block in tokens"),
     "num_blocks": ("N", "size of the KV pool in blocks (default: what the memory holds)"),
     "kv_cache_memory": ("BYTES", "size of the KV pool in bytes, such as 512M or 4GiB (default: what the memory holds)"),
-    "gpu_memory_utilization": (
-        "SHARE",
-        "share of a GPU's memory for weights, activations and KV pool, above 0 and up to 1",
-    ),
+    "gpu_memory_utilization": ("SHARE", "share of a GPU's memory that the engine may use, above 0 and up to 1"),
     "drain_grace": ("SECONDS", "time that running jobs get to finish after SIGTERM"),
     "inter_token_latency": (
         "SECONDS",

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.executor.wire.messages import WorkerConfig
-from millrace.worker.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class Topology:
@@ -64,18 +61,3 @@ class Topology:
         last parts are shorter."""
         each = -(-size // self.tp_size)
         return range(min(self.tp_rank * each, size), min((self.tp_rank + 1) * each, size))
-
-
-def find_topology(rank: int, world_size: int, config: WorkerConfig) -> Topology:
-    """Return the place of a rank. Raises `ConfigError` if the product of the parallel sizes is not `world_size`."""
-    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
-    if tp_size < 1 or pp_size < 1:
-        raise ConfigError(
-            f"tensor_parallel_size {tp_size} and pipeline_parallel_size {pp_size}: both must be at least 1"
-        )
-    if tp_size * pp_size != world_size:
-        raise ConfigError(
-            f"tensor_parallel_size {tp_size} times pipeline_parallel_size {pp_size} needs {tp_size * pp_size} ranks, "
-            f"but there are {world_size}: start as many"
-        )
-    return Topology(rank, tp_size, pp_size)
