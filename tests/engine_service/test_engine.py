@@ -23,6 +23,7 @@ from millrace.executor.wire.calls import PendingCall
 from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.messages import FromWorker, StepPlan, WorkerConfig
 from tests.engine_service.core.sequences import make_sequence, stub_output
+from tests.executor.kinds import STUB
 
 Build = Callable[..., Engine]
 
@@ -38,7 +39,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
         faults: str = "",
         kind: type[Executor] = MultiprocExecutor,
         num_blocks: int = 64,
-        worker_module: str = "millrace.executor.rank.stub",
+        worker_module: str = STUB,
         run_ahead: bool | None = None,
         **options: int,
     ) -> Engine:
