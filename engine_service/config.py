@@ -161,10 +161,8 @@ Config = TypeVar("Config", bound=EngineConfig)
 
 
 def parse(argv: list[str] | None = None) -> ServeConfig:
-    """Return the options of `millrace serve` from the command line, else from its --config, else their defaults.
-
-    Raises `ConfigurationError`, which names the option.
-    """
+    """Return the options of `millrace serve`: of the command line, else of its --config, else the defaults. Raises
+    `ConfigurationError`, which names the option."""
     given = {name: value for name, value in vars(_make_parser().parse_args(argv)).items() if value is not None}
     file = given.pop("config", None)
     options = {**(_read_toml(file) if file else {}), **given}

@@ -248,10 +248,8 @@ class Executor(ABC):
 
     @abstractmethod
     def execute_model(self, plan: StepPlan) -> StepFuture:
-        """Send one step to the workers. Returns at once where the workers are processes of their own.
-
-        The result is that of the output rank. The error or the death of any rank ends the step.
-        """
+        """Send one step to the workers. Returns at once where the workers are processes of their own. The result is that of
+        the output rank. The error or the death of any rank ends the step."""
 
     def mark_idle(self) -> None:
         """Do not count the time until the next step as the host's: there is no work."""

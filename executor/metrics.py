@@ -71,8 +71,7 @@ class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recorder:
-    """Owns the counts and samples of one executor, by their names in `ExecutorMetrics`. Costs one or two microseconds per
-    step."""
+    """Owns the counts and samples of one executor, named as in `ExecutorMetrics`. Costs 1 to 2 microseconds per step."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_completed = self.num_failed = 0

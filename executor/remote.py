@@ -1,5 +1,4 @@
-"""What the executors share whose ranks are processes: start and end, steps and calls, the loss of a rank. They differ in
-how they place the ranks."""
+"""The executors whose ranks are processes: start and end, steps and calls, lost ranks. Subclasses place the ranks."""
 
 from __future__ import annotations
 
@@ -40,10 +39,8 @@ logger = logging.getLogger("millrace.executor")
 
 
 class RemoteExecutor(Executor):
-    """Owns the ranks and the channel of one start after the other. Implements `MessageLoop`.
-
-    It has no thread: the caller that waits for a future receives the messages. The end of a worker wakes that caller.
-    """
+    """Owns the ranks and the channel of one start after the other. Implements `MessageLoop`. It has no thread: the caller
+    that waits for a future receives the messages. The end of a worker wakes that caller."""
 
     def __init__(self, config: WorkerConfig, **options: Any) -> None:
         super().__init__(config, **options)
@@ -123,8 +120,12 @@ class RemoteExecutor(Executor):
         close_all(handles)
         self._lost = WorkerDied(0, "the executor has been shut down")
         self._calls.fail_all(self._lost)
-        if self._channel is not None:
-            self._close_channel(self._channel)
+        if (channel := self._channel) is not None:
+            with self._counts_lock:
+                self._recorder.num_stale_replies += channel.num_dropped
+                self._recorder.reply_bytes += channel.step_reply_bytes
+                self._channel = None
+            channel.close()
 
     def worker_pids(self) -> list[int]:
         """Return the process ids in rank order, each of the rank's own host."""
@@ -134,13 +135,6 @@ class RemoteExecutor(Executor):
         """Return the ranks, which the caller ends and closes."""
         handles, self._handles = self._handles, ()
         return handles
-
-    def _close_channel(self, channel: Channel) -> None:
-        with self._counts_lock:
-            self._recorder.num_stale_replies += channel.num_dropped
-            self._recorder.reply_bytes += channel.step_reply_bytes
-            self._channel = None
-        channel.close()
 
     def _num_active_workers(self) -> int:
         return sum(handle.end() is None for handle in self._handles)

@@ -112,8 +112,8 @@ class ExternalLauncherExecutor(RemoteExecutor):
         return ()
 
     def _wait_for_heartbeats(self, silent: list[RankHandle]) -> None:
-        """Remove the ranks from `silent` that end or send something from now on. Blocks until all have or the time is up:
-        a second mostly. A rank that computes or waits for another has a heartbeat, but during its start not always."""
+        """Remove the ranks from `silent` that end or send a message from now on. Blocks until all have, mostly for a second,
+        or until the limit. A rank that computes or waits for another has a heartbeat, but during its start not always."""
         limit_s = self._limits.busy_heartbeat_s if self._watchdog is None else self._limits.shutdown_s
         deadline_s = time.monotonic() + limit_s
         self._receive_senders()  # drop what was sent before
@@ -163,9 +163,7 @@ def become_rank(
     service_command: Sequence[str], *, worker_module: str = "millrace.worker", log_level: str = "INFO"
 ) -> NoReturn:
     """Replace this process with the rank whose number torchrun gave it. Rank 0 starts the service with `service_command`.
-
-    Raises ValueError when the ranks are on several hosts, and when torchrun has ended already.
-    """
+    Raises ValueError when the ranks are on several hosts, and when torchrun has ended already."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         raise ValueError("executor: external runs ranks on one host only; use ray for several hosts")
@@ -192,9 +190,7 @@ def become_rank(
 
 def die_with_rank_0() -> None:
     """Let the kernel send the service SIGTERM when rank 0 ends, so that it gives its jobs back at once. Does nothing in
-    another process. Call it after the ranks have started: a start that fails ends rank 0, and then has to report the
-    reason.
-    """
+    another process. Call it after the ranks have started: a failed start ends rank 0, and has to report the reason."""
     parent_pid = os.environ.get(PARENT)
     if parent_pid is not None:
         die_with_parent(int(parent_pid), signal.SIGTERM)

@@ -207,8 +207,7 @@ class _LaunchedStep:
 
 
 def _drop_frames(error: BaseException, handled: BaseException | None) -> None:
-    """Drop the frames of `error` and of the errors that led to it. `handled`: the error that the caller was handling
-    before, which keeps its frames."""
+    """Drop the frames of `error` and of its causes, except those of `handled`, which the caller was handling before."""
     error.__traceback__ = None
     for earlier in (error.__cause__, error.__context__):
         if earlier is not None and earlier is not handled and earlier.__traceback__ is not None:

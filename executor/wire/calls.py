@@ -170,7 +170,7 @@ class CallTable:
         return any(not call.is_step for call in self._calls.values())
 
     def add_reply(self, rank: int, reply: Reply | StepReply, now_s: float) -> None:
-        """Hand a reply to its call. A reply that no call waits for is stale, and counted."""
+        """Pass a reply to its call. A reply that no call waits for is stale, and counted."""
         call = self._calls.get(reply.call_id)
         if call is None or rank in call.replies:
             self._recorder.num_stale_replies += 1

@@ -135,7 +135,7 @@ class Channel:
         self._socket.send_multipart([f"{self.identity(rank)}{_HEARTBEAT}".encode(), encode(message)])
 
     def wait(self, timeout_s: float) -> None:
-        """Block until something can be received, a watched process has ended, or the time is up."""
+        """Block until something can be received, a watched process has ended, or the timeout has passed."""
         for source, _ in self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)):
             if source in self._watched:
                 self.has_ended = True

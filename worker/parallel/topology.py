@@ -50,14 +50,12 @@ class Topology:
         return stage * self.tp_size + tp_rank
 
     def layers(self, num_layers: int) -> range:
-        """Return this stage's layers. Stages differ by at most one; the last ones have fewer, as the last has the head
-        too."""
+        """Return this stage's layers. Stages differ by at most one. The last ones have fewer: the last has the head."""
         fewest, extra = divmod(num_layers, self.pp_size)
         first = self.stage * fewest + min(self.stage, extra)
         return range(first, first + fewest + (self.stage < extra))
 
     def share(self, size: int) -> range:
-        """Return this rank's part of a dimension that the ranks of a stage divide. If the size is not divisible, the
-        last parts are shorter."""
+        """Return this rank's part of a dimension that a stage divides. The last parts are shorter if need be."""
         each = -(-size // self.tp_size)
         return range(min(self.tp_rank * each, size), min((self.tp_rank + 1) * each, size))
