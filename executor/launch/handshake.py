@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn
 
+from msgspec.structs import replace
+
 from millrace.executor.errors import StartError
 from millrace.executor.launch.process import RankHandle, dump_all
 from millrace.executor.limits import Limits
@@ -52,11 +54,12 @@ class Handshake:
     ) -> None:
         self._channel = channel
         self._handles = handles
-        self._config = config
         self._limits = limits
-        self._epoch = epoch
-        self._rendezvous = rendezvous
         self._max_loading = config.max_parallel_loading_workers or len(handles)
+        world_size, has_queue = len(handles), self._max_loading < len(handles)
+        self._boot = Boot(
+            epoch=epoch, rank=0, world_size=world_size, config=config, rendezvous=rendezvous, has_to_queue=has_queue
+        )
         self._queue: deque[int] = deque()
         """Ranks that wait until they may load the model."""
         self._loading: set[int] = set()
@@ -112,25 +115,11 @@ class Handshake:
 
     def _send_boot(self, rank: int, protocol: int) -> None:
         if protocol != PROTOCOL:
-            message = (
-                f"the worker has protocol {protocol}, this engine {PROTOCOL}; install the same version of Millrace"
-            )
+            message = f"the worker has protocol {protocol}, this engine {PROTOCOL}; install one version of Millrace"
             raise StartError("spawn", rank, message, is_retryable=False)
-        boot = Boot(
-            epoch=self._epoch,
-            rank=rank,
-            world_size=len(self._handles),
-            config=self._config,
-            rendezvous=self._rendezvous,
-            has_to_queue=self._has_queue,
-        )
-        self._channel.send(rank, encode(boot))
+        self._channel.send(rank, encode(replace(self._boot, rank=rank)))
 
     # --- phases, and the queue for loading ---
-
-    @property
-    def _has_queue(self) -> bool:
-        return self._max_loading < len(self._handles)
 
     def _end_phase(self, rank: int) -> None:
         now_s = time.monotonic()
@@ -141,7 +130,7 @@ class Handshake:
         self._end_phase(rank)
         self._phases[rank] = phase
         self._deadlines_s[rank] = time.monotonic() + self._limits.phase_s[phase]
-        if phase == "load_model" and self._has_queue:
+        if phase == "load_model" and self._boot.has_to_queue:
             self._deadlines_s[rank] = _FOREVER
             self._queue.append(rank)
             self._let_next_load()

@@ -113,7 +113,8 @@ class UniprocExecutor(Executor):
     def _finish_step(self, worker: Worker, plan: StepPlan, began_s: float, done: _FinishedCall) -> None:
         if isinstance(done.outcome, StepResult):
             result, now_s = done.outcome, time.monotonic()
-            self._recorder.step_done(began_s, now_s, result.device_s, len(result.token_ids))
+            num_tokens = len(result.token_ids) - len(result.failures)
+            self._recorder.step_done(began_s, now_s, result.device_s, num_tokens)
             self._pace.measure(now_s - began_s, plan.num_tokens)
         self._record(done, began_s)
         self._sample_device(worker)
