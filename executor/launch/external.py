@@ -35,7 +35,6 @@ from millrace.executor.launch.process import End, LocalRank, RankHandle, close_a
 from millrace.executor.rank.serve import die_with_parent
 from millrace.executor.remote import RemoteExecutor
 from millrace.executor.wire.channel import Channel, socket_address
-from millrace.executor.wire.messages import ModelFacts
 
 logger = logging.getLogger("millrace.executor")
 
@@ -68,6 +67,8 @@ class ExternalLauncherExecutor(RemoteExecutor):
     can_restart = False
 
     def _open_channel(self) -> Channel:
+        if self._num_starts > 1:
+            raise StartError("spawn", 0, "only torchrun can restart the ranks; set --max-restarts", is_retryable=False)
         directory = os.environ.get(RENDEZVOUS_DIR)
         if directory is None:
             message = f"executor external is for `millrace serve` under torchrun: {COMMAND_LINE}"
@@ -87,12 +88,6 @@ class ExternalLauncherExecutor(RemoteExecutor):
                 time.sleep(_POLL_EVERY_S)
             ranks.append(ExternalRank(rank, int(pid_file.read_text())))
         return ranks
-
-    def _start_workers(self) -> list[ModelFacts]:
-        if self._num_starts > 1:
-            message = "only torchrun can restart the ranks; set --max-restarts"
-            raise StartError("spawn", 0, message, is_retryable=False)
-        return super()._start_workers()
 
     def _release_handles(self) -> Sequence[RankHandle]:
         """Kill ranks that do not respond: they would never end. Return none of the others: they end after this process,
