@@ -81,6 +81,12 @@ _HELP = {
 }
 """By option: how the help calls its value, and what it says."""
 
+_SWITCHES = {
+    "--no-prefix-caching": ("enable_prefix_caching", "compute every prompt whole, also if a cached one begins alike"),
+    "--no-run-ahead": ("run_ahead", "plan a step only when the one before it has returned, to compare speeds"),
+}
+"""By switch: the option that it sets to false, and what the help says."""
+
 _EXITS = """\
 Exit status: 0 after SIGTERM or SIGINT, 1 for a failure of the program, 2 when an option or the model can't work,
 4 when Redis cannot be used or did not take the last results, 6 when the workers are lost for good, 7 when the device
@@ -211,20 +217,8 @@ def _make_parser() -> argparse.ArgumentParser:
             choices=_CHOICES.get(name),
             help=f"{text} (default: {field.default})" if has_default else text,
         )
-    parser.add_argument(
-        "--no-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_const",
-        const=False,
-        help="compute every prompt from its first token, also where a cached one begins alike",
-    )
-    parser.add_argument(
-        "--no-run-ahead",
-        dest="run_ahead",
-        action="store_const",
-        const=False,
-        help="plan a step only when the one before it has returned, to compare speeds",
-    )
+    for option, (name, text) in _SWITCHES.items():
+        parser.add_argument(option, dest=name, action="store_const", const=False, help=text)
     parser.add_argument("--config", metavar="FILE", help="TOML file with these options, such as max_model_len = 4096")
     return parser
 
