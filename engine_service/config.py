@@ -68,10 +68,7 @@ _HELP = {
     "block_size": ("TOKENS", "size of one KV block in tokens"),
     "num_blocks": ("N", "size of the KV pool in blocks (default: what the memory holds)"),
     "kv_cache_memory": ("BYTES", "size of the KV pool in bytes, such as 512M or 4GiB (default: what the memory holds)"),
-    "gpu_memory_utilization": (
-        "SHARE",
-        "share of a GPU's memory for weights, activations and KV pool, above 0 and up to 1",
-    ),
+    "gpu_memory_utilization": ("SHARE", "share of a GPU's memory that the engine may use, above 0 and up to 1"),
     "drain_grace": ("SECONDS", "time that running jobs get to finish after SIGTERM"),
     "inter_token_latency": (
         "SECONDS",
@@ -83,6 +80,12 @@ _HELP = {
     "log_level": (None, "least severe messages that are logged"),
 }
 """By option: how the help calls its value, and what it says."""
+
+_SWITCHES = {
+    "--no-prefix-caching": ("enable_prefix_caching", "compute every prompt whole, also if a cached one begins alike"),
+    "--no-run-ahead": ("run_ahead", "plan a step only when the one before it has returned, to compare speeds"),
+}
+"""By switch: the option that it sets to false, and what the help says."""
 
 _EXITS = """\
 Exit status: 0 after SIGTERM or SIGINT, 1 for a failure of the program, 2 when
@@ -130,30 +133,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def for_worker(self, path: Path) -> WorkerConfig:
         """Return the worker's part, for the model in `path`."""
-        return WorkerConfig(
-            model=str(path),
-            device=self.device,
-            dtype=self.dtype,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-            kv_cache_memory_bytes=parse_bytes("kv_cache_memory", self.kv_cache_memory),
-            gpu_memory_utilization=self.gpu_memory_utilization,
-            tensor_parallel_size=self.tensor_parallel_size,
-            pipeline_parallel_size=self.pipeline_parallel_size,
-            max_parallel_loading_workers=self.max_parallel_loading_workers,
-        )
+        shared = msgspec.convert(self, WorkerConfig, from_attributes=True)
+        num_bytes = parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        return msgspec.structs.replace(shared, model=str(path), kv_cache_memory_bytes=num_bytes)
 
     def for_scheduler(self) -> SchedulerConfig:
         """Return the scheduler's part."""
-        return SchedulerConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            enable_prefix_caching=self.enable_prefix_caching,
-            run_ahead=self.run_ahead,
-        )
+        return msgspec.convert(self, SchedulerConfig, from_attributes=True)
 
 
 class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,10 +168,8 @@ Config = TypeVar("Config", bound=EngineConfig)
 
 
 def parse(argv: list[str] | None = None) -> ServeConfig:
-    """Return the options of `millrace serve` from the command line, else from its --config, else their defaults.
-
-    Raises `ConfigurationError`, which names the option.
-    """
+    """Return the options of `millrace serve`: of the command line, else of its --config, else the defaults. Raises
+    `ConfigurationError`, which names the option."""
     given = {name: value for name, value in vars(_make_parser().parse_args(argv)).items() if value is not None}
     file = given.pop("config", None)
     options = {**(_read_toml(file) if file else {}), **given}
@@ -234,20 +218,8 @@ def _make_parser() -> argparse.ArgumentParser:
             choices=_CHOICES.get(name),
             help=f"{text} (default: {field.default})" if has_default else text,
         )
-    parser.add_argument(
-        "--no-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_const",
-        const=False,
-        help="compute every prompt from its first token, also where a cached one begins alike",
-    )
-    parser.add_argument(
-        "--no-run-ahead",
-        dest="run_ahead",
-        action="store_const",
-        const=False,
-        help="plan a step only when the one before it has returned, to compare speeds",
-    )
+    for option, (name, text) in _SWITCHES.items():
+        parser.add_argument(option, dest=name, action="store_const", const=False, help=text)
     parser.add_argument("--config", metavar="FILE", help="TOML file with these options, such as max_model_len = 4096")
     return parser
 

@@ -14,9 +14,8 @@ from millrace.engine_service.core.sequence import StopReason
 from millrace.engine_service.errors import EngineDead, EngineError, WorkersLost
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.worker_group import FailedSequence, Failure, WorkerGroup, no_longer_fits
-from millrace.executor.base import Executor
+from millrace.executor.base import Executor, StepFuture
 from millrace.executor.errors import Asleep, ExecutorError, WorkerError
-from millrace.executor.futures import StepFuture
 from millrace.executor.metrics import ExecutorMetrics
 from millrace.executor.wire.messages import ModelFacts, SeqId, StepPlan
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace.engine_service.errors import ConfigurationError
 from millrace.executor.sizes import why_impossible
+from millrace.producer.checks import shown
 
 _SAMPLE_BYTES = 1 << 16
 
@@ -34,27 +35,31 @@ def resolve_model(model: str) -> Path:
 def eos_token_ids(path: Path) -> list[int]:
     """Return the ids that end a sequence, from generation_config.json, else from config.json, as transformers does."""
     for name in ("generation_config.json", "config.json"):
-        ids = _read_json(path / name).get("eos_token_id")
-        if ids is not None:
-            return [ids] if isinstance(ids, int) else list(ids)
+        value = _read_json(path / name).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(token_id, int) for token_id in ids):
+            message = f"model: eos_token_id in {path / name} must be a token id or a list of them, got {shown(value)}"
+            raise ConfigurationError(f"{message}; copy the model again")
+        return ids
     return []
 
 
 def check_parallel_sizes(path: Path, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
     """Raise `ConfigurationError` when the model can't be divided by these sizes. Reads config.json; starts nothing."""
     config = _read_json(path / "config.json")
-    config = config.get("text_config") or config
-    num_heads, num_layers = config.get("num_attention_heads"), config.get("num_hidden_layers")
-    if not isinstance(num_heads, int) or not isinstance(num_layers, int):
-        return  # the worker knows how to divide such a model
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
-    reason = why_impossible(
-        tensor_parallel_size,
-        pipeline_parallel_size,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        num_layers=num_layers,
-    )
+    if isinstance(text_config := config.get("text_config"), dict):
+        config = text_config
+    num_heads = config.get("num_attention_heads")
+    counts: dict[str, Any] = {
+        "num_heads": num_heads,
+        "num_kv_heads": config.get("num_key_value_heads") or num_heads,
+        "num_layers": config.get("num_hidden_layers"),
+    }
+    if not all(isinstance(count, int) and count > 0 for count in counts.values()):
+        return  # the worker knows how to divide such a model, or why it can't be loaded
+    reason = why_impossible(tensor_parallel_size, pipeline_parallel_size, **counts)
     if reason is not None:
         raise ConfigurationError(reason)
 
@@ -83,7 +88,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"model: {path} can't be read ({error}); copy the model again") from error
     if not isinstance(content, dict):
         raise ConfigurationError(f"model: {path} must hold a JSON object; copy the model again")

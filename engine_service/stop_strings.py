@@ -26,10 +26,8 @@ class StopStrings:
         self._link()
 
     def search(self, text: str, start: int, state: int) -> tuple[int | None, int]:
-        """Search `text` from `start` on, in the state that the search of the text before `start` has ended in, first 0.
-
-        Returns where the earliest string begins that ends in this part, or None, and the state for the next part.
-        """
+        """Search `text` from `start` on. `state`: that in which the search of the text before `start` ended, at first 0.
+        Returns where the earliest string begins that ends in this part, or None, and the state for the next part."""
         found = None
         for end, char in enumerate(text[start:], start + 1):
             state = self._after(state, char)

@@ -25,13 +25,15 @@ class TextError(EngineError):
 
 
 class Tokenizer:
-    """Wraps a fast tokenizer. Safe to use from several threads, which run on while one of them encodes."""
+    """Wraps a fast tokenizer. Safe to use from several threads. Encoding lets other threads run."""
 
     def __init__(self, path: Path) -> None:
         """Load the tokenizer in this directory. Raises `ConfigurationError` if there is no usable one."""
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # the library raises what its parsers raise
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the library raises what its parsers raise, and its Rust code may panic
             message = f"tokenizer: {path} has no usable tokenizer.json ({error}); name a directory with --tokenizer"
             raise ConfigurationError(message) from error
         self._backend = self._tokenizer.backend_tokenizer
@@ -56,10 +58,8 @@ class Tokenizer:
         return TokenBound(self._backend)  # reads the whole vocabulary
 
     def render_chat(self, messages: list[dict[str, Any]]) -> str:
-        """Apply the model's chat template, up to the start of the assistant's turn. The text has all special tokens.
-
-        Raises `TextError`.
-        """
+        """Apply the model's chat template, up to the start of the assistant's turn. The text has all special tokens. Raises
+        `TextError`."""
         try:
             return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # a template is a program of the model's author: it can raise anything

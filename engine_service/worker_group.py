@@ -51,11 +51,11 @@ class FailedSequence(msgspec.Struct, frozen=True):
 
 
 class WorkerGroup:
-    """Owns the decisions when the workers are replaced, with how many ranks, and which sequences survive that.
+    """Decides when the workers are replaced, with how many ranks, and which sequences survive that.
 
-    Every epoch but the first begins with the sequences of the last one. `start` raises `ConfigurationError` when the workers
-    refuse the options: another attempt would end the same way. Options that have worked once, or that only fewer ranks
-    refuse, are not at fault. Then, and when all attempts fail, every method raises `EngineDead` with the first failure.
+    A later epoch begins with the sequences of the one before. `start` raises `ConfigurationError` when the workers refuse
+    the options, since another attempt would end the same way. Options that have worked once, or that only fewer ranks
+    refuse, are not the cause: then, and when all attempts fail, a method raises `EngineDead` with the first failure.
     """
 
     def __init__(self, executor: Executor, config: SchedulerConfig, block_size: int) -> None:

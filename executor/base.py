@@ -5,19 +5,33 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from millrace.executor.errors import UnknownMethod
-from millrace.executor.futures import Future, StepFuture
 from millrace.executor.limits import Limits
 from millrace.executor.metrics import ExecutorMetrics, Recorder
 from millrace.executor.sleep import SleepState
-from millrace.executor.wire.messages import WORKER_METHODS, ModelFacts, StepPlan, WorkerConfig
+from millrace.executor.wire.messages import WORKER_METHODS, Call, ModelFacts, StepPlan, StepResult, WorkerConfig
 
 logger = logging.getLogger("millrace.executor")
+
+Outcome = TypeVar("Outcome", covariant=True)
+
+
+class Future(Protocol[Outcome]):
+    """The outcome of one `execute_model` or `collective_rpc`, now or later."""
+
+    def result(self, timeout_s: float | None = None) -> Outcome:
+        """Wait for the outcome and return it. Raises `WorkerError`, `ExecutorTimeout` and `WorkerDied`."""
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+
+
+StepFuture = Future[StepResult]
 
 
 class Executor(ABC):
@@ -43,8 +57,18 @@ class Executor(ABC):
     def is_asynchronous(self) -> bool:
         """Whether the workers compute a step while the caller does something else."""
 
-    def __init__(self, config: WorkerConfig, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        worker_module: str = "millrace.worker",
+        log_level: str = "INFO",
+        limits: Limits | None = None,
+    ) -> None:
+        """`worker_module`: the package of the worker, see `rank.worker`. `log_level`: of the processes of the ranks."""
         self._config = config
+        self._worker_module = worker_module
+        self._log_level = log_level
         self._limits = limits or Limits()
         self._wanted_world_size = self.world_size
         self._recorder = Recorder()
@@ -212,7 +236,7 @@ class Executor(ABC):
         limit_s = self._sleep_limit_s(bytes_per_s)
         for first in range(0, self.world_size, num_at_a_time):
             ranks = range(self.world_size)[first : first + num_at_a_time]
-            self._call("wake_up", (wanted, epoch), {}, ranks, limit_s=limit_s).result()
+            self._call(Call(call_id=0, method="wake_up", args=[wanted, epoch]), ranks, None, limit_s).result()
         self._epoch = epoch
         self._sleep_state.wake(wanted)
 
@@ -224,10 +248,8 @@ class Executor(ABC):
 
     @abstractmethod
     def execute_model(self, plan: StepPlan) -> StepFuture:
-        """Send one step to the workers. Returns at once where the workers are processes of their own.
-
-        The result is that of the output rank. The error or the death of any rank ends the step.
-        """
+        """Send one step to the workers. Returns at once where the workers are processes of their own. The result is that of
+        the output rank. The error or the death of any rank ends the step."""
 
     def mark_idle(self) -> None:
         """Do not count the time until the next step as the host's: there is no work."""
@@ -259,7 +281,8 @@ class Executor(ABC):
             raise UnknownMethod(f"{method!r} is not a method of a worker; there are {known}")
         if unique_reply_rank is not None and unique_reply_rank not in range(self.world_size):
             raise ValueError(f"unique_reply_rank: must be one of 0 to {self.world_size - 1}, got {unique_reply_rank!r}")
-        future = self._call(method, args, kwargs or {}, range(self.world_size), unique_reply_rank, timeout_s)
+        call = Call(call_id=0, method=method, args=list(args), kwargs=kwargs or {})
+        future = self._call(call, range(self.world_size), unique_reply_rank, timeout_s)
         return future if non_block else future.result()
 
     @abstractmethod
@@ -285,17 +308,9 @@ class Executor(ABC):
         """Start the workers of this epoch, or leave none behind. Returns the facts by rank."""
 
     @abstractmethod
-    def _call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        ranks: Sequence[int],
-        reply_rank: int | None = None,
-        limit_s: float | None = None,
-    ) -> Future[Any]:
-        """Send a call to these ranks. Its outcome is the list of their results, or the result of `reply_rank`. `limit_s`:
-        the default limit of `result`; `Limits.call_s` by default."""
+    def _call(self, call: Call, ranks: range, reply_rank: int | None, limit_s: float | None) -> Future[Any]:
+        """Send a call, under an id of its own, to these ranks. Its outcome is the list of their results, or the result of
+        `reply_rank`. `limit_s`: the default limit of `result`; `Limits.call_s` by default."""
 
     @abstractmethod
     def _discard_workers(self) -> None:

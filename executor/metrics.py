@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -70,7 +71,7 @@ class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Recorder:
-    """Owns the counts and samples of one executor. Costs one or two microseconds per step."""
+    """Owns the counts and samples of one executor, named as in `ExecutorMetrics`. Costs 1 to 2 microseconds per step."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_completed = self.num_failed = 0
@@ -81,10 +82,7 @@ class Recorder:
         self.device_bytes: list[int | None] = []
         self.device_total_bytes: list[int | None] = []
         self.device_utilization: list[float | None] = []
-        self.latency_s = Samples()
-        self.step_s = Samples()
-        self.host_s = Samples()
-        self.rpc_s = Samples()
+        self.latency_s, self.step_s, self.host_s, self.rpc_s = Samples(), Samples(), Samples(), Samples()
         self._first_s: float | None = None
         self._last_s = 0.0
         self._step_ended_s: float | None = None
@@ -137,47 +135,30 @@ class Recorder:
     def metrics(self, **facts: Any) -> ExecutorMetrics:
         """Return all metrics. `facts`: the fields that the executor knows itself."""
         span_s = self._last_s - self._first_s if self._first_s is not None else 0.0
-        return ExecutorMetrics(
-            num_failed_workers=self.num_failed_workers,
-            num_requests=self.num_requests,
-            num_completed=self.num_completed,
-            num_failed=self.num_failed,
-            num_steps=self.num_steps,
-            num_tokens=self.num_tokens,
-            num_stale_replies=self.num_stale_replies,
-            requests_per_s=self.num_completed / span_s if span_s > 0 else 0.0,
-            tokens_per_s=self.num_tokens / span_s if span_s > 0 else 0.0,
-            latency_s=self.latency_s.percentiles(),
-            step_s=self.step_s.percentiles(),
-            host_s=self.host_s.percentiles(),
-            rpc_s=self.rpc_s.percentiles(),
-            plan_bytes=self.plan_bytes,
-            reply_bytes=self.reply_bytes,
-            recovery_s=self.recovery_s,
-            device_bytes=list(self.device_bytes),
-            device_total_bytes=self.device_total_bytes,
-            device_utilization=list(self.device_utilization),
-            **facts,
-        )
+        facts["requests_per_s"] = self.num_completed / span_s if span_s > 0 else 0.0
+        facts["tokens_per_s"] = self.num_tokens / span_s if span_s > 0 else 0.0
+        recorded = [name for name in ExecutorMetrics.__struct_fields__ if name not in facts]
+        return ExecutorMetrics(**{name: _snapshot(getattr(self, name)) for name in recorded}, **facts)
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, Samples):
+        return value.percentiles()
+    return list(value) if isinstance(value, list) else value
 
 
 class Samples:
     """Owns the last samples of one duration, and the count and sum of all."""
 
     def __init__(self) -> None:
-        self._samples: list[float] = []
-        self._next = 0
+        self._samples: deque[float] = deque(maxlen=_WINDOW)
         self._count = 0
         self._sum_s = 0.0
 
     def add(self, value: float) -> None:
         self._count += 1
         self._sum_s += value
-        if len(self._samples) < _WINDOW:
-            self._samples.append(value)
-        else:
-            self._samples[self._next] = value
-            self._next = (self._next + 1) % _WINDOW
+        self._samples.append(value)
 
     def percentiles(self) -> Percentiles:
         if not self._samples:

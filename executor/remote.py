@@ -1,5 +1,4 @@
-"""What the executors share whose ranks are processes: start and end, steps and calls, the loss of a rank. They differ in
-how they place the ranks."""
+"""The executors whose ranks are processes: start and end, steps and calls, lost ranks. Subclasses place the ranks."""
 
 from __future__ import annotations
 
@@ -15,13 +14,12 @@ import zmq
 
 from millrace.executor.base import Executor
 from millrace.executor.errors import StartError, WorkerDied
+from millrace.executor.launch.handshake import Handshake
 from millrace.executor.launch.process import RankHandle, close_all, dump_all, kill_all, stop_all
-from millrace.executor.limits import Limits
 from millrace.executor.metrics import ExecutorMetrics
 from millrace.executor.watchdog import Watchdog
 from millrace.executor.wire.calls import CallTable, PendingCall
 from millrace.executor.wire.channel import Channel, free_port
-from millrace.executor.wire.handshake import Handshake
 from millrace.executor.wire.messages import (
     Beat,
     Call,
@@ -41,22 +39,11 @@ logger = logging.getLogger("millrace.executor")
 
 
 class RemoteExecutor(Executor):
-    """Owns the ranks and the channel of one start after the other. Implements `MessageLoop`.
+    """Owns the ranks and the channel of one start after the other. Implements `MessageLoop`. It has no thread: the caller
+    that waits for a future receives the messages. The end of a worker wakes that caller."""
 
-    It has no thread: the caller that waits for a future receives the messages. The end of a worker wakes that caller.
-    """
-
-    def __init__(
-        self,
-        config: WorkerConfig,
-        *,
-        worker_module: str = "millrace.worker",
-        log_level: str = "INFO",
-        limits: Limits | None = None,
-    ) -> None:
-        super().__init__(config, limits)
-        self._worker_module = worker_module
-        self._log_level = log_level
+    def __init__(self, config: WorkerConfig, **options: Any) -> None:
+        super().__init__(config, **options)
         self._calls = CallTable(self, self._recorder)
         self._handles: Sequence[RankHandle] = ()
         self._channel: Channel | None = None
@@ -111,7 +98,8 @@ class RemoteExecutor(Executor):
         self._watchdog = Watchdog(self._limits, self.world_size, now_s, is_cpu=is_cpu, measured_rank=rank)
         self._lost = None
         logger.info(
-            "workers ready: %s, %s, on %s, epoch %d", facts.architecture, facts.dtype, facts.device, self._epoch
+            "workers ready: %s, %s, on %s, attention %s, epoch %d",
+            *(facts.architecture, facts.dtype, facts.device, facts.attention, self._epoch),
         )
         return facts_by_rank
 
@@ -132,8 +120,12 @@ class RemoteExecutor(Executor):
         close_all(handles)
         self._lost = WorkerDied(0, "the executor has been shut down")
         self._calls.fail_all(self._lost)
-        if self._channel is not None:
-            self._close_channel(self._channel)
+        if (channel := self._channel) is not None:
+            with self._counts_lock:
+                self._recorder.num_stale_replies += channel.num_dropped
+                self._recorder.reply_bytes += channel.step_reply_bytes
+                self._channel = None
+            channel.close()
 
     def worker_pids(self) -> list[int]:
         """Return the process ids in rank order, each of the rank's own host."""
@@ -144,31 +136,15 @@ class RemoteExecutor(Executor):
         handles, self._handles = self._handles, ()
         return handles
 
-    def _close_channel(self, channel: Channel) -> None:
-        with self._counts_lock:
-            self._recorder.num_stale_replies += channel.num_dropped
-            self._recorder.reply_bytes += channel.step_reply_bytes
-            self._channel = None
-        channel.close()
-
     def _num_active_workers(self) -> int:
         return sum(handle.end() is None for handle in self._handles)
 
     # --- steps and calls ---
 
-    def _call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        ranks: Sequence[int],
-        reply_rank: int | None = None,
-        limit_s: float | None = None,
-    ) -> PendingCall:
+    def _call(self, call: Call, ranks: range, reply_rank: int | None, limit_s: float | None) -> PendingCall:
         self.require_workers()
         pending = self._calls.add(ranks, reply_rank, self._limits.call_s if limit_s is None else limit_s)
-        call = Call(call_id=pending.call_id, method=method, args=list(args), kwargs=kwargs)
-        self._send(encode(call), ranks)
+        self._send(encode(msgspec.structs.replace(call, call_id=pending.call_id)), ranks)
         return pending
 
     def execute_model(self, plan: StepPlan) -> PendingCall:
@@ -284,14 +260,8 @@ class RemoteExecutor(Executor):
         kill_all(self._handles)
 
     def _dump_stacks(self) -> None:
-        dump_all(self._handles, self._receive_stacks)
-
-    def _receive_stacks(self) -> None:
         assert self._channel is not None
-        deadline_s = time.monotonic() + self._limits.dump_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            self._channel.wait(left_s)
-            self._receive()
+        dump_all(self._handles, self._channel, self._limits.dump_s, self._receive)
 
     def _mark_lost(self, rank: int, reason: str, num_workers: int) -> None:
         self._recorder.num_failed_workers += num_workers

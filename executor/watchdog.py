@@ -85,8 +85,7 @@ class Watchdog:
         return now_s - self._checked_s >= _CHECK_EVERY_S
 
     def find_stuck(self, now_s: float, *, is_busy: bool) -> tuple[int, str] | None:
-        """Return (rank, reason) of a stuck rank. Call it after all received messages were handled. `is_busy`: calls other
-        than steps are in progress."""
+        """Return (rank, reason) of a stuck rank. Handle received messages before. `is_busy`: other calls than steps run."""
         since_check_s, self._checked_s = now_s - self._checked_s, now_s
         if since_check_s > 3 * _CHECK_EVERY_S:  # the engine itself was suspended: do not blame the workers
             self._heard_s = [now_s] * len(self._heard_s)

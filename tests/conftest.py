@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import uuid
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
-from tests.processes import FOLDERS
+from tests.processes import FOLDERS, ROOT
 
 # For this process and all that it starts, before torch reads it: tiny models gain nothing from a second thread, and the
 # threads of several processes on few cores wait for each other.
@@ -54,6 +55,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     scheduling._split_scope = group_of
     return scheduling
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _leaves_no_process() -> Iterator[None]:
+    """When this test process ends, even by SIGKILL, all that it has started ends: engines, workers, and what they start."""
+    name = f"MILLRACE_TEST_RUN_{uuid.uuid4().hex}"
+    command = [sys.executable, "-I", str(ROOT / "tests/run_reaper.py"), name]
+    reaper = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    os.environ[name] = "1"  # inherited by what is started from now on
+    yield
+    del os.environ[name]
+    reaper.communicate()
 
 
 @pytest.fixture(scope="session", autouse=True)

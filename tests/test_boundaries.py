@@ -220,14 +220,33 @@ def _module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Late imports included: they hide a circle, they do not open it. `millrace` itself names what others define."""
-    left = _modules()
-    del left["millrace"]
+def _circles(imported_by_name: dict[str, set[str]]) -> dict[str, list[str]]:
+    """Return what is left after everything was removed, step by step, that imports nothing of the rest."""
+    left = dict(imported_by_name)
     while leaves := [name for name, imported in left.items() if not imported & left.keys()]:
         for name in leaves:
             del left[name]
-    assert not left, {name: sorted(imported & left.keys()) for name, imported in left.items()}
+    return {name: sorted(imported & left.keys()) for name, imported in left.items()}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Late imports included: they hide a circle, they do not open it. `millrace` itself names what others define."""
+    modules = _modules()
+    del modules["millrace"]
+    assert _circles(modules) == {}
+
+
+def test_the_packages_inside_a_folder_have_an_order() -> None:
+    """Such as `wire`, `rank`, `launch` in `executor`: each imports only those before it. Modules beside them are free."""
+    modules = _modules()
+    packages = {name for name in modules if name.count(".") == 2 and any(one.startswith(f"{name}.") for one in modules)}
+    imported: dict[str, set[str]] = {package: set() for package in packages}
+    for name, targets in modules.items():
+        package, *others = (".".join(one.split(".")[:3]) for one in (name, *targets))
+        if package in packages:
+            imported[package] |= {other for other in others if other in packages and other != package}
+    assert "millrace.executor.wire" in imported["millrace.executor.launch"]
+    assert _circles(imported) == {}
 
 
 def test_no_module_is_a_drawer_for_odds_and_ends() -> None:

@@ -20,7 +20,7 @@ from millrace.worker.loading.checksum import check_unchanged, checksums
 from millrace.worker.loading.load import load_model
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.runner import ParallelRunner
-from millrace.worker.parallel.topology import find_topology
+from millrace.worker.parallel.topology import Topology
 from millrace.worker.runner import Runner, largest_prefill
 
 logger = logging.getLogger("millrace.worker")
@@ -34,9 +34,8 @@ class Rank:
     """
 
     def __init__(self, rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str = "") -> None:
-        self._topology = find_topology(rank, world_size, config)
-        if world_size > 1 and not rendezvous:
-            raise ConfigError(f"{world_size} ranks need a rendezvous: give one, such as tcp://127.0.0.1:29500")
+        self._topology = Topology(rank, config.tensor_parallel_size, config.pipeline_parallel_size)
+        assert self._topology.world_size == world_size, config
         self._rank = rank
         self._epoch = epoch
         self._config = config

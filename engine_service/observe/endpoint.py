@@ -1,7 +1,5 @@
-"""The HTTP endpoint of an engine: `/metrics` for Prometheus, `/health` for supervisors. Off by default.
-
-It has its own threads and only reads, so it also answers while the engine is stuck.
-"""
+"""The HTTP endpoint of an engine: `/metrics` for Prometheus, `/health` for supervisors. Off by default. It has threads of
+its own and only reads, so it also answers while the engine is stuck."""
 
 from __future__ import annotations
 
@@ -34,10 +32,8 @@ class Endpoint:
     """Owns the listening socket and the thread that serves it."""
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Health) -> None:
-        """Bind the port at once, so that a taken port is reported before a model is loaded. Port 0 picks a free one.
-
-        Raises `ConfigurationError`.
-        """
+        """Bind the port at once, so that a taken port is reported before a model is loaded. Port 0 picks a free one. Raises
+        `ConfigurationError`."""
         try:
             self._server = _Server(host, port, registry, health)
         except OSError as error:
@@ -82,8 +78,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def _encoder(accepted: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """Return the function that writes the metrics, and its content type. An Accept header that can't be read gets the
-    plain format."""
+    """Return the function that writes the metrics, and its content type. For an invalid header: the plain format."""
     try:
         return choose_encoder(accepted)
     except (TypeError, ValueError):

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from millrace.engine_service.engine import Engine, EngineMetrics
 from millrace.engine_service.observe.health import Health
-from millrace.engine_service.serving.job_metrics import JobMetrics
+from millrace.engine_service.serving.job_table import JobMetrics
 from millrace.engine_service.serving.service import Service
 from millrace.executor.metrics import ExecutorMetrics, Percentiles
 
@@ -58,23 +58,16 @@ def _jobs(metrics: JobMetrics) -> Iterator[Family]:
 
 def _engine(metrics: EngineMetrics) -> Iterator[Family]:
     scheduler, executor = metrics.scheduler, metrics.executor
-    yield _gauge(
-        "sleep_level", "0: awake, 1: asleep with the weights in host memory, 2: without them.", metrics.sleep_level
-    )
+    yield _gauge("sleep_level", "0: awake, 1: asleep, weights in host memory, 2: without them.", metrics.sleep_level)
     yield _gauge("sequences_running", "Sequences in the batch.", scheduler.num_running)
     yield _gauge("sequences_waiting", "Sequences that wait for space in the batch.", scheduler.num_waiting)
     yield _counter("preemptions", "Sequences preempted because KV blocks ran out.", scheduler.num_preemptions)
     yield _counter("prefix_cache_queries", "Known tokens of the sequences admitted.", scheduler.pool.num_queried_tokens)
-    yield _counter(
-        "prefix_cache_hits", "Of those, the tokens that the prefix cache had.", scheduler.pool.num_hit_tokens
-    )
+    yield _counter("prefix_cache_hits", "Of those, found in the prefix cache.", scheduler.pool.num_hit_tokens)
     yield _gauge("kv_pool_blocks", "Size of the KV pool in blocks.", executor.num_blocks)
     yield _gauge("kv_pool_used_ratio", "Share of the KV pool's blocks that sequences hold, 0 to 1.", metrics.pool_use)
-    yield _gauge(
-        "step_budget_tokens",
-        "Most tokens in a step; less than configured after the device ran out of memory.",
-        metrics.token_budget,
-    )
+    budget = "Most tokens in a step; less than configured after the device ran out of memory."
+    yield _gauge("step_budget_tokens", budget, metrics.token_budget)
 
 
 def _executor(metrics: ExecutorMetrics) -> Iterator[Family]:
@@ -85,11 +78,7 @@ def _executor(metrics: ExecutorMetrics) -> Iterator[Family]:
     yield _counter("executor_requests_failed", "Of those, answered with an error or not at all.", metrics.num_failed)
     yield _counter("executor_plan_bytes", "Payload of all step plans.", metrics.plan_bytes)
     yield _counter("executor_reply_bytes", "Payload of all replies to steps.", metrics.reply_bytes)
-    yield _counter(
-        "executor_stale_replies",
-        "Replies that came too late, and messages that no worker of ours sent.",
-        metrics.num_stale_replies,
-    )
+    yield _counter("executor_stale_replies", "Late replies, and foreign messages.", metrics.num_stale_replies)
     latency = "From the sending of a step or call to its last needed reply."
     yield _summary("executor_latency_seconds", latency, metrics.latency_s)
     yield _summary("step_seconds", "Duration of a step, with sending and reply.", metrics.step_s)
@@ -103,21 +92,13 @@ def _workers(metrics: ExecutorMetrics) -> Iterator[Family]:
     yield _gauge("ranks_wanted", "Ranks over which it should be divided.", metrics.wanted_world_size)
     yield _counter("worker_failures", "Losses of workers, for any reason.", metrics.num_failed_workers)
     yield _counter("worker_restarts", "Times that the workers were replaced.", metrics.num_restarts)
-    yield _gauge(
-        "worker_recovery_seconds",
-        "Duration of the last replacement of the workers, from the notice of their loss; 0 before the first.",
-        metrics.recovery_s,
-    )
-    yield _gauge(
-        "kv_pool_epoch", "Number of the current KV pool: grows when workers start, restart or wake.", metrics.epoch
-    )
+    recovery = "Duration of the last replacement of the workers, from the notice of their loss; 0 before the first."
+    yield _gauge("worker_recovery_seconds", recovery, metrics.recovery_s)
+    yield _gauge("kv_pool_epoch", "Number of the KV pool: grows when workers start, restart or wake.", metrics.epoch)
     yield _by_rank("device_memory_bytes", "Device memory that a rank holds.", metrics.device_bytes)
     yield _by_rank("device_memory_total_bytes", "Total memory of a rank's device.", metrics.device_total_bytes)
-    yield _by_rank(
-        "device_utilization_ratio",
-        "Share of the time that a rank's device computes, 0 to 1.",
-        metrics.device_utilization,
-    )
+    utilization = "Share of the time that a rank's device computes, 0 to 1."
+    yield _by_rank("device_utilization_ratio", utilization, metrics.device_utilization)
 
 
 def _counter(name: str, meaning: str, value: float) -> CounterMetricFamily:

@@ -23,7 +23,8 @@ class Admission:
     def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None, eos_token_ids: list[int]) -> None:
         self._facts = facts
         self._tokenizer = tokenizer
-        self._eos_token_ids = eos_token_ids
+        # Others cannot be sampled, and the worker cannot mask them for `min_tokens`. Some configurations name such.
+        self._eos_token_ids = frozenset(each for each in eos_token_ids if 0 <= each < facts.vocab_size)
         self._seq_ids = itertools.count(1)
 
     def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
@@ -54,7 +55,8 @@ class Admission:
         Raises `InvalidRequest` if a stop token id is not in the vocabulary.
         """
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
-        end_token_ids = frozenset(sampling.stop_token_ids) | self._eos_of(sampling)
+        eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
+        end_token_ids = frozenset(sampling.stop_token_ids) | eos_token_ids
         sequence = Sequence(
             SeqId(next(self._seq_ids)),
             prompt_token_ids,
@@ -82,9 +84,6 @@ class Admission:
             raise InvalidRequest(field, "is empty; give at least one token")
         self._check_fits(field, len(token_ids))
         return token_ids
-
-    def _eos_of(self, sampling: SamplingParams) -> frozenset[int]:
-        return frozenset() if sampling.ignore_eos else frozenset(self._eos_token_ids)
 
     def _stop_rules(self, sampling: SamplingParams, num_prompt_tokens: int, end_token_ids: frozenset[int]) -> StopRules:
         max_tokens = self._facts.max_model_len - num_prompt_tokens

@@ -139,7 +139,7 @@ class Intake:
         except InvalidRequest as error:
             kind = "model_mismatch" if error.field == "model" else "invalid_request"
             return Refused(claimed, JobError(kind=kind, message=str(error), field=error.field))
-        except Exception as error:  # a bug that one job triggers must not stop the others
+        except BaseException as error:  # one job's bug, or panic of the tokenizer, must not stop others
             logger.exception("job %s could not be admitted", claimed.job_id)
             return Refused(claimed, JobError(kind="internal", message=f"{type(error).__name__}: {shown(str(error))}"))
 

@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import get_args
+from typing import Literal, get_args
+
+import msgspec
 
 from millrace.engine_service.serving.capacity import Capacity
-from millrace.engine_service.serving.job_metrics import JobMetrics, Outcome
 from millrace.engine_service.serving.jobs import PendingJob, ServedJob, is_alone
-from millrace.executor.metrics import Samples
+from millrace.executor.metrics import Percentiles, Samples
 from millrace.executor.wire.messages import SeqId
 from millrace.results.messages import ClaimedJob, JobId, Lease
+
+Outcome = Literal["finished", "failed", "cancelled", "expired", "released", "lost"]
+"""How a job left this engine: it ended, went back to the queue ("released"), or went to another engine ("lost")."""
+
+
+class JobMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures since the start of the engine."""
+
+    num_open: int
+    num_by_outcome: dict[Outcome, int]
+    """A job that fails and is tried again counts each time."""
+    job_s: Percentiles
+    """From a job's arrival in the engine until it left."""
 
 
 class JobTable:

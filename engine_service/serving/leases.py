@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from millrace.results.errors import QueueError
 from millrace.results.messages import Claim, EngineId, JobId, Lease, Reconciliation
@@ -94,31 +95,29 @@ class Leases:
     def claim(self, claim_id: str, max_jobs: int, kv_token_budget: int, fingerprint: str) -> Claim:
         """Claim jobs and put their leases into the table. A repeated claim id returns the same jobs."""
         with self._calls:
-            claim = self._claim(claim_id, max_jobs, kv_token_budget, fingerprint)
+            attempt = partial(
+                self._queue.claim,
+                self.engine_id,
+                claim_id,
+                max_jobs=max_jobs,
+                kv_token_budget=kv_token_budget,
+                num_held=len(self._held),
+                fingerprint=fingerprint,
+                calls_begin=True,
+            )
+            claim = attempt()
             if claim is None:  # the heartbeat has expired, perhaps in a long pause
                 self._heartbeat()
-                claim = self._claim(claim_id, max_jobs, kv_token_budget, fingerprint)
-            jobs = claim.jobs if claim is not None else []
+                claim = attempt() or Claim(jobs=[], num_ready=0, num_set_aside=0)
             with self._table:
-                self._held.update((job.job_id, job.lease) for job in jobs)
-            return claim or Claim(jobs=[], num_ready=0, num_set_aside=0)
+                self._held.update((job.job_id, job.lease) for job in claim.jobs)
+            return claim
 
     def drop(self, job_id: JobId, lease: Lease) -> None:
         """Forget a lease: its last write is pending, or another engine has the job."""
         with self._table:
             if self._held.get(job_id) == lease:
                 del self._held[job_id]
-
-    def _claim(self, claim_id: str, max_jobs: int, kv_token_budget: int, fingerprint: str) -> Claim | None:
-        return self._queue.claim(
-            self.engine_id,
-            claim_id,
-            max_jobs=max_jobs,
-            kv_token_budget=kv_token_budget,
-            num_held=len(self._held),
-            fingerprint=fingerprint,
-            calls_begin=True,
-        )
 
     def _run(self) -> None:
         while True:

@@ -13,8 +13,7 @@ from millrace.engine_service.core.sequence import StopReason
 from millrace.engine_service.engine import Engine, Progress
 from millrace.engine_service.errors import EngineDead, EngineError, WorkersLost
 from millrace.engine_service.serving.capacity import Capacity
-from millrace.engine_service.serving.job_metrics import JobMetrics
-from millrace.engine_service.serving.job_table import JobTable
+from millrace.engine_service.serving.job_table import JobMetrics, JobTable
 from millrace.engine_service.serving.jobs import (
     Abort,
     Arrived,

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import select
 import shutil
 import signal
 import stat
@@ -30,13 +29,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from millrace.executor.directory_reaper import DirectoryReaper, temporary_directory
 from millrace.executor.errors import StartError
-from millrace.executor.launch.directory_reaper import DirectoryReaper, temporary_directory
-from millrace.executor.launch.process import End, RankHandle, close_all, python_path
-from millrace.executor.rank.serve import DUMP_SIGNAL, die_with_parent
+from millrace.executor.launch.process import End, LocalRank, RankHandle, close_all, python_path
+from millrace.executor.rank.serve import die_with_parent
 from millrace.executor.remote import RemoteExecutor
 from millrace.executor.wire.channel import Channel, socket_address
-from millrace.executor.wire.messages import ModelFacts
 
 logger = logging.getLogger("millrace.executor")
 
@@ -69,6 +67,8 @@ class ExternalLauncherExecutor(RemoteExecutor):
     can_restart = False
 
     def _open_channel(self) -> Channel:
+        if self._num_starts > 1:
+            raise StartError("spawn", 0, "only torchrun can restart the ranks; set --max-restarts", is_retryable=False)
         directory = os.environ.get(RENDEZVOUS_DIR)
         if directory is None:
             message = f"executor external is for `millrace serve` under torchrun: {COMMAND_LINE}"
@@ -89,12 +89,6 @@ class ExternalLauncherExecutor(RemoteExecutor):
             ranks.append(ExternalRank(rank, int(pid_file.read_text())))
         return ranks
 
-    def _start_workers(self) -> list[ModelFacts]:
-        if self._num_starts > 1:
-            message = "only torchrun can restart the ranks; set --max-restarts"
-            raise StartError("spawn", 0, message, is_retryable=False)
-        return super()._start_workers()
-
     def _release_handles(self) -> Sequence[RankHandle]:
         """Kill ranks that do not respond: they would never end. Return none of the others: they end after this process,
         so that torchrun sees how this process ended, and not that ranks were killed."""
@@ -113,8 +107,8 @@ class ExternalLauncherExecutor(RemoteExecutor):
         return ()
 
     def _wait_for_heartbeats(self, silent: list[RankHandle]) -> None:
-        """Remove the ranks from `silent` that end or send something from now on. Blocks until all have or the time is up:
-        a second mostly. A rank that computes or waits for another has a heartbeat, but during its start not always."""
+        """Remove the ranks from `silent` that end or send a message from now on. Blocks until all have, mostly for a second,
+        or until the limit. A rank that computes or waits for another has a heartbeat, but during its start not always."""
         limit_s = self._limits.busy_heartbeat_s if self._watchdog is None else self._limits.shutdown_s
         deadline_s = time.monotonic() + limit_s
         self._receive_senders()  # drop what was sent before
@@ -136,47 +130,20 @@ class ExternalLauncherExecutor(RemoteExecutor):
                 handle.kill()
 
 
-class ExternalRank:
-    """Owns a descriptor of a rank on this host that is not our child. Implements `RankHandle`."""
+class ExternalRank(LocalRank):
+    """A rank on this host that is not our child. Implements `RankHandle`."""
 
     def __init__(self, rank: int, pid: int) -> None:
-        self.rank = rank
-        self.pid = pid
         try:
-            self._pidfd = os.pidfd_open(pid)
+            super().__init__(rank, pid)
         except ProcessLookupError as error:
             raise StartError("spawn", rank, "its process has ended", is_retryable=True) from error
-
-    def __repr__(self) -> str:
-        return f"ExternalRank(rank={self.rank}, pid={self.pid})"
-
-    def fileno(self) -> int:
-        return self._pidfd
 
     def end(self) -> End | None:
         if not self.wait(0):
             return None
         reason = "its process has ended, see the log of torchrun, which restarts the group with --max-restarts"
         return End(reason, is_killed=False, is_retryable=True)
-
-    def dump_stacks(self) -> None:
-        self._signal(DUMP_SIGNAL)
-
-    def wait(self, timeout_s: float) -> bool:
-        return bool(select.select([self._pidfd], [], [], timeout_s)[0])
-
-    def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    def close(self) -> None:
-        os.close(self._pidfd)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if not self.wait(0):
-            signal.pidfd_send_signal(self._pidfd, number)
 
 
 # --- in the processes that torchrun starts ---
@@ -191,9 +158,7 @@ def become_rank(
     service_command: Sequence[str], *, worker_module: str = "millrace.worker", log_level: str = "INFO"
 ) -> NoReturn:
     """Replace this process with the rank whose number torchrun gave it. Rank 0 starts the service with `service_command`.
-
-    Raises ValueError when the ranks are on several hosts, and when torchrun has ended already.
-    """
+    Raises ValueError when the ranks are on several hosts, and when torchrun has ended already."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         raise ValueError("executor: external runs ranks on one host only; use ray for several hosts")
@@ -220,9 +185,7 @@ def become_rank(
 
 def die_with_rank_0() -> None:
     """Let the kernel send the service SIGTERM when rank 0 ends, so that it gives its jobs back at once. Does nothing in
-    another process. Call it after the ranks have started: a start that fails ends rank 0, and then has to report the
-    reason.
-    """
+    another process. Call it after the ranks have started: a failed start ends rank 0, and has to report the reason."""
     parent_pid = os.environ.get(PARENT)
     if parent_pid is not None:
         die_with_parent(int(parent_pid), signal.SIGTERM)

@@ -19,7 +19,6 @@ class MultiprocExecutor(RemoteExecutor):
     can_resize = True
 
     def __init__(self, config: WorkerConfig, **options: Any) -> None:
-        """Takes `worker_module`, `log_level` and `limits`."""
         super().__init__(config, **options)
         self._devices = visible_devices(self.world_size)
         """Devices that the present ranks may use, in rank order."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from millrace.executor.rank.serve import DUMP_SIGNAL
+from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.failures import describe_exit, is_retryable_exit
 
 logger = logging.getLogger("millrace.executor")
@@ -67,13 +70,16 @@ class RankHandle(Protocol):
         """Release the descriptor and what else belongs to the handle, once the rank has ended."""
 
 
-def dump_all(handles: Sequence[RankHandle], wait: Callable[[], None]) -> None:
+def dump_all(handles: Sequence[RankHandle], channel: Channel, limit_s: float, receive_all: Callable[[], None]) -> None:
     """Let all ranks write their stacks, since others may wait for a stuck one. They share a log, so one writes after the
-    other; `wait` blocks while a rank writes."""
+    other, for `limit_s` each. `receive_all` logs the stacks that have arrived over the channel."""
     for handle in handles:
         logger.error("rank %d, whose stacks are:", handle.rank)
         handle.dump_stacks()
-        wait()
+        deadline_s = time.monotonic() + limit_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            channel.wait(left_s)
+            receive_all()
 
 
 def stop_all(handles: Sequence[RankHandle], grace_s: float) -> None:
@@ -102,59 +108,28 @@ def close_all(handles: Sequence[RankHandle]) -> None:
         handle.close()
 
 
-class WorkerProcess:
-    """Owns a rank's process on this host. The kernel kills it when the thread that made it ends. A `RankHandle`."""
+class LocalRank:
+    """Owns a descriptor of a rank's process on this host."""
 
-    def __init__(
-        self,
-        rank: int,
-        worker_module: str,
-        address: str,
-        identity: str,
-        log_level: str,
-        environment: dict[str, str] | None = None,
-    ) -> None:
-        """`environment`: variables for this rank, in addition to those of this process."""
+    def __init__(self, rank: int, pid: int) -> None:
+        """Raises ProcessLookupError when there is no such process, and OSError when no descriptor is free."""
         self.rank = rank
-        options = ["--address", address, "--identity", identity, "--log-level", log_level]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", worker_module, *options, "--parent-pid", str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **(environment or {}), "PYTHONPATH": python_path()},
-            start_new_session=True,  # the engine handles Ctrl-C in a terminal
-        )
-        try:
-            self._pidfd = os.pidfd_open(self._process.pid)
-        except OSError:  # no descriptor is free: nothing else would end the process
-            self._process.kill()
-            self._process.wait()
-            raise
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
 
     def __repr__(self) -> str:
-        return f"WorkerProcess(rank={self.rank}, pid={self.pid})"
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        return f"{type(self).__name__}(rank={self.rank}, pid={self.pid})"
 
     def fileno(self) -> int:
         return self._pidfd
-
-    def end(self) -> End | None:
-        status = self._process.poll()
-        if status is None:
-            return None
-        return End(describe_exit(status), status < 0, is_retryable_exit(status))
 
     def dump_stacks(self) -> None:
         self._signal(DUMP_SIGNAL)
 
     def wait(self, timeout_s: float) -> bool:
-        try:
-            self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        return bool(self._poll.poll(math.ceil(timeout_s * 1000)))
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
@@ -167,7 +142,45 @@ class WorkerProcess:
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+            signal.pidfd_send_signal(self._pidfd, number)
+
+
+class WorkerProcess(LocalRank):
+    """Owns a rank's process, a child of this one. The kernel kills it when the thread that made it ends. A `RankHandle`."""
+
+    def __init__(
+        self,
+        rank: int,
+        worker_module: str,
+        address: str,
+        identity: str,
+        log_level: str,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """`environment`: variables for this rank, in addition to those of this process."""
+        options = ["--address", address, "--identity", identity, "--log-level", log_level]
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", worker_module, *options, "--parent-pid", str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(environment or {}), "PYTHONPATH": python_path()},
+            start_new_session=True,  # the engine handles Ctrl-C in a terminal
+        )
+        try:
+            super().__init__(rank, self._process.pid)
+        except OSError:  # no descriptor is free: nothing else would end the process
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def end(self) -> End | None:
+        status = self._process.poll()
+        if status is None:
+            return None
+        return End(describe_exit(status), status < 0, is_retryable_exit(status))
+
+    def close(self) -> None:
+        self._process.poll()  # no zombie is left
+        super().close()
 
 
 def python_path() -> str:

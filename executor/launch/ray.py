@@ -49,7 +49,6 @@ class RayExecutor(RemoteExecutor):
     can_resize = True
 
     def __init__(self, config: WorkerConfig, **options: Any) -> None:
-        """Takes `worker_module`, `log_level` and `limits`."""
         super().__init__(config, **options)
         self._ray: Any = None
         self._local: LocalRay | None = None

@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from millrace.executor.launch.directory_reaper import temporary_directory
+from millrace.executor.directory_reaper import temporary_directory
 from millrace.executor.launch.process import PACKAGE_ROOT
 
 logger = logging.getLogger("millrace.executor")

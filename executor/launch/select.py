@@ -36,10 +36,8 @@ def make_executor(
     worker_module: str = "millrace.worker",
     log_level: str = "INFO",
 ) -> Executor:
-    """Return the executor of `NAMES` called `name`, or with "auto" the one that fits. It is not started.
-
-    Raises ValueError, with the remedy, for an unknown name and for more ranks than devices.
-    """
+    """Return the executor of `NAMES` called `name`, or with "auto" the one that fits. It is not started. Raises ValueError,
+    with the remedy, for an unknown name and for more ranks than devices."""
     if name not in NAMES:
         raise ValueError(f"executor: must be one of {', '.join(NAMES)}, got {name!r}")
     world_size = config.tensor_parallel_size * config.pipeline_parallel_size

@@ -7,16 +7,15 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from millrace.executor.base import Executor
 from millrace.executor.errors import StartError, WorkerDied, WorkerError
-from millrace.executor.limits import Limits
 from millrace.executor.rank.worker import Worker
 from millrace.executor.watchdog import Pace
 from millrace.executor.wire.failures import needs_traceback, to_failure
-from millrace.executor.wire.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.executor.wire.messages import Call, ModelFacts, StepPlan, StepResult, WorkerConfig
 
 _SAMPLE_EVERY_S = 10.0
 """Time between two samples of the worker's device memory."""
@@ -30,19 +29,11 @@ class UniprocExecutor(Executor):
     name = "uni"
     can_restart = True
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        *,
-        worker_module: str = "millrace.worker",
-        log_level: str = "INFO",
-        limits: Limits | None = None,
-    ) -> None:
-        """Has the parameters of the other executors. `log_level` is ignored: this process has its own."""
-        super().__init__(config, limits)
+    def __init__(self, config: WorkerConfig, **options: Any) -> None:
+        """`log_level` has no effect: this process has its own."""
+        super().__init__(config, **options)
         if self.world_size != 1:
             raise ValueError(f"executor: uni runs one rank, but {self.world_size} are configured; use mp")
-        self._worker_module = worker_module
         self._worker: Worker | None = None
         self._steps: deque[_LaunchedStep] = deque()
         """Those whose results are not collected, the oldest first."""
@@ -93,20 +84,15 @@ class UniprocExecutor(Executor):
 
     # --- steps and calls ---
 
-    def _call(
-        self,
-        method: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        ranks: Sequence[int],
-        reply_rank: int | None = None,
-        limit_s: float | None = None,
-    ) -> _FinishedCall:
-        worker, began_s = self._require_worker(), time.monotonic()
+    def _call(self, call: Call, ranks: range, reply_rank: int | None, limit_s: float | None) -> _FinishedCall:
+        method = getattr(self._require_worker(), call.method)
+        began_s = time.monotonic()
         self._recorder.request_sent(began_s)
-        done = _FinishedCall(lambda: getattr(worker, method)(*args, **kwargs))
+        done = _FinishedCall(lambda: method(*call.args, **call.kwargs))
         self._record(done, began_s)
-        return done.as_list() if reply_rank is None else done
+        if reply_rank is None:
+            done.outcome = [done.outcome]
+        return done
 
     @property
     def is_asynchronous(self) -> bool:
@@ -127,7 +113,8 @@ class UniprocExecutor(Executor):
     def _finish_step(self, worker: Worker, plan: StepPlan, began_s: float, done: _FinishedCall) -> None:
         if isinstance(done.outcome, StepResult):
             result, now_s = done.outcome, time.monotonic()
-            self._recorder.step_done(began_s, now_s, result.device_s, len(result.token_ids))
+            num_tokens = len(result.token_ids) - len(result.failures)
+            self._recorder.step_done(began_s, now_s, result.device_s, num_tokens)
             self._pace.measure(now_s - began_s, plan.num_tokens)
         self._record(done, began_s)
         self._sample_device(worker)
@@ -186,11 +173,6 @@ class _FinishedCall:
             raise self.error
         return self.outcome
 
-    def as_list(self) -> _FinishedCall:
-        """Make the result a list of one entry, for the one rank."""
-        self.outcome = [self.outcome]
-        return self
-
 
 class _LaunchedStep:
     """The future of a step that has begun. Implements `Future`."""
@@ -226,8 +208,7 @@ class _LaunchedStep:
 
 
 def _drop_frames(error: BaseException, handled: BaseException | None) -> None:
-    """Drop the frames of `error` and of the errors that led to it. `handled`: the error that the caller was handling
-    before, which keeps its frames."""
+    """Drop the frames of `error` and of its causes, except those of `handled`, which the caller was handling before."""
     error.__traceback__ = None
     for earlier in (error.__cause__, error.__context__):
         if earlier is not None and earlier is not handled and earlier.__traceback__ is not None:

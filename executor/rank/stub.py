@@ -5,21 +5,11 @@ position, so a lost, doubled or misplaced token changes the output. It checks th
 of the rows, a row that does not start at the sequence's next position, a block that does not hold what the sequence's
 tokens would have written, and a plan of another epoch are errors.
 
-The option `model` is a comma-separated list of faults, ACTION-at-PLACE. Actions are `die`, `raise`, `hang`, `stop`
-(SIGSTOP), `exit` (with status 0) and `oom` (out of memory; in a step after the plan's sequences were added). Places are a
-step, as in `hang-at-step=3`, and `import`, `device`, `start` (the phase load_model), `kv-pool`, `sleep`, `wake-up` and
-`shutdown`, as in `die-at-start`. Other options:
+The option `model` is a comma-separated list of options of the stub:
 
-    on-rank=R             only rank R has the fault
-    once=PATH             the fault occurs if PATH does not exist, and makes PATH
+    slow=MS               duration of a step
     die-on-token=N        a prompt with this token kills the worker
     most-tokens=N         a larger step runs out of memory
-    never-start-rank=R    rank R dies in every start, unless it is the only one, or the file of `unless=PATH` exists
-    lacks-blocks=N        N fewer blocks fit
-    barrier=DIR           the ranks wait for each other in every step, as in collectives
-    slow=MS               duration of a step
-    weights=PATH          the file of the weights
-    count-loading=DIR     records in DIR how many ranks load at the same time, in the start and in `wake_up`
 """
 
 from __future__ import annotations
@@ -27,12 +17,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from millrace.executor.wire.messages import ModelFacts, NewSequence, SeqId, StepPlan, StepResult, StepRow, WorkerConfig
@@ -41,9 +29,7 @@ VOCAB_SIZE = 1000
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> StubWorker:
-    worker = StubWorker(epoch, config, rank, world_size)
-    worker.fault_at("import")
-    return worker
+    return StubWorker(epoch, config, rank, world_size)
 
 
 def next_token(last_token: int, position: int) -> int:
@@ -93,27 +79,20 @@ class StubWorker:
         self.fault_at("device")
         on_phase("load_model")
         self.fault_at("start")
-        self._die_in_start()
-        self._count_loading()
         return ModelFacts(
             architecture="Stub",
             vocab_size=VOCAB_SIZE,
             max_model_len=self._config.max_model_len or 2048,
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=1,
             dtype="float32",
             device="cpu",
             attention="none",
             num_parameters=0,
             weight_bytes=(1 + self._rank) * 2**20,
             kv_bytes_per_block=(1 + self._rank) * self._config.block_size,
-            weights_checksum=self._read_weights(),
         )
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        is_short = self._faults.get("on-rank", self._rank) == self._rank
-        return (self._config.num_blocks or 4096) - is_short * self._faults.get("lacks-blocks", 0), 0
+        return self._config.num_blocks or 4096, 0
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         self.fault_at("kv-pool")
@@ -194,9 +173,7 @@ class StubWorker:
         self.fault_at("wake-up")
         self._epoch = epoch
         self._slots.clear()
-        if self._is_on_disk and "weights" in tags:
-            self._count_loading()
-            self._is_on_disk = False
+        self._is_on_disk &= "weights" not in tags
 
     def shutdown(self) -> None:
         self.fault_at("shutdown")
@@ -233,20 +210,13 @@ class StubWorker:
             elif self._slots.get(slot) != checksum:
                 raise ValueError(f"{row}: block {slot[0]} does not hold position {position} of its tokens")
 
-    # --- faults ---
+    # --- faults, for test doubles that override these ---
 
     def fault_at(self, place: str, when: object = True) -> None:
-        for action in _ACTIONS if place == "step" else (*_ACTIONS, "oom"):
-            if self._has_fault(f"{action}-at-{place}", when):
-                if place in ("import", "device", "start"):
-                    time.sleep(_SEND_S)
-                _act(action)
+        """Called at "device", "start", "kv-pool", "step", "sleep", "wake-up" and "shutdown". May fail or not return."""
 
     def _has_fault(self, fault: str, when: object) -> bool:
-        wanted = self._faults.get(fault)
-        if wanted is None or wanted != when or self._faults.get("on-rank", self._rank) != self._rank:
-            return False
-        return self._is_first_time()
+        return False
 
     def _run_out_of_memory(self, plan: StepPlan) -> None:
         most = self._faults.get("most-tokens", plan.num_tokens)
@@ -254,63 +224,7 @@ class StubWorker:
             raise OutOfMemoryError(f"no memory for {plan.num_tokens} tokens")
 
     def _wait_for_ranks(self, plan: StepPlan) -> None:
-        if "barrier" in self._faults:
-            place = Path(self._faults["barrier"]) / f"{plan.epoch}-{plan.step_id}"
-            place.mkdir(exist_ok=True)
-            (place / str(self._rank)).touch()
-            while len(list(place.iterdir())) < self._world_size:
-                time.sleep(0.001)
-
-    def _die_in_start(self) -> None:
-        may_start = Path(str(self._faults.get("unless"))).exists()
-        if self._faults.get("never-start-rank") == self._rank and self._world_size > 1 and not may_start:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def _read_weights(self) -> int:
-        path = self._faults.get("weights")
-        return 0 if path is None else zlib.crc32(Path(path).read_bytes()) + self._rank
-
-    def _count_loading(self) -> None:
-        directory = self._faults.get("count-loading")
-        if directory is None:
-            return
-        mark = Path(directory) / f"loading-{self._rank}"
-        mark.touch()
-        time.sleep(0.1)
-        num_loading = len(list(Path(directory).glob("loading-*")))
-        (Path(directory) / f"seen-{self._rank}-{num_loading}").touch()
-        mark.unlink()
-
-    def _is_first_time(self) -> bool:
-        once = self._faults.get("once")
-        if once is None:
-            return True
-        if Path(str(once)).exists():
-            return False
-        Path(str(once)).touch()
-        return True
-
-
-_SEND_S = 0.2
-"""For ZeroMQ's thread to send the message that the phase has begun, before the process ends."""
-
-_ACTIONS = ("die", "raise", "hang", "stop", "exit")
-
-
-def _act(action: str) -> None:
-    match action:
-        case "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "hang":
-            threading.Event().wait()
-        case "exit":
-            os._exit(0)
-        case "oom":
-            raise OutOfMemoryError("the stub has no memory")
-        case _:
-            raise RuntimeError("the stub was told to raise")
+        """Called in every step before its rows are computed."""
 
 
 def _parse_faults(text: str) -> dict[str, Any]:

@@ -48,8 +48,7 @@ class Worker(Protocol):
         """Drop the KV pool and all sequences. Level 1 keeps the weights in host memory, level 2 drops them too."""
 
     def wake_up(self, tags: list[str], epoch: int) -> None:
-        """Take back those of `WAKE_TAGS` that `tags` names. "kv_cache": an empty pool of the old size. Plans have this
-        `epoch` from then on."""
+        """Take back those of `WAKE_TAGS` in `tags`. "kv_cache": an empty pool of the old size, for plans of `epoch`."""
 
     def stats(self) -> dict[str, Any]:
         """Return values for logs and metrics. Cheap: also called every 10 s.

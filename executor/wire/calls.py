@@ -170,7 +170,7 @@ class CallTable:
         return any(not call.is_step for call in self._calls.values())
 
     def add_reply(self, rank: int, reply: Reply | StepReply, now_s: float) -> None:
-        """Hand a reply to its call. A reply that no call waits for is stale, and counted."""
+        """Pass a reply to its call. A reply that no call waits for is stale, and counted."""
         call = self._calls.get(reply.call_id)
         if call is None or rank in call.replies:
             self._recorder.num_stale_replies += 1
@@ -184,7 +184,7 @@ class CallTable:
 
     def _record_outcome(self, call: PendingCall, reply: Reply | StepReply, now_s: float) -> None:
         if isinstance(reply, StepReply) and reply.result is not None and reply.failure is None:
-            num_tokens = len(reply.result.token_ids)
+            num_tokens = len(reply.result.token_ids) - len(reply.result.failures)
             self._recorder.step_done(call.sent_s, now_s, reply.result.device_s, num_tokens)
         self._recorder.request_done(now_s - call.sent_s, now_s, is_failure=reply.failure is not None)
 

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from millrace.executor.launch.directory_reaper import PrivateDirectory
+from millrace.executor.directory_reaper import PrivateDirectory
 from millrace.executor.wire.messages import FromWorker, StepReply, ToWorker, decode_from_worker, encode
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ EXIT_NOTICE_S = 1.0
 """A connection closes because a process ends, or because ZeroMQ closes it. The end of a process is mostly seen within
 this time, the loss of a whole host later."""
 
+_HEARTBEAT = ".beat"
+"""Ends the identity of a heartbeat's socket."""
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
@@ -61,8 +63,9 @@ class Channel:
         self.has_ended = False
         """Whether a watched process had ended at the last `wait`."""
         self.keys: Keys | None = None
-        self._ranks = {f"{rank}.{start_id}".encode(): rank for rank in range(world_size)}
-        self._heartbeats = {f"{rank}.{start_id}.beat".encode(): rank for rank in range(world_size)}
+        sockets = ((rank, suffix) for rank in range(world_size) for suffix in ("", _HEARTBEAT))
+        self._ranks = {f"{self.identity(rank)}{suffix}".encode(): rank for rank, suffix in sockets}
+        """By identity: of each rank the main socket and the heartbeat's."""
         self._remove_directory: Callable[[], object] | None = None
         """Set while the socket has a file."""
         self._context = zmq.Context()
@@ -129,10 +132,10 @@ class Channel:
 
     def send_to_heartbeat(self, rank: int, message: ToWorker) -> None:
         """Queue a message for the rank's heartbeat thread, which answers while the rank is busy."""
-        self._socket.send_multipart([f"{self.identity(rank)}.beat".encode(), encode(message)])
+        self._socket.send_multipart([f"{self.identity(rank)}{_HEARTBEAT}".encode(), encode(message)])
 
     def wait(self, timeout_s: float) -> None:
-        """Block until something can be received, a watched process has ended, or the time is up."""
+        """Block until something can be received, a watched process has ended, or the timeout has passed."""
         for source, _ in self._poller.poll(math.ceil(max(0.0, timeout_s) * 1000)):
             if source in self._watched:
                 self.has_ended = True
@@ -155,8 +158,6 @@ class Channel:
         try:
             identity, payload = frames
             rank = self._ranks.get(identity)
-            if rank is None:
-                rank = self._heartbeats.get(identity)
             if rank is None:
                 raise ValueError("its sender is no rank of this start")
             message = decode_from_worker(payload)

@@ -75,9 +75,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_model_len: int
     """Tokens: the smaller of the model's limit and the configured one."""
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
     dtype: str
     device: str
     attention: str

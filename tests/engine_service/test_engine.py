@@ -23,6 +23,7 @@ from millrace.executor.wire.calls import PendingCall
 from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.messages import FromWorker, StepPlan, WorkerConfig
 from tests.engine_service.core.sequences import make_sequence, stub_output
+from tests.executor.kinds import STUB
 
 Build = Callable[..., Engine]
 
@@ -38,12 +39,12 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
         faults: str = "",
         kind: type[Executor] = MultiprocExecutor,
         num_blocks: int = 64,
-        worker_module: str = "millrace.executor.rank.stub",
+        worker_module: str = STUB,
         run_ahead: bool | None = None,
         **options: int,
     ) -> Engine:
         config = WorkerConfig(model=faults, num_blocks=num_blocks, block_size=4, **options)  # type: ignore[arg-type]
-        executor = kind(config, worker_module=worker_module)  # type: ignore[call-arg]
+        executor = kind(config, worker_module=worker_module)
         limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, run_ahead=run_ahead)
         engines.append(Engine(executor, limits, block_size=4))
         return engines[-1]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from pathlib import Path
@@ -202,6 +203,14 @@ def test_a_broken_chat_template_costs_chats_and_nothing_else(tmp_path: Path) -> 
     with pytest.raises(TextError, match="chat template"):
         broken.render_chat([{"role": "user", "content": "hello"}])
     assert broken.encode("3 + 4 =")
+
+
+def test_a_tokenizer_that_panics_when_it_is_loaded_is_named(tmp_path: Path) -> None:
+    content = json.loads((TINY / "tokenizer.json").read_bytes())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigurationError, match=r"tokenizer: .* has no usable tokenizer"):
+        Tokenizer(tmp_path)
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
     def make_one(faults: str = "", limits: object = None, **options: object) -> Executor:
         config = stub_config(faults, **{**sizes, **options})
-        made.append(kind(config, worker_module=STUB, limits=limits))  # type: ignore[call-arg, arg-type]
+        made.append(kind(config, worker_module=STUB, limits=limits))  # type: ignore[arg-type]
         return made[-1]
 
     yield make_one

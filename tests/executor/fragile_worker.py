@@ -25,8 +25,9 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 
 from millrace.executor.rank.serve import serve_rank
-from millrace.executor.rank.stub import OutOfMemoryError, StubWorker
+from millrace.executor.rank.stub import OutOfMemoryError
 from millrace.executor.wire.messages import ModelFacts, StepPlan, WorkerConfig
+from tests.executor.faulty_stub import FaultyStub
 
 LOST_PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 
@@ -52,7 +53,7 @@ class Activations:
         self.alive.add(self)
 
 
-class FragileWorker(StubWorker):
+class FragileWorker(FaultyStub):
     def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
         mark = self._faults.get("memory-at-start")
         if mark is not None and not Path(mark).exists():

@@ -29,7 +29,7 @@ from millrace.executor.wire.messages import ModelFacts, NewSequence, SeqId, Step
 from tests.engine_service.core.sequences import GREEDY
 from tests.processes import LIMIT_S
 
-STUB = "millrace.executor.rank.stub"
+STUB = "tests.executor.faulty_stub"
 
 Make = Callable[..., Executor]
 """Makes an executor from the faults of the stub. Keywords: options of `WorkerConfig`, and `limits`."""

@@ -25,7 +25,6 @@ from msgspec.structs import replace
 from millrace.executor.rank import serve as rank
 from millrace.executor.rank.heartbeat import Heartbeat
 from millrace.executor.rank.serve import RankOptions
-from millrace.executor.rank.stub import _act, create_worker
 from millrace.executor.wire.messages import (
     NO_TOKEN,
     FromWorker,
@@ -40,6 +39,7 @@ from millrace.executor.wire.messages import (
     ToWorker,
     encode,
 )
+from tests.executor.faulty_stub import act, create_worker
 
 RUDENESS = os.environ.get("RUDE", "")
 
@@ -128,7 +128,7 @@ class RudeConnection(rank._Connection):
 
 if __name__ == "__main__":
     if RUDENESS.endswith("-at-spawn") and "1.1" in sys.argv:
-        _act(RUDENESS.removesuffix("-at-spawn"))
+        act(RUDENESS.removesuffix("-at-spawn"))
     if RUDENESS == "heartless":
         Heartbeat._beat = lambda self: None  # type: ignore[method-assign]
     if RUDENESS == "curious":

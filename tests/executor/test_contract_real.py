@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ranks
 
 def make_real(kind: type[Executor], sizes: dict[str, int]) -> Executor:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 32, "block_size": 4, **sizes}
-    return kind(WorkerConfig(model=str(TINY), **options), worker_module="millrace.worker")  # type: ignore[call-arg]
+    return kind(WorkerConfig(model=str(TINY), **options), worker_module="millrace.worker")
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from millrace.executor.wire.channel import Channel
 from tests.engine_service.test_engine import assert_undisturbed, generation, run
 from tests.executor.kinds import (
     SHORT,
+    STUB,
     Make,
     check_health_for,
     decode,
@@ -319,8 +320,8 @@ def test_a_rank_that_runs_steps_reports_device_memory_and_utilization(rude: Rude
 PARENT = """
 import sys, time
 from millrace.executor.launch.multiproc import MultiprocExecutor
-from tests.executor.kinds import start, stub_config, worker_pids
-executor = MultiprocExecutor(stub_config(sys.argv[1], tensor_parallel_size=2), worker_module="millrace.executor.rank.stub")
+from tests.executor.kinds import STUB, start, stub_config, worker_pids
+executor = MultiprocExecutor(stub_config(sys.argv[1], tensor_parallel_size=2), worker_module=STUB)
 start(executor)
 time.sleep(600)
 """
@@ -358,18 +359,21 @@ def test_a_hundred_starts_leave_no_process_no_file_and_no_memory(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    before = child_pids()
     counts = [start_once(number) for number in range(100)]
     assert list(short_path.iterdir()) == []
     assert counts[-1][0] == counts[5][0]
     assert counts[-1][1] - counts[5][1] < 8 * 2**20
-    assert subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.count("\n") <= 1
+    assert child_pids() == before
+
+
+def child_pids() -> set[str]:
+    return set(subprocess.run(["pgrep", "-P", str(os.getpid())], capture_output=True, text=True).stdout.split())
 
 
 def start_once(number: int) -> tuple[int, int]:
     """Start and end workers, every third time by a fault. Returns (open files, resident bytes) of this process."""
-    executor = MultiprocExecutor(
-        stub_config("die-at-step=1" if number % 3 == 0 else ""), worker_module="millrace.executor.rank.stub"
-    )
+    executor = MultiprocExecutor(stub_config("die-at-step=1" if number % 3 == 0 else ""), worker_module=STUB)
     start(executor)
     try:
         executor.execute_model(first_step(executor)).result()

@@ -24,8 +24,7 @@ def find_weights(directory: Path) -> dict[str, Path]:
 
 
 def open_weights(path: Path) -> Any:
-    """Open a file with safetensors. Raises `ModelError`; what the returned context manager raises is safetensors'
-    own."""
+    """Open a file with safetensors. Raises `ModelError`. The returned object raises safetensors' own errors."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:

@@ -32,8 +32,7 @@ def check_unchanged(model: PreTrainedModel, before: dict[str, int]) -> None:
 
 
 def weights_checksum(model: PreTrainedModel) -> int:
-    """Return one checksum of all that was read from the model's files. Computed buffers are left out: another host may
-    round them differently."""
+    """Return one checksum of what was read from the model's files. Hosts may round computed buffers differently."""
     numbers = {name: _checksum(tensor) for name, tensor in model.state_dict().items()}
     return zlib.crc32(repr(sorted(numbers.items())).encode())
 

@@ -16,10 +16,10 @@ from millrace.worker.loading.checkpoint import find_weights
 from millrace.worker.loading.checksum import weights_checksum
 from millrace.worker.loading.dtype import checkpoint_dtype, choose_dtype
 from millrace.worker.loading.model import build_empty, longest_sequence, read_config
+from millrace.worker.loading.part import ModelPart
 from millrace.worker.loading.probe import probe_layers
 from millrace.worker.loading.rope import fix_frequencies
 from millrace.worker.loading.weights import load_converted, load_weights, take_weights
-from millrace.worker.parallel.part import ModelPart
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
 
@@ -53,15 +53,12 @@ def load_model(
         model = _load_converted(model, part, directory, topology, device)
     fix_frequencies(model, max_model_len)
     specs = _probe(model, part, peers)
-    whole_layer = part.whole_layer(model, specs)
+    part.check_layers(model, specs)
     parameters = list(model.parameters())
     facts = ModelFacts(
         architecture=type(model).__name__,
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
-        num_layers=model_config.num_hidden_layers,
-        num_kv_heads=whole_layer.num_kv_heads,
-        head_dim=whole_layer.key_dim,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         attention=attention,

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from millrace.worker.attention.interface import ATTENTION_NAME
-from millrace.worker.errors import ConfigError, ModelError, unsupported
+from millrace.worker.errors import ModelError, unsupported
 
 logger = logging.getLogger("millrace.worker")
 
@@ -58,8 +58,6 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int:
     """Return the maximum tokens of a sequence: the model's positions, or `max_model_len` when that is less."""
     allowed: int | None = getattr(config, "max_position_embeddings", None)
-    if max_model_len is not None and max_model_len < 1:
-        raise ConfigError(f"max_model_len is {max_model_len}: it must be at least 1")
     if allowed is None and max_model_len is None:
         raise ModelError("config.json has no max_position_embeddings: set max_model_len")
     if max_model_len is not None and allowed is not None and max_model_len > allowed:

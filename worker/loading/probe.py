@@ -91,8 +91,7 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
 
 @contextlib.contextmanager
 def _shapes_only(model: PreTrainedModel) -> Iterator[None]:
-    """On the meta device, avoid what needs values: rotary frequencies by position, and the grouped matrix product of
-    experts."""
+    """On the meta device, avoid what needs values: rotary frequencies by position, and grouped products of experts."""
     if model.device.type != "meta":
         yield
         return

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, WeightsDiffer
 from millrace.worker.loading.checkpoint import open_weights
-from millrace.worker.parallel.part import ModelPart
+from millrace.worker.loading.part import ModelPart
 from millrace.worker.parallel.tensor_plan import Slice
 
 logger = logging.getLogger("millrace.worker")
@@ -31,9 +31,7 @@ OLD_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")
 
 def load_weights(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str, Path], device: torch.device) -> None:
     """Fill a meta model with this rank's part of the weights, in the dtype of its parameters. It is then ready to run.
-
-    Raises `WeightsDiffer` when the files do not hold exactly the whole model's tensors, else `ModelError`.
-    """
+    Raises `WeightsDiffer` when the files do not hold exactly the whole model's tensors, else `ModelError`."""
     sources = _on_this_rank(model, part, _match(model, part, tensor_files))
     targets_by_file: dict[Path, list[str]] = {}
     for target, source in sources.items():

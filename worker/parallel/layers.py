@@ -17,8 +17,7 @@ class RowParallelLinear(nn.Module):
     """A linear layer whose inputs are divided. The outputs are summed over the ranks."""
 
     def __init__(self, linear: nn.Linear, peers: Peers, *, input_is_parallel: bool = True) -> None:
-        """`input_is_parallel`: the given inputs are this rank's part already. Else they are whole, and it takes its
-        part."""
+        """`input_is_parallel`: whether the inputs are this rank's part. If not, they are whole, and it takes its part."""
         super().__init__()
         self.weight = linear.weight
         self.bias: Tensor | None = linear.bias
@@ -57,8 +56,7 @@ class TensorParallelExperts(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding whose vocabulary is divided. Each rank uses zeros for the ids of others, and the results are
-    summed."""
+    """An embedding with a divided vocabulary. A rank has zeros for the ids of others, and the results are summed."""
 
     def __init__(self, embedding: nn.Embedding, peers: Peers) -> None:
         super().__init__()

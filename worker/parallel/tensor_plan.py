@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -109,8 +109,16 @@ class TensorPlan:
 
     def __init__(self, model: PreTrainedModel, topology: Topology) -> None:
         self._topology = topology
-        self._styles = _read_plan(model) | _vocabulary(model)
-        self._tensor_styles = _read_tensor_plan(model)
+        vocabulary = {model.get_input_embeddings(), model.get_output_embeddings()}
+        modules = {name: module for name, module in model.named_modules() if module not in vocabulary}
+        self._styles = _read_plan(model, modules, MODULE_STYLES, lambda module: isinstance(module, nn.Linear))
+        if not self._styles:
+            raise ModelError(
+                f"transformers has no tensor parallel plan for {model.config.model_type}: {_remedy(model)}"
+            )
+        self._styles |= _vocabulary(model)
+        tensors = dict(model.named_parameters())
+        self._tensor_styles = _read_plan(model, tensors, TENSOR_STYLES, lambda tensor: tensor.dim() == EXPERTS_DIM)
         self._check_experts(model)
         self._check_sizes(model)
 
@@ -183,46 +191,23 @@ class TensorPlan:
         return [name for name, style in self._styles.items() if style is MODULE_STYLES[style_name]]
 
 
-def _read_plan(model: PreTrainedModel) -> dict[str, Style]:
-    """Return the style of each module that the plan names, except embedding and head."""
-    vocabulary = {model.get_input_embeddings(), model.get_output_embeddings()}
-    modules = {name: module for name, module in model.named_modules() if module not in vocabulary}
-    styles: dict[str, Style] = {}
-    for name, style_name in _planned(model, modules):
-        style = MODULE_STYLES.get(style_name)
-        if style is None or (style.weight_dim is not None and not isinstance(modules[name], nn.Linear)):
-            raise _unsupported_style(model, name, style_name)
-        styles[name] = style
-    if not styles:
-        name = model.config.model_type
-        raise ModelError(f"transformers has no tensor parallel plan for {name}: {_remedy(model)}")
-    return styles
-
-
-def _read_tensor_plan(model: PreTrainedModel) -> dict[str, Style]:
-    """Return the style of each tensor that the plan names."""
-    tensors = dict(model.named_parameters())
-    styles: dict[str, Style] = {}
-    for name, style_name in _planned(model, tensors):
-        style = TENSOR_STYLES.get(style_name)
-        if style is None or (style.weight_dim is not None and tensors[name].dim() != EXPERTS_DIM):
-            raise _unsupported_style(model, name, style_name)
-        styles[name] = style
-    return styles
-
-
-def _planned(model: PreTrainedModel, names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (name, name of its style) of those that the plan contains."""
+def _read_plan(
+    model: PreTrainedModel, parts: dict[str, Any], supported: dict[str, Style], is_divisible: Callable[[Any], bool]
+) -> dict[str, Style]:
+    """Return the style of each of `parts`, modules or tensors by name, that transformers' plan names."""
     patterns: dict[str, str] = model.tp_plan or {}
-    found = ((name, patterns.get(NUMBERS.sub(".*", name))) for name in names)
-    return [(name, style_name) for name, style_name in found if style_name is not None]
-
-
-def _unsupported_style(model: PreTrainedModel, name: str, style_name: str) -> ModelError:
-    return ModelError(
-        f'transformers divides {name} of {model.config.model_type} as "{style_name}", which is not supported: '
-        f"{_remedy(model)}"
-    )
+    styles: dict[str, Style] = {}
+    for name, part in parts.items():
+        if (style_name := patterns.get(NUMBERS.sub(".*", name))) is None:
+            continue
+        style = supported.get(style_name)
+        if style is None or (style.weight_dim is not None and not is_divisible(part)):
+            raise ModelError(
+                f'transformers divides {name} of {model.config.model_type} as "{style_name}", which is not supported: '
+                f"{_remedy(model)}"
+            )
+        styles[name] = style
+    return styles
 
 
 def _remedy(model: PreTrainedModel) -> str:

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.executor.wire.messages import WorkerConfig
-from millrace.worker.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class Topology:
@@ -53,29 +50,12 @@ class Topology:
         return stage * self.tp_size + tp_rank
 
     def layers(self, num_layers: int) -> range:
-        """Return this stage's layers. Stages differ by at most one; the last ones have fewer, as the last has the head
-        too."""
+        """Return this stage's layers. Stages differ by at most one. The last ones have fewer: the last has the head."""
         fewest, extra = divmod(num_layers, self.pp_size)
         first = self.stage * fewest + min(self.stage, extra)
         return range(first, first + fewest + (self.stage < extra))
 
     def share(self, size: int) -> range:
-        """Return this rank's part of a dimension that the ranks of a stage divide. If the size is not divisible, the
-        last parts are shorter."""
+        """Return this rank's part of a dimension that a stage divides. The last parts are shorter if need be."""
         each = -(-size // self.tp_size)
         return range(min(self.tp_rank * each, size), min((self.tp_rank + 1) * each, size))
-
-
-def find_topology(rank: int, world_size: int, config: WorkerConfig) -> Topology:
-    """Return the place of a rank. Raises `ConfigError` if the product of the parallel sizes is not `world_size`."""
-    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
-    if tp_size < 1 or pp_size < 1:
-        raise ConfigError(
-            f"tensor_parallel_size {tp_size} and pipeline_parallel_size {pp_size}: both must be at least 1"
-        )
-    if tp_size * pp_size != world_size:
-        raise ConfigError(
-            f"tensor_parallel_size {tp_size} times pipeline_parallel_size {pp_size} needs {tp_size * pp_size} ranks, "
-            f"but there are {world_size}: start as many"
-        )
-    return Topology(rank, tp_size, pp_size)

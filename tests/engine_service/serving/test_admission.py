@@ -10,16 +10,13 @@ import pytest
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.wire.messages import ModelFacts
-from millrace.producer.messages import GenerationRequest, InvalidRequest
+from millrace.producer.messages import GenerationRequest, InvalidRequest, SamplingParams
 
 TINY = Path(__file__).resolve().parents[3] / "examples" / "tiny_model"
 FACTS = ModelFacts(
     architecture="stub",
     vocab_size=512,
     max_model_len=1000,
-    num_layers=1,
-    num_kv_heads=1,
-    head_dim=1,
     dtype="float32",
     device="cpu",
     attention="reference",
@@ -64,3 +61,10 @@ def test_a_prompt_that_might_fit_is_judged_by_its_tokens(admission: Admission) -
 def test_too_many_token_ids_are_refused_before_each_is_looked_at(admission: Admission) -> None:
     with pytest.raises(InvalidRequest, match=r"^prompt_token_ids: has 100000 tokens"):
         admission.prompt_token_ids(GenerationRequest(prompt_token_ids=[5] * 99_999 + [10**9]))
+
+
+def test_an_eos_token_outside_the_vocabulary_is_ignored() -> None:
+    """The worker would have to mask its logit for `min_tokens`, and there is none."""
+    admission = Admission(FACTS, None, [2, 512, -1])
+    sampling = admission.admit([1], SamplingParams(min_tokens=3), drawn_seed=0).sequence.sampling
+    assert sampling.end_token_ids == [2]

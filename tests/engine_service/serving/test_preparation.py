@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import queue as queues
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 import redis
+import tokenizers
 
 from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.engine import Engine
@@ -21,6 +24,7 @@ from millrace.engine_service.serving.leases import Leases, new_engine_id
 from millrace.engine_service.serving.output import Output
 from millrace.engine_service.serving.preparation import Preparation
 from millrace.engine_service.serving.service import Service
+from millrace.engine_service.text import Tokenizer
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import WorkerConfig
 from millrace.producer.messages import GenerationRequest
@@ -193,13 +197,13 @@ class Serving:
             on_over=self.leases.drop,
             on_sleep_change=self.leases.beat_soon,
         )
-        admission = Admission(facts, None, [])
-        self.gate = Gate(admission)
+        self.admission = Admission(facts, None, [])
+        self.gate = Gate(self.admission)
         self.intake = Intake(
             connect_queue,
             self.leases,
             self.capacity,
-            admission,
+            self.admission,
             model_name="stub",
             fingerprint=FINGERPRINT,
             post=self.service.post,
@@ -344,3 +348,21 @@ def test_the_lease_of_a_large_job_is_held_as_long_as_it_is_tokenized(serving: Se
     serving.gate.open()
     serving.wait_for("large", "finished")
     assert serving.gate.num_held == 1
+
+
+def test_a_panic_of_the_tokenizer_fails_its_job_only(serving: Serving, tmp_path: Path) -> None:
+    """A panic in the tokenizer's Rust code raises what is no Exception, also in the thread that prepares large jobs."""
+    panicking = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    content = json.loads(panicking.to_str())
+    content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "BAAAAAEAAAA="}  # without what it refers to
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    serving.admission._tokenizer = Tokenizer(tmp_path)
+    prompts = {"small": "a", "large": "a" * LARGE_BODY_BYTES}
+    serving.gate.open()
+    for job_id, prompt in prompts.items():
+        serving.submit(submission(job_id, body=msgspec.json.encode({"prompt": prompt}), max_retries=0))
+        serving.wait_for(job_id, "failed")
+    serving.submit(submission("next", body=SMALL.replace(b"{", b'{"detokenize":false,')))
+    serving.wait_for("next", "finished")
+    assert all(thread.is_alive() for thread in serving.intake.threads)
+    serving.check_accounts()

@@ -97,7 +97,7 @@ def test_the_stacks_of_all_ranks_are_in_the_engines_log_when_one_hangs(
 @on_ray
 def test_ranks_that_fail_before_they_start_are_named_with_the_reason(make: Make) -> None:
     executor = make()
-    executor._worker_module = "no_such_module"  # type: ignore[attr-defined]
+    executor._worker_module = "no_such_module"
     with pytest.raises(StartError, match="no_such_module") as caught:
         executor.start()
     assert (caught.value.phase, caught.value.is_retryable) == ("spawn", False)

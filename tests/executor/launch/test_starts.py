@@ -16,11 +16,11 @@ from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.errors import ConfigurationError, EngineDead, EngineError
 from millrace.engine_service.worker_group import WorkerGroup
 from millrace.executor.errors import StartError
+from millrace.executor.launch.handshake import Handshake
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.launch.process import End
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.channel import Channel
-from millrace.executor.wire.handshake import Handshake
 from millrace.executor.wire.messages import DumpStacks, Failure, StartFailed, encode
 from tests.executor.kinds import SHORT, STUB, Make, marks_of, stub_config, worker_pids
 

@@ -181,7 +181,7 @@ def test_a_refused_connection_counts_once_and_its_closing_is_not_reported(
 
 
 def test_a_channel_that_can_not_bind_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.executor.launch.directory_reaper.MAX_DIRECTORY_BYTES", 1000)
+    monkeypatch.setattr("millrace.executor.directory_reaper.MAX_DIRECTORY_BYTES", 1000)
     monkeypatch.setattr("tempfile.tempdir", str(place := tmp_path / ("long" * 30)))
     place.mkdir()
     with pytest.raises(zmq.ZMQError, match="longer than 107"):

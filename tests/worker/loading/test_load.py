@@ -68,9 +68,6 @@ def test_the_facts_describe_the_model(tmp_path: Path) -> None:
         architecture="Gemma3ForCausalLM",
         vocab_size=512,
         max_model_len=100,
-        num_layers=3,
-        num_kv_heads=2,
-        head_dim=16,
         dtype="float32",
         device="cpu",
         attention="cpu",
@@ -275,14 +272,8 @@ def test_attention_sinks_are_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_options_are_refused(llama: Path) -> None:
-    with pytest.raises(ConfigError, match='unknown dtype "int8": use "auto", "float32"'):
-        load(llama, dtype="int8")
     with pytest.raises(ConfigError, match='unknown attention "flash"'):
         load(llama, attention="flash")
-    with pytest.raises(ConfigError, match="needs 2 ranks, but there are 1"):
-        load(llama, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="at least 1"):
-        load(llama, max_model_len=0)
     for device in ("tpu", "cuda:x", "cuda:"):
         with pytest.raises(ConfigError, match="unknown device"):
             Rank(0, 1, 1, WorkerConfig(model=str(llama), device=device)).start(lambda _: None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import random
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -137,7 +138,9 @@ def _serve(connection: Connection) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return one below those that the kernel gives to others, so that none of them takes it before the ranks do."""
+    while True:
+        port = random.randrange(20_000, 32_768)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port

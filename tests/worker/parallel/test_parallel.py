@@ -174,8 +174,6 @@ def test_each_rank_holds_its_part_of_the_weights(processes: RankProcesses, model
         assert sum(held) < 1.01 * num_whole
         assert held[0] == held[1] < 0.4 * num_whole
         assert held[2] == held[3] < 0.3 * num_whole
-        assert {facts.num_layers for facts in group.facts} == {3}
-        assert {facts.num_kv_heads for facts in group.facts} == {2}
         assert [facts.kv_bytes_per_block for facts in group.facts] == [
             whole._facts.kv_bytes_per_block * num_layers // (3 * 2) for num_layers in (2, 2, 1, 1)
         ]

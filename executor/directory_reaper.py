@@ -36,8 +36,7 @@ class DirectoryReaper:
         return self._pipe.fileno()
 
     def close(self) -> None:
-        """Remove the directory now, even if another process holds `fd`, such as a fork of this one. Blocks until it is
-        removed. Call it once."""
+        """Remove the directory now, even if another process holds `fd`. Blocks until it is removed. Call it once."""
         with contextlib.suppress(BrokenPipeError):  # the shell was killed
             self._pipe.write(b"\n")
             self._pipe.close()

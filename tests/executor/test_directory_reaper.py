@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.executor.launch.directory_reaper import DirectoryReaper, PrivateDirectory
+from millrace.executor.directory_reaper import DirectoryReaper, PrivateDirectory
 from millrace.executor.launch.process import python_path
 from tests.processes import wait_until
 
@@ -64,7 +64,7 @@ def test_an_engine_killed_while_its_socket_has_a_file_leaves_none(short_path: Pa
 
 LEAVES = """
 import os, subprocess, sys
-from millrace.executor.launch.directory_reaper import DirectoryReaper
+from millrace.executor.directory_reaper import DirectoryReaper
 reaper = DirectoryReaper(sys.argv[1])
 os.mkdir(sys.argv[1])
 print(subprocess.Popen(["sleep", "60"], pass_fds=(reaper.fd,), stdout=subprocess.DEVNULL).pid, flush=True)

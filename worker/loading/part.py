@@ -35,22 +35,16 @@ class ModelPart:
         self.names = frozenset(model.state_dict())
         """Names of the tensors that this rank holds, whole or as a slice."""
 
-    def whole_layer(self, model: PreTrainedModel, specs: list[LayerSpec]) -> LayerSpec:
-        """Return the first layer of the whole model, given the layers `specs` of the loaded part.
-
-        Raises `ModelError` for a model whose attention uses the head counts of its configuration: divided heads have to
-        appear in the attention calls as fewer heads of the same size.
-        """
-        if not self._plan:
-            return specs[0]
-        for spec, whole in zip(specs, self._undivided, strict=True):
+    def check_layers(self, model: PreTrainedModel, specs: list[LayerSpec]) -> None:
+        """Raise `ModelError` when the attention of the loaded part, with the layers `specs`, uses the head counts of its
+        configuration: divided heads have to appear in the attention calls as fewer heads of the same size."""
+        for spec, whole in zip(specs, self._undivided or specs, strict=True):
             is_same_size = (spec.key_dim, spec.value_dim) == (whole.key_dim, whole.value_dim)
             if not is_same_size or spec.num_kv_heads not in (whole.num_kv_heads, whole.num_kv_heads // self._tp_size):
                 raise ModelError(
                     f"the attention of {model.config.model_type} does not work on a part of its heads: "
                     "use pipeline_parallel_size instead of tensor_parallel_size"
                 )
-        return self._undivided[0]
 
     def join(self, model: PreTrainedModel, peers: Peers) -> None:
         """Replace the divided modules of the loaded part by ones that communicate with the other ranks."""

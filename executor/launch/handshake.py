@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NoReturn
 
+from msgspec.structs import replace
+
 from millrace.executor.errors import StartError
 from millrace.executor.launch.process import RankHandle, dump_all
 from millrace.executor.limits import Limits
@@ -52,11 +54,12 @@ class Handshake:
     ) -> None:
         self._channel = channel
         self._handles = handles
-        self._config = config
         self._limits = limits
-        self._epoch = epoch
-        self._rendezvous = rendezvous
         self._max_loading = config.max_parallel_loading_workers or len(handles)
+        world_size, has_queue = len(handles), self._max_loading < len(handles)
+        self._boot = Boot(
+            epoch=epoch, rank=0, world_size=world_size, config=config, rendezvous=rendezvous, has_to_queue=has_queue
+        )
         self._queue: deque[int] = deque()
         """Ranks that wait until they may load the model."""
         self._loading: set[int] = set()
@@ -105,30 +108,18 @@ class Handshake:
                 self._has_heartbeat.add(rank)
                 if rank in self._heard_s:
                     self._heard_s[rank] = time.monotonic()
+            case Stacks(text):
+                logger.error("the stacks of rank %d:\n%s", rank, text)
             case unexpected:
                 logger.warning("ignored an unexpected message during the start: %r", unexpected)
 
     def _send_boot(self, rank: int, protocol: int) -> None:
         if protocol != PROTOCOL:
-            message = (
-                f"the worker has protocol {protocol}, this engine {PROTOCOL}; install the same version of Millrace"
-            )
+            message = f"the worker has protocol {protocol}, this engine {PROTOCOL}; install one version of Millrace"
             raise StartError("spawn", rank, message, is_retryable=False)
-        boot = Boot(
-            epoch=self._epoch,
-            rank=rank,
-            world_size=len(self._handles),
-            config=self._config,
-            rendezvous=self._rendezvous,
-            has_to_queue=self._has_queue,
-        )
-        self._channel.send(rank, encode(boot))
+        self._channel.send(rank, encode(replace(self._boot, rank=rank)))
 
     # --- phases, and the queue for loading ---
-
-    @property
-    def _has_queue(self) -> bool:
-        return self._max_loading < len(self._handles)
 
     def _end_phase(self, rank: int) -> None:
         now_s = time.monotonic()
@@ -139,7 +130,7 @@ class Handshake:
         self._end_phase(rank)
         self._phases[rank] = phase
         self._deadlines_s[rank] = time.monotonic() + self._limits.phase_s[phase]
-        if phase == "load_model" and self._has_queue:
+        if phase == "load_model" and self._boot.has_to_queue:
             self._deadlines_s[rank] = _FOREVER
             self._queue.append(rank)
             self._let_next_load()
@@ -196,21 +187,8 @@ class Handshake:
 
     def _end_stuck(self, rank: int, message: str) -> NoReturn:
         phase = self._phases[rank]
-        logger.error(
-            "rank %d is stuck in phase %s: %s; the stacks of all ranks follow, then they are ended",
-            rank,
-            phase,
-            message,
-        )
-        dump_all(self._handles, self._log_stacks)
+        consequence = "the stacks of all ranks follow, then they are ended"
+        logger.error("rank %d is stuck in phase %s: %s; %s", rank, phase, message, consequence)
+        dump_all(self._handles, self._channel, self._limits.dump_s, self._receive)
         self._handles[rank].kill()  # the executor ends the others
         raise StartError(phase, rank, message, is_retryable=True)
-
-    def _log_stacks(self) -> None:
-        """Log the stacks of ranks that send them over the channel, and give others time to write theirs."""
-        deadline_s = time.monotonic() + self._limits.dump_s
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            self._channel.wait(left_s)
-            for rank, message in self._channel.receive():
-                if isinstance(message, Stacks):
-                    logger.error("the stacks of rank %d:\n%s", rank, message.text)
