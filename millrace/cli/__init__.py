@@ -6,6 +6,7 @@ Neither this module nor the verbs' modules import more than the standard library
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ Exit status: 0 success, 1 a job or the program failed, 2 the command or a reques
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # escape what the terminal's encoding lacks
     try:
         if arguments[:1] == ["serve"]:  # the engine parses the rest, --help too
             return serve.run(arguments[1:])

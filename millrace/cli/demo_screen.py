@@ -24,7 +24,7 @@ class Screen:
     """Owns the live display. `show` updates it; `print_line` prints a line that stays."""
 
     def __init__(self, num_jobs: int) -> None:
-        self._console = Console(markup=False, highlight=False)
+        self._console = Console(markup=False, emoji=False, highlight=False)
         self._num_jobs = num_jobs
         self._live = Live(console=self._console, refresh_per_second=12, transient=True)
         self._shown_s = 0.0

@@ -18,14 +18,18 @@ def print_json(value: Any) -> None:
     """Print one object on one line, and flush: a program may read it through a pipe."""
     import msgspec
 
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")  # UTF-8, whatever the terminal's encoding
     sys.stdout.flush()
 
 
+def print_id(job_id: str, *, as_json: bool) -> None:
+    print_json({"id": job_id}) if as_json else print(job_id)
+
+
 def print_text(text: str) -> None:
-    """Print a part of a generated text, and flush. Characters that the terminal's encoding lacks are escaped."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    """Print a part of a generated text, and flush."""
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 
@@ -60,7 +64,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(*headings, box=None, pad_edge=False, header_style="bold")
     for row in rows:
         table.add_row(*row)
-    Console(markup=False).print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 def end_of(job: Job) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.jobs import follow
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
-from millrace.cli.output import end_of, print_json, print_text
+from millrace.cli.output import end_of, print_id, print_json, print_text
 from millrace.cli.values import integer, json_object, moment, number, seconds
 
 _Option = tuple[str, Callable[[str], Any], str, str]
@@ -99,10 +99,9 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--file cannot be combined with {'--stream' if args.stream else '--id'}", INVALID)
     from millrace.cli.submit_file import submit_file
 
+    output: dict[str, Any] = {"has_to_wait": args.wait, "timeout_s": args.timeout, "as_json": args.json}
     with open_client(args) as client:
-        return submit_file(
-            client, args.file, given_options(args), _how(args), has_to_wait=args.wait, timeout_s=args.timeout
-        )
+        return submit_file(client, args.file, given_options(args), _how(args), **output)
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -124,7 +123,7 @@ def _submit_prompt(args: argparse.Namespace) -> int:
         if args.stream:
             return follow(client, job_id, as_json=args.json)
         if not args.wait:
-            print_json({"id": job_id}) if args.json else print(job_id)
+            print_id(job_id, as_json=args.json)
             return OK
         job = client.wait(job_id, timeout_s=args.timeout)
     print_json(job) if args.json else print_text(job.text + "\n")

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
-from millrace.cli.output import end_of, print_json, progress_bar, remark
+from millrace.cli.output import end_of, print_id, print_json, progress_bar, remark
 from millrace.producer import Client
 from millrace.producer.messages import GenerationRequest, InvalidRequest, parse_body
 from millrace.producer.options import build_request
@@ -44,6 +44,7 @@ def submit_file(
     *,
     has_to_wait: bool,
     timeout_s: float | None,
+    as_json: bool = False,
 ) -> int:
     """Submit every valid line of `path`. Print the ids, or with `has_to_wait` each result as soon as its job ends.
 
@@ -60,7 +61,7 @@ def submit_file(
             if has_to_wait:
                 ids.append(job_id)
             else:
-                print(job_id)
+                print_id(job_id, as_json=as_json)
     status = _print_results(client, ids, timeout_s) if has_to_wait else OK
     if submission.num_refused:
         remark(f"jobs submitted: {submission.num_submitted}, lines refused: {submission.num_refused}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -53,6 +54,21 @@ def test_a_terminal_without_the_characters_gets_escapes(millrace: Command, engin
     engine.finish(engine.claim()[0], "weiß")
     ran = python(*millrace.line("tail", "a"), PYTHONIOENCODING="ascii")
     assert (ran.status, ran.out) == (0, "wei\\xdf\n")
+    ran = python(*millrace.line("ls"), PYTHONIOENCODING="ascii")
+    assert (ran.status, ran.out) == (0, "a\tfinished\t5\twei\\xdf\n")
+    ran = python(*millrace.line("get", "a", "--json"), PYTHONIOENCODING="ascii")
+    assert (ran.status, ran.json_lines()[0]["text"]) == (0, "weiß")  # JSON is UTF-8 on any terminal
+
+
+def test_a_terminal_gets_the_text_as_it_is(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.finish(engine.claim()[0], "[red]:fire:")
+    controller, terminal = os.openpty()
+    with os.fdopen(controller, "rb", buffering=0) as shown:
+        command = [sys.executable, *millrace.line("ls")]
+        subprocess.run(command, cwd=ROOT, env=environment(), stdout=terminal, timeout=LIMIT_S, check=True)
+        os.close(terminal)
+        assert b"[red]:fire:" in shown.read(4096)
 
 
 def test_a_stream_is_printed_as_it_comes(millrace: Command, engine: EngineByHand) -> None:
