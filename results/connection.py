@@ -63,9 +63,9 @@ def connect_async(url: str | None = None) -> redis.asyncio.Redis:
     retry = redis.asyncio.retry.Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), NUM_RETRIES, _RETRIED)
     try:
         if plain := _cluster_url(resolved):
-            cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_OPTIONS)
+            cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_ASYNC_OPTIONS)
             return cast(redis.asyncio.Redis, cluster)
-        return _with_a_host(redis.asyncio.Redis.from_url(resolved, retry=retry, **_OPTIONS))
+        return _with_a_host(redis.asyncio.Redis.from_url(resolved, retry=retry, **_ASYNC_OPTIONS))
     except (ValueError, TypeError, AttributeError) as error:
         raise _bad_url(resolved, error) from error
 
@@ -137,6 +137,8 @@ _OPTIONS: dict[str, Any] = {
     "health_check_interval": 30,
     "max_connections": 10_000,  # each waiting reader holds one
 }
+# With health checks, redis-py's asyncio client reconnects for ever when the server closes new connections, as at maxclients.
+_ASYNC_OPTIONS = {**_OPTIONS, "health_check_interval": 0}
 
 
 def server_name(client: redis.Redis | redis.asyncio.Redis) -> str:
@@ -186,8 +188,9 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
         if isinstance(error, kind):
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
     if isinstance(error, redis.ConnectionError | OSError):
+        limit = "" if "connecting to" in text else ", and maxclients of the server"
         return RedisUnavailable(
-            f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL, and maxclients."
+            f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL{limit}."
         )
     for part, sentence in _BY_TEXT.items():
         if part in text:
@@ -200,7 +203,7 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
 def _reason(text: str) -> str:
     """Return why a connection failed, from redis-py's message: it repeats the address, and differs under asyncio."""
     errno = re.match(r"Error (\d+) connecting to ", text)
-    return os.strerror(int(errno[1])).lower() if errno else text.rstrip(".")
+    return os.strerror(int(errno[1])).lower() if errno else text.rstrip(".").rpartition(". ")[2]
 
 
 _NOT_PERMITTED = "does not permit this to the URL's user: extend the user's ACL"

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from millrace import AsyncClient, Client
 from millrace.embedded import EmbeddedServer
 from millrace.results import commands
 from millrace.results.connection import as_unavailable, connect, connect_async
@@ -156,3 +157,25 @@ def test_a_server_that_takes_no_more_clients_says_so() -> None:
         with pytest.raises(RedisUnavailable, match="maxclients"):
             FullQueue(second).stats()
         first.close()
+
+
+@pytest.mark.timeout(60)
+async def test_a_server_that_takes_no_more_clients_says_so_to_asyncio_too() -> None:
+    with EmbeddedServer(options={"maxclients": "1"}) as server, connect(server.url) as first:
+        first.ping()
+        async with AsyncClient(server.url) as client:
+            with pytest.raises(RedisUnavailable, match="maxclients"):
+                await client.stats()
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [("redis://127.0.0.1:1", "connection refused"), ("redis://nowhere.invalid", "Name or service not known")],
+)
+async def test_a_server_that_is_not_there_is_named_with_the_reason_and_nothing_else(url: str, reason: str) -> None:
+    expected = rf"^Cannot connect to Redis at {url}[^ ]*: {reason}\. Check --redis or MILLRACE_REDIS_URL\.$"
+    with Client(url) as client, pytest.raises(RedisUnavailable, match=expected):
+        client.stats()
+    async with AsyncClient(url) as async_client:
+        with pytest.raises(RedisUnavailable, match=expected):
+            await async_client.stats()
