@@ -17,9 +17,9 @@ import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.output import end_of, print_id, print_json, progress_bar, remark
-from millrace.producer import Client
-from millrace.producer.messages import GenerationRequest, InvalidRequest, parse_body
+from millrace.producer import Client, GenerationRequest, InvalidRequest
 from millrace.producer.options import build_request
+from millrace.producer.wire import parse_body
 from millrace.results.errors import JobConflict, QueueFull
 
 _BATCH_LINES = 500

@@ -20,7 +20,6 @@ from redis.client import Pipeline
 from redis.exceptions import WatchError
 from rq.job import JobStatus
 
-from millrace.producer.messages import refusal
 from millrace.producer.rq.isolation import BATCH_JOBS, in_batches, isolated, read, write
 from millrace.producer.rq.millrace_jobs import MillraceJobs
 from millrace.producer.rq.payload import PayloadRefused, read_submission
@@ -29,6 +28,7 @@ from millrace.producer.rq.rq_job import RQ_JOB_ID, GatewayJob, JobSnapshot, read
 from millrace.producer.rq.runs import GatewayRun, RunEnd, RunTable, write_executions_deleted, write_start
 from millrace.producer.rq.source_queue import SourceQueue
 from millrace.producer.rq.worker_entry import WorkerEntry
+from millrace.producer.wire import refusal
 from millrace.results.errors import one_line
 from millrace.results.messages import TERMINAL_STATES, Submission
 
