@@ -15,7 +15,7 @@ from millrace.results import commands, replies
 from millrace.results.connection import AsyncConnection
 from millrace.results.durability import Durability
 from millrace.results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
-from millrace.results.reader import CompletionFollower, EndFollower, EventFollower
+from millrace.results.reader import CompletionFollower, EventFollower
 from millrace.results.transport import AsyncTransport
 
 
@@ -107,10 +107,9 @@ class AsyncClient:
         return (await self._run(calls.get_many(self._keys, [arguments.job_id(self._keys, job_id)])))[0]
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
-        follower = EndFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s))
-        while not follower.is_done:
-            follower.feed(await self._transport.send_many(follower.next_commands()))
-        return await self.get(job_id)
+        return await self._run(
+            calls.wait(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s))
+        )
 
     async def stream(self, job_id: str, after: str | None = None) -> AsyncIterator[StreamEvent]:
         follower = EventFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.event_id(after))

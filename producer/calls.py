@@ -11,9 +11,10 @@ from typing import TypeVar
 
 from millrace.producer import arguments
 from millrace.results import commands, replies
-from millrace.results.errors import BatchNotFound
+from millrace.results.errors import BatchNotFound, JobNotFound
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import Job
+from millrace.results.reader import MAX_ENTRIES, START, Deadline
 from millrace.results.scripts import Command
 from millrace.results.transport import Reply
 
@@ -76,6 +77,24 @@ def list_jobs(keys: QueueKeys, state: str, limit: int) -> Call[list[Job]]:
     for some in batched(replies.decode_list(listed), READ_JOBS):
         jobs += replies.known_jobs(some, keys.queue, (yield [commands.get(keys, job_id) for job_id in some]))
     return jobs
+
+
+def wait(keys: QueueKeys, job_id: str, timeout_s: float | None) -> Call[Job]:
+    stream, deadline = keys.result(job_id), Deadline(timeout_s, f"job {job_id!r} is not done")
+    last_id = None  # None: read the job's state before waiting, since the record may have expired
+    while True:
+        if last_id is None:
+            state, entries = yield [commands.state(keys, job_id), commands.last_entry(stream)]
+            if state is None:
+                raise JobNotFound(job_id, keys.queue)
+            last_id = START
+        else:
+            read = yield [commands.read_stream(stream, last_id, MAX_ENTRIES, deadline.block_ms())]
+            state, entries, last_id = None, replies.stream_entries(read[0]), None
+        if replies.is_terminal(state) or any(b"state" in fields for _, fields in entries):
+            return (yield from get_many(keys, [job_id]))[0]
+        if entries:
+            last_id = entries[-1][0].decode()
 
 
 def get_many(keys: QueueKeys, job_ids: list[str]) -> Call[list[Job]]:

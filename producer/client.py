@@ -15,7 +15,7 @@ from millrace.results import commands, replies
 from millrace.results.connection import Connection
 from millrace.results.durability import Durability
 from millrace.results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
-from millrace.results.reader import CompletionFollower, EndFollower, EventFollower
+from millrace.results.reader import CompletionFollower, EventFollower
 from millrace.results.transport import Transport
 
 
@@ -152,10 +152,7 @@ class Client:
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
         """Return the job when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job then goes on."""
-        follower = EndFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s))
-        while not follower.is_done:
-            follower.feed(self._transport.send_many(follower.next_commands()))
-        return self.get(job_id)
+        return self._run(calls.wait(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s)))
 
     def stream(self, job_id: str, after: str | None = None) -> Iterator[StreamEvent]:
         """Yield the job's events as they come, the terminal event last. `after` is the id of the last event already read.

@@ -13,7 +13,7 @@ from millrace.results import commands
 from millrace.results.connection import as_unavailable, connect, connect_async
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import Append, Event
-from millrace.results.scripts import script_source
+from millrace.results.scripts import SOURCES
 from millrace.results.transport import AsyncTransport, Transport
 from tests.results.engines import Engine, finish_of, submission, submit
 from tests.results.full_queue import FullQueue
@@ -43,7 +43,7 @@ def test_forgotten_scripts_in_a_pipeline_keep_the_order_of_each_job(
     a, b = engine.claim()
     event = Event(offset=0, token_ids=[1], text="x")
     redis_client.script_flush()
-    redis_client.script_load(script_source("finish"))
+    redis_client.script_load(SOURCES["finish"])
     append = Append(job_id=a.job_id, lease=a.lease, offset=0, token_ids=[1], fingerprint="f", event=event)
     assert queue.write([append, finish_of(b), finish_of(a)]) == ["ok", "ok", "ok"]
     assert queue.get("a").text == "x"
