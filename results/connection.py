@@ -79,20 +79,19 @@ def _with_a_host(client: _AnyClient) -> _AnyClient:
 def borrow(connection: Connection) -> redis.Redis:
     """Return a caller's client. Raises QueueError for options that do not fit: replies have to be bytes in the shapes of
     RESP2, and may take up to SOCKET_TIMEOUT_S."""
-    if not isinstance(connection, redis.Redis | redis.RedisCluster):
-        raise QueueError(f"a URL, a redis.Redis or a redis.RedisCluster is needed, not {type(connection).__name__}")
-    return _checked(cast(redis.Redis, connection))
+    return cast(redis.Redis, _checked(connection, (redis.Redis, redis.RedisCluster), "redis"))
 
 
 def borrow_async(connection: AsyncConnection) -> redis.asyncio.Redis:
     """The same for asyncio."""
-    if not isinstance(connection, redis.asyncio.Redis | redis.asyncio.RedisCluster):
-        needed = "a URL, a redis.asyncio.Redis or a redis.asyncio.RedisCluster"
-        raise QueueError(f"{needed} is needed, not {type(connection).__name__}")
-    return _checked(cast(redis.asyncio.Redis, connection))
+    kinds = (redis.asyncio.Redis, redis.asyncio.RedisCluster)
+    return cast(redis.asyncio.Redis, _checked(connection, kinds, "redis.asyncio"))
 
 
-def _checked(client: _AnyClient) -> _AnyClient:
+def _checked(client: Any, kinds: tuple[type, type], package: str) -> Any:
+    if not isinstance(client, kinds):
+        needed = f"a URL, a {package}.Redis or a {package}.RedisCluster is needed"
+        raise QueueError(f"{needed}, not {type(client).__name__}")
     options: dict[str, Any] = cast(Any, client).get_connection_kwargs()
     wrong: list[str] = []
     if options.get("decode_responses"):
