@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
     output: dict[str, Any] = {"has_to_wait": args.wait, "timeout_s": args.timeout, "as_json": args.json}
     with open_client(args) as client:
-        return submit_file(client, args.file, given_options(args), _how(args), **output)
+        return submit_file(client, args.file, given_options(args), _call_options(args), **output)
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _how(args: argparse.Namespace) -> dict[str, Any]:
+def _call_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of the client's `submit` and `submit_many` that are not fields of a request."""
     return {"batch": args.batch, "durability": args.durability}
 
@@ -119,7 +119,9 @@ def _how(args: argparse.Namespace) -> dict[str, Any]:
 def _submit_prompt(args: argparse.Namespace) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     with open_client(args) as client:
-        job_id = client.submit(prompt=prompt, job_id=args.id, stream=args.stream, **_how(args), **given_options(args))
+        job_id = client.submit(
+            prompt=prompt, job_id=args.id, stream=args.stream, **_call_options(args), **given_options(args)
+        )
         if args.stream:
             return follow(client, job_id, as_json=args.json)
         if not args.wait:
