@@ -108,12 +108,10 @@ def _checked(client: Any, kinds: tuple[type, type], package: str) -> Any:
     return client
 
 
-_CLUSTER = "+cluster://"
-
-
 def _cluster_url(url: str) -> str | None:
     """Return the URL of a node where the URL names a cluster, else None."""
-    return url.replace(_CLUSTER, "://", 1) if url.partition(":")[0] in ("redis+cluster", "rediss+cluster") else None
+    scheme, _, rest = url.partition("+cluster://")
+    return f"{scheme}://{rest}" if rest and scheme in ("redis", "rediss") else None
 
 
 def _connect_cluster(url: str, num_retries: int) -> redis.Redis:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import redis
@@ -41,7 +40,7 @@ class _OurErrors:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, CLIENT_ERRORS):
             raise as_unavailable(error, self._server) or _at_fault(error, self._server) from error
 

@@ -8,7 +8,6 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from millrace.cli.exits import CommandError
@@ -42,9 +41,7 @@ class DemoProcess:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.terminate()
         try:
             self._process.wait(_STOP_GRACE_S)
