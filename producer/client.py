@@ -136,7 +136,7 @@ class Client:
         return self._set_sleep(arguments.sleep_level(level), engine_id)
 
     def wake(self, *, engine_id: str | None = None) -> list[str]:
-        """Ask one engine, or all, to take its device again and go on. Return the engines' ids. Raises EngineNotFound."""
+        """Ask one engine, or all, to use its device again and continue. Return the engines' ids. Raises EngineNotFound."""
         return self._set_sleep(0, engine_id)
 
     def _set_sleep(self, level: int, engine_id: str | None) -> list[str]:
@@ -150,7 +150,7 @@ class Client:
         return self._run(calls.get_many(self._keys, [arguments.job_id(self._keys, job_id)]))[0]
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
-        """Return the job when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job then goes on."""
+        """Return the job when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job continues."""
         return self._run(calls.wait(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s)))
 
     def stream(self, job_id: str, after: str | None = None) -> Iterator[StreamEvent]:

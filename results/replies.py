@@ -1,6 +1,6 @@
 """Pure functions from the server's replies to the types of `messages`.
 
-A reply or a record that cannot be read raises QueueError.
+A job whose record is corrupt raises QueueError.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Entry = tuple[bytes, Any]
 
 
 CORRUPT = (ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError)
-"""What reading a reply raises when somebody has changed the record."""
+"""What reading a reply raises when another program has changed the record."""
 
 
 def corrupt(job_id: str, queue: str, error: Exception) -> QueueError:

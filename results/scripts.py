@@ -21,7 +21,7 @@ _FOLDER = Path(__file__).parent / "lua"
 def resolve_includes(source: str, modules: Mapping[str, str]) -> str:
     """Return a script with the modules that it includes in front of it, each once and after those that it includes itself.
 
-    The line `-- include: <module> ...` names them. Each call of a script makes all its functions anew, which may take
+    The line `-- include: <module> ...` names them. Each call of a script creates all its functions again, which may take
     longer than the transition, so the modules are small and a script includes only those that it uses.
     """
     parts: dict[str, str] = {}

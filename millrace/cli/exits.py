@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 
 class CommandError(Exception):
-    """Raised by a verb that cannot go on: a message for the user, and the exit status."""
+    """Raised by a verb that cannot continue: a message for the user, and the exit status."""
 
     def __init__(self, message: str, status: int = OTHER) -> None:
         super().__init__(message)

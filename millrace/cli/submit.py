@@ -61,7 +61,7 @@ def add_parsers(verbs: Verbs) -> None:
     for option, kind, metavar, text in _LISTS:
         sampling.add_argument(option, type=kind, metavar=metavar, action="append", help=text)
     sampling.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on after an end-of-sequence token"
+        "--ignore-eos", action="store_true", default=None, help="continue after an end-of-sequence token"
     )
     place = submit.add_argument_group("the job's place in the queue")
     for option, kind, metavar, text in _QUEUE:

@@ -80,7 +80,7 @@ class Intake:
         return "empty"
 
     def take_over(self, source: SourceQueue) -> None:
-        """Go on with the jobs of gateways that have stopped."""
+        """Continue the jobs of gateways that have stopped."""
         while takeover := source.take_over():
             gateway, ids = takeover
             logger.warning("taking over %d jobs of gateway %s", len(ids), one_line(gateway, 200))
@@ -160,7 +160,7 @@ class Intake:
 
     def _register(self, source: SourceQueue, job_ids: Sequence[str], damage: str = "") -> list[_Started]:
         """Give the jobs an RQ execution and a Millrace id, in one transaction. With `damage` they are refused."""
-        while True:  # until nobody changes the jobs between reading and writing
+        while True:  # until no other client changes the jobs between reading and writing
             pipe: Any = self._connection.pipeline()
             with pipe:
                 try:

@@ -84,7 +84,7 @@ class ResultWriter:
         """Write ends in one transaction. Of several, return the successes that other jobs wait for: each needs a transaction
         of its own, which also enqueues these jobs."""
         jobs = [end.run.job for end in ends]
-        while True:  # until nobody changes the jobs between reading and writing
+        while True:  # until no other client changes the jobs between reading and writing
             pipe: Any = self._connection.pipeline()
             with pipe:
                 try:
