@@ -61,9 +61,8 @@ def retry_all(keys: QueueKeys) -> Call[dict[str, str]]:
     made: set[str] = set()
     after = 0
     while failed := replies.decode_list((yield [commands.dead(keys, after, CHANGED_JOBS)])[0]):
-        old = [
-            job_id for job_id in failed if job_id not in made
-        ]  # without this, a job that always fails is retried forever
+        # Without `made`, a job that always fails would be retried for ever.
+        old = [job_id for job_id in failed if job_id not in made]
         redriven = replies.all_redriven(old, (yield [commands.redrive(keys, job_id) for job_id in old]))
         new_ids |= redriven
         made.update(redriven.values())
@@ -75,7 +74,9 @@ def list_jobs(keys: QueueKeys, state: str, limit: int) -> Call[list[Job]]:
     (listed,) = yield [commands.list_jobs(keys, arguments.state(state), arguments.limit(limit))]
     jobs: list[Job] = []
     for some in batched(replies.decode_list(listed), READ_JOBS):
-        jobs += replies.known_jobs(some, keys.queue, (yield [commands.get(keys, job_id) for job_id in some]))
+        found = yield [commands.get(keys, job_id) for job_id in some]
+        pairs = zip(some, found, strict=True)  # a record may have expired since
+        jobs += [replies.job(job_id, keys.queue, reply) for job_id, reply in pairs if reply is not None]
     return jobs
 
 

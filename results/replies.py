@@ -216,12 +216,6 @@ def _job(job_id: str, reply: list[Any]) -> Job:
     )
 
 
-def known_jobs(job_ids: Sequence[str], queue: str, found: Sequence[list[Any] | None]) -> list[Job]:
-    """Return those of the listed jobs that still exist."""
-    pairs = zip(job_ids, found, strict=True)
-    return [job(job_id, queue, reply) for job_id, reply in pairs if reply is not None]
-
-
 def _meta(raw: bytes) -> dict[str, Any] | None:
     """Return None also for invalid JSON of another client, so that the job can still be read."""
     try:
