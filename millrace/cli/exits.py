@@ -51,6 +51,6 @@ def _status_of(error: Exception) -> int | None:
             return NO_REDIS
         case errors.WaitTimeout():
             return TIMED_OUT
-        case errors.MillraceError():
+        case errors.MillraceError() | OSError():  # such as a full disk behind stdout
             return OTHER
     return None

@@ -122,9 +122,9 @@ class Intake:
             source.drop([job_id])
 
         self._has_unsubmitted = True
-        if strange := [id_ for id_ in ids if not RQ_JOB_ID.fullmatch(id_)]:
-            logger.error("queue %s: dropped ids that RQ does not allow: %s", source.queue.name, one_line(str(strange)))
-            source.drop(strange)
+        if invalid := [id_ for id_ in ids if not RQ_JOB_ID.fullmatch(id_)]:
+            logger.error("queue %s: dropped ids that RQ does not allow: %s", source.queue.name, one_line(str(invalid)))
+            source.drop(invalid)
         in_batches([id_.decode() for id_ in ids if RQ_JOB_ID.fullmatch(id_)], start, fail)
         self._has_unsubmitted = False
 

@@ -249,6 +249,14 @@ def test_the_server_comes_from_the_environment_too(millrace: Command, redis_url:
     assert ran.out == "a: queued, 0 jobs ahead\n"
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_is_one_line(millrace: Command, options: list[str]) -> None:
+    command = [sys.executable, *millrace.line("stats", *options)]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, cwd=ROOT, env=environment(), stdout=full, stderr=subprocess.PIPE, timeout=LIMIT_S)
+    assert (ran.returncode, ran.stderr) == (1, b"millrace: [Errno 28] No space left on device\n")
+
+
 def test_waiting_too_long_is_status_5(millrace: Command) -> None:
     ran = millrace("submit", "x", "--wait", "--timeout", "0.2")
     assert (ran.status, ran.out) == (5, "")
