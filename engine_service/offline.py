@@ -31,8 +31,8 @@ from millrace.engine_service.model_files import eos_token_ids, resolve_model
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.rank.worker import WAKE_TAGS
+from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 from millrace.producer.checks import shown
-from millrace.producer.messages import GenerationRequest, InvalidRequest, SamplingParams
 
 logger = logging.getLogger("millrace.engine")
 

@@ -82,7 +82,7 @@ def engine_id(keys: QueueKeys, engine_id: str | None) -> str | None:
 
 
 def event_id(after: str | None) -> str | None:
-    """The id of an event after which a stream goes on. None or "": from the beginning."""
+    """The id of the event after which a stream continues. None or "": from the beginning."""
     if after is None or not _string("after", after):
         return after
     if not _EVENT_ID.fullmatch(after) or max(map(int, after.split("-"))) > _MAX_EVENT_NUMBER:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
-from types import TracebackType
 from typing import Unpack
 
 from millrace.producer import arguments, calls
@@ -15,7 +14,7 @@ from millrace.results import commands, replies
 from millrace.results.connection import AsyncConnection
 from millrace.results.durability import Durability
 from millrace.results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
-from millrace.results.reader import CompletionFollower, EndFollower, EventFollower
+from millrace.results.reader import CompletionFollower, EventFollower
 from millrace.results.transport import AsyncTransport
 
 
@@ -32,9 +31,7 @@ class AsyncClient:
     async def __aenter__(self) -> AsyncClient:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -107,10 +104,9 @@ class AsyncClient:
         return (await self._run(calls.get_many(self._keys, [arguments.job_id(self._keys, job_id)])))[0]
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
-        follower = EndFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s))
-        while not follower.is_done:
-            follower.feed(await self._transport.send_many(follower.next_commands()))
-        return await self.get(job_id)
+        return await self._run(
+            calls.wait(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s))
+        )
 
     async def stream(self, job_id: str, after: str | None = None) -> AsyncIterator[StreamEvent]:
         follower = EventFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.event_id(after))

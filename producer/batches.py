@@ -25,7 +25,7 @@ BATCHES_CONFIRMED_TOGETHER = 16
 
 
 def batches(submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
-    """Yield batches for one command each, bounded in jobs and bytes: the server serves nobody else while a command runs.
+    """Yield batches for one command each, bounded in jobs and bytes: the server serves no other client while a command runs.
     Takes submissions only as they are needed."""
     together: list[Submission] = []
     num_bytes = 0

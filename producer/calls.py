@@ -11,9 +11,10 @@ from typing import TypeVar
 
 from millrace.producer import arguments
 from millrace.results import commands, replies
-from millrace.results.errors import BatchNotFound
+from millrace.results.errors import BatchNotFound, JobNotFound
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import Job
+from millrace.results.reader import MAX_ENTRIES, START, Deadline
 from millrace.results.scripts import Command
 from millrace.results.transport import Reply
 
@@ -60,9 +61,8 @@ def retry_all(keys: QueueKeys) -> Call[dict[str, str]]:
     made: set[str] = set()
     after = 0
     while failed := replies.decode_list((yield [commands.dead(keys, after, CHANGED_JOBS)])[0]):
-        old = [
-            job_id for job_id in failed if job_id not in made
-        ]  # without this, a job that always fails is retried forever
+        # Without `made`, a job that always fails would be retried for ever.
+        old = [job_id for job_id in failed if job_id not in made]
         redriven = replies.all_redriven(old, (yield [commands.redrive(keys, job_id) for job_id in old]))
         new_ids |= redriven
         made.update(redriven.values())
@@ -74,8 +74,28 @@ def list_jobs(keys: QueueKeys, state: str, limit: int) -> Call[list[Job]]:
     (listed,) = yield [commands.list_jobs(keys, arguments.state(state), arguments.limit(limit))]
     jobs: list[Job] = []
     for some in batched(replies.decode_list(listed), READ_JOBS):
-        jobs += replies.known_jobs(some, keys.queue, (yield [commands.get(keys, job_id) for job_id in some]))
+        found = yield [commands.get(keys, job_id) for job_id in some]
+        pairs = zip(some, found, strict=True)  # a record may have expired since
+        jobs += [replies.job(job_id, keys.queue, reply) for job_id, reply in pairs if reply is not None]
     return jobs
+
+
+def wait(keys: QueueKeys, job_id: str, timeout_s: float | None) -> Call[Job]:
+    stream, deadline = keys.result(job_id), Deadline(timeout_s, f"job {job_id!r} is not done")
+    last_id = None  # None: read the job's state before waiting, since the record may have expired
+    while True:
+        if last_id is None:
+            state, entries = yield [commands.state(keys, job_id), commands.last_entry(stream)]
+            if state is None:
+                raise JobNotFound(job_id, keys.queue)
+            last_id = START
+        else:
+            read = yield [commands.read_stream(stream, last_id, MAX_ENTRIES, deadline.block_ms())]
+            state, entries, last_id = None, replies.stream_entries(read[0]), None
+        if replies.is_terminal(state) or any(b"state" in fields for _, fields in entries):
+            return (yield from get_many(keys, [job_id]))[0]
+        if entries:
+            last_id = entries[-1][0].decode()
 
 
 def get_many(keys: QueueKeys, job_ids: list[str]) -> Call[list[Job]]:

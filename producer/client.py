@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Unpack
 
 from millrace.producer import arguments, calls
@@ -15,7 +14,7 @@ from millrace.results import commands, replies
 from millrace.results.connection import Connection
 from millrace.results.durability import Durability
 from millrace.results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
-from millrace.results.reader import CompletionFollower, EndFollower, EventFollower
+from millrace.results.reader import CompletionFollower, EventFollower
 from millrace.results.transport import Transport
 
 
@@ -38,7 +37,7 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -137,7 +136,7 @@ class Client:
         return self._set_sleep(arguments.sleep_level(level), engine_id)
 
     def wake(self, *, engine_id: str | None = None) -> list[str]:
-        """Ask one engine, or all, to take its device again and go on. Return the engines' ids. Raises EngineNotFound."""
+        """Ask one engine, or all, to use its device again and continue. Return the engines' ids. Raises EngineNotFound."""
         return self._set_sleep(0, engine_id)
 
     def _set_sleep(self, level: int, engine_id: str | None) -> list[str]:
@@ -151,11 +150,8 @@ class Client:
         return self._run(calls.get_many(self._keys, [arguments.job_id(self._keys, job_id)]))[0]
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
-        """Return the job when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job then goes on."""
-        follower = EndFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s))
-        while not follower.is_done:
-            follower.feed(self._transport.send_many(follower.next_commands()))
-        return self.get(job_id)
+        """Return the job when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job continues."""
+        return self._run(calls.wait(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s)))
 
     def stream(self, job_id: str, after: str | None = None) -> Iterator[StreamEvent]:
         """Yield the job's events as they come, the terminal event last. `after` is the id of the last event already read.

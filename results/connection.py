@@ -63,9 +63,9 @@ def connect_async(url: str | None = None) -> redis.asyncio.Redis:
     retry = redis.asyncio.retry.Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), NUM_RETRIES, _RETRIED)
     try:
         if plain := _cluster_url(resolved):
-            cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_OPTIONS)
+            cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_ASYNC_OPTIONS)
             return cast(redis.asyncio.Redis, cluster)
-        return _with_a_host(redis.asyncio.Redis.from_url(resolved, retry=retry, **_OPTIONS))
+        return _with_a_host(redis.asyncio.Redis.from_url(resolved, retry=retry, **_ASYNC_OPTIONS))
     except (ValueError, TypeError, AttributeError) as error:
         raise _bad_url(resolved, error) from error
 
@@ -79,20 +79,19 @@ def _with_a_host(client: _AnyClient) -> _AnyClient:
 def borrow(connection: Connection) -> redis.Redis:
     """Return a caller's client. Raises QueueError for options that do not fit: replies have to be bytes in the shapes of
     RESP2, and may take up to SOCKET_TIMEOUT_S."""
-    if not isinstance(connection, redis.Redis | redis.RedisCluster):
-        raise QueueError(f"a URL, a redis.Redis or a redis.RedisCluster is needed, not {type(connection).__name__}")
-    return _checked(cast(redis.Redis, connection))
+    return cast(redis.Redis, _checked(connection, (redis.Redis, redis.RedisCluster), "redis"))
 
 
 def borrow_async(connection: AsyncConnection) -> redis.asyncio.Redis:
     """The same for asyncio."""
-    if not isinstance(connection, redis.asyncio.Redis | redis.asyncio.RedisCluster):
-        needed = "a URL, a redis.asyncio.Redis or a redis.asyncio.RedisCluster"
-        raise QueueError(f"{needed} is needed, not {type(connection).__name__}")
-    return _checked(cast(redis.asyncio.Redis, connection))
+    kinds = (redis.asyncio.Redis, redis.asyncio.RedisCluster)
+    return cast(redis.asyncio.Redis, _checked(connection, kinds, "redis.asyncio"))
 
 
-def _checked(client: _AnyClient) -> _AnyClient:
+def _checked(client: Any, kinds: tuple[type, type], package: str) -> Any:
+    if not isinstance(client, kinds):
+        needed = f"a URL, a {package}.Redis or a {package}.RedisCluster is needed"
+        raise QueueError(f"{needed}, not {type(client).__name__}")
     options: dict[str, Any] = cast(Any, client).get_connection_kwargs()
     wrong: list[str] = []
     if options.get("decode_responses"):
@@ -109,12 +108,10 @@ def _checked(client: _AnyClient) -> _AnyClient:
     return client
 
 
-_CLUSTER = "+cluster://"
-
-
 def _cluster_url(url: str) -> str | None:
     """Return the URL of a node where the URL names a cluster, else None."""
-    return url.replace(_CLUSTER, "://", 1) if url.partition(":")[0] in ("redis+cluster", "rediss+cluster") else None
+    scheme, _, rest = url.partition("+cluster://")
+    return f"{scheme}://{rest}" if rest and scheme in ("redis", "rediss") else None
 
 
 def _connect_cluster(url: str, num_retries: int) -> redis.Redis:
@@ -137,6 +134,8 @@ _OPTIONS: dict[str, Any] = {
     "health_check_interval": 30,
     "max_connections": 10_000,  # each waiting reader holds one
 }
+# With health checks, redis-py's asyncio client reconnects for ever when the server closes new connections, as at maxclients.
+_ASYNC_OPTIONS = {**_OPTIONS, "health_check_interval": 0}
 
 
 def server_name(client: redis.Redis | redis.asyncio.Redis) -> str:
@@ -186,8 +185,9 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
         if isinstance(error, kind):
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
     if isinstance(error, redis.ConnectionError | OSError):
+        limit = "" if "connecting to" in text else ", and maxclients of the server"
         return RedisUnavailable(
-            f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL, and maxclients."
+            f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL{limit}."
         )
     for part, sentence in _BY_TEXT.items():
         if part in text:
@@ -200,7 +200,7 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
 def _reason(text: str) -> str:
     """Return why a connection failed, from redis-py's message: it repeats the address, and differs under asyncio."""
     errno = re.match(r"Error (\d+) connecting to ", text)
-    return os.strerror(int(errno[1])).lower() if errno else text.rstrip(".")
+    return os.strerror(int(errno[1])).lower() if errno else text.rstrip(".").rpartition(". ")[2]
 
 
 _NOT_PERMITTED = "does not permit this to the URL's user: extend the user's ACL"

@@ -87,7 +87,7 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     num_published: int
     """Output tokens in events; at most as many as in the checkpoint."""
     is_watched: bool
-    """Somebody reads live: publish output without delay."""
+    """A reader follows it live: publish output without delay."""
     created_ms: int
     protocol: int = PROTOCOL
     """The record's version. A job with one above PROTOCOL is released, with a delay, for a newer engine."""
@@ -170,7 +170,7 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: list[JobId]
     """To be cancelled."""
     watched: list[JobId]
-    """Somebody reads them live."""
+    """Readers follow them live."""
     expired: list[JobId] = []
     """Their deadline has passed: end them as expired."""
     sleep_level: int = 0

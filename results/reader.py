@@ -45,38 +45,6 @@ class Deadline:
         return int(min(left_s, BLOCK_LIMIT_S) * 1000) + 1
 
 
-class EndFollower:
-    """Waits for the end of one job. It yields nothing: when `is_done`, the job can be read."""
-
-    def __init__(self, keys: QueueKeys, job_id: str, timeout_s: float | None) -> None:
-        self.is_done = False
-        self._keys = keys
-        self._job_id = job_id
-        self._deadline = Deadline(timeout_s, f"job {job_id!r} is not done")
-        self._last_id: str | None = None  # None: read the job's state before waiting
-
-    def next_commands(self) -> list[Command]:
-        stream = self._keys.result(self._job_id)
-        if self._last_id is None:
-            return [commands.state(self._keys, self._job_id), commands.last_entry(stream)]
-        return [commands.read_stream(stream, self._last_id, MAX_ENTRIES, self._deadline.block_ms())]
-
-    def feed(self, answers: Sequence[Reply]) -> None:
-        if self._last_id is None:
-            self._read_state(*answers)
-            return
-        entries = replies.stream_entries(answers[0])
-        self.is_done = any(b"state" in fields for _, fields in entries)
-        # After a wait without entries read the state again: the record may have expired.
-        self._last_id = entries[-1][0].decode() if entries else None
-
-    def _read_state(self, state: bytes | None, last: list[replies.Entry]) -> None:
-        if state is None:
-            raise JobNotFound(self._job_id, self._keys.queue)
-        self.is_done = replies.is_terminal(state) or any(b"state" in fields for _, fields in last)
-        self._last_id = last[0][0].decode() if last else START
-
-
 class EventFollower:
     """Follows one job's events from the beginning, or from after an event, to the terminal one.
 

@@ -1,6 +1,6 @@
 """Pure functions from the server's replies to the types of `messages`.
 
-A reply or a record that cannot be read raises QueueError.
+A job whose record is corrupt raises QueueError.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Entry = tuple[bytes, Any]
 
 
 CORRUPT = (ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError)
-"""What reading a reply raises when somebody has changed the record."""
+"""What reading a reply raises when another program has changed the record."""
 
 
 def corrupt(job_id: str, queue: str, error: Exception) -> QueueError:
@@ -214,12 +214,6 @@ def _job(job_id: str, reply: list[Any]) -> Job:
         redriven_as=redriven_as.decode() or None,
         has_result=bool(terminal) or not ended,
     )
-
-
-def known_jobs(job_ids: Sequence[str], queue: str, found: Sequence[list[Any] | None]) -> list[Job]:
-    """Return those of the listed jobs that still exist."""
-    pairs = zip(job_ids, found, strict=True)
-    return [job(job_id, queue, reply) for job_id, reply in pairs if reply is not None]
 
 
 def _meta(raw: bytes) -> dict[str, Any] | None:

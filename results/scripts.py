@@ -21,7 +21,7 @@ _FOLDER = Path(__file__).parent / "lua"
 def resolve_includes(source: str, modules: Mapping[str, str]) -> str:
     """Return a script with the modules that it includes in front of it, each once and after those that it includes itself.
 
-    The line `-- include: <module> ...` names them. Each call of a script makes all its functions anew, which may take
+    The line `-- include: <module> ...` names them. Each call of a script creates all its functions again, which may take
     longer than the transition, so the modules are small and a script includes only those that it uses.
     """
     parts: dict[str, str] = {}
@@ -44,9 +44,10 @@ def _read(folder: Path) -> dict[str, str]:
 
 
 _MODULES = _read(_FOLDER / "lib")
-_SOURCES = {name: resolve_includes(source, _MODULES) for name, source in _read(_FOLDER).items()}
-_SHAS = {name: hashlib.sha1(source.encode()).hexdigest() for name, source in _SOURCES.items()}
-_NAMES = {sha: name for name, sha in _SHAS.items()}
+SOURCES = {name: resolve_includes(source, _MODULES) for name, source in _read(_FOLDER).items()}
+"""By name: the whole text of a script, as the server gets it."""
+_SHAS = {name: hashlib.sha1(source.encode()).hexdigest() for name, source in SOURCES.items()}
+_SOURCES_BY_SHA = {_SHAS[name]: source for name, source in SOURCES.items()}
 _NUMBERS = frozenset((int, float))
 
 
@@ -60,11 +61,6 @@ def script_command(name: str, prefix: str, *arguments: Argument) -> Command:
     return command("EVALSHA", _SHAS[name], "1", prefix, *arguments)
 
 
-def script_source(name: str) -> str:
-    """Return the whole text of a script, as the server gets it."""
-    return _SOURCES[name]
-
-
 def is_script(sent: Command) -> bool:
     """Return whether `script_command` has made it."""
     return sent[0] == "EVALSHA"
@@ -72,4 +68,4 @@ def is_script(sent: Command) -> bool:
 
 def source_of(sent: Command) -> str:
     """Return the text of the script that a command of `script_command` runs."""
-    return script_source(_NAMES[str(sent[1])])
+    return _SOURCES_BY_SHA[str(sent[1])]

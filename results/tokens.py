@@ -7,19 +7,14 @@ from array import array
 from collections.abc import Sequence
 
 _TYPECODE = "I"
-assert array(_TYPECODE).itemsize == 4
+assert array(_TYPECODE).itemsize == 4 and sys.byteorder == "little"
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    packed = array(_TYPECODE, token_ids)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return array(_TYPECODE, token_ids).tobytes()
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
     unpacked = array(_TYPECODE)
     unpacked.frombytes(packed)
-    if sys.byteorder == "big":
-        unpacked.byteswap()
     return unpacked.tolist()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import redis
@@ -41,7 +40,7 @@ class _OurErrors:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, CLIENT_ERRORS):
             raise as_unavailable(error, self._server) or _at_fault(error, self._server) from error
 
@@ -83,7 +82,7 @@ class Transport:
 
     def send_many(self, commands: Sequence[Command]) -> list[Reply]:
         """Send commands in one pipeline, not atomically; return the replies. Raises as `send`, for the first at fault."""
-        return _raise_any(self.send_each(commands), self._server)
+        return _checked(self.send_each(commands), self._server)
 
     def send_each(self, commands: Sequence[Command]) -> list[Reply]:
         """Like `send_many`, but a command that is itself at fault has its error (a ResponseError) in place of a reply.
@@ -97,7 +96,7 @@ class Transport:
                 self._load(*(commands[i] for i in forgotten))
                 for i, reply in zip(forgotten, self._pipeline([commands[i] for i in forgotten]), strict=True):
                     replies[i] = reply
-        return _raise_unavailable(replies, self._server)
+        return _checked(replies, self._server, only_unavailable=True)
 
     def send_together(self, commands: Sequence[Command], last: Command) -> tuple[list[Reply], Reply]:
         """Send commands of one script, then `last`, on one connection, and return the replies and that to `last`.
@@ -110,7 +109,7 @@ class Transport:
             if _forgotten(replies):
                 self._load(commands[0])
                 *replies, answer = self._pipeline([*commands, last], node)
-        return _raise_any(_raise_unavailable(replies, self._server), self._server), answer
+        return _checked(replies, self._server), answer
 
     def wait(self, blocking: Command, key: str) -> None:
         """Wait until a blocking command on this key has a reply, and have the server drop the reply, whatever its size.
@@ -209,7 +208,7 @@ class AsyncTransport:
                 await self._load(*(commands[i] for i in forgotten))
                 for i, reply in zip(forgotten, await self._pipeline([commands[i] for i in forgotten]), strict=True):
                     replies[i] = reply
-        return _raise_any(_raise_unavailable(replies, self._server), self._server)
+        return _checked(replies, self._server)
 
     async def send_together(self, commands: Sequence[Command], last: Command) -> tuple[list[Reply], Reply]:
         with self._our_errors:
@@ -222,7 +221,7 @@ class AsyncTransport:
             finally:
                 if node is not self._client:
                     await node.aclose()
-        return _raise_any(_raise_unavailable(replies, self._server), self._server), answer
+        return _checked(replies, self._server), answer
 
     async def close(self) -> None:
         if not self._is_borrowed:
@@ -262,17 +261,13 @@ def _forgotten(replies: list[Reply]) -> list[int]:
     return [i for i, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
 
 
-def _raise_unavailable(replies: list[Reply], server: str) -> list[Reply]:
-    for reply in replies:
-        if isinstance(reply, redis.RedisError) and (unavailable := as_unavailable(reply, server)):
-            raise unavailable from reply
-    return replies
-
-
-def _raise_any(replies: list[Reply], server: str) -> list[Reply]:
+def _checked(replies: list[Reply], server: str, *, only_unavailable: bool = False) -> list[Reply]:
+    """Return the replies. Raises the first error among them; with `only_unavailable` only RedisUnavailable."""
     for reply in replies:
         if isinstance(reply, redis.RedisError):
-            raise _at_fault(reply, server) from reply
+            unavailable = as_unavailable(reply, server)
+            if unavailable or not only_unavailable:
+                raise unavailable or _at_fault(reply, server) from reply
     return replies
 
 

@@ -7,8 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
-
 from millrace.results.errors import QueueError
 from millrace.results.messages import Append, Begin, Finish, JobId, Lease, Release, Write
 from millrace.results.queue import JobQueue
@@ -19,14 +17,6 @@ MAX_BATCH = 256
 MAX_BACKOFF_S = 2.0
 MAX_STALE_LEASES = 4096
 """Stale leases to remember; older writes of one are sent within a few batches."""
-
-
-class WriterStats(msgspec.Struct, frozen=True, kw_only=True):
-    num_pending: int
-    pending_bytes: int
-    num_written: int
-    num_stale: int
-    num_retries: int
 
 
 class Writer:
@@ -48,7 +38,6 @@ class Writer:
         self._in_flight: list[Write] = []
         self._pending_bytes = 0
         self._stale_leases: dict[Lease, None] = {}
-        self._num_written = self._num_stale = self._num_retries = 0
         self._is_closing = False
         self.thread = threading.Thread(target=self._run, name="results-writer", daemon=True)
         self.thread.start()
@@ -91,16 +80,6 @@ class Writer:
         self.thread.join(timeout_s)
         return is_empty
 
-    def stats(self) -> WriterStats:
-        with self._changed:
-            return WriterStats(
-                num_pending=len(self._waiting) + len(self._in_flight),
-                pending_bytes=self._pending_bytes,
-                num_written=self._num_written,
-                num_stale=self._num_stale,
-                num_retries=self._num_retries,
-            )
-
     def _run(self) -> None:
         while batch := self._take_batch():
             outcomes = self._send(batch)
@@ -142,23 +121,20 @@ class Writer:
             except Exception:  # our bug: it must not end the thread, which has more to write
                 log.exception("%d results wait to be written, next try in %.2f s", len(batch), backoff_s)
             with self._changed:
-                self._num_retries += 1
                 if self._changed.wait_for(lambda: not self._in_flight, backoff_s):
                     return None
             backoff_s = min(backoff_s * 2, MAX_BACKOFF_S)
 
     def _account(self, batch: list[Write], outcomes: list[str]) -> dict[Lease, JobId]:
-        """Count the outcomes; returns the leases that are no longer the engine's."""
+        """Remove the batch, and return the leases that are no longer the engine's."""
         dropped: dict[Lease, JobId] = {}
         with self._changed:
             for write, outcome in zip(batch, outcomes, strict=True):
                 self._pending_bytes -= _size(write)
                 if outcome in ("ok", "already", "retrying"):
-                    self._num_written += 1
                     continue
                 if outcome != "stale":
                     log.error("a write of job %s was refused, so the job is dropped: %s", write.job_id, outcome)
-                self._num_stale += 1
                 self._stale_leases[write.lease] = None
                 dropped[write.lease] = write.job_id
             while len(self._stale_leases) > MAX_STALE_LEASES:

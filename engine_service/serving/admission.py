@@ -9,7 +9,7 @@ from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.generation import Generation, TextRules
 from millrace.engine_service.text import TextError, Tokenizer
 from millrace.executor.wire.messages import ModelFacts, RowSampling, SeqId
-from millrace.producer.messages import GenerationRequest, InvalidRequest, SamplingParams
+from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 
 _SEED_MASK = 2**64 - 1
 

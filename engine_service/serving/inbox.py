@@ -12,15 +12,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Set
 
-from millrace.producer.messages import (
-    MAX_BODY_BYTES,
-    InvalidRequest,
-    PayloadTooLarge,
-    parse_body,
-    refusal,
-    to_submission,
-    usable_id,
-)
+from millrace.producer import InvalidRequest, PayloadTooLarge
+from millrace.producer.wire import MAX_BODY_BYTES, parse_body, refusal, to_submission, usable_id
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import InboxEntry, JobError, Submission
 from millrace.results.queue import JobQueue

@@ -28,8 +28,9 @@ from millrace.engine_service.serving.jobs import (
 )
 from millrace.engine_service.serving.leases import Leases
 from millrace.engine_service.serving.preparation import Preparation
+from millrace.producer import InvalidRequest
 from millrace.producer.checks import shown
-from millrace.producer.messages import InvalidRequest, parse_body
+from millrace.producer.wire import parse_body
 from millrace.results.errors import QueueError
 from millrace.results.messages import PROTOCOL, Claim, ClaimedJob, JobError, Signal
 from millrace.results.queue import JobQueue

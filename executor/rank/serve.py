@@ -155,10 +155,12 @@ def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
     """Answer steps and calls until "shutdown", or until the device is lost. Returns the exit status."""
     heartbeat, is_output = connection.heartbeat, boot.rank == output_rank(boot.config)
     steps = _LaunchedSteps(worker, is_output=is_output)
+    call: Call | None = None
+    """One that waits for the steps before it."""
     next_sample_s = 0.0
     while True:
         heartbeat.phase = "step" if steps.call_ids else "idle"
-        reply = steps.next_reply(until=connection.has_message)
+        reply = steps.next_reply(until=connection.has_message if call is None else lambda: False)
         if reply is not None:
             connection.send(reply)
             if reply.failure is not None and reply.failure.cause == "device_lost":
@@ -167,18 +169,19 @@ def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
                 _sample_device(worker, heartbeat)
                 next_sample_s = time.monotonic() + _SAMPLE_EVERY_S
             continue
-        match connection.recv():
+        message, call = call or connection.recv(), None
+        match message:
             case Step(call_id, plan):
                 heartbeat.phase = "step"
                 steps.launch(call_id, plan)
-            case Call() as call:
-                while (reply := steps.next_reply()) is not None:
-                    connection.send(reply)
-                if call.method == "shutdown":
-                    connection.send(Reply(call_id=call.call_id))
-                    return 0
-                heartbeat.phase = call.method
-                connection.send(_run_call(worker, call))
+            case Call() if steps.call_ids:
+                call = message  # waits for the steps before it
+            case Call(method="shutdown", call_id=call_id):
+                connection.send(Reply(call_id=call_id))
+                return 0
+            case Call():
+                heartbeat.phase = message.method
+                connection.send(_run_call(worker, message))
                 _sample_device(worker, heartbeat)
             case unexpected:
                 logger.error("ignored an unexpected message: %r", unexpected)

@@ -6,13 +6,14 @@ Neither this module nor the verbs' modules import more than the standard library
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from millrace import __version__
-from millrace.cli import batch, demo, gateway, jobs, pause, retry, serve, sleep, stats, submit
+from millrace.cli import demo, gateway, jobs, queue, retry, serve, sleep, submit
 from millrace.cli.exits import INTERRUPTED, INVALID, OTHER, as_exit
 
 _DESCRIPTION = "Turn a Redis that you already run into an LLM generation service."
@@ -28,6 +29,8 @@ be used, 5 timed out, 130 interrupted."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # escape what the terminal's encoding lacks
     try:
         if arguments[:1] == ["serve"]:  # the engine parses the rest, --help too
             return serve.run(arguments[1:])
@@ -65,6 +68,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"millrace {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for module in (demo, serve, submit, jobs, retry, batch, stats, pause, sleep, gateway):
+    for module in (demo, serve, submit, jobs, retry, queue, sleep, gateway):
         module.add_parsers(verbs)
     return parser

@@ -21,12 +21,13 @@ from millrace.cli.options import Verbs, add_verb
 from millrace.cli.serve import engine_command, require_engine
 
 if TYPE_CHECKING:
-    from millrace.cli.demo_jobs import DemoJob
     from millrace.cli.demo_parts import DemoProcess, Followers
     from millrace.cli.demo_screen import Screen
-    from millrace.producer import Client
+    from millrace.producer import Client, GenerationRequest
     from millrace.results.messages import Job
 
+_JOBS = Path(__file__).with_name("demo.jsonl")
+"""The producer submits this file: streamed jobs with long answers, short ones, and sums with the answer in their meta."""
 _LIMIT_S = 180.0
 _POLL_INTERVAL_S = 0.05
 
@@ -81,15 +82,14 @@ def _remove_keys(redis_url: str, queue: str) -> None:
 
 def _run_jobs(folder: Path, model: Path, redis_url: str, queue: str) -> int:
     from millrace import Client
-    from millrace.cli.demo_jobs import demo_jobs, write_jsonl
     from millrace.cli.demo_parts import DemoProcess, Followers
     from millrace.cli.demo_screen import Screen
+    from millrace.producer.wire import parse_body
 
-    jobs = demo_jobs()
-    write_jsonl(folder / "prompts.jsonl", jobs)
+    jobs = [parse_body(line) for line in _JOBS.read_bytes().splitlines()]
     place = ("--redis", redis_url, "--queue", queue)
     serve = engine_command(("--model", str(model), *place, "--device", "cpu", "--executor", "mp"))
-    submit = (sys.executable, "-P", "-m", "millrace", "submit", "--file", str(folder / "prompts.jsonl"), *place)
+    submit = (sys.executable, "-P", "-m", "millrace", "submit", "--file", str(_JOBS), *place)
     screen = Screen(len(jobs))
     screen.print_line(f"Redis is ready. An engine loads {model.name} on the CPU, a producer submits {len(jobs)} jobs.")
     with (
@@ -99,7 +99,7 @@ def _run_jobs(folder: Path, model: Path, redis_url: str, queue: str) -> int:
     ):
         with screen:
             seconds = _watch(client, Followers(jobs, redis_url, queue), engine, producer, screen, len(jobs))
-        return _summary([client.get(job.job_id) for job in jobs], jobs, seconds, screen)
+        return _summary([client.get(str(job.id)) for job in jobs], jobs, seconds, screen)
 
 
 def _watch(
@@ -123,14 +123,14 @@ def _watch(
     raise CommandError(f"the demo did not end within {_LIMIT_S:.0f} s")
 
 
-def _summary(results: Sequence[Job], jobs: Sequence[DemoJob], seconds: float, screen: Screen) -> int:
+def _summary(results: Sequence[Job], jobs: Sequence[GenerationRequest], seconds: float, screen: Screen) -> int:
     tokens = sum(len(result.token_ids) for result in results)
     num_finished = sum(result.state == "finished" for result in results)
-    answers = [(job, result.text) for job, result in zip(jobs, results, strict=True)]
-    sums = [(job, text) for job, text in answers if job.expected is not None]
-    num_right = sum(text.strip() == job.expected for job, text in sums)
-    for job, text in [answer for answer in answers if answer not in sums] + sums[:4]:
-        screen.print_line(f"  {job.prompt}{text}")
+    texts = [(f"  {job.prompt}{result.text}", result) for job, result in zip(jobs, results, strict=True)]
+    sums = [(text, result) for text, result in texts if result.meta]
+    num_right = sum(result.meta == {"answer": result.text.strip()} for _, result in sums)
+    for text, _ in [one for one in texts if one not in sums] + sums[:4]:
+        screen.print_line(text)
     rate = f" in {seconds:.1f} s: {tokens / seconds:.0f} tokens/s" if seconds else ""
     screen.print_line(f"{num_finished} of {len(jobs)} jobs finished, {tokens} tokens{rate}.")
     screen.print_line(f"{num_right} of {len(sums)} sums are right.")

@@ -8,11 +8,12 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from millrace.cli.demo_jobs import DemoJob
 from millrace.cli.exits import CommandError
+
+if TYPE_CHECKING:
+    from millrace.producer import GenerationRequest
 
 _STOP_GRACE_S = 10.0
 _LAST_LINES = 30
@@ -40,9 +41,7 @@ class DemoProcess:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.terminate()
         try:
             self._process.wait(_STOP_GRACE_S)
@@ -62,12 +61,12 @@ class DemoProcess:
 class Followers:
     """Owns the texts of the streamed jobs while they grow. Each job has a thread and a connection."""
 
-    def __init__(self, jobs: Sequence[DemoJob], redis_url: str, queue: str) -> None:
-        self._jobs = [job for job in jobs if job.is_streamed]
+    def __init__(self, jobs: Sequence[GenerationRequest], redis_url: str, queue: str) -> None:
+        self._jobs = [(str(job.id), str(job.prompt)) for job in jobs if job.stream]
         self._redis_url = redis_url
         self._queue = queue
         self._threads: list[threading.Thread] = []
-        self.text_by_prompt = {job.prompt: "" for job in self._jobs}
+        self.text_by_prompt = {prompt: "" for _, prompt in self._jobs}
 
     @property
     def have_started(self) -> bool:
@@ -75,13 +74,13 @@ class Followers:
 
     def start(self) -> None:
         """Start to read. The jobs must be in the queue."""
-        self._threads = [threading.Thread(target=self._follow, args=(job,), daemon=True) for job in self._jobs]
+        self._threads = [threading.Thread(target=self._follow, args=job, daemon=True) for job in self._jobs]
         for thread in self._threads:
             thread.start()
 
-    def _follow(self, job: DemoJob) -> None:
+    def _follow(self, job_id: str, prompt: str) -> None:
         from millrace import Client, MillraceError
 
         with contextlib.suppress(MillraceError):  # the demo was stopped, and the server is gone
-            for event in Client(self._redis_url, queue=self._queue).stream(job.job_id):
-                self.text_by_prompt[job.prompt] += event.text
+            for event in Client(self._redis_url, queue=self._queue).stream(job_id):
+                self.text_by_prompt[prompt] += event.text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console, Group
@@ -24,7 +23,7 @@ class Screen:
     """Owns the live display. `show` updates it; `print_line` prints a line that stays."""
 
     def __init__(self, num_jobs: int) -> None:
-        self._console = Console(markup=False, highlight=False)
+        self._console = Console(markup=False, emoji=False, highlight=False)
         self._num_jobs = num_jobs
         self._live = Live(console=self._console, refresh_per_second=12, transient=True)
         self._shown_s = 0.0
@@ -35,9 +34,7 @@ class Screen:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._console.is_terminal:
             self._live.stop()
 

@@ -17,7 +17,7 @@ INTERRUPTED = 130
 
 
 class CommandError(Exception):
-    """Raised by a verb that cannot go on: a message for the user, and the exit status."""
+    """Raised by a verb that cannot continue: a message for the user, and the exit status."""
 
     def __init__(self, message: str, status: int = OTHER) -> None:
         super().__init__(message)
@@ -51,6 +51,6 @@ def _status_of(error: Exception) -> int | None:
             return NO_REDIS
         case errors.WaitTimeout():
             return TIMED_OUT
-        case errors.MillraceError():
+        case errors.MillraceError() | OSError():  # such as a full disk behind stdout
             return OTHER
     return None

@@ -22,14 +22,18 @@ def print_json(value: Any) -> None:
     """Print one object on one line, and flush: a program may read it through a pipe."""
     import msgspec
 
-    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")  # UTF-8, whatever the terminal's encoding
     sys.stdout.flush()
 
 
+def print_id(job_id: str, *, as_json: bool) -> None:
+    print_json({"id": job_id}) if as_json else print(job_id)
+
+
 def print_text(text: str) -> None:
-    """Print a part of a generated text, and flush. Characters that the terminal's encoding lacks are escaped."""
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    """Print a part of a generated text, and flush."""
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 
@@ -69,7 +73,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(heading, overflow="fold", no_wrap=heading != headings[-1])
     for row in rows:
         table.add_row(*row)
-    console = Console(markup=False)
+    console = Console(markup=False, emoji=False)
     fixed_columns = list(zip(headings, *rows, strict=True))[:-1]
     console.width = max(console.width, sum(2 + max(map(len, column)) for column in fixed_columns) + _MIN_FOLDED)
     console.print(table, crop=False)

@@ -28,7 +28,7 @@ def add_parsers(verbs: Verbs) -> None:
         default=1,
         help="1: keep the weights in host memory, 2: drop them and read them again later (default: %(default)s)",
     )
-    wake = add_verb(verbs, "wake", "wake sleeping engines: they use their devices again and go on")
+    wake = add_verb(verbs, "wake", "wake sleeping engines: they use their devices again and continue")
     wake.set_defaults(level=0)
     for parser in (sleep, wake):
         parser.add_argument(

@@ -10,7 +10,7 @@ from typing import Any
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.jobs import follow
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
-from millrace.cli.output import end_of, print_json, print_text
+from millrace.cli.output import end_of, print_id, print_json, print_text
 from millrace.cli.values import integer, json_object, moment, number, seconds
 
 _Option = tuple[str, Callable[[str], Any], str, str]
@@ -66,7 +66,7 @@ def add_parsers(verbs: Verbs) -> None:
     for option, kind, metavar, text in _LISTS:
         sampling.add_argument(option, type=kind, metavar=metavar, action="append", help=text)
     sampling.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="go on after an end-of-sequence token"
+        "--ignore-eos", action="store_true", default=None, help="continue after an end-of-sequence token"
     )
     place = submit.add_argument_group("the job's place in the queue")
     for option, kind, metavar, text in _QUEUE:
@@ -104,10 +104,9 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--file cannot be combined with {'--stream' if args.stream else '--id'}", INVALID)
     from millrace.cli.submit_file import submit_file
 
+    output: dict[str, Any] = {"has_to_wait": args.wait, "timeout_s": args.timeout, "as_json": args.json}
     with open_client(args) as client:
-        return submit_file(
-            client, args.file, given_options(args), _how(args), has_to_wait=args.wait, timeout_s=args.timeout
-        )
+        return submit_file(client, args.file, given_options(args), _call_options(args), **output)
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -117,7 +116,7 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _how(args: argparse.Namespace) -> dict[str, Any]:
+def _call_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of the client's `submit` and `submit_many` that are not fields of a request."""
     return {"batch": args.batch, "durability": args.durability}
 
@@ -125,11 +124,13 @@ def _how(args: argparse.Namespace) -> dict[str, Any]:
 def _submit_prompt(args: argparse.Namespace) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     with open_client(args) as client:
-        job_id = client.submit(prompt=prompt, job_id=args.id, stream=args.stream, **_how(args), **given_options(args))
+        job_id = client.submit(
+            prompt=prompt, job_id=args.id, stream=args.stream, **_call_options(args), **given_options(args)
+        )
         if args.stream:
             return follow(client, job_id, as_json=args.json)
         if not args.wait:
-            print_json({"id": job_id}) if args.json else print(job_id)
+            print_id(job_id, as_json=args.json)
             return OK
         job = client.wait(job_id, timeout_s=args.timeout)
     print_json(job) if args.json else print_text(job.text + "\n")

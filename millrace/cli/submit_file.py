@@ -16,10 +16,10 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
-from millrace.cli.output import end_of, print_json, progress_bar, remark
-from millrace.producer import Client
-from millrace.producer.messages import GenerationRequest, InvalidRequest, parse_body
+from millrace.cli.output import end_of, print_id, print_json, progress_bar, remark
+from millrace.producer import Client, GenerationRequest, InvalidRequest
 from millrace.producer.options import build_request
+from millrace.producer.wire import parse_body
 from millrace.results.errors import JobConflict, QueueFull
 
 _BATCH_LINES = 500
@@ -40,18 +40,19 @@ def submit_file(
     client: Client,
     path: str,
     options: dict[str, Any],
-    how: dict[str, Any],
+    call_options: dict[str, Any],
     *,
     has_to_wait: bool,
     timeout_s: float | None,
+    as_json: bool = False,
 ) -> int:
     """Submit every valid line of `path`. Print the ids, or with `has_to_wait` each result as soon as its job ends.
 
-    `how` are further arguments of `submit_many`. Raises InvalidRequest for invalid `options` or `how`.
+    `call_options` are further arguments of `submit_many`. Raises InvalidRequest for invalid `options` or `call_options`.
     """
     build_request("any", {"max_tokens": None, **options})  # type: ignore[typeddict-item]  # a line may set max_tokens
-    client.submit_many([], **how)  # checks how
-    submission = _Submission(client, options, how)
+    client.submit_many([], **call_options)  # checks call_options
+    submission = _Submission(client, options, call_options)
     with _open(path) as file, progress_bar() as bar:
         task = bar.add_task("submitted", total=None)
         ids: list[str] = []
@@ -60,7 +61,7 @@ def submit_file(
             if has_to_wait:
                 ids.append(job_id)
             else:
-                print(job_id)
+                print_id(job_id, as_json=as_json)
     status = _print_results(client, ids, timeout_s) if has_to_wait else OK
     if submission.num_refused:
         remark(f"jobs submitted: {submission.num_submitted}, lines refused: {submission.num_refused}")
@@ -71,9 +72,9 @@ def submit_file(
 class _Submission:
     """Submits one file, and owns the counts of its lines."""
 
-    def __init__(self, client: Client, options: dict[str, Any], how: dict[str, Any]) -> None:
+    def __init__(self, client: Client, options: dict[str, Any], call_options: dict[str, Any]) -> None:
         self._client = client
-        self._how = how
+        self._call_options = call_options
         self._options = options
         self.num_submitted = 0
         self.num_refused = 0
@@ -110,25 +111,25 @@ class _Submission:
             return text
         return msgspec.json.encode(gaps)[:-1] + (b"," if own else b"") + text.lstrip()[1:]
 
-    def _submit_batch(self, batch: list[Line], behind: Iterator[Line]) -> Iterator[str]:
-        accepted, doubtful, full = self._submit_together(batch)
+    def _submit_batch(self, batch: list[Line], following: Iterator[Line]) -> Iterator[str]:
+        accepted, to_resend, full = self._submit_together(batch)
         left: list[int] = []
         for line in batch:
             if line.job_id in accepted:
                 yield line.job_id
-            elif line.number not in doubtful:
+            elif line.number not in to_resend:
                 left.append(line.number)
             else:
                 try:
                     if self._submit_alone(line):
                         yield line.job_id
                 except QueueFull as error:
-                    full, doubtful = full or error, set()  # nothing more is sent
+                    full, to_resend = full or error, set()  # nothing more is sent
                     left.append(line.number)
         if full:
             last_sent = max((line.number for line in batch if line.number not in left), default=0)
             if not any(number > last_sent for number in left):  # only then read on: a pipe may block
-                left += [line.number for line in islice(behind, 1)]
+                left += [line.number for line in islice(following, 1)]
             raise CommandError(f"not submitted: {_not_submitted(left, last_sent)}: {full}")
 
     def _submit_together(self, batch: list[Line]) -> tuple[set[str], set[int], QueueFull | None]:
@@ -139,7 +140,7 @@ class _Submission:
         ids = [line.job_id for line in batch]
         accepted, num_sent, full = set(ids), len(batch), None
         try:
-            self._client.submit_many([line.request for line in batch], **self._how)
+            self._client.submit_many([line.request for line in batch], **self._call_options)
         except JobConflict as error:  # all other jobs of the batch are in the queue
             accepted -= set(error.job_ids)
         except InvalidRequest as error:  # as before; it lists neither refused nor conflicting ids
@@ -153,7 +154,7 @@ class _Submission:
     def _submit_alone(self, line: Line) -> bool:
         """Return whether the job is in the queue; otherwise report the line. Raises QueueFull."""
         try:
-            self._client.submit_many([line.request], **self._how)
+            self._client.submit_many([line.request], **self._call_options)
         except (JobConflict, InvalidRequest) as error:
             self._refuse(line.number, error)
             return False

@@ -3,7 +3,7 @@
     RQ's queue --take--> record --register--> RQ's started jobs --submit--> Millrace ... done --write_ends--> RQ's result
 
 It holds up to `max_in_flight` jobs and computes nothing. Its state is in Redis: after a kill -9 another gateway on the same
-queues goes on within seconds (see `source_queue`), and two gateways can share a queue.
+queues continues within seconds (see `source_queue`), and two gateways can share a queue.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Gateway:
             logger.exception("could not take over jobs; the monitor will try again")
 
     def _close(self, threads: list[threading.Thread]) -> None:
-        """Sign off. Jobs in flight go on in Millrace, and the next gateway writes their ends."""
+        """Sign off. Jobs in flight continue in Millrace, and the next gateway writes their ends."""
         for thread in threads:
             thread.join(_CLOSE_LIMIT_S)
         try:
@@ -132,7 +132,7 @@ class Gateway:
             if not self._runs.wait_for_capacity(_WAIT_S):
                 return
             match self._intake.take():
-                case "empty":  # block until there are jobs: this moves the first id to where it is
+                case "empty":  # block until there are jobs: this moves the first id of the list to its own place
                     self._blocking_client.blmove(source.queue.key, source.queue.key, _WAIT_S, "LEFT", "LEFT")
                 case "suspended" | "full":
                     self._stopping.wait(_WAIT_S)

@@ -20,7 +20,6 @@ from redis.client import Pipeline
 from redis.exceptions import WatchError
 from rq.job import JobStatus
 
-from millrace.producer.messages import refusal
 from millrace.producer.rq.isolation import BATCH_JOBS, in_batches, isolated, read, write
 from millrace.producer.rq.millrace_jobs import MillraceJobs
 from millrace.producer.rq.payload import PayloadRefused, read_submission
@@ -29,6 +28,7 @@ from millrace.producer.rq.rq_job import RQ_JOB_ID, GatewayJob, JobSnapshot, read
 from millrace.producer.rq.runs import GatewayRun, RunEnd, RunTable, write_executions_deleted, write_start
 from millrace.producer.rq.source_queue import SourceQueue
 from millrace.producer.rq.worker_entry import WorkerEntry
+from millrace.producer.wire import refusal
 from millrace.results.errors import one_line
 from millrace.results.messages import TERMINAL_STATES, Submission
 
@@ -80,7 +80,7 @@ class Intake:
         return "empty"
 
     def take_over(self, source: SourceQueue) -> None:
-        """Go on with the jobs of gateways that have stopped."""
+        """Continue the jobs of gateways that have stopped."""
         while takeover := source.take_over():
             gateway, ids = takeover
             logger.warning("taking over %d jobs of gateway %s", len(ids), one_line(gateway, 200))
@@ -122,9 +122,9 @@ class Intake:
             source.drop([job_id])
 
         self._has_unsubmitted = True
-        if strange := [id_ for id_ in ids if not RQ_JOB_ID.fullmatch(id_)]:
-            logger.error("queue %s: dropped ids that RQ does not allow: %s", source.queue.name, one_line(str(strange)))
-            source.drop(strange)
+        if invalid := [id_ for id_ in ids if not RQ_JOB_ID.fullmatch(id_)]:
+            logger.error("queue %s: dropped ids that RQ does not allow: %s", source.queue.name, one_line(str(invalid)))
+            source.drop(invalid)
         in_batches([id_.decode() for id_ in ids if RQ_JOB_ID.fullmatch(id_)], start, fail)
         self._has_unsubmitted = False
 
@@ -160,7 +160,7 @@ class Intake:
 
     def _register(self, source: SourceQueue, job_ids: Sequence[str], damage: str = "") -> list[_Started]:
         """Give the jobs an RQ execution and a Millrace id, in one transaction. With `damage` they are refused."""
-        while True:  # until nobody changes the jobs between reading and writing
+        while True:  # until no other client changes the jobs between reading and writing
             pipe: Any = self._connection.pipeline()
             with pipe:
                 try:

@@ -51,7 +51,7 @@ def in_batches(
 
 @contextmanager
 def isolated(what: str) -> Iterator[None]:
-    """Log an error in data as one line, and go on. An outage is raised."""
+    """Log an error in data as one line, and continue. An outage is raised."""
     try:
         yield
     except Exception as error:

@@ -11,7 +11,8 @@ import zlib
 from typing import Any
 
 from millrace.producer.checks import shown
-from millrace.producer.messages import MAX_BODY_BYTES, InvalidRequest, parse_body, to_submission
+from millrace.producer.errors import InvalidRequest
+from millrace.producer.wire import MAX_BODY_BYTES, parse_body, to_submission
 from millrace.results.messages import Submission
 
 FUNCTION = "millrace.generate"

@@ -84,7 +84,7 @@ class ResultWriter:
         """Write ends in one transaction. Of several, return the successes that other jobs wait for: each needs a transaction
         of its own, which also enqueues these jobs."""
         jobs = [end.run.job for end in ends]
-        while True:  # until nobody changes the jobs between reading and writing
+        while True:  # until no other client changes the jobs between reading and writing
             pipe: Any = self._connection.pipeline()
             with pipe:
                 try:
@@ -153,9 +153,9 @@ class ResultWriter:
             queue.enqueue_dependents(job, pipeline=pipe, refresh_job_status=False)
         except UnicodeDecodeError:
             found: Any = self._connection.smembers(job.dependents_key)
-            strange = [id_ for id_ in found if not RQ_JOB_ID.fullmatch(id_)]
-            logger.error("%s: removed ids that RQ does not allow: %s", job.dependents_key, one_line(str(strange)))
-            self._connection.srem(job.dependents_key, *strange)
+            invalid = [id_ for id_ in found if not RQ_JOB_ID.fullmatch(id_)]
+            logger.error("%s: removed ids that RQ does not allow: %s", job.dependents_key, one_line(str(invalid)))
+            self._connection.srem(job.dependents_key, *invalid)
             self._enqueue_dependents(parent, pipe)
 
     def _fail_dependents(self, parent: GatewayJob) -> None:

@@ -2,14 +2,14 @@
 
 RQ has no such record: between its queue and StartedJobRegistry a job is in a list that does not name the taker. The script
 that takes a job off its queue puts it into this record, and the transaction that writes the job's end removes it. When a
-gateway is killed, another one goes on from the record:
+gateway is killed, another one continues from the record:
 
-    key millrace:gateway:rq:...          type  what                                                  lives
+    key millrace:gateway:rq:...          type  what                                                  exists
     -----------------------------------  ----  ----------------------------------------------------  ----------------
     alive:<queue>:<rq queue>             zset  gateways, score last heartbeat ms                     until taken over
     taken:<queue>:<gateway>:<rq queue>   hash  RQ job id -> id of the Millrace job, "" at first      while not empty
 
-<queue> is Millrace's queue: only a gateway that feeds the same one can go on with a job. A gateway's name is the name of its
+<queue> is Millrace's queue: only a gateway that feeds the same one can continue a job. A gateway's name is the name of its
 RQ worker, a new one for every process. The fence is the field `worker_name` of rq:job:<id>: taking a job and taking it over
 write it together with the record, and the job's end is written under WATCH of it. A gateway that was suspended meanwhile
 finds another name there and drops the job.
@@ -52,7 +52,7 @@ class SourceQueue:
         return cast("list[bytes] | None", self._take(keys, [max_jobs, self._gateway, Job.redis_job_namespace_prefix]))
 
     def heartbeat(self) -> None:
-        """Write that this gateway lives."""
+        """Renew this gateway's heartbeat."""
         self._heartbeat([self._alive], [self._gateway])
 
     def take_over(self) -> tuple[str, list[bytes]] | None:

@@ -24,10 +24,10 @@ local held, lost, cancelled, watched, expired = {}, {}, {}, {}, {}
 for i = 4, #ARGV, 2 do
   local id, lease = ARGV[i], ARGV[i + 1]
   held[id] = true
-  local stand = lease_state(id, lease)
-  if stand == 'stale' then
+  local state = lease_state(id, lease)
+  if state == 'stale' then
     lost[#lost + 1] = id
-  elseif stand == 'owned' then
+  elseif state == 'owned' then
     local fields = record(id, 'cancel', 'stream', 'expire')
     if fields[1] then cancelled[#cancelled + 1] = id end
     if fields[3] then expired[#expired + 1] = id end

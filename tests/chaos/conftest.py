@@ -16,7 +16,7 @@ from millrace import Client, GenerationRequest, Job
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 from millrace.results.durability import Durability
-from millrace.results.scripts import script_source
+from millrace.results.scripts import SOURCES
 from millrace.results.tokens import unpack_tokens
 from tests.chaos.checker import ALL, Checker, Invariant
 from tests.chaos.processes import HEARTBEAT_S, LIMIT_S, ChaosEngine
@@ -77,7 +77,7 @@ class Place:
     def proxy(self) -> Proxy:
         """Start a proxy to the server. Load all scripts first, so that a fault at a script's call happens at that call."""
         for name in SCRIPTS:
-            self.redis.script_load(script_source(name))
+            self.redis.script_load(SOURCES[name])
         return self._stack.enter_context(Proxy(self.server.url))
 
     def launch(self, *options: str, via: Proxy | None = None, **settings: Any) -> ChaosEngine:

@@ -77,7 +77,7 @@ def main(faults: Faults, arguments: list[str]) -> int:
     if status != 0:
         return status
     for writer in writers:
-        print(f"writes refused: {writer.stats().num_stale}", flush=True)
+        print(f"leases refused: {len(writer._stale_leases)}", flush=True)
     for engine in engines:
         pool, num_usable = engine.scheduler.pool, engine.scheduler.pool.num_blocks - 1
         print(f"KV blocks: {pool.num_free} of {num_usable} free", flush=True)

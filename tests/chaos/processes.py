@@ -67,8 +67,8 @@ class ChaosEngine(EngineProcess):
         return self.text().count("is not ours any more")
 
     def num_refused(self) -> int:
-        """Return, once it has drained, how many of its writes were refused because of an old lease."""
-        match = re.search(r"writes refused: (\d+)", self.text())
+        """Return, once it has drained, in how many of its leases a write was refused, because the lease was old."""
+        match = re.search(r"leases refused: (\d+)", self.text())
         assert match is not None, f"{self.log.name} has not drained:\n{self.text()}"
         return int(match[1])
 

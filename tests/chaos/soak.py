@@ -22,7 +22,7 @@ import msgspec
 from millrace import Client, GenerationRequest
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
-from millrace.results.scripts import script_source
+from millrace.results.scripts import SOURCES
 from tests.chaos.checker import ALL, Checker
 from tests.chaos.processes import HEARTBEAT_S, ChaosEngine, ProducerProcess, wait_until
 from tests.chaos.proxy import Catch, Proxy
@@ -283,7 +283,7 @@ class Soak:
 
     def _load_scripts(self) -> None:
         for name in ("claim", "finish", "append", "heartbeat"):
-            self.redis.script_load(script_source(name))
+            self.redis.script_load(SOURCES[name])
 
     # --- the results -----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.embedded import EmbeddedServer
 from millrace.engine_service.serving.inbox import Inbox
-from millrace.producer.messages import parse_body, to_submission
+from millrace.producer.wire import parse_body, to_submission
 from millrace.results.connection import connect
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import Event, InboxEntry, JobError

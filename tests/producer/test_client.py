@@ -11,7 +11,7 @@ import redis
 
 from millrace import Client, GenerationRequest, InvalidRequest, SamplingParams
 from millrace.producer.batches import batches
-from millrace.producer.messages import parse_body, to_submission
+from millrace.producer.wire import parse_body, to_submission
 from millrace.results.errors import JobConflict, JobNotFound, RedisUnavailable, WaitTimeout
 from millrace.results.messages import Event
 from millrace.results.queue import JobQueue

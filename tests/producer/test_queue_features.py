@@ -18,7 +18,7 @@ from millrace import (
     QueueFull,
     SamplingParams,
 )
-from millrace.producer.messages import parse_body
+from millrace.producer.wire import parse_body
 from millrace.results.queue import JobQueue
 from tests.results.engines import Engine
 

@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.producer import GenerationRequest, InvalidRequest, PayloadTooLarge, SamplingParams
-from millrace.producer.messages import (
-    MAX_BODY_BYTES,
-    canonical_body,
-    estimate_cost,
-    parse_body,
-    to_submission,
-    usable_id,
-)
+from millrace.producer.wire import MAX_BODY_BYTES, canonical_body, estimate_cost, parse_body, to_submission, usable_id
 
 DEEP = b"[" * 10_000 + b"]" * 10_000
 

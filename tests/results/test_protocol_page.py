@@ -16,7 +16,7 @@ from millrace.producer.sampling import SamplingParams
 from millrace.producer.wire import parse_body
 from millrace.results import keys
 from millrace.results.queue import JobQueue
-from millrace.results.scripts import script_source
+from millrace.results.scripts import SOURCES
 from millrace.results.transport import Transport
 from tests.results.engines import Engine
 
@@ -48,7 +48,7 @@ def test_the_shell_example_makes_the_scripts_as_the_python_client_does() -> None
     for name in ("claim", "stats"):
         script = ["bash", "-c", f"{example}source_of {name}"]
         made = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
-        assert made.stdout == script_source(name)
+        assert made.stdout == SOURCES[name]
 
 
 def test_every_field_of_a_request_is_on_the_page() -> None:
@@ -117,9 +117,9 @@ def test_every_field_of_the_record_is_on_the_page() -> None:
 def test_a_client_of_plain_commands_gets_through(queue: JobQueue, engine: Engine, transport: Transport) -> None:
     prefix = f"millrace:{{{queue.keys.queue}}}:"
     job = ("a1", "digest", '{"prompt":"3 + 4 ="}', "20", "1", "default", "0", "", "")
-    assert transport.send(("EVAL", script_source("submit"), "1", prefix, *job)) == [b"created"]
+    assert transport.send(("EVAL", SOURCES["submit"], "1", prefix, *job)) == [b"created"]
     assert transport.send(("HGET", prefix + "job:a1", "state")) == b"queued"
     engine.finish(engine.claim_one())
     ((_, entries),) = transport.send(("XREAD", "STREAMS", prefix + "result:a1", "0"))
     assert entries[-1][1][b"state"] == b"finished"
-    assert transport.send(("EVAL", script_source("cancel"), "1", prefix, "a1")) == b"finished"
+    assert transport.send(("EVAL", SOURCES["cancel"], "1", prefix, "a1")) == b"finished"

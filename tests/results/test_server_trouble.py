@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from millrace import AsyncClient, Client
 from millrace.embedded import EmbeddedServer
 from millrace.results import commands
 from millrace.results.connection import as_unavailable, connect, connect_async
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import Append, Event
-from millrace.results.scripts import script_source
+from millrace.results.scripts import SOURCES
 from millrace.results.transport import AsyncTransport, Transport
 from tests.results.engines import Engine, finish_of, submission, submit
 from tests.results.full_queue import FullQueue
@@ -42,7 +43,7 @@ def test_forgotten_scripts_in_a_pipeline_keep_the_order_of_each_job(
     a, b = engine.claim()
     event = Event(offset=0, token_ids=[1], text="x")
     redis_client.script_flush()
-    redis_client.script_load(script_source("finish"))
+    redis_client.script_load(SOURCES["finish"])
     append = Append(job_id=a.job_id, lease=a.lease, offset=0, token_ids=[1], fingerprint="f", event=event)
     assert queue.write([append, finish_of(b), finish_of(a)]) == ["ok", "ok", "ok"]
     assert queue.get("a").text == "x"
@@ -156,3 +157,25 @@ def test_a_server_that_takes_no_more_clients_says_so() -> None:
         with pytest.raises(RedisUnavailable, match="maxclients"):
             FullQueue(second).stats()
         first.close()
+
+
+@pytest.mark.timeout(60)
+async def test_a_server_that_takes_no_more_clients_says_so_to_asyncio_too() -> None:
+    with EmbeddedServer(options={"maxclients": "1"}) as server, connect(server.url) as first:
+        first.ping()
+        async with AsyncClient(server.url) as client:
+            with pytest.raises(RedisUnavailable, match="maxclients"):
+                await client.stats()
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [("redis://127.0.0.1:1", "connection refused"), ("redis://nowhere.invalid", "Name or service not known")],
+)
+async def test_a_server_that_is_not_there_is_named_with_the_reason_and_nothing_else(url: str, reason: str) -> None:
+    expected = rf"^Cannot connect to Redis at {url}[^ ]*: {reason}\. Check --redis or MILLRACE_REDIS_URL\.$"
+    with Client(url) as client, pytest.raises(RedisUnavailable, match=expected):
+        client.stats()
+    async with AsyncClient(url) as async_client:
+        with pytest.raises(RedisUnavailable, match=expected):
+            await async_client.stats()

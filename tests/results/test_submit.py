@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import redis
 
-from millrace.producer.messages import GenerationRequest, SamplingParams, to_submission
+from millrace.producer import GenerationRequest, SamplingParams
+from millrace.producer.wire import to_submission
 from millrace.results.errors import QueueError
 from millrace.results.messages import Submission
 from millrace.results.scripts import Argument, script_command

@@ -10,7 +10,7 @@ import pytest
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.wire.messages import ModelFacts
-from millrace.producer.messages import GenerationRequest, InvalidRequest, SamplingParams
+from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 
 TINY = Path(__file__).resolve().parents[3] / "examples" / "tiny_model"
 FACTS = ModelFacts(

@@ -27,7 +27,7 @@ from millrace.engine_service.serving.service import Service
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import WorkerConfig
-from millrace.producer.messages import GenerationRequest
+from millrace.producer import GenerationRequest
 from millrace.results.connection import connect
 from millrace.results.messages import ClaimedJob, JobId, Lease, Submission
 from millrace.results.writer import Writer

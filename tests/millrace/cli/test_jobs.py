@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -54,6 +55,21 @@ def test_a_terminal_without_the_characters_gets_escapes(millrace: Command, engin
     engine.finish(engine.claim()[0], "weiß")
     ran = python(*millrace.line("tail", "a"), PYTHONIOENCODING="ascii")
     assert (ran.status, ran.out) == (0, "wei\\xdf\n")
+    ran = python(*millrace.line("ls"), PYTHONIOENCODING="ascii")
+    assert (ran.status, ran.out) == (0, "a\tfinished\t5\twei\\xdf\n")
+    ran = python(*millrace.line("get", "a", "--json"), PYTHONIOENCODING="ascii")
+    assert (ran.status, ran.json_lines()[0]["text"]) == (0, "weiß")  # JSON is UTF-8 on any terminal
+
+
+def test_a_terminal_gets_the_text_as_it_is(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.finish(engine.claim()[0], "[red]:fire:")
+    controller, terminal = os.openpty()
+    with os.fdopen(controller, "rb", buffering=0) as shown:
+        command = [sys.executable, *millrace.line("ls")]
+        subprocess.run(command, cwd=ROOT, env=environment(), stdout=terminal, timeout=LIMIT_S, check=True)
+        os.close(terminal)
+        assert b"[red]:fire:" in shown.read(4096)
 
 
 def test_a_stream_is_printed_as_it_comes(millrace: Command, engine: EngineByHand) -> None:
@@ -242,6 +258,14 @@ def test_the_server_comes_from_the_environment_too(millrace: Command, redis_url:
     millrace("submit", "x", "--id", "a")
     ran = python("-P", "-m", "millrace", "get", "a", "--queue", queue_name, MILLRACE_REDIS_URL=redis_url)
     assert ran.out == "a: queued, 0 jobs ahead\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_full_disk_is_one_line(millrace: Command, options: list[str]) -> None:
+    command = [sys.executable, *millrace.line("stats", *options)]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, cwd=ROOT, env=environment(), stdout=full, stderr=subprocess.PIPE, timeout=LIMIT_S)
+    assert (ran.returncode, ran.stderr) == (1, b"millrace: [Errno 28] No space left on device\n")
 
 
 def test_waiting_too_long_is_status_5(millrace: Command) -> None:

@@ -32,6 +32,7 @@ def test_every_line_becomes_a_job(millrace: Command, tmp_path: Path) -> None:
     assert (ran.status, ran.err) == (0, "")
     assert ran.out.split() == [f"j{n}" for n in range(600)]
     assert millrace("stats", "--json").json_lines()[0]["queued"] == 600
+    assert millrace("submit", "--file", str(file), "--json").json_lines()[599] == {"id": "j599"}
 
 
 def test_a_bad_line_is_named_and_stops_nothing(millrace: Command, tmp_path: Path) -> None:
