@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-import msgspec._core
 import pytest
 import torch
 
@@ -17,6 +17,8 @@ from millrace.worker.attention.select import choose_attention
 from millrace.worker.kernels.library import VARIABLE, Kernels, find_kernels, load_library
 
 CPU = torch.device("cpu")
+OTHER = Path(torch.__file__).parent / "lib" / "libc10.so"
+"""A library without our functions."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +68,7 @@ def test_an_instruction_set_that_the_machine_lacks_is_reported_and_replaced(
 
 
 def put_library(directory: Path, content: bytes | Path) -> Path:
-    target = directory / f"_library{kernels_library.EXTENSION_SUFFIXES[0]}"
+    target = directory / f"_library{EXTENSION_SUFFIXES[0]}"
     target.write_bytes(content.read_bytes() if isinstance(content, Path) else content)
     return directory
 
@@ -85,7 +87,7 @@ def test_a_file_that_is_no_library_or_for_another_machine(tmp_path: Path) -> Non
 
 def test_a_library_without_our_functions(tmp_path: Path) -> None:
     with pytest.raises(AttributeError):
-        load_library(put_library(tmp_path, Path(msgspec._core.__file__)))
+        load_library(put_library(tmp_path, OTHER))
 
 
 def test_a_library_of_another_version(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +100,7 @@ def test_without_a_usable_library_one_line_says_what_is_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernels_library, "__file__", str(tmp_path / "library.py"))
-    for content in (None, b"not a library", Path(msgspec._core.__file__)):
+    for content in (None, b"not a library", OTHER):
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
         if content is not None:
