@@ -48,7 +48,10 @@ class DrawCall(ctypes.Structure):
     _fields_ = (
         ("logits", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size")),
-        *((name, ctypes.c_void_p) for name in ("peaks", "temperatures", "floors", "top_k", "top_p", "row_keys", "token_ids")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("peaks", "temperatures", "floors", "top_k", "top_p", "row_keys", "token_ids")
+        ),
         ("num_threads", ctypes.c_int64),
     )
 
