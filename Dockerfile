@@ -2,6 +2,7 @@
 FROM python:3.12-slim AS build
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/millrace
 WORKDIR /src
 
@@ -11,10 +12,14 @@ RUN /opt/millrace/bin/pip install --constraint constraints.txt torch
 
 COPY . .
 RUN /opt/millrace/bin/pip install --constraint constraints.txt '.[engine,gateway]'
+# Elsewhere the compiled kernels are optional; an image must have them.
+RUN ls /opt/millrace/lib/python*/site-packages/millrace/worker/kernels/_library*.so
 
 
 FROM python:3.12-slim
 
+# The compiled kernels need it; not every build of torch brings it under this name.
+RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home --uid 10001 millrace \
     && install -d -o millrace -g millrace /models /home/millrace/.cache/huggingface
 COPY --from=build /opt/millrace /opt/millrace

@@ -18,7 +18,7 @@ help: ## list the verbs
 
 setup: $(STAMP) ## create .venv with all dependencies and the project as an editable install
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt $(wildcard worker/kernels/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "millrace needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -69,5 +69,5 @@ bench: $(STAMP) ## run the benchmarks, write JSON; for example ARGS='--part queu
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove what the verbs created, .venv included
-	rm -rf $(VENV) .redis-6.2 build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .redis-6.2 build dist *.egg-info worker/kernels/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker.counter_rng import exponential_variates, next_keys
+from millrace.worker.kernels import sampling as compiled
+from millrace.worker.kernels.library import Kernels, find_kernels
 from millrace.worker.sampling_rows import SamplingRows
 
 ENTRIES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -26,17 +28,31 @@ TOP_P_WIDTHS = (64, 1024)
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Draw one token for each row of logits [M, V]. Return the ids [M] on the device of the logits, NO_TOKEN for rows whose
     largest logit is NaN or infinite; -inf means that no id was allowed. May change the logits in place."""
-    logits = logits.float()
+    logits = logits.float().contiguous()
     if rows.forbidden:
         indices, token_ids = torch.tensor(rows.forbidden, device=logits.device).unbind(1)
         logits[indices, token_ids] = float("-inf")
-    peaks, token_ids = logits.max(dim=-1)
+    kernels = _kernels_for(logits)
+    if kernels is None:
+        peaks, token_ids = logits.max(dim=-1)
+        _draw_in_parts(logits, peaks, token_ids, rows)
+    else:
+        peaks, token_ids = compiled.argmax(kernels, logits)
+        compiled.draw(kernels, logits, peaks, token_ids, rows)
+    return token_ids.masked_fill_(~peaks.isfinite(), NO_TOKEN)
+
+
+def _kernels_for(logits: Tensor) -> Kernels | None:
+    return find_kernels() if logits.device.type == "cpu" else None
+
+
+def _draw_in_parts(logits: Tensor, peaks: Tensor, token_ids: Tensor, rows: SamplingRows) -> None:
+    """Replace the token ids [M] of rows with temperature > 0."""
     drawn = rows.temperatures.nonzero().squeeze(1)
     rows_at_once = max(1, ENTRIES_AT_ONCE[logits.device.type] // logits.shape[1])
     for part in drawn.split(rows_at_once) if len(drawn) else ():
         where = part.to(logits.device)
         token_ids[where] = _draw(logits[where] - peaks[where].unsqueeze(1), rows.select(part))
-    return token_ids.masked_fill_(~peaks.isfinite(), NO_TOKEN)
 
 
 def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
 import zipfile
 from pathlib import Path
 
+from tests.deploy.conftest import build_wheel
 from tests.processes import FOLDERS as LINKED
 from tests.processes import ROOT
 
@@ -37,6 +39,14 @@ def test_the_image_is_the_command() -> None:
     assert final["STOPSIGNAL"] == "SIGTERM"
 
 
+def test_the_image_has_the_compiled_kernels() -> None:
+    build = instructions(DOCKERFILE[: DOCKERFILE.rindex("\nFROM ")])
+    runs = [rest for word, rest in build if word == "RUN"]
+    assert any("install" in run and " gcc " in run for run in runs), "a compiler"
+    assert any("kernels/_library*.so" in run for run in runs), "a check that they were built"
+    assert any("libgomp1" in rest for word, rest in FINAL_STAGE if word == "RUN"), "what they need at run time"
+
+
 def test_the_build_context_holds_every_package_and_nothing_private() -> None:
     lines = (ROOT / ".dockerignore").read_text().split()
     allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
@@ -56,3 +66,17 @@ def test_the_wheel_carries_the_scripts_and_only_our_packages(wheel: Path) -> Non
     assert scripts
     assert scripts <= names
     assert {name.partition("/")[0] for name in names if not name.startswith("millrace-")} == {"millrace"}
+
+
+KERNELS = "millrace/worker/kernels/_library"
+
+
+def test_the_wheel_carries_the_compiled_kernels(wheel: Path) -> None:
+    compiled = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(KERNELS)]
+    assert len(compiled) == (1 if shutil.which("cc") else 0)
+
+
+def test_a_wheel_can_be_built_without_a_compiler(tmp_path: Path) -> None:
+    names = zipfile.ZipFile(build_wheel(tmp_path, CC="no-compiler-here")).namelist()
+    assert "millrace/worker/kernels/library.py" in names
+    assert not [name for name in names if name.startswith(KERNELS)]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from millrace.worker.attention.compiled import CompiledAttention
 from millrace.worker.attention.cpu import CPUAttention
 from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.reference import ReferenceAttention
 from millrace.worker.errors import ConfigError
+from millrace.worker.kernels.library import find_kernels
 
 
 def choose_attention(name: str, device: torch.device) -> Attention:
@@ -17,7 +19,8 @@ def choose_attention(name: str, device: torch.device) -> Attention:
     if name == "reference":
         return ReferenceAttention()
     if name == "cpu" and device.type == "cpu":
-        return CPUAttention()
+        kernels = find_kernels()
+        return CPUAttention() if kernels is None else CompiledAttention(kernels)
     if name == "cpu":
         raise ConfigError(f'attention "cpu" does not run on {device}: use "auto" or "reference"')
     raise ConfigError(f'unknown attention "{name}": use "auto", "reference" or "cpu"')

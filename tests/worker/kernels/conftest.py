@@ -1,0 +1,28 @@
+"""The compiled kernels with each instruction set that this machine has. Without the library these tests skip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import millrace.worker.kernels.library as kernels_library
+from millrace.worker.kernels.library import Kernels, load_library, supported_instruction_sets
+
+DIRECTORY = Path(kernels_library.__file__).parent
+
+
+def _instruction_sets() -> list[str]:
+    try:
+        return supported_instruction_sets(load_library(DIRECTORY))
+    except OSError:
+        return []
+
+
+@pytest.fixture(params=_instruction_sets())
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    library = load_library(DIRECTORY)
+    library.millrace_choose(request.param.encode())
+    yield Kernels(library, request.param)
+    library.millrace_choose(supported_instruction_sets(library)[0].encode())

@@ -1,0 +1,194 @@
+"""Compiled attention against the reference, over shapes and on every instruction set of this machine."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from millrace.worker.attention.compiled import CompiledAttention
+from millrace.worker.attention.interface import Attention
+from millrace.worker.attention.reference import ReferenceAttention
+from millrace.worker.input_batch import SampledRows, StepBatch
+from millrace.worker.kernels.library import Kernels
+from millrace.worker.kv_pool import KVPool, LayerCache, LayerSpec
+from tests.worker.rows import sampling_rows
+
+NUM_BLOCKS = 600
+CPU = torch.device("cpu")
+
+
+class Shape(NamedTuple):
+    heads: int = 4
+    kv_heads: int = 2
+    key_dim: int = 64
+    value_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+
+
+SHAPES = [
+    Shape(),
+    Shape(block_size=32),
+    Shape(block_size=4),
+    Shape(block_size=5, key_dim=24, value_dim=24),
+    Shape(heads=6, kv_heads=6, key_dim=128, value_dim=128),
+    Shape(heads=8, kv_heads=1, key_dim=80, value_dim=48),
+    Shape(heads=3, kv_heads=1, key_dim=1, value_dim=3),
+    Shape(heads=71, kv_heads=1, key_dim=16, value_dim=16),
+    Shape(heads=2, kv_heads=2, key_dim=257, value_dim=31),
+]
+IN_BF16 = [Shape(dtype=torch.bfloat16), Shape(heads=5, kv_heads=1, key_dim=20, value_dim=33, dtype=torch.bfloat16)]
+
+
+def make_batch(rows: list[tuple[int, int]], block_size: int, seed: int) -> StepBatch:
+    """Rows of (length with this step, tokens fed), in blocks taken at random."""
+    free = random.Random(seed).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
+    tables = torch.zeros(len(rows), max(-(-length // block_size) for length, _ in rows), dtype=torch.int32)
+    positions, slots, starts = [], [], [0]
+    for index, (length, count) in enumerate(rows):
+        num_blocks = -(-length // block_size)
+        tables[index, :num_blocks] = torch.tensor([free.pop() for _ in range(num_blocks)], dtype=torch.int32)
+        fed = torch.arange(length - count, length)
+        positions.append(fed)
+        slots.append(tables[index, fed // block_size] * block_size + fed % block_size)
+        starts.append(starts[-1] + count)
+    return StepBatch(
+        input_ids=torch.zeros(1, starts[-1], dtype=torch.int64),
+        positions=torch.cat(positions).unsqueeze(0),
+        slot_mapping=torch.cat(slots),
+        block_tables=tables,
+        sample_indices=torch.tensor(starts[1:]) - 1,
+        query_starts=starts,
+        kv_lens=[length for length, _ in rows],
+        sampled=SampledRows([], torch.empty(0), sampling_rows([])),
+    )
+
+
+def make_layer(batch: StepBatch, shape: Shape, generator: torch.Generator) -> LayerCache:
+    """A pool with the rows' earlier tokens in it, and NaN everywhere else."""
+    spec = LayerSpec(0, shape.kv_heads, shape.key_dim, shape.value_dim, None)
+    layer = KVPool([spec], NUM_BLOCKS, shape.block_size, shape.dtype, CPU).layers[0]
+    for pool in (layer.keys, layer.values):
+        pool.fill_(float("nan"))
+        for row, length in enumerate(batch.kv_lens):
+            past = torch.arange(length - batch.query_starts[row + 1] + batch.query_starts[row])
+            slots = batch.block_tables[row, past // shape.block_size] * shape.block_size + past % shape.block_size
+            numbers = torch.randn(len(past), shape.kv_heads, pool.shape[-1], generator=generator)
+            pool.flatten(0, 1)[slots] = numbers.to(shape.dtype)
+    return layer
+
+
+def attend(
+    attention: Attention,
+    rows: list[tuple[int, int]],
+    shape: Shape,
+    window: int | None = None,
+    softcap: float | None = None,
+    seed: int = 1,
+) -> tuple[torch.Tensor, LayerCache]:
+    """The output, and the layer with the step's keys and values. The queries lie as transformers makes them."""
+    generator = torch.Generator().manual_seed(seed)
+    batch = make_batch(rows, shape.block_size, seed)
+    layer = make_layer(batch, shape, generator)
+    sizes = ((shape.heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
+    query, key, value = (
+        torch.randn(batch.query_starts[-1], *size, generator=generator).to(shape.dtype).transpose(0, 1)
+        for size in sizes
+    )
+    scaling = shape.key_dim**-0.5
+    return attention.forward(query, key, value, layer, scaling, window, softcap, batch), layer
+
+
+def check(
+    kernels: Kernels,
+    rows: list[tuple[int, int]],
+    shape: Shape,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    expected, layer = attend(ReferenceAttention(), rows, shape, window, softcap)
+    actual, written = attend(CompiledAttention(kernels), rows, shape, window, softcap)
+    assert bool(expected.isfinite().all())
+    rtol, atol = (1e-5, 4e-6) if shape.dtype == torch.float32 else (1e-2, 1e-2)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(written.keys, layer.keys, rtol=0.0, atol=0.0, equal_nan=True)
+    torch.testing.assert_close(written.values, layer.values, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def random_rows(seed: int) -> list[tuple[int, int]]:
+    source = random.Random(seed)
+    lengths = [source.choice([1, 2, 3, 5, 8, 13, 29, 64, 90, 130]) for _ in range(10)]
+    return [(length, source.choice([1, 1, length, source.randint(1, length)])) for length in lengths]
+
+
+@pytest.mark.parametrize("shape", SHAPES + IN_BF16)
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
+def test_it_equals_the_reference(kernels: Kernels, shape: Shape, window: int | None) -> None:
+    check(kernels, random_rows(shape.key_dim), shape, window)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_lengths_at_the_borders_of_blocks_and_spans(kernels: Kernels, block_size: int) -> None:
+    lengths = [*range(1, 20), 31, 32, 33, 127, 128, 129, 143, 144, 145]
+    shape = Shape(block_size=block_size if block_size > 1 else 4, key_dim=32, value_dim=32)
+    check(kernels, [(length, 1) for length in lengths], shape)
+    check(kernels, [(length, min(length, 2)) for length in lengths], shape, window=16)
+
+
+@pytest.mark.parametrize(
+    "rows", [[(1, 1)], [(300, 1)], [(300, 300)], [(300, 17), (1, 1)], [(2, 2), (260, 1), (129, 128)]]
+)
+def test_one_to_three_rows(kernels: Kernels, rows: list[tuple[int, int]]) -> None:
+    for window in (None, 33):
+        check(kernels, rows, Shape(heads=8, kv_heads=2, key_dim=48, value_dim=48), window)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.parametrize("window", [None, 9])
+def test_capped_scores(kernels: Kernels, softcap: float, window: int | None) -> None:
+    for shape in (SHAPES[0], IN_BF16[1]):
+        check(kernels, random_rows(5), shape, window, softcap)
+
+
+def test_large_scores_neither_overflow_nor_lose_their_order(kernels: Kernels) -> None:
+    shape = Shape(key_dim=16, value_dim=16)
+    batch = make_batch([(200, 200)], shape.block_size, 1)
+    query = torch.full((4, 200, 16), 40.0)
+    key = torch.linspace(-40.0, 40.0, 200).view(1, 200, 1).expand(2, 200, 16).contiguous()
+    value = torch.arange(200.0).view(1, 200, 1).expand(2, 200, 16).contiguous()
+    layer = make_layer(batch, shape, torch.Generator())
+    output = CompiledAttention(kernels).forward(query, key, value, layer, 1.0, None, None, batch)
+    torch.testing.assert_close(output, torch.arange(200.0).view(200, 1, 1).expand(200, 4, 16))
+
+
+def test_nan_stays_in_its_own_row(kernels: Kernels) -> None:
+    shape = Shape()
+    batch = make_batch([(40, 1), (50, 1), (20, 5)], shape.block_size, 1)
+    layer = make_layer(batch, shape, torch.Generator().manual_seed(1))
+    query, key, value = torch.ones(4, 7, 64), torch.ones(2, 7, 64), torch.ones(2, 7, 64)
+    query[:, 1] = float("nan")
+    output = CompiledAttention(kernels).forward(query, key, value, layer, 0.1, None, None, batch)
+    assert output.isnan().flatten(1).all(dim=1).tolist() == [False, True, False, False, False, False, False]
+    assert output.isnan().flatten(1).any(dim=1).tolist() == [False, True, False, False, False, False, False]
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_the_threads(kernels: Kernels) -> None:
+    rows = [(90, 1), (130, 70), (33, 1), (300, 1)]
+    whole, _ = attend(CompiledAttention(kernels), rows, Shape())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        again, _ = attend(CompiledAttention(kernels), rows, Shape())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(whole, again)
+
+
+def test_other_dtypes_take_the_torch_path(kernels: Kernels) -> None:
+    shape = Shape(dtype=torch.float64)
+    expected, _ = attend(ReferenceAttention(), random_rows(1), shape)
+    actual, _ = attend(CompiledAttention(kernels), random_rows(1), shape)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

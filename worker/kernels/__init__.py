@@ -1,0 +1,1 @@
+"""Compiled kernels for CPUs. Optional: without them torch computes the same."""

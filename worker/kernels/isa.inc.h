@@ -1,0 +1,31 @@
+/* All kernels for one instruction set. Included once by each isa_*.c, which defines LANES, TABLE and perhaps TARGET. */
+#include "kernels.h"
+
+#include <math.h>
+#include <omp.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+/* The target holds for the functions below, and not for those of the headers above. */
+#if defined(TARGET) && defined(__clang__)
+#define DO_PRAGMA(text) _Pragma(#text)
+#define PUSH_TARGET(target) DO_PRAGMA(clang attribute push(__attribute__((target(target))), apply_to = function))
+PUSH_TARGET(TARGET)
+#elif defined(TARGET)
+#define DO_PRAGMA(text) _Pragma(#text)
+#define PUSH_TARGET(name) DO_PRAGMA(GCC target(name))
+PUSH_TARGET(TARGET)
+#endif
+
+#include "simd.h"
+#include "attention.inc.h"
+#include "sampling.inc.h"
+
+#if defined(TARGET) && defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+const struct kernels TABLE = {attend, argmax, draw};

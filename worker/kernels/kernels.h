@@ -1,0 +1,68 @@
+/* The interface of Millrace's CPU kernels, and the table through which library.c reaches one instruction set's version.
+ *
+ * Each kernel is written once with the vector types of simd.h and compiled once for each instruction set (isa_*.c).
+ * All sizes and strides count elements. Offsets into the KV pool are 64-bit: a pool may exceed 2^31 elements.
+ */
+#ifndef MILLRACE_KERNELS_H
+#define MILLRACE_KERNELS_H
+
+#include <stdint.h>
+
+/* Raise this with every change to this file. library.py refuses a library of another version. */
+#define MILLRACE_KERNELS_VERSION 1
+
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+
+/* Paged attention of one layer and one step. Shapes: R rows, T tokens of all rows one after the other, Hq query heads,
+ * Hkv key and value heads, D and Dv sizes of a key and a value head, N blocks of S tokens, P blocks in a table row. */
+struct attention {
+    const int32_t *query_starts; /* [R + 1], offsets into the T tokens */
+    const int32_t *kv_lens;      /* [R], tokens of the sequence in the pool, those of this step included */
+    const int32_t *block_tables; /* [R, P] */
+    int64_t num_rows, table_width;
+    int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
+    int64_t dtype;  /* of query, key, value, pool and output */
+    int64_t window; /* a token attends to its last `window` positions; 0: to all */
+    float scaling, softcap; /* softcap 0: none */
+    int64_t num_threads;
+    const void *query; /* [Hq, T, D] with these strides; the last one is 1 */
+    int64_t query_head_stride, query_token_stride;
+    const void *key; /* [Hkv, T, D] */
+    int64_t key_head_stride, key_token_stride;
+    const void *value; /* [Hkv, T, Dv] */
+    int64_t value_head_stride, value_token_stride;
+    void *keys;   /* [N, S, Hkv, D], contiguous */
+    void *values; /* [N, S, Hkv, Dv], contiguous */
+    void *output; /* [T, Hq, Dv], contiguous */
+};
+
+/* Random draws. Shapes: M rows, V token ids. */
+struct draws {
+    const float *logits; /* [M, V], contiguous */
+    int64_t num_rows, vocab_size;
+    const float *peaks;        /* [M], the rows' largest logits */
+    const float *temperatures; /* [M], 0: the row is not drawn */
+    const float *floors;       /* [M], log(min_p) */
+    const int64_t *top_k;      /* [M], 0: no limit */
+    const double *top_p;       /* [M], 1: no limit */
+    const int64_t *row_keys;   /* [M], as in counter_rng.py */
+    int64_t *token_ids;        /* [M], before: those of the peaks; after: those drawn */
+    int64_t num_threads;
+};
+
+struct kernels {
+    /* Write the step's keys and values into the pool, then attend. Return 0, or -1 if there is no memory. */
+    int (*attend)(const struct attention *call);
+    /* Find the largest logit of each row and the lowest id that has it. A NaN makes the row's peak NaN. */
+    void (*argmax)(const float *logits, int64_t num_rows, int64_t vocab_size, float *peaks, int64_t *token_ids,
+                   int64_t num_threads);
+    /* Draw a token for each row with a temperature and a finite peak. Return 0, or -1 if there is no memory. */
+    int (*draw)(const struct draws *call);
+};
+
+extern const struct kernels kernels_generic;
+#if defined(__x86_64__)
+extern const struct kernels kernels_avx2, kernels_avx512;
+#endif
+
+#endif

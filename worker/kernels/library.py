@@ -1,0 +1,125 @@
+"""Loads the compiled kernels, and mirrors the structures of kernels.h."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from dataclasses import dataclass
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+# The library needs libgomp. Loaded after torch it shares torch's copy and its threads.
+import torch
+
+logger = logging.getLogger("millrace.worker")
+
+VERSION = 1
+"""MILLRACE_KERNELS_VERSION of kernels.h."""
+INSTRUCTION_SETS = ("avx512", "avx2", "generic")
+"""The best first."""
+VARIABLE = "MILLRACE_KERNELS"
+"""Environment variable: "auto", an instruction set, or "none" for torch alone."""
+
+_WITHOUT = "attention and sampling on the CPU run through torch, which is slower"
+
+
+class AttentionCall(ctypes.Structure):
+    """`struct attention`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query_starts", "kv_lens", "block_tables")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "table_width")),
+        *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size")),
+        *((name, ctypes.c_int64) for name in ("dtype", "window")),
+        *((name, ctypes.c_float) for name in ("scaling", "softcap")),
+        ("num_threads", ctypes.c_int64),
+        *(("query", ctypes.c_void_p), ("query_head_stride", ctypes.c_int64), ("query_token_stride", ctypes.c_int64)),
+        *(("key", ctypes.c_void_p), ("key_head_stride", ctypes.c_int64), ("key_token_stride", ctypes.c_int64)),
+        *(("value", ctypes.c_void_p), ("value_head_stride", ctypes.c_int64), ("value_token_stride", ctypes.c_int64)),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "output")),
+    )
+
+
+class DrawCall(ctypes.Structure):
+    """`struct draws`."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("peaks", "temperatures", "floors", "top_k", "top_p", "row_keys", "token_ids")
+        ),
+        ("num_threads", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The loaded library, and the instruction set that it uses."""
+
+    library: ctypes.CDLL
+    instruction_set: str
+
+    def attend(self, call: AttentionCall) -> None:
+        """Raises `MemoryError`."""
+        _check(self.library.millrace_attend(ctypes.byref(call)))
+
+    def draw(self, call: DrawCall) -> None:
+        """Raises `MemoryError`."""
+        _check(self.library.millrace_draw(ctypes.byref(call)))
+
+
+@cache
+def find_kernels() -> Kernels | None:
+    """Return the kernels, or None if torch has to do their work. The first call logs which it is."""
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted not in ("auto", "none", *INSTRUCTION_SETS):
+        logger.warning(
+            '%s is "%s": it must be auto, none, %s; using auto', VARIABLE, wanted, ", ".join(INSTRUCTION_SETS)
+        )
+        wanted = "auto"
+    if wanted == "none":
+        logger.info("%s is none: %s", VARIABLE, _WITHOUT)
+        return None
+    try:
+        library = load_library(Path(__file__).parent)
+    except (OSError, AttributeError) as error:
+        logger.warning("there are no compiled kernels, so %s: %.200s", _WITHOUT, error)
+        return None
+    supported = supported_instruction_sets(library)
+    if wanted != "auto" and wanted not in supported:
+        logger.warning("%s is %s, which this machine does not have: using %s", VARIABLE, wanted, supported[0])
+    kernels = Kernels(library, wanted if wanted in supported else supported[0])
+    library.millrace_choose(kernels.instruction_set.encode())
+    logger.info("compiled kernels: %s, %d threads", kernels.instruction_set, torch.get_num_threads())
+    return kernels
+
+
+def load_library(directory: Path) -> ctypes.CDLL:
+    """Load the library in a directory. Raises `OSError`, and `AttributeError` for a library without our functions."""
+    found = [path for suffix in EXTENSION_SUFFIXES if (path := directory / f"_library{suffix}").exists()]
+    if not found:
+        raise OSError("they were not built: install a C compiler, and Millrace again")
+    library = ctypes.CDLL(str(found[0]))
+    if (version := library.millrace_version()) != VERSION:
+        raise OSError(f"{found[0].name} is version {version} instead of {VERSION}: install Millrace again")
+    library.millrace_choose.restype = None
+    library.millrace_argmax.restype = None
+    library.millrace_argmax.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+    )
+    return library
+
+
+def supported_instruction_sets(library: ctypes.CDLL) -> list[str]:
+    """Return those of INSTRUCTION_SETS that this machine has."""
+    return [name for name in INSTRUCTION_SETS if library.millrace_supports(name.encode())]
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        raise MemoryError("the compiled kernels have no memory for their intermediate results")

@@ -1,0 +1,296 @@
+/* Row argmax, and random draws in one pass: the rules are those of sampler.py and counter_rng.py. */
+
+enum { NUM_BUCKETS = 1024, HALF = LANES / 2 };
+
+typedef uint64_t vu __attribute__((vector_size(LANES * 4))); /* HALF lanes */
+
+static inline int any_lane(vi mask)
+{
+#if LANES == 16
+    return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif LANES == 8
+    return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+    return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
+#endif
+}
+
+static inline vi pick_int(vi mask, vi a, vi b)
+{
+    return (mask & a) | (~mask & b);
+}
+
+static inline vi first_ints(void)
+{
+    vi ints;
+    for (int i = 0; i < LANES; i++)
+        ints[i] = i;
+    return ints;
+}
+
+/* --- argmax --- */
+
+static void argmax_row(const float *logits, int64_t vocab_size, float *peak, int64_t *token_id)
+{
+    vf best = splat(-INFINITY);
+    vi best_ids = {0}, ids = first_ints(), has_nan = {0};
+    int64_t i = 0;
+    for (; i + LANES <= vocab_size; i += LANES, ids += LANES) {
+        vf x = load(logits + i);
+        vi is_better = x > best; /* not >=: of equal logits the first wins */
+        best = pick(is_better, x, best);
+        best_ids = pick_int(is_better, ids, best_ids);
+        has_nan |= x != x;
+    }
+    *peak = best[0];
+    *token_id = best_ids[0];
+    int is_nan = any_lane(has_nan);
+    for (int lane = 1; lane < LANES; lane++)
+        if (best[lane] > *peak || (best[lane] == *peak && best_ids[lane] < *token_id)) {
+            *peak = best[lane];
+            *token_id = best_ids[lane];
+        }
+    for (; i < vocab_size; i++) {
+        is_nan |= logits[i] != logits[i];
+        if (logits[i] > *peak) {
+            *peak = logits[i];
+            *token_id = i;
+        }
+    }
+    if (is_nan)
+        *peak = NAN;
+}
+
+static void argmax(const float *logits, int64_t num_rows, int64_t vocab_size, float *peaks, int64_t *token_ids,
+                   int64_t num_threads)
+{
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t row = 0; row < num_rows; row++)
+        argmax_row(logits + row * vocab_size, vocab_size, peaks + row, token_ids + row);
+}
+
+/* --- floors of top_k and top_p --- */
+
+struct entry {
+    float scaled, mass;
+};
+
+/* What one thread works with while it draws for a row. */
+struct draw_scratch {
+    float *scaled;         /* [V], (logit - peak) / temperature: at most 0 */
+    float *masses;         /* [V], exp(scaled) */
+    struct entry *entries; /* [V], those of one bucket */
+    double buckets[NUM_BUCKETS];
+};
+
+static int compare_entries(const void *a, const void *b)
+{
+    float x = ((const struct entry *)a)->scaled, y = ((const struct entry *)b)->scaled;
+    return (x < y) - (x > y); /* the largest first */
+}
+
+/* Buckets divide [low, 0] evenly; bucket 0 has the largest entries. What is below `low` is in none. */
+static inline int64_t bucket_of(float scaled, float low, float per_unit)
+{
+    if (!(scaled >= low))
+        return -1;
+    int64_t bucket = (int64_t)(-scaled * per_unit);
+    return bucket < NUM_BUCKETS ? bucket : NUM_BUCKETS - 1;
+}
+
+/* Return the largest entry such that it and the larger ones have a mass of `target`; `low` if all have less. The mass of
+ * an entry is in `masses`, or 1 if that is NULL. Only the entries of the bucket that reaches the target are sorted. */
+static float entry_reaching(struct draw_scratch *s, const float *masses, int64_t vocab_size, float low, double target)
+{
+    float per_unit = NUM_BUCKETS / -low;
+    memset(s->buckets, 0, sizeof s->buckets);
+    for (int64_t i = 0; i < vocab_size; i++) {
+        int64_t bucket = bucket_of(s->scaled[i], low, per_unit);
+        if (bucket >= 0)
+            s->buckets[bucket] += masses ? masses[i] : 1.0;
+    }
+    double reached = 0;
+    int64_t crossing = 0, count = 0;
+    while (crossing < NUM_BUCKETS && reached + s->buckets[crossing] < target)
+        reached += s->buckets[crossing++];
+    if (crossing == NUM_BUCKETS)
+        return low;
+    for (int64_t i = 0; i < vocab_size; i++)
+        if (bucket_of(s->scaled[i], low, per_unit) == crossing)
+            s->entries[count++] = (struct entry){s->scaled[i], masses ? masses[i] : 1.0f};
+    qsort(s->entries, count, sizeof(struct entry), compare_entries);
+    for (int64_t i = 0; i < count; i++) {
+        reached += s->entries[i].mass;
+        if (reached >= target)
+            return s->entries[i].scaled;
+    }
+    return s->entries[count - 1].scaled; /* another order of summation than in the bucket */
+}
+
+static float top_k_floor(struct draw_scratch *s, int64_t vocab_size, int64_t top_k, float floor)
+{
+    const float farthest = -64.0f; /* entries below it are rare candidates, and would make the buckets too wide */
+    if (floor >= 0)
+        return floor;
+    float kth = entry_reaching(s, NULL, vocab_size, floor > farthest ? floor : farthest, (double)top_k);
+    if (kth > farthest)
+        return kth > floor ? kth : floor;
+    int64_t count = 0; /* fewer than top_k in the buckets: sort all */
+    for (int64_t i = 0; i < vocab_size; i++)
+        s->entries[count++] = (struct entry){s->scaled[i], 1.0f};
+    qsort(s->entries, count, sizeof(struct entry), compare_entries);
+    return s->entries[top_k - 1].scaled > floor ? s->entries[top_k - 1].scaled : floor;
+}
+
+/* Fill the masses of entries that reach the floor; the others have none. Return their sum. */
+static double fill_masses(struct draw_scratch *s, int64_t vocab_size, float floor)
+{
+    enum { PART = 16 * LANES }; /* sums of more would lose digits in float32 */
+    double total = 0;
+    int64_t i = 0;
+    for (; i + PART <= vocab_size; i += PART) {
+        vf sum = {0};
+        for (int64_t j = i; j < i + PART; j += LANES) {
+            vf scaled = load(s->scaled + j);
+            vf mass = pick(scaled >= splat(floor), v_exp(scaled), splat(0.0f));
+            store(s->masses + j, mass);
+            sum += mass;
+        }
+        total += sum_of_lanes(sum);
+    }
+    for (; i < vocab_size; i++)
+        total += s->masses[i] = s->scaled[i] >= floor ? expf(s->scaled[i]) : 0.0f;
+    return total;
+}
+
+static float top_p_floor(struct draw_scratch *s, int64_t vocab_size, double top_p, float floor)
+{
+    if (floor >= 0)
+        return floor;
+    double total = fill_masses(s, vocab_size, floor);
+    /* V entries below exp(low) have less than (1 - top_p) of the total: the nucleus ends before them. */
+    float low = (float)log(fmax((1 - top_p) * total / (double)vocab_size, 1e-30)) - 0.01f;
+    low = floor > low ? floor : low;
+    return entry_reaching(s, s->masses, vocab_size, low, top_p * total);
+}
+
+/* --- draws --- */
+
+static inline uint64_t mix64(uint64_t bits)
+{
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EBu;
+    return bits ^ bits >> 31;
+}
+
+static inline vu v_mix64(vu bits)
+{
+    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;
+    bits = (bits ^ bits >> 27) * 0x94D049BB133111EBu;
+    return bits ^ bits >> 31;
+}
+
+static const uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15u;
+
+/* Return the scaled logit minus the logarithm of the token's exponential variate, rounded as counter_rng.py does. */
+static float score_token(float scaled, uint64_t row_key, int64_t token_id)
+{
+    uint64_t bits = mix64(row_key + (uint64_t)(token_id + 1) * GOLDEN_GAMMA);
+    float uniform = ((float)(int64_t)(bits >> 11) + 0.5f) * 0x1p-53f;
+    uniform = uniform < 1.0f - 0x1p-24f ? uniform : 1.0f - 0x1p-24f;
+    return scaled - logf(-log1pf(-uniform));
+}
+
+/* Return the upper 31 bits of LANES tokens' random bits as floats in [0, 1], beginning with the increments given. */
+static inline vf uniforms(uint64_t state, const vu *increments)
+{
+    vi low = (vi)v_mix64(increments[0] + state), high = (vi)v_mix64(increments[1] + state);
+#if LANES == 16
+    vi upper = SHUFFLE(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif LANES == 8
+    vi upper = SHUFFLE(low, high, 1, 3, 5, 7, 9, 11, 13, 15);
+#else
+    vi upper = SHUFFLE(low, high, 1, 3, 5, 7);
+#endif
+    return __builtin_convertvector(upper >> 1 & 0x7fffffff, vf) * splat(0x1p-31f);
+}
+
+/* Return the token with the best score among those that reach the floor; of equal scores the lowest id.
+ *
+ * Most tokens are refused without a logarithm. With the exponential variate E = -log(1 - u) >= u, a score above `best`
+ * needs u < exp(scaled - best) = 2^y, and 2^y <= (1 + fraction of y) * 2^(whole part of y), which is the float with the
+ * bits (y + 127) * 2^23. A small margin covers the rounding. */
+static int64_t best_token(const float *scaled, int64_t vocab_size, float floor, uint64_t row_key, int64_t first_guess)
+{
+    int64_t best_id = first_guess;
+    float best = score_token(scaled[first_guess], row_key, first_guess);
+    vu increments[2];
+    for (int i = 0; i < HALF; i++) {
+        increments[0][i] = (uint64_t)(i + 1) * GOLDEN_GAMMA;
+        increments[1][i] = (uint64_t)(i + 1 + HALF) * GOLDEN_GAMMA;
+    }
+    for (int64_t i = 0; i < vocab_size; i += LANES) {
+        int64_t count = vocab_size - i < LANES ? vocab_size - i : LANES;
+        vi candidates = ~(vi){0};
+        if (count == LANES) {
+            vf x = load(scaled + i);
+            candidates = x >= splat(floor);
+            if (!any_lane(candidates))
+                continue;
+            vf y = (x - splat(best)) * splat(1.44269504f) + splat(1e-4f);
+            y = pick(y > splat(-126.0f), y, splat(-126.0f));
+            y = pick(y < splat(1.0f), y, splat(1.0f));
+            vf bound = (vf)__builtin_convertvector((y + splat(127.0f)) * splat(0x1p23f), vi);
+            candidates &= uniforms(row_key + (uint64_t)i * GOLDEN_GAMMA, increments) < bound;
+            if (!any_lane(candidates))
+                continue;
+        }
+        for (int lane = 0; lane < count; lane++) {
+            if (!candidates[lane] || !(scaled[i + lane] >= floor))
+                continue;
+            float score = score_token(scaled[i + lane], row_key, i + lane);
+            if (score > best || (score == best && i + lane < best_id)) {
+                best = score;
+                best_id = i + lane;
+            }
+        }
+    }
+    return best_id;
+}
+
+static void draw_row(const struct draws *c, struct draw_scratch *s, int64_t row)
+{
+    if (c->temperatures[row] == 0 || !isfinite(c->peaks[row]))
+        return;
+    const float *logits = c->logits + row * c->vocab_size;
+    float peak = c->peaks[row], temperature = fmaxf(c->temperatures[row], 0x1p-126f), floor = c->floors[row];
+    for (int64_t i = 0; i < c->vocab_size; i++)
+        s->scaled[i] = (logits[i] - peak) / temperature;
+    if (c->top_k[row] > 0 && c->top_k[row] < c->vocab_size)
+        floor = top_k_floor(s, c->vocab_size, c->top_k[row], floor);
+    if (c->top_p[row] < 1.0)
+        floor = top_p_floor(s, c->vocab_size, c->top_p[row], floor);
+    c->token_ids[row] = best_token(s->scaled, c->vocab_size, floor, (uint64_t)c->row_keys[row], c->token_ids[row]);
+}
+
+static int draw(const struct draws *c)
+{
+    size_t per_thread = (sizeof(float) * 2 + sizeof(struct entry)) * c->vocab_size;
+    int is_out_of_memory = 0;
+#pragma omp parallel num_threads(c->num_threads)
+    {
+        struct draw_scratch s;
+        s.scaled = malloc(per_thread);
+        s.masses = s.scaled + c->vocab_size;
+        s.entries = (struct entry *)(s.masses + c->vocab_size);
+        if (s.scaled == NULL)
+#pragma omp atomic write
+            is_out_of_memory = 1;
+#pragma omp for schedule(dynamic)
+        for (int64_t row = 0; row < c->num_rows; row++)
+            if (s.scaled != NULL)
+                draw_row(c, &s, row);
+        free(s.scaled);
+    }
+    return is_out_of_memory ? -1 : 0;
+}

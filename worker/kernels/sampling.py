@@ -1,0 +1,47 @@
+"""Argmax and random draws through the compiled kernels. The rules are those of `millrace.worker.sampler`.
+
+Shapes: M rows, V token ids.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from millrace.worker.counter_rng import next_keys
+from millrace.worker.kernels.library import DrawCall, Kernels
+from millrace.worker.sampling_rows import SamplingRows
+
+
+def argmax(kernels: Kernels, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the peaks [M] of contiguous float32 logits [M, V], and the lowest ids [M] that have them. A row with a NaN has
+    the peak NaN."""
+    num_rows, vocab_size = logits.shape
+    peaks, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    kernels.library.millrace_argmax(
+        *(logits.data_ptr(), num_rows, vocab_size),
+        *(peaks.data_ptr(), token_ids.data_ptr(), torch.get_num_threads()),
+    )
+    return peaks, token_ids
+
+
+def draw(kernels: Kernels, logits: Tensor, peaks: Tensor, token_ids: Tensor, rows: SamplingRows) -> None:
+    """Replace the token ids [M] of rows with temperature > 0 and a finite peak. Logits are contiguous float32 [M, V]."""
+    if not bool(rows.temperatures.any()):
+        return
+    floors = rows.min_p.log()
+    row_keys = next_keys(rows.streams, rows.output_positions)
+    call = DrawCall(
+        logits=logits.data_ptr(),
+        num_rows=logits.shape[0],
+        vocab_size=logits.shape[1],
+        peaks=peaks.data_ptr(),
+        temperatures=rows.temperatures.data_ptr(),
+        floors=floors.data_ptr(),
+        top_k=rows.top_k.data_ptr(),
+        top_p=rows.top_p.data_ptr(),
+        row_keys=row_keys.data_ptr(),
+        token_ids=token_ids.data_ptr(),
+        num_threads=torch.get_num_threads(),
+    )
+    kernels.draw(call)

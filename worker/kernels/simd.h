@@ -1,0 +1,136 @@
+/* Vectors of LANES floats, in the vector extensions of GCC and Clang: the compiler chooses the instructions.
+ *
+ * isa_*.c defines LANES before it includes this file. C has no `?:` for vectors, so `pick` does it with masks, which
+ * compilers turn into blends. NaN must survive all of these functions: a row with a NaN is reported by the sampler.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef float vf __attribute__((vector_size(LANES * 4)));
+typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+
+static inline vf load(const float *from)
+{
+    vf loaded; /* memcpy: the address need not be aligned */
+    memcpy(&loaded, from, sizeof loaded);
+    return loaded;
+}
+
+static inline void store(float *to, vf stored)
+{
+    memcpy(to, &stored, sizeof stored);
+}
+
+static inline vf splat(float number)
+{
+    return number - (vf){0};
+}
+
+/* Lane by lane: `a` where the mask is -1, `b` where it is 0. */
+static inline vf pick(vi mask, vf a, vf b)
+{
+    return (vf)((mask & (vi)a) | (~mask & (vi)b));
+}
+
+static inline vf larger(vf a, vf b)
+{
+    return pick(a > b, a, b);
+}
+
+static inline float largest_lane(vf lanes)
+{
+    float largest = lanes[0];
+    for (int i = 1; i < LANES; i++)
+        largest = lanes[i] > largest ? lanes[i] : largest;
+    return largest;
+}
+
+static inline float sum_of_lanes(vf lanes)
+{
+    float sum = 0;
+    for (int i = 0; i < LANES; i++)
+        sum += lanes[i];
+    return sum;
+}
+
+/* exp with a relative error of about 1e-7. Below -87 the result is about 1e-38 instead of a denormal or 0. */
+static inline vf v_exp(vf x)
+{
+    x = pick(x < splat(-87.0f), splat(-87.0f), x);
+    x = pick(x > splat(88.0f), splat(88.0f), x);
+    /* x = n * ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer, which is in the low bits. */
+    const vf rounder = splat(12582912.0f);
+    vf shifted = x * splat(1.44269504f) + rounder;
+    vf n = shifted - rounder;
+    vf r = x - n * splat(0.693359375f) + n * splat(2.12194440e-4f); /* ln 2 in two parts: the first is exact */
+    /* Taylor's series to r^7: its error is below half a unit in the last place. */
+    vf p = splat(1.0f / 5040);
+    p = p * r + splat(1.0f / 720);
+    p = p * r + splat(1.0f / 120);
+    p = p * r + splat(1.0f / 24);
+    p = p * r + splat(1.0f / 6);
+    p = p * r + splat(0.5f);
+    p = p * r + splat(1.0f);
+    p = p * r + splat(1.0f);
+    vi exponent = ((vi)shifted - (vi)rounder + 127) << 23; /* the float 2^n */
+    return p * (vf)exponent;
+}
+
+static inline vf v_tanh(vf x)
+{
+    return splat(1.0f) - splat(2.0f) / (v_exp(x + x) + splat(1.0f));
+}
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
+/* In groups of 2 * half lanes: the first half from `a`, the second from `b`. FROM chooses which half of theirs. */
+#define LANE(i, half, from) ((i) / (2 * (half)) * 2 * (half) + (i) % (half) + (from) + ((i) / (half) % 2) * LANES)
+#define LANES_4(i, half, from) LANE(i, half, from), LANE(i + 1, half, from), LANE(i + 2, half, from), LANE(i + 3, half, from)
+#if LANES == 16
+#define ALL_LANES(half, from) \
+    LANES_4(0, half, from), LANES_4(4, half, from), LANES_4(8, half, from), LANES_4(12, half, from)
+#elif LANES == 8
+#define ALL_LANES(half, from) LANES_4(0, half, from), LANES_4(4, half, from)
+#else
+#define ALL_LANES(half, from) LANES_4(0, half, from)
+#endif
+#define ADD_HALVES(half) \
+    for (int i = 0; i < half; i++) \
+        v[i] = SHUFFLE(v[i], v[i + half], ALL_LANES(half, 0)) + SHUFFLE(v[i], v[i + half], ALL_LANES(half, half))
+
+/* Return the sums of LANES vectors: lane i is the sum of v[i]'s lanes. Each line halves the number of vectors. */
+static inline vf sums_of_lanes(vf v[LANES])
+{
+#if LANES == 16
+    _Pragma("GCC unroll 8") ADD_HALVES(8);
+#endif
+#if LANES >= 8
+    _Pragma("GCC unroll 8") ADD_HALVES(4);
+#endif
+    _Pragma("GCC unroll 8") ADD_HALVES(2);
+    _Pragma("GCC unroll 8") ADD_HALVES(1);
+    return v[0];
+}
+
+/* bfloat16 is the upper half of a float32. */
+static inline float from_bf16(uint16_t number)
+{
+    uint32_t bits = (uint32_t)number << 16;
+    float widened;
+    memcpy(&widened, &bits, sizeof widened);
+    return widened;
+}
+
+/* Round to nearest, ties to even. A NaN stays one. */
+static inline uint16_t to_bf16(float number)
+{
+    uint32_t bits;
+    memcpy(&bits, &number, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return number == number ? (uint16_t)rounded : 0x7fc0;
+}
