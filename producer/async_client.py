@@ -51,7 +51,7 @@ class AsyncClient:
         if arguments.durability(durability) != "memory":  # to be confirmed
             return (await self.submit_many([request], batch=batch, durability=durability))[0]
         job = to_submission(request, batch=arguments.new_batch(batch))
-        (outcome,) = replies.decode_list(await self._transport.send(commands.submit(self._keys, [job])))
+        (outcome,) = replies.outcomes(await self._transport.send(commands.submit(self._keys, [job])))
         return submitted(job, outcome)
 
     async def submit_many(

@@ -15,6 +15,7 @@ from millrace.results.durability import check_confirmed, confirmation
 from millrace.results.errors import JobConflict, QueueFull
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import Submission
+from millrace.results.replies import Outcome
 from millrace.results.scripts import Command
 from millrace.results.transport import Reply
 
@@ -39,16 +40,15 @@ def batches(submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
         yield together
 
 
-def submitted(job: Submission, outcome: str) -> str:
+def submitted(job: Submission, outcome: Outcome) -> str:
     """Return the id of a job that was sent alone, from the answer. Raises InvalidRequest, JobConflict or QueueFull."""
-    if outcome in ("created", "exists"):
+    if outcome.is_accepted:
         return job.job_id
-    if outcome == "conflict":
+    if outcome.kind == "conflict":
         raise JobConflict([job.job_id])
     if invalid := refusal(job.job_id, outcome):
         raise invalid
-    _, limit, value = outcome.split(" ")
-    raise QueueFull(limit, value, [], [job.job_id])
+    raise QueueFull(outcome.name, outcome.limit, [], [job.job_id])
 
 
 class SubmitCall:
@@ -90,24 +90,24 @@ class SubmitCall:
 
     def feed(self, answers: list[Reply], confirmed: Reply = None) -> None:
         """Take the answers to those commands. Raises QueueFull, after which nothing more is to be sent, and NotDurable."""
-        outcomes = [outcome for answer in answers for outcome in replies.decode_list(answer)]
+        outcomes = [outcome for answer in answers for outcome in replies.outcomes(answer)]
         job_ids = [job.job_id for batch in self._sent for job in batch]
-        refused: dict[str, str] = {}
+        refused: dict[str, Outcome] = {}
         for index, (job_id, outcome) in enumerate(zip(job_ids, outcomes, strict=True), start=self._num_answered):
-            if outcome.startswith("full "):
+            if outcome.kind == "full":
                 refused[job_id] = outcome
                 continue
             if invalid := refusal(job_id, outcome):
                 self._invalid.append((index, invalid))
                 continue
             self.job_ids.append(job_id)
-            (self._conflicting if outcome == "conflict" else self._accepted).append(job_id)
+            (self._conflicting if outcome.kind == "conflict" else self._accepted).append(job_id)
         self._num_answered += len(job_ids)
         if self.confirmation:
             check_confirmed(self._durability, confirmed, self._accepted)
         if refused:
-            _, limit, value = next(iter(refused.values())).split(" ")
-            raise QueueFull(limit, value, self._accepted, list(refused))
+            first = next(iter(refused.values()))
+            raise QueueFull(first.name, first.limit, self._accepted, list(refused))
 
     def end(self) -> list[str]:
         """Return the ids of all jobs, in order. Raises the error of the first request that could not be sent, InvalidRequest

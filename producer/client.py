@@ -67,7 +67,7 @@ class Client:
         if arguments.durability(durability) != "memory":  # to be confirmed
             return self.submit_many([request], batch=batch, durability=durability)[0]
         job = to_submission(request, batch=arguments.new_batch(batch))
-        (outcome,) = replies.decode_list(self._transport.send(commands.submit(self._keys, [job])))
+        (outcome,) = replies.outcomes(self._transport.send(commands.submit(self._keys, [job])))
         return submitted(job, outcome)
 
     def submit_many(

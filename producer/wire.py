@@ -23,6 +23,7 @@ from millrace.producer.errors import InvalidRequest, PayloadTooLarge
 from millrace.producer.request import ID_PATTERN, GenerationRequest
 from millrace.producer.sampling import SamplingParams
 from millrace.results.messages import DEFAULT_RETRIES, JobId, Submission
+from millrace.results.replies import Outcome
 
 MAX_BODY_BYTES = 1024 * 1024
 DEFAULT_COST_TOKENS = 1024
@@ -110,21 +111,20 @@ def _too_deep() -> InvalidRequest:
     return InvalidRequest("body", f"is nested too deeply; at most {MAX_DEPTH} levels of objects and lists are allowed")
 
 
-def refusal(job_id: str, outcome: str) -> InvalidRequest | None:
-    """Return the error for the queue's answers "invalid <field>" and "oversized <limit> <value>"; None for other answers.
+def refusal(job_id: str, outcome: Outcome) -> InvalidRequest | None:
+    """Return the error for a job that is invalid or oversized; None for another outcome.
 
     A checked request can only be invalid because of its times: the server compares run_at with its own clock.
     """
-    kind, _, detail = outcome.partition(" ")
-    if kind == "oversized":
-        limit, _, value = detail.partition(" ")
+    if outcome.kind == "oversized":
+        limit, value = outcome.name, outcome.limit
         rule = f"the prompt and max_tokens of job {job_id!r} are more tokens than the queue's limit {limit}, {value}"
         return InvalidRequest("max_tokens", f"{rule}; ask for fewer, or raise {limit} in the queue's settings")
-    if kind != "invalid":
+    if outcome.kind != "invalid":
         return None
-    if detail == "deadline_ms":
+    if outcome.name == "deadline_ms":
         return InvalidRequest("deadline_s", f"is over before job {job_id!r} may start; see its run_at")
-    return InvalidRequest(detail, f"of job {job_id!r} is refused by the scripts of the queue")
+    return InvalidRequest(outcome.name, f"of job {job_id!r} is refused by the scripts of the queue")
 
 
 def _milliseconds(seconds: float | None) -> int | None:

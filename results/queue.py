@@ -26,6 +26,7 @@ from millrace.results.messages import (
     Submission,
     Write,
 )
+from millrace.results.replies import Outcome
 from millrace.results.scripts import Argument, Command, script_command
 from millrace.results.server_check import check_server
 from millrace.results.transport import Transport
@@ -46,11 +47,9 @@ class JobQueue:
         self._client = client
         self._transport = Transport(client)
 
-    def submit(self, submissions: Sequence[Submission]) -> list[str]:
-        """Return for each job: "created", "exists" (the same job is known), "conflict" (another job has the id), "full
-        <limit> <value>" or "oversized <limit> <value>" (not taken because of that limit) or "invalid <field>" (not taken;
-        the Python clients get only "invalid deadline_ms", for a deadline before run_at)."""
-        return replies.decode_list(self._transport.send(commands.submit(self.keys, submissions)))
+    def submit(self, submissions: Sequence[Submission]) -> list[Outcome]:
+        """Return the outcome of each job. A checked request is "invalid" only for a deadline before its run_at."""
+        return replies.outcomes(self._transport.send(commands.submit(self.keys, submissions)))
 
     def read_inbox(
         self, after: str, count: int, block_ms: int | None = None, *, max_body_bytes: int = MAX_INBOX_BYTES
@@ -64,11 +63,9 @@ class JobQueue:
             reply = self._run("inbox", after, count, MAX_INBOX_BYTES, max_body_bytes)
         return replies.inbox_entries(reply)
 
-    def accept(self, entry_id: str, submission: Submission) -> str:
-        """Turn an inbox entry into a job. Returns an outcome of `submit`, or "taken" when another engine had the entry. At a
-        limit, and when it is invalid, the entry stays in the inbox."""
-        reply: bytes = self._transport.send(commands.accept(self.keys, entry_id, submission))
-        return reply.decode()
+    def accept(self, entry_id: str, submission: Submission) -> Outcome:
+        """Turn an inbox entry into a job. At a limit, and when it is invalid, the entry stays in the inbox."""
+        return replies.outcome(self._transport.send(commands.accept(self.keys, entry_id, submission)))
 
     def reject(self, entry_id: str, job_id: JobId | None, raw: bytes, error: JobError) -> str:
         """Turn an inbox entry into a failed job, "failed", or into a rejected entry, "rejected", when it has no usable id or

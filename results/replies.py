@@ -59,6 +59,40 @@ def text(raw: bytes) -> str:
     return raw.decode(errors="replace")
 
 
+OutcomeKind = Literal["created", "exists", "conflict", "taken", "full", "oversized", "invalid"]
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """The answer of the queue to one submitted job."""
+
+    kind: OutcomeKind
+    """"exists": the same job is known; "conflict": another job has the id; "taken": another engine had the inbox entry. Not
+    taken: "full", at a limit that may allow the job later; "oversized", its cost alone exceeds the limit; "invalid"."""
+    name: str = ""
+    """Of the limit that refuses the job, or of the invalid field."""
+    limit: str = ""
+    """The value of that limit."""
+
+    @property
+    def is_accepted(self) -> bool:
+        return self.kind in ("created", "exists")
+
+
+def outcome(reply: bytes) -> Outcome:
+    kind, _, rest = text(reply).partition(" ")
+    if kind not in get_args(OutcomeKind):
+        raise QueueError(f"the script answers {kind!r} to a submission; the queue's scripts are of another version")
+    name, _, limit = rest.partition(" ")
+    return Outcome(kind, name, limit)  # type: ignore[arg-type]  # checked above
+
+
+def outcomes(reply: Sequence[bytes]) -> list[Outcome]:
+    return [_CREATED if one == b"created" else outcome(one) for one in reply]
+
+
+_CREATED = Outcome("created")
+
+
 def claim(reply: list[Any]) -> Claim:
     num_ready, num_set_aside, *jobs = reply
     return Claim(jobs=[_claimed_job(fields) for fields in jobs], num_ready=num_ready, num_set_aside=num_set_aside)

@@ -17,6 +17,7 @@ from millrace.producer.wire import MAX_BODY_BYTES, parse_body, refusal, to_submi
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import InboxEntry, JobError, Submission
 from millrace.results.queue import JobQueue
+from millrace.results.replies import Outcome
 
 logger = logging.getLogger("millrace.engine")
 
@@ -30,7 +31,9 @@ _REST = 10
 """The pause between two passes over all waiting entries, in durations of such a pass."""
 _MAX_REST_S = 10.0
 _MAX_REPORTED = 1000
-_QUEUE_IS_FULL = "full max_queued_jobs"
+_QUEUE_LIMIT = "max_queued_jobs"
+_STAYS = Outcome("full")
+"""Of an entry that was not tried, or whose attempt failed."""
 
 
 class _TenantLimits:
@@ -43,10 +46,10 @@ class _TenantLimits:
     def may_fit(self, submission: Submission) -> bool:
         return submission.tenant not in self._refused_cost or submission.cost < self._refused_cost[submission.tenant]
 
-    def note(self, submission: Submission, outcome: str) -> None:
-        if outcome.startswith("full tenant_max_queued_jobs"):
+    def note(self, submission: Submission, outcome: Outcome) -> None:
+        if outcome.name == "tenant_max_queued_jobs":
             self._refused_cost[submission.tenant] = 0
-        elif outcome.startswith("full tenant_max_queued_tokens"):
+        elif outcome.name == "tenant_max_queued_tokens":
             self._refused_cost[submission.tenant] = submission.cost  # less than before, else it was not tried
 
 
@@ -117,16 +120,16 @@ class Inbox:
         while entries := self._read(after, _MAX_ENTRIES):
             for entry in entries:
                 outcome = self._try_to_take(entry, limits, overtaken)
-                if outcome.startswith(_QUEUE_IS_FULL) or self._stopping.is_set():
+                if outcome.name == _QUEUE_LIMIT or self._stopping.is_set():
                     yield False
                     return
                 after = entry.entry_id
                 self._seen = max(self._seen, after, key=_place)
-                yield not outcome.startswith("full")
+                yield outcome.kind != "full"
             if _place(after) < _place(skip_to):
                 after, overtaken = skip_to, frozenset(self._waiting)
 
-    def _try_to_take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> str:
+    def _try_to_take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> Outcome:
         """`overtaken` are the tenants whose older entries are skipped in this pass."""
         try:
             return self._take(entry, limits, overtaken)
@@ -136,15 +139,15 @@ class Inbox:
             if entry.entry_id not in self._reported:
                 self._reported.append(entry.entry_id)
                 logger.exception("inbox entry %s stays where it is", entry.entry_id)
-            return "full"
+            return _STAYS
 
-    def _take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> str:
-        """Take or reject an entry. Returns the outcome of `JobQueue.accept` or `reject`."""
+    def _take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> Outcome:
+        """Take or reject an entry. Returns the outcome of `JobQueue.accept`."""
         try:
             if entry.num_bytes > MAX_BODY_BYTES:  # `raw` is its beginning
                 raise PayloadTooLarge(entry.num_bytes, MAX_BODY_BYTES)
             submission = to_submission(parse_body(entry.raw))
-            outcome = "full"
+            outcome = _STAYS
             if submission.tenant not in overtaken and limits.may_fit(submission):
                 outcome = self._queue.accept(entry.entry_id, submission)
             if invalid := refusal(submission.job_id, outcome):
@@ -152,8 +155,9 @@ class Inbox:
         except InvalidRequest as error:
             logger.warning("inbox entry %s: %s", entry.entry_id, error)
             job_error = JobError(kind="invalid_request", message=str(error), field=error.field)
-            return self._queue.reject(entry.entry_id, usable_id(entry.raw), entry.raw, job_error)
-        if outcome.startswith("full") and not outcome.startswith(_QUEUE_IS_FULL):  # that outcome ends the pass
+            self._queue.reject(entry.entry_id, usable_id(entry.raw), entry.raw, job_error)
+            return Outcome("taken")
+        if outcome.kind == "full" and outcome.name != _QUEUE_LIMIT:  # that outcome ends the pass
             self._waiting.add(submission.tenant)
         limits.note(submission, outcome)
         return outcome

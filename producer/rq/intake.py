@@ -143,11 +143,11 @@ class Intake:
             raise
         waiting = []
         for (run, submission), outcome in zip(accepted, outcomes, strict=True):
-            if outcome.startswith("full"):
+            if outcome.kind == "full":
                 waiting.append(run)
-                if "max_queued_jobs" in outcome:
+                if "max_queued_jobs" in outcome.name:
                     self._full_tenants.add(submission.tenant)
-            elif outcome == "conflict":
+            elif outcome.kind == "conflict":
                 reason = f"conflict: Millrace already has another job with the id {run.millrace_id}"
                 refused.append(RunEnd(run, "failed", reason=reason))
             elif invalid := refusal(run.millrace_id, outcome):

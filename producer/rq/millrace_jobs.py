@@ -13,6 +13,7 @@ from millrace.results import commands, replies
 from millrace.results.errors import JobNotFound
 from millrace.results.messages import Job, Submission
 from millrace.results.queue import JobQueue
+from millrace.results.replies import Outcome
 from millrace.results.transport import Transport
 
 _BLOCK_MS = 1000
@@ -33,7 +34,7 @@ class MillraceJobs:
         """Return warnings about the server. Raises ServerUnsuitable when it would lose jobs."""
         return self._queue.check_server()
 
-    def submit(self, submissions: Sequence[Submission]) -> list[str]:
+    def submit(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Return for each job what `JobQueue.submit` returns."""
         return [outcome for batch in batches(submissions) for outcome in self._queue.submit(batch)]
 

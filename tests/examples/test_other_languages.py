@@ -16,6 +16,7 @@ from millrace.results.connection import connect
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import Event, InboxEntry, JobError
 from millrace.results.queue import JobQueue
+from millrace.results.replies import Outcome
 from tests.examples.conftest import LIMIT_S, NODE, needs_node
 from tests.processes import ROOT
 from tests.results.engines import Engine
@@ -56,7 +57,7 @@ class Answerer:
             engine.finish(jobs[0], end)
 
     def _take(self, entry: InboxEntry) -> None:
-        assert self._queue.accept(entry.entry_id, to_submission(parse_body(entry.raw))) == "created"
+        assert self._queue.accept(entry.entry_id, to_submission(parse_body(entry.raw))) == Outcome("created")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -137,7 +138,7 @@ def test_node_and_python_agree_on_the_digest(server: EmbeddedServer) -> None:
     ], ran.stderr
     request = parse_body(b'{"id":"same","prompt":"x","max_tokens":5,"delay_s":3600.5,"stop":["b","a"]}')
     with connect(server.url) as client:
-        assert JobQueue(client, "examples").submit([to_submission(request)]) == ["exists"]
+        assert JobQueue(client, "examples").submit([to_submission(request)]) == [Outcome("exists")]
 
 
 @needs_node

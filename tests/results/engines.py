@@ -24,7 +24,8 @@ from millrace.results.messages import (
     Usage,
 )
 from millrace.results.queue import JobQueue
-from millrace.results.replies import decode_list
+from millrace.results.replies import Outcome, decode_list
+from millrace.results.replies import outcomes as decode_outcomes
 
 FINGERPRINT = "model-a"
 _numbers = itertools.count(1)
@@ -36,7 +37,12 @@ def submission(job_id: str | None = None, *, body: bytes = b'{"prompt":"hi"}', *
 
 
 def submit(queue: JobQueue, *job_ids: str, **fields: Any) -> None:
-    assert queue.submit([submission(job_id, **fields) for job_id in job_ids]) == ["created"] * len(job_ids)
+    assert queue.submit([submission(job_id, **fields) for job_id in job_ids]) == outcomes(["created"] * len(job_ids))
+
+
+def outcomes(replies: list[str]) -> list[Outcome]:
+    """Return what `JobQueue.submit` returns for these replies."""
+    return decode_outcomes([reply.encode() for reply in replies])
 
 
 def listed(queue: JobQueue, state: str, limit: int = 10) -> list[str]:

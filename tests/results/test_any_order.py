@@ -25,7 +25,8 @@ from millrace.results import commands
 from millrace.results.connection import connect
 from millrace.results.errors import CannotRedrive
 from millrace.results.messages import TERMINAL_STATES, ClaimedJob, Event, JobError, JobId
-from tests.results.engines import Engine, submission
+from millrace.results.replies import Outcome
+from tests.results.engines import Engine, outcomes, submission
 from tests.results.full_queue import FullQueue
 from tests.results.invariants import check_queue
 
@@ -144,9 +145,9 @@ class AnyOrder(RuleBasedStateMachine):
         job_id = f"j{len(self.jobs)}"
         job = submission(job_id, tenant=tenant, priority=priority, cost=cost, **options)
         if limit := self._limit_reached(tenant):
-            assert self.queue.submit([job]) == [limit]
+            assert self.queue.submit([job]) == outcomes([limit])
             return
-        assert self.queue.submit([job, job]) == ["created", "exists"]
+        assert self.queue.submit([job, job]) == outcomes(["created", "exists"])
         self.jobs[job_id] = model = ModelJob(tenant)
         model.state = "delayed" if "delay_ms" in options else "queued"
         model.has_deadline = "deadline_ms" in options
@@ -169,13 +170,13 @@ class AnyOrder(RuleBasedStateMachine):
         entry_id, job_id = self._post(), f"j{len(self.jobs)}"
         job = submission(job_id, tenant=tenant)
         if limit := self._limit_reached(tenant):
-            assert self.queue.accept(entry_id, job) == limit
+            assert [self.queue.accept(entry_id, job)] == outcomes([limit])
             assert self.client.xdel(self.queue.keys.inbox, entry_id) == 1
             return
-        assert self.queue.accept(entry_id, job) == "created"
-        assert self.queue.accept(entry_id, job) == "taken"
-        assert self.queue.accept(self._post(), job) == "exists"
-        assert self.queue.accept(self._post(), submission(job_id, body=b"another")) == "conflict"
+        assert self.queue.accept(entry_id, job) == Outcome("created")
+        assert self.queue.accept(entry_id, job) == Outcome("taken")
+        assert self.queue.accept(self._post(), job) == Outcome("exists")
+        assert self.queue.accept(self._post(), submission(job_id, body=b"another")) == Outcome("conflict")
         self.jobs[job_id] = ModelJob(tenant)
 
     @precondition(lambda self: all(model.tenant for model in self.jobs.values()))

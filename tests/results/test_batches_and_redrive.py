@@ -10,7 +10,7 @@ import redis
 
 from millrace.results.errors import BatchNotFound, CannotRedrive, JobNotFound
 from millrace.results.messages import Event, JobError
-from tests.results.engines import Engine, listed, submission, submit
+from tests.results.engines import Engine, listed, outcomes, submission, submit
 from tests.results.full_queue import FullQueue
 
 
@@ -31,8 +31,8 @@ def test_a_batch_counts_its_jobs_by_state(queue: FullQueue, engine: Engine) -> N
 
 
 def test_the_same_job_again_is_counted_once_and_stays_in_its_batch(queue: FullQueue) -> None:
-    assert queue.submit([submission("a", batch="b"), submission("a", batch="b")]) == ["created", "exists"]
-    assert queue.submit([submission("a", batch="c")]) == ["exists"]
+    assert queue.submit([submission("a", batch="b"), submission("a", batch="b")]) == outcomes(["created", "exists"])
+    assert queue.submit([submission("a", batch="c")]) == outcomes(["exists"])
     assert queue.batch_status("b").total == 1
     with pytest.raises(BatchNotFound, match="'c'"):
         queue.batch_status("c")

@@ -9,8 +9,9 @@ import redis
 from millrace.results.connection import connect
 from millrace.results.messages import JobError, JobId
 from millrace.results.queue import JobQueue
+from millrace.results.replies import Outcome
 from tests.processes import wait_until
-from tests.results.engines import Engine, submission, submit
+from tests.results.engines import Engine, outcomes, submission, submit
 
 ERROR = JobError(kind="invalid_request", message="prompt: must not be empty", field="prompt")
 
@@ -37,7 +38,9 @@ def test_the_inbox_is_read_in_order_and_from_a_place(queue: JobQueue, redis_clie
 
 def test_an_accepted_entry_becomes_a_job_once(queue: JobQueue, engine: Engine, redis_client: redis.Redis) -> None:
     entry_id = post(redis_client, queue, b"{}")
-    assert [queue.accept(entry_id, submission("a")), queue.accept(entry_id, submission("a"))] == ["created", "taken"]
+    assert [queue.accept(entry_id, submission("a")), queue.accept(entry_id, submission("a"))] == outcomes(
+        ["created", "taken"]
+    )
     assert redis_client.xlen(queue.keys.inbox) == 0
     assert queue.wait_for_signal(engine.id, 1, include_wake=True) == "wake"
     assert engine.claim_ids() == ["a"]
@@ -45,7 +48,7 @@ def test_an_accepted_entry_becomes_a_job_once(queue: JobQueue, engine: Engine, r
 
 def test_an_entry_of_a_known_job_is_that_job(queue: JobQueue, redis_client: redis.Redis) -> None:
     submit(queue, "a")
-    assert queue.accept(post(redis_client, queue, b"{}"), submission("a")) == "exists"
+    assert queue.accept(post(redis_client, queue, b"{}"), submission("a")) == Outcome("exists")
     assert redis_client.xlen(queue.keys.rejected) == 0
 
 
@@ -54,7 +57,7 @@ def test_an_entry_with_the_id_of_another_job_is_rejected_and_leaves_that_job_alo
 ) -> None:
     submit(queue, "a")
     entry_id = post(redis_client, queue, b"{}")
-    assert queue.accept(entry_id, submission("a", body=b'{"prompt":"other"}')) == "conflict"
+    assert queue.accept(entry_id, submission("a", body=b'{"prompt":"other"}')) == Outcome("conflict")
     fields = the_rejected(redis_client, queue)
     assert fields[b"id"] == b"a"
     assert b"another body" in fields[b"error"]
@@ -99,7 +102,7 @@ def test_the_rejected_entries_are_bounded(queue: JobQueue, redis_client: redis.R
 def test_the_rejected_entries_are_bounded_in_bytes_and_in_time(queue: JobQueue, redis_client: redis.Redis) -> None:
     submit(queue, "a")
     large = b'{"prompt":"' + b"x" * 1_000_000 + b'"}'
-    assert queue.accept(post(redis_client, queue, b"{}"), submission("a", body=large)) == "conflict"
+    assert queue.accept(post(redis_client, queue, b"{}"), submission("a", body=large)) == Outcome("conflict")
     assert the_rejected(redis_client, queue)[b"raw"] == large[:4096]
     long_error = JobError(kind="invalid_request", message="x" * 5000)
     for _ in range(1200):

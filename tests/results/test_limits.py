@@ -11,7 +11,8 @@ from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 from millrace.results.errors import QueueError
 from millrace.results.messages import Event, Usage
-from tests.results.engines import Engine, submission, submit
+from millrace.results.replies import Outcome
+from tests.results.engines import Engine, outcomes, submission, submit
 from tests.results.full_queue import FullQueue
 
 
@@ -24,16 +25,16 @@ def test_a_limit_on_jobs_counts_what_waits_and_not_what_runs(
 ) -> None:
     set_setting(queue, redis_client, "max_queued_jobs", 3)
     late = submission("late", delay_ms=3_600_000)
-    outcomes = queue.submit([submission("a"), late, submission("b"), submission("c"), submission("a")])
-    assert outcomes == ["created", "created", "created", "full max_queued_jobs 3", "exists"]
+    found = queue.submit([submission("a"), late, submission("b"), submission("c"), submission("a")])
+    assert found == outcomes(["created", "created", "created", "full max_queued_jobs 3", "exists"])
     engine.claim(1)
-    assert queue.submit([submission("c"), submission("d")]) == ["created", "full max_queued_jobs 3"]
+    assert queue.submit([submission("c"), submission("d")]) == outcomes(["created", "full max_queued_jobs 3"])
 
 
 def test_a_limit_on_tokens_lets_a_smaller_job_in(queue: FullQueue, redis_client: redis.Redis) -> None:
     set_setting(queue, redis_client, "max_queued_tokens", 100)
     jobs = [submission(f"j{cost}", cost=cost) for cost in (60, 50, 40)]
-    assert queue.submit(jobs) == ["created", "full max_queued_tokens 100", "created"]
+    assert queue.submit(jobs) == outcomes(["created", "full max_queued_tokens 100", "created"])
     assert queue.stats().waiting_tokens == 100
 
 
@@ -43,7 +44,7 @@ def test_each_tenant_has_its_own_part(queue: FullQueue, redis_client: redis.Redi
     jobs = [submission(f"x{i}", tenant="x") for i in range(3)]
     jobs += [submission(f"y{cost}", tenant="y", cost=cost) for cost in (40, 11, 10)]
     full = ["full tenant_max_queued_jobs 2", "created", "full tenant_max_queued_tokens 50"]
-    assert queue.submit(jobs) == ["created", "created", *full, "created"]
+    assert queue.submit(jobs) == outcomes(["created", "created", *full, "created"])
 
 
 @pytest.mark.parametrize("limit", ["max_queued_tokens", "tenant_max_queued_tokens"])
@@ -52,7 +53,7 @@ def test_who_alone_breaks_a_limit_is_told_that_waiting_is_no_use(
 ) -> None:
     set_setting(queue, redis_client, limit, 50)
     jobs = [submission(f"j{cost}", cost=cost) for cost in (51, 50, 51)]
-    assert queue.submit(jobs) == [f"oversized {limit} 50", "created", f"oversized {limit} 50"]
+    assert queue.submit(jobs) == outcomes([f"oversized {limit} 50", "created", f"oversized {limit} 50"])
 
 
 def test_what_comes_back_is_taken_in_any_case(queue: FullQueue, engine: Engine, redis_client: redis.Redis) -> None:
@@ -70,10 +71,10 @@ def test_an_inbox_entry_stays_until_there_is_room(queue: FullQueue, engine: Engi
     set_setting(queue, redis_client, "max_queued_jobs", 1)
     submit(queue, "a")
     entry_id = redis_client.xadd(queue.keys.inbox, {"job": "{}"}).decode()  # type: ignore[union-attr]
-    assert queue.accept(entry_id, submission("b")) == "full max_queued_jobs 1"
+    assert [queue.accept(entry_id, submission("b"))] == outcomes(["full max_queued_jobs 1"])
     engine.claim(1)
-    assert queue.accept(entry_id, submission("b")) == "created"
-    assert queue.accept(entry_id, submission("b")) == "taken"
+    assert queue.accept(entry_id, submission("b")) == Outcome("created")
+    assert queue.accept(entry_id, submission("b")) == Outcome("taken")
 
 
 def test_weights_share_by_tokens(queue: FullQueue, engine: Engine, redis_client: redis.Redis) -> None:

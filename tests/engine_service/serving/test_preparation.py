@@ -32,7 +32,7 @@ from millrace.results.connection import connect
 from millrace.results.messages import ClaimedJob, JobId, Lease, Submission
 from millrace.results.writer import Writer
 from tests.processes import wait_until
-from tests.results.engines import FINGERPRINT, submission
+from tests.results.engines import FINGERPRINT, outcomes, submission
 from tests.results.full_queue import FullQueue
 from tests.results.invariants import check_queue
 
@@ -214,7 +214,7 @@ class Serving:
         self.loop.start()
 
     def submit(self, *submissions: Submission) -> None:
-        assert self.queue.submit(submissions) == ["created"] * len(submissions)
+        assert self.queue.submit(submissions) == outcomes(["created"] * len(submissions))
 
     def wait_for(self, job_id: str, state: str) -> None:
         wait_until(lambda: self.queue.get(job_id).state == state, what=f"{job_id} {state}")
