@@ -131,7 +131,7 @@ def _finish(job: ClaimedJob, num_tokens: int) -> Finish:
         state="finished",
         finish_reason="stop",
         usage=Usage(prompt_tokens=10, completion_tokens=num_tokens),
-        event=Event(offset=0, token_ids=list(range(num_tokens)), text="ten tokens of text"),
+        events=[Event(offset=0, token_ids=list(range(num_tokens)), text="ten tokens of text")],
     )
 
 

@@ -33,19 +33,11 @@ from millrace.engine_service.text import Tokenizer
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 from millrace.producer.checks import shown
+from millrace.results.messages import CompletionOutput
 
 logger = logging.getLogger("millrace.engine")
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
-
-
-class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One generated text."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +47,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    """The `n` candidates, by index."""
     finished: bool = True
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache had."""
@@ -125,15 +118,15 @@ class LLM:
         sleeps, and `EngineError` when a generation fails or the workers are lost for good.
         """
         given = _as_prompts(prompts)
-        requests, generations = [], []
+        requests, candidates = [], []
         for number, (prompt, params) in enumerate(zip(given, _as_params(sampling_params, len(given)), strict=True)):
             with _number_in_errors(number):
                 requests.append(_as_request(prompt))
                 token_ids, drawn_seed = self._admission.prompt_token_ids(requests[-1]), self._seeds.getrandbits(64)
                 salt = requests[-1].cache_salt
-                generations.append(self._admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))
-        self._run(generations, use_tqdm)
-        return [_output(number, *pair) for number, pair in enumerate(zip(requests, generations, strict=True))]
+                candidates.append(self._admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))
+        self._run([generation for some in candidates for generation in some], use_tqdm)
+        return [_output(number, *pair) for number, pair in enumerate(zip(requests, candidates, strict=True))]
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's counts: sequences running and waiting, free blocks, preemptions so far."""
@@ -176,7 +169,7 @@ class LLM:
         for generation in generations:
             self._engine.add(generation)
         try:
-            with tqdm(total=len(generations), desc="prompts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            with tqdm(total=len(generations), desc="texts", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while self._engine.has_work:
                     bar.update(sum(_has_ended(progress) for progress in self._engine.step()))
         finally:
@@ -254,14 +247,18 @@ def _as_params(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
     return list(sampling_params)
 
 
-def _output(number: int, request: GenerationRequest, generation: Generation) -> RequestOutput:
-    text, token_ids, reason = generation.final_text(), generation.token_ids, generation.finish_reason
-    assert reason is not None
-    outputs = [CompletionOutput(index=0, text=text, token_ids=token_ids, finish_reason=reason)]
+def _output(number: int, request: GenerationRequest, candidates: list[Generation]) -> RequestOutput:
+    first = candidates[0].sequence
     return RequestOutput(
         request_id=str(number),
         prompt=request.prompt,
-        prompt_token_ids=generation.sequence.prompt_token_ids,
-        outputs=outputs,
-        num_cached_tokens=generation.sequence.num_cached_tokens or 0,
+        prompt_token_ids=first.prompt_token_ids,
+        outputs=[_completion(index, generation) for index, generation in enumerate(candidates)],
+        num_cached_tokens=first.num_cached_tokens or 0,
     )
+
+
+def _completion(index: int, generation: Generation) -> CompletionOutput:
+    text, reason = generation.final_text(), generation.finish_reason
+    assert reason is not None
+    return CompletionOutput(index=index, text=text, token_ids=generation.token_ids, finish_reason=reason)

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millrace.engine_service.offline import LLM, CompletionOutput, RequestOutput
+    from millrace.engine_service.offline import LLM, RequestOutput
     from millrace.producer import (
         AsyncClient,
         Client,
@@ -39,7 +39,16 @@ if TYPE_CHECKING:
         ServerUnsuitable,
         WaitTimeout,
     )
-    from millrace.results.messages import BatchStatus, Job, JobError, Position, QueueStats, StreamEvent, Usage
+    from millrace.results.messages import (
+        BatchStatus,
+        CompletionOutput,
+        Job,
+        JobError,
+        Position,
+        QueueStats,
+        StreamEvent,
+        Usage,
+    )
 
 __version__ = "0.1.0"
 

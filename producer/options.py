@@ -41,6 +41,7 @@ class SubmitOptions(TypedDict, total=False):
     ignore_eos: bool
     detokenize: bool
     skip_special_tokens: bool
+    n: int
 
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
 """Lower temperatures that are not greedy are raised to this, because a division by them would overflow."""
+MAX_CANDIDATES = 64
 MAX_STOP_STRINGS = 128
 MAX_STOP_CHARS = 4096
 """In all stop strings of a request together. What is not shown yet, and what a search costs, grows with them."""
@@ -56,8 +57,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """False: only token ids, no text."""
     skip_special_tokens: bool = True
 
-    # Known and checked, but not supported yet: any other value than the default is refused.
     n: int = 1
+    """Number of texts, the candidates. Each has random numbers of its own: it does not depend on how many there are."""
+
+    # Known and checked, but not supported yet: any other value than the default is refused.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -95,6 +98,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _set(self, "seed", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
+        if self.n > 1 and self.is_greedy:
+            raise InvalidRequest(
+                "n", f"is {self.n}, but at temperature 0 all texts are the same; raise it, or set n to 1"
+            )
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop", "needs the text; set detokenize to true or leave stop out")
         if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
@@ -129,7 +136,7 @@ _RULES: dict[str, Check] = {
     "ignore_eos": boolean,
     "detokenize": boolean,
     "skip_special_tokens": boolean,
-    "n": integer(1, 16384),
+    "n": integer(1, MAX_CANDIDATES),
     "presence_penalty": number(-2.0, 2.0),
     "frequency_penalty": number(-2.0, 2.0),
     "repetition_penalty": number(0.0, float("inf"), above_low=True),
@@ -144,7 +151,7 @@ _RULES: dict[str, Check] = {
     "thinking_token_budget": optional(integer(0, MAX_COUNT)),
 }
 
-_NOT_YET = SamplingParams.__struct_fields__[SamplingParams.__struct_fields__.index("n") :]
+_NOT_YET = SamplingParams.__struct_fields__[SamplingParams.__struct_fields__.index("presence_penalty") :]
 
 
 def _check_of(field: msgspec.structs.FieldInfo) -> Check:

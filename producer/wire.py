@@ -75,6 +75,7 @@ def to_submission(request: GenerationRequest, *, batch: str | None = None) -> Su
         max_retries=None if request.max_retries == DEFAULT_RETRIES else request.max_retries,
         meta=None if request.meta is None else _encoder.encode(request.meta),
         batch=batch,
+        n=request.sampling.n,
     )
 
 

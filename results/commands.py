@@ -11,7 +11,18 @@ from hashlib import sha256
 import msgspec
 
 from millrace.results.keys import QueueKeys
-from millrace.results.messages import Append, Begin, EngineId, Event, Finish, JobError, Release, Submission, Write
+from millrace.results.messages import (
+    Append,
+    Begin,
+    EngineId,
+    Event,
+    Finish,
+    JobError,
+    NewOutput,
+    Release,
+    Submission,
+    Write,
+)
 from millrace.results.scripts import Argument, Command, command, script_command
 from millrace.results.tokens import pack_tokens
 
@@ -97,21 +108,25 @@ def reject(keys: QueueKeys, entry_id: str, job_id: str | None, raw: bytes, error
 def write(keys: QueueKeys, item: Write) -> Command:
     match item:
         case Append():
-            tokens = pack_tokens(item.token_ids)
-            output = (item.job_id, item.lease, item.offset, tokens, item.fingerprint)
-            return script_command("append", keys.prefix, *output, *_event_arguments(item.event))
+            outputs = [
+                value for one in item.outputs for value in (*_output_arguments(one), *_event_arguments(one.event))
+            ]
+            if outputs and item.outputs[-1].event is None:
+                del outputs[-len(_NO_EVENT) :]
+            return script_command("append", keys.prefix, item.job_id, item.lease, item.fingerprint, *outputs)
         case Begin():
             return script_command("begin", keys.prefix, item.job_id, item.lease)
         case Finish():
             error = _encode_json(item.error) if item.error else b""
             usage = (item.usage.prompt_tokens, item.usage.completion_tokens, item.usage.cached_tokens)
-            end = (item.state, item.finish_reason, *usage, error, "1" if item.is_retryable else "")
-            event = _event_arguments(item.event)
-            return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *event)
+            reasons = " ".join([item.finish_reason, *item.finish_reasons])
+            end = (item.state, reasons, *usage, error, "1" if item.is_retryable else "")
+            events = [value for one in item.events for value in (_suffix(one.index), *_event_arguments(one))]
+            return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *events)
         case Release():
-            tokens = pack_tokens(item.token_ids)
-            output = (item.job_id, item.lease, item.offset, tokens, item.fingerprint)
-            return script_command("release", keys.prefix, *output, item.delay_ms)
+            outputs = [value for one in item.outputs for value in _output_arguments(one)]
+            release = (item.job_id, item.lease, item.fingerprint, item.delay_ms)
+            return script_command("release", keys.prefix, *release, *outputs)
 
 
 def wait_for_signal(keys: QueueKeys, engine_id: EngineId, timeout_s: float, include_wake: bool) -> Command:
@@ -128,7 +143,7 @@ def _job_arguments(job: Submission) -> tuple[Argument, ...]:
 def _options(job: Submission) -> bytes:
     """Return the rarely used options as one JSON object; empty without any."""
     has_time = job.delay_ms or job.run_at_ms is not None or job.deadline_ms is not None
-    if not has_time and job.max_retries is None and job.meta is None and job.batch is None:
+    if not has_time and job.max_retries is None and job.meta is None and job.batch is None and job.n == 1:
         return b""
     options: dict[str, int | str | None] = {
         "delay_ms": job.delay_ms or None,
@@ -137,11 +152,23 @@ def _options(job: Submission) -> bytes:
         "max_retries": job.max_retries,
         "meta": None if job.meta is None else job.meta.decode(),
         "batch": job.batch,
+        "n": job.n if job.n > 1 else None,
     }
     return _encode_json({name: value for name, value in options.items() if value is not None})
 
 
+def _output_arguments(output: NewOutput) -> tuple[Argument, ...]:
+    return _suffix(output.index), output.offset, pack_tokens(output.token_ids)
+
+
+def _suffix(index: int | None) -> str:
+    return "" if index is None else f":{index}"
+
+
+_NO_EVENT = ("", "", "", "")
+
+
 def _event_arguments(event: Event | None) -> tuple[Argument, ...]:
     if event is None:
-        return ()
+        return _NO_EVENT
     return (event.offset, len(event.token_ids), _encode_json(event.token_ids), event.text)

@@ -33,6 +33,8 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     serial                 string  the last number for an age or a lease         submit, claim        permanent
 
     * or like the result, when the stream has lost events
+
+Of several candidates each has tokens:<id>:<index> and text:<id>:<index>.
 """
 
 from __future__ import annotations

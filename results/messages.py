@@ -2,8 +2,11 @@
 
 Standard library and msgspec only. A job's body is raw JSON here; the producer package defines its fields.
 
-Offsets count output tokens from 0. An event covers the half-open range [offset, offset + len(token_ids)) and its text
-is exactly what those tokens added; the events of a job cover its output without gap or overlap.
+A job yields one text, or several: its candidates, with the index 0 to n - 1. What is written of the only candidate of a job
+has no index (None).
+
+Offsets count output tokens of one candidate from 0. An event covers the half-open range [offset, offset + len(token_ids))
+and its text is exactly what those tokens added; the events of a candidate cover its output without gap or overlap.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class JobError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
+    """Of all candidates."""
     cached_tokens: int = 0
     """Of the prompt tokens, those whose keys and values the engine's prefix cache had."""
 
@@ -69,6 +73,16 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     meta: bytes | None = None
     """A JSON object that readers get back unchanged."""
     batch: str | None = None
+    n: int = 1
+    """Candidates."""
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """What earlier attempts have produced of one candidate."""
+
+    token_ids: list[int]
+    num_published: int
+    """Of those, the tokens in events."""
 
 
 class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,9 +97,9 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     crash_count: int
     """Engines that died with this job since its last progress. From 2 on it has to run alone."""
     token_ids: list[int]
-    """The checkpoint: the output tokens that Redis has."""
+    """The checkpoint of candidate 0: the output tokens that Redis has."""
     num_published: int
-    """Output tokens in events; at most as many as in the checkpoint."""
+    """Its output tokens in events; at most as many as in the checkpoint."""
     is_watched: bool
     """A reader follows it live: publish output without delay."""
     created_ms: int
@@ -94,6 +108,13 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = "default"
     corruption: str | None = None
     """What is wrong with a record that was changed so that the job cannot run: the job fails with this message."""
+    others: list[Checkpoint] = []
+    """Of the candidates from the second on."""
+
+    @property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Of all candidates, by index."""
+        return [Checkpoint(self.token_ids, self.num_published), *self.others]
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,17 +132,25 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     token_ids: list[int]
     text: str
+    index: int | None = None
+
+
+class NewOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Checkpoint `token_ids` of a candidate at `offset`, and publish `event` if given. Known tokens are skipped."""
+
+    offset: int
+    token_ids: list[int]
+    event: Event | None = None
+    index: int | None = None
 
 
 class Append(msgspec.Struct, frozen=True, kw_only=True):
-    """Checkpoint `token_ids` at `offset`, and publish `event` if given. Idempotent: known tokens are skipped."""
+    """Keep new output of candidates. Idempotent."""
 
     job_id: JobId
     lease: Lease
-    offset: int
-    token_ids: list[int]
     fingerprint: str
-    event: Event | None = None
+    outputs: list[NewOutput]
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,18 +161,21 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
-    """End the job: the last event (all unpublished output), then the terminal entry.
+    """End the job: the last event of each candidate (all unpublished output), then the terminal entry.
 
     A failure with `is_retryable` ends the job only without retries left. Otherwise the outcome is "retrying": the job keeps
-    its checkpoint and waits for its next attempt, and `event` is not published.
+    its checkpoints and waits for its next attempt, and no event is published.
     """
 
     job_id: JobId
     lease: Lease
     state: EndState
     finish_reason: EndReason
+    """Of the job, and of candidate 0 when the job has finished."""
     usage: Usage
-    event: Event | None = None
+    events: list[Event] = []
+    finish_reasons: list[EndReason] = []
+    """Of each candidate, where there are several."""
     error: JobError | None = None
     is_retryable: bool = False
 
@@ -153,9 +185,9 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
 
     job_id: JobId
     lease: Lease
-    offset: int
-    token_ids: list[int]
     fingerprint: str
+    outputs: list[NewOutput] = []
+    """No event of them is published."""
     delay_ms: int = 0
 
 
@@ -206,14 +238,17 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     """Where a reader can resume: `stream(job_id, after=event.id)`."""
     offset: int
+    """Of the first token in the output of its candidate. Of the terminal event: the tokens in all events."""
     token_ids: list[int]
     text: str
-    """What this event adds; the texts of all events join to `Job.text`. The terminal event adds none."""
+    """What this event adds; the texts of the events of a candidate join to its text. The terminal event adds none."""
+    index: int = 0
+    """The candidate."""
     state: str | None = None
     """Set on the terminal event: finished, failed, cancelled or expired."""
     is_restart: bool = False
     """Set when the entries after `after` were trimmed from the stream: this event starts at offset 0 and replaces all that
-    was read before."""
+    was read before, of every candidate."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,13 +262,26 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: int | None = None
 
 
+class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One generated text: a candidate of a job, or of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    """None while the job is not done."""
+
+
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A job as a reader gets it."""
 
     id: str
     state: str
     text: str
+    """Of candidate 0, as are `token_ids`."""
     token_ids: list[int]
+    outputs: list[CompletionOutput]
+    """All candidates, by index."""
     finish_reason: str | None
     usage: Usage | None
     error: JobError | None

@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from millrace.results import commands, replies
 from millrace.results.connection import BLOCK_LIMIT_S
 from millrace.results.errors import JobNotFound, QueueError, ResultExpired, WaitTimeout
@@ -58,8 +60,9 @@ class EventFollower:
         self._keys = keys
         self._job_id = job_id
         self._last_id = after or START
-        self._num_tokens: int | None = None if after else 0  # read so far; None: unknown, after a resumption
-        self._num_chars: int | None = None if after else 0
+        self._num_tokens: int | None = None if after else 0  # of all candidates, read so far; None: unknown
+        self._read: dict[int, tuple[int, int]] | None = None if after else {}
+        """By candidate the tokens and characters that were read. None: unknown, after a resumption."""
         self._take: Callable[[Sequence[Reply]], list[StreamEvent]] = self._take_watch
         """Reads the replies to the last commands."""
         self._can_resume = False
@@ -115,36 +118,48 @@ class EventFollower:
 
     def _take_entries(self, entries: list[replies.Entry]) -> list[StreamEvent]:
         events = []
-        for event in map(replies.stream_event, entries):
-            if self._num_tokens is not None and event.offset > self._num_tokens:
+        for entry in entries:
+            position = replies.position_of(entry)
+            if self._num_tokens is not None and position > self._num_tokens:
                 self._must_fill = True  # the entries in between were trimmed since the last read
                 break
-            events.append(self._advance(event))
+            events.append(self._advance(replies.stream_event(entry), position))
         self._is_at_end = self._has_ended and not entries
         return events
 
     def _take_trimmed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
-        text, tokens, trimmed_id = answers[0]
+        first_text, first_tokens, trimmed_id, *others = answers[0]
         if not trimmed_id:
             raise QueueError(f"the stream of job {self._job_id!r} has lost entries; call get for its output")
         self._must_fill = False
-        is_restart = self._num_tokens is None or self._num_chars is None
-        if is_restart:
-            self._num_tokens = self._num_chars = 0
-        event = StreamEvent(
-            id=trimmed_id.decode(),
-            offset=self._num_tokens or 0,
-            token_ids=unpack_tokens(tokens)[self._num_tokens :],
-            text=text.decode()[self._num_chars :],
-            is_restart=is_restart,
-        )
-        return [self._advance(event)]
+        is_restart = self._read is None
+        read = self._read or {}
+        self._read, self._num_tokens = read, 0
+        parts = zip([first_text, *others[::2]], [first_tokens, *others[1::2]], strict=True)
+        events: list[StreamEvent] = []
+        for index, (text, packed) in enumerate(parts):
+            token_ids, (num_tokens, num_chars) = unpack_tokens(packed), read.get(index, (0, 0))
+            self._num_tokens += len(token_ids)
+            if len(token_ids) > num_tokens or not others:
+                event = StreamEvent(
+                    id=self._last_id,  # a reader that stops in between lacks the rest
+                    offset=num_tokens,
+                    token_ids=token_ids[num_tokens:],
+                    text=text.decode()[num_chars:],
+                    index=index,
+                    is_restart=is_restart and not events,
+                )
+                events.append(event)
+                read[index] = len(token_ids), num_chars + len(event.text)
+        self._last_id = trimmed_id.decode()
+        return [*events[:-1], *(msgspec.structs.replace(event, id=self._last_id) for event in events[-1:])]
 
-    def _advance(self, event: StreamEvent) -> StreamEvent:
+    def _advance(self, event: StreamEvent, position: int) -> StreamEvent:
         self._last_id = event.id
-        self._num_tokens = event.offset + len(event.token_ids)
-        if self._num_chars is not None:
-            self._num_chars += len(event.text)
+        self._num_tokens = position + len(event.token_ids)
+        if self._read is not None:
+            num_chars = self._read.get(event.index, (0, 0))[1] + len(event.text)
+            self._read[event.index] = event.offset + len(event.token_ids), num_chars
         self.is_done = event.state is not None
         return event
 

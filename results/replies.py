@@ -16,8 +16,10 @@ from millrace.results.messages import (
     PROTOCOL,
     TERMINAL_STATES,
     BatchStatus,
+    Checkpoint,
     Claim,
     ClaimedJob,
+    CompletionOutput,
     InboxEntry,
     Job,
     JobError,
@@ -42,7 +44,7 @@ Entry = tuple[bytes, Any]
 """A stream entry: its id and its fields, flat from a script, a dict from XREAD."""
 
 
-CORRUPT = (ValueError, TypeError, KeyError, RecursionError, msgspec.MsgspecError)
+CORRUPT = (ValueError, TypeError, LookupError, RecursionError, msgspec.MsgspecError)
 """What reading a reply raises when another program has changed the record."""
 
 
@@ -100,15 +102,13 @@ def claim(reply: list[Any]) -> Claim:
 
 def _claimed_job(fields: list[Any]) -> ClaimedJob:
     """Return the job; a corrupt record sets `corruption`, so that the claim's other jobs are not lost."""
-    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, protocol, tenant = (
-        fields
-    )
+    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, *more = fields
+    watched, created, protocol, tenant, *others = more
     numbers = {"seed": seed, "created": created, "v": protocol}
     wrong = [f"{name} is {value!r:.50}" for name, value in numbers.items() if not _INTEGER.fullmatch(value or b"")]
-    if len(tokens) % 4:
-        wrong.append(f"the checkpoint has {len(tokens)} bytes")
+    wrong += [f"the checkpoint has {len(one)} bytes" for one in (tokens, *others[::2]) if len(one) % 4]
     if wrong:
-        seed, created, protocol, tokens = 0, 0, PROTOCOL, b""
+        seed, created, protocol, tokens, others = 0, 0, PROTOCOL, b"", []
     return ClaimedJob(
         job_id=JobId(job_id.decode(errors="replace")),
         lease=Lease(int(lease)),
@@ -124,6 +124,7 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
         protocol=int(protocol),
         tenant=(tenant or b"").decode(errors="replace"),
         corruption=", ".join(wrong) or None,
+        others=[Checkpoint(unpack_tokens(one), count) for one, count in zip(others[::2], others[1::2], strict=True)],
     )
 
 
@@ -214,23 +215,35 @@ def job(job_id: str, queue: str, reply: list[Any] | None) -> Job:
 
 def _job(job_id: str, reply: list[Any]) -> Job:
     state, attempt, created, started, ended, old_text, old_tokens, entries, *details = reply
-    meta, batch, redrive_of, redriven_as, num_retries, deadline, due = details
-    texts, token_ids = [old_text.decode()], unpack_tokens(old_tokens)
+    meta, batch, redrive_of, redriven_as, num_retries, deadline, due, *others = details
+    trimmed = [old_text, old_tokens, *others]
+    texts = {index: [one.decode()] for index, one in enumerate(trimmed[::2])}
+    token_ids = {index: unpack_tokens(one) for index, one in enumerate(trimmed[1::2])}
     terminal: dict[bytes, bytes] = {}
     for _, flat in entries:
         fields = dict(zip(flat[::2], flat[1::2], strict=True))
         if b"state" in fields:
             terminal = fields
         else:
-            texts.append(fields[b"text"].decode())
-            token_ids += _decode_token_ids(fields[b"tokens"])
+            index = int(fields.get(b"index", 0))
+            texts[index].append(fields[b"text"].decode())
+            token_ids[index] += _decode_token_ids(fields[b"tokens"])
     reason, error = terminal.get(b"reason"), terminal.get(b"error")
+    finish_reason = reason.decode() if reason else None
+    reasons = terminal[b"reasons"].decode().split() if b"reasons" in terminal else [finish_reason] * len(texts)
+    outputs = [
+        CompletionOutput(
+            index=index, text="".join(texts[index]), token_ids=token_ids[index], finish_reason=reasons[index]
+        )
+        for index in range(len(texts))
+    ]
     return Job(
         id=job_id,
         state=state.decode(),
-        text="".join(texts),
-        token_ids=token_ids,
-        finish_reason=reason.decode() if reason else None,
+        text=outputs[0].text,
+        token_ids=outputs[0].token_ids,
+        outputs=outputs,
+        finish_reason=finish_reason,
         usage=_usage(terminal),
         error=_decode_error(error) if error else None,
         timings=Timings(
@@ -265,7 +278,14 @@ def stream_event(entry: Entry) -> StreamEvent:
     if state := fields.get(b"state"):
         return StreamEvent(id=at, offset=offset, token_ids=[], text="", state=state.decode())
     token_ids = _decode_token_ids(fields[b"tokens"])
-    return StreamEvent(id=at, offset=offset, token_ids=token_ids, text=fields[b"text"].decode())
+    index = int(fields.get(b"index", 0))
+    return StreamEvent(id=at, offset=offset, token_ids=token_ids, text=fields[b"text"].decode(), index=index)
+
+
+def position_of(entry: Entry) -> int:
+    """Return how many tokens, of all candidates, are in the events before an entry of a result stream."""
+    fields = entry[1]
+    return int(fields.get(b"position") or fields[b"offset"])
 
 
 def cancelled(job_id: str, queue: str, reply: bytes | None) -> str:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from millrace.results.errors import QueueError
-from millrace.results.messages import Append, Begin, Finish, JobId, Lease, Release, Write
+from millrace.results.messages import Append, Event, Finish, JobId, Lease, Release, Write
 from millrace.results.queue import JobQueue
 
 log = logging.getLogger(__name__)
@@ -149,15 +149,15 @@ class Writer:
 
 def _size(write: Write) -> int:
     """Return about how many bytes the write occupies in this process."""
+    num_bytes = 256
     match write:
-        case Append():
-            shown, num_tokens = write.event, len(write.token_ids)
-        case Begin():
-            shown, num_tokens = None, 0
+        case Append() | Release():
+            for output in write.outputs:
+                num_bytes += 8 * len(output.token_ids) + _event_size(output.event)
         case Finish():
-            shown, num_tokens = write.event, 0
-        case Release():
-            shown, num_tokens = None, len(write.token_ids)
-    if shown is None:
-        return 256 + 8 * num_tokens
-    return 256 + 8 * (num_tokens + len(shown.token_ids)) + len(shown.text)
+            num_bytes += sum(map(_event_size, write.events))
+    return num_bytes
+
+
+def _event_size(event: Event | None) -> int:
+    return 0 if event is None else 8 * len(event.token_ids) + len(event.text)

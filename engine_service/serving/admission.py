@@ -1,9 +1,12 @@
-"""Make a generation of a request, after the checks that need the model."""
+"""Make the generations of a request, one for each candidate, after the checks that need the model."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+
+import msgspec
 
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.generation import Generation, TextRules
@@ -44,29 +47,36 @@ class Admission:
         sampling: SamplingParams,
         *,
         drawn_seed: int,
-        output_token_ids: list[int] | None = None,
+        outputs: SequenceOf[list[int]] = (),
         crash_count: int = 0,
         cache_salt: str | None = None,
-    ) -> Generation:
-        """Return a generation that is ready for the engine.
+    ) -> list[Generation]:
+        """Return a generation for each candidate, ready for the engine.
 
-        `drawn_seed` is used if the request has no seed. `output_token_ids` and `crash_count` come from an earlier attempt.
+        `drawn_seed` is used if the request has no seed. `outputs` (the tokens of each candidate) and `crash_count` come from
+        an earlier attempt.
         Only generations with the same `cache_salt` share cached blocks.
         Raises `InvalidRequest` if a stop token id is not in the vocabulary.
         """
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
         end_token_ids = frozenset(sampling.stop_token_ids) | eos_token_ids
-        sequence = Sequence(
-            SeqId(next(self._seq_ids)),
-            prompt_token_ids,
-            _row_sampling(sampling, drawn_seed if sampling.seed is None else sampling.seed, end_token_ids),
-            self._stop_rules(sampling, len(prompt_token_ids), end_token_ids),
-            output_token_ids=output_token_ids,
-            crash_count=crash_count,
-            cache_salt=cache_salt or "",
-        )
-        return Generation(sequence, self._text_rules(sampling), self._tokenizer)
+        stop_rules = self._stop_rules(sampling, len(prompt_token_ids), end_token_ids)
+        text_rules = self._text_rules(sampling)
+        row_sampling = _row_sampling(sampling, drawn_seed if sampling.seed is None else sampling.seed, end_token_ids)
+        generations = []
+        for candidate in range(sampling.n):
+            sequence = Sequence(
+                SeqId(next(self._seq_ids)),
+                prompt_token_ids,
+                msgspec.structs.replace(row_sampling, candidate=candidate) if candidate else row_sampling,
+                stop_rules,
+                output_token_ids=outputs[candidate] if outputs else None,
+                crash_count=crash_count,
+                cache_salt=cache_salt or "",
+            )
+            generations.append(Generation(sequence, text_rules, self._tokenizer))
+        return generations
 
     def _encode(self, request: GenerationRequest) -> list[int]:
         is_chat = request.prompt is None

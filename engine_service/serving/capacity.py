@@ -12,17 +12,17 @@ large jobs of one tenant do not keep the others out, and one engine does not cla
 
 
 class ClaimBudget(msgspec.Struct, frozen=True):
-    """What a claim may take now."""
+    """What a claim may take now. A claimed job counts with all its candidates from then on."""
 
     max_jobs: int
     kv_token_budget: int
 
 
 class Capacity:
-    """Counts the open jobs and the free KV tokens. The intake adds jobs, the engine loop removes them."""
+    """Counts the candidates of the open jobs, and the free KV tokens. The intake adds jobs, the engine loop removes them."""
 
-    def __init__(self, max_open_jobs: int, capacity_tokens: int) -> None:
-        self._max_open_jobs = max_open_jobs
+    def __init__(self, max_open: int, capacity_tokens: int) -> None:
+        self._max_open = max_open
         self._changed = threading.Condition()
         self._num_open = 0
         self._num_alone = 0
@@ -36,7 +36,7 @@ class Capacity:
         """Since the last budget."""
 
     def __repr__(self) -> str:
-        return f"Capacity({self._num_open} of {self._max_open_jobs} jobs open, {self._free_tokens} KV tokens free)"
+        return f"Capacity({self._num_open} of {self._max_open} candidates open, {self._free_tokens} KV tokens free)"
 
     # --- intake ---
 
@@ -52,10 +52,10 @@ class Capacity:
         with self._changed:
             self._changed.wait_for(lambda: self._has_changed, timeout_s)
 
-    def open(self, cost_tokens: int, *, is_alone: bool, is_large: bool = False) -> None:
+    def open(self, cost_tokens: int, num_candidates: int = 1, *, is_alone: bool, is_large: bool = False) -> None:
         """Count a claimed job, which the engine loop has not taken yet. A large one is prepared until `end_preparation`."""
         with self._changed:
-            self._num_open += 1
+            self._num_open += num_candidates
             self._num_alone += is_alone
             self._tokens_on_the_way += cost_tokens
             if is_large:
@@ -87,10 +87,10 @@ class Capacity:
         with self._changed:
             self._tokens_on_the_way -= cost_tokens
 
-    def close(self, *, is_alone: bool) -> None:
+    def close(self, num_candidates: int = 1, *, is_alone: bool) -> None:
         """Count a job as ended."""
         with self._changed:
-            self._num_open -= 1
+            self._num_open -= num_candidates
             self._num_alone -= is_alone
             self._notify()
 
@@ -116,7 +116,7 @@ class Capacity:
         return budget.max_jobs > 0 and budget.kv_token_budget > 0
 
     def _budget(self) -> ClaimBudget:
-        max_jobs, tokens = self._max_open_jobs - self._num_open, self._free_tokens - self._tokens_on_the_way
+        max_jobs, tokens = self._max_open - self._num_open, self._free_tokens - self._tokens_on_the_way
         if tokens <= 0 and self._num_preparing:
             max_jobs = min(max_jobs, MAX_PREPARING_BEYOND_KV - self._num_preparing)
             tokens += self._tokens_preparing

@@ -117,7 +117,8 @@ class Intake:
         self._claim_number += 1
         for claimed in claim.jobs:
             is_large = len(claimed.body) > LARGE_BODY_BYTES
-            self._capacity.open(claimed.cost, is_alone=is_alone(claimed), is_large=is_large)
+            num_candidates = len(claimed.checkpoints)
+            self._capacity.open(claimed.cost, num_candidates, is_alone=is_alone(claimed), is_large=is_large)
             if is_large:
                 job = PendingJob(claimed)
                 self._post(Preparing(job))
@@ -144,18 +145,22 @@ class Intake:
             logger.exception("job %s could not be admitted", claimed.job_id)
             return Refused(claimed, JobError(kind="internal", message=f"{type(error).__name__}: {shown(str(error))}"))
 
-    def _build(self, claimed: ClaimedJob) -> Generation:
+    def _build(self, claimed: ClaimedJob) -> list[Generation]:
         request = parse_body(claimed.body)
         if request.model is not None and request.model != self._model_name:
             message = (
                 f"this queue serves {shown(self._model_name)}, not {shown(request.model)}; use the queue of that model"
             )
             raise InvalidRequest("model", message)
+        n, num_candidates = request.sampling.n, len(claimed.checkpoints)
+        if n != num_candidates:
+            rule = "submit it with the same n in the request and in the options"
+            raise InvalidRequest("n", f"is {n} in the request, but the job's record has {num_candidates}; {rule}")
         return self._admission.admit(
             self._admission.prompt_token_ids(request),
             request.sampling,
             drawn_seed=claimed.seed,
-            output_token_ids=claimed.token_ids,
+            outputs=[checkpoint.token_ids for checkpoint in claimed.checkpoints],
             crash_count=claimed.crash_count,
             cache_salt=request.cache_salt,
         )

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 from millrace.engine_service.serving.capacity import Capacity
-from millrace.engine_service.serving.jobs import PendingJob, ServedJob, is_alone
+from millrace.engine_service.serving.jobs import Candidate, PendingJob, ServedJob, is_alone
 from millrace.executor.metrics import Percentiles, Samples
 from millrace.executor.wire.messages import SeqId
 from millrace.results.messages import ClaimedJob, JobId, Lease
@@ -38,7 +38,7 @@ class JobTable:
         self._capacity = capacity
         self._on_over = on_over
         self.served: dict[JobId, ServedJob] = {}
-        self.by_sequence: dict[SeqId, ServedJob] = {}
+        self.by_sequence: dict[SeqId, tuple[ServedJob, Candidate]] = {}
         self.pending: dict[JobId, PendingJob] = {}
         """Large jobs until they are prepared."""
         self._num_by_outcome: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
@@ -56,18 +56,22 @@ class JobTable:
 
     def add(self, job: ServedJob) -> None:
         self._capacity.arrive(job.cost)
-        self.served[job.job_id] = self.by_sequence[job.generation.sequence.seq_id] = job
+        self.served[job.job_id] = job
+        for candidate in job.candidates:
+            self.by_sequence[candidate.generation.sequence.seq_id] = job, candidate
         job.arrived_s = job.saved_at_s = time.monotonic()
 
     def remove(self, job: ServedJob, outcome: Outcome) -> None:
         self._job_s.add(time.monotonic() - job.arrived_s)
-        del self.served[job.job_id], self.by_sequence[job.generation.sequence.seq_id]
-        self._close(job.job_id, job.lease, outcome, is_alone=job.is_alone)
+        del self.served[job.job_id]
+        for candidate in job.candidates:
+            del self.by_sequence[candidate.generation.sequence.seq_id]
+        self._close(job.job_id, job.lease, outcome, len(job.candidates), is_alone=job.is_alone)
 
     def remove_unserved(self, claimed: ClaimedJob, outcome: Outcome) -> None:
         """Account for a job that leaves without having been added."""
         self._capacity.arrive(claimed.cost)
-        self._close(claimed.job_id, claimed.lease, outcome, is_alone=is_alone(claimed))
+        self._close(claimed.job_id, claimed.lease, outcome, len(claimed.checkpoints), is_alone=is_alone(claimed))
 
     def add_pending(self, job: PendingJob) -> None:
         self.pending[job.claimed.job_id] = job
@@ -82,7 +86,7 @@ class JobTable:
         self.end_preparation(job)
         self.remove_unserved(job.claimed, outcome)
 
-    def _close(self, job_id: JobId, lease: Lease, outcome: Outcome, *, is_alone: bool) -> None:
+    def _close(self, job_id: JobId, lease: Lease, outcome: Outcome, num_candidates: int, *, is_alone: bool) -> None:
         self._num_by_outcome[outcome] += 1
         self._on_over(job_id, lease)  # before the capacity: the next claim says how many leases are held
-        self._capacity.close(is_alone=is_alone)
+        self._capacity.close(num_candidates, is_alone=is_alone)

@@ -8,45 +8,64 @@ import msgspec
 
 from millrace.engine_service.core.crash_policy import ALONE_AFTER_CRASHES
 from millrace.engine_service.generation import Generation
-from millrace.results.messages import ClaimedJob, JobError, JobId, Lease
+from millrace.results.messages import Checkpoint, ClaimedJob, JobError, JobId, Lease
+
+
+class Candidate:
+    """Owns how much of a candidate's output is saved and published. The generation owns the output itself."""
+
+    __slots__ = ("generation", "index", "num_published", "num_saved")
+
+    def __init__(self, generation: Generation, checkpoint: Checkpoint, index: int | None) -> None:
+        self.generation = generation
+        self.index = index
+        """None: the only candidate of its job."""
+        self.num_saved = len(checkpoint.token_ids)
+        """Output tokens in the checkpoint."""
+        self.num_published = checkpoint.num_published
+        """Output tokens that readers can see."""
 
 
 class ServedJob:
-    """Owns how much of one job's output is saved and published. The generation owns the output itself."""
+    """Owns the candidates of one job. They run side by side, and the job ends with the last of them."""
 
-    __slots__ = (
-        "arrived_s",
-        "cost",
-        "generation",
-        "is_alone",
-        "job_id",
-        "lease",
-        "num_published",
-        "num_saved",
-        "saved_at_s",
-    )
+    __slots__ = ("arrived_s", "candidates", "cost", "is_alone", "job_id", "lease", "saved_at_s")
 
-    def __init__(self, claimed: ClaimedJob, generation: Generation) -> None:
+    def __init__(self, claimed: ClaimedJob, generations: list[Generation]) -> None:
+        """`generations`: one for each candidate of the record."""
         self.job_id = claimed.job_id
         self.lease = claimed.lease
         self.cost = claimed.cost
         self.is_alone = is_alone(claimed)
-        self.generation = generation
-        generation.sequence.is_watched = claimed.is_watched or claimed.num_published > 0
-        self.num_saved = len(claimed.token_ids)
-        """Output tokens in the checkpoint."""
-        self.num_published = claimed.num_published
-        """Output tokens that readers can see."""
+        checkpoints = claimed.checkpoints
+        indices = [None] if len(checkpoints) == 1 else range(len(checkpoints))
+        self.candidates = list(map(Candidate, generations, checkpoints, indices))
+        if claimed.is_watched or any(one.num_published for one in checkpoints):
+            self.watch()
         self.saved_at_s = 0.0
         self.arrived_s = 0.0
 
     @property
     def is_watched(self) -> bool:
         """Whether somebody reads the output while it grows."""
-        return self.generation.sequence.is_watched
+        return self.candidates[0].generation.sequence.is_watched
+
+    def watch(self) -> None:
+        """Note that somebody does."""
+        for candidate in self.candidates:
+            candidate.generation.sequence.is_watched = True
 
     def __repr__(self) -> str:
-        return f"ServedJob({self.job_id}, lease {self.lease}, {self.num_saved} saved, {self.num_published} published)"
+        return f"ServedJob({self.job_id}, lease {self.lease}, {self.generations})"
+
+    @property
+    def generations(self) -> list[Generation]:
+        return [candidate.generation for candidate in self.candidates]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all candidates have."""
+        return all(candidate.generation.finish_reason is not None for candidate in self.candidates)
 
 
 class PendingJob:

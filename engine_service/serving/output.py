@@ -5,7 +5,8 @@
     readers see it
     the checkpoint holds it
 
-One write moves both bounds: the event that it publishes is in the checkpoint that it saves.
+One write moves both bounds: the event that it publishes is in the checkpoint that it saves. Each candidate of a job has
+bounds of its own, and one write moves those of all.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from millrace.engine_service.core.sequence import StopReason
-from millrace.engine_service.serving.jobs import ServedJob
+from millrace.engine_service.serving.jobs import Candidate, ServedJob
 from millrace.results.messages import (
     Append,
     Begin,
@@ -27,6 +27,7 @@ from millrace.results.messages import (
     JobError,
     JobId,
     Lease,
+    NewOutput,
     Release,
     Usage,
     Write,
@@ -55,16 +56,25 @@ class Output:
         """Record that a job which runs alone is about to be computed."""
         self._put(Begin(job_id=job.job_id, lease=job.lease))
 
-    def advance(self, job: ServedJob, now_s: float) -> None:
-        """Write the new tokens of a job if an event or a checkpoint is due."""
+    def advance(self, job: ServedJob, candidate: Candidate, now_s: float) -> None:
+        """Write the new tokens of a job if an event or a checkpoint is due. `candidate` has new ones."""
         if job.is_watched:
-            if job.is_alone or job.num_published == 0 or now_s - job.saved_at_s >= EVENT_INTERVAL_S:
-                self._append(job, now_s, self._next_event(job))
-        elif self._is_checkpoint_due(job, now_s):
-            self._append(job, now_s, event=None)
+            if job.is_alone or candidate.num_published == 0 or now_s - job.saved_at_s >= EVENT_INTERVAL_S:
+                self.save(job, now_s)
+        elif self._is_checkpoint_due(job, candidate, now_s):
+            self.save(job, now_s)
 
-    def finish(self, job: ServedJob, reason: StopReason) -> None:
-        """End a job that has its whole output."""
+    def save(self, job: ServedJob, now_s: float) -> None:
+        """Write the new tokens of all candidates. Publish them if the job is watched."""
+        outputs = [output for one in job.candidates if (output := self._new_output(one, is_shown=job.is_watched))]
+        job.saved_at_s = now_s
+        if outputs:
+            self._put(Append(job_id=job.job_id, lease=job.lease, fingerprint=self._fingerprint, outputs=outputs))
+
+    def finish(self, job: ServedJob) -> None:
+        """End a job whose candidates have all ended."""
+        reason = job.candidates[0].generation.finish_reason
+        assert reason is not None
         self._end(job, "finished", reason)
 
     def abort(self, job: ServedJob, state: Literal["cancelled", "expired"]) -> None:
@@ -83,7 +93,7 @@ class Output:
                 lease=claimed.lease,
                 state="failed",
                 finish_reason="error",
-                usage=Usage(prompt_tokens=0, completion_tokens=len(claimed.token_ids)),
+                usage=Usage(prompt_tokens=0, completion_tokens=sum(len(one.token_ids) for one in claimed.checkpoints)),
                 error=error,
                 is_retryable=error.kind == "internal",
             )
@@ -96,32 +106,27 @@ class Output:
 
     def give_back(self, claimed: ClaimedJob, delay_ms: int = 0) -> None:
         """Release a job that was not started."""
-        self._release(claimed.job_id, claimed.lease, len(claimed.token_ids), [], delay_ms)
+        self._release(claimed.job_id, claimed.lease, [], delay_ms)
 
     def release(self, job: ServedJob, delay_ms: int = 0) -> None:
         """Save the output so far and let any engine continue the job, after this delay."""
-        unsaved = job.generation.token_ids[job.num_saved :]
-        self._release(job.job_id, job.lease, job.num_saved, unsaved, delay_ms)
+        outputs = [output for one in job.candidates if (output := self._new_output(one, is_shown=False))]
+        self._release(job.job_id, job.lease, outputs, delay_ms)
 
-    def _release(self, job_id: JobId, lease: Lease, offset: int, token_ids: list[int], delay_ms: int) -> None:
+    def _release(self, job_id: JobId, lease: Lease, outputs: list[NewOutput], delay_ms: int) -> None:
         self._put(
-            Release(
-                job_id=job_id,
-                lease=lease,
-                offset=offset,
-                token_ids=token_ids,
-                fingerprint=self._fingerprint,
-                delay_ms=delay_ms,
-            )
+            Release(job_id=job_id, lease=lease, fingerprint=self._fingerprint, outputs=outputs, delay_ms=delay_ms)
         )
 
     def _end(self, job: ServedJob, state: EndState, reason: EndReason, error: JobError | None = None) -> None:
-        sequence = job.generation.sequence
+        generations = job.generations
+        first = generations[0].sequence
         usage = Usage(
-            prompt_tokens=sequence.num_prompt_tokens,
-            completion_tokens=len(sequence.output_token_ids),
-            cached_tokens=min(sequence.num_cached_tokens or 0, sequence.num_prompt_tokens),
+            prompt_tokens=first.num_prompt_tokens,
+            completion_tokens=sum(len(generation.token_ids) for generation in generations),
+            cached_tokens=min(first.num_cached_tokens or 0, first.num_prompt_tokens),
         )
+        reasons: list[EndReason] = [generation.finish_reason or reason for generation in generations]
         self._put(
             Finish(
                 job_id=job.job_id,
@@ -129,43 +134,43 @@ class Output:
                 state=state,
                 finish_reason=reason,
                 usage=usage,
-                event=self._last_event(job),
+                events=[event for one in job.candidates if (event := self._last_event(one))],
+                finish_reasons=reasons if len(reasons) > 1 else [],
                 error=error,
             )
         )
 
-    def _is_checkpoint_due(self, job: ServedJob, now_s: float) -> bool:
+    def _is_checkpoint_due(self, job: ServedJob, candidate: Candidate, now_s: float) -> bool:
         if job.is_alone:  # engines have died with it: each saved token shows that the job is not the cause
             return True
-        num_unsaved = len(job.generation.token_ids) - job.num_saved
+        num_unsaved = len(candidate.generation.token_ids) - candidate.num_saved
         return num_unsaved >= CHECKPOINT_TOKENS or now_s - job.saved_at_s >= CHECKPOINT_INTERVAL_S
 
-    def _append(self, job: ServedJob, now_s: float, event: Event | None) -> None:
-        token_ids = job.generation.token_ids
-        self._put(
-            Append(
-                job_id=job.job_id,
-                lease=job.lease,
-                offset=job.num_saved,
-                token_ids=token_ids[job.num_saved :],
-                fingerprint=self._fingerprint,
-                event=event,
-            )
-        )
-        job.num_saved = len(token_ids)
-        job.saved_at_s = now_s
+    def _new_output(self, candidate: Candidate, *, is_shown: bool) -> NewOutput | None:
+        """Return the tokens that are not saved yet, with an event if they are shown, and count them as saved."""
+        token_ids, offset = candidate.generation.token_ids, candidate.num_saved
+        event = self._next_event(candidate) if is_shown else None
+        if event is None and len(token_ids) == offset:
+            return None
+        candidate.num_saved = len(token_ids)
         if event is not None:
-            job.num_published = event.offset + len(event.token_ids)
+            candidate.num_published = event.offset + len(event.token_ids)
+        return NewOutput(offset=offset, token_ids=token_ids[offset:], event=event, index=candidate.index)
 
-    def _next_event(self, job: ServedJob) -> Event | None:
-        start, end = job.num_published, job.generation.num_settled()
+    def _next_event(self, candidate: Candidate) -> Event | None:
+        generation, start = candidate.generation, candidate.num_published
+        if generation.finish_reason is not None:
+            return self._last_event(candidate)
+        end = generation.num_settled()
         if end <= start:
             return None
-        text = job.generation.text_between(start, end)
-        return Event(offset=start, token_ids=job.generation.token_ids[start:end], text=text)
+        text = generation.text_between(start, end)
+        return Event(offset=start, token_ids=generation.token_ids[start:end], text=text, index=candidate.index)
 
-    def _last_event(self, job: ServedJob) -> Event | None:
-        start = job.num_published
-        token_ids = job.generation.token_ids[start:]
-        text = job.generation.final_text_after(start)
-        return Event(offset=start, token_ids=token_ids, text=text) if token_ids else None
+    def _last_event(self, candidate: Candidate) -> Event | None:
+        start = candidate.num_published
+        token_ids = candidate.generation.token_ids[start:]
+        if not token_ids:
+            return None
+        text = candidate.generation.final_text_after(start)
+        return Event(offset=start, token_ids=token_ids, text=text, index=candidate.index)

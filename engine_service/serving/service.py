@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from millrace.engine_service.core.sequence import StopReason
 from millrace.engine_service.engine import Engine, Progress
 from millrace.engine_service.errors import EngineDead, EngineError, WorkersLost
 from millrace.engine_service.serving.capacity import Capacity
@@ -29,7 +28,7 @@ from millrace.engine_service.serving.jobs import (
     Watch,
 )
 from millrace.engine_service.serving.output import DEFER_MS, Output
-from millrace.engine_service.worker_group import TOO_LARGE
+from millrace.engine_service.worker_group import TOO_LARGE, Failure
 from millrace.results.messages import JobError, JobId, Lease, Reconciliation
 from millrace.results.writer import Writer
 
@@ -110,7 +109,7 @@ class Service:
         deadline_s = time.monotonic() + grace_s
         self._process_events()
         self._release_pending()
-        self._release(job for job in self._jobs.served.values() if job.generation.sequence.num_computed == 0)
+        self._release(job for job in self._jobs.served.values() if not _has_started(job))
         while self._jobs.served and not self._is_drain_urgent and time.monotonic() < deadline_s:
             self._run_once()
 
@@ -142,21 +141,36 @@ class Service:
         self._capacity.update(self._engine.scheduler.free_tokens)
 
     def _apply(self, progress: Progress, now_s: float) -> None:
-        job = self._jobs.by_sequence[progress.generation.sequence.seq_id]
-        if progress.failure is not None and progress.failure.kind == TOO_LARGE:
+        found = self._jobs.by_sequence.get(progress.generation.sequence.seq_id)
+        if found is None:
+            return  # the failure of another candidate has ended the job in this step
+        job, candidate = found
+        if progress.failure is not None:
+            self._fail(job, progress.failure)
+        elif progress.finish_reason is None:
+            self._output.advance(job, candidate, now_s)
+        elif job.has_ended:
+            self._finish(job)
+        else:
+            self._output.save(job, now_s)
+
+    def _fail(self, job: ServedJob, failure: Failure) -> None:
+        """End a job of which one candidate can't continue."""
+        self._stop_candidates(job)
+        if failure.kind == TOO_LARGE:
             self._output.release(job, DEFER_MS)  # for an engine with all its ranks, perhaps this one later
             self._jobs.remove(job, "released")
-        elif progress.failure is not None:
-            self._output.fail(job, JobError(kind=progress.failure.kind, message=progress.failure.message))
-            self._jobs.remove(job, "failed")
-        elif progress.finish_reason is not None:
-            self._finish(job, progress.finish_reason)
         else:
-            self._output.advance(job, now_s)
+            self._output.fail(job, JobError(kind=failure.kind, message=failure.message))
+            self._jobs.remove(job, "failed")
 
-    def _finish(self, job: ServedJob, reason: StopReason) -> None:
-        self._output.finish(job, reason)
+    def _finish(self, job: ServedJob) -> None:
+        self._output.finish(job)
         self._jobs.remove(job, "finished")
+
+    def _stop_candidates(self, job: ServedJob) -> None:
+        for generation in job.generations:
+            self._engine.abort(generation)
 
     # --- events ---
 
@@ -209,13 +223,14 @@ class Service:
     def _start(self, job: ServedJob) -> None:
         self._drop_lost(job.job_id, lease=None)
         self._jobs.add(job)
-        reason = job.generation.finish_reason
-        if reason is not None:  # the checkpoint already holds the whole output
-            self._finish(job, reason)
+        if job.has_ended:  # the checkpoints already hold the whole output
+            self._finish(job)
         elif self._capacity.is_shut or (job.is_alone and not self._has_begun(job)):
             self._release([job])
         else:
-            self._engine.add(job.generation)
+            for generation in job.generations:  # in this order: the first one computes the prompt that all share
+                if generation.finish_reason is None:
+                    self._engine.add(generation)
 
     def _has_begun(self, job: ServedJob) -> bool:
         """Record in Redis that a job which runs alone begins: from then on a death of this engine counts against the job.
@@ -234,7 +249,7 @@ class Service:
 
     def _abort(self, job_id: JobId, state: Literal["cancelled", "expired"]) -> None:
         if (job := self._jobs.served.get(job_id)) is not None:
-            self._engine.abort(job.generation)
+            self._stop_candidates(job)
             self._output.abort(job, state)
             self._jobs.remove(job, state)
         elif (pending := self._jobs.pending.get(job_id)) is not None:
@@ -244,21 +259,21 @@ class Service:
     def _watch(self, job_id: JobId) -> None:
         job = self._jobs.served.get(job_id)
         if job is not None and not job.is_watched:
-            job.generation.sequence.is_watched = True
-            self._output.advance(job, time.monotonic())
+            job.watch()
+            self._output.save(job, time.monotonic())
 
     def _drop_lost(self, job_id: JobId, lease: Lease | None) -> None:
         """Drop a job and write nothing. `lease` is the lost one; None: whichever is held."""
         if (job := self._jobs.served.get(job_id)) is not None and lease in (None, job.lease):
             logger.warning("job %s is not ours any more", job_id)
-            self._engine.abort(job.generation)
+            self._stop_candidates(job)
             self._jobs.remove(job, "lost")
         if (pending := self._jobs.pending.get(job_id)) is not None and lease in (None, pending.claimed.lease):
             self._jobs.withdraw(pending, "lost")
 
     def _release(self, jobs: Iterable[ServedJob]) -> None:
         for job in list(jobs):
-            self._engine.abort(job.generation)
+            self._stop_candidates(job)
             self._output.release(job)
             self._jobs.remove(job, "released")
 
@@ -296,3 +311,7 @@ class Service:
         self._capacity.update(self._engine.scheduler.free_tokens)
         logger.info("awake")
         self._on_sleep_change()
+
+
+def _has_started(job: ServedJob) -> bool:
+    return any(generation.sequence.num_computed for generation in job.generations)

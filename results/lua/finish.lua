@@ -1,9 +1,10 @@
 -- Ends a running job: running -> finished, failed, cancelled or expired; or, when the failure is retryable and retries
 -- are left, running -> delayed, with its checkpoint. Safe to repeat.
 -- KEYS  1 the queue's prefix
--- ARGV  1 job id, 2 lease, 3 state, 4 finish reason, 5 prompt tokens, 6 completion tokens, 7 cached tokens,
---       8 the error (JSON) or "", 9 "1" when the failure is retryable or "", then, when there is output to show: 10 its
---       offset, 11 its number of tokens, 12 its token ids (JSON), 13 its text
+-- ARGV  1 job id, 2 lease, 3 state, 4 finish reason; with several candidates also that of each one, separated by spaces,
+--       5 prompt tokens, 6 completion tokens, 7 cached tokens, 8 the error (JSON) or "", 9 "1" when the failure is
+--       retryable or "", then for each candidate with output to show 5 values: "" for the only candidate of a job,
+--       ":<index>" for one of several, offset, number of tokens, token ids (JSON), text
 -- Returns "ok", "already" (this lease has ended the job before), "retrying" (it waits for its next attempt) or "stale" (the
 --       lease is not, or no longer, the job's)
 -- include: queue clock settings record lease fair_share output end_job give_back
@@ -40,15 +41,23 @@ if is_retryable(state) and num_retries < whole_number(max_retries, DEFAULT_RETRI
   give_back(id, engine, backoff_ms(num_retries, lease))
   return 'retrying'
 end
-if ARGV[10] then
-  local is_shown = publish(id, published, tonumber(ARGV[10]), ARGV[11], ARGV[12], ARGV[13])
-  if not is_shown then return refuse_stale_write() end
-  known[1] = math.max(whole_number(published, 0), ARGV[10] + ARGV[11])
+for i = 10, #ARGV > 14 and #ARGV or 0, 5 do  -- of several events none is written when one would leave a gap
+  local own = record(id, 'published' .. ARGV[i])[1]
+  if tonumber(ARGV[i + 1]) > whole_number(own, 0) then return refuse_stale_write() end
+end
+for i = 10, #ARGV, 5 do
+  known[1] = publish(id, known[1], ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4])
+  if not known[1] then return refuse_stale_write() end
 end
 redis.call('SREM', prefix .. 'leases:' .. engine, id)
 charge(tenant, ARGV[5] + ARGV[6] - whole_number(cost, 0))
 redis.call('HINCRBY', prefix .. 'counts', 'generated_tokens', ARGV[6])
 local details = {'prompt_tokens', ARGV[5], 'completion_tokens', ARGV[6], 'cached_tokens', ARGV[7]}
 if ARGV[8] ~= '' then details[7], details[8] = 'error', ARGV[8] end
-end_job(id, state, ARGV[4], known, unpack(details))
+local reason, space = ARGV[4], string.find(ARGV[4], ' ', 1, true)
+if space then
+  details[#details + 1], details[#details + 2] = 'reasons', string.sub(reason, space + 1)
+  reason = string.sub(reason, 1, space - 1)
+end
+end_job(id, state, reason, known, unpack(details))
 return 'ok'

@@ -9,7 +9,7 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  1 most jobs to recover in this call
 -- Returns the number of jobs recovered; call again while it is the most
--- include: queue settings record work end_job give_back
+-- include: queue settings record work checkpoints end_job give_back
 
 allow_writes_without_memory()
 local QUARANTINED_FROM = 5
@@ -25,12 +25,12 @@ local function quarantine_reason(crashes, false_starts)
 end
 
 local function recover_job(id, engine)
-  local fields = record(id, 'engine', 'state', 'base', 'crashes', 'cancel', 'lease', 'unbegun', 'false_starts')
+  local fields = record(id, 'engine', 'state', 'base', 'crashes', 'cancel', 'lease', 'unbegun', 'false_starts', 'n')
   if fields[1] ~= engine or fields[2] ~= 'running' then
     redis.call('SREM', prefix .. 'leases:' .. engine, id)
     return
   end
-  local has_advanced = redis.call('STRLEN', prefix .. 'tokens:' .. id) / 4 > whole_number(fields[3], 0)
+  local has_advanced = num_checkpointed(id, fields[9]) > whole_number(fields[3], 0)
   local crashes, false_starts = whole_number(fields[4], 0), whole_number(fields[8], 0)
   if has_advanced then
     crashes, false_starts = 0, 0

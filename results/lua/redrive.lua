@@ -20,7 +20,7 @@ end
 
 local id = ARGV[1]
 local f = record(id, 'state', 'digest', 'cost', 'seed', 'tenant', 'priority', 'stream', 'redrive_of', 'redriven_as',
-  'created', 'deadline', 'max_retries', 'batch', 'v')
+  'created', 'deadline', 'max_retries', 'batch', 'v', 'n')
 local state = f[1]
 if not state then return false end
 if f[9] then
@@ -33,7 +33,7 @@ if not body or not f[5] then return {'no body', ''} end
 local new_id = next_id(id, f[8])
 if #new_id > MAX_ID then return {'no id', ''} end
 
-local options = {meta = redis.call('GET', prefix .. 'meta:' .. id) or nil, batch = f[13] or nil,
+local options = {n = tonumber(f[15] or nil), meta = redis.call('GET', prefix .. 'meta:' .. id) or nil, batch = f[13] or nil,
   max_retries = tonumber(f[12] or nil), deadline_ms = f[11] and f[11] - f[10] or nil}
 limits = {}  -- none apply: the job was in the queue before
 local has_options = next(options) ~= nil

@@ -2,7 +2,7 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  for each job 9 values: id, digest, body, cost, seed, tenant, priority, "1" when streamed or "", options or ""
 --       The options are a JSON object with any of: delay_ms, run_at_ms, deadline_ms (from now), max_retries, meta (the
---       text of a JSON object), batch
+--       text of a JSON object), batch, n
 -- Returns for each job "created", "exists" (the same body is known under the id), "conflict" (another body is) or
 --       "full <limit> <value>" (not taken: the queue, or the tenant's part of it, is at that limit), "oversized <limit>
 --       <value>" (not taken: its cost alone exceeds that limit) or "invalid <field>" (not taken: no job can have that

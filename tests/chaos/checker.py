@@ -13,10 +13,9 @@ from typing import Any
 
 from millrace.results.connection import connect
 from millrace.results.keys import QueueKeys
-from millrace.results.messages import TERMINAL_STATES
+from millrace.results.messages import TERMINAL_STATES, CompletionOutput
 from millrace.results.queue import JobQueue
 from tests.chaos.processes import ChaosEngine
-from tests.chaos.workload import Output
 from tests.results.invariants import check_queue
 
 
@@ -41,8 +40,8 @@ REPLACEMENT = "\ufffd"
 class Checker:
     """Checks a queue whose jobs have all ended."""
 
-    def __init__(self, server_url: str, queue: str, expected: Mapping[str, Output]) -> None:
-        """`expected`: the undisturbed outputs by accepted id."""
+    def __init__(self, server_url: str, queue: str, expected: Mapping[str, list[CompletionOutput]]) -> None:
+        """`expected`: the undisturbed candidates by accepted id."""
         self._client: Any = connect(server_url)
         self._queue = JobQueue(self._client, queue)
         self._keys = QueueKeys(queue)
@@ -112,29 +111,35 @@ class Checker:
         return state if is_last else f"{state}, with terminal entries at {terminal}"
 
     def _is_whole(self, job_id: str) -> bool:
-        record, expected = self._record(job_id), self._expected[job_id]
+        record = self._record(job_id)
         if not record:
             return True  # whether it may be gone is for ENDED to say
         job = self._queue.get(job_id)
         entries = [entry for entry in self._entries(job_id) if "state" not in entry]
-        shown = "".join(entry["text"] for entry in entries)
-        token_ids = [token for entry in entries for token in json.loads(entry["tokens"])]
-        if "trimmed" not in record and (shown, token_ids) != (job.text, job.token_ids):
-            return False
+        streams = [[entry for entry in entries if entry.get("index", "0") == str(one.index)] for one in job.outputs]
+        is_joined = "trimmed" in record or all(map(_is_joined, streams, job.outputs))
+        expected = self._expected[job_id]
+        has_all = len(job.outputs) == len(expected)
         if job.state == "finished":
-            return (job.text, job.token_ids, job.finish_reason) == (
-                expected.text,
-                expected.token_ids,
-                expected.finish_reason,
-            )
-        is_beginning = expected.token_ids[: len(job.token_ids)] == job.token_ids
-        return is_beginning and expected.text.startswith(job.text.rstrip(REPLACEMENT))
+            return is_joined and job.outputs == expected
+        return is_joined and has_all and all(map(_is_beginning, job.outputs, expected))
 
     def _record(self, job_id: str) -> dict[str, str]:
         return _text(self._client.hgetall(self._keys.job(job_id)))
 
     def _entries(self, job_id: str) -> list[dict[str, str]]:
         return [_text(fields) for _, fields in self._client.xrange(self._keys.result(job_id))]
+
+
+def _is_joined(entries: list[dict[str, str]], output: CompletionOutput) -> bool:
+    shown = "".join(entry["text"] for entry in entries)
+    token_ids = [token for entry in entries for token in json.loads(entry["tokens"])]
+    return (shown, token_ids) == (output.text, output.token_ids)
+
+
+def _is_beginning(output: CompletionOutput, expected: CompletionOutput) -> bool:
+    is_beginning = expected.token_ids[: len(output.token_ids)] == output.token_ids
+    return is_beginning and expected.text.startswith(output.text.rstrip(REPLACEMENT))
 
 
 def _text(raw: Mapping[bytes, bytes]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import redis
 
-from millrace import Client, GenerationRequest, Job
+from millrace import Client, CompletionOutput, GenerationRequest, Job
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 from millrace.results.durability import Durability
@@ -22,7 +22,7 @@ from tests.chaos.checker import ALL, Checker, Invariant
 from tests.chaos.processes import HEARTBEAT_S, LIMIT_S, ChaosEngine
 from tests.chaos.proxy import Proxy
 from tests.chaos.reader import LiveReader
-from tests.chaos.workload import Output, Undisturbed
+from tests.chaos.workload import Undisturbed
 
 TEST_LIMIT = pytest.mark.timeout(400)
 """A test here starts several processes, and the machine may be busy."""
@@ -158,8 +158,8 @@ class Place:
         keys = [self.client._keys.tokens(job_id) for job_id in self.accepted]
         return sum(int(self.redis.strlen(key)) // 4 for key in keys)
 
-    def expected(self, requests: Iterable[GenerationRequest]) -> dict[str, Output]:
-        """Return the undisturbed outputs by job id."""
+    def expected(self, requests: Iterable[GenerationRequest]) -> dict[str, list[CompletionOutput]]:
+        """Return the undisturbed candidates by job id."""
         return self._undisturbed.outputs(requests)
 
     # --- the end ---------------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def _die_of(prompt: list[int]) -> None:
 def _fail_to_admit(num_times: int) -> None:
     admit, numbers = Admission.admit, itertools.count(1)
 
-    def admit_or_fail(self: Admission, *args: Any, **kw: Any) -> Generation:
+    def admit_or_fail(self: Admission, *args: Any, **kw: Any) -> list[Generation]:
         if next(numbers) <= num_times:
             raise ZeroDivisionError("a bug of ours")
         return admit(self, *args, **kw)

@@ -98,7 +98,7 @@ def test_a_result_passes_while_it_is_polled(place: Place) -> None:
     place.redis.hset(place.client._keys.settings, "result_ttl_ms", "4000")
     engine = place.engine()
     (request,) = make_jobs(1, max_tokens=24)
-    text = place.expected([request])["job-0"].text
+    text = place.expected([request])["job-0"][0].text
     for _ in range(2):
         place.submit([request])
         place.wait_all()

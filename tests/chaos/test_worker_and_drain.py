@@ -43,7 +43,7 @@ def test_an_offline_batch_survives_its_worker(undisturbed: Undisturbed) -> None:
         llm._engine.step = step_and_kill  # type: ignore[method-assign]
         outputs = llm.generate([job.prompt or "" for job in jobs], [job.sampling for job in jobs], use_tqdm=False)
     expected = undisturbed.outputs(jobs).values()
-    assert [output.outputs[0].text for output in outputs] == [one.text for one in expected]
+    assert [output.outputs[0].text for output in outputs] == [one[0].text for one in expected]
 
 
 def test_sigterm_inside_the_grace_ends_what_runs(place: Place) -> None:
@@ -87,7 +87,7 @@ def test_a_second_sigterm_gives_back_what_runs_without_waiting(place: Place) -> 
     for job_id in given_back:
         kept = place.tokens_kept(job_id)
         assert kept and len(kept) >= len(before[job_id])
-        assert kept == expected[job_id].token_ids[: len(kept)]
+        assert kept == expected[job_id][0].token_ids[: len(kept)]
         assert place.record(job_id)["attempt"] == "0"
 
 

@@ -6,16 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from millrace import LLM, GenerationRequest, SamplingParams
+from millrace import LLM, CompletionOutput, GenerationRequest, SamplingParams
 from tests.e2e.engines import TINY
-
-
-class Output(msgspec.Struct, frozen=True):
-    """The output of a finished job."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
 
 
 def make_jobs(
@@ -38,20 +30,19 @@ class Undisturbed:
 
     def __init__(self) -> None:
         self._llm = LLM(TINY, device="cpu", dtype="float32")
-        self._outputs: dict[bytes, Output] = {}
+        self._outputs: dict[bytes, list[CompletionOutput]] = {}
 
     def close(self) -> None:
         self._llm.shutdown()
 
-    def outputs(self, requests: Iterable[GenerationRequest]) -> dict[str, Output]:
-        """Return the outputs by job id."""
+    def outputs(self, requests: Iterable[GenerationRequest]) -> dict[str, list[CompletionOutput]]:
+        """Return the candidates of each job by its id."""
         by_id = {request.id or "": request for request in requests}
         new = [request for request in by_id.values() if _key(request) not in self._outputs]
         prompts = [request.prompt or list(request.prompt_token_ids or []) for request in new]
         params = [request.sampling for request in new]
         for request, found in zip(new, self._llm.generate(prompts, params, use_tqdm=False), strict=True):
-            only = found.outputs[0]
-            self._outputs[_key(request)] = Output(only.text, only.token_ids, only.finish_reason)
+            self._outputs[_key(request)] = found.outputs
         return {job_id: self._outputs[_key(request)] for job_id, request in by_id.items()}
 
 

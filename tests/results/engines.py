@@ -18,6 +18,7 @@ from millrace.results.messages import (
     JobError,
     JobId,
     Lease,
+    NewOutput,
     Reconciliation,
     Release,
     Submission,
@@ -94,19 +95,11 @@ class Engine:
         return self.queue.write([Begin(job_id=job.job_id, lease=job.lease)])[0]
 
     def append(self, job: ClaimedJob, offset: int, token_ids: list[int], event: Event | None = None) -> str:
-        write = Append(
-            job_id=job.job_id,
-            lease=job.lease,
-            offset=offset,
-            token_ids=token_ids,
-            fingerprint=self.fingerprint,
-            event=event,
-        )
-        return self.queue.write([write])[0]
+        return self.queue.write([append_of(job, offset, token_ids, event, fingerprint=self.fingerprint)])[0]
 
-    def show(self, job: ClaimedJob, offset: int, token_ids: list[int], text: str) -> str:
-        """Keep tokens and show them."""
-        return self.append(job, offset, token_ids, Event(offset=offset, token_ids=token_ids, text=text))
+    def show(self, job: ClaimedJob, offset: int, token_ids: list[int], text: str, index: int | None = None) -> str:
+        """Keep tokens and show them. `index`: of a job with several candidates."""
+        return self.append(job, offset, token_ids, Event(offset=offset, token_ids=token_ids, text=text, index=index))
 
     def finish(self, job: ClaimedJob, event: Event | None = None, **fields: Any) -> str:
         outcome = self.queue.write([finish_of(job, event, **fields)])[0]
@@ -117,8 +110,7 @@ class Engine:
         write = Release(
             job_id=job.job_id,
             lease=job.lease,
-            offset=offset,
-            token_ids=token_ids or [],
+            outputs=[NewOutput(offset=offset, token_ids=token_ids or [])],
             fingerprint=self.fingerprint,
             delay_ms=delay_ms,
         )
@@ -128,6 +120,14 @@ class Engine:
     def die(self) -> None:
         """Its heartbeat has run out, in no time."""
         self.queue._transport.send(("DEL", self.queue.keys.prefix + "engine:" + self.id))
+
+
+def append_of(
+    job: ClaimedJob, offset: int, token_ids: list[int], event: Event | None = None, *, fingerprint: str = FINGERPRINT
+) -> Append:
+    """The event names the candidate."""
+    output = NewOutput(offset=offset, token_ids=token_ids, event=event, index=event.index if event else None)
+    return Append(job_id=job.job_id, lease=job.lease, fingerprint=fingerprint, outputs=[output])
 
 
 def finish_of(
@@ -146,7 +146,7 @@ def finish_of(
         state=state,
         finish_reason=reason,
         usage=usage or Usage(prompt_tokens=2, completion_tokens=len(event.token_ids) if event else 0),
-        event=event,
+        events=[event] if event else [],
         error=error,
         is_retryable=is_retryable,
     )

@@ -73,17 +73,29 @@ class _Check:
         terminals = [i for i, fields in enumerate(entries) if "state" in fields]
         has_ended = record["state"] in TERMINAL_STATES
         assert terminals == ([len(entries) - 1] if has_ended else []), f"{job_id}: terminal entries at {terminals}"
-        end = int(record.get("trimmed", 0))
+        indices = range(int(record["n"])) if "n" in record else [None]
+        ends = {index: int(record.get(_of(index, "trimmed"), 0)) for index in indices}
+        assert sum(ends.values()) == int(record.get("trimmed", 0)), f"{job_id}: trimmed"
         for fields in entries[: len(entries) - has_ended]:
-            num_tokens = len(json.loads(fields["tokens"]))
-            assert (int(fields["offset"]), int(fields["count"])) == (end, num_tokens), f"{job_id}: gap or overlap"
-            end += num_tokens
-        assert end == int(record.get("published", 0)), f"{job_id}: published"
+            index, num_tokens = int(fields["index"]) if "index" in fields else None, len(json.loads(fields["tokens"]))
+            place = int(fields["offset"]), int(fields["count"])
+            assert place == (ends[index], num_tokens), f"{job_id}: gap or overlap"
+            assert int(fields.get("position", ends[index])) == sum(ends.values()), f"{job_id}: position"
+            ends[index] += num_tokens
+        assert sum(ends.values()) == int(record.get("published", 0)), f"{job_id}: published"
+        for index, end in ends.items():
+            assert end == int(record.get(_of(index, "published"), 0)), f"{job_id}: published of {index}"
         if has_ended:
             assert entries[-1]["state"] == record["state"]
+            assert int(entries[-1]["offset"]) == sum(ends.values()), f"{job_id}: offset of the end"
+            has_lost = bool(int(record.get("trimmed", 0)))
+            kept = {name for name in self._all if name.partition(":")[0] == "tokens" and name.split(":")[1] == job_id}
+            assert has_lost or not kept, f"{job_id} has ended, and its checkpoints are still there"
             assert self._client.ttl(self._keys.job(job_id)) > 0, f"{job_id} stays for ever"
         else:
-            assert end <= self._client.strlen(self._keys.tokens(job_id)) / 4, f"{job_id}: visible but not kept"
+            for index, end in ends.items():
+                key = self._keys.tokens(job_id) + (f":{index}" if index is not None else "")
+                assert end <= self._client.strlen(key) / 4, f"{job_id}: visible but not kept"
             assert self._client.ttl(self._keys.job(job_id)) == -1, f"{job_id} expires before its end"
 
     def _check_owners(self) -> None:
@@ -154,6 +166,11 @@ class _Check:
 
     def _hash(self, name: str) -> dict[str, str]:
         return _fields(self._client.hgetall(self._key(name)))
+
+
+def _of(index: int | None, name: str) -> str:
+    """The field of the record for one candidate."""
+    return name if index is None else f"{name}:{index}"
 
 
 def _fields(raw: dict[bytes, bytes]) -> dict[str, str]:

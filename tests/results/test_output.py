@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import msgspec
 import redis
 
-from millrace.results.messages import Append, Event, JobError, Lease, Usage, Write
-from tests.results.engines import FINGERPRINT, Engine, finish_of, listed, submit
+from millrace.results.messages import Event, JobError, Lease, Usage, Write
+from tests.results.engines import Engine, append_of, finish_of, listed, submit
 from tests.results.full_queue import FullQueue
 
 
@@ -124,9 +125,7 @@ def test_a_write_without_any_lease_is_stale(queue: FullQueue, engine: Engine) ->
     submit(queue, "a")
     claimed = engine.claim_one()
     forged = [Lease(0), Lease(claimed.lease + 1)]
-    writes = [
-        Append(job_id=claimed.job_id, lease=lease, offset=0, token_ids=[1], fingerprint=FINGERPRINT) for lease in forged
-    ]
+    writes = [msgspec.structs.replace(append_of(claimed, 0, [1]), lease=lease) for lease in forged]
     assert queue.write(writes) == ["stale", "stale"]
 
 
@@ -168,16 +167,9 @@ def test_several_writes_of_one_job_take_effect_in_order(queue: FullQueue, engine
     submit(queue, "a", "b")
     a, b = engine.claim()
     writes: list[Write] = [
-        Append(job_id=a.job_id, lease=a.lease, offset=0, token_ids=[1], fingerprint=FINGERPRINT),
+        append_of(a, 0, [1]),
         finish_of(b),
-        Append(
-            job_id=a.job_id,
-            lease=a.lease,
-            offset=1,
-            token_ids=[2],
-            fingerprint=FINGERPRINT,
-            event=Event(offset=0, token_ids=[1, 2], text="xy"),
-        ),
+        append_of(a, 1, [2], Event(offset=0, token_ids=[1, 2], text="xy")),
         finish_of(a, Event(offset=2, token_ids=[3], text="z")),
         finish_of(a),
     ]
@@ -191,15 +183,8 @@ def test_a_write_that_is_itself_at_fault_spoils_no_other(
     submit(queue, "a", "b", "c")
     a, b, c = engine.claim()
     redis_client.set(queue.keys.result("b"), "not a stream")
-    beyond = Append(
-        job_id=a.job_id,
-        lease=a.lease,
-        offset=0,
-        token_ids=[1],
-        fingerprint=FINGERPRINT,
-        event=Event(offset=0, token_ids=[1, 2], text="xy"),
-    )
-    unpackable = Append(job_id=a.job_id, lease=a.lease, offset=0, token_ids=[-1], fingerprint=FINGERPRINT)
+    beyond = append_of(a, 0, [1], Event(offset=0, token_ids=[1, 2], text="xy"))
+    unpackable = append_of(a, 0, [-1])
     outcomes = queue.write([unpackable, beyond, finish_of(b, Event(offset=0, token_ids=[1], text="x")), finish_of(c)])
     assert [outcome.split(":")[0] for outcome in outcomes] == ["error", "error", "error", "ok"]
     redis_client.delete(queue.keys.result("b"))

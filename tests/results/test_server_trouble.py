@@ -12,10 +12,10 @@ from millrace.embedded import EmbeddedServer
 from millrace.results import commands
 from millrace.results.connection import as_unavailable, connect, connect_async
 from millrace.results.errors import QueueError, RedisUnavailable
-from millrace.results.messages import Append, Event
+from millrace.results.messages import Event
 from millrace.results.scripts import SOURCES
 from millrace.results.transport import AsyncTransport, Transport
-from tests.results.engines import Engine, finish_of, submission, submit
+from tests.results.engines import Engine, append_of, finish_of, submission, submit
 from tests.results.full_queue import FullQueue
 from tests.results.invariants import check_queue
 
@@ -44,7 +44,7 @@ def test_forgotten_scripts_in_a_pipeline_keep_the_order_of_each_job(
     event = Event(offset=0, token_ids=[1], text="x")
     redis_client.script_flush()
     redis_client.script_load(SOURCES["finish"])
-    append = Append(job_id=a.job_id, lease=a.lease, offset=0, token_ids=[1], fingerprint="f", event=event)
+    append = append_of(a, 0, [1], event)
     assert queue.write([append, finish_of(b), finish_of(a)]) == ["ok", "ok", "ok"]
     assert queue.get("a").text == "x"
 

@@ -10,7 +10,7 @@ from millrace.results.connection import connect
 from millrace.results.messages import Append, ClaimedJob, Event, JobId, Lease, Write
 from millrace.results.queue import JobQueue
 from millrace.results.writer import Writer
-from tests.results.engines import FINGERPRINT, Engine, finish_of, submission, submit
+from tests.results.engines import Engine, append_of, finish_of, submission, submit
 from tests.results.invariants import check_all_ended
 
 
@@ -40,11 +40,9 @@ def writer(redis_url: str, queue_name: str, stale: Stale) -> Iterator[Writer]:
     queue.close()
 
 
-def append_of(job: ClaimedJob, offset: int, text: str = "x") -> Append:
+def token_of(job: ClaimedJob, offset: int, text: str = "x") -> Append:
     event = Event(offset=offset, token_ids=[offset], text=text)
-    return Append(
-        job_id=job.job_id, lease=job.lease, offset=offset, token_ids=[offset], fingerprint=FINGERPRINT, event=event
-    )
+    return append_of(job, offset, [offset], event)
 
 
 def test_writes_arrive_in_order(queue: JobQueue, engine: Engine, writer: Writer) -> None:
@@ -52,7 +50,7 @@ def test_writes_arrive_in_order(queue: JobQueue, engine: Engine, writer: Writer)
     jobs = engine.claim()
     for offset in range(50):
         for job in jobs:
-            writer.put(append_of(job, offset, f"{offset} "))
+            writer.put(token_of(job, offset, f"{offset} "))
     for job in jobs:
         writer.put(finish_of(job))
     assert writer.flush(10)
@@ -85,7 +83,7 @@ def test_a_stale_write_is_reported_and_later_ones_of_its_lease_are_dropped(
     a, b = engine.claim()
     engine.release(a)
     for offset in range(300):
-        writer.put(append_of(a, offset))
+        writer.put(token_of(a, offset))
     writer.put(finish_of(b))
     assert writer.flush(10)
     assert stale.came.wait(60)
@@ -103,7 +101,7 @@ def test_a_new_lease_of_a_job_that_was_stale_is_written(
     submit(queue, "a")
     old = engine.claim_one()
     engine.release(old)
-    writer.put(append_of(old, 0))
+    writer.put(token_of(old, 0))
     assert stale.came.wait(60)
     writer.put(finish_of(engine.claim_one()))
     assert writer.flush(10)
@@ -115,7 +113,7 @@ def test_a_write_at_fault_is_reported_like_a_stale_one(
 ) -> None:
     submit(queue, "a")
     job = engine.claim_one()
-    writer.put(Append(job_id=job.job_id, lease=job.lease, offset=0, token_ids=[-5], fingerprint="f"))
+    writer.put(append_of(job, 0, [-5]))
     assert stale.came.wait(60)
     assert stale.job_ids == ["a"]
 
@@ -144,7 +142,7 @@ def test_what_is_on_its_way_is_still_held(queue: JobQueue, engine: Engine, stale
         server.stop()
         assert not writer.is_full
         for offset in range(3):
-            writer.put(append_of(job, offset, "x" * 500))
+            writer.put(token_of(job, offset, "x" * 500))
         assert writer.pending() == {job.job_id: job.lease}
         assert writer.is_full
         assert not writer.flush(0.05)
@@ -161,11 +159,11 @@ def test_nothing_is_lost_while_the_server_is_away(stale: Stale) -> None:
         jobs = Engine(queue).claim()
         writer = Writer(queue, stale)
         for job in jobs[:25]:
-            writer.put(append_of(job, 0))
+            writer.put(token_of(job, 0))
         assert writer.flush(10)
         server.kill()
         for job in jobs:
-            writer.put(append_of(job, 0) if job in jobs[25:] else append_of(job, 1))
+            writer.put(token_of(job, 0) if job in jobs[25:] else token_of(job, 1))
             writer.put(finish_of(job))
         server.start()
         assert writer.flush(30)

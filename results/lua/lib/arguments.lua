@@ -41,7 +41,7 @@ local function read_options(text)
   for name, value in pairs(options) do
     if value == cjson.null then options[name] = nil end
   end
-  local ranges = {delay_ms = {0, 1e13}, run_at_ms = {0, 1e13}, deadline_ms = {1, 1e13}, max_retries = {0, 100}}
+  local ranges = {delay_ms = {0, 1e13}, run_at_ms = {0, 1e13}, deadline_ms = {1, 1e13}, max_retries = {0, 100}, n = {1, 64}}
   for name, range in pairs(ranges) do
     local value = options[name]
     local is_integer = type(value) == 'number' and value % 1 == 0

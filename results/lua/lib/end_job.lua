@@ -1,5 +1,5 @@
 -- The end of a job: any state -> a terminal one.
--- include: queue clock settings record state
+-- include: queue clock settings record candidates state
 
 -- A batch is kept as long as the records of its jobs, from the end of the last one on.
 local function close_batch(batch, keep_ms)
@@ -12,12 +12,12 @@ local function close_batch(batch, keep_ms)
 end
 
 -- The fields of the record that `end_job` needs.
-local END_FIELDS = {'published', 'trimmed', 'state', 'batch', 'deadline', 'meta', 'tenant', 'cost', 'fingerprint'}
+local END_FIELDS = {'published', 'trimmed', 'state', 'batch', 'deadline', 'meta', 'tenant', 'cost', 'fingerprint', 'n'}
 
 -- Ends a job that the caller has removed from ready, delayed or leases. `known` are the END_FIELDS where the caller has read
--- them, else nil; `...` are more fields of the terminal entry: prompt_tokens, completion_tokens and cached_tokens, error.
+-- them, else nil; `...` are more fields of the terminal entry: prompt_tokens, completion_tokens, cached_tokens, reasons, error.
 local function end_job(id, state, reason, known, ...)
-  local published, trimmed, from, batch, deadline, meta, tenant, cost, fingerprint =
+  local published, trimmed, from, batch, deadline, meta, tenant, cost, fingerprint, n =
     unpack(known or record(id, unpack(END_FIELDS)))
   local times = redis.call('HMGET', prefix .. 'settings', 'result_ttl_ms', 'record_ttl_ms')
   local keep_ms = whole_number(times[1], 86400000)
@@ -27,11 +27,16 @@ local function end_job(id, state, reason, known, ...)
   redis.call('PEXPIRE', prefix .. 'job:' .. id, record_ms)
   redis.call('PEXPIRE', prefix .. 'body:' .. id, record_ms)
   redis.call('PEXPIRE', prefix .. 'result:' .. id, keep_ms)
-  if trimmed then  -- the oldest part of the output is not in the stream
-    redis.call('PEXPIRE', prefix .. 'tokens:' .. id, keep_ms)
-    redis.call('PEXPIRE', prefix .. 'text:' .. id, keep_ms)
-  elseif fingerprint then  -- written with the first tokens: without one there is no checkpoint
-    redis.call('DEL', prefix .. 'tokens:' .. id)
+  if fingerprint then  -- written with the first tokens: without one there is no checkpoint
+    for _, suffix in ipairs(suffixes(n)) do
+      local name = id .. suffix
+      if trimmed then  -- the oldest part of the output is not in the stream
+        redis.call('PEXPIRE', prefix .. 'tokens:' .. name, keep_ms)
+        redis.call('PEXPIRE', prefix .. 'text:' .. name, keep_ms)
+      else
+        redis.call('DEL', prefix .. 'tokens:' .. name)
+      end
+    end
   end
   if meta then redis.call('PEXPIRE', prefix .. 'meta:' .. id, record_ms) end
   if deadline then redis.call('ZREM', prefix .. 'deadlines', id) end

@@ -8,6 +8,7 @@ local function apply_options(id, options)
     redis.call('HSET', key, 'deadline', now + options.deadline_ms)
     redis.call('ZADD', prefix .. 'deadlines', now + options.deadline_ms, id)
   end
+  if (options.n or 1) > 1 then redis.call('HSET', key, 'n', options.n) end
   if options.max_retries then redis.call('HSET', key, 'max_retries', options.max_retries) end
   if options.meta then
     redis.call('HSET', key, 'meta', '1')

@@ -1,10 +1,11 @@
--- The output of a running job: its checkpoint and its events.
+-- The output of a running job: the checkpoint and the events of each candidate. `suffix` is "" for the only candidate of a job,
+-- ":<index>" for one of several; keys and fields end with it.
 -- include: queue settings
 
 -- Appends the tokens (4 bytes each) that the checkpoint does not hold yet, and returns its length in tokens. nil when there is
 -- a gap: the server has lost an earlier write, and the writer knows more than the record.
-local function extend_checkpoint(id, offset, tokens)
-  local key = prefix .. 'tokens:' .. id
+local function extend_checkpoint(id, suffix, offset, tokens)
+  local key = prefix .. 'tokens:' .. id .. suffix
   local num_known = redis.call('STRLEN', key) / 4
   if offset > num_known then return nil end
   local new_tokens = string.sub(tokens, (num_known - offset) * 4 + 1)
@@ -12,13 +13,22 @@ local function extend_checkpoint(id, offset, tokens)
   return redis.call('APPEND', key, new_tokens) / 4
 end
 
--- Publishes an event once: an event that starts before `published` is known already. False when it would leave a gap.
-local function publish(id, published, offset, num_tokens, token_ids, text)
+-- Publishes an event once: an event that starts before the candidate's published tokens is known already. `published` is that
+-- field of the record, the tokens of all candidates in events. Returns its new value; nil when the event would leave a gap.
+local function publish(id, published, suffix, offset, num_tokens, token_ids, text)
   published = whole_number(published, 0)
-  if offset > published then return false end
-  if offset < published then return true end
-  redis.call('XADD', prefix .. 'result:' .. id, '*', 'offset', offset, 'count', num_tokens, 'tokens', token_ids,
-    'text', text)
-  redis.call('HSET', prefix .. 'job:' .. id, 'published', offset + num_tokens)
-  return true
+  local job = prefix .. 'job:' .. id
+  local own = suffix == '' and published or whole_number(redis.call('HGET', job, 'published' .. suffix), 0)
+  if offset > own then return nil end
+  if offset < own then return published end
+  if suffix == '' then
+    redis.call('XADD', prefix .. 'result:' .. id, '*', 'offset', offset, 'count', num_tokens, 'tokens', token_ids,
+      'text', text)
+    redis.call('HSET', job, 'published', offset + num_tokens)
+  else
+    redis.call('XADD', prefix .. 'result:' .. id, '*', 'offset', offset, 'count', num_tokens, 'tokens', token_ids,
+      'text', text, 'index', string.sub(suffix, 2), 'position', published)
+    redis.call('HSET', job, 'published', published + num_tokens, 'published' .. suffix, offset + num_tokens)
+  end
+  return published + num_tokens
 end

@@ -34,7 +34,7 @@ NOW = 0.0
 
 @pytest.fixture
 def capacity() -> Capacity:
-    return Capacity(max_open_jobs=3, capacity_tokens=100)
+    return Capacity(max_open=3, capacity_tokens=100)
 
 
 def test_an_empty_engine_offers_all_that_it_has(capacity: Capacity) -> None:
@@ -174,7 +174,7 @@ def test_no_step_is_made_while_redis_takes_no_results_and_then_it_goes_on(engine
             engine, capacity, output, writer, on_over=lambda job_id, lease: None, on_sleep_change=lambda: None
         )
         os.kill(server.pid, signal.SIGSTOP)
-        service.post(Arrived(ServedJob(claimed, generation)))
+        service.post(Arrived(ServedJob(claimed, [generation])))
         service._process_events()
         while not writer.is_full:
             service._step()

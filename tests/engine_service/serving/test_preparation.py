@@ -126,7 +126,7 @@ def test_a_preparation_that_is_stopped_waits_for_nothing_and_begins_nothing(benc
 
 
 def test_large_jobs_that_would_fill_the_pool_leave_the_others_a_way_in() -> None:
-    capacity = Capacity(max_open_jobs=100, capacity_tokens=1000)
+    capacity = Capacity(max_open=100, capacity_tokens=1000)
     capacity.open(5000, is_alone=False, is_large=True)
     assert capacity.wait_for_budget(0) == ClaimBudget(max_jobs=15, kv_token_budget=1000)
     capacity.open(300, is_alone=False)
@@ -136,7 +136,7 @@ def test_large_jobs_that_would_fill_the_pool_leave_the_others_a_way_in() -> None
 
 
 def test_an_engine_does_not_claim_all_large_jobs_that_there_are() -> None:
-    capacity = Capacity(max_open_jobs=100, capacity_tokens=1000)
+    capacity = Capacity(max_open=100, capacity_tokens=1000)
     for _ in range(16):
         capacity.open(500, is_alone=False, is_large=True)
     assert capacity.wait_for_budget(0) is None

@@ -54,7 +54,7 @@ class EngineByHand:
             state="failed" if error else "finished",
             finish_reason="error" if error else "stop",
             usage=usage,
-            event=event,
+            events=[event] if event else [],
             error=error,
         )
         assert self._queue.write([finish]) == ["ok"]

@@ -158,7 +158,7 @@ class EchoEngine:
             )
         event = Event(offset=0, token_ids=[1, 2], text=answer_to(json.loads(job.body).get("prompt", "")))
         return Finish(
-            job_id=job.job_id, lease=job.lease, state="finished", finish_reason="stop", usage=usage, event=event
+            job_id=job.job_id, lease=job.lease, state="finished", finish_reason="stop", usage=usage, events=[event]
         )
 
     def _cancel(self, job: ClaimedJob) -> None:
