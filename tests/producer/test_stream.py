@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +9,7 @@ import redis
 
 from millrace import Client, InvalidRequest
 from millrace.results.errors import ResultExpired
-from millrace.results.messages import Event, Signal, StreamEvent
+from millrace.results.messages import ClaimedJob, Event, Signal, StreamEvent
 from millrace.results.queue import JobQueue
 from millrace.results.reader import MAX_ENTRIES, EventFollower
 from millrace.results.transport import Transport
@@ -238,3 +238,78 @@ def test_what_a_stream_loses_while_a_reader_resumes_is_told(
         events += follower.feed(transport.send_many(follower.next_commands()))
     assert events[0].is_restart
     assert text_of(events) == client.get(job_id).text
+
+
+# --- several candidates ----------------------------------------------------------------------------------------------
+
+
+def texts_of(events: list[StreamEvent], num_candidates: int) -> list[str]:
+    """Joins the texts as a reader does that obeys `is_restart`."""
+    starts = [i for i, event in enumerate(events) if event.is_restart]
+    events = events[starts[-1] if starts else 0 :]
+    return [text_of([event for event in events if event.index == index]) for index in range(num_candidates)]
+
+
+def show_candidate(engine: Engine, claimed: ClaimedJob, index: int, offsets: Iterable[int]) -> None:
+    for offset in offsets:
+        engine.show(claimed, offset, [offset], f"{index}é{offset} ", index)
+
+
+def test_a_stream_has_the_events_of_all_candidates(client: Client, engine: Engine) -> None:
+    job_id = client.submit("x", n=2, stream=True)
+    claimed = engine.claim_one()
+    show_candidate(engine, claimed, 0, range(2))
+    show_candidate(engine, claimed, 1, range(3))
+    show_candidate(engine, claimed, 0, range(2, 3))
+    engine.finish(claimed, Event(offset=3, token_ids=[3], text="end", index=1), reasons=["stop", "length"])
+    events = list(client.stream(job_id))
+    assert [(event.index, event.offset) for event in events] == [
+        *((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2), (1, 3), (0, 7))
+    ]
+    assert texts_of(events, 2) == [output.text for output in client.get(job_id).outputs]
+    for i, event in enumerate(events):
+        assert list(client.stream(job_id, after=event.id)) == events[i + 1 :]
+
+
+@pytest.mark.usefixtures("short_streams")
+@pytest.mark.parametrize("is_all_of_one_gone", [False, True])
+def test_a_slow_reader_of_several_candidates_is_given_what_it_missed_of_each(
+    client: Client, engine: Engine, is_all_of_one_gone: bool
+) -> None:
+    """Also of a candidate whose events have all been trimmed, where those of the others have no gap."""
+    job_id = client.submit("x", n=3, stream=True)
+    claimed = engine.claim_one()
+    show_candidate(engine, claimed, 0, range(1))
+    events = client.stream(job_id)
+    read = [next(events)]
+    if is_all_of_one_gone:
+        show_candidate(engine, claimed, 1, range(5))
+        show_candidate(engine, claimed, 0, range(1, 6))
+    else:
+        for offset in range(30):
+            show_candidate(engine, claimed, 2, [offset])
+            show_candidate(engine, claimed, 0, [offset + 1])
+    engine.finish(claimed)
+    read += events
+    assert texts_of(read, 3) == [output.text for output in client.get(job_id).outputs]
+    assert not any(event.is_restart for event in read)
+    assert sum(len(event.token_ids) for event in read) == read[-1].offset
+    for event in read:
+        texts = texts_of(read[: read.index(event) + 1] + list(client.stream(job_id, after=event.id)), 3)
+        assert texts == texts_of(read, 3), "resumed"
+
+
+@pytest.mark.usefixtures("short_streams")
+def test_a_reader_of_several_candidates_that_resumes_after_what_is_gone_starts_over(
+    client: Client, engine: Engine
+) -> None:
+    job_id = client.submit("x", n=2, stream=True)
+    claimed = engine.claim_one()
+    show_candidate(engine, claimed, 1, range(1))
+    place = next(client.stream(job_id)).id
+    show_candidate(engine, claimed, 0, range(30))
+    show_candidate(engine, claimed, 1, range(1, 30))
+    engine.finish(claimed)
+    resumed = list(client.stream(job_id, after=place))
+    assert [event.is_restart for event in resumed] == [True] + [False] * (len(resumed) - 1)
+    assert texts_of(resumed, 2) == [output.text for output in client.get(job_id).outputs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from millrace.results import commands
@@ -94,15 +95,25 @@ class Engine:
     def begin(self, job: ClaimedJob) -> str:
         return self.queue.write([Begin(job_id=job.job_id, lease=job.lease)])[0]
 
-    def append(self, job: ClaimedJob, offset: int, token_ids: list[int], event: Event | None = None) -> str:
-        return self.queue.write([append_of(job, offset, token_ids, event, fingerprint=self.fingerprint)])[0]
+    def append(
+        self,
+        job: ClaimedJob,
+        offset: int,
+        token_ids: list[int],
+        event: Event | None = None,
+        index: int | None = None,
+    ) -> str:
+        """`index`: of a job with several candidates."""
+        write = append_of(job, offset, token_ids, event, index, fingerprint=self.fingerprint)
+        return self.queue.write([write])[0]
 
     def show(self, job: ClaimedJob, offset: int, token_ids: list[int], text: str, index: int | None = None) -> str:
-        """Keep tokens and show them. `index`: of a job with several candidates."""
-        return self.append(job, offset, token_ids, Event(offset=offset, token_ids=token_ids, text=text, index=index))
+        """Keep tokens and show them."""
+        event = Event(offset=offset, token_ids=token_ids, text=text, index=index)
+        return self.append(job, offset, token_ids, event, index)
 
-    def finish(self, job: ClaimedJob, event: Event | None = None, **fields: Any) -> str:
-        outcome = self.queue.write([finish_of(job, event, **fields)])[0]
+    def finish(self, job: ClaimedJob, *events: Event | None, **fields: Any) -> str:
+        outcome = self.queue.write([finish_of(job, *events, **fields)])[0]
         self.held.pop(job.job_id, None)
         return outcome
 
@@ -123,30 +134,38 @@ class Engine:
 
 
 def append_of(
-    job: ClaimedJob, offset: int, token_ids: list[int], event: Event | None = None, *, fingerprint: str = FINGERPRINT
+    job: ClaimedJob,
+    offset: int,
+    token_ids: list[int],
+    event: Event | None = None,
+    index: int | None = None,
+    *,
+    fingerprint: str = FINGERPRINT,
 ) -> Append:
-    """The event names the candidate."""
-    output = NewOutput(offset=offset, token_ids=token_ids, event=event, index=event.index if event else None)
+    output = NewOutput(offset=offset, token_ids=token_ids, event=event, index=index)
     return Append(job_id=job.job_id, lease=job.lease, fingerprint=fingerprint, outputs=[output])
 
 
 def finish_of(
     job: ClaimedJob,
-    event: Event | None = None,
-    *,
+    *events: Event | None,
     state: EndState = "finished",
     reason: EndReason = "stop",
     usage: Usage | None = None,
     error: JobError | None = None,
     is_retryable: bool = False,
+    reasons: Sequence[EndReason] = (),
 ) -> Finish:
+    """`reasons`: of each candidate, where there are several."""
+    shown = [event for event in events if event is not None]
     return Finish(
         job_id=job.job_id,
         lease=job.lease,
         state=state,
         finish_reason=reason,
-        usage=usage or Usage(prompt_tokens=2, completion_tokens=len(event.token_ids) if event else 0),
-        events=[event] if event else [],
+        usage=usage or Usage(prompt_tokens=2, completion_tokens=sum(len(event.token_ids) for event in shown)),
+        events=shown,
+        finish_reasons=list(reasons),
         error=error,
         is_retryable=is_retryable,
     )

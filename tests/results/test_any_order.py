@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import uuid
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from millrace.embedded import EmbeddedServer
 from millrace.results import commands
 from millrace.results.connection import connect
 from millrace.results.errors import CannotRedrive
-from millrace.results.messages import TERMINAL_STATES, ClaimedJob, Event, JobError, JobId
+from millrace.results.messages import TERMINAL_STATES, Checkpoint, ClaimedJob, Event, JobError, JobId
 from millrace.results.replies import Outcome
 from tests.results.engines import Engine, outcomes, submission
 from tests.results.full_queue import FullQueue
@@ -47,17 +48,38 @@ engines = st.integers(0, 2)
 picks = st.integers(0, 1000)
 
 
+class ModelOutput:
+    """What a candidate should have produced."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.num_published = 0
+
+    @property
+    def text(self) -> str:
+        return _text_of(self.tokens[: self.num_published])
+
+    def publish(self, index: int | None) -> Event | None:
+        """Return the event with what is not published yet."""
+        start, self.num_published = self.num_published, len(self.tokens)
+        rest = self.tokens[start:]
+        return Event(offset=start, token_ids=rest, text=_text_of(rest), index=index) if rest else None
+
+
+def _text_of(tokens: list[int]) -> str:
+    return "".join(f"{token} " for token in tokens)
+
+
 class ModelJob:
     """What a job should look like."""
 
-    def __init__(self, tenant: str | None) -> None:
+    def __init__(self, tenant: str | None, num_candidates: int = 1) -> None:
         self.tenant = tenant
         """None: it came as a malformed inbox entry, and nothing can be run."""
         self.state = "queued"
         self.fingerprint: str | None = None
         self.is_watched = False
-        self.tokens: list[int] = []
-        self.num_published = 0
+        self.outputs = [ModelOutput() for _ in range(num_candidates)]
         self.owner: int | None = None
         self.lease = 0
         self.has_cancel = False
@@ -73,8 +95,16 @@ class ModelJob:
         self.false_starts = 0
 
     @property
-    def text(self) -> str:
-        return "".join(f"{token} " for token in self.tokens[: self.num_published])
+    def num_tokens(self) -> int:
+        return sum(len(output.tokens) for output in self.outputs)
+
+    @property
+    def num_published(self) -> int:
+        return sum(output.num_published for output in self.outputs)
+
+    def indices(self) -> list[int | None]:
+        """What the writes of an engine call the candidates."""
+        return [None] if len(self.outputs) == 1 else [*range(len(self.outputs))]
 
     def leave(self) -> None:
         """Goes back to the queue, unless its end was asked for."""
@@ -83,7 +113,7 @@ class ModelJob:
 
     def lose_engine(self) -> None:
         """The crash rule."""
-        if len(self.tokens) > self.num_tokens_at_claim:
+        if self.num_tokens > self.num_tokens_at_claim:
             self.crashes = self.false_starts = 0
         elif self.is_unbegun:
             self.false_starts += 1
@@ -136,6 +166,7 @@ class AnyOrder(RuleBasedStateMachine):
                 "deadline_ms": st.just(LATER_MS),
                 "max_retries": st.integers(0, 1),
                 "batch": st.sampled_from(BATCHES),
+                "n": st.integers(1, 3),
                 "meta": st.just(b'{"a":1}'),
             },
         ),
@@ -148,7 +179,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.queue.submit([job]) == outcomes([limit])
             return
         assert self.queue.submit([job, job]) == outcomes(["created", "exists"])
-        self.jobs[job_id] = model = ModelJob(tenant)
+        self.jobs[job_id] = model = ModelJob(tenant, options.get("n", 1))
         model.state = "delayed" if "delay_ms" in options else "queued"
         model.has_deadline = "deadline_ms" in options
         model.max_retries = options.get("max_retries", 2)
@@ -244,7 +275,7 @@ class AnyOrder(RuleBasedStateMachine):
             assert self.queue.redrive(job_id) == new_id
             assert (new_id in self.jobs) == model.is_redriven
             if not model.is_redriven:
-                again = self.jobs[new_id] = ModelJob(model.tenant)
+                again = self.jobs[new_id] = ModelJob(model.tenant, len(model.outputs))
                 again.has_deadline, again.max_retries = model.has_deadline, model.max_retries
                 model.is_redriven = True
         else:
@@ -287,16 +318,16 @@ class AnyOrder(RuleBasedStateMachine):
             assert model.state == "queued"
             if model.fingerprint not in (None, engine.fingerprint):  # nobody had seen the other model's output
                 assert model.num_published == 0
-                model.tokens, model.fingerprint = [], None
+                model.outputs, model.fingerprint = [ModelOutput() for _ in model.outputs], None
             self._check_claimed(job, model)
             assert all(job.lease > old.lease for _, old in self.leases)
             model.state, model.owner, model.lease = "running", number, job.lease
-            model.num_tokens_at_claim, model.is_unbegun = len(model.tokens), model.crashes >= 2
+            model.num_tokens_at_claim, model.is_unbegun = model.num_tokens, model.crashes >= 2
             self.leases.append((number, job))
         self._put_off_what_is_another_models(engine)
 
     def _check_claimed(self, job: ClaimedJob, model: ModelJob) -> None:
-        assert (job.token_ids, job.num_published) == (model.tokens, model.num_published)
+        assert job.checkpoints == [Checkpoint(output.tokens, output.num_published) for output in model.outputs]
         assert (job.crash_count, job.is_watched) == (model.crashes, model.is_watched)
 
     def _put_off_what_is_another_models(self, engine: Engine) -> None:
@@ -314,8 +345,8 @@ class AnyOrder(RuleBasedStateMachine):
         num_before = len(self.leases)
         self.claim(number, 1)
         for pick in range(num_before, len(self.leases)):
-            for _ in range(num_events):
-                self.append(pick, 1, is_shown)
+            for number_of_event in range(num_events):
+                self.append(pick, number_of_event, 1, is_shown)
             if is_released:
                 self.release(pick)
 
@@ -342,39 +373,38 @@ class AnyOrder(RuleBasedStateMachine):
             model.is_unbegun = False
 
     @precondition(lambda self: self.leases)
-    @rule(pick=picks, num_tokens=st.integers(1, 3), is_shown=st.booleans())
-    def append(self, pick: int, num_tokens: int, is_shown: bool) -> None:
+    @rule(pick=picks, candidate=picks, num_tokens=st.integers(1, 3), is_shown=st.booleans())
+    def append(self, pick: int, candidate: int, num_tokens: int, is_shown: bool) -> None:
         number, job = self.leases[pick % len(self.leases)]
         model = self.jobs[job.job_id]
-        offset = len(model.tokens)
+        candidate %= len(model.outputs)
+        index, output = model.indices()[candidate], copy.deepcopy(model.outputs[candidate])
+        offset = len(output.tokens)
         fresh = list(range(offset, offset + num_tokens))
-        shown = [*model.tokens, *fresh][model.num_published :]
-        text = "".join(f"{token} " for token in shown)
-        event = Event(offset=model.num_published, token_ids=shown, text=text) if is_shown else None
-        outcome = self.engines[number].append(job, offset, fresh, event)
+        output.tokens += fresh
+        event = output.publish(index) if is_shown else None
+        outcome = self.engines[number].append(job, offset, fresh, event, index)
         is_owned = model.state == "running" and model.lease == job.lease
         assert outcome == ("ok" if is_owned else "stale")
         if is_owned:
-            model.tokens += fresh
+            model.outputs[candidate] = output
             model.fingerprint = self.engines[number].fingerprint
-            model.num_published = len(model.tokens) if is_shown else model.num_published
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks, state=st.sampled_from(["finished", "failed", "cancelled"]))
     def finish(self, pick: int, state: Any) -> None:
         number, job = self.leases[pick % len(self.leases)]
         model = self.jobs[job.job_id]
-        rest = model.tokens[model.num_published :]
-        text = "".join(f"{token} " for token in rest)
-        event = Event(offset=model.num_published, token_ids=rest, text=text) if rest else None
-        outcome = self.engines[number].finish(job, event, state=state)
+        outputs = copy.deepcopy(model.outputs)
+        events = [output.publish(index) for output, index in zip(outputs, model.indices(), strict=True)]
+        outcome = self.engines[number].finish(job, *events, state=state)
         if model.lease != job.lease:  # given back, or lost in a crash, since
             assert outcome == "stale"
         elif model.state in TERMINAL_STATES:
             assert outcome == "already"
         else:
             assert outcome == "ok"
-            model.state, model.num_published = state, len(model.tokens)
+            model.state, model.outputs = state, outputs
 
     @precondition(lambda self: self.leases)
     @rule(pick=picks)
@@ -478,7 +508,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for job_id, model in getattr(self, "jobs", {}).items():
-            assert self.queue.get(job_id).text == model.text
+            found = [output.text for output in self.queue.get(job_id).outputs]
+            assert found == [output.text for output in model.outputs]
 
 
 @pytest.fixture
