@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from millrace.cli.exits import INVALID, NOT_FOUND, OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
-from millrace.cli.output import counted_noun, duration, end_of, print_json, print_table, print_text, remark
+from millrace.cli.output import (
+    counted_noun,
+    duration,
+    end_of,
+    print_job,
+    print_json,
+    print_outputs,
+    print_table,
+    print_text,
+    remark,
+)
 from millrace.cli.values import counted
 
 if TYPE_CHECKING:
@@ -47,7 +57,7 @@ def run_get(args: argparse.Namespace) -> int:
         job = client.get(args.id)
         place = client.position(args.id) if job.state in ("queued", "delayed") else None
     if args.json:
-        print_json(_with_place(job, place))
+        print_job(job, **({"num_ahead": place.num_ahead, "eta_s": place.eta_s} if place else {}))
     else:
         _print_job(job, place)
     return OK
@@ -59,17 +69,24 @@ def run_tail(args: argparse.Namespace) -> int:
 
 
 def follow(client: Client, job_id: str, *, after: str | None = None, as_json: bool = False) -> int:
-    """Print a job's events until it ends. Return the exit status."""
+    """Print a job's events until it ends. Return the exit status.
+
+    Without `as_json` candidate 0 is printed as it comes, and the others at the end.
+    """
     for event in client.stream(job_id, after=after):
         if as_json:
             print_json(event)
             continue
         if event.is_restart:
             remark(f"job {job_id!r} has lost events after {after}; its text follows from the beginning")
-        print_text(event.text)
+        if event.index == 0:
+            print_text(event.text)
     if not as_json:
         print_text("\n")
-    return end_of(client.get(job_id))
+    job = client.get(job_id)
+    if not as_json:
+        print_outputs(job, first=1)
+    return end_of(job)
 
 
 def run_cancel(args: argparse.Namespace) -> int:
@@ -95,7 +112,7 @@ def run_ls(args: argparse.Namespace) -> int:
     jobs = _list_jobs(args)
     if args.json:
         for job in jobs:
-            print_json(job)
+            print_job(job)
         return OK
     print_table(("id", "state", "tokens", "text"), [_row(job) for job in jobs])
     return OK
@@ -120,8 +137,8 @@ def _print_job(job: Job, place: Position | None) -> None:
     from millrace.results.errors import one_line
 
     print(f"{job.id}: {', '.join(one_line(fact) for fact in _facts(job, place))}")
-    if job.text:
-        print_text(job.text + "\n")
+    if any(output.text for output in job.outputs):
+        print_outputs(job)
 
 
 def _facts(job: Job, place: Position | None) -> list[str]:
@@ -142,9 +159,3 @@ def _facts(job: Job, place: Position | None) -> list[str]:
     if not job.has_result:
         facts.append("its result has expired")
     return facts
-
-
-def _with_place(job: Job, place: Position | None) -> Job | dict[str, Any]:
-    import msgspec
-
-    return {**msgspec.structs.asdict(job), "num_ahead": place.num_ahead, "eta_s": place.eta_s} if place else job

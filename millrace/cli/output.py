@@ -31,6 +31,24 @@ def print_id(job_id: str, *, as_json: bool) -> None:
     print_json({"id": job_id}) if as_json else print(job_id)
 
 
+def print_job(job: Job, **more: Any) -> None:
+    """Print a job as JSON, with `more` fields. `outputs` is left out where it would repeat the only text."""
+    import msgspec
+
+    fields = {**msgspec.structs.asdict(job), **more}
+    if len(job.outputs) == 1:
+        del fields["outputs"]
+    print_json(fields)
+
+
+def print_outputs(job: Job, first: int = 0) -> None:
+    """Print the texts of a job from candidate `first` on, each of several under a heading."""
+    for output in job.outputs[first:]:
+        if len(job.outputs) > 1:
+            print_text(f"--- candidate {output.index}\n")
+        print_text(output.text + "\n")
+
+
 def print_text(text: str) -> None:
     """Print a part of a generated text, and flush."""
     sys.stdout.write(text)

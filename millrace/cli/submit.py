@@ -10,7 +10,7 @@ from typing import Any
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.jobs import follow
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
-from millrace.cli.output import end_of, print_id, print_json, print_text
+from millrace.cli.output import end_of, print_id, print_job, print_outputs
 from millrace.cli.values import integer, json_object, moment, number, seconds
 
 _Option = tuple[str, Callable[[str], Any], str, str]
@@ -26,6 +26,7 @@ _SAMPLING: tuple[_Option, ...] = (
     ),
     ("--top-p", number, "P", "sample from the likeliest tokens whose probabilities add up to P"),
     ("--top-k", integer, "K", "sample from the K likeliest tokens"),
+    ("--n", integer, "N", "generate N texts, the candidates of the job"),
     ("--min-p", number, "P", "drop tokens less likely than P times the likeliest token"),
     ("--seed", integer, "N", "the same seed gives the same text"),
 )
@@ -84,7 +85,9 @@ def add_parsers(verbs: Verbs) -> None:
     after.add_argument(
         "--wait", action="store_true", help="wait and print the text (with --file: one JSON object per job)"
     )
-    after.add_argument("--stream", action="store_true", help="print the text while it is generated")
+    after.add_argument(
+        "--stream", action="store_true", help="print the text while it is generated; other candidates follow at the end"
+    )
     submit.add_argument(
         "--timeout",
         type=seconds,
@@ -133,7 +136,7 @@ def _submit_prompt(args: argparse.Namespace) -> int:
             print_id(job_id, as_json=args.json)
             return OK
         job = client.wait(job_id, timeout_s=args.timeout)
-    print_json(job) if args.json else print_text(job.text + "\n")
+    print_job(job) if args.json else print_outputs(job)
     return end_of(job)
 
 

@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
-from millrace.cli.output import end_of, print_id, print_json, progress_bar, remark
+from millrace.cli.output import end_of, print_id, print_job, progress_bar, remark
 from millrace.producer import Client, GenerationRequest, InvalidRequest
 from millrace.producer.options import build_request
 from millrace.producer.wire import parse_body
@@ -184,7 +184,7 @@ def _print_results(client: Client, ids: list[str], timeout_s: float | None) -> i
         task = bar.add_task("finished", total=len(ids))
         for job in client.as_completed(ids, timeout_s=timeout_s):
             bar.advance(task)
-            print_json(job)
+            print_job(job)
             status = max(status, end_of(job))
     return status
 

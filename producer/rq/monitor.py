@@ -161,6 +161,8 @@ class Monitor:
 def _end_of(run: GatewayRun, job: Job) -> RunEnd:
     if job.state == "finished":
         value = {"text": job.text, "token_ids": job.token_ids, "finish_reason": job.finish_reason}
+        if len(job.outputs) > 1:
+            value["outputs"] = msgspec.to_builtins(job.outputs)
         return RunEnd(run, "finished", {**value, "usage": msgspec.to_builtins(job.usage)})
     if job.state == "cancelled" and run.is_stopping:
         return RunEnd(run, "stopped", reason="stopped by RQ's stop-job command")
