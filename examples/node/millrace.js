@@ -39,11 +39,13 @@ export class Millrace {
   }
 
   /**
-   * Yields {id, offset, tokens, text} as they come, and last {id, state, reason, error}. To go on after an event give
-   * its id as `after`. Where the stream has lost that place, the first event has `restart`, and all from the beginning.
+   * Yields {id, index, offset, tokens, text} as they come, and last {id, state, reason, reasons, error}. `index` is the
+   * candidate. To go on after an event give its id as `after`. Where the stream has lost that place, the first event has
+   * `restart`, and all follows from the beginning.
    */
   async *stream(id, after = "0-0") {
-    let [numTokens, numChars] = after === "0-0" ? [0, 0] : [NaN, NaN]; // read so far; NaN: not known
+    let position = after === "0-0" ? 0 : NaN; // tokens read so far, of all candidates; NaN: not known
+    let read = after === "0-0" ? [] : null; // by candidate, [tokens, characters] read so far; null: not known
     let watch = await this.#watch(id);
     while (true) {
       if (Date.now() >= watch.again) watch = await this.#watch(id);
@@ -52,32 +54,37 @@ export class Millrace {
         await this.#watch(id); // throws when all have expired meanwhile; else `after` was the last one
         return;
       }
-      if (entries.length && isNaN(numTokens)) {
-        // Their offset has nothing to be compared with. What is trimmed by now, after they were read, tells as well.
+      if (entries.length && isNaN(position)) {
+        // Their position has nothing to be compared with. Ask what is trimmed by now, after they were read.
         const { trimmedId } = await this.#watch(id);
-        numTokens = isLater(trimmedId, after) ? -1 : Number(entries[0].offset);
+        position = isLater(trimmedId, after) ? -1 : positionOf(entries[0]);
       }
       for (const entry of entries) {
-        const isMissing = Number(entry.offset) > numTokens; // what was between has been trimmed
-        const restart = isMissing && isNaN(numChars);
-        if (restart) [numTokens, numChars] = [0, 0];
-        const event = isMissing ? await this.#trimmed(id, numTokens, numChars) : toEvent(entry);
-        yield restart ? { ...event, restart } : event;
+        if (positionOf(entry) > position) {
+          const lost = await this.#trimmed(id, after, read);
+          yield* lost.events;
+          ({ position, read, last: after } = lost);
+          break; // and read on from there
+        }
+        const event = toEvent(entry);
+        yield event;
         if (event.state) return;
         after = event.id;
-        numTokens += event.tokens.length;
-        numChars += event.text.length;
-        if (isMissing) break; // and read on from there
+        position = positionOf(entry) + event.tokens.length;
+        if (read) {
+          const [numTokens, numChars] = read[event.index] ?? [0, 0];
+          read[event.index] = [numTokens + event.tokens.length, numChars + event.text.length];
+        }
       }
     }
   }
 
-  /** The job when it has ended: {state, reason, error, text}. */
+  /** The job when it has ended: {state, reason, reasons, error, text, texts}. `texts` are those of the candidates. */
   async wait(id) {
-    let text = "";
+    const texts = [""];
     for await (const event of this.stream(id)) {
-      if (event.state) return { ...event, text };
-      text += event.text;
+      if (event.state) return { ...event, text: texts[0], texts: Array.from(texts, (text) => text ?? "") };
+      texts[event.index] = (texts[event.index] ?? "") + event.text;
     }
   }
 
@@ -107,12 +114,23 @@ export class Millrace {
     return (found?.[0][1] ?? []).map(([at, flat]) => ({ id: at, ...fields(flat) }));
   }
 
-  /** What a long stream has lost at its beginning, from there on, as one event. */
-  async #trimmed(id, numTokens, numChars) {
-    const [text, tokens, last] = await this.#runForBytes("trimmed", id); // token ids of 4 bytes
+  /** What a long stream has lost at its beginning, beyond what was `read` of each candidate, as events. */
+  async #trimmed(id, after, read) {
+    const [text, tokens, last, ...others] = await this.#runForBytes("trimmed", id); // token ids of 4 bytes
     if (!last.length) throw new Error(`the stream of job ${id} has lost entries`);
-    const ids = Array.from({ length: tokens.length / 4 }, (_, i) => tokens.readUInt32LE(4 * i));
-    return { id: `${last}`, offset: numTokens, tokens: ids.slice(numTokens), text: `${text}`.slice(numChars) };
+    const parts = [text, tokens, ...others];
+    const [known, found, events] = [read ?? [], [], []];
+    for (let index = 0; 2 * index < parts.length; index++) {
+      const [text, packed] = [`${parts[2 * index]}`, parts[2 * index + 1]];
+      const ids = Array.from({ length: packed.length / 4 }, (_, i) => packed.readUInt32LE(4 * i));
+      const [numTokens, numChars] = known[index] ?? [0, 0];
+      const event = { id: after, index, offset: numTokens, tokens: ids.slice(numTokens), text: text.slice(numChars) };
+      if (event.tokens.length) events.push(event);
+      found.push([ids.length, text.length]);
+    }
+    if (events.length) events.at(-1).id = `${last}`; // who stops before lacks the rest
+    if (events.length && !read) events[0].restart = true;
+    return { events, read: found, last: `${last}`, position: found.reduce((sum, [numTokens]) => sum + numTokens, 0) };
   }
 
   async #run(script, ...args) {
@@ -143,10 +161,13 @@ export class Millrace {
 
 export const hasEnded = (state) => TERMINAL.has(state);
 
-function toEvent({ id, offset, tokens, text, state, reason, error }) {
-  if (state) return { id, state, reason, error: error && JSON.parse(error) };
-  return { id, offset: Number(offset), tokens: JSON.parse(tokens), text };
+function toEvent({ id, index = 0, offset, tokens, text, state, reason, reasons, error }) {
+  if (state) return { id, state, reason, reasons: reasons?.split(" "), error: error && JSON.parse(error) };
+  return { id, index: Number(index), offset: Number(offset), tokens: JSON.parse(tokens), text };
 }
+
+/** The tokens of all candidates in the events before an entry. */
+const positionOf = ({ position, offset }) => Number(position ?? offset);
 
 /** Compares the ids of two entries; "" comes before all. */
 function isLater(id, other) {
@@ -164,15 +185,16 @@ function canonical(request) {
   return JSON.stringify(sorted(request));
 }
 
-function cost({ prompt, prompt_token_ids, messages, max_tokens = 16 }) {
+function cost({ prompt, prompt_token_ids, messages, max_tokens = 16, n = 1 }) {
   const numBytes = (text) => Buffer.byteLength(text, "utf8");
   const promptCost = prompt_token_ids?.length ?? Math.ceil(numBytes(prompt ?? JSON.stringify(messages ?? "")) / 4);
-  return promptCost + (max_tokens ?? 1024);
+  return promptCost + (max_tokens ?? 1024) * n;
 }
 
-function options({ delay_s, run_at, deadline_s, max_retries, meta }) {
+function options({ delay_s, run_at, deadline_s, max_retries, meta, n = 1 }) {
   const ms = (seconds) => (seconds == null ? undefined : Math.ceil(seconds * 1000));
   const given = { delay_ms: ms(delay_s), run_at_ms: ms(run_at), deadline_ms: ms(deadline_s), max_retries };
+  if (n > 1) given.n = n;
   if (meta != null) given.meta = JSON.stringify(meta);
   const text = JSON.stringify(given);
   return text === "{}" ? "" : text;

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# ./generate.sh '3 + 4 =' [host:port] [queue]     submits a job through the inbox and prints its text as it comes
+# ./generate.sh '3 + 4 =' [host:port] [queue] [n]     submits a job through the inbox and prints its text as it comes,
+#                                                     and the texts of further candidates at the end
 #
 # Needs bash alone: the few lines of RESP below stand in for redis-cli. With it, the whole of it is two commands:
 #   redis-cli XADD 'millrace:{default}:inbox' '*' job '{"id":"a1","prompt":"3 + 4 =","stream":true}'
@@ -7,7 +8,7 @@
 set -euo pipefail
 LC_ALL=C # lengths are in bytes
 
-prompt=${1:?usage: generate.sh PROMPT [HOST:PORT] [QUEUE]}
+prompt=${1:?usage: generate.sh PROMPT [HOST:PORT] [QUEUE] [N]}
 place=${2:-localhost:6379}
 prefix="millrace:{${3:-default}}:"
 id="sh-$(date +%s)-$$"
@@ -47,23 +48,30 @@ json_string() {
 }
 
 { exec 3<>"/dev/tcp/${place%:*}/${place##*:}"; } 2>/dev/null || { echo "no Redis answers at $place" >&2; exit 1; }
-redis XADD "${prefix}inbox" '*' job "{\"id\":\"$id\",\"prompt\":$(json_string "$prompt"),\"max_tokens\":32,\"stream\":true}"
+redis XADD "${prefix}inbox" '*' job "{\"id\":\"$id\",\"prompt\":$(json_string "$prompt"),\"max_tokens\":32,\"n\":${4:-1},\"stream\":true}"
 echo "job $id" >&2
 
-# An entry is its id, then names and values. An event has 4 of them, the text last; the terminal entry begins with `state`.
-after=0 state=
+# An entry is its id, then names and values. An event has 4 of them, the text last, and with several candidates its index;
+# the terminal entry begins with `state`.
+after=0 state= texts=()
 while [[ -z $state ]]; do
     redis XREAD COUNT 1 BLOCK 5000 STREAMS "${prefix}result:$id" "$after"
     ((${#reply[@]})) || continue
     after=${reply[1]}
     case ${reply[2]} in
-        offset) printf '%s' "${reply[9]}" ;;
+        offset)
+            index=${reply[11]:-0}
+            if ((index)); then texts[index]+=${reply[9]}; else printf '%s' "${reply[9]}"; fi
+            ;;
         state)
             state=${reply[3]}
-            [[ ${reply[-2]} != error ]] || echo "${reply[-1]}" >&2
+            for ((i = 2; i < ${#reply[@]}; i += 2)); do
+                [[ ${reply[i]} != error ]] || echo "${reply[i + 1]}" >&2
+            done
             ;;
     esac
 done
 printf '\n'
+for index in "${!texts[@]}"; do printf -- '--- candidate %d\n%s\n' "$index" "${texts[index]}"; done
 echo "$state" >&2
 [[ $state == finished ]]

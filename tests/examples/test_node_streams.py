@@ -13,6 +13,7 @@ import pytest
 
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
+from millrace.results.messages import ClaimedJob
 from millrace.results.queue import JobQueue
 from tests.examples.conftest import LIMIT_S, NODE, needs_node
 from tests.processes import ROOT, wait_until
@@ -230,3 +231,64 @@ def test_node_says_that_a_result_has_expired(server: EmbeddedServer) -> None:
             node.wait_at("after what?")
             node.resume(place)
             assert [node.read_json(), node.read_json()] == ["the result of job long has expired"] * 2
+
+
+# --- several candidates ---------------------------------------------------------------------------------------------
+
+
+def show_candidate(short: ShortStream, job: ClaimedJob, index: int, offsets: Iterable[int]) -> None:
+    for offset in offsets:
+        assert short.engine.show(job, offset, [offset + 300], f"{index}é{offset} ", index) == "ok"
+
+
+def check_candidates(short: ShortStream, events: list[dict[str, Any]]) -> None:
+    *shown, end = events
+    assert (end["state"], end["reasons"]) == ("finished", ["stop", "length", "stop"])
+    for output in short.queue.get("three").outputs:
+        own = [event for event in shown if event["index"] == output.index]
+        assert "".join(event["text"] for event in own) == output.text
+        assert [token for event in own for token in event["tokens"]] == output.token_ids
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_node_reads_all_candidates(server: EmbeddedServer, short: ShortStream, is_slow: bool) -> None:
+    """A slow reader gets what it missed, also of a candidate whose events have all been trimmed."""
+    script = """
+    const events = millrace.stream("three");
+    const { value: { id, ...first } } = await events.next();
+    await pauseAt("has read");
+    console.log(JSON.stringify([first, ...(await read(events))]));
+    console.log(JSON.stringify(await millrace.wait("three")));
+    close();
+    """
+    short.client.hset(short.queue.keys.settings, "max_events", 10 if is_slow else 100)
+    submit(short.queue, "three", n=3)
+    job = short.engine.claim_one()
+    show_candidate(short, job, 0, range(1))
+    with Node(server.url, script) as node:
+        node.wait_at("has read")
+        show_candidate(short, job, 2, range(5))
+        show_candidate(short, job, 0, range(1, 6))
+        short.engine.finish(job, reasons=["stop", "length", "stop"])
+        node.resume()
+        events, waited = node.read_json(), node.read_json()
+    check_candidates(short, events)
+    assert not any("restart" in event for event in events)
+    texts = [output.text for output in short.queue.get("three").outputs]
+    assert (waited["text"], waited["texts"]) == (texts[0], texts)
+
+
+def test_node_starts_over_with_all_candidates(server: EmbeddedServer, short: ShortStream) -> None:
+    submit(short.queue, "three", n=3)
+    job = short.engine.claim_one()
+    show_candidate(short, job, 1, range(1))
+    ((place, _),) = short.client.xrange(short.queue.keys.result("three"))
+    show_candidate(short, job, 0, range(5))
+    show_candidate(short, job, 1, range(1, 5))
+    short.engine.finish(job, reasons=["stop", "length", "stop"])
+    with Node(server.url, RESUME.replace("long", "three")) as node:
+        node.wait_at("after what?")
+        node.resume(place.decode())
+        events = node.read_json()
+    check_candidates(short, events)
+    assert [event.get("restart", False) for event in events] == [True] + [False] * (len(events) - 1)

@@ -48,9 +48,12 @@ class Answerer:
             for entry in self._queue.read_inbox("0", 10, 50):
                 self._take(entry)
         self.body = jobs[0].body
+        first = 0 if jobs[0].others else None
         for offset, text in enumerate(["sev", "en é", ' "quoted"\n']):
-            engine.show(jobs[0], offset, [offset], text)
-        end = Event(offset=3, token_ids=[3], text="end")
+            engine.show(jobs[0], offset, [offset], text, first)
+            if jobs[0].others:
+                engine.show(jobs[0], offset, [offset], f"{offset}, ", 2)
+        end = Event(offset=3, token_ids=[3], text="end", index=first)
         if self._state == "failed":
             engine.finish(jobs[0], end, state="failed", error=JobError(kind="internal", message="no more tea"))
         else:
@@ -185,6 +188,35 @@ def test_a_job_from_the_shell(server: EmbeddedServer, state: str, status: int) -
     assert ran.stderr.splitlines()[-1] == state
     assert ("no more tea" in ran.stderr) == (state == "failed")
     assert parse_body(answerer.body).prompt == PROMPT
+
+
+@needs_bash
+def test_the_shell_prints_every_candidate(server: EmbeddedServer) -> None:
+    answerer = Answerer(server.url)
+    place = server.url.removeprefix("redis://").removesuffix("/0")
+    ran = run(BASH or "", "examples/shell/generate.sh", PROMPT, place, "examples", "3")
+    answerer.join()
+    assert (ran.returncode, ran.stdout) == (0, TEXT + "\n--- candidate 2\n0, 1, 2, \n"), ran.stderr
+    assert parse_body(answerer.body).sampling.n == 3
+
+
+@needs_node
+def test_node_submits_several_candidates_as_python_does(server: EmbeddedServer) -> None:
+    script = """
+    import { Millrace } from "./examples/node/millrace.js";
+    import { Redis } from "./examples/node/redis.js";
+    const redis = await Redis.connect(process.argv[1]);
+    const millrace = new Millrace(redis, { queue: "examples", lua: "results/lua" });
+    await millrace.submit({ id: "three", prompt: "abcd", max_tokens: 5, n: 3 });
+    console.log((await redis.command("HMGET", "millrace:{examples}:job:three", "n", "cost")).join(" "));
+    console.log(await millrace.submit({ prompt: "x", n: 65 }).catch((error) => error.message));
+    redis.close();
+    """
+    ran = run(NODE or "", "--input-type=module", "--eval", script, server.url)
+    submission = to_submission(parse_body(b'{"id":"three","prompt":"abcd","max_tokens":5,"n":3}'))
+    assert ran.stdout.splitlines() == [f"3 {submission.cost}", "the job was refused: invalid n"], ran.stderr
+    with connect(server.url) as client:
+        assert JobQueue(client, "examples").submit([submission]) == [Outcome("exists")]
 
 
 @needs_bash
