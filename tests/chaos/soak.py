@@ -31,8 +31,16 @@ from tests.chaos.workload import Undisturbed, make_jobs
 QUEUE = "soak"
 NUM_ENGINES = 2
 NUM_OPEN_JOBS = 48
-CATALOGUE = [*make_jobs(64, max_tokens=80), *make_jobs(48, max_tokens=250, first=64), *make_jobs(16, 500, first=112)]
-"""The undisturbed run computes each of these once; the soak runs them many times under new ids."""
+PREFIX = "Here is what everybody who counts has to know before the first number. " * 3
+CATALOGUE = [
+    *make_jobs(64, max_tokens=80),
+    *make_jobs(48, max_tokens=250, first=64),
+    *make_jobs(16, 500, first=112),
+    *make_jobs(48, max_tokens=80, first=128, prefix=PREFIX, n=3),
+    *make_jobs(16, max_tokens=250, first=176, prefix=PREFIX, n=3),
+]
+"""The undisturbed run computes each of these once; the soak runs them many times under new ids. A third of them has three
+candidates and begins alike."""
 
 KILLS = {
     "engine": 6,
@@ -328,6 +336,7 @@ def soak(
             "num_engines": NUM_ENGINES,
             "heartbeat_limit_s": HEARTBEAT_S,
             "num_jobs": len(run.accepted),
+            "num_jobs_with_candidates": sum(request.sampling.n > 1 for request in run.accepted.values()),
             "num_tokens": run.client.stats().generated_tokens,
             "seconds": round(time.monotonic() - begin_s, 1),
             "recovery_s": {what: _spread(times) for what, times in sorted(run.recoveries.items())},

@@ -11,14 +11,15 @@ from tests.e2e.engines import TINY
 
 
 def make_jobs(
-    num_jobs: int, max_tokens: int = 200, *, first: int = 0, prompt_repeats: int = 1
+    num_jobs: int, max_tokens: int = 200, *, first: int = 0, prompt_repeats: int = 1, prefix: str = "", n: int = 1
 ) -> list[GenerationRequest]:
-    """Return sampled jobs with ids and seeds; every second one is streamed. They end by length alone."""
+    """Return sampled jobs with ids and seeds; every second one is streamed. They end by length alone. All prompts begin with
+    `prefix`; each job has `n` candidates."""
     return [
         GenerationRequest(
             id=f"job-{number}",
-            prompt=f"Count from {number} to 99: " * prompt_repeats,
-            sampling=SamplingParams(temperature=0.8, seed=number, max_tokens=max_tokens, ignore_eos=True),
+            prompt=prefix + f"Count from {number} to 99: " * prompt_repeats,
+            sampling=SamplingParams(temperature=0.8, seed=number, max_tokens=max_tokens, ignore_eos=True, n=n),
             stream=number % 2 == 0,
         )
         for number in range(first, first + num_jobs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import msgspec
 import pytest
 
 from millrace import LLM, Client, GenerationRequest, SamplingParams
@@ -84,3 +85,58 @@ def submit(client: Client) -> str:
     return client.submit(
         prompt=PROMPT, temperature=0.9, top_p=0.95, seed=7, max_tokens=LENGTH, ignore_eos=True, stream=True
     )
+
+
+# --- several candidates ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def candidates() -> list[str]:
+    """Return the texts of three candidates, each of which ends at another place, when nothing else runs."""
+    with LLM(TINY, device="cpu", dtype="float32") as llm:
+        (output,) = llm.generate(PROMPT, msgspec.structs.replace(sampling(), n=3), use_tqdm=False)
+    return [one.text for one in output.outputs]
+
+
+def submit_candidates(client: Client) -> str:
+    return client.submit(
+        prompt=PROMPT, temperature=0.9, top_p=0.95, seed=7, max_tokens=LENGTH, ignore_eos=True, stream=True, n=3
+    )
+
+
+def test_the_first_candidate_is_the_job_without_others(alone: str, candidates: list[str]) -> None:
+    assert candidates[0] == alone
+    assert len(set(candidates)) == 3
+
+
+@pytest.mark.faults
+def test_every_candidate_after_the_worker_is_killed(
+    candidates: list[str], start_engine: StartEngine, client: Client
+) -> None:
+    engine = start_engine()
+    job_id = submit_candidates(client)
+    next(iter(client.stream(job_id)))
+    os.kill(engine.worker_pids()[0], signal.SIGKILL)
+    assert [output.text for output in client.wait(job_id, LIMIT_S).outputs] == candidates
+
+
+@pytest.mark.faults
+def test_every_candidate_after_the_engine_is_killed(
+    candidates: list[str], start_engine: StartEngine, client: Client
+) -> None:
+    """Another one goes on, after the checkpoint of each. The stream shows every token of each once."""
+    first = start_engine("--heartbeat", "1")
+    job_id = submit_candidates(client)
+    stream = client.stream(job_id)
+    events = [next(stream)]
+    while len({event.index for event in events}) < 3:
+        events.append(next(stream))
+    first.kill()
+    start_engine("--heartbeat", "1")
+    events += stream
+    job = client.get(job_id)
+    assert [output.text for output in job.outputs] == candidates
+    assert ["".join(event.text for event in events if event.index == index) for index in range(3)] == candidates
+    assert job.usage is not None
+    assert job.usage.completion_tokens == 3 * LENGTH
+    assert job.attempt == 2

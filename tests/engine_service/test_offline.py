@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from millrace import LLM
@@ -160,3 +161,42 @@ def test_a_salt_keeps_prompts_apart_and_a_reset_forgets(llm: LLM) -> None:
 def test_a_salt_that_is_no_string_is_named(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="cache_salt: must be a string"):
         llm.generate([{"prompt": STORY, "cache_salt": 5}], use_tqdm=False)
+
+
+FORKS = SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True)
+
+
+def _texts(llm: LLM, n: int) -> list[list[int]]:
+    (output,) = llm.generate("A story about a fox that went", msgspec.structs.replace(FORKS, n=n), use_tqdm=False)
+    assert [one.index for one in output.outputs] == list(range(n))
+    assert {one.finish_reason for one in output.outputs} == {"length"}
+    return [one.token_ids for one in output.outputs]
+
+
+def test_a_candidate_is_the_same_however_many_there_are(llm: LLM) -> None:
+    five = _texts(llm, 5)
+    assert len({tuple(token_ids) for token_ids in five}) == 5, "each has random numbers of its own"
+    for n in (1, 2, 3):
+        assert _texts(llm, n) == five[:n]
+
+
+def test_candidates_compute_their_prompt_once(llm: LLM) -> None:
+    prompt = list(range(1, 41))
+    llm.reset_prefix_cache()
+    before = llm.stats().pool.num_hit_tokens
+    (output,) = llm.generate([prompt], msgspec.structs.replace(FORKS, n=4), use_tqdm=False)
+    assert llm.stats().pool.num_hit_tokens - before == 3 * 32, "all but the last, partial block"
+    assert output.num_cached_tokens == 0, "of the first candidate"
+
+
+def test_prompts_with_and_without_candidates_keep_their_order(llm: LLM) -> None:
+    params = [msgspec.structs.replace(FORKS, n=n, max_tokens=n) for n in (2, 1, 3)]
+    outputs = llm.generate(["one", "two", "three"], params, use_tqdm=False)
+    assert [[len(one.token_ids) for one in output.outputs] for output in outputs] == [[2, 2], [1], [3, 3, 3]]
+
+
+def test_more_candidates_than_the_pool_holds_at_once_run_one_after_the_other() -> None:
+    with LLM(TINY, device="cpu", dtype="float32", executor="uni", num_blocks=8, max_model_len=64) as small:
+        tight = _texts(small, 6)
+    with LLM(TINY, device="cpu", dtype="float32", executor="uni", num_blocks=128) as large:
+        assert _texts(large, 6) == tight

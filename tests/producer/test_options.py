@@ -32,7 +32,8 @@ def test_options_make_the_request_that_their_fields_would() -> None:
         ({"id": "a"}, "id"),
         ({"sampling": SamplingParams(), "top_k": 1}, "top_k"),
         ({"temperature": 3.0}, "temperature"),
-        ({"n": 2}, "n"),
+        ({"n": 65}, "n"),
+        ({"n": 2, "temperature": 0}, "n"),
     ],
 )
 def test_what_is_not_an_option_is_named(options: SubmitOptions, field: str) -> None:

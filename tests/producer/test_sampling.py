@@ -57,6 +57,9 @@ def test_the_edges_of_every_range_are_taken() -> None:
         {"min_p": 1},
         {"seed": -(2**63)},
         {"seed": 2**63 - 1},
+        {"n": 64},
+        {"n": 2, "temperature": 1e-5},
+        {"n": 1, "temperature": 0},
         {"n": 1, "logprobs": None, "presence_penalty": 0, "repetition_penalty": 1},
     ):
         SamplingParams(**fields)
@@ -71,6 +74,7 @@ def test_the_edges_of_every_range_are_taken() -> None:
         *[("top_p", value) for value in (0, 1.01, -1, math.nan, None)],
         *[("top_k", value) for value in (-2, 1.0, None, 2**40)],
         *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
+        *[("n", value) for value in (0, -1, 65, 2**31, 1.0, "2", True, None)],
         *[("repetition_penalty", value) for value in (0, math.inf, math.nan, 10**400)],
         *[("seed", value) for value in (2**63, -(2**63) - 1, "1", 1.0)],
         *[("stop", value) for value in ("", [""], [1], 5, ["a", None], ["\ud800"])],
@@ -90,7 +94,6 @@ def test_a_value_out_of_its_range_is_refused_by_name(field: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("field", "value", "wrong"),
     [
-        ("n", 2, 0),
         ("presence_penalty", 0.5, 2.1),
         ("frequency_penalty", -0.5, math.nan),
         ("repetition_penalty", 1.1, 0.0),
@@ -124,3 +127,9 @@ def test_fields_that_contradict_each_other_are_refused() -> None:
 def test_params_cannot_be_changed_behind_their_checks() -> None:
     with pytest.raises(AttributeError):
         SamplingParams().max_tokens = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 9e-6])
+def test_several_texts_of_greedy_sampling_are_refused_by_the_name_of_n(temperature: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"^n: is 2, but at temperature 0 all texts are the same"):
+        SamplingParams(n=2, temperature=temperature)

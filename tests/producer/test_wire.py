@@ -92,6 +92,19 @@ def test_times_and_what_else_the_queue_keeps_apart_are_in_the_submission() -> No
     assert to_submission(GenerationRequest(prompt="x", max_retries=2)).max_retries is None
 
 
+def test_the_queue_knows_how_many_candidates_a_request_has() -> None:
+    job = to_submission(parse_body(b'{"prompt":"x","n":3}'))
+    assert (job.n, job.body) == (3, b'{"n":3,"prompt":"x"}')
+    alone = to_submission(parse_body(b'{"prompt":"x","n":1}'))
+    assert (alone.n, alone.body) == (1, b'{"prompt":"x"}')
+
+
+@pytest.mark.parametrize("fields", [b'"n":2,"temperature":0', b'"n":65', b'"n":0', b'"n":null', b'"n":[2]'])
+def test_candidates_that_cannot_be_are_refused_by_the_name_of_n(fields: bytes) -> None:
+    with pytest.raises(InvalidRequest, match=r"^n: "):
+        parse_body(b'{"prompt":"x",' + fields + b"}")
+
+
 def test_ids_and_seeds_are_drawn_where_there_are_none() -> None:
     request = GenerationRequest(prompt="x")
     jobs = [to_submission(request) for _ in range(100)]
@@ -106,6 +119,7 @@ def test_ids_and_seeds_are_drawn_where_there_are_none() -> None:
         (GenerationRequest(prompt="é" * 6), 3 + 16),
         (GenerationRequest(prompt_token_ids=[1] * 7), 7 + 16),
         (GenerationRequest(prompt="x", sampling=SamplingParams(max_tokens=None)), 1 + 1024),
+        (GenerationRequest(prompt="é" * 6, sampling=SamplingParams(max_tokens=5, n=3)), 3 + 3 * 5),
     ],
 )
 def test_a_cost_is_estimated_from_bytes_or_ids_and_what_may_be_generated(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -36,17 +36,22 @@ class EngineByHand:
     def hear(self) -> object:
         return self._queue.wait_for_signal(ENGINE, 1.0, include_wake=False)
 
-    def finish(self, job: ClaimedJob, text: str) -> None:
-        token_ids = list(text.encode())
-        usage = Usage(prompt_tokens=3, completion_tokens=len(token_ids))
-        self._write(job, usage, event=Event(offset=0, token_ids=token_ids, text=text))
+    def finish(self, job: ClaimedJob, *texts: str) -> None:
+        """`texts`: one for each candidate."""
+        indices = range(len(texts)) if len(texts) > 1 else [None]
+        events = [
+            Event(offset=0, token_ids=list(text.encode()), text=text, index=index)
+            for text, index in zip(texts, indices, strict=True)
+        ]
+        num_tokens = sum(len(event.token_ids) for event in events)
+        self._write(job, Usage(prompt_tokens=3, completion_tokens=num_tokens), events=events)
 
     def fail(self, job: ClaimedJob, message: str) -> None:
         error = JobError(kind="internal", message=message)
         self._write(job, Usage(prompt_tokens=3, completion_tokens=0), error=error)
 
     def _write(
-        self, job: ClaimedJob, usage: Usage, *, event: Event | None = None, error: JobError | None = None
+        self, job: ClaimedJob, usage: Usage, *, events: Sequence[Event] = (), error: JobError | None = None
     ) -> None:
         finish = Finish(
             job_id=job.job_id,
@@ -54,7 +59,7 @@ class EngineByHand:
             state="failed" if error else "finished",
             finish_reason="error" if error else "stop",
             usage=usage,
-            events=[event] if event else [],
+            events=list(events),
             error=error,
         )
         assert self._queue.write([finish]) == ["ok"]

@@ -287,3 +287,34 @@ def test_a_reader_that_has_seen_enough_ends_it_quietly(millrace: Command) -> Non
     command = f"{sys.executable} {' '.join(millrace.line('stats'))} | true"
     ran = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, timeout=LIMIT_S)
     assert ran.stderr == b""
+
+
+# --- several candidates ---------------------------------------------------------------------------------------------
+
+
+def test_every_candidate_is_shown(millrace: Command, engine: EngineByHand) -> None:
+    assert millrace("submit", "x", "--id", "a", "--n", "2") == (0, "a\n", "")
+    (claimed,) = engine.claim()
+    engine.finish(claimed, "one", "two")
+    texts = "--- candidate 0\none\n--- candidate 1\ntwo\n"
+    assert millrace("submit", "x", "--id", "a", "--n", "2", "--wait").out == texts
+    assert millrace("get", "a").out == "a: finished (stop), 3 prompt + 6 output tokens\n" + texts
+    assert millrace("tail", "a").out == "one\n--- candidate 1\ntwo\n"
+    (job,) = millrace("get", "a", "--json").json_lines()
+    assert (job["text"], [output["text"] for output in job["outputs"]]) == ("one", ["one", "two"])
+    events = millrace("tail", "a", "--json").json_lines()
+    assert [event["index"] for event in events if not event["state"]] == [0, 1]
+
+
+def test_json_does_not_repeat_the_only_text(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.finish(engine.claim()[0], "one")
+    (job,) = millrace("get", "a", "--json").json_lines()
+    assert (job["text"], "outputs" in job) == ("one", False)
+
+
+@pytest.mark.parametrize(("n", "temperature"), [("65", "1"), ("0", "1"), ("2", "0")])
+def test_a_number_of_candidates_that_cannot_be_is_named(millrace: Command, n: str, temperature: str) -> None:
+    ran = millrace("submit", "x", "--n", n, "--temperature", temperature)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("millrace: n: ")

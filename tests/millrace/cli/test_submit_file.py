@@ -190,7 +190,7 @@ def test_a_job_larger_than_a_limit_is_refused_and_the_others_go_in(
     assert (ran.status, ran.out.split()) == (2, ["a", "b"])
     large, last = ran.err.splitlines()
     assert large.startswith(
-        "millrace: line 2: max_tokens: the prompt and max_tokens of job 'large' are more tokens than"
+        "millrace: line 2: max_tokens: the prompt and n x max_tokens of job 'large' are more tokens than"
     )
     assert last == "millrace: jobs submitted: 2, lines refused: 1"
     redis_client.hset(settings, "tenant_max_queued_jobs", 3)
@@ -199,7 +199,7 @@ def test_a_job_larger_than_a_limit_is_refused_and_the_others_go_in(
     assert ran.out.split() == ["a", "b", "c"]
     large, full = ran.err.splitlines()
     assert large.startswith(
-        "millrace: line 2: max_tokens: the prompt and max_tokens of job 'large' are more tokens than"
+        "millrace: line 2: max_tokens: the prompt and n x max_tokens of job 'large' are more tokens than"
     )
     assert full.startswith("millrace: not submitted: all from line 5 on: the tenant has as many jobs waiting")
 
