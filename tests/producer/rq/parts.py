@@ -156,9 +156,11 @@ class EchoEngine:
             return Finish(
                 job_id=job.job_id, lease=job.lease, state="failed", finish_reason="error", usage=usage, error=error
             )
-        event = Event(offset=0, token_ids=[1, 2], text=answer_to(json.loads(job.body).get("prompt", "")))
+        text = answer_to(json.loads(job.body).get("prompt", ""))
+        indices = range(len(job.checkpoints)) if job.others else [None]
+        events = [Event(offset=0, token_ids=[1, 2], text=text, index=index) for index in indices]
         return Finish(
-            job_id=job.job_id, lease=job.lease, state="finished", finish_reason="stop", usage=usage, events=[event]
+            job_id=job.job_id, lease=job.lease, state="finished", finish_reason="stop", usage=usage, events=events
         )
 
     def _cancel(self, job: ClaimedJob) -> None:

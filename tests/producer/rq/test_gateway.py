@@ -85,6 +85,24 @@ def test_a_job_comes_back_as_a_dict(shared_queue: Queue, serializer: Any) -> Non
     }
 
 
+def test_every_candidate_comes_back(shared_queue: Queue) -> None:
+    job = shared_queue.enqueue("millrace.generate", prompt="hello", n=2)
+    wait_for("finished", job)
+    value = value_of(job)
+    one = {"text": answer_to("hello"), "token_ids": [1, 2], "finish_reason": "stop"}
+    assert value["outputs"] == [{"index": index, **one} for index in range(2)]
+    assert value["text"] == one["text"]
+
+
+@pytest.mark.parametrize("wrong", [{"n": 65}, {"n": 2, "temperature": 0}])
+def test_candidates_that_cannot_be_fail_with_the_name_of_n(shared_queue: Queue, wrong: dict[str, Any]) -> None:
+    job = shared_queue.enqueue("millrace.generate", prompt="hello", **wrong)
+    wait_for("failed", job)
+    result = job.latest_result()
+    assert result is not None
+    assert str(result.exc_string).startswith("invalid_request: n: ")
+
+
 def test_one_positional_argument_is_the_prompt(shared_queue: Queue) -> None:
     job = shared_queue.enqueue("millrace.generate", "hello")
     wait_for("finished", job)
