@@ -44,6 +44,8 @@ BAD_BODIES: dict[str, tuple[str, bytes]] = {
     "negative max_tokens": ("max_tokens", b'{"id":"ID","prompt":"x","max_tokens":-1}'),
     "max_tokens of 2^63": ("max_tokens", b'{"id":"ID","prompt":"x","max_tokens":9223372036854775808}'),
     "a field that does not work yet": ("presence_penalty", b'{"id":"ID","prompt":"x","presence_penalty":0.5}'),
+    "several greedy texts": ("n", b'{"id":"ID","prompt":"x","n":2,"temperature":0}'),
+    "too many texts": ("n", b'{"id":"ID","prompt":"x","n":65}'),
     "deep nesting": ("messages", b'{"id":"ID","messages":' + b"[" * 10_000 + b"]" * 10_000 + b"}"),
     "deep nesting where anything goes": (
         "body",
