@@ -119,7 +119,9 @@ def refusal(job_id: str, outcome: Outcome) -> InvalidRequest | None:
     """
     if outcome.kind == "oversized":
         limit, value = outcome.name, outcome.limit
-        rule = f"the prompt and n x max_tokens of job {job_id!r} are more tokens than the queue's limit {limit}, {value}"
+        rule = (
+            f"the prompt and n x max_tokens of job {job_id!r} are more tokens than the queue's limit {limit}, {value}"
+        )
         return InvalidRequest("max_tokens", f"{rule}; ask for fewer, or raise {limit} in the queue's settings")
     if outcome.kind != "invalid":
         return None

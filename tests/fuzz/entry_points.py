@@ -192,7 +192,9 @@ class Scripts(EntryPoint):
             lambda: rng.randbytes(rng.randint(0, 20)),
             lambda: str(rng.choice(values.ODD_NUMBERS)).encode(),
             lambda: json.dumps(values.value(rng)).encode(),
-            lambda: json.dumps({rng.choice(["delay_ms", "deadline_ms", "meta", "batch", "n"]): values.value(rng)}).encode(),
+            lambda: json.dumps(
+                {rng.choice(["delay_ms", "deadline_ms", "meta", "batch", "n"]): values.value(rng)}
+            ).encode(),
             lambda: b"x" * rng.choice([64, 65, 128, 129, 100_000]),
         ]
         return rng.choice(kinds)()
