@@ -18,10 +18,6 @@ local function backoff_ms(num_retries, lease)
   return math.max(1, math.floor(full_ms * (0.5 + 0.5 * share)))
 end
 
-local function is_retryable(state)
-  return state == 'failed' and ARGV[9] == '1'
-end
-
 allow_writes_without_memory()
 local id, lease, state = ARGV[1], ARGV[2], ARGV[3]
 local fields = record(id, 'lease', 'engine', 'retries', 'max_retries', 'cancel', 'expire', unpack(END_FIELDS))
@@ -31,12 +27,13 @@ local published, from, tenant, cost = known[1], known[3], known[7], known[8]
 if owner_lease ~= lease then return refuse_stale_write() end
 if from ~= 'running' then return 'already' end
 
-local num_retries = whole_number(retries, 0)
-if is_retryable(state) and (cancel or expire) then  -- there is no next attempt
+local is_retryable = state == 'failed' and ARGV[9] == '1'
+if is_retryable and (cancel or expire) then  -- there is no next attempt
   give_back(id, engine, 0)
   return 'ok'
 end
-if is_retryable(state) and num_retries < whole_number(max_retries, DEFAULT_RETRIES) then
+local num_retries = is_retryable and whole_number(retries, 0)
+if is_retryable and num_retries < whole_number(max_retries, DEFAULT_RETRIES) then
   redis.call('HSET', prefix .. 'job:' .. id, 'retries', num_retries + 1)
   give_back(id, engine, backoff_ms(num_retries, lease))
   return 'retrying'

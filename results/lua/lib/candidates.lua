@@ -3,11 +3,10 @@
 -- include: settings
 
 local MAX_CANDIDATES = 64
-local ONLY = {''}
 
 -- The suffixes of all candidates. `n` is that field of the record; a job with one candidate has none.
 local function suffixes(n)
-  if not n then return ONLY end
+  if not n then return {''} end
   local found = {}
   for index = 0, math.min(whole_number(n, 1), MAX_CANDIDATES) - 1 do found[index + 1] = ':' .. index end
   return found

@@ -8,9 +8,9 @@ local function extend_checkpoint(id, suffix, offset, tokens)
   local key = prefix .. 'tokens:' .. id .. suffix
   local num_known = redis.call('STRLEN', key) / 4
   if offset > num_known then return nil end
-  local new_tokens = string.sub(tokens, (num_known - offset) * 4 + 1)
-  if #new_tokens == 0 then return num_known end
-  return redis.call('APPEND', key, new_tokens) / 4
+  if offset < num_known then tokens = string.sub(tokens, (num_known - offset) * 4 + 1) end
+  if #tokens == 0 then return num_known end
+  return redis.call('APPEND', key, tokens) / 4
 end
 
 -- Publishes an event once: an event that starts before the candidate's published tokens is known already. `published` is that
