@@ -43,6 +43,17 @@ async def test_the_whole_life_of_a_job(url_and_queue: tuple[str, str], engine: E
         assert [event.text async for event in client.stream(job_id, after=first.id)] == ["b", ""]
 
 
+async def test_every_candidate_of_a_job(url_and_queue: tuple[str, str], engine: Engine) -> None:
+    async with AsyncClient(*url_and_queue) as client:
+        job_id = await client.submit("x", n=2)
+        claimed = await asyncio.to_thread(engine.claim_one)
+        ends = [Event(offset=0, token_ids=[1], text=text, index=index) for index, text in enumerate("ab")]
+        await asyncio.to_thread(engine.finish, claimed, *ends, reasons=["stop", "length"])
+        outputs = (await client.wait(job_id, 60)).outputs
+        assert [(one.text, one.finish_reason) for one in outputs] == [("a", "stop"), ("b", "length")]
+        assert [(event.index, event.text) async for event in client.stream(job_id)] == [(0, "a"), (1, "b"), (0, "")]
+
+
 async def test_many_jobs_at_once(url_and_queue: tuple[str, str], engine: Engine) -> None:
     async with AsyncClient(*url_and_queue) as client:
         ids = await client.submit_many(GenerationRequest(prompt="x") for _ in range(600))

@@ -120,6 +120,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "ignore_eos": (bool,),
     "detokenize": (bool,),
     "skip_special_tokens": (bool,),
+    "n": (int,),
 }
 
 
