@@ -66,5 +66,5 @@ def test_too_many_token_ids_are_refused_before_each_is_looked_at(admission: Admi
 def test_an_eos_token_outside_the_vocabulary_is_ignored() -> None:
     """The worker would have to mask its logit for `min_tokens`, and there is none."""
     admission = Admission(FACTS, None, [2, 512, -1])
-    sampling = admission.admit([1], SamplingParams(min_tokens=3), drawn_seed=0).sequence.sampling
-    assert sampling.end_token_ids == [2]
+    (generation,) = admission.admit([1], SamplingParams(min_tokens=3), drawn_seed=0)
+    assert generation.sequence.sampling.end_token_ids == [2]
