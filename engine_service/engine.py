@@ -29,7 +29,7 @@ _WEIGHTS_CHANGED = "WeightsChanged"
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What changed for one generation."""
+    """What changed for one generation: it has ended, failed, or, if its sequence is followed, got a token."""
 
     generation: Generation
     finish_reason: StopReason | None

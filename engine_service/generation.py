@@ -34,6 +34,7 @@ class Generation:
         """Where in the text the stop string begins that has ended the generation."""
         self.finish_reason: StopReason | None = sequence.finish_reason()
         if rules.stop:
+            sequence.is_followed = True
             self._start_decoding()
 
     def __repr__(self) -> str:

@@ -145,7 +145,8 @@ class Scheduler:
         return None
 
     def apply(self, result: StepResult) -> list[Advance]:
-        """Append the sampled tokens to their sequences. Sequences that ended or failed are dropped.
+        """Append the sampled tokens to their sequences. Sequences that ended or failed are dropped. Return those, and the
+        sequences with a new token that are followed.
 
         If this is interrupted, the step is still in flight: `requeue_in_flight` then puts back its sequences.
         """
@@ -165,7 +166,8 @@ class Scheduler:
             reason = sequence.append(token_id)
             if reason is not None:
                 self.remove(sequence)
-            advances.append(Advance(sequence, reason))
+            if reason is not None or sequence.is_followed:
+                advances.append(Advance(sequence, reason))
         self._in_flight.popleft()
         return advances
 

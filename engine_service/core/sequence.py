@@ -68,6 +68,7 @@ class Sequence:
         "num_passed_over",
         "is_known_to_workers",
         "is_watched",
+        "is_followed",
         "has_ended",
     )
 
@@ -119,6 +120,8 @@ class Sequence:
         self.is_known_to_workers = False
         self.is_watched = False
         """Whether somebody reads the output while it grows."""
+        self.is_followed = False
+        """Whether each new token is reported, and not only the end."""
         self.has_ended = False
         """Whether the scheduler has dropped it. Tokens of steps in flight are not for it any more."""
 

@@ -40,6 +40,8 @@ class ServedJob:
         checkpoints = claimed.checkpoints
         indices = [None] if len(checkpoints) == 1 else range(len(checkpoints))
         self.candidates = list(map(Candidate, generations, checkpoints, indices))
+        for generation in generations:
+            generation.sequence.is_followed |= self.is_alone  # its engine may die of it: each token is saved at once
         if claimed.is_watched or any(one.num_published for one in checkpoints):
             self.watch()
         self.saved_at_s = 0.0
@@ -52,8 +54,8 @@ class ServedJob:
 
     def watch(self) -> None:
         """Note that somebody does."""
-        for candidate in self.candidates:
-            candidate.generation.sequence.is_watched = True
+        for generation in self.generations:
+            generation.sequence.is_watched = generation.sequence.is_followed = True
 
     def __repr__(self) -> str:
         return f"ServedJob({self.job_id}, lease {self.lease}, {self.generations})"

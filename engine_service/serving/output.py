@@ -12,7 +12,7 @@ bounds of its own, and one write moves those of all.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from millrace.engine_service.serving.jobs import Candidate, ServedJob
@@ -37,7 +37,9 @@ EVENT_INTERVAL_S = 0.05
 """How often a watched job publishes its new tokens; the first token is published at once."""
 CHECKPOINT_INTERVAL_S = 1.0
 CHECKPOINT_TOKENS = 64
-"""An unwatched job is saved when it is this far ahead of its checkpoint, in time or in tokens."""
+"""An unwatched job is saved before it is further ahead of its checkpoint, in time or in tokens."""
+SAVE_EVERY_STEPS = 16
+"""Steps between two calls of `save_due`, at most."""
 DEFER_MS = 1000
 """How long a job that needs a newer or larger engine is delayed before it can be claimed again."""
 MAX_DEFER_MS = 15_000
@@ -63,6 +65,12 @@ class Output:
                 self.save(job, now_s)
         elif self._is_checkpoint_due(job, candidate, now_s):
             self.save(job, now_s)
+
+    def save_due(self, jobs: Iterable[ServedJob], now_s: float) -> None:
+        """Write the new tokens of the jobs that nobody reads and whose checkpoint is due."""
+        for job in jobs:
+            if not job.is_watched and any(self._is_checkpoint_due(job, one, now_s) for one in job.candidates):
+                self.save(job, now_s)
 
     def save(self, job: ServedJob, now_s: float) -> None:
         """Write the new tokens of all candidates. Publish them if the job is watched."""
@@ -144,7 +152,7 @@ class Output:
         if job.is_alone:  # engines have died with it: each saved token shows that the job is not the cause
             return True
         num_unsaved = len(candidate.generation.token_ids) - candidate.num_saved
-        return num_unsaved >= CHECKPOINT_TOKENS or now_s - job.saved_at_s >= CHECKPOINT_INTERVAL_S
+        return num_unsaved > CHECKPOINT_TOKENS - SAVE_EVERY_STEPS or now_s - job.saved_at_s >= CHECKPOINT_INTERVAL_S
 
     def _new_output(self, candidate: Candidate, *, is_shown: bool) -> NewOutput | None:
         """Return the tokens that are not saved yet, with an event if they are shown, and count them as saved."""

@@ -27,7 +27,7 @@ from millrace.engine_service.serving.jobs import (
     SetSleepLevel,
     Watch,
 )
-from millrace.engine_service.serving.output import DEFER_MS, Output
+from millrace.engine_service.serving.output import DEFER_MS, SAVE_EVERY_STEPS, Output
 from millrace.engine_service.worker_group import TOO_LARGE, Failure
 from millrace.results.messages import JobError, JobId, Lease, Reconciliation
 from millrace.results.writer import Writer
@@ -36,6 +36,8 @@ logger = logging.getLogger("millrace.engine")
 
 _IDLE_S = 1.0
 _FULL_WRITER_S = 0.1
+_SAVE_EVERY_S = 0.1
+"""How often the jobs that nobody reads are looked at, or every `SAVE_EVERY_STEPS` steps."""
 
 
 class Service:
@@ -61,6 +63,8 @@ class Service:
         self._jobs = JobTable(capacity, on_over)
         self._events: queue.SimpleQueue[EngineEvent | None] = queue.SimpleQueue()
         self._is_draining = self._is_drain_urgent = False
+        self._num_unsaved_steps = 0
+        self._saved_at_s = 0.0
 
     def __repr__(self) -> str:
         return f"Service({self._jobs}, {self._engine})"
@@ -138,7 +142,16 @@ class Service:
         now_s = time.monotonic()
         for one in progress:
             self._apply(one, now_s)
+        self._save_due(now_s)
         self._capacity.update(self._engine.scheduler.free_tokens)
+
+    def _save_due(self, now_s: float) -> None:
+        """Save the jobs that nobody reads when it is time. To look at all of them in each step would cost more than all
+        other work of the step."""
+        self._num_unsaved_steps += 1
+        if self._num_unsaved_steps >= SAVE_EVERY_STEPS or now_s - self._saved_at_s >= _SAVE_EVERY_S:
+            self._num_unsaved_steps, self._saved_at_s = 0, now_s
+            self._output.save_due(list(self._jobs.served.values()), now_s)
 
     def _apply(self, progress: Progress, now_s: float) -> None:
         found = self._jobs.by_sequence.get(progress.generation.sequence.seq_id)

@@ -278,6 +278,7 @@ def test_a_poisonous_sequence_ends_alone_and_takes_nobody_along() -> None:
 def test_a_row_that_fails_ends_alone() -> None:
     bench = Bench()
     fine, broken = make_sequence(1, prompt_len=3, max_tokens=4), make_sequence(2, prompt_len=3, max_tokens=4)
+    fine.is_followed = True
     bench.scheduler.add(fine)
     bench.scheduler.add(broken)
     plan = bench.scheduler.schedule()
