@@ -53,7 +53,7 @@ class ServedJob:
         return self.candidates[0].generation.sequence.is_watched
 
     def watch(self) -> None:
-        """Note that somebody does."""
+        """Mark the job as read live."""
         for generation in self.generations:
             generation.sequence.is_watched = generation.sequence.is_followed = True
 
