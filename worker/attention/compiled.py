@@ -53,7 +53,7 @@ class CompiledAttention:
         if dtype not in _DTYPES or {key.dtype, value.dtype, layer.keys.dtype, layer.values.dtype} != {dtype}:
             return self._torch_path.forward(query, key, value, layer, scaling, sliding_window, softcap, batch)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
-        call = _prepare(batch).call
+        call = _prepare(batch, layer).call
         _, call.block_size, call.num_kv_heads, call.key_dim = layer.keys.shape
         call.num_heads, call.value_dim, call.dtype = query.shape[0], value.shape[-1], _DTYPES[dtype]
         call.scaling, call.window, call.softcap = scaling, sliding_window or 0, softcap or 0.0
@@ -66,10 +66,13 @@ class CompiledAttention:
         return output
 
 
-def _prepare(batch: StepBatch) -> StepCall:
+def _prepare(batch: StepBatch, layer: LayerCache) -> StepCall:
     """Return what all layers of a step have in common. The first one computes it."""
     prepared: StepCall | None = batch.derived.get(CompiledAttention)
     if prepared is None:
+        longest = max(batch.kv_lens)
+        # The library does not check its arguments: a table that is too short would be read past its end.
+        assert longest <= batch.block_tables.shape[1] * layer.keys.shape[1], f"no block for position {longest - 1}"
         query_starts = torch.tensor(batch.query_starts, dtype=torch.int32)
         kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32)
         block_tables = batch.block_tables.to(torch.int32).contiguous()

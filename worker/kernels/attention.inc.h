@@ -186,12 +186,15 @@ static void weigh(const struct attention *c, const struct scratch *s, int64_t ve
         store(scores + k, weight);
         total += weight;
     }
-    float factor = maximum > before ? expf(before - maximum) : 1.0f;
     s->maxima[vector] = maximum;
+    if (before == -INFINITY || maximum == before) { /* the first span with keys, or no new maximum */
+        s->totals[vector] += sum_of_lanes(total);
+        return;
+    }
+    float factor = expf(before - maximum), *sums = s->sums + vector * padded(c->value_dim);
     s->totals[vector] = s->totals[vector] * factor + sum_of_lanes(total);
-    if (factor != 1.0f)
-        for (int64_t d = 0; d < padded(c->value_dim); d += LANES)
-            store(s->sums + vector * padded(c->value_dim) + d, load(s->sums + vector * padded(c->value_dim) + d) * splat(factor));
+    for (int64_t d = 0; d < padded(c->value_dim); d += LANES)
+        store(sums + d, load(sums + d) * splat(factor));
 }
 
 /* sums [dim] += weights [count] @ values [count, dim], for COLUMNS * LANES of the dims. */

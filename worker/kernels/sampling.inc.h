@@ -1,6 +1,10 @@
 /* Row argmax, and random draws in one pass: the rules are those of sampler.py and counter_rng.py. */
 
-enum { NUM_BUCKETS = 1024, HALF = LANES / 2 };
+enum {
+    HALVINGS = 12,     /* of the range in which a floor is searched; few entries are left to sort then */
+    PART = 16 * LANES, /* entries whose sum is made in float32; sums of more would lose digits */
+    HALF = LANES / 2,
+};
 
 typedef uint64_t vu __attribute__((vector_size(LANES * 4))); /* HALF lanes */
 
@@ -79,8 +83,7 @@ struct entry {
 struct draw_scratch {
     float *scaled;         /* [V], (logit - peak) / temperature: at most 0 */
     float *masses;         /* [V], exp(scaled) */
-    struct entry *entries; /* [V], those of one bucket */
-    double buckets[NUM_BUCKETS];
+    struct entry *entries; /* [V], those that are sorted */
 };
 
 static int compare_entries(const void *a, const void *b)
@@ -89,89 +92,100 @@ static int compare_entries(const void *a, const void *b)
     return (x < y) - (x > y); /* the largest first */
 }
 
-/* Buckets divide [low, 0] evenly; bucket 0 has the largest entries. What is below `low` is in none. */
-static inline int64_t bucket_of(float scaled, float low, float per_unit)
+/* Return the sum of the masses of entries that are `low` or larger. */
+static double mass_from(const struct draw_scratch *s, int64_t vocab_size, float low)
 {
-    if (!(scaled >= low))
-        return -1;
-    int64_t bucket = (int64_t)(-scaled * per_unit);
-    return bucket < NUM_BUCKETS ? bucket : NUM_BUCKETS - 1;
+    double total = 0;
+    int64_t i = 0;
+    for (; i + PART <= vocab_size; i += PART) {
+        vf sum = {0};
+        for (int64_t j = i; j < i + PART; j += LANES)
+            sum += pick(load(s->scaled + j) >= splat(low), load(s->masses + j), splat(0.0f));
+        total += sum_of_lanes(sum);
+    }
+    for (; i < vocab_size; i++)
+        total += s->scaled[i] >= low ? s->masses[i] : 0.0f;
+    return total;
 }
 
-/* Return the largest entry such that it and the larger ones have a mass of `target`; `low` if all have less. The mass of
- * an entry is in `masses`, or 1 if that is NULL. Only the entries of the bucket that reaches the target are sorted. */
-static float entry_reaching(struct draw_scratch *s, const float *masses, int64_t vocab_size, float low, double target)
+/* Collect the entries in [low, high). Return their number. */
+static int64_t collect_entries(struct draw_scratch *s, int64_t vocab_size, float low, float high)
 {
-    float per_unit = NUM_BUCKETS / -low;
-    memset(s->buckets, 0, sizeof s->buckets);
-    for (int64_t i = 0; i < vocab_size; i++) {
-        int64_t bucket = bucket_of(s->scaled[i], low, per_unit);
-        if (bucket >= 0)
-            s->buckets[bucket] += masses ? masses[i] : 1.0;
+    int64_t count = 0;
+    for (int64_t i = 0; i < vocab_size; i += LANES) {
+        if (i + LANES <= vocab_size) {
+            vf scaled = load(s->scaled + i);
+            if (!any_lane((scaled >= splat(low)) & (scaled < splat(high))))
+                continue;
+        }
+        for (int64_t j = i; j < i + LANES && j < vocab_size; j++)
+            if (s->scaled[j] >= low && s->scaled[j] < high)
+                s->entries[count++] = (struct entry){s->scaled[j], s->masses[j]};
     }
-    double reached = 0;
-    int64_t crossing = 0, count = 0;
-    while (crossing < NUM_BUCKETS && reached + s->buckets[crossing] < target)
-        reached += s->buckets[crossing++];
-    if (crossing == NUM_BUCKETS)
-        return low;
-    for (int64_t i = 0; i < vocab_size; i++)
-        if (bucket_of(s->scaled[i], low, per_unit) == crossing)
-            s->entries[count++] = (struct entry){s->scaled[i], masses ? masses[i] : 1.0f};
+    return count;
+}
+
+/* Return the largest entry such that it and the larger ones have a mass of `target`; `low` if all from there have less.
+ * The range that contains it is halved, then its entries are sorted. */
+static float entry_reaching(struct draw_scratch *s, int64_t vocab_size, float low, double target)
+{
+    double reached = mass_from(s, vocab_size, 0.0f);
+    if (reached >= target)
+        return 0.0f;
+    float high = 0.0f; /* the mass from `high` on is below the target */
+    for (int i = 0; i < HALVINGS; i++) {
+        float middle = low + (high - low) / 2;
+        double mass = mass_from(s, vocab_size, middle);
+        if (mass >= target) {
+            low = middle;
+        } else {
+            high = middle;
+            reached = mass;
+        }
+    }
+    int64_t count = collect_entries(s, vocab_size, low, high);
     qsort(s->entries, count, sizeof(struct entry), compare_entries);
     for (int64_t i = 0; i < count; i++) {
         reached += s->entries[i].mass;
         if (reached >= target)
             return s->entries[i].scaled;
     }
-    return s->entries[count - 1].scaled; /* another order of summation than in the bucket */
+    return low;
 }
 
 static float top_k_floor(struct draw_scratch *s, int64_t vocab_size, int64_t top_k, float floor)
 {
-    const float farthest = -64.0f; /* entries below it are rare candidates, and would make the buckets too wide */
-    if (floor >= 0)
-        return floor;
-    float kth = entry_reaching(s, NULL, vocab_size, floor > farthest ? floor : farthest, (double)top_k);
-    if (kth > farthest)
-        return kth > floor ? kth : floor;
-    int64_t count = 0; /* fewer than top_k in the buckets: sort all */
+    const float farthest = -64.0f; /* farther ones are hardly ever among the first k */
+    float low = floor > farthest ? floor : farthest;
     for (int64_t i = 0; i < vocab_size; i++)
-        s->entries[count++] = (struct entry){s->scaled[i], 1.0f};
+        s->masses[i] = 1.0f;
+    float kth = entry_reaching(s, vocab_size, low, (double)top_k);
+    if (kth > low || floor >= farthest)
+        return kth;
+    int64_t count = collect_entries(s, vocab_size, -INFINITY, INFINITY);
     qsort(s->entries, count, sizeof(struct entry), compare_entries);
     return s->entries[top_k - 1].scaled > floor ? s->entries[top_k - 1].scaled : floor;
 }
 
-/* Fill the masses of entries that reach the floor; the others have none. Return their sum. */
-static double fill_masses(struct draw_scratch *s, int64_t vocab_size, float floor)
+/* Fill the masses of entries that reach the floor; the others have none. */
+static void fill_masses(struct draw_scratch *s, int64_t vocab_size, float floor)
 {
-    enum { PART = 16 * LANES }; /* sums of more would lose digits in float32 */
-    double total = 0;
     int64_t i = 0;
-    for (; i + PART <= vocab_size; i += PART) {
-        vf sum = {0};
-        for (int64_t j = i; j < i + PART; j += LANES) {
-            vf scaled = load(s->scaled + j);
-            vf mass = pick(scaled >= splat(floor), v_exp(scaled), splat(0.0f));
-            store(s->masses + j, mass);
-            sum += mass;
-        }
-        total += sum_of_lanes(sum);
+    for (; i + LANES <= vocab_size; i += LANES) {
+        vf scaled = load(s->scaled + i);
+        store(s->masses + i, pick(scaled >= splat(floor), v_exp(scaled), splat(0.0f)));
     }
     for (; i < vocab_size; i++)
-        total += s->masses[i] = s->scaled[i] >= floor ? expf(s->scaled[i]) : 0.0f;
-    return total;
+        s->masses[i] = s->scaled[i] >= floor ? expf(s->scaled[i]) : 0.0f;
 }
 
 static float top_p_floor(struct draw_scratch *s, int64_t vocab_size, double top_p, float floor)
 {
-    if (floor >= 0)
-        return floor;
-    double total = fill_masses(s, vocab_size, floor);
+    fill_masses(s, vocab_size, floor);
+    double total = mass_from(s, vocab_size, -INFINITY);
     /* V entries below exp(low) have less than (1 - top_p) of the total: the nucleus ends before them. */
     float low = (float)log(fmax((1 - top_p) * total / (double)vocab_size, 1e-30)) - 0.01f;
-    low = floor > low ? floor : low;
-    return entry_reaching(s, s->masses, vocab_size, low, top_p * total);
+    return entry_reaching(s, vocab_size, floor > low ? floor : low, top_p * total);
 }
 
 /* --- draws --- */

@@ -146,6 +146,18 @@ def test_one_to_three_rows(kernels: Kernels, rows: list[tuple[int, int]]) -> Non
         check(kernels, rows, Shape(heads=8, kv_heads=2, key_dim=48, value_dim=48), window)
 
 
+def test_a_sequence_at_the_end_of_the_pool(kernels: Kernels) -> None:
+    """What lies behind it is not ours; the run under AddressSanitizer sees a read of it."""
+    for block_size, length in ((4, 1), (4, 3), (16, 15), (16, 17)):
+        shape = Shape(block_size=block_size)
+        batch = make_batch([(length, 1)], block_size, 1)
+        batch.block_tables[0, -1] = NUM_BLOCKS - 1
+        layer = make_layer(batch, shape, torch.Generator().manual_seed(1))
+        query, key, value = torch.ones(4, 1, 64), torch.ones(2, 1, 64), torch.ones(2, 1, 64)
+        output = CompiledAttention(kernels).forward(query, key, value, layer, 0.1, None, None, batch)
+        assert bool(output.isfinite().all())
+
+
 @pytest.mark.parametrize("softcap", [0.5, 30.0])
 @pytest.mark.parametrize("window", [None, 9])
 def test_capped_scores(kernels: Kernels, softcap: float, window: int | None) -> None:

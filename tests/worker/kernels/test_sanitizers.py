@@ -1,0 +1,44 @@
+"""The kernels' own tests once more, in a library that checks each access to memory and each undefined operation."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+from millrace.worker.kernels.library import Kernels
+from tests.processes import ROOT
+
+SOURCES = ROOT / "worker" / "kernels"
+FLAGS = ["-std=gnu11", "-O1", "-g", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+RUN = """
+import sys
+import millrace.worker.kernels.library as library
+library.__file__ = sys.argv[1]
+import pytest
+sys.exit(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", "--timeout=1200", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_no_access_out_of_bounds_and_nothing_undefined(kernels: Kernels, tmp_path: Path) -> None:
+    library = tmp_path / f"_library{EXTENSION_SUFFIXES[0]}"
+    sources = sorted(map(str, SOURCES.glob("*.c")))
+    subprocess.run(["cc", *FLAGS, *SANITIZERS, *sources, "-lm", "-o", str(library)], check=True, timeout=300)
+    runtime = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    tests = [str(Path(__file__).parent / name) for name in ("test_attention.py", "test_sampling.py")]
+    environment = os.environ | {
+        "LD_PRELOAD": runtime.stdout.strip(),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",  # Python and torch keep what they have
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    command = [sys.executable, "-c", RUN, str(tmp_path / "library.py"), "-k", kernels.instruction_set, *tests]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1400)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
+    assert " passed" in ran.stdout
