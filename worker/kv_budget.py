@@ -20,6 +20,16 @@ def fixed_num_blocks(config: WorkerConfig) -> int | None:
     return config.num_blocks
 
 
+def check_possible(num_blocks: int, facts: ModelFacts, device_bytes: int) -> None:
+    """Raise `ConfigError` for a pool that is larger than the memory of the device: no attempt can succeed."""
+    pool_bytes = num_blocks * facts.kv_bytes_per_block
+    if pool_bytes > device_bytes:
+        raise ConfigError(
+            f"a KV pool of {num_blocks:,} blocks x {facts.kv_bytes_per_block:,} bytes = {pool_bytes:,} bytes is larger than "
+            f"the {device_bytes:,} bytes of memory of this {facts.device}: lower num_blocks or kv_cache_memory"
+        )
+
+
 def host_pool_bytes(config: WorkerConfig, facts: ModelFacts, num_ranks: int) -> int:
     """Return the bytes of this rank's pool on a CPU: enough for `max_num_seqs` sequences of USUAL_TOKENS, and at most
     its part of FREE_MEMORY_SHARE, which the ranks divide."""

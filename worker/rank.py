@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from millrace.worker.attention.select import choose_attention
 from millrace.worker.device import choose_device, device_utilization
 from millrace.worker.errors import ConfigError, PlanError
 from millrace.worker.host_memory import keep_freed_memory
-from millrace.worker.kv_budget import fixed_num_blocks, host_pool_bytes, num_blocks_within
+from millrace.worker.kv_budget import check_possible, fixed_num_blocks, host_pool_bytes, num_blocks_within
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.loading.checksum import check_unchanged, checksums
 from millrace.worker.loading.load import load_model
@@ -74,6 +75,7 @@ class Rank:
         fixed = fixed_num_blocks(self._config)
         if fixed is not None:
             self._pool_budget = "num_blocks is set"
+            check_possible(fixed, self._facts, self._device_bytes())
             return fixed, 0
         if self._config.kv_cache_memory_bytes is not None:
             pool_bytes = self._config.kv_cache_memory_bytes
@@ -83,7 +85,15 @@ class Rank:
             self._pool_budget = f"{_mib(pool_bytes)} of host memory"
         else:
             pool_bytes = self._profile_gpu()
-        return num_blocks_within(pool_bytes, self._config, self._facts), 0
+        num_blocks = num_blocks_within(pool_bytes, self._config, self._facts)
+        check_possible(num_blocks, self._facts, self._device_bytes())
+        return num_blocks, 0
+
+    def _device_bytes(self) -> int:
+        """Return the memory of the device, used or free."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.get_device_properties(self._device).total_memory)
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         if num_host_blocks:
@@ -160,7 +170,7 @@ class Rank:
             "weight_bytes": self._facts.weight_bytes,
             "weights_on": self._weights,
             "device_bytes": torch.cuda.memory_reserved(self._device) if on_gpu else None,
-            "device_total_bytes": torch.cuda.get_device_properties(self._device).total_memory if on_gpu else None,
+            "device_total_bytes": self._device_bytes() if on_gpu else None,
             "device_utilization": device_utilization(self._device),
             "pool_budget": self._pool_budget,
         }

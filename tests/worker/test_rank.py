@@ -246,6 +246,11 @@ def test_a_pool_too_small_for_one_sequence_is_refused_with_numbers(model: Path) 
         blocks_of(model, kv_cache_memory_bytes=10 * block_bytes, max_model_len=500)
     with pytest.raises(ModelError, match="and 100 are available: give the pool more memory"):
         blocks_of(model, kv_cache_memory_bytes=100)
+    for options in {"num_blocks": 1 << 30}, {"kv_cache_memory_bytes": 1 << 50}:
+        with pytest.raises(
+            ConfigError, match=r"blocks x 12,288 bytes = [\d,]+ bytes is larger than the [\d,]+ bytes of memory"
+        ):
+            blocks_of(model, **options)
     with pytest.raises(ConfigError, match="at least 2"):
         blocks_of(model, num_blocks=1)
 
