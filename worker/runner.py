@@ -74,7 +74,8 @@ class Runner:
         self._model = model
         self._attention = attention
         self._pool = pool
-        self._sequences = InputBatch(max_num_seqs, max_model_len, pool.block_size, model.device)
+        self._device = model.device
+        self._sequences = InputBatch(max_num_seqs, max_model_len, pool.block_size, self._device)
         self._launched: deque[LaunchedStep] = deque()
         self._has_failed = False
         """Whether a step has failed, and the engine may not know it yet."""
@@ -137,7 +138,7 @@ class Runner:
 
     def _record_event(self) -> torch.cuda.Event | None:
         """Note the present end of the device's queue of work; None on a CPU."""
-        if self._model.device.type == "cpu":
+        if self._device.type == "cpu":
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()

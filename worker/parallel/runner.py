@@ -123,4 +123,4 @@ class ParallelRunner(Runner):
     def _record_oldest(self) -> None:
         pending = self._pending.popleft()
         pending.work.wait()
-        self._sequences.record(pending.rows, pending.token_ids.to(self._model.device))
+        self._sequences.record(pending.rows, pending.token_ids.to(self._device))
