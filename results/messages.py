@@ -106,6 +106,8 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = PROTOCOL
     """The record's version. A job with one above PROTOCOL is released, with a delay, for a newer engine."""
     tenant: str = "default"
+    priority: int = 0
+    """Within the tenant; lower numbers first."""
     corruption: str | None = None
     """What is wrong with a record that was changed so that the job cannot run: the job fails with this message."""
     others: list[Checkpoint] = []

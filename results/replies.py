@@ -103,7 +103,7 @@ def claim(reply: list[Any]) -> Claim:
 def _claimed_job(fields: list[Any]) -> ClaimedJob:
     """Return the job; a corrupt record sets `corruption`, so that the claim's other jobs are not lost."""
     job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, *more = fields
-    watched, created, protocol, tenant, *others = more
+    watched, created, protocol, tenant, priority, *others = more
     numbers = {"seed": seed, "created": created, "v": protocol}
     wrong = [f"{name} is {value!r:.50}" for name, value in numbers.items() if not _INTEGER.fullmatch(value or b"")]
     wrong += [f"the checkpoint has {len(one)} bytes" for one in (tokens, *others[::2]) if len(one) % 4]
@@ -123,6 +123,7 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
         created_ms=int(created),
         protocol=int(protocol),
         tenant=(tenant or b"").decode(errors="replace"),
+        priority=int(priority) if _INTEGER.fullmatch(priority or b"") else 0,
         corruption=", ".join(wrong) or None,
         others=[Checkpoint(unpack_tokens(one), count) for one, count in zip(others[::2], others[1::2], strict=True)],
     )

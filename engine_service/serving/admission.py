@@ -50,12 +50,14 @@ class Admission:
         outputs: SequenceOf[list[int]] = (),
         crash_count: int = 0,
         cache_salt: str | None = None,
+        tenant: str = "",
+        priority: int = 0,
     ) -> list[Generation]:
         """Return a generation for each candidate, ready for the engine.
 
         `drawn_seed` is used if the request has no seed. `outputs` (the tokens of each candidate) and `crash_count` come from
         an earlier attempt.
-        Only generations with the same `cache_salt` share cached blocks.
+        Only generations with the same `cache_salt` share cached blocks. `priority` is that of a job: lower numbers first.
         Raises `InvalidRequest` if a stop token id is not in the vocabulary.
         """
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
@@ -74,6 +76,8 @@ class Admission:
                 output_token_ids=outputs[candidate] if outputs else None,
                 crash_count=crash_count,
                 cache_salt=cache_salt or "",
+                tenant=tenant,
+                priority=-priority,
             )
             generations.append(Generation(sequence, text_rules, self._tokenizer))
         return generations

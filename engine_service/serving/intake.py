@@ -163,6 +163,8 @@ class Intake:
             outputs=[checkpoint.token_ids for checkpoint in claimed.checkpoints],
             crash_count=claimed.crash_count,
             cache_salt=request.cache_salt,
+            tenant=claimed.tenant,
+            priority=claimed.priority,
         )
 
     # --- signals ---

@@ -8,8 +8,8 @@
 --       before it computes a job that runs alone (may be omitted)
 -- Returns nil when the engine's heartbeat has expired, else an array: jobs still ready (0 while the queue is paused), jobs set
 --       aside, then for each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token),
---       tokens published, 1 when watched or 0, created ms, the record's protocol version, tenant, then for each candidate
---       from the second on its checkpoint and its tokens published
+--       tokens published, 1 when watched or 0, created ms, the record's protocol version, tenant, priority, then for each
+--       candidate from the second on its checkpoint and its tokens published
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, and
 --       later failed, where the output is another model's
 -- include: queue clock settings serial record lease work candidates checkpoints signals dequeue fair_share state end_job due
@@ -28,17 +28,17 @@ local MAX_READ_AHEAD = 4  -- jobs of one tenant, when other tenants wait
 -- A fingerprint is written with the first tokens: without one there is no checkpoint to read.
 local function read_job(id)
   local f = record(id, 'tenant', 'cost', 'crashes', 'fingerprint', 'published', 'attempt', 'seed', 'created', 'stream',
-    'started', 'batch', 'v', 'deadline', 'n')
+    'started', 'batch', 'v', 'deadline', 'n', 'priority')
   return {id = id, tenant = f[1], cost = whole_number(f[2], 0), crashes = whole_number(f[3], 0),
     fingerprint = f[4], published = whole_number(f[5], 0), attempt = whole_number(f[6], 0), seed = f[7], created = f[8],
     stream = f[9], started = f[10], batch = f[11], protocol = f[12], deadline = tonumber(f[13] or nil),
-    n = f[14], tokens = f[4] and redis.call('GET', prefix .. 'tokens:' .. id) or ''}
+    n = f[14], priority = f[15], tokens = f[4] and redis.call('GET', prefix .. 'tokens:' .. id) or ''}
 end
 
 local function describe(job, lease)
   local reply = {job.id, lease, job.attempt, redis.call('GET', prefix .. 'body:' .. job.id), job.seed, job.cost, job.crashes,
     job.tokens, job.published, is_watched(job.id, job.stream) and 1 or 0, job.created, job.protocol,
-    job.tenant}
+    job.tenant, job.priority}
   if not job.n then return reply end
   for i, suffix in ipairs(suffixes(job.n)) do
     local at = i == 1 and 8 or #reply + 1

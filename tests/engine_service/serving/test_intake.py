@@ -166,6 +166,17 @@ def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(
     assert "the checkpoint has 5 bytes" in refused["tokens"]
 
 
+def test_sequences_have_the_tenant_and_the_priority_of_their_job(parts: Parts) -> None:
+    """A job with a lower number comes first, and a sequence with a higher one."""
+    submit(parts.lease_queue, "a", body=BODY, tenant="x", priority=-3)
+    submit(parts.lease_queue, "b", body=BODY, tenant="y", priority=2)
+    parts.intake.start()
+    events = [parts.events.get(timeout=60) for _ in range(2)]
+    sequences = {str(one.job.job_id): one.job.generations[0].sequence for one in events if isinstance(one, Arrived)}
+    rights = {job_id: (sequence.tenant, sequence.priority) for job_id, sequence in sequences.items()}
+    assert rights == {"a": ("x", 3), "b": ("y", -2)}
+
+
 def test_the_name_of_another_model_is_shown_short_and_on_one_line(parts: Parts) -> None:
     submit(parts.lease_queue, "a", body=b'{"prompt":"x","model":"large\\n%s"}' % (b"x" * 900_000))
     parts.intake.start()
