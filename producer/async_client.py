@@ -94,6 +94,10 @@ class AsyncClient:
     async def wake(self, *, engine_id: str | None = None) -> list[str]:
         return await self._set_sleep(0, engine_id)
 
+    async def reset_prefix_cache(self, *, engine_id: str | None = None) -> list[str]:
+        command = commands.reset_cache(self._keys, arguments.engine_id(self._keys, engine_id))
+        return replies.signalled_engines(engine_id, self._keys.queue, await self._transport.send(command))
+
     async def _set_sleep(self, level: int, engine_id: str | None) -> list[str]:
         command = commands.sleep(self._keys, level, arguments.engine_id(self._keys, engine_id))
         return replies.signalled_engines(engine_id, self._keys.queue, await self._transport.send(command))

@@ -139,6 +139,14 @@ class Client:
         """Ask one engine, or all, to use its device again and continue. Return the engines' ids. Raises EngineNotFound."""
         return self._set_sleep(0, engine_id)
 
+    def reset_prefix_cache(self, *, engine_id: str | None = None) -> list[str]:
+        """Ask one engine, or all that run now, to forget the cached blocks of earlier prompts. Running jobs continue.
+
+        Each engine does it before its next step. Return the ids of the engines. Raises EngineNotFound.
+        """
+        command = commands.reset_cache(self._keys, arguments.engine_id(self._keys, engine_id))
+        return replies.signalled_engines(engine_id, self._keys.queue, self._transport.send(command))
+
     def _set_sleep(self, level: int, engine_id: str | None) -> list[str]:
         command = commands.sleep(self._keys, level, arguments.engine_id(self._keys, engine_id))
         return replies.signalled_engines(engine_id, self._keys.queue, self._transport.send(command))

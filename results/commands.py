@@ -65,6 +65,10 @@ def sleep(keys: QueueKeys, level: int, engine_id: str | None) -> Command:
     return script_command("sleep", keys.prefix, level, engine_id or "")
 
 
+def reset_cache(keys: QueueKeys, engine_id: str | None) -> Command:
+    return script_command("reset_cache", keys.prefix, engine_id or "")
+
+
 def batch_members(keys: QueueKeys, batch: str, first: int, count: int) -> Command:
     return command("LRANGE", keys.members(batch), first, first + count - 1)
 

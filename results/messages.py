@@ -211,6 +211,8 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
     """The requested sleep level: 0 (awake), 1 or 2."""
     next_lapse_ms: int = 2**31
     """Until the next heartbeat of any engine expires."""
+    reset_number: int = 0
+    """Of the last requested reset of the prefix cache; grows with each request. 0: there was none."""
 
 
 SignalKind = Literal["cancel", "watch", "expire"]

@@ -133,7 +133,7 @@ _INTEGER = re.compile(rb"-?\d{1,20}")
 
 
 def reconciliation(reply: list[Any]) -> Reconciliation:
-    *jobs, sleep_level, next_lapse_ms = reply
+    *jobs, sleep_level, next_lapse_ms, reset_number = reply
     lost, cancelled, watched, expired = ([JobId(job_id) for job_id in decode_list(part)] for part in jobs)
     return Reconciliation(
         lost=lost,
@@ -142,6 +142,7 @@ def reconciliation(reply: list[Any]) -> Reconciliation:
         expired=expired,
         sleep_level=sleep_level,
         next_lapse_ms=next_lapse_ms,
+        reset_number=reset_number,
     )
 
 
@@ -171,7 +172,7 @@ def queue_stats(reply: list[Any]) -> QueueStats:
 
 
 def signalled_engines(engine_id: str | None, queue: str, reply: list[bytes]) -> list[str]:
-    """Return the engines that the script `sleep` has signalled. Raises EngineNotFound."""
+    """Return the engines that the script `sleep` or `reset_cache` has signalled. Raises EngineNotFound."""
     if not reply:
         raise EngineNotFound(engine_id, queue)
     return decode_list(reply)

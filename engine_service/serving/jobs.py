@@ -145,4 +145,13 @@ class SetSleepLevel(msgspec.Struct, frozen=True):
     level: int
 
 
-EngineEvent: TypeAlias = Preparing | Prepared | Arrived | Refused | Deferred | Abort | Watch | Lost | SetSleepLevel
+class ResetCache(msgspec.Struct, frozen=True):
+    """The operator wants the prefix cache to be forgotten. Repeated with every heartbeat."""
+
+    number: int
+    """Of the request; a later one has a larger number."""
+
+
+EngineEvent: TypeAlias = (
+    Preparing | Prepared | Arrived | Refused | Deferred | Abort | Watch | Lost | SetSleepLevel | ResetCache
+)

@@ -23,6 +23,7 @@ from millrace.engine_service.serving.jobs import (
     Prepared,
     Preparing,
     Refused,
+    ResetCache,
     ServedJob,
     SetSleepLevel,
     Watch,
@@ -65,6 +66,8 @@ class Service:
         self._is_draining = self._is_drain_urgent = False
         self._num_unsaved_steps = 0
         self._saved_at_s = 0.0
+        self._reset_number = 0
+        """Of the last reset of the prefix cache."""
 
     def __repr__(self) -> str:
         return f"Service({self._jobs}, {self._engine})"
@@ -86,6 +89,7 @@ class Service:
         for job_id in news.watched:
             self.post(Watch(job_id))
         self.post(SetSleepLevel(news.sleep_level))
+        self.post(ResetCache(news.reset_number))
 
     def metrics(self) -> JobMetrics:
         """Return the figures of the jobs. Never blocks."""
@@ -226,6 +230,10 @@ class Service:
                     self._drop_lost(job_id, lease)
                 case SetSleepLevel(level) if not self._is_draining:
                     self._set_sleep_level(level)
+                case ResetCache(number) if number > self._reset_number:
+                    self._reset_number = number
+                    self._engine.scheduler.pool.reset_cache()
+                    logger.info("the prefix cache is reset")
 
     def _add_pending(self, job: PendingJob) -> None:
         self._drop_lost(job.claimed.job_id, lease=None)  # an older lease whose loss has not been reported yet

@@ -1,4 +1,4 @@
-"""`millrace sleep` and `wake`: free the device memory of running engines for a while."""
+"""`millrace sleep`, `wake` and `reset-cache`: what an operator asks of running engines."""
 
 from __future__ import annotations
 
@@ -30,10 +30,17 @@ def add_parsers(verbs: Verbs) -> None:
     )
     wake = add_verb(verbs, "wake", "wake sleeping engines: they use their devices again and continue")
     wake.set_defaults(level=0)
-    for parser in (sleep, wake):
+    reset = add_verb(
+        verbs, "reset-cache", "let engines forget the cached blocks of earlier prompts; running jobs continue"
+    )
+    for parser in (sleep, wake, reset):
         parser.add_argument(
             "--engine", metavar="ID", help="one engine, with its id from `millrace stats` (default: all)"
         )
+        add_json(parser)
+        parser.set_defaults(run=run)
+    reset.set_defaults(run=run_reset)
+    for parser in (sleep, wake):
         parser.add_argument(
             "--timeout",
             type=seconds,
@@ -41,8 +48,6 @@ def add_parsers(verbs: Verbs) -> None:
             metavar="SECONDS",
             help="how long to wait until it is done (default: %(default)g); 0: do not wait",
         )
-        add_json(parser)
-        parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,12 +56,24 @@ def run(args: argparse.Namespace) -> int:
         ids = client.sleep(args.level, engine_id=args.engine) if args.level else client.wake(engine_id=args.engine)
         if args.timeout > 0:
             _wait(client, ids, args.level, time.monotonic() + args.timeout)
-    for engine_id in ids:
+    _print_ids(args, ids)
+    return OK
+
+
+def run_reset(args: argparse.Namespace) -> int:
+    """Notify the engines, and print their ids."""
+    with open_client(args) as client:
+        ids = client.reset_prefix_cache(engine_id=args.engine)
+    _print_ids(args, ids)
+    return OK
+
+
+def _print_ids(args: argparse.Namespace, engine_ids: list[str]) -> None:
+    for engine_id in engine_ids:
         if args.json:
             print_json({"engine": engine_id})
         else:
             print(engine_id)
-    return OK
 
 
 def _wait(client: Client, engine_ids: list[str], level: int, deadline_s: float) -> None:

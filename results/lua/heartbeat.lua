@@ -6,8 +6,9 @@
 -- ARGV  1 engine id, 2 how long the engine counts as alive in ms, 3 its sleep level: "0" (awake), "1" or "2", then for each
 --       job that it holds 2 values: id, lease
 -- Returns an array: four arrays of job ids (lost, to be cancelled, watched, past their deadline), then the
---       requested sleep level, 0 to 2, then the milliseconds until the next heartbeat of any engine expires
--- include: queue clock record lease work signals give_back due
+--       requested sleep level, 0 to 2, then the milliseconds until the next heartbeat of any engine expires, then the
+--       number of the last requested reset of the prefix cache; 0 where there was none
+-- include: queue clock settings record lease work signals give_back due
 
 allow_writes_without_memory()
 local engine = ARGV[1]
@@ -59,4 +60,5 @@ end
 
 promote_due()
 if num_ready() > 0 and not is_paused() and redis.call('EXISTS', prefix .. 'wake') == 0 then wake(1) end
-return {lost, cancelled, watched, expired, tonumber(redis.call('HGET', heartbeat, 'sleep') or 0), next_lapse_ms}
+local requested = redis.call('HMGET', heartbeat, 'sleep', 'reset_cache')
+return {lost, cancelled, watched, expired, tonumber(requested[1] or 0), next_lapse_ms, whole_number(requested[2], 0)}

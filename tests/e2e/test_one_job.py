@@ -42,6 +42,22 @@ def test_usage_counts_the_tokens_that_an_earlier_prompt_has_computed(client: Cli
     assert 0 < second.cached_tokens < second.prompt_tokens
 
 
+def test_a_reset_of_the_cache_forgets_earlier_prompts(client: Client, service: Service) -> None:
+    prompt = "Some more words that fill a few of the blocks: 2 + 2 ="
+
+    def cached_tokens() -> int:
+        usage = client.wait(client.submit(prompt, max_tokens=1), LIMIT_S).usage
+        assert usage is not None
+        return usage.cached_tokens
+
+    assert [cached_tokens() > 0 for _ in range(2)] == [False, True]
+    num_resets = service.engine.text().count("cache is reset")
+    (engine_id,) = client.reset_prefix_cache()
+    wait_until(lambda: service.engine.text().count("cache is reset") > num_resets)
+    assert [cached_tokens() > 0 for _ in range(2)] == [False, True]
+    assert list(client.stats().sleep_levels) == [engine_id]
+
+
 def test_almost_all_held_out_sums_are_right_through_redis(client: Client) -> None:
     sums = held_out_sums()
     greedy = SamplingParams(temperature=0.0, max_tokens=6)

@@ -71,6 +71,7 @@ def test_each_user_can_do_its_part(url_of: dict[str, str]) -> None:
         producer.resume()
         assert producer.sleep(1) == [engine.id]
         assert producer.wake() == [engine.id]
+        assert producer.reset_prefix_cache() == [engine.id]
         assert producer.stats().sleep_levels == {engine.id: 0}
         producer.cancel_batch("b")
         for state in ("queued", "delayed", "running", "failed"):
@@ -101,7 +102,7 @@ def test_a_reader_changes_no_job_and_a_producer_cannot_claim(url_of: dict[str, s
             with pytest.raises(RedisUnavailable, match="permit"):
                 reader.cancel(job_id)
             assert reader.get(job_id).state == ("running" if job_id == "runs" else "queued")
-        for change in (reader.pause, reader.resume, reader.sleep):
+        for change in (reader.pause, reader.resume, reader.sleep, reader.reset_prefix_cache):
             with pytest.raises(RedisUnavailable, match="permit"):
                 change()
     by_hand = Transport(connect(url_of["reader"]))

@@ -27,6 +27,7 @@ BATCH_VERBS: dict[str, Verb] = {
 }
 ENGINE_VERBS: dict[str, Verb] = {
     "sleep": lambda client, engine_id: client.sleep(engine_id=engine_id),
+    "reset_prefix_cache": lambda client, engine_id: client.reset_prefix_cache(engine_id=engine_id),
     "wake": lambda client, engine_id: client.wake(engine_id=engine_id),
 }
 KINDS = [(JOB_VERBS, "job_id", JobNotFound), (BATCH_VERBS, "batch", BatchNotFound)]

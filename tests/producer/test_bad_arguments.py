@@ -143,6 +143,7 @@ ARGUMENTS: dict[str, tuple[Call, tuple[type, ...]]] = {
     "retry(job_id=)": (lambda client, value: client.retry(value), (str,)),
     "sleep(level=)": (lambda client, value: client.sleep(value), (int,)),
     "sleep(engine_id=)": (lambda client, value: client.sleep(engine_id=value), (str, NoneType)),
+    "reset_prefix_cache()": (lambda client, value: client.reset_prefix_cache(engine_id=value), (str, NoneType)),
     "wake(engine_id=)": (lambda client, value: client.wake(engine_id=value), (str, NoneType)),
     "get(job_id=)": (lambda client, value: client.get(value), (str,)),
     "wait(job_id=)": (lambda client, value: client.wait(value, 0), (str,)),

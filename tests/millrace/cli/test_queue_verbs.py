@@ -124,6 +124,17 @@ def test_a_heartbeat_that_had_lapsed_wakes_nobody(
     assert engine.beat(sleep_level=1).sleep_level == 1
 
 
+def test_engines_are_told_to_reset_their_caches(millrace: Command, engine: EngineByHand) -> None:
+    assert engine.beat(sleep_level=0).reset_number == 0
+    assert millrace("reset-cache").out == "by-hand\n"
+    assert engine.hear() == "beat"
+    first = engine.beat(sleep_level=0).reset_number
+    assert engine.beat(sleep_level=0).reset_number == first > 0
+    assert millrace("reset-cache", "--engine", "by-hand", "--json").out == '{"engine":"by-hand"}\n'
+    assert engine.beat(sleep_level=0).reset_number > first
+    assert millrace("reset-cache", "--engine", "nobody").status == 3
+
+
 def test_engines_that_are_not_there_cannot_be_told(millrace: Command, engine: EngineByHand, queue_name: str) -> None:
     ran = millrace("wake")
     assert (ran.status, ran.out) == (3, "")
