@@ -27,6 +27,7 @@ from millrace.engine_service.serving.intake import Intake
 from millrace.engine_service.serving.jobs import Lost
 from millrace.engine_service.serving.leases import Leases, new_engine_id
 from millrace.engine_service.serving.output import Output
+from millrace.engine_service.serving.prefixes import CachedPrefixes
 from millrace.engine_service.serving.service import Service
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.launch.external import become_rank, die_with_rank_0, is_torchrun_rank
@@ -126,7 +127,16 @@ class _Process:
             sleep_level=lambda: engine.sleep_level,
         )
         output = Output(writer.put, mark)
-        service = Service(engine, capacity, output, writer, on_over=leases.drop, on_sleep_change=leases.beat_soon)
+        prefixes = CachedPrefixes(lambda block_hash: bool(engine.scheduler.pool.find([block_hash])))
+        service = Service(
+            engine,
+            capacity,
+            output,
+            writer,
+            prefixes=prefixes if config.enable_prefix_caching else None,
+            on_over=leases.drop,
+            on_sleep_change=leases.beat_soon,
+        )
         intake = Intake(
             self._connect,
             leases,
@@ -135,6 +145,7 @@ class _Process:
             model_name=config.model_name,
             fingerprint=mark,
             post=service.post,
+            cached_prompts=prefixes.current,
         )
         inbox = Inbox(self._connect())
 

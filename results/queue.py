@@ -83,10 +83,19 @@ class JobQueue:
         num_held: int,
         fingerprint: str,
         calls_begin: bool = False,
+        cached_prompts: Sequence[str] = (),
     ) -> Claim | None:
         """Claim ready jobs. A repeated claim id returns the same jobs again. None: the engine's heartbeat has expired; send
-        one, then claim again. `calls_begin` promises a `Begin` before a job that runs alone is computed."""
-        limits = (max_jobs, kv_token_budget, fingerprint, num_held, "1" if calls_begin else "")
+        one, then claim again. `calls_begin` promises a `Begin` before a job that runs alone is computed.
+        `cached_prompts`: digests of beginnings of prompts; jobs that begin so are preferred among the first ones."""
+        limits = (
+            max_jobs,
+            kv_token_budget,
+            fingerprint,
+            num_held,
+            "1" if calls_begin else "",
+            " ".join(cached_prompts),
+        )
         reply = self._run("claim", engine_id, claim_id, *limits)
         return None if reply is None else replies.claim(reply)
 

@@ -58,6 +58,7 @@ class Intake:
         model_name: str,
         fingerprint: str,
         post: Callable[[EngineEvent], None],
+        cached_prompts: Callable[[], list[str]] = list,
     ) -> None:
         self._leases = leases
         self._capacity = capacity
@@ -65,6 +66,7 @@ class Intake:
         self._model_name = model_name
         self._fingerprint = fingerprint
         self._post = post
+        self._cached_prompts = cached_prompts
         self._claim_number = 1
         self._stopping = threading.Event()
         self._preparation = Preparation(self._prepare)
@@ -113,7 +115,9 @@ class Intake:
     def _claim(self, budget: ClaimBudget) -> Claim:
         """Claim once. After an error the next call repeats the claim id, because perhaps only the reply was lost."""
         max_jobs = min(budget.max_jobs, MAX_JOBS_PER_CLAIM)
-        claim = self._leases.claim(f"c{self._claim_number}", max_jobs, budget.kv_token_budget, self._fingerprint)
+        claim = self._leases.claim(
+            f"c{self._claim_number}", max_jobs, budget.kv_token_budget, self._fingerprint, self._cached_prompts()
+        )
         self._claim_number += 1
         for claimed in claim.jobs:
             is_large = len(claimed.body) > LARGE_BODY_BYTES

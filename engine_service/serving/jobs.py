@@ -8,6 +8,7 @@ import msgspec
 
 from millrace.engine_service.core.crash_policy import ALONE_AFTER_CRASHES
 from millrace.engine_service.generation import Generation
+from millrace.engine_service.serving.prefixes import prompt_digest
 from millrace.results.messages import Checkpoint, ClaimedJob, JobError, JobId, Lease
 
 
@@ -29,13 +30,14 @@ class Candidate:
 class ServedJob:
     """Owns the candidates of one job. They run side by side, and the job ends with the last of them."""
 
-    __slots__ = ("arrived_s", "candidates", "cost", "is_alone", "job_id", "lease", "saved_at_s")
+    __slots__ = ("arrived_s", "candidates", "cost", "is_alone", "job_id", "lease", "prompt_digest", "saved_at_s")
 
     def __init__(self, claimed: ClaimedJob, generations: list[Generation]) -> None:
         """`generations`: one for each candidate of the record."""
         self.job_id = claimed.job_id
         self.lease = claimed.lease
         self.cost = claimed.cost
+        self.prompt_digest = prompt_digest(claimed.body)
         self.is_alone = is_alone(claimed)
         checkpoints = claimed.checkpoints
         indices = [None] if len(checkpoints) == 1 else range(len(checkpoints))

@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from millrace.results.errors import QueueError
@@ -92,7 +92,14 @@ class Leases:
             return None
         return f"Redis has not taken a heartbeat for {silence_s:.1f} s, the limit is {self._ttl_ms / 1000:g} s"
 
-    def claim(self, claim_id: str, max_jobs: int, kv_token_budget: int, fingerprint: str) -> Claim:
+    def claim(
+        self,
+        claim_id: str,
+        max_jobs: int,
+        kv_token_budget: int,
+        fingerprint: str,
+        cached_prompts: Sequence[str] = (),
+    ) -> Claim:
         """Claim jobs and put their leases into the table. A repeated claim id returns the same jobs."""
         with self._calls:
             attempt = partial(
@@ -104,6 +111,7 @@ class Leases:
                 num_held=len(self._held),
                 fingerprint=fingerprint,
                 calls_begin=True,
+                cached_prompts=cached_prompts,
             )
             claim = attempt()
             if claim is None:  # the heartbeat has expired, perhaps in a long pause

@@ -29,6 +29,7 @@ from millrace.engine_service.serving.jobs import (
     Watch,
 )
 from millrace.engine_service.serving.output import DEFER_MS, SAVE_EVERY_STEPS, Output
+from millrace.engine_service.serving.prefixes import CachedPrefixes
 from millrace.engine_service.worker_group import TOO_LARGE, Failure
 from millrace.results.messages import JobError, JobId, Lease, Reconciliation
 from millrace.results.writer import Writer
@@ -51,15 +52,17 @@ class Service:
         output: Output,
         writer: Writer,
         *,
+        prefixes: CachedPrefixes | None = None,
         on_over: Callable[[JobId, Lease], None],
         on_sleep_change: Callable[[], None],
     ) -> None:
         """`on_over` is called with each lease that this engine needs no longer, `on_sleep_change` after it has fallen asleep
-        or woken up."""
+        or woken up. `prefixes` gets the prompts of the jobs that start."""
         self._engine = engine
         self._capacity = capacity
         self._output = output
         self._writer = writer
+        self._prefixes = prefixes
         self._on_sleep_change = on_sleep_change
         self._jobs = JobTable(capacity, on_over)
         self._events: queue.SimpleQueue[EngineEvent | None] = queue.SimpleQueue()
@@ -249,6 +252,9 @@ class Service:
         elif self._capacity.is_shut or (job.is_alone and not self._has_begun(job)):
             self._release([job])
         else:
+            if self._prefixes is not None and job.prompt_digest is not None:
+                pool = self._engine.scheduler.pool
+                self._prefixes.note(job.prompt_digest, job.generations[0].sequence, pool.block_size)
             for generation in job.generations:  # in this order: the first one computes the prompt that all share
                 if generation.finish_reason is None:
                     self._engine.add(generation)

@@ -70,7 +70,13 @@ class Engine:
         return self.queue.heartbeat(self.id, ttl_ms, self.held)
 
     def claim(
-        self, max_jobs: int = 256, *, budget: int = 10**9, claim_id: str | None = None, num_held: int | None = None
+        self,
+        max_jobs: int = 256,
+        *,
+        budget: int = 10**9,
+        claim_id: str | None = None,
+        num_held: int | None = None,
+        cached_prompts: Sequence[str] = (),
     ) -> list[ClaimedJob]:
         claim = self.queue.claim(
             self.id,
@@ -80,6 +86,7 @@ class Engine:
             num_held=len(self.held) if num_held is None else num_held,
             fingerprint=self.fingerprint,
             calls_begin=self.calls_begin,
+            cached_prompts=cached_prompts,
         )
         assert claim is not None, "not registered"
         self.held.update((job.job_id, job.lease) for job in claim.jobs)

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from millrace.embedded import EmbeddedServer
+from millrace.engine_service.serving.prefixes import prompt_digest
 from millrace.results import commands
 from millrace.results.connection import connect
 from millrace.results.errors import CannotRedrive
@@ -37,6 +38,8 @@ PASTS = ((0, 0), (1, 0), (4, 0), (2, 19))
 BATCHES = ("b1", "b2")
 FINGERPRINTS = ("model-a", "model-a", "model-b")
 """Of the engines: one has another model."""
+BODIES = tuple(b'{"prompt":"%s"}' % (letter * 300) for letter in (b"a", b"b"))
+DIGESTS = [prompt_digest(body) or "" for body in BODIES]
 MAX_QUEUED, TENANT_MAX_QUEUED = 12, 7
 MAX_EVENTS = 4
 """So that streams are trimmed."""
@@ -171,10 +174,19 @@ class AnyOrder(RuleBasedStateMachine):
             },
         ),
         past=st.sampled_from(PASTS),
+        body=st.sampled_from(BODIES),
     )
-    def submit(self, tenant: str, priority: int, cost: int, options: dict[str, Any], past: tuple[int, int]) -> None:
+    def submit(
+        self,
+        tenant: str,
+        priority: int,
+        cost: int,
+        options: dict[str, Any],
+        past: tuple[int, int],
+        body: bytes = BODIES[0],
+    ) -> None:
         job_id = f"j{len(self.jobs)}"
-        job = submission(job_id, tenant=tenant, priority=priority, cost=cost, **options)
+        job = submission(job_id, tenant=tenant, priority=priority, cost=cost, body=body, **options)
         if limit := self._limit_reached(tenant):
             assert self.queue.submit([job]) == outcomes([limit])
             return
@@ -305,10 +317,10 @@ class AnyOrder(RuleBasedStateMachine):
         assert set(news.watched) == {id_ for id_ in told if self.jobs[id_].is_watched}
 
     @precondition(lambda self: self.has("queued"))
-    @rule(number=engines, max_jobs=st.integers(1, 3))
-    def claim(self, number: int, max_jobs: int) -> None:
+    @rule(number=engines, max_jobs=st.integers(1, 3), num_cached=st.integers(0, 2))
+    def claim(self, number: int, max_jobs: int, num_cached: int = 0) -> None:
         engine, claim_id = self.engines[number], uuid.uuid4().hex
-        claimed = engine.claim(max_jobs, claim_id=claim_id)
+        claimed = engine.claim(max_jobs, claim_id=claim_id, cached_prompts=DIGESTS[2 - num_cached :])
         self.last_claims[number] = claim_id, claimed
         for model in self.jobs.values():
             model.sweep()

@@ -1,0 +1,122 @@
+"""Claims of an engine that has cached how some prompts begin."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from millrace.engine_service.serving.prefixes import prompt_digest
+from millrace.producer.request import GenerationRequest
+from millrace.producer.wire import canonical_body
+from tests.results.engines import Engine, submission, submit
+from tests.results.full_queue import FullQueue
+
+A, B = (canonical_body(GenerationRequest(prompt=letter * 300)) for letter in "ab")
+CACHED = [digest for digest in [prompt_digest(A)] if digest]
+
+
+def submit_mixed(queue: FullQueue, job_ids: str, **fields: Any) -> None:
+    """Submit a job for each word, with the body that its first letter names."""
+    queue.submit([submission(job_id, body=A if job_id[0] == "a" else B, **fields) for job_id in job_ids.split()])
+
+
+def test_a_job_with_a_cached_prompt_goes_before_others(queue: FullQueue, engine: Engine) -> None:
+    submit_mixed(queue, "b1 a1 b2 a2 b3")
+    assert engine.claim_ids(1, cached_prompts=CACHED) == ["a1"]
+    assert engine.claim_ids(3, cached_prompts=CACHED) == ["a2", "b1", "b2"]
+    assert engine.claim_ids(3, cached_prompts=CACHED) == ["b3"]
+
+
+def test_without_cached_prompts_the_order_is_that_of_age(queue: FullQueue, engine: Engine) -> None:
+    submit_mixed(queue, "b1 a1 b2 a2")
+    assert engine.claim_ids(3) == ["b1", "a1", "b2"]
+    assert engine.claim_ids(3, cached_prompts=["0" * 40]) == ["a2"]
+
+
+def test_only_the_first_jobs_are_looked_at(queue: FullQueue, engine: Engine) -> None:
+    submit_mixed(queue, " ".join(f"b{n}" for n in range(16)) + " a")
+    assert engine.claim_ids(1, cached_prompts=CACHED) == ["b0"]
+    assert engine.claim_ids(2, cached_prompts=CACHED) == ["a", "b1"]
+
+
+@pytest.mark.parametrize("max_jobs", [1, 3, 100])
+def test_a_first_job_is_passed_over_a_limited_number_of_times(max_jobs: int, queue: FullQueue, engine: Engine) -> None:
+    names = [f"a{n}" for n in range(40)]
+    submit_mixed(queue, "b1 " + " ".join(names))
+    claimed = [
+        job_id for _ in range(-(-41 // max_jobs)) for job_id in engine.claim_ids(max_jobs, cached_prompts=CACHED)
+    ]
+    assert claimed == [*names[:16], "b1", *names[16:]]
+
+
+def test_it_is_still_passed_over_no_more_often_after_it_has_gone_back(queue: FullQueue, engine: Engine) -> None:
+    submit_mixed(queue, "b " + " ".join(f"a{n}" for n in range(20)))
+    engine.claim(16, cached_prompts=CACHED)
+    engine.release(engine.claim(1, cached_prompts=CACHED)[0])
+    assert engine.claim_ids(1, cached_prompts=CACHED) == ["b"]
+
+
+def test_priorities_go_before_cached_prompts(queue: FullQueue, engine: Engine) -> None:
+    submit_mixed(queue, "b1 b2", priority=1)
+    submit_mixed(queue, "b3 a1", priority=2)
+    submit_mixed(queue, "a2", priority=3)
+    assert engine.claim_ids(cached_prompts=CACHED) == ["b1", "b2", "a1", "b3", "a2"]
+
+
+def test_tenants_share_as_before(queue: FullQueue, engine: Engine) -> None:
+    submit_mixed(queue, " ".join(f"b{n}" for n in range(30)), tenant="x")
+    submit_mixed(queue, " ".join(f"a{n}" for n in range(100, 130)), tenant="y")
+    submit_mixed(queue, " ".join(f"b{n} a{n}" for n in range(200, 215)), tenant="z")
+    claimed = [job for _ in range(6) for job in engine.claim(5, cached_prompts=CACHED)]
+    assert Counter(job.tenant for job in claimed) == {"x": 10, "y": 10, "z": 10}
+    assert [job.job_id[0] for job in claimed if job.tenant == "z"] == ["a"] * 10
+
+
+def test_a_job_that_does_not_fit_is_not_passed_over(queue: FullQueue, engine: Engine) -> None:
+    submit_mixed(queue, "b", cost=100)
+    submit_mixed(queue, "a", cost=10)
+    assert engine.claim_ids(num_held=1, budget=50, cached_prompts=CACHED) == []
+    assert engine.claim_ids(num_held=1, budget=105, cached_prompts=CACHED) == ["a"]
+
+
+def test_a_repeated_claim_returns_the_same_jobs(queue: FullQueue, engine: Engine) -> None:
+    submit_mixed(queue, "b1 a1 b2 a2")
+    first = engine.claim(3, claim_id="c", cached_prompts=CACHED)
+    assert [job.job_id for job in first] == ["a1", "a2", "b1"]
+    assert engine.claim(3, claim_id="c") == first
+    assert queue.stats().queued == 1
+
+
+LONG = "é'\"\\" * 100
+REQUESTS: list[tuple[dict[str, Any], bool]] = [
+    ({"prompt": LONG}, True),
+    ({"prompt": LONG, "cache_salt": "x", "meta": {"a": 1}, "n": 2}, True),
+    ({"prompt_token_ids": list(range(100))}, True),
+    ({"messages": [{"role": "user", "content": LONG}]}, True),
+    ({"prompt": "short"}, False),
+    ({"prompt": LONG, "meta": {"a": "x" * 2000}}, False),
+]
+
+
+@pytest.mark.parametrize(("fields", "has_digest"), REQUESTS)
+def test_the_engine_and_the_script_digest_a_prompt_alike(
+    fields: dict[str, Any], has_digest: bool, queue: FullQueue, engine: Engine
+) -> None:
+    fields = {**fields}
+    n = fields.pop("n", 1)
+    body = canonical_body(GenerationRequest(**fields))
+    digest = prompt_digest(body)
+    assert (digest is not None) == has_digest
+    submit(queue, "other", body=B)
+    submit(queue, "this", body=body, n=n)
+    assert engine.claim_ids(1, cached_prompts=[digest or prompt_digest(A) or ""]) == ["this" if has_digest else "other"]
+
+
+def test_prompts_differ_by_salt_and_beginning() -> None:
+    requests = [{"prompt": "a" * 300}, {"prompt": "b" + "a" * 300}, {"prompt": "a" * 300, "cache_salt": "x"}]
+    digests = [prompt_digest(canonical_body(GenerationRequest(**fields))) for fields in requests]  # type: ignore[arg-type]
+    assert len(set(digests)) == 3
+    same = GenerationRequest(prompt="a" * 300 + "b", tenant="x", priority=5)
+    assert prompt_digest(canonical_body(same)) == digests[0]
