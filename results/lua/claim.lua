@@ -26,20 +26,21 @@ local MAX_SET_ASIDE = 256  -- jobs that one claim sets aside,
 local MAX_EXPIRED_OF_ONE = 16  -- and those of one tenant whose deadline has passed, when other tenants wait
 local MAX_READ_AHEAD = 4  -- jobs of one tenant, when other tenants wait
 
--- A fingerprint is written with the first tokens: without one there is no checkpoint to read.
+-- A fingerprint is written with the first tokens: without one there is no checkpoint to read. `fields` has what only the reply
+-- needs: with more than 16 names the table takes twice the memory, and a claim of many jobs 13 % more time.
 local function read_job(id)
   local f = record(id, 'tenant', 'cost', 'crashes', 'fingerprint', 'published', 'attempt', 'seed', 'created', 'stream',
     'started', 'batch', 'v', 'deadline', 'n', 'priority')
   return {id = id, tenant = f[1], cost = whole_number(f[2], 0), crashes = whole_number(f[3], 0),
-    fingerprint = f[4], published = whole_number(f[5], 0), attempt = whole_number(f[6], 0), seed = f[7], created = f[8],
-    stream = f[9], started = f[10], batch = f[11], protocol = f[12], deadline = tonumber(f[13] or nil),
-    n = f[14], priority = f[15], tokens = f[4] and redis.call('GET', prefix .. 'tokens:' .. id) or ''}
+    fingerprint = f[4], published = whole_number(f[5], 0), attempt = whole_number(f[6], 0), stream = f[9],
+    started = f[10], batch = f[11], deadline = tonumber(f[13] or nil), n = f[14], priority = f[15], fields = f,
+    tokens = f[4] and redis.call('GET', prefix .. 'tokens:' .. id) or ''}
 end
 
 local function describe(job, lease)
-  local reply = {job.id, lease, job.attempt, redis.call('GET', prefix .. 'body:' .. job.id), job.seed, job.cost, job.crashes,
-    job.tokens, job.published, is_watched(job.id, job.stream) and 1 or 0, job.created, job.protocol,
-    job.tenant, job.priority}
+  local f = job.fields  -- 7 is the seed, 8 created, 12 the protocol's version
+  local reply = {job.id, lease, job.attempt, redis.call('GET', prefix .. 'body:' .. job.id), f[7], job.cost, job.crashes,
+    job.tokens, job.published, is_watched(job.id, job.stream) and 1 or 0, f[8], f[12], job.tenant, job.priority}
   if not job.n then return reply end
   for i, suffix in ipairs(suffixes(job.n)) do
     local at = i == 1 and 8 or #reply + 1
