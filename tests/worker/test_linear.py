@@ -101,7 +101,9 @@ def test_inputs_with_gaps_are_copied(kernels: Kernels) -> None:
 
 
 @pytest.mark.usefixtures("kernels", "always_fast")
-def test_a_model_generates_the_same_and_releases_its_weights_asleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_generates_the_same_and_releases_its_weights_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_model("qwen2", tmp_path)  # biases, and a tied head
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
     worker = start_worker(tmp_path)
