@@ -15,8 +15,10 @@ from millrace.worker.attention.select import choose_attention
 from millrace.worker.device import choose_device, device_utilization
 from millrace.worker.errors import ConfigError, PlanError
 from millrace.worker.host_memory import keep_freed_memory
+from millrace.worker.kernels.library import find_kernels
 from millrace.worker.kv_budget import check_possible, fixed_num_blocks, host_pool_bytes, num_blocks_within
 from millrace.worker.kv_pool import KVPool
+from millrace.worker.linear import use_compiled_linear
 from millrace.worker.loading.checksum import check_unchanged, checksums
 from millrace.worker.loading.load import load_model
 from millrace.worker.parallel.peers import Peers
@@ -186,6 +188,9 @@ class Rank:
         loaded = load_model(self._config, self._topology, self._peers, self._device, self._attention.name)
         self._model, self._specs, self._facts = loaded.model, loaded.specs, loaded.facts
         self._dtype = loaded.model.dtype
+        kernels = find_kernels() if self._device.type == "cpu" else None
+        if kernels is not None:
+            use_compiled_linear(loaded.model, kernels)
 
     def _wake_weights(self) -> None:
         if self._weights == "device":

@@ -14,11 +14,8 @@ from torch import Tensor
 
 from millrace.worker.attention.cpu import CPUAttention
 from millrace.worker.input_batch import StepBatch
-from millrace.worker.kernels.library import AttentionCall, Kernels
+from millrace.worker.kernels.library import DTYPES, AttentionCall, Kernels
 from millrace.worker.kv_pool import LayerCache
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-"""As in kernels.h."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +47,12 @@ class CompiledAttention:
         batch: StepBatch,
     ) -> Tensor:  # [T, Hq, Dv]
         dtype = query.dtype
-        if dtype not in _DTYPES or {key.dtype, value.dtype, layer.keys.dtype, layer.values.dtype} != {dtype}:
+        if dtype not in DTYPES or {key.dtype, value.dtype, layer.keys.dtype, layer.values.dtype} != {dtype}:
             return self._torch_path.forward(query, key, value, layer, scaling, sliding_window, softcap, batch)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
         call = _prepare(batch, layer).call
         _, call.block_size, call.num_kv_heads, call.key_dim = layer.keys.shape
-        call.num_heads, call.value_dim, call.dtype = query.shape[0], value.shape[-1], _DTYPES[dtype]
+        call.num_heads, call.value_dim, call.dtype = query.shape[0], value.shape[-1], DTYPES[dtype]
         call.scaling, call.window, call.softcap = scaling, sliding_window or 0, softcap or 0.0
         query, key, value = _dense(query), _dense(key), _dense(value)  # they have to outlive the call
         call.query, (call.query_head_stride, call.query_token_stride, _) = query.data_ptr(), query.stride()

@@ -23,9 +23,10 @@ PUSH_TARGET(TARGET)
 #include "simd.h"
 #include "attention.inc.h"
 #include "sampling.inc.h"
+#include "linear.inc.h"
 
 #if defined(TARGET) && defined(__clang__)
 #pragma clang attribute pop
 #endif
 
-const struct kernels TABLE = {attend, argmax, draw};
+const struct kernels TABLE = {attend, argmax, draw, linear};

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 1
+#define MILLRACE_KERNELS_VERSION 2
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
@@ -50,6 +50,17 @@ struct draws {
     int64_t num_threads;
 };
 
+/* A linear layer. Shapes: M rows, N outputs, K inputs. All are contiguous. */
+struct linear {
+    const void *input;   /* [M, K] */
+    const void *weights; /* [N, K] */
+    const void *bias;    /* [N], or NULL */
+    void *output;        /* [M, N] */
+    int64_t num_rows, num_outputs, num_inputs;
+    int64_t dtype; /* of all four; sums are float32 */
+    int64_t num_threads;
+};
+
 struct kernels {
     /* Write the step's keys and values into the pool, then attend. Return 0, or -1 if there is no memory. */
     int (*attend)(const struct attention *call);
@@ -58,6 +69,8 @@ struct kernels {
                    int64_t num_threads);
     /* Draw a token for each row with a temperature and a finite peak. Return 0, or -1 if there is no memory. */
     int (*draw)(const struct draws *call);
+    /* Compute a linear layer. A row's result does not depend on the other rows. Return 0, or -1 if there is no memory. */
+    int (*linear)(const struct linear *call);
 };
 
 extern const struct kernels kernels_generic;

@@ -53,3 +53,8 @@ int millrace_draw(const struct draws *call)
 {
     return chosen->draw(call);
 }
+
+int millrace_linear(const struct linear *call)
+{
+    return chosen->linear(call);
+}

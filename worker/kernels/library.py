@@ -15,14 +15,17 @@ import torch
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 1
+VERSION = 2
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512", "avx2", "generic")
 """The best first."""
 VARIABLE = "MILLRACE_KERNELS"
 """Environment variable: "auto", an instruction set, or "none" for torch alone."""
 
-_WITHOUT = "attention and sampling on the CPU run through torch, which is slower"
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+"""As in kernels.h."""
+
+_WITHOUT = "attention, sampling and linear layers on the CPU run through torch, which is slower"
 
 
 class AttentionCall(ctypes.Structure):
@@ -56,6 +59,15 @@ class DrawCall(ctypes.Structure):
     )
 
 
+class LinearCall(ctypes.Structure):
+    """`struct linear`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "weights", "bias", "output")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_outputs", "num_inputs", "dtype", "num_threads")),
+    )
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The loaded library, and the instruction set that it uses."""
@@ -70,6 +82,10 @@ class Kernels:
     def draw(self, call: DrawCall) -> None:
         """Raises `MemoryError`."""
         _check(self.library.millrace_draw(ctypes.byref(call)))
+
+    def linear(self, call: LinearCall) -> None:
+        """Raises `MemoryError`."""
+        _check(self.library.millrace_linear(ctypes.byref(call)))
 
 
 @cache
