@@ -280,7 +280,7 @@ class Call(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True)
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Engine to worker: run `execute_model`. A message of its own, so that the plan is typed."""
+    """Engine to worker: run one step. A message of its own, so that the plan is typed."""
 
     call_id: int
     plan: StepPlan

@@ -11,39 +11,14 @@ import torch
 from millrace.worker.attention.cpu import CPUAttention
 from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.reference import ReferenceAttention, visible_positions
-from millrace.worker.input_batch import SampledRows, StepBatch
+from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import KVPool, LayerCache, LayerSpec
-from tests.worker.rows import sampling_rows
+from tests.worker.rows import make_batch
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 400
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 16, 8
 CPU = torch.device("cpu")
-
-
-def make_batch(rows: list[tuple[int, int]], seed: int) -> StepBatch:
-    """Rows of (length with this step, tokens fed), in blocks taken at random."""
-    free = random.Random(seed).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
-    width = max(-(-length // BLOCK_SIZE) for length, _ in rows)
-    tables = torch.zeros(len(rows), width, dtype=torch.int32)
-    positions, slots, starts = [], [], [0]
-    for index, (length, count) in enumerate(rows):
-        num_blocks = -(-length // BLOCK_SIZE)
-        tables[index, :num_blocks] = torch.tensor([free.pop() for _ in range(num_blocks)], dtype=torch.int32)
-        fed = torch.arange(length - count, length)
-        positions.append(fed)
-        slots.append(tables[index, fed // BLOCK_SIZE] * BLOCK_SIZE + fed % BLOCK_SIZE)
-        starts.append(starts[-1] + count)
-    return StepBatch(
-        input_ids=torch.zeros(1, starts[-1], dtype=torch.int64),
-        positions=torch.cat(positions).unsqueeze(0),
-        slot_mapping=torch.cat(slots),
-        block_tables=tables,
-        sample_indices=torch.tensor(starts[1:]) - 1,
-        query_starts=starts,
-        kv_lens=[length for length, _ in rows],
-        sampled=SampledRows([], torch.empty(0), sampling_rows([])),
-    )
 
 
 def make_layer(batch: StepBatch, seed: int) -> LayerCache:
@@ -63,7 +38,7 @@ def make_layer(batch: StepBatch, seed: int) -> LayerCache:
 def attend(
     attention: Attention, rows: list[tuple[int, int]], seed: int, window: int | None, softcap: float | None = None
 ) -> torch.Tensor:
-    batch = make_batch(rows, seed)
+    batch = make_batch(rows, BLOCK_SIZE, NUM_BLOCKS, seed)
     layer = make_layer(batch, seed)
     query, key, value = new_tokens(batch.query_starts[-1], seed)
     return attention.forward(query, key, value, layer, 0.3, window, softcap, batch)

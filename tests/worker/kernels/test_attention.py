@@ -11,10 +11,10 @@ import torch
 from millrace.worker.attention.compiled import CompiledAttention
 from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.reference import ReferenceAttention
-from millrace.worker.input_batch import SampledRows, StepBatch
+from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels.library import Kernels
 from millrace.worker.kv_pool import KVPool, LayerCache, LayerSpec
-from tests.worker.rows import sampling_rows
+from tests.worker.rows import make_batch
 
 NUM_BLOCKS = 600
 CPU = torch.device("cpu")
@@ -43,30 +43,6 @@ SHAPES = [
 IN_BF16 = [Shape(dtype=torch.bfloat16), Shape(heads=5, kv_heads=1, key_dim=20, value_dim=33, dtype=torch.bfloat16)]
 
 
-def make_batch(rows: list[tuple[int, int]], block_size: int, seed: int) -> StepBatch:
-    """Rows of (length with this step, tokens fed), in blocks taken at random."""
-    free = random.Random(seed).sample(range(1, NUM_BLOCKS), NUM_BLOCKS - 1)
-    tables = torch.zeros(len(rows), max(-(-length // block_size) for length, _ in rows), dtype=torch.int32)
-    positions, slots, starts = [], [], [0]
-    for index, (length, count) in enumerate(rows):
-        num_blocks = -(-length // block_size)
-        tables[index, :num_blocks] = torch.tensor([free.pop() for _ in range(num_blocks)], dtype=torch.int32)
-        fed = torch.arange(length - count, length)
-        positions.append(fed)
-        slots.append(tables[index, fed // block_size] * block_size + fed % block_size)
-        starts.append(starts[-1] + count)
-    return StepBatch(
-        input_ids=torch.zeros(1, starts[-1], dtype=torch.int64),
-        positions=torch.cat(positions).unsqueeze(0),
-        slot_mapping=torch.cat(slots),
-        block_tables=tables,
-        sample_indices=torch.tensor(starts[1:]) - 1,
-        query_starts=starts,
-        kv_lens=[length for length, _ in rows],
-        sampled=SampledRows([], torch.empty(0), sampling_rows([])),
-    )
-
-
 def make_layer(batch: StepBatch, shape: Shape, generator: torch.Generator) -> LayerCache:
     """A pool with the rows' earlier tokens in it, and NaN everywhere else."""
     spec = LayerSpec(0, shape.kv_heads, shape.key_dim, shape.value_dim, None)
@@ -91,7 +67,7 @@ def attend(
 ) -> tuple[torch.Tensor, LayerCache]:
     """The output, and the layer with the step's keys and values. The queries lie as transformers makes them."""
     generator = torch.Generator().manual_seed(seed)
-    batch = make_batch(rows, shape.block_size, seed)
+    batch = make_batch(rows, shape.block_size, NUM_BLOCKS, seed)
     layer = make_layer(batch, shape, generator)
     sizes = ((shape.heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
     query, key, value = (
@@ -150,7 +126,7 @@ def test_a_sequence_at_the_end_of_the_pool(kernels: Kernels) -> None:
     """What lies behind it is not ours; the run under AddressSanitizer sees a read of it."""
     for block_size, length in ((4, 1), (4, 3), (16, 15), (16, 17)):
         shape = Shape(block_size=block_size)
-        batch = make_batch([(length, 1)], block_size, 1)
+        batch = make_batch([(length, 1)], block_size, NUM_BLOCKS, 1)
         batch.block_tables[0, -1] = NUM_BLOCKS - 1
         layer = make_layer(batch, shape, torch.Generator().manual_seed(1))
         query, key, value = torch.ones(4, 1, 64), torch.ones(2, 1, 64), torch.ones(2, 1, 64)
@@ -167,7 +143,7 @@ def test_capped_scores(kernels: Kernels, softcap: float, window: int | None) -> 
 
 def test_large_scores_neither_overflow_nor_lose_their_order(kernels: Kernels) -> None:
     shape = Shape(key_dim=16, value_dim=16)
-    batch = make_batch([(200, 200)], shape.block_size, 1)
+    batch = make_batch([(200, 200)], shape.block_size, NUM_BLOCKS, 1)
     query = torch.full((4, 200, 16), 40.0)
     key = torch.linspace(-40.0, 40.0, 200).view(1, 200, 1).expand(2, 200, 16).contiguous()
     value = torch.arange(200.0).view(1, 200, 1).expand(2, 200, 16).contiguous()
@@ -178,7 +154,7 @@ def test_large_scores_neither_overflow_nor_lose_their_order(kernels: Kernels) ->
 
 def test_nan_stays_in_its_own_row(kernels: Kernels) -> None:
     shape = Shape()
-    batch = make_batch([(40, 1), (50, 1), (20, 5)], shape.block_size, 1)
+    batch = make_batch([(40, 1), (50, 1), (20, 5)], shape.block_size, NUM_BLOCKS, 1)
     layer = make_layer(batch, shape, torch.Generator().manual_seed(1))
     query, key, value = torch.ones(4, 7, 64), torch.ones(2, 7, 64), torch.ones(2, 7, 64)
     query[:, 1] = float("nan")
