@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from itertools import islice
 
 import msgspec
 
@@ -15,6 +14,7 @@ from millrace.engine_service.core.planned_step import PlannedStep
 from millrace.engine_service.core.prefill_pace import PrefillPace
 from millrace.engine_service.core.sequence import Sequence, StopReason
 from millrace.engine_service.core.token_budget import TokenBudget
+from millrace.engine_service.core.waiting_queue import WaitingQueue
 from millrace.executor.wire.messages import (
     NO_TOKEN,
     RowFailure,
@@ -24,10 +24,6 @@ from millrace.executor.wire.messages import (
     StepResult,
     StepRow,
 )
-
-_MAX_LOOKAHEAD = 8
-"""Waiting sequences among which the one with most cached blocks is admitted first."""
-_MAX_PASSED_OVER = 16
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +55,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scheduler:
-    """Owns the queue of waiting sequences, the running sequences, the token budget and the block pool.
+    """Owns the waiting and the running sequences, the token budget and the block pool.
 
     `schedule()` makes the plan of the next step and advances the sequences as if the step had succeeded; `apply()` applies
     its result. Between the two the step is in flight. Steps run in the order in which they were planned, so a later one
@@ -81,9 +77,7 @@ class Scheduler:
         self.epoch = epoch
         self._is_caching = config.enable_prefix_caching
         self._pace = PrefillPace(config.inter_token_latency_s)
-        self._waiting: OrderedDict[SeqId, Sequence] = OrderedDict()
-        self._num_waiting_blocks = 0
-        """Blocks that the waiting sequences need to be admitted, were nothing cached."""
+        self._waiting = WaitingQueue(pool.block_size)
         self._running: dict[SeqId, Sequence] = {}
         """In the order of admission."""
         self._ready: dict[SeqId, Sequence] = {}
@@ -107,11 +101,11 @@ class Scheduler:
     @property
     def free_tokens(self) -> int:
         """Tokens that the pool can still hold after all waiting sequences are admitted; negative when they do not fit."""
-        return (self.pool.num_free - self._num_waiting_blocks) * self.pool.block_size
+        return (self.pool.num_free - self._waiting.num_blocks) * self.pool.block_size
 
     def add(self, sequence: Sequence, *, is_first: bool = False) -> None:
         """Queue a sequence, at the end or before all others. The caller has checked `fits`."""
-        self._push(sequence, is_first=is_first)
+        self._waiting.push(sequence, is_first=is_first)
         self._suspects.add(sequence, is_first=is_first)
 
     def remove(self, sequence: Sequence) -> None:
@@ -122,7 +116,7 @@ class Scheduler:
             self._register_blocks(sequence, min(sequence.num_computed, sequence.num_tokens - 1), [])
             self._release_blocks(sequence)
         else:
-            self._pop(sequence)
+            self._waiting.remove(sequence)
         self._suspects.remove(sequence)
 
     # --- a step ---
@@ -201,16 +195,16 @@ class Scheduler:
         self._finished = []
         for micro_batch in self._micro_batches:
             micro_batch.clear()
-        quarantined = self._suspects.rebuild(self._waiting.values())
+        quarantined = self._suspects.rebuild(self._waiting)
         for sequence in quarantined:
-            self._pop(sequence)
+            self._waiting.remove(sequence)
         return quarantined
 
     def replace_pool(self, pool: BlockPool) -> list[Sequence]:
         """Use a pool of another size; only after `restart`. Return the sequences that no longer fit; they are dropped."""
         assert not self._running
         self.pool = pool
-        too_large = [sequence for sequence in self._waiting.values() if not self.fits(sequence)]
+        too_large = [sequence for sequence in self._waiting if not self.fits(sequence)]
         for sequence in too_large:
             self.remove(sequence)
         return too_large
@@ -241,7 +235,8 @@ class Scheduler:
     ) -> StepPlan | None:
         max_rows = self._max_num_seqs
         if num_stages > 1:
-            max_rows = max(1, -(-(len(self._running) + self._num_admissible()) // num_stages))
+            num_admissible = self._waiting.num_admissible(self.pool.num_free, self._max_num_seqs - len(self._running))
+            max_rows = max(1, -(-(len(self._running) + num_admissible) // num_stages))
         step = PlannedStep(StepId(self._last_step_id + 1), micro_batch, self.token_budget.tokens, max_rows)
         if suspect is not None:
             self._schedule_alone(suspect, step)
@@ -324,33 +319,15 @@ class Scheduler:
         while self._waiting and not step.is_full and not step.is_short_of_blocks:
             if len(self._running) >= self._max_num_seqs:
                 return
-            sequence, hit_blocks = self._next_waiting()
+            sequence, hit_blocks = self._waiting.choose(self._find_blocks, self._is_in_flight)
             if self._is_in_flight(sequence) or not self._can_admit(sequence, hit_blocks):
                 return
             self._admit(sequence, hit_blocks, step)
 
-    def _next_waiting(self) -> tuple[Sequence, list[int]]:
-        """Return the sequence to admit next, and its cached blocks.
-
-        Among the first of equal right, the one with most of its blocks cached goes first: later its blocks may be evicted.
-        A sequence is passed over a limited number of times.
-        """
-        first, *others = islice(self._waiting.values(), _MAX_LOOKAHEAD if self._is_caching else 1)
-        chosen, hit_blocks = first, self._find_blocks(first)
-        if first.num_passed_over < _MAX_PASSED_OVER:
-            for sequence in others:
-                if (sequence.tenant, sequence.priority) != (first.tenant, first.priority):
-                    break
-                found = self._find_blocks(sequence)
-                if len(found) > len(hit_blocks) and not self._is_in_flight(sequence):
-                    chosen, hit_blocks = sequence, found
-        first.num_passed_over += chosen is not first
-        return chosen, hit_blocks
-
     def _schedule_alone(self, sequence: Sequence, step: PlannedStep) -> None:
         for member in step.micro_batch.members:
             self._pause(member, step.micro_batch)
-        if sequence.seq_id in self._waiting:
+        if sequence in self._waiting:
             while not self._can_admit(sequence, hit_blocks := self._find_blocks(sequence)):
                 self._preempt(next(reversed(self._running.values())), step)
             self._admit(sequence, hit_blocks, step)
@@ -369,16 +346,6 @@ class Scheduler:
         return bool(self._in_flight) and sequence.last_step >= self._in_flight[0].step_id
 
     # --- blocks ---
-
-    def _num_admissible(self) -> int:
-        """Return how many waiting sequences could be admitted now, one after the other."""
-        num_free = self.pool.num_free
-        head = list(islice(self._waiting.values(), max(0, self._max_num_seqs - len(self._running))))
-        for number, sequence in enumerate(head):
-            num_free -= self.pool.blocks_for(sequence.num_tokens + 1)
-            if num_free < 0:
-                return number
-        return len(head)
 
     def _find_blocks(self, sequence: Sequence) -> list[int]:
         """Return the cached blocks that the sequence begins with. At least one token is left to compute."""
@@ -425,7 +392,7 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         del self._running[sequence.seq_id]
         self._release_blocks(sequence)
-        self._push(sequence, is_first=True)
+        self._waiting.push(sequence, is_first=True)
 
     def _release_blocks(self, sequence: Sequence) -> None:
         self._ready.pop(sequence.seq_id, None)
@@ -446,23 +413,10 @@ class Scheduler:
             registered += self.pool.register(sequence.block_ids[start:end], hashes[start:end])
             sequence.num_registered_blocks = end
 
-    # --- the queue ---
-
-    def _push(self, sequence: Sequence, *, is_first: bool) -> None:
-        self._waiting[sequence.seq_id] = sequence
-        if is_first:
-            self._waiting.move_to_end(sequence.seq_id, last=False)
-        sequence.num_waiting_blocks = self.pool.blocks_for(sequence.num_tokens + 1)
-        self._num_waiting_blocks += sequence.num_waiting_blocks
-
-    def _pop(self, sequence: Sequence) -> None:
-        if self._waiting.pop(sequence.seq_id, None) is not None:
-            self._num_waiting_blocks -= sequence.num_waiting_blocks
-
     # --- rows ---
 
     def _admit(self, sequence: Sequence, hit_blocks: list[int], step: PlannedStep) -> None:
-        self._pop(sequence)
+        self._waiting.remove(sequence)
         self._running[sequence.seq_id] = self._ready[sequence.seq_id] = sequence
         self.pool.share(hit_blocks)
         self.pool.count_query(sequence.num_tokens, len(hit_blocks) * self.pool.block_size)
@@ -513,10 +467,7 @@ class Scheduler:
                 if users > 1:
                     block_hash = sequence.hash_blocks(self.pool.block_size)[position]
                     assert content.setdefault(block_id, block_hash) == block_hash, f"block {block_id} is shared wrongly"
-        for sequence in self._waiting.values():
-            assert not sequence.block_ids and sequence.num_computed == 0, sequence
-            assert sequence.seq_id not in self._running, sequence
+        assert not any(sequence in self._waiting for sequence in self._running.values())
+        self._waiting.check_integrity()
         members = [each for micro_batch in self._micro_batches for each in micro_batch.members]
         assert all(self._running.get(each.seq_id) is each for each in members) and len(members) == len(set(members))
-        waiting = sum(sequence.num_waiting_blocks for sequence in self._waiting.values())
-        assert waiting == self._num_waiting_blocks, "the sum of the waiting sequences' blocks is wrong"

@@ -449,7 +449,7 @@ def test_a_sequence_in_flight_may_be_preempted_and_keeps_its_pending_tokens(num_
     for _ in range(400):
         in_flight = {each for step in bench.scheduler._in_flight for each in step.sampled}
         plan = bench.send()
-        num_preempted_in_flight += len(in_flight & set(bench.scheduler._waiting.values()))
+        num_preempted_in_flight += len(in_flight & set(bench.scheduler._waiting))
         if plan is None:
             bench.collect()
     assert num_preempted_in_flight > 0

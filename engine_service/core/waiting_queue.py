@@ -1,0 +1,85 @@
+"""The order in which waiting sequences are admitted."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from millrace.engine_service.core.sequence import Sequence
+from millrace.executor.wire.messages import SeqId
+
+_MAX_LOOKAHEAD = 8
+"""Waiting sequences among which the one with most cached blocks is admitted first."""
+_MAX_PASSED_OVER = 16
+
+
+class WaitingQueue:
+    """Owns the waiting sequences in their order, and the sum of the blocks that they need."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._sequences: OrderedDict[SeqId, Sequence] = OrderedDict()
+        self.num_blocks = 0
+        """Blocks that the sequences need to be admitted, were nothing cached."""
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.seq_id in self._sequences
+
+    def push(self, sequence: Sequence, *, is_first: bool = False) -> None:
+        """Add a sequence at the end, or before all others."""
+        self._sequences[sequence.seq_id] = sequence
+        if is_first:
+            self._sequences.move_to_end(sequence.seq_id, last=False)
+        sequence.num_waiting_blocks = self._num_blocks_to_admit(sequence)
+        self.num_blocks += sequence.num_waiting_blocks
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence. Does nothing when it is not there."""
+        if self._sequences.pop(sequence.seq_id, None) is not None:
+            self.num_blocks -= sequence.num_waiting_blocks
+
+    def choose(
+        self, find_blocks: Callable[[Sequence], list[int]], is_in_flight: Callable[[Sequence], bool]
+    ) -> tuple[Sequence, list[int]]:
+        """Return the sequence to admit next, and its cached blocks. It stays in the queue.
+
+        Among the first sequences with the tenant and the priority of the very first, the one with most of its blocks cached
+        goes first: later its blocks may be evicted. A sequence is passed over a limited number of times, and those in flight
+        overtake no other.
+        """
+        first, *others = islice(self, _MAX_LOOKAHEAD)
+        chosen, hit_blocks = first, find_blocks(first)
+        if first.num_passed_over < _MAX_PASSED_OVER:
+            for sequence in others:
+                if (sequence.tenant, sequence.priority) != (first.tenant, first.priority):
+                    break
+                found = find_blocks(sequence)
+                if len(found) > len(hit_blocks) and not is_in_flight(sequence):
+                    chosen, hit_blocks = sequence, found
+        first.num_passed_over += chosen is not first
+        return chosen, hit_blocks
+
+    def num_admissible(self, num_free_blocks: int, max_sequences: int) -> int:
+        """Return how many of the first sequences the free blocks can take, were nothing cached."""
+        head = list(islice(self, max(0, max_sequences)))
+        for number, sequence in enumerate(head):
+            num_free_blocks -= self._num_blocks_to_admit(sequence)
+            if num_free_blocks < 0:
+                return number
+        return len(head)
+
+    def _num_blocks_to_admit(self, sequence: Sequence) -> int:
+        """Blocks for the known tokens and one more."""
+        return sequence.num_tokens // self._block_size + 1
+
+    def check_integrity(self) -> None:
+        """Check that waiting sequences have no state in the pool, and that the sum of their blocks is right."""
+        assert all(not each.block_ids and each.num_computed == 0 for each in self), "a waiting sequence has blocks"
+        assert self.num_blocks == sum(each.num_waiting_blocks for each in self), "the sum of their blocks is wrong"
