@@ -69,5 +69,5 @@ bench: $(STAMP) ## run the benchmarks, write JSON; for example ARGS='--part queu
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove what the verbs created, .venv included
-	rm -rf $(VENV) .redis-6.2 build dist *.egg-info worker/kernels/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .redis-6.2 build dist *.egg-info src/*.egg-info worker/kernels/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -51,7 +51,7 @@ def test_the_build_context_holds_every_package_and_nothing_private() -> None:
     lines = (ROOT / ".dockerignore").read_text().split()
     allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert lines[0] == "*"
-    assert allowed == {*FOLDERS, "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    assert allowed == {*FOLDERS, "src", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
 
 
 def test_every_folder_with_modules_is_a_declared_package() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +13,7 @@ import redis
 from rq import Queue
 from rq.job import Job
 
+from tests.deploy.conftest import install
 from tests.e2e.engines import TINY
 from tests.processes import FOLDERS, LIMIT_S, LoggedProcess, wait_until
 
@@ -66,14 +65,8 @@ def clean(**variables: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     environment = tmp_path_factory.mktemp("environment")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=LIMIT_S)
     installed = Installed(environment, tmp_path_factory.mktemp("user"))
-    pip = [sys.executable, "-m", "pip", "--python", installed.python, "install", "--quiet", "--no-index", "--no-deps"]
-    subprocess.run([*pip, str(wheel)], check=True, timeout=LIMIT_S)
-    # The dependencies come from this environment. A folder that a .pth file names is searched for modules, but its own
-    # .pth files are not read: the editable install of the checkout stays out.
-    (site,) = environment.glob("lib/python*/site-packages")
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    install(environment, str(wheel))
     for name, text in USER_FILES.items():
         path = installed.folder / name
         path.parent.mkdir(exist_ok=True)
