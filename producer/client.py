@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Unpack
+from typing import Self, Unpack
 
 from millrace.producer import arguments, calls
 from millrace.producer.batches import SubmitCall, submitted
@@ -32,9 +32,12 @@ class Client:
 
     def __init__(self, url: str | Connection | None = None, queue: str = "default") -> None:
         self._keys = arguments.queue_keys(queue)
-        self._transport = Transport.to(url)
+        self._transport = self._connect(url)
 
-    def __enter__(self) -> Client:
+    def _connect(self, url: str | Connection | None) -> Transport:
+        return Transport.to(url)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -197,6 +197,23 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
     return None
 
 
+def is_outage(error: RedisUnavailable) -> bool:
+    """Return whether the server is gone, silent, loading or failing over; not if it is full or refuses the user."""
+    cause = error.__cause__
+    return isinstance(cause, _OUTAGES) and not isinstance(cause, redis.AuthenticationError)
+
+
+_OUTAGES = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.ReadOnlyError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.ClusterError,
+    redis.exceptions.RedisClusterException,
+    OSError,
+)
+
+
 def _reason(text: str) -> str:
     """Return why a connection failed, from redis-py's message: it repeats the address, and differs under asyncio."""
     errno = re.match(r"Error (\d+) connecting to ", text)

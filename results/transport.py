@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import redis
 import redis.asyncio
@@ -65,7 +65,7 @@ class Transport:
         self._sends_again = retry is not None and retry.get_retries() > 0
 
     @classmethod
-    def to(cls, server: str | Connection | None) -> Transport:
+    def to(cls, server: str | Connection | None) -> Self:
         """Make a transport with an own client for a URL (None: that of the environment), or with a given client."""
         if server is None or isinstance(server, str):
             return cls(connect(server))

@@ -50,7 +50,12 @@ MAY_BE_IMPORTED_BY: dict[str, tuple[str, ...]] = {
 }
 """By foreign package: the only places that know of it."""
 
-LOADED_LATE = {"millrace/embedded.py", "millrace/cli/demo_screen.py", "millrace/cli/submit_file.py"}
+LOADED_LATE = {
+    "millrace/embedded.py",
+    "millrace/cli/demo_screen.py",
+    "millrace/cli/reconnecting_client.py",
+    "millrace/cli/submit_file.py",
+}
 """Modules of `millrace` that a verb imports when it runs."""
 
 IMPURE = {"torch", "zmq", "redis", "asyncio", "time", "socket", "threading", "os", "random"}

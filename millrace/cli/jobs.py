@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from millrace.cli.exits import INVALID, NOT_FOUND, OK, CommandError
-from millrace.cli.options import Verbs, add_json, add_verb, open_client
+from millrace.cli.options import Verbs, add_json, add_verb, open_client, open_reconnecting_client
 from millrace.cli.output import (
     counted_noun,
     duration,
@@ -64,7 +64,7 @@ def run_get(args: argparse.Namespace) -> int:
 
 
 def run_tail(args: argparse.Namespace) -> int:
-    with open_client(args) as client:
+    with open_reconnecting_client(args) as client:
         return follow(client, args.id, after=args.after, as_json=args.json)
 
 

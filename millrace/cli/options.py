@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millrace.cli.reconnecting_client import ReconnectingClient
     from millrace.producer import Client
 
 Verbs = Any
@@ -31,3 +32,10 @@ def open_client(args: argparse.Namespace) -> Client:
     from millrace import Client
 
     return Client(args.redis, queue=args.queue)
+
+
+def open_reconnecting_client(args: argparse.Namespace) -> ReconnectingClient:
+    """Return such a client for a verb that waits."""
+    from millrace.cli.reconnecting_client import ReconnectingClient
+
+    return ReconnectingClient(args.redis, queue=args.queue)

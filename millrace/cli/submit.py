@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.jobs import follow
-from millrace.cli.options import Verbs, add_json, add_verb, open_client
+from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
 from millrace.cli.output import end_of, print_id, print_job, print_outputs
 from millrace.cli.values import integer, json_object, moment, number, seconds
 
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     from millrace.cli.submit_file import submit_file
 
     output: dict[str, Any] = {"has_to_wait": args.wait, "timeout_s": args.timeout, "as_json": args.json}
-    with open_client(args) as client:
+    with open_reconnecting_client(args) as client:
         return submit_file(client, args.file, given_options(args), _call_options(args), **output)
 
 
@@ -126,7 +126,7 @@ def _call_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _submit_prompt(args: argparse.Namespace) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
-    with open_client(args) as client:
+    with open_reconnecting_client(args) as client:
         job_id = client.submit(
             prompt=prompt, job_id=args.id, stream=args.stream, **_call_options(args), **given_options(args)
         )
@@ -135,6 +135,7 @@ def _submit_prompt(args: argparse.Namespace) -> int:
         if not args.wait:
             print_id(job_id, as_json=args.json)
             return OK
+        client.limit_waiting(args.timeout)
         job = client.wait(job_id, timeout_s=args.timeout)
     print_job(job) if args.json else print_outputs(job)
     return end_of(job)

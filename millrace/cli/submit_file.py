@@ -17,6 +17,7 @@ import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.output import end_of, print_id, print_job, progress_bar, remark
+from millrace.cli.reconnecting_client import ReconnectingClient
 from millrace.producer import Client, GenerationRequest, InvalidRequest
 from millrace.producer.options import build_request
 from millrace.producer.wire import parse_body
@@ -37,7 +38,7 @@ class Line(NamedTuple):
 
 
 def submit_file(
-    client: Client,
+    client: ReconnectingClient,
     path: str,
     options: dict[str, Any],
     call_options: dict[str, Any],
@@ -178,7 +179,8 @@ def _not_submitted(left: list[int], last_sent: int) -> str:
     return ", ".join([*in_between, *rest[:1]])
 
 
-def _print_results(client: Client, ids: list[str], timeout_s: float | None) -> int:
+def _print_results(client: ReconnectingClient, ids: list[str], timeout_s: float | None) -> int:
+    client.limit_waiting(timeout_s)
     status = OK
     with progress_bar() as bar:
         task = bar.add_task("finished", total=len(ids))

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import redis
 
-from millrace import Client, QueueFull
+from millrace import QueueFull
 from millrace.cli.exits import CommandError
+from millrace.cli.reconnecting_client import ReconnectingClient
 from millrace.cli.submit_file import _Submission, submit_file
 from millrace.results.messages import ClaimedJob
 from tests.millrace.cli.command import Command, started
@@ -110,7 +111,7 @@ def test_at_a_limit_every_line_that_is_not_in_the_queue_is_named(
     assert ran.status not in (0, 2)
 
 
-class DrainedClient(Client):
+class DrainedClient(ReconnectingClient):
     """There is room again as soon as it has been told that there is none."""
 
     def limit(self, **limits: int) -> None:

@@ -1,0 +1,137 @@
+"""The server is away for a while under verbs that wait: they continue, say so once each way, and submit nothing twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import Popen
+
+import pytest
+import redis
+
+from millrace import Client, RedisUnavailable
+from millrace.cli.reconnecting_client import ReconnectingClient
+from millrace.results.connection import as_unavailable, is_outage
+from tests.chaos.proxy import Proxy
+from tests.millrace.cli.command import Command, started
+from tests.millrace.cli.conftest import EngineByHand
+from tests.processes import LIMIT_S, wait_until
+
+
+@pytest.fixture
+def proxy(redis_url: str, client: Client) -> Iterator[Proxy]:
+    client.stats()
+    with Proxy(redis_url) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def client(redis_url: str, queue_name: str) -> Iterator[Client]:
+    """Not through the proxy."""
+    with Client(redis_url, queue_name) as client:
+        yield client
+
+
+@pytest.fixture
+def behind_proxy(proxy: Proxy, queue_name: str) -> Command:
+    return Command(proxy.url, queue_name)
+
+
+def assert_lost(process: Popen[str]) -> None:
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert line.startswith("millrace: Cannot connect to Redis at redis://127.0.0.1:"), line
+    assert line.endswith("Trying again until the server answers.\n")
+
+
+def assert_back(process: Popen[str], proxy: Proxy) -> str:
+    """Wait for its end and return its output."""
+    proxy.refuse(False)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, err) == (0, f"millrace: Redis at {proxy.url} answers again.\n")
+    return out
+
+
+def test_a_file_is_waited_for(
+    behind_proxy: Command, proxy: Proxy, client: Client, engine: EngineByHand, tmp_path: Path
+) -> None:
+    (file := tmp_path / "jobs").write_text('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "x"}\n')
+    with started(*behind_proxy.line("submit", "--file", str(file), "--wait")) as process:
+        wait_until(lambda: client.stats().queued == 2)
+        first, second = engine.claim()
+        engine.finish(first, "one")
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["text"] == "one"
+        proxy.refuse()
+        assert_lost(process)
+        engine.finish(second, "two")
+        assert json.loads(assert_back(process, proxy))["text"] == "two"
+
+
+def test_a_file_is_submitted_once_although_the_reply_was_lost(
+    behind_proxy: Command, proxy: Proxy, client: Client, tmp_path: Path
+) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    lines = [f'{{"id": "j{n}", "prompt": "x"}}\n' for n in range(510)]
+    with started(*behind_proxy.line("submit", "--file", str(pipe))) as process:
+        with pipe.open("w") as jobs:
+            jobs.writelines(lines[:500])
+            jobs.flush()
+            wait_until(lambda: client.stats().queued == 500)
+            catch = proxy.catch("submit", "hold-reply")
+            jobs.writelines(lines[500:])
+        catch.wait()
+        wait_until(lambda: client.stats().queued == 510)
+        proxy.refuse()
+        assert_lost(process)
+        assert assert_back(process, proxy).split() == [f"j{n}" for n in range(510)]
+    assert client.stats().queued == 510
+
+
+@pytest.mark.parametrize(
+    "how", [("tail", "a"), ("submit", "x", "--id", "a", "--stream"), ("submit", "x", "--id", "a", "--wait")]
+)
+def test_one_job_is_followed(
+    how: tuple[str, ...],
+    behind_proxy: Command,
+    proxy: Proxy,
+    client: Client,
+    engine: EngineByHand,
+    redis_client: redis.Redis,
+) -> None:
+    client.submit("x", job_id="a", stream="--stream" in how)
+    (job,) = engine.claim()
+    with started(*behind_proxy.line(*how)) as process:
+        wait_until(lambda: redis_client.info("clients")["blocked_clients"])
+        proxy.refuse()
+        assert_lost(process)
+        engine.finish(job, "text")
+        assert assert_back(process, proxy) == "text\n"
+
+
+def test_a_wait_with_a_limit_gives_up(proxy: Proxy, queue_name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with ReconnectingClient(proxy.url, queue_name) as client:
+        client.stats()
+        client.limit_waiting(0.0)
+        proxy.refuse()
+        with pytest.raises(RedisUnavailable):
+            client.stats()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        redis.AuthenticationError("invalid username-password pair"),
+        redis.exceptions.NoPermissionError("this user has no permissions"),
+        redis.OutOfMemoryError("command not allowed"),
+        redis.ResponseError("MISCONF cannot write a snapshot"),
+    ],
+)
+def test_what_waiting_does_not_mend_ends_a_verb(error: redis.RedisError) -> None:
+    unavailable = as_unavailable(error, "redis://here:1/0")
+    assert unavailable is not None
+    unavailable.__cause__ = error
+    assert not is_outage(unavailable)
