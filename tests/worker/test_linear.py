@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import logging
 import weakref
 from pathlib import Path
 
@@ -14,8 +12,8 @@ from torch import nn
 
 import millrace.worker.linear as compiled_linear
 import millrace.worker.rank as worker_rank
-from millrace.worker.kernels.library import VARIABLE, Kernels, LinearCall, find_kernels
-from millrace.worker.linear import CompiledLinear, use_compiled_linear
+from millrace.worker.kernels.library import VARIABLE, Kernels, find_kernels
+from millrace.worker.linear import CompiledLinear, TorchLinear, pack_linear, use_compiled_linear
 from tests.worker.driver import Driver, start_worker
 from tests.worker.models import make_model
 
@@ -28,11 +26,6 @@ def kernels() -> Kernels:
     return found
 
 
-@pytest.fixture
-def always_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_linear, "_is_fast", lambda *_: True)
-
-
 def is_compiled(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
@@ -41,7 +34,6 @@ class Derived(nn.Linear):
     """Computes something else, for all that the worker knows."""
 
 
-@pytest.mark.usefixtures("always_fast")
 def test_only_plain_layers_without_hooks_are_replaced(kernels: Kernels) -> None:
     hooked, halves = nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.float16)
     hooked.register_forward_hook(lambda *_: None)
@@ -52,55 +44,62 @@ def test_only_plain_layers_without_hooks_are_replaced(kernels: Kernels) -> None:
     assert [name for name, _ in model.named_parameters()][-1] == "5.bias"
 
 
-@pytest.mark.usefixtures("always_fast")
 def test_a_kernel_that_differs_from_torch_is_not_used(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def wrong(self: Kernels, call: LinearCall) -> None:
-        call.bias = None
-        self.library.millrace_linear(ctypes.byref(call))
+    def wrong(self: CompiledLinear, inputs: torch.Tensor, outputs: torch.Tensor, accumulate: bool = False) -> None:
+        self._call.bias = None
+        into(self, inputs, outputs, accumulate)
 
-    monkeypatch.setattr(Kernels, "linear", wrong)
+    into = CompiledLinear.into
+    monkeypatch.setattr(CompiledLinear, "into", wrong)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16, bias=False))
     use_compiled_linear(model, kernels)
     assert [is_compiled(module) for module in model] == [False, True]
     assert "differs from torch in linear layers of 8 inputs and 8 outputs" in caplog.text
 
 
-@pytest.mark.parametrize(("fast_up_to", "expected"), [(0, 0), (1, 1), (16, 16), (256, compiled_linear.ALL_ROWS)])
-def test_the_kernel_is_used_up_to_the_rows_at_which_it_is_fast(
-    fast_up_to: int, expected: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(compiled_linear, "_is_fast", lambda _compiled, _linear, inputs: len(inputs) <= fast_up_to)
-    monkeypatch.setattr(compiled_linear, "MEASURE_S", 60.0)
-    model = nn.Sequential(nn.Linear(8, 16))
-    with caplog.at_level(logging.INFO, logger="millrace.worker"):
-        use_compiled_linear(model, kernels)
-    assert f"8x16 {'all' if expected > 256 else expected}; measured in" in caplog.text
-    assert is_compiled(model[0]) == (expected > 0)
-
-
 @torch.inference_mode()
-def test_more_rows_other_dtypes_and_no_rows_go_to_torch(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_with_gaps_and_no_rows_and_other_dtypes(kernels: Kernels) -> None:
     linear = nn.Linear(8, 4)
-    compiled = CompiledLinear(linear, kernels, max_rows=6)
-    calls: list[int] = []
-    monkeypatch.setattr(Kernels, "linear", lambda _, call: calls.append(call.num_rows))
-    for shape in ((2, 3, 8), (7, 8), (0, 8), (8,)):
-        assert compiled.forward(torch.ones(shape)).shape == (*shape[:-1], 4)
-    assert calls == [6, 1]
-    with pytest.raises(RuntimeError, match="dtype"):  # as torch's
-        compiled.forward(torch.ones(1, 8, dtype=torch.bfloat16))
-
-
-@torch.inference_mode()
-def test_inputs_with_gaps_are_copied(kernels: Kernels) -> None:
-    linear = nn.Linear(8, 4)
+    packed = CompiledLinear(linear.weight, linear.bias, kernels)
     inputs = torch.randn(8, 5).t()
-    torch.testing.assert_close(CompiledLinear(linear, kernels).forward(inputs), linear(inputs))
+    torch.testing.assert_close(packed.forward(inputs), linear(inputs))
+    for shape in ((2, 3, 8), (0, 8), (8,)):
+        assert packed.forward(torch.ones(shape)).shape == (*shape[:-1], 4)
+    for wrong in (torch.ones(1, 8, dtype=torch.bfloat16), torch.ones(1, 7)):
+        with pytest.raises(RuntimeError, match="but the layer has 8 inputs"):
+            packed.forward(wrong)
 
 
-@pytest.mark.usefixtures("kernels", "always_fast")
+@torch.inference_mode()
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_several_layers_become_one(has_kernels: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_linear, "find_kernels", lambda: kernels if has_kernels else None)
+    parts = [nn.Linear(8, 5), nn.Linear(8, 60, bias=False), nn.Linear(8, 3)]
+    packed = pack_linear([part.weight for part in parts], [part.bias for part in parts])
+    assert isinstance(packed, CompiledLinear if has_kernels else TorchLinear)
+    assert (packed.num_inputs, packed.num_outputs) == (8, 68)
+    inputs, outputs = torch.randn(4, 8), torch.ones(4, 68)
+    expected = torch.cat([part(inputs) for part in parts], dim=1)
+    packed.into(inputs, outputs, accumulate=True)
+    torch.testing.assert_close(outputs, expected + 1)
+    packed.into(inputs, outputs)
+    torch.testing.assert_close(outputs, expected)
+    peaks, token_ids = packed.argmax(inputs)
+    torch.testing.assert_close(peaks, expected.max(1).values)
+    assert torch.equal(token_ids, expected.argmax(1))
+
+
+def test_without_memory_for_a_packed_copy_the_weights_stay(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_linear, "free_host_bytes", lambda: 500)
+    large, small = nn.Linear(8, 8), nn.Linear(8, 7)  # 2 x 256 and 2 x 224 bytes
+    use_compiled_linear(nn.Sequential(large, small), kernels)
+    assert [is_compiled(large), is_compiled(small)] == [False, True]
+    assert isinstance(pack_linear([large.weight]), TorchLinear)
+
+
+@pytest.mark.usefixtures("kernels")
 def test_a_model_generates_the_same_and_releases_its_weights_asleep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,9 +109,11 @@ def test_a_model_generates_the_same_and_releases_its_weights_asleep(
     assert is_compiled(worker._model.lm_head)
     compiled = [request.output for request in Driver(worker, 1).run(prompts, 8)]
     head = weakref.ref(worker._model.lm_head.weight)
+    panels = weakref.ref(worker._model.model.layers[0].mlp.up_proj.forward.__self__.weights)
     worker.sleep(2)
     gc.collect()
     assert head() is None
+    assert panels() is None
     monkeypatch.setattr(worker_rank, "find_kernels", lambda: None)
     assert [request.output for request in Driver(start_worker(tmp_path), 1).run(prompts, 8)] == compiled
 

@@ -29,4 +29,4 @@ PUSH_TARGET(TARGET)
 #pragma clang attribute pop
 #endif
 
-const struct kernels TABLE = {attend, argmax, draw, linear};
+const struct kernels TABLE = {attend, argmax, draw, linear, linear_argmax, PANEL_OUTPUTS};

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 2
+#define MILLRACE_KERNELS_VERSION 3
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
@@ -50,15 +50,17 @@ struct draws {
     int64_t num_threads;
 };
 
-/* A linear layer. Shapes: M rows, N outputs, K inputs. All are contiguous. */
+/* A linear layer. Shapes: M rows, N outputs, K inputs. */
 struct linear {
-    const void *input;   /* [M, K] */
-    const void *weights; /* [N, K] */
-    const void *bias;    /* [N], or NULL */
-    void *output;        /* [M, N] */
-    int64_t num_rows, num_outputs, num_inputs;
-    int64_t dtype; /* of all four; sums are float32 */
-    int64_t num_threads;
+    const void *input;  /* [M, K], contiguous */
+    void *output;       /* [M, N], contiguous */
+    float *peaks;       /* [M], of linear_argmax instead of the output */
+    int64_t *token_ids; /* [M], likewise */
+    int64_t num_rows, accumulates, num_threads;
+    const void *panels; /* the weights, packed as in linear.inc.h */
+    const float *bias;  /* [N], or NULL */
+    int64_t num_outputs, num_inputs;
+    int64_t weight_dtype, input_dtype, output_dtype; /* sums are float32 */
 };
 
 struct kernels {
@@ -69,8 +71,12 @@ struct kernels {
                    int64_t num_threads);
     /* Draw a token for each row with a temperature and a finite peak. Return 0, or -1 if there is no memory. */
     int (*draw)(const struct draws *call);
-    /* Compute a linear layer. A row's result does not depend on the other rows. Return 0, or -1 if there is no memory. */
+    /* Write the output of a linear layer, or with `accumulates` add it. A row's result does not depend on the other rows.
+     * Return 0, or -1 if there is no memory. */
     int (*linear)(const struct linear *call);
+    /* As argmax of a linear layer's output, which is not stored. Return 0, or -1 if there is no memory. */
+    int (*linear_argmax)(const struct linear *call);
+    int panel_outputs; /* outputs of a panel of packed weights */
 };
 
 extern const struct kernels kernels_generic;

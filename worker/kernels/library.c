@@ -58,3 +58,13 @@ int millrace_linear(const struct linear *call)
 {
     return chosen->linear(call);
 }
+
+int millrace_linear_argmax(const struct linear *call)
+{
+    return chosen->linear_argmax(call);
+}
+
+int millrace_panel_outputs(void)
+{
+    return chosen->panel_outputs;
+}

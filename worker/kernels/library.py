@@ -15,7 +15,7 @@ import torch
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 2
+VERSION = 3
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512", "avx2", "generic")
 """The best first."""
@@ -63,8 +63,11 @@ class LinearCall(ctypes.Structure):
     """`struct linear`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("input", "weights", "bias", "output")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "num_outputs", "num_inputs", "dtype", "num_threads")),
+        *((name, ctypes.c_void_p) for name in ("input", "output", "peaks", "token_ids")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "accumulates", "num_threads")),
+        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+        *((name, ctypes.c_int64) for name in ("num_outputs", "num_inputs")),
+        *((name, ctypes.c_int64) for name in ("weight_dtype", "input_dtype", "output_dtype")),
     )
 
 
@@ -77,15 +80,11 @@ class Kernels:
 
     def attend(self, call: AttentionCall) -> None:
         """Raises `MemoryError`."""
-        _check(self.library.millrace_attend(ctypes.byref(call)))
+        check(self.library.millrace_attend(ctypes.byref(call)))
 
     def draw(self, call: DrawCall) -> None:
         """Raises `MemoryError`."""
-        _check(self.library.millrace_draw(ctypes.byref(call)))
-
-    def linear(self, call: LinearCall) -> None:
-        """Raises `MemoryError`."""
-        _check(self.library.millrace_linear(ctypes.byref(call)))
+        check(self.library.millrace_draw(ctypes.byref(call)))
 
 
 @cache
@@ -136,6 +135,7 @@ def supported_instruction_sets(library: ctypes.CDLL) -> list[str]:
     return [name for name in INSTRUCTION_SETS if library.millrace_supports(name.encode())]
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
+    """Raise `MemoryError` unless the status of a call is 0."""
     if status != 0:
         raise MemoryError("the compiled kernels have no memory for their intermediate results")

@@ -1,136 +1,288 @@
-/* Linear layers: output = input * weights^T + bias, from the weights as torch keeps them. There is no packed copy.
+/* Linear layers: output = input * weights^T + bias, from packed weights.
  *
- * M rows, N outputs, K inputs. A tile is TILE_ROWS rows times TILE_COLUMNS outputs. Its dot products are summed lane by
- * lane over SPAN_INPUTS inputs, then over the lanes, then over the spans. This order is the same in every tile, so the
- * result of a row has the same bits whatever the other rows are, and however many.
+ * M rows, N outputs, K inputs. The weights are packed in panels of PANEL_OUTPUTS outputs. A panel has one line for each
+ * input (float32), or for each pair of inputs (bfloat16):
+ *
+ *     float32   [N / PANEL_OUTPUTS, K, PANEL_OUTPUTS]
+ *     bfloat16  [N / PANEL_OUTPUTS, K / 2, PANEL_OUTPUTS, 2]
+ *
+ * N is padded to whole panels, and K to whole pairs, with zeros. A tile is up to TILE_ROWS rows times a panel. Each of its
+ * sums adds the products of SPAN_INPUTS inputs one after the other, and then the spans. This order is the same in every
+ * tile, so the result of a row has the same bits whatever the other rows are, and however many.
  */
 
 enum {
-    TILE_ROWS = LANES == 16 ? 4 : 3,
-    TILE_COLUMNS = LANES == 16 ? 6 : 4,
-    TILE_SUMS = (TILE_ROWS * TILE_COLUMNS + LANES - 1) / LANES * LANES,
-    SPAN_INPUTS = 768,         /* so that a tile's weights stay in the first-level cache */
-    BLOCK_INPUTS = 128 * 1024, /* entries of the rows that pass a tile of weights: they stay in the second-level cache */
-    LARGEST_BLOCK = 64 * TILE_ROWS, /* rows */
-    SMALL_WORK = 64 * 1024,         /* multiplications that are not worth a second thread */
+    PANEL_VECTORS = LANES == 16 ? 3 : 2,
+    PANEL_OUTPUTS = PANEL_VECTORS * LANES,
+    TILE_ROWS = LANES == 16 ? 8 : 6,
+    SPAN_INPUTS = 384,         /* even. Sums of more would lose digits, and a span of a panel stays in the cache */
+    BLOCK_INPUTS = 128 * 1024, /* entries of the rows that pass a panel: they stay in the second-level cache */
+    BLOCK_ROWS = 32 * TILE_ROWS,
+    AHEAD = 1024,           /* floats of the panel that are fetched before their use */
+    SMALL_WORK = 64 * 1024, /* multiplications that are not worth a second thread */
 };
 
-/* Add the dot products of a tile to sums [TILE_SUMS], row by row. `size` is a multiple of LANES. */
-static inline __attribute__((always_inline)) void add_products(const float *input, int64_t input_stride,
-                                                               const float *weights, int64_t weight_stride, int64_t size,
-                                                               const int rows, const int prefetches, float *sums)
+/* The inputs of a call as the tiles read them: those of the caller, or a copy. */
+struct rows {
+    const float *first;
+    int64_t stride;
+};
+
+static inline __attribute__((always_inline)) void multiply(vf products[TILE_ROWS][PANEL_VECTORS],
+                                                           const vf weights[PANEL_VECTORS], const float *input,
+                                                           int64_t stride, const int num_rows)
 {
-    vf products[TILE_SUMS];
-#pragma GCC unroll 32
-    for (int i = 0; i < TILE_SUMS; i++)
-        products[i] = (vf){0};
-    for (int64_t k = 0; k < size; k += LANES) {
-        vf parts[TILE_ROWS];
 #pragma GCC unroll 8
-        for (int row = 0; row < rows; row++)
-            parts[row] = load(input + row * input_stride + k);
+    for (int row = 0; row < num_rows; row++) {
+        vf part = splat(input[row * stride]);
 #pragma GCC unroll 8
-        for (int column = 0; column < TILE_COLUMNS; column++) {
-            vf weight = load(weights + column * weight_stride + k);
-            if (prefetches) /* the next tile's weights, into the second-level cache */
-                __builtin_prefetch(weights + (column + TILE_COLUMNS) * weight_stride + k, 0, 2);
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            products[row][v] += part * weights[v];
+    }
+}
+
+/* Add the products of one span to sums [num_rows, PANEL_OUTPUTS]. */
+static inline __attribute__((always_inline)) void add_span(const float *input, int64_t stride, const void *panel,
+                                                           int64_t size, const int is_bf16, const int num_rows,
+                                                           float *sums)
+{
+    vf products[TILE_ROWS][PANEL_VECTORS], weights[PANEL_VECTORS];
 #pragma GCC unroll 8
-            for (int row = 0; row < rows; row++)
-                products[row * TILE_COLUMNS + column] += parts[row] * weight;
+    for (int row = 0; row < num_rows; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < PANEL_VECTORS; v++)
+            products[row][v] = (vf){0};
+    const float *line = panel;
+    if (is_bf16) {
+        for (int64_t k = 0; k < size; k += 2, line += PANEL_OUTPUTS) {
+            vi pairs[PANEL_VECTORS];
+#pragma GCC unroll 8
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                pairs[v] = (vi)load(line + v * LANES);
+                __builtin_prefetch(line + AHEAD + v * LANES);
+                weights[v] = (vf)(pairs[v] << 16);
+            }
+            multiply(products, weights, input + k, stride, num_rows);
+            if (k + 1 == size)
+                break;
+#pragma GCC unroll 8
+            for (int v = 0; v < PANEL_VECTORS; v++)
+                weights[v] = (vf)(pairs[v] & (int32_t)0xffff0000);
+            multiply(products, weights, input + k + 1, stride, num_rows);
+        }
+    } else {
+        for (int64_t k = 0; k < size; k++, line += PANEL_OUTPUTS) {
+#pragma GCC unroll 8
+            for (int v = 0; v < PANEL_VECTORS; v++) {
+                weights[v] = load(line + v * LANES);
+                __builtin_prefetch(line + AHEAD + v * LANES);
+            }
+            multiply(products, weights, input + k, stride, num_rows);
         }
     }
 #pragma GCC unroll 8
-    for (int first = 0; first < rows * TILE_COLUMNS; first += LANES)
-        store(sums + first, load(sums + first) + sums_of_lanes(products + first));
+    for (int row = 0; row < num_rows; row++)
+#pragma GCC unroll 8
+        for (int v = 0; v < PANEL_VECTORS; v++, sums += LANES)
+            store(sums, load(sums) + products[row][v]);
 }
 
-/* The compiler makes a version of add_products for each number of rows. Not inline: with the callers' variables GCC runs
- * out of registers. */
-static __attribute__((noinline)) void add_tile(const float *input, int64_t input_stride, const float *weights,
-                                               int64_t weight_stride, int64_t size, int64_t rows, int is_first,
-                                               float *sums)
+/* The compiler makes a version of add_span for each number of rows and each type of weights. */
+#define ADD_SPAN(num_rows) \
+    case num_rows: \
+        if (is_bf16) \
+            add_span(input, stride, panel, size, 1, num_rows, sums); \
+        else \
+            add_span(input, stride, panel, size, 0, num_rows, sums); \
+        break;
+
+static __attribute__((noinline)) void add_tile(const float *input, int64_t stride, const void *panel, int64_t size,
+                                               int is_bf16, int64_t num_rows, float *sums)
 {
-    if (rows >= TILE_ROWS && !is_first)
-        add_products(input, input_stride, weights, weight_stride, size, TILE_ROWS, 0, sums);
-    else if (rows >= TILE_ROWS)
-        add_products(input, input_stride, weights, weight_stride, size, TILE_ROWS, 1, sums);
-    else if (rows == 3)
-        add_products(input, input_stride, weights, weight_stride, size, 3, 1, sums);
-    else if (rows == 2)
-        add_products(input, input_stride, weights, weight_stride, size, 2, 1, sums);
-    else
-        add_products(input, input_stride, weights, weight_stride, size, 1, 1, sums);
+    switch (num_rows) {
+        ADD_SPAN(1)
+        ADD_SPAN(2)
+        ADD_SPAN(3)
+        ADD_SPAN(4)
+        ADD_SPAN(5)
+        ADD_SPAN(6)
+#if LANES == 16
+        ADD_SPAN(7)
+        ADD_SPAN(8)
+#endif
+    }
 }
 
-static void write_outputs(const struct linear *c, const float *sums, int64_t row, int64_t first_column, int columns)
+/* Compute the outputs of a panel in sums [num_rows, PANEL_OUTPUTS]. */
+static void multiply_panel(const struct linear *c, struct rows rows, int64_t first_row, int64_t num_rows, int64_t panel,
+                           float *sums)
 {
-    int64_t to = row * c->num_outputs + first_column;
-    const float *bias = c->bias ? (const float *)c->bias + first_column : NULL;
-    const uint16_t *bias_bf16 = c->bias ? (const uint16_t *)c->bias + first_column : NULL;
-    if (c->dtype == FLOAT32)
-        for (int column = 0; column < columns; column++)
-            ((float *)c->output)[to + column] = bias ? sums[column] + bias[column] : sums[column];
-    else
-        for (int column = 0; column < columns; column++)
-            ((uint16_t *)c->output)[to + column] =
-                to_bf16(bias_bf16 ? sums[column] + from_bf16(bias_bf16[column]) : sums[column]);
-}
-
-/* Compute some rows of a tile's columns. `input` is float32, padded with zeros to a multiple of LANES. */
-static void linear_columns(const struct linear *c, const float *input, int64_t input_stride, int64_t first_row,
-                           int64_t num_rows, int64_t first_column, float *sums, float *widened)
-{
-    int columns = smaller(TILE_COLUMNS, c->num_outputs - first_column);
-    int is_direct = c->dtype == FLOAT32 && c->num_inputs % LANES == 0 && columns == TILE_COLUMNS;
-    memset(sums, 0, (num_rows + TILE_ROWS - 1) / TILE_ROWS * TILE_SUMS * sizeof(float));
+    int is_bf16 = c->weight_dtype == BFLOAT16;
+    int64_t lines = is_bf16 ? (c->num_inputs + 1) / 2 : c->num_inputs;
+    const float *first_line = (const float *)c->panels + panel * lines * PANEL_OUTPUTS;
+    int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - panel * PANEL_OUTPUTS);
+    memset(sums, 0, num_rows * PANEL_OUTPUTS * sizeof(float));
     for (int64_t k = 0; k < c->num_inputs; k += SPAN_INPUTS) {
         int64_t size = smaller(SPAN_INPUTS, c->num_inputs - k);
-        const float *weights = (const float *)c->weights + first_column * c->num_inputs + k;
-        int64_t stride = c->num_inputs;
-        if (!is_direct) {
-            weights = widened;
-            stride = padded(size);
-            memset(widened, 0, TILE_COLUMNS * stride * sizeof(float));
-            for (int column = 0; column < columns; column++)
-                widen(widened + column * stride, c->weights, (first_column + column) * c->num_inputs + k, size, c->dtype,
-                      1.0f);
+        const float *line = first_line + (is_bf16 ? k / 2 : k) * PANEL_OUTPUTS;
+        for (int64_t tile = 0; tile < num_tiles; tile++) { /* of about the same size */
+            int64_t row = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
+            add_tile(rows.first + (first_row + row) * rows.stride + k, rows.stride, line, size, is_bf16, end - row,
+                     sums + row * PANEL_OUTPUTS);
         }
-        for (int64_t row = 0; row < num_rows; row += TILE_ROWS)
-            add_tile(input + (first_row + row) * input_stride + k, input_stride, weights, stride, padded(size),
-                     num_rows - row, row == 0, sums + row / TILE_ROWS * TILE_SUMS);
     }
-    for (int64_t row = 0; row < num_rows; row++)
-        write_outputs(c, sums + row / TILE_ROWS * TILE_SUMS + row % TILE_ROWS * TILE_COLUMNS, first_row + row,
-                      first_column, columns);
+    for (int64_t row = 0; c->bias && row < num_rows; row++)
+        for (int64_t i = 0; i < num_outputs; i++)
+            sums[row * PANEL_OUTPUTS + i] += c->bias[panel * PANEL_OUTPUTS + i];
+}
+
+static void write_outputs(const struct linear *c, const float *sums, int64_t first_row, int64_t num_rows,
+                          int64_t first_output)
+{
+    int64_t num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
+    for (int64_t row = 0; row < num_rows; row++, sums += PANEL_OUTPUTS) {
+        int64_t at = (first_row + row) * c->num_outputs + first_output;
+        float *output = (float *)c->output + at;
+        uint16_t *output_bf16 = (uint16_t *)c->output + at;
+        for (int64_t i = 0; i < num_outputs; i++)
+            if (c->output_dtype == FLOAT32)
+                output[i] = c->accumulates ? output[i] + sums[i] : sums[i];
+            else
+                output_bf16[i] = to_bf16(c->accumulates ? from_bf16(output_bf16[i]) + sums[i] : sums[i]);
+    }
+}
+
+/* --- argmax of the outputs, which are not stored --- */
+
+/* What a thread knows of a row: lane by lane the largest output, the first id that has it, and whether one is NaN. */
+struct leader {
+    vf best;
+    vi ids, has_nan;
+};
+
+static void compare_outputs(struct leader *leaders, const float *sums, int64_t num_rows, int64_t first_output,
+                            int64_t num_outputs)
+{
+    for (int64_t row = 0; row < num_rows; row++, sums += PANEL_OUTPUTS) {
+        struct leader leader = leaders[row];
+        vi ids = first_ints() + (int32_t)first_output;
+        for (int v = 0; v < PANEL_VECTORS; v++, ids += LANES) {
+            vi exists = ids < (int32_t)num_outputs;
+            vf x = load(sums + v * LANES);
+            vi is_better = (x > leader.best) & exists; /* not >=: of equal outputs the first wins */
+            leader.best = pick(is_better, x, leader.best);
+            leader.ids = pick_int(is_better, ids, leader.ids);
+            leader.has_nan |= (x != x) & exists;
+        }
+        leaders[row] = leader;
+    }
+}
+
+/* Find the row's largest output in the threads' parts. */
+static void find_leader(const struct leader *leaders, int64_t num_parts, int64_t stride, float *peak, int64_t *token_id)
+{
+    int is_nan = 0;
+    *peak = -INFINITY;
+    *token_id = 0;
+    for (int64_t part = 0; part < num_parts; part++, leaders += stride) {
+        is_nan |= any_lane(leaders->has_nan);
+        for (int lane = 0; lane < LANES; lane++)
+            if (leaders->best[lane] > *peak || (leaders->best[lane] == *peak && leaders->ids[lane] < *token_id)) {
+                *peak = leaders->best[lane];
+                *token_id = leaders->ids[lane];
+            }
+    }
+    if (is_nan)
+        *peak = NAN;
+}
+
+/* --- the calls --- */
+
+/* Make `rows` of the input. If it has to be copied, `copy` is to be freed. Return 0, or -1 if there is no memory.
+ * Rows whose distance is a power of 2 would displace each other from the cache. */
+static int prepare_rows(const struct linear *c, struct rows *rows, float **copy)
+{
+    *rows = (struct rows){c->input, c->num_inputs};
+    *copy = NULL;
+    if (c->input_dtype == FLOAT32 && (c->num_rows <= TILE_ROWS || c->num_inputs % 512 != 0))
+        return 0;
+    int64_t stride = padded(c->num_inputs) + 16;
+    if (!(*copy = malloc(c->num_rows * stride * sizeof(float) + 1)))
+        return -1;
+    for (int64_t row = 0; row < c->num_rows; row++)
+        widen(*copy + row * stride, c->input, row * c->num_inputs, c->num_inputs, c->input_dtype, 1.0f);
+    *rows = (struct rows){*copy, stride};
+    return 0;
+}
+
+static int useful_threads(const struct linear *c)
+{
+    return c->num_rows * c->num_outputs * c->num_inputs < SMALL_WORK ? 1 : c->num_threads;
+}
+
+/* Return how many rows pass a panel at a time. */
+static int64_t block_rows(const struct linear *c)
+{
+    int64_t block = BLOCK_INPUTS / c->num_inputs / TILE_ROWS * TILE_ROWS;
+    return smaller(block > 4 * TILE_ROWS ? block : 4 * TILE_ROWS, BLOCK_ROWS);
+}
+
+static int64_t num_panels(const struct linear *c)
+{
+    return (c->num_outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
 }
 
 static int linear(const struct linear *c)
 {
-    const float *input = c->input;
-    int64_t input_stride = padded(c->num_inputs);
-    float *copy = NULL;
-    if (c->dtype != FLOAT32 || input_stride != c->num_inputs) {
-        if (!(copy = malloc(c->num_rows * input_stride * sizeof(float) + 1)))
-            return -1;
-        for (int64_t row = 0; row < c->num_rows; row++)
-            widen(copy + row * input_stride, c->input, row * c->num_inputs, c->num_inputs, c->dtype, 1.0f);
-        input = copy;
-    }
-    int64_t block = BLOCK_INPUTS / input_stride / TILE_ROWS * TILE_ROWS;
-    block = smaller(block > 4 * TILE_ROWS ? block : 4 * TILE_ROWS, LARGEST_BLOCK);
-    int64_t tiles = (c->num_outputs + TILE_COLUMNS - 1) / TILE_COLUMNS;
-    int64_t units = (c->num_rows + block - 1) / block * tiles;
-    int is_small = c->num_rows * c->num_outputs * c->num_inputs < SMALL_WORK;
-#pragma omp parallel num_threads(is_small ? 1 : c->num_threads)
+    struct rows rows;
+    float *copy;
+    if (prepare_rows(c, &rows, &copy) != 0)
+        return -1;
+    int64_t block = block_rows(c), panels = num_panels(c), units = (c->num_rows + block - 1) / block * panels;
+#pragma omp parallel num_threads(useful_threads(c))
     {
-        float sums[LARGEST_BLOCK / TILE_ROWS * TILE_SUMS], widened[TILE_COLUMNS * SPAN_INPUTS];
+        float sums[BLOCK_ROWS * PANEL_OUTPUTS];
 #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < units; unit++) {
-            int64_t row = unit / tiles * block;
-            linear_columns(c, input, input_stride, row, smaller(block, c->num_rows - row), unit % tiles * TILE_COLUMNS,
-                           sums, widened);
+            int64_t first = unit / panels * block;
+            multiply_panel(c, rows, first, smaller(block, c->num_rows - first), unit % panels, sums);
+            write_outputs(c, sums, first, smaller(block, c->num_rows - first), unit % panels * PANEL_OUTPUTS);
         }
     }
     free(copy);
+    return 0;
+}
+
+static int linear_argmax(const struct linear *c)
+{
+    struct rows rows;
+    float *copy;
+    int num_threads = useful_threads(c);
+    struct leader *leaders = aligned_alloc(sizeof(vf), (num_threads * c->num_rows + 1) * sizeof(struct leader));
+    if (!leaders || prepare_rows(c, &rows, &copy) != 0) {
+        free(leaders);
+        return -1;
+    }
+    for (int64_t i = 0; i < num_threads * c->num_rows; i++)
+        leaders[i] = (struct leader){splat(-INFINITY), (vi){0}, (vi){0}};
+    int64_t block = block_rows(c), panels = num_panels(c);
+#pragma omp parallel num_threads(num_threads)
+    {
+        float sums[BLOCK_ROWS * PANEL_OUTPUTS];
+        struct leader *own = leaders + omp_get_thread_num() * c->num_rows;
+        for (int64_t first = 0; first < c->num_rows; first += block) {
+            int64_t count = smaller(block, c->num_rows - first);
+#pragma omp for schedule(static) nowait
+            for (int64_t panel = 0; panel < panels; panel++) {
+                multiply_panel(c, rows, first, count, panel, sums);
+                compare_outputs(own + first, sums, count, panel * PANEL_OUTPUTS, c->num_outputs);
+            }
+        }
+    }
+    for (int64_t row = 0; row < c->num_rows; row++)
+        find_leader(leaders + row, num_threads, c->num_rows, c->peaks + row, c->token_ids + row);
+    free(copy);
+    free(leaders);
     return 0;
 }

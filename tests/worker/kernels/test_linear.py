@@ -7,11 +7,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from millrace.worker.kernels import sampling
 from millrace.worker.kernels.library import Kernels
 from millrace.worker.linear import CompiledLinear
 
-SHAPES = [(1, 1), (3, 2), (15, 5), (16, 6), (17, 7), (64, 64), (100, 13), (768, 12), (769, 4), (1600, 9), (48, 1000)]
-"""Inputs and outputs: below, at and above the sizes of vectors, tiles and spans."""
+SHAPES = [(1, 1), (3, 2), (15, 5), (16, 8), (17, 47), (64, 48), (100, 49), (384, 12), (385, 96), (1024, 9), (48, 1000)]
+"""Inputs and outputs: below, at and above the sizes of vectors, panels and spans."""
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 33, 300)
 
 
 def make_linear(shape: tuple[int, int], dtype: torch.dtype = torch.float32, *, bias: bool = True) -> nn.Linear:
@@ -20,6 +22,10 @@ def make_linear(shape: tuple[int, int], dtype: torch.dtype = torch.float32, *, b
     for parameter in linear.parameters():
         parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
     return linear
+
+
+def pack(linear: nn.Linear, kernels: Kernels, dtype: torch.dtype | None = None) -> CompiledLinear:
+    return CompiledLinear(linear.weight, linear.bias, kernels, dtype)
 
 
 def make_inputs(num_rows: int, linear: nn.Linear) -> torch.Tensor:
@@ -33,12 +39,12 @@ def make_inputs(num_rows: int, linear: nn.Linear) -> torch.Tensor:
 def test_float32_equals_torchs(kernels: Kernels, shape: tuple[int, int], num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     try:
-        for num_rows in (1, 2, 3, 4, 5, 11, 33, 300):
+        for num_rows in ROWS:
             for bias in (True, False):
                 linear = make_linear(shape, bias=bias)
                 inputs = make_inputs(num_rows, linear)
                 expected = F.linear(inputs.double(), linear.weight.double(), linear.bias.double() if bias else None)
-                outputs = CompiledLinear(linear, kernels).forward(inputs)
+                outputs = pack(linear, kernels).forward(inputs)
                 torch.testing.assert_close(outputs.double(), expected, rtol=1e-5, atol=1e-6 * shape[0])
     finally:
         torch.set_num_threads(1)
@@ -51,9 +57,79 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once(kernels: Kernels, shape:
         linear = make_linear(shape, torch.bfloat16)
         inputs = make_inputs(num_rows, linear)
         expected = F.linear(inputs.double(), linear.weight.double(), linear.bias.double())
-        outputs = CompiledLinear(linear, kernels).forward(inputs)
+        outputs = pack(linear, kernels).forward(inputs)
         assert outputs.dtype == torch.bfloat16
         torch.testing.assert_close(outputs.double(), expected, rtol=2**-8, atol=1e-6 * shape[0])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_weights_take_float32_inputs(kernels: Kernels, shape: tuple[int, int]) -> None:
+    for num_rows in (1, 4, 7, 40):
+        linear = make_linear(shape, torch.bfloat16)
+        inputs = torch.randn(num_rows, shape[0], generator=torch.Generator().manual_seed(num_rows))
+        expected = F.linear(inputs.double(), linear.weight.double(), linear.bias.double())
+        outputs = pack(linear, kernels, torch.float32).forward(inputs)
+        assert outputs.dtype == torch.float32
+        torch.testing.assert_close(outputs.double(), expected, rtol=1e-5, atol=1e-6 * shape[0])
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_are_added_to_the_outputs(kernels: Kernels, dtype: torch.dtype) -> None:
+    linear = make_linear((400, 50), dtype)
+    packed = pack(linear, kernels)
+    for num_rows in (1, 9):
+        inputs = make_inputs(num_rows, linear)
+        before = torch.randn(num_rows, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
+        outputs = before.clone()
+        packed.into(inputs, outputs, accumulate=True)
+        expected = F.linear(inputs.double(), linear.weight.double(), linear.bias.double()) + before.double()
+        torch.testing.assert_close(
+            outputs.double(), expected, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=4e-4
+        )
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("shape", [*SHAPES, (8, 3000)])
+def test_the_argmax_is_that_of_the_stored_outputs(kernels: Kernels, shape: tuple[int, int], num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    try:
+        packed = pack(make_linear(shape), kernels)
+        for num_rows in (1, 5, 300):
+            inputs = torch.randn(num_rows, shape[0], generator=torch.Generator().manual_seed(num_rows)).round()
+            peaks, token_ids = packed.argmax(inputs)
+            expected_peaks, expected_ids = sampling.argmax(kernels, packed.forward(inputs))
+            assert torch.equal(peaks, expected_peaks)
+            assert torch.equal(token_ids, expected_ids)
+    finally:
+        torch.set_num_threads(1)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_of_equal_outputs_the_lowest_id_wins_and_a_nan_is_reported(kernels: Kernels, num_threads: int) -> None:
+    weight = torch.zeros(200, 4)
+    weight[[60, 131, 199], 0] = 1.0
+    weight[:, 1] = -torch.inf
+    weight[77, 2] = torch.nan
+    packed = CompiledLinear(weight, None, kernels)
+    inputs = torch.zeros(4, 4)
+    inputs[0, 0] = 2.0
+    torch.set_num_threads(num_threads)
+    try:
+        weight[:, 1:] = 0.0
+        peaks, token_ids = CompiledLinear(weight, None, kernels).argmax(inputs)
+        assert peaks.tolist() == [2.0, 0.0, 0.0, 0.0]
+        assert token_ids.tolist() == [60, 0, 0, 0]
+        assert packed.argmax(inputs)[0].isnan().all()
+        bias = torch.full((200,), -torch.inf)
+        peaks, token_ids = CompiledLinear(weight, bias, kernels).argmax(inputs)
+        assert peaks.tolist() == [-torch.inf] * 4
+        assert token_ids.tolist() == [0] * 4
+    finally:
+        torch.set_num_threads(1)
 
 
 @torch.inference_mode()
@@ -63,10 +139,10 @@ def test_a_row_has_the_same_bits_with_any_other_rows(
     kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     linear = make_linear(shape, dtype)
-    compiled = CompiledLinear(linear, kernels)
+    compiled = pack(linear, kernels)
     inputs = make_inputs(600, linear)
     together = compiled.forward(inputs)
-    for num_rows in (1, 2, 3, 4, 5, 6, 64, 257):
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 8, 64, 257):
         first = 600 - num_rows
         assert torch.equal(compiled.forward(inputs[first:]), together[first:]), num_rows
 
@@ -77,7 +153,7 @@ def test_not_a_number_stays_in_its_row_and_output(kernels: Kernels) -> None:
     linear.weight[7] = float("inf")
     inputs = make_inputs(9, linear)
     inputs[4, 39] = float("nan")
-    outputs = CompiledLinear(linear, kernels).forward(inputs)
+    outputs = pack(linear, kernels).forward(inputs)
     assert outputs[4].isnan().all()
     others = outputs[[0, 1, 2, 3, 5, 6, 7, 8]]
     assert others[:, :7].isfinite().all()
