@@ -2,28 +2,114 @@
 
 It computes float32 and bfloat16 of any head size. Other dtypes, and keys in a pool of another dtype, go to the torch path.
 
-Shapes: T tokens of the step, Hq query heads, Hkv key and value heads, D size of a key head, Dv size of a value head.
+Shapes: T tokens of the step, Hq query heads, Hkv key and value heads, D size of a key head, Dv size of a value head, W
+width of the fused queries, keys and values: (Hq + Hkv) * D + Hkv * Dv.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+import sys
 
 import torch
 from torch import Tensor
 
 from millrace.worker.attention.cpu import CPUAttention
 from millrace.worker.input_batch import StepBatch
-from millrace.worker.kernels.library import DTYPES, AttentionCall, Kernels
+from millrace.worker.kernels.library import DTYPES, AttentionCall, AttentionRows, Kernels
 from millrace.worker.kv_pool import LayerCache
 
 
-@dataclass(frozen=True)
-class StepCall:
-    """The arguments of a step that its layers share. The tensors are here so that they outlive the calls."""
+class StepRows:
+    """Owns the arguments of a step that its layers share: the rows and their block tables."""
 
-    call: AttentionCall
-    tensors: tuple[Tensor, ...]
+    def __init__(self, batch: StepBatch, block_size: int) -> None:
+        self.longest = max(batch.kv_lens)
+        # The library does not check its arguments: a table that is too short would be read past its end.
+        assert self.longest <= batch.block_tables.shape[1] * block_size, f"no block for position {self.longest - 1}"
+        query_starts = torch.tensor(batch.query_starts, dtype=torch.int32)
+        kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32)
+        block_tables = batch.block_tables.to(torch.int32).contiguous()
+        self._tensors = (query_starts, kv_lens, block_tables)  # they have to outlive the calls
+        self._rows = AttentionRows(
+            query_starts=query_starts.data_ptr(),
+            kv_lens=kv_lens.data_ptr(),
+            block_tables=block_tables.data_ptr(),
+            num_rows=batch.num_rows,
+            table_width=block_tables.shape[1],
+            num_threads=torch.get_num_threads(),
+        )
+        self.address = ctypes.addressof(self._rows)
+
+
+def step_rows(batch: StepBatch, block_size: int) -> StepRows:
+    """Return what all layers of a step have in common. The first one computes it."""
+    rows: StepRows | None = batch.derived.get(StepRows)
+    if rows is None:
+        batch.derived[StepRows] = rows = StepRows(batch, block_size)
+    return rows
+
+
+class LayerAttention:
+    """Computes the attention of one layer from fused queries, keys and values, and writes the keys and values.
+
+    Queries and keys are normalized if there are weights, then rotated if there are tables: the first R elements of each
+    head, element i with element i + R / 2, at the position of the token in its sequence.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        layer: LayerCache,
+        num_heads: int,
+        dtype: torch.dtype,
+        scaling: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,  # cosines and sines, float32 [positions, R / 2]
+        norms: tuple[Tensor, Tensor] | None = None,  # weights of RMSNorm for queries and for keys, [D]
+        norm_eps: float = 0.0,
+        norm_offset: float = 0.0,  # added to the weights
+    ) -> None:
+        assert dtype in DTYPES and layer.keys.dtype == layer.values.dtype == dtype
+        _, block_size, num_kv_heads, key_dim = layer.keys.shape
+        value_dim = layer.values.shape[-1]
+        self._kernels = kernels
+        self._layer = layer
+        self._key_offset = num_heads * key_dim * dtype.itemsize
+        self._value_offset = self._key_offset + num_kv_heads * key_dim * dtype.itemsize
+        self.width = (num_heads + num_kv_heads) * key_dim + num_kv_heads * value_dim
+        self._num_positions = sys.maxsize
+        self._call = call = AttentionCall(scaling=scaling, softcap=softcap or 0.0, norm_eps=norm_eps)
+        call.num_heads, call.num_kv_heads, call.key_dim, call.value_dim = num_heads, num_kv_heads, key_dim, value_dim
+        call.block_size, call.dtype, call.window = block_size, DTYPES[dtype], sliding_window or 0
+        call.query_head_stride, call.key_head_stride, call.value_head_stride = key_dim, key_dim, value_dim
+        call.query_token_stride = call.key_token_stride = call.value_token_stride = self.width
+        call.keys, call.values = layer.keys.data_ptr(), layer.values.data_ptr()
+        self._tensors: list[Tensor] = []  # they have to outlive the calls
+        if norms is not None:
+            call.query_norm, call.key_norm = (self._keep(each.float() + norm_offset, (key_dim,)) for each in norms)
+        if rotary is not None:
+            self._num_positions, half = rotary[0].shape
+            assert 2 * half <= key_dim
+            call.rotary_dim = 2 * half
+            call.cosines, call.sines = (self._keep(each, (self._num_positions, half)) for each in rotary)
+
+    def run(self, qkv: Tensor, output: Tensor, rows: StepRows) -> None:
+        """Fill output [T, Hq * Dv] from qkv [T, W]: queries, keys, values, each by heads. Both are contiguous."""
+        assert rows.longest <= self._num_positions, f"the rotation tables end before position {rows.longest - 1}"
+        assert qkv.stride(0) == self.width, qkv.shape
+        call, base = self._call, qkv.data_ptr()
+        call.rows, call.query, call.output = rows.address, base, output.data_ptr()
+        call.key, call.value = base + self._key_offset, base + self._value_offset
+        self._kernels.attend(call)
+
+    def _keep(self, tensor: Tensor, shape: tuple[int, ...]) -> int:
+        """Return the address of a float32 tensor that stays as long as this object."""
+        assert tensor.shape == shape
+        self._tensors.append(tensor.to(torch.float32).contiguous())
+        return self._tensors[-1].data_ptr()
 
 
 class CompiledAttention:
@@ -32,7 +118,7 @@ class CompiledAttention:
     name = "cpu"
 
     def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
+        self.kernels = kernels
         self._torch_path = CPUAttention()
 
     def forward(
@@ -50,39 +136,18 @@ class CompiledAttention:
         if dtype not in DTYPES or {key.dtype, value.dtype, layer.keys.dtype, layer.values.dtype} != {dtype}:
             return self._torch_path.forward(query, key, value, layer, scaling, sliding_window, softcap, batch)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
-        call = _prepare(batch, layer).call
+        query, key, value = _dense(query), _dense(key), _dense(value)  # they have to outlive the call
+        call = AttentionCall()
         _, call.block_size, call.num_kv_heads, call.key_dim = layer.keys.shape
+        call.rows = step_rows(batch, call.block_size).address
         call.num_heads, call.value_dim, call.dtype = query.shape[0], value.shape[-1], DTYPES[dtype]
         call.scaling, call.window, call.softcap = scaling, sliding_window or 0, softcap or 0.0
-        query, key, value = _dense(query), _dense(key), _dense(value)  # they have to outlive the call
         call.query, (call.query_head_stride, call.query_token_stride, _) = query.data_ptr(), query.stride()
         call.key, (call.key_head_stride, call.key_token_stride, _) = key.data_ptr(), key.stride()
         call.value, (call.value_head_stride, call.value_token_stride, _) = value.data_ptr(), value.stride()
         call.keys, call.values, call.output = layer.keys.data_ptr(), layer.values.data_ptr(), output.data_ptr()
-        self._kernels.attend(call)
+        self.kernels.attend(call)
         return output
-
-
-def _prepare(batch: StepBatch, layer: LayerCache) -> StepCall:
-    """Return what all layers of a step have in common. The first one computes it."""
-    prepared: StepCall | None = batch.derived.get(CompiledAttention)
-    if prepared is None:
-        longest = max(batch.kv_lens)
-        # The library does not check its arguments: a table that is too short would be read past its end.
-        assert longest <= batch.block_tables.shape[1] * layer.keys.shape[1], f"no block for position {longest - 1}"
-        query_starts = torch.tensor(batch.query_starts, dtype=torch.int32)
-        kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32)
-        block_tables = batch.block_tables.to(torch.int32).contiguous()
-        call = AttentionCall(
-            query_starts=query_starts.data_ptr(),
-            kv_lens=kv_lens.data_ptr(),
-            block_tables=block_tables.data_ptr(),
-            num_rows=batch.num_rows,
-            table_width=block_tables.shape[1],
-            num_threads=torch.get_num_threads(),
-        )
-        batch.derived[CompiledAttention] = prepared = StepCall(call, (query_starts, kv_lens, block_tables))
-    return prepared
 
 
 def _dense(tensor: Tensor) -> Tensor:

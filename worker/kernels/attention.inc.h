@@ -82,10 +82,44 @@ static inline void widen(float *to, const void *from, int64_t offset, int64_t di
         to[d] = 0;
 }
 
+/* Copy a vector out of float32. */
+static inline void narrow(void *to, int64_t offset, const float *from, int64_t dim, int64_t dtype, float factor)
+{
+    if (dtype == FLOAT32)
+        for (int64_t d = 0; d < dim; d++)
+            ((float *)to)[offset + d] = from[d] * factor;
+    else
+        for (int64_t d = 0; d < dim; d++)
+            ((uint16_t *)to)[offset + d] = to_bf16(from[d] * factor);
+}
+
+/* Normalize and rotate a query or a key: D elements in float32, padded with zeros. */
+static void prepare(const struct attention *c, float *restrict vector, const float *norm, int64_t position)
+{
+    if (norm) {
+        vf squares = {0};
+        for (int64_t d = 0; d < c->key_dim; d += LANES)
+            squares += load(vector + d) * load(vector + d);
+        float factor = 1.0f / sqrtf(sum_of_lanes(squares) / (float)c->key_dim + c->norm_eps);
+        for (int64_t d = 0; d < c->key_dim; d++)
+            vector[d] = vector[d] * factor * norm[d];
+    }
+    if (c->cosines) {
+        int64_t half = c->rotary_dim / 2;
+        const float *cosines = c->cosines + position * half, *sines = c->sines + position * half;
+        float *restrict second_half = vector + half;
+        for (int64_t d = 0; d < half; d++) {
+            float first = vector[d], second = second_half[d];
+            vector[d] = first * cosines[d] - second * sines[d];
+            second_half[d] = second * cosines[d] + first * sines[d];
+        }
+    }
+}
+
 /* Return the slot of a sequence's position, counted over all blocks. */
 static inline int64_t slot_of(const struct attention *c, int64_t row, int64_t position)
 {
-    int64_t block = c->block_tables[row * c->table_width + position / c->block_size];
+    int64_t block = c->rows->block_tables[row * c->rows->table_width + position / c->block_size];
     return block * c->block_size + position % c->block_size;
 }
 
@@ -238,16 +272,17 @@ static void add_values(const struct attention *c, const struct scratch *s, const
     }
 }
 
-/* Where a query vector comes from: its token among the T, and its head among the Hq. */
+/* Where a query vector comes from: its token among the T, its head among the Hq, and its position. */
 struct origin {
-    int64_t token, head;
+    int64_t token, head, position;
 };
 
 static inline struct origin origin_of(const struct attention *c, const struct tile *tile, int64_t vector)
 {
     int64_t group = c->num_heads / c->num_kv_heads, per_head = tile->num_tokens * group;
-    int64_t token = c->query_starts[tile->row] + tile->first_token + vector % per_head / group;
-    return (struct origin){token, (tile->first_head + vector / per_head) * group + vector % group};
+    int64_t token = c->rows->query_starts[tile->row] + tile->first_token + vector % per_head / group;
+    int64_t position = c->rows->kv_lens[tile->row] - c->rows->query_starts[tile->row + 1] + token;
+    return (struct origin){token, (tile->first_head + vector / per_head) * group + vector % group, position};
 }
 
 static void read_queries(const struct attention *c, const struct scratch *s, const struct tile *tile,
@@ -256,7 +291,11 @@ static void read_queries(const struct attention *c, const struct scratch *s, con
     for (int64_t q = 0; q < num_vectors; q++) {
         struct origin from = origin_of(c, tile, q);
         int64_t offset = from.head * c->query_head_stride + from.token * c->query_token_stride;
-        widen(s->query + q * padded(c->key_dim), c->query, offset, c->key_dim, c->dtype, c->scaling);
+        float *query = s->query + q * padded(c->key_dim);
+        widen(query, c->query, offset, c->key_dim, c->dtype, 1.0f);
+        prepare(c, query, c->query_norm, from.position);
+        for (int64_t d = 0; d < c->key_dim; d++)
+            query[d] *= c->scaling;
         s->maxima[q] = -INFINITY;
         s->totals[q] = 0;
     }
@@ -271,12 +310,7 @@ static void write_output(const struct attention *c, const struct scratch *s, con
         float factor = 1.0f / s->totals[q];
         struct origin to = origin_of(c, tile, q);
         int64_t offset = (to.token * c->num_heads + to.head) * c->value_dim;
-        if (c->dtype == FLOAT32)
-            for (int64_t d = 0; d < c->value_dim; d++)
-                ((float *)c->output)[offset + d] = sums[d] * factor;
-        else
-            for (int64_t d = 0; d < c->value_dim; d++)
-                ((uint16_t *)c->output)[offset + d] = to_bf16(sums[d] * factor);
+        narrow(c->output, offset, sums, c->value_dim, c->dtype, factor);
     }
 }
 
@@ -290,8 +324,8 @@ static void attend_tile(const struct attention *c, const struct scratch *s, cons
 {
     int64_t group = c->num_heads / c->num_kv_heads, per_head = tile->num_tokens * group;
     int64_t num_vectors = per_head * tile->num_heads;
-    int64_t row_tokens = c->query_starts[tile->row + 1] - c->query_starts[tile->row];
-    int64_t position = c->kv_lens[tile->row] - row_tokens + tile->first_token;
+    int64_t row_tokens = c->rows->query_starts[tile->row + 1] - c->rows->query_starts[tile->row];
+    int64_t position = c->rows->kv_lens[tile->row] - row_tokens + tile->first_token;
     int64_t end = position + tile->num_tokens, begin = 0;
     if (c->window > 0 && position + 1 > c->window)
         begin = position + 1 - c->window;
@@ -312,20 +346,21 @@ static void attend_tile(const struct attention *c, const struct scratch *s, cons
     write_output(c, s, tile, num_vectors);
 }
 
-static void write_pool(const struct attention *c, const struct tile *tile)
+static void write_pool(const struct attention *c, const struct scratch *s, const struct tile *tile)
 {
-    int64_t row_tokens = c->query_starts[tile->row + 1] - c->query_starts[tile->row];
-    int64_t key_size = c->key_dim * (c->dtype == FLOAT32 ? 4 : 2), value_size = key_size / c->key_dim * c->value_dim;
-    const char *keys = c->key, *values = c->value;
-    for (int64_t i = tile->first_token; i < tile->first_token + tile->num_tokens; i++) {
-        int64_t token = c->query_starts[tile->row] + i;
-        int64_t slot = slot_of(c, tile->row, c->kv_lens[tile->row] - row_tokens + i);
+    int64_t item_size = c->dtype == FLOAT32 ? 4 : 2;
+    int64_t first = c->rows->query_starts[tile->row] + tile->first_token;
+    int64_t first_position = c->rows->kv_lens[tile->row] - c->rows->query_starts[tile->row + 1] + first;
+    for (int64_t i = 0; i < tile->num_tokens; i++) {
+        int64_t token = first + i, position = first_position + i, slot = slot_of(c, tile->row, position);
         for (int64_t head = tile->first_head; head < tile->first_head + tile->num_heads; head++) {
             int64_t to = slot * c->num_kv_heads + head;
-            int64_t key = head * c->key_head_stride + token * c->key_token_stride;
+            widen(s->widened, c->key, head * c->key_head_stride + token * c->key_token_stride, c->key_dim, c->dtype, 1.0f);
+            prepare(c, s->widened, c->key_norm, position);
+            narrow(c->keys, to * c->key_dim, s->widened, c->key_dim, c->dtype, 1.0f);
             int64_t value = head * c->value_head_stride + token * c->value_token_stride;
-            memcpy((char *)c->keys + to * key_size, keys + key * (key_size / c->key_dim), key_size);
-            memcpy((char *)c->values + to * value_size, values + value * (key_size / c->key_dim), value_size);
+            memcpy((char *)c->values + to * c->value_dim * item_size, (const char *)c->value + value * item_size,
+                   c->value_dim * item_size);
         }
     }
 }
@@ -334,11 +369,11 @@ static void write_pool(const struct attention *c, const struct tile *tile)
 static int64_t list_tiles(const struct attention *c, struct tile *tiles)
 {
     int64_t count = 0, step = tokens_per_tile(c);
-    int64_t decode_heads = c->num_rows >= ROWS_PER_THREAD * c->num_threads ? c->num_kv_heads : 1;
+    int64_t decode_heads = c->rows->num_rows >= ROWS_PER_THREAD * c->rows->num_threads ? c->num_kv_heads : 1;
     for (int is_decode = 0; is_decode < 2; is_decode++) {
         int64_t heads = is_decode ? decode_heads : 1;
-        for (int64_t row = 0; row < c->num_rows; row++) {
-            int64_t num_tokens = c->query_starts[row + 1] - c->query_starts[row];
+        for (int64_t row = 0; row < c->rows->num_rows; row++) {
+            int64_t num_tokens = c->rows->query_starts[row + 1] - c->rows->query_starts[row];
             if ((num_tokens == 1) != is_decode)
                 continue;
             for (int64_t first = (num_tokens - 1) / step * step; first >= 0; first -= step)
@@ -352,21 +387,21 @@ static int64_t list_tiles(const struct attention *c, struct tile *tiles)
 
 static int attend(const struct attention *c)
 {
-    struct tile *tiles = malloc(sizeof(struct tile) * c->query_starts[c->num_rows] * c->num_kv_heads);
+    struct tile *tiles = malloc(sizeof(struct tile) * c->rows->query_starts[c->rows->num_rows] * c->num_kv_heads);
     size_t scratch_size = (sizeof(float) * scratch_floats(c) + 63) / 64 * 64;
-    char *memory = aligned_alloc(64, scratch_size * c->num_threads);
+    char *memory = aligned_alloc(64, scratch_size * c->rows->num_threads);
     if (tiles == NULL || memory == NULL) {
         free(tiles);
         free(memory);
         return -1;
     }
     int64_t num_tiles = list_tiles(c, tiles);
-#pragma omp parallel num_threads(c->num_threads)
+#pragma omp parallel num_threads(c->rows->num_threads)
     {
         struct scratch s = divide_scratch(c, (float *)(memory + scratch_size * omp_get_thread_num()));
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < num_tiles; i++)
-            write_pool(c, &tiles[i]);
+            write_pool(c, &s, &tiles[i]);
         /* All keys are written here: the loop above ends with a barrier. A tile may read those of other tiles. */
 #pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < num_tiles; i++)

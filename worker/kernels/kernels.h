@@ -13,18 +13,30 @@
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
-/* Paged attention of one layer and one step. Shapes: R rows, T tokens of all rows one after the other, Hq query heads,
- * Hkv key and value heads, D and Dv sizes of a key and a value head, N blocks of S tokens, P blocks in a table row. */
-struct attention {
+/* The rows of one step. Shapes: R rows, T tokens of all rows one after the other, P blocks in a table row. */
+struct attention_rows {
     const int32_t *query_starts; /* [R + 1], offsets into the T tokens */
     const int32_t *kv_lens;      /* [R], tokens of the sequence in the pool, those of this step included */
     const int32_t *block_tables; /* [R, P] */
     int64_t num_rows, table_width;
+    int64_t num_threads;
+};
+
+/* Paged attention of one layer. Shapes besides those above: Hq query heads, Hkv key and value heads, D and Dv sizes of a
+ * key and a value head, N blocks of S tokens.
+ *
+ * Queries and keys are normalized if there are weights, then rotated if there are tables. With x1 the first and x2 the
+ * second half of the first `rotary_dim` elements: (x1 * cos - x2 * sin, x2 * cos + x1 * sin). */
+struct attention {
+    const struct attention_rows *rows;
     int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
     int64_t dtype;  /* of query, key, value, pool and output */
     int64_t window; /* a token attends to its last `window` positions; 0: to all */
     float scaling, softcap; /* softcap 0: none */
-    int64_t num_threads;
+    const float *query_norm, *key_norm; /* [D], weights of RMSNorm, or NULL */
+    float norm_eps;
+    int64_t rotary_dim;           /* even, at most D */
+    const float *cosines, *sines; /* [positions, rotary_dim / 2], or NULL */
     const void *query; /* [Hq, T, D] with these strides; the last one is 1 */
     int64_t query_head_stride, query_token_stride;
     const void *key; /* [Hkv, T, D] */

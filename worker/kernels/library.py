@@ -28,16 +28,26 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _WITHOUT = "attention, sampling and linear layers on the CPU run through torch, which is slower"
 
 
+class AttentionRows(ctypes.Structure):
+    """`struct attention_rows`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("query_starts", "kv_lens", "block_tables")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "table_width", "num_threads")),
+    )
+
+
 class AttentionCall(ctypes.Structure):
     """`struct attention`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("query_starts", "kv_lens", "block_tables")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "table_width")),
+        ("rows", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size")),
         *((name, ctypes.c_int64) for name in ("dtype", "window")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
-        ("num_threads", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
+        *(("norm_eps", ctypes.c_float), ("rotary_dim", ctypes.c_int64)),
+        *((name, ctypes.c_void_p) for name in ("cosines", "sines")),
         *(("query", ctypes.c_void_p), ("query_head_stride", ctypes.c_int64), ("query_token_stride", ctypes.c_int64)),
         *(("key", ctypes.c_void_p), ("key_head_stride", ctypes.c_int64), ("key_token_stride", ctypes.c_int64)),
         *(("value", ctypes.c_void_p), ("value_head_stride", ctypes.c_int64), ("value_token_stride", ctypes.c_int64)),

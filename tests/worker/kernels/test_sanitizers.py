@@ -32,7 +32,8 @@ def test_no_access_out_of_bounds_and_nothing_undefined(kernels: Kernels, tmp_pat
     sources = sorted(map(str, SOURCES.glob("*.c")))
     subprocess.run(["cc", *FLAGS, *SANITIZERS, *sources, "-lm", "-o", str(library)], check=True, timeout=300)
     runtime = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    tests = [str(Path(__file__).parent / name) for name in ("test_attention.py", "test_linear.py", "test_sampling.py")]
+    names = ("test_attention.py", "test_layer_attention.py", "test_linear.py", "test_sampling.py")
+    tests = [str(Path(__file__).parent / name) for name in names]
     environment = os.environ | {
         "LD_PRELOAD": runtime.stdout.strip(),
         "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",  # Python and torch keep what they have
