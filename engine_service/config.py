@@ -41,6 +41,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "executor": EXECUTORS,
+    "kv_cache_dtype": ("auto", "float32", "bfloat16"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
 }
 _PATTERNS = {
@@ -68,6 +69,7 @@ _HELP = {
     "block_size": ("TOKENS", "size of one KV block in tokens"),
     "num_blocks": ("N", "size of the KV pool in blocks (default: what the memory holds)"),
     "kv_cache_memory": ("BYTES", "size of the KV pool in bytes, such as 512M or 4GiB (default: what the memory holds)"),
+    "kv_cache_dtype": (None, "number format of the KV pool; auto takes that of the activations"),
     "gpu_memory_utilization": ("SHARE", "share of a GPU's memory that the engine may use, above 0 and up to 1"),
     "drain_grace": ("SECONDS", "time that running jobs get to finish after SIGTERM"),
     "inter_token_latency": (
@@ -108,6 +110,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: int | str | None = None
+    kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1

@@ -70,6 +70,7 @@ class LLM:
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory: int | str | None = None,
+        kv_cache_dtype: str = "auto",
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,
         seed: int = 0,

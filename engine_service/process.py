@@ -115,7 +115,8 @@ class _Process:
     def _serve(self, engine: Engine, admission: Admission) -> bool:
         """Serve until a signal. Return whether Redis has taken every write."""
         config = self._config
-        mark = fingerprint(self._path, self._tokenizer_path, engine.facts.dtype)
+        formats = f"{engine.facts.dtype} {engine.facts.kv_cache_dtype}"
+        mark = fingerprint(self._path, self._tokenizer_path, formats)
         capacity = Capacity(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)
         writer = Writer(self._connect(), on_stale=lambda job_id, lease: service.post(Lost(job_id, lease)))
         leases = Leases(

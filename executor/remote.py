@@ -98,8 +98,8 @@ class RemoteExecutor(Executor):
         self._watchdog = Watchdog(self._limits, self.world_size, now_s, is_cpu=is_cpu, measured_rank=rank)
         self._lost = None
         logger.info(
-            "workers ready: %s, %s, on %s, attention %s, epoch %d",
-            *(facts.architecture, facts.dtype, facts.device, facts.attention, self._epoch),
+            "workers ready: %s, %s, KV pool in %s, on %s, attention %s, epoch %d",
+            *(facts.architecture, facts.dtype, facts.kv_cache_dtype, facts.device, facts.attention, self._epoch),
         )
         return facts_by_rank
 

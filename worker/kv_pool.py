@@ -41,9 +41,9 @@ class LayerCache:
     values: Tensor  # [N, S, Hkv, Dv]
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """Store key [Hkv, T, D] and value [Hkv, T, Dv] in the slots [T]."""
-        self.keys.flatten(0, 1).index_copy_(0, slot_mapping, key.transpose(0, 1))
-        self.values.flatten(0, 1).index_copy_(0, slot_mapping, value.transpose(0, 1))
+        """Store key [Hkv, T, D] and value [Hkv, T, Dv] in the slots [T], in the pool's dtype."""
+        self.keys.flatten(0, 1).index_copy_(0, slot_mapping, key.transpose(0, 1).to(self.keys.dtype))
+        self.values.flatten(0, 1).index_copy_(0, slot_mapping, value.transpose(0, 1).to(self.values.dtype))
 
     def gather(self, block_table: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
         """Copy the first L = `kv_len` positions of one sequence: [L, Hkv, D], [L, Hkv, Dv]."""

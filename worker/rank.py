@@ -187,7 +187,7 @@ class Rank:
     def _load_model(self) -> None:
         loaded = load_model(self._config, self._topology, self._peers, self._device, self._attention.name)
         self._model, self._specs, self._facts = loaded.model, loaded.specs, loaded.facts
-        self._dtype = loaded.model.dtype
+        self._kv_cache_dtype = loaded.kv_cache_dtype
         kernels = find_kernels() if self._device.type == "cpu" else None
         if kernels is not None:
             use_compiled_linear(loaded.model, kernels)
@@ -220,7 +220,7 @@ class Rank:
         return self._model
 
     def _make_pool(self, num_blocks: int) -> KVPool:
-        return KVPool(self._specs, num_blocks, self._config.block_size, self._dtype, self._device)
+        return KVPool(self._specs, num_blocks, self._config.block_size, self._kv_cache_dtype, self._device)
 
     def _make_runner(self, pool: KVPool) -> Runner:
         common = (self._loaded(), self._attention, pool, self._config.max_num_seqs, self._facts.max_model_len)

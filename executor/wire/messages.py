@@ -54,6 +54,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the KV pool in blocks, block 0 included. None: from the memory options below."""
     kv_cache_memory_bytes: int | None = None
     """Bytes for the KV pool on this rank. None: derived from the free memory."""
+    kv_cache_dtype: str = "auto"
+    """Number format of the KV pool: "auto" (that of the activations), "float32" or "bfloat16"."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that weights, activations and KV pool together may take."""
     tensor_parallel_size: int = 1
@@ -84,6 +86,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one block over all layers of this rank, keys and values."""
     weights_checksum: int = 0
     """Of a sample of the weights on this rank. The same in every start with the same parallel sizes and files."""
+    kv_cache_dtype: str = ""
 
 
 class Boot(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):

@@ -78,6 +78,7 @@ def error_of(arguments: list[str]) -> str | None:
         ("max-num-seqs = 4", r"config: has an unknown option 'max-num-seqs'; write it as in max_num_seqs = 64"),
         ('"a\\nb" = 1', r"config: has an unknown option 'a\\nb'; "),
         ("dtype = 'int8'", r"dtype: must be one of auto, float32, bfloat16, float16, got 'int8'"),
+        ("kv_cache_dtype = 'fp8'", r"kv_cache_dtype: must be one of auto, float32, bfloat16, got 'fp8'"),
         ("executor = 'threads'", r"executor: must be one of .*, got 'threads'"),
         ("log_level = 'LOUD'", r"log_level: must be one of .*, got 'LOUD'"),
         ("max_num_seqs = '4'", r"max_num_seqs: expected `int`, got `str`"),

@@ -11,13 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from millrace.executor.wire.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
-from tests.worker.driver import GREEDY, Driver, Request, execute, start_worker
+from tests.worker.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver, Request, execute, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, make_model
 
 NEAR_TIE = 1e-3
 BFLOAT16_TIE = 0.1
 LENGTHS = (1, 5, 16, 30, 47, 70, 71)
 MAX_TOKENS = 16
+KV_BYTES_PER_TOKEN = {"float32": 3 * 2 * 2 * 16 * 4, "bfloat16": 3 * 2 * 2 * 16 * 2}
+"""Of a llama: layers, keys and values, heads, size of a head, bytes."""
 
 CASES = [("cpu", "cpu"), ("cpu", "reference")]
 GPU_CASE = pytest.param("cuda", "auto", marks=[pytest.mark.gpu])
@@ -84,6 +86,22 @@ def test_greedy_tokens_in_bfloat16_are_the_best_of_transformers(device: str, tmp
         assert torch.equal(torch.tensor(request.output)[is_clear], best.indices[is_clear, 0])
     assert num_compared > len(requests) * MAX_TOKENS // 2
     assert driver.num_preemptions > 3
+
+
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_kv_pool_of_another_number_format_changes_no_clear_choice(
+    dtype: str, kv_cache_dtype: str, tmp_path: Path
+) -> None:
+    """The torch paths and the compiled one, against transformers in float32."""
+    make_model("llama", tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for attention in ("cpu", "reference"):
+        worker = start_worker(tmp_path, dtype=dtype, kv_cache_dtype=kv_cache_dtype, attention=attention)
+        assert worker.stats()["kv_pool_bytes"] == NUM_BLOCKS * BLOCK_SIZE * KV_BYTES_PER_TOKEN[kv_cache_dtype]
+        for request in Driver(worker, seed=1).run(prompts(1)[:3], MAX_TOKENS):
+            with torch.no_grad():
+                logits = model(torch.tensor([request.tokens])).logits[0, len(request.prompt) - 1 : -1]
+            torch.testing.assert_close(torch.stack(request.logits).float(), logits, atol=0.1, rtol=0.1)
 
 
 def test_dynamic_rope_is_what_transformers_computes(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Attention through the compiled kernels, straight from the pool: nothing is gathered.
 
-It computes float32 and bfloat16 of any head size. Other dtypes, and keys in a pool of another dtype, go to the torch path.
+It computes float32 and bfloat16 of any head size, from a pool in either. Other dtypes go to the torch path.
 
 Shapes: T tokens of the step, Hq query heads, Hkv key and value heads, D size of a key head, Dv size of a value head, W
 width of the fused queries, keys and values: (Hq + Hkv) * D + Hkv * Dv.
@@ -72,7 +72,7 @@ class LayerAttention:
         norm_eps: float = 0.0,
         norm_offset: float = 0.0,  # added to the weights
     ) -> None:
-        assert dtype in DTYPES and layer.keys.dtype == layer.values.dtype == dtype
+        assert layer.keys.dtype == layer.values.dtype
         _, block_size, num_kv_heads, key_dim = layer.keys.shape
         value_dim = layer.values.shape[-1]
         self._kernels = kernels
@@ -83,7 +83,8 @@ class LayerAttention:
         self._num_positions = sys.maxsize
         self._call = call = AttentionCall(scaling=scaling, softcap=softcap or 0.0, norm_eps=norm_eps)
         call.num_heads, call.num_kv_heads, call.key_dim, call.value_dim = num_heads, num_kv_heads, key_dim, value_dim
-        call.block_size, call.dtype, call.window = block_size, DTYPES[dtype], sliding_window or 0
+        call.dtype, call.pool_dtype = DTYPES[dtype], DTYPES[layer.keys.dtype]
+        call.block_size, call.window = block_size, sliding_window or 0
         call.query_head_stride, call.key_head_stride, call.value_head_stride = key_dim, key_dim, value_dim
         call.query_token_stride = call.key_token_stride = call.value_token_stride = self.width
         call.keys, call.values = layer.keys.data_ptr(), layer.values.data_ptr()
@@ -132,15 +133,16 @@ class CompiledAttention:
         softcap: float | None,
         batch: StepBatch,
     ) -> Tensor:  # [T, Hq, Dv]
-        dtype = query.dtype
-        if dtype not in DTYPES or {key.dtype, value.dtype, layer.keys.dtype, layer.values.dtype} != {dtype}:
+        dtype, pool_dtype = query.dtype, layer.keys.dtype
+        if dtype not in DTYPES or pool_dtype not in DTYPES or not (key.dtype == value.dtype == dtype):
             return self._torch_path.forward(query, key, value, layer, scaling, sliding_window, softcap, batch)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
         query, key, value = _dense(query), _dense(key), _dense(value)  # they have to outlive the call
         call = AttentionCall()
         _, call.block_size, call.num_kv_heads, call.key_dim = layer.keys.shape
         call.rows = step_rows(batch, call.block_size).address
-        call.num_heads, call.value_dim, call.dtype = query.shape[0], value.shape[-1], DTYPES[dtype]
+        call.num_heads, call.value_dim = query.shape[0], value.shape[-1]
+        call.dtype, call.pool_dtype = DTYPES[dtype], DTYPES[pool_dtype]
         call.scaling, call.window, call.softcap = scaling, sliding_window or 0, softcap or 0.0
         call.query, (call.query_head_stride, call.query_token_stride, _) = query.data_ptr(), query.stride()
         call.key, (call.key_head_stride, call.key_token_stride, _) = key.data_ptr(), key.stride()

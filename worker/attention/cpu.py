@@ -82,6 +82,8 @@ class CPUAttention:
     ) -> Tensor:  # [T, Hq, Dv]
         if softcap is not None:
             return self._reference.forward(query, key, value, layer, scaling, sliding_window, softcap, batch)
+        # Rows that are their whole sequence do not read the pool, but round as if they did.
+        key, value = key.to(layer.keys.dtype), value.to(layer.values.dtype)
         layer.write(key, value, batch.slot_mapping)
         layout = _layout(batch, layer, sliding_window, query.dtype)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
@@ -95,7 +97,7 @@ class CPUAttention:
 def _decode(query: Tensor, layer: LayerCache, group: DecodeGroup, scaling: float) -> Tensor:  # [B, Hq, Dv]
     num_rows, num_heads = len(group.tokens), query.shape[0]
     keys, values = (
-        pool.index_select(0, group.blocks).flatten(0, 1).index_fill_(0, group.empty_slots, 0.0)
+        pool.index_select(0, group.blocks).to(query.dtype).flatten(0, 1).index_fill_(0, group.empty_slots, 0.0)
         for pool in (layer.keys, layer.values)
     )  # [B * P * S, Hkv, D], [B * P * S, Hkv, Dv]
     num_kv_heads = keys.shape[1]
@@ -122,8 +124,8 @@ def _attend_chunk(
         )  # [Hkv, L, D], [Hkv, L, Dv]
     attended = scaled_dot_product_attention(
         query[:, tokens].unsqueeze(0),
-        keys.unsqueeze(0),
-        values.unsqueeze(0),
+        keys.to(query.dtype).unsqueeze(0),
+        values.to(query.dtype).unsqueeze(0),
         attn_mask=row.mask,
         is_causal=row.mask is None,
         scale=scaling,

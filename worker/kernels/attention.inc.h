@@ -130,14 +130,14 @@ static const float *vectors_at(const struct attention *c, const void *pool, int6
 {
     int64_t slot_size = c->num_kv_heads * dim;
     int is_one_block = begin % c->block_size + count <= c->block_size;
-    if (c->dtype == FLOAT32 && dim % LANES == 0 && is_one_block) {
+    if (c->pool_dtype == FLOAT32 && dim % LANES == 0 && is_one_block) {
         *distance = slot_size;
         return (const float *)pool + slot_of(c, row, begin) * slot_size + kv_head * dim;
     }
     *distance = padded(dim);
     for (int64_t i = 0; i < count; i++) {
         int64_t offset = slot_of(c, row, begin + i) * slot_size + kv_head * dim;
-        widen(widened + i * *distance, pool, offset, dim, c->dtype, 1.0f);
+        widen(widened + i * *distance, pool, offset, dim, c->pool_dtype, 1.0f);
     }
     return widened;
 }
@@ -348,7 +348,6 @@ static void attend_tile(const struct attention *c, const struct scratch *s, cons
 
 static void write_pool(const struct attention *c, const struct scratch *s, const struct tile *tile)
 {
-    int64_t item_size = c->dtype == FLOAT32 ? 4 : 2;
     int64_t first = c->rows->query_starts[tile->row] + tile->first_token;
     int64_t first_position = c->rows->kv_lens[tile->row] - c->rows->query_starts[tile->row + 1] + first;
     for (int64_t i = 0; i < tile->num_tokens; i++) {
@@ -357,10 +356,10 @@ static void write_pool(const struct attention *c, const struct scratch *s, const
             int64_t to = slot * c->num_kv_heads + head;
             widen(s->widened, c->key, head * c->key_head_stride + token * c->key_token_stride, c->key_dim, c->dtype, 1.0f);
             prepare(c, s->widened, c->key_norm, position);
-            narrow(c->keys, to * c->key_dim, s->widened, c->key_dim, c->dtype, 1.0f);
-            int64_t value = head * c->value_head_stride + token * c->value_token_stride;
-            memcpy((char *)c->values + to * c->value_dim * item_size, (const char *)c->value + value * item_size,
-                   c->value_dim * item_size);
+            narrow(c->keys, to * c->key_dim, s->widened, c->key_dim, c->pool_dtype, 1.0f);
+            widen(s->widened, c->value, head * c->value_head_stride + token * c->value_token_stride, c->value_dim, c->dtype,
+                  1.0f);
+            narrow(c->values, to * c->value_dim, s->widened, c->value_dim, c->pool_dtype, 1.0f);
         }
     }
 }

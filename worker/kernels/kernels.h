@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 3
+#define MILLRACE_KERNELS_VERSION 4
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
@@ -30,7 +30,8 @@ struct attention_rows {
 struct attention {
     const struct attention_rows *rows;
     int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
-    int64_t dtype;  /* of query, key, value, pool and output */
+    int64_t dtype;      /* of query, key, value and output */
+    int64_t pool_dtype; /* of keys and values */
     int64_t window; /* a token attends to its last `window` positions; 0: to all */
     float scaling, softcap; /* softcap 0: none */
     const float *query_norm, *key_norm; /* [D], weights of RMSNorm, or NULL */

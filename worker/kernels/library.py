@@ -15,7 +15,7 @@ import torch
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 3
+VERSION = 4
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512", "avx2", "generic")
 """The best first."""
@@ -43,7 +43,7 @@ class AttentionCall(ctypes.Structure):
     _fields_ = (
         ("rows", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "key_dim", "value_dim", "block_size")),
-        *((name, ctypes.c_int64) for name in ("dtype", "window")),
+        *((name, ctypes.c_int64) for name in ("dtype", "pool_dtype", "window")),
         *((name, ctypes.c_float) for name in ("scaling", "softcap")),
         *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
         *(("norm_eps", ctypes.c_float), ("rotary_dim", ctypes.c_int64)),

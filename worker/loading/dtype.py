@@ -28,6 +28,11 @@ def choose_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device)
     return checkpoint_dtype
 
 
+def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the number format of the KV pool. "auto" follows that of the activations, `dtype`."""
+    return dtype if name == "auto" else DTYPES[name]
+
+
 def checkpoint_dtype(config: PretrainedConfig, tensor_files: dict[str, Path]) -> torch.dtype:
     """Return the number format that config.json declares, or else that of the first stored matrix."""
     declared = config.dtype

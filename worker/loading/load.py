@@ -14,7 +14,7 @@ from millrace.worker.errors import WeightsDiffer
 from millrace.worker.kv_pool import LayerSpec
 from millrace.worker.loading.checkpoint import find_weights
 from millrace.worker.loading.checksum import weights_checksum
-from millrace.worker.loading.dtype import checkpoint_dtype, choose_dtype
+from millrace.worker.loading.dtype import checkpoint_dtype, choose_dtype, choose_kv_cache_dtype
 from millrace.worker.loading.model import build_empty, longest_sequence, read_config
 from millrace.worker.loading.part import ModelPart
 from millrace.worker.loading.probe import probe_layers
@@ -33,6 +33,7 @@ class LoadedModel:
     model: PreTrainedModel
     specs: list[LayerSpec]
     facts: ModelFacts
+    kv_cache_dtype: torch.dtype
 
 
 def load_model(
@@ -54,6 +55,7 @@ def load_model(
     fix_frequencies(model, max_model_len)
     specs = _probe(model, part, peers)
     part.check_layers(model, specs)
+    kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype)
     parameters = list(model.parameters())
     facts = ModelFacts(
         architecture=type(model).__name__,
@@ -64,10 +66,11 @@ def load_model(
         attention=attention,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(parameter.nbytes for parameter in parameters),
-        kv_bytes_per_block=config.block_size * sum(spec.bytes_per_token(dtype) for spec in specs),
+        kv_bytes_per_block=config.block_size * sum(spec.bytes_per_token(kv_cache_dtype) for spec in specs),
         weights_checksum=weights_checksum(model),
+        kv_cache_dtype=str(kv_cache_dtype).removeprefix("torch."),
     )
-    return LoadedModel(model, specs, facts)
+    return LoadedModel(model, specs, facts, kv_cache_dtype)
 
 
 def _probe(model: PreTrainedModel, part: ModelPart, peers: Peers | None) -> list[LayerSpec]:

@@ -21,25 +21,30 @@ HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 16, 8
 CPU = torch.device("cpu")
 
 
-def make_layer(batch: StepBatch, seed: int) -> LayerCache:
+def make_layer(batch: StepBatch, seed: int, dtype: torch.dtype) -> LayerCache:
     """A pool with the rows' earlier tokens in it, and NaN everywhere else."""
     generator = torch.Generator().manual_seed(seed)
     spec = LayerSpec(0, KV_HEADS, KEY_DIM, VALUE_DIM, None)
-    layer = KVPool([spec], NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU).layers[0]
+    layer = KVPool([spec], NUM_BLOCKS, BLOCK_SIZE, dtype, CPU).layers[0]
     for pool in (layer.keys, layer.values):
         pool.fill_(float("nan"))
         for row, length in enumerate(batch.kv_lens):
             past = torch.arange(length - batch.query_starts[row + 1] + batch.query_starts[row])
             slots = batch.block_tables[row, past // BLOCK_SIZE] * BLOCK_SIZE + past % BLOCK_SIZE
-            pool.flatten(0, 1)[slots] = torch.randn(len(past), KV_HEADS, pool.shape[-1], generator=generator)
+            pool.flatten(0, 1)[slots] = torch.randn(len(past), KV_HEADS, pool.shape[-1], generator=generator).to(dtype)
     return layer
 
 
 def attend(
-    attention: Attention, rows: list[tuple[int, int]], seed: int, window: int | None, softcap: float | None = None
+    attention: Attention,
+    rows: list[tuple[int, int]],
+    seed: int,
+    window: int | None,
+    softcap: float | None = None,
+    pool_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     batch = make_batch(rows, BLOCK_SIZE, NUM_BLOCKS, seed)
-    layer = make_layer(batch, seed)
+    layer = make_layer(batch, seed, pool_dtype)
     query, key, value = new_tokens(batch.query_starts[-1], seed)
     return attention.forward(query, key, value, layer, 0.3, window, softcap, batch)
 
@@ -63,6 +68,14 @@ def test_the_cpu_path_equals_the_reference(seed: int, window: int | None) -> Non
     expected = attend(ReferenceAttention(), random_rows(seed), seed, window)
     assert bool(expected.isfinite().all())
     torch.testing.assert_close(attend(CPUAttention(), random_rows(seed), seed, window), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_the_cpu_path_equals_the_reference_with_a_pool_of_another_dtype() -> None:
+    expected, actual = (
+        attend(kind, random_rows(3), 3, 7, pool_dtype=torch.bfloat16) for kind in (ReferenceAttention(), CPUAttention())
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
+    assert not torch.equal(expected, attend(ReferenceAttention(), random_rows(3), 3, 7))
 
 
 def test_the_cpu_path_equals_the_reference_with_capped_scores() -> None:

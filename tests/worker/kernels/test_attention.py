@@ -27,6 +27,8 @@ class Shape(NamedTuple):
     value_dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    pool_dtype: torch.dtype | None = None
+    """None: `dtype`."""
 
 
 SHAPES = [
@@ -41,19 +43,25 @@ SHAPES = [
     Shape(heads=2, kv_heads=2, key_dim=257, value_dim=31),
 ]
 IN_BF16 = [Shape(dtype=torch.bfloat16), Shape(heads=5, kv_heads=1, key_dim=20, value_dim=33, dtype=torch.bfloat16)]
+IN_TWO_DTYPES = [
+    Shape(pool_dtype=torch.bfloat16),
+    Shape(dtype=torch.bfloat16, pool_dtype=torch.float32),
+    Shape(heads=5, kv_heads=1, key_dim=20, value_dim=33, block_size=5, pool_dtype=torch.bfloat16),
+    Shape(heads=4, kv_heads=1, key_dim=48, value_dim=17, dtype=torch.bfloat16, pool_dtype=torch.float32),
+]
 
 
 def make_layer(batch: StepBatch, shape: Shape, generator: torch.Generator) -> LayerCache:
     """A pool with the rows' earlier tokens in it, and NaN everywhere else."""
     spec = LayerSpec(0, shape.kv_heads, shape.key_dim, shape.value_dim, None)
-    layer = KVPool([spec], NUM_BLOCKS, shape.block_size, shape.dtype, CPU).layers[0]
+    layer = KVPool([spec], NUM_BLOCKS, shape.block_size, shape.pool_dtype or shape.dtype, CPU).layers[0]
     for pool in (layer.keys, layer.values):
         pool.fill_(float("nan"))
         for row, length in enumerate(batch.kv_lens):
             past = torch.arange(length - batch.query_starts[row + 1] + batch.query_starts[row])
             slots = batch.block_tables[row, past // shape.block_size] * shape.block_size + past % shape.block_size
             numbers = torch.randn(len(past), shape.kv_heads, pool.shape[-1], generator=generator)
-            pool.flatten(0, 1)[slots] = numbers.to(shape.dtype)
+            pool.flatten(0, 1)[slots] = numbers.to(pool.dtype)
     return layer
 
 
@@ -100,7 +108,7 @@ def random_rows(seed: int) -> list[tuple[int, int]]:
     return [(length, source.choice([1, 1, length, source.randint(1, length)])) for length in lengths]
 
 
-@pytest.mark.parametrize("shape", SHAPES + IN_BF16)
+@pytest.mark.parametrize("shape", SHAPES + IN_BF16 + IN_TWO_DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
 def test_it_equals_the_reference(kernels: Kernels, shape: Shape, window: int | None) -> None:
     check(kernels, random_rows(shape.key_dim), shape, window)

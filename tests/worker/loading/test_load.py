@@ -75,8 +75,18 @@ def test_the_facts_describe_the_model(tmp_path: Path) -> None:
         weight_bytes=facts.num_parameters * 4,
         kv_bytes_per_block=8 * 3 * 2 * 2 * 16 * 4,
         weights_checksum=facts.weights_checksum,
+        kv_cache_dtype="float32",
     )
     assert load(tmp_path, max_model_len=100_000)[1].max_model_len == 512
+
+
+@pytest.mark.parametrize(("dtype", "kv_cache_dtype"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_the_kv_pool_has_a_number_format_of_its_own(llama: Path, dtype: str, kv_cache_dtype: str) -> None:
+    size_of = {"float32": 4, "bfloat16": 2}
+    as_computed = load(llama, dtype=dtype)[1]
+    facts = load(llama, dtype=dtype, kv_cache_dtype=kv_cache_dtype)[1]
+    assert (as_computed.kv_cache_dtype, facts.kv_cache_dtype) == (dtype, kv_cache_dtype)
+    assert facts.kv_bytes_per_block * size_of[dtype] == as_computed.kv_bytes_per_block * size_of[kv_cache_dtype]
 
 
 def test_the_same_weights_have_the_same_checksum_and_others_another(llama: Path) -> None:
