@@ -15,7 +15,7 @@ import torch
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 4
+VERSION = 5
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512", "avx2", "generic")
 """The best first."""
