@@ -32,7 +32,8 @@ class MicroBatch(StepClock):
 
     def take_due(self) -> list[Sequence]:
         """Return the members that need a block for the next step, or have no row left."""
-        due = self._calendar.pop(self.num_steps, [])
+        # One that has left and come back may have two entries for this step.
+        due = dict.fromkeys(self._calendar.pop(self.num_steps, []))
         return [sequence for sequence in due if sequence.clock is self and sequence.due_at == self.num_steps]
 
     def pause(self, sequence: Sequence) -> None:

@@ -489,6 +489,20 @@ def test_steps_that_are_given_up_are_computed_again_and_nobody_is_blamed() -> No
     assert_undisturbed(sequences)
 
 
+def test_a_sequence_that_is_requeued_and_due_at_the_same_step_again_gets_one_block() -> None:
+    bench = Bench(max_num_seqs=4, budget=5, num_stages=2, run_ahead=True, enable_prefix_caching=False)
+    sequences = [
+        make_sequence(number, prompt_len, max_tokens=5) for number, prompt_len in ((1, 1), (2, 4), (3, 1), (4, 1))
+    ]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.give_up()
+    bench.give_up()
+    bench.run()
+    assert all(len(plan.new_blocks) == len({seq_id for seq_id, _ in plan.new_blocks}) for plan in bench.plans)
+    assert_undisturbed(sequences)
+
+
 # --- shared beginnings ---------------------------------------------------------------------------------------------
 
 
