@@ -91,7 +91,7 @@ class LLM:
         if not isinstance(seed, int):
             raise ConfigurationError(f"seed: expected `int`, got `{type(seed).__name__}`")
         path = resolve_model(config.model)
-        self._tokenizer = Tokenizer(Path(config.tokenizer)) if config.tokenizer else _own_tokenizer(path)
+        self._tokenizer = Tokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else _own_tokenizer(path)
         self._engine = build_engine(config, path, is_service=False)
         self._seeds = random.Random(seed)
         try:

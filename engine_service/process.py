@@ -91,7 +91,7 @@ class _Process:
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
         self._path = resolve_model(config.model)
-        self._tokenizer_path = Path(config.tokenizer) if config.tokenizer else self._path
+        self._tokenizer_path = Path(config.tokenizer).expanduser() if config.tokenizer else self._path
         self._tokenizer = Tokenizer(self._tokenizer_path)
         for warning in self._connect().check_server():
             logger.warning("redis: %s", warning)

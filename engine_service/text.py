@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,7 @@ _INCOMPLETE = "�"
 _NUM_CONTEXT_TOKENS = 6
 """Prompt tokens decoded in front of the output: some decoders treat the first token of a text differently."""
 _MAX_REASON_CHARS = 300
+_REMEDY = "name a local directory with a tokenizer.json"
 
 
 class TextError(EngineError):
@@ -29,12 +31,16 @@ class Tokenizer:
 
     def __init__(self, path: Path) -> None:
         """Load the tokenizer in this directory. Raises `ConfigurationError` if there is no usable one."""
+        if not os.path.isdir(path):  # unlike `Path.is_dir`, false for a name that is too long
+            raise ConfigurationError(f"tokenizer: {path} is not a directory; {_REMEDY}")
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises what its parsers raise, and its Rust code may panic
-            message = f"tokenizer: {path} has no usable tokenizer.json ({error}); name a directory with --tokenizer"
+            if not (path / "tokenizer.json").exists():
+                raise ConfigurationError(f"tokenizer: {path} has no tokenizer.json; {_REMEDY}") from error
+            message = f"tokenizer: {path / 'tokenizer.json'} cannot be used ({error}); {_REMEDY}"
             raise ConfigurationError(message) from error
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()

@@ -209,13 +209,21 @@ def test_a_tokenizer_that_panics_when_it_is_loaded_is_named(tmp_path: Path) -> N
     content = json.loads((TINY / "tokenizer.json").read_bytes())
     content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigurationError, match=r"tokenizer: .* has no usable tokenizer"):
+    with pytest.raises(ConfigurationError, match=r"^tokenizer: .*/tokenizer.json cannot be used \("):
         Tokenizer(tmp_path)
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"tokenizer: .* has no usable tokenizer"):
+    remedy = "name a local directory with a tokenizer.json"
+    with pytest.raises(ConfigurationError, match=f"^tokenizer: {tmp_path} has no tokenizer.json; {remedy}$"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "organization/name", TINY / "tokenizer.json", "x" * 300])
+def test_what_is_no_directory_is_named_without_the_hubs_text(name: str | Path) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        Tokenizer(Path(name))
+    assert str(error.value) == f"tokenizer: {name} is not a directory; name a local directory with a tokenizer.json"
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer) -> None:
