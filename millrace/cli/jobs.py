@@ -114,7 +114,7 @@ def run_ls(args: argparse.Namespace) -> int:
         for job in jobs:
             print_job(job)
         return OK
-    print_table(("id", "state", "tokens", "text"), [_row(job) for job in jobs])
+    print_table(("id", "state", "tokens", "text or error"), [_row(job) for job in jobs], must_cut=True)
     return OK
 
 
@@ -130,7 +130,10 @@ def _list_jobs(args: argparse.Namespace) -> list[Job]:
 def _row(job: Job) -> tuple[str, str, str, str]:
     from millrace.results.errors import one_line
 
-    return job.id, job.state, str(len(job.token_ids)), one_line(" ".join(job.text.split()), 60)
+    shown = one_line(" ".join(job.text.split()), 60)
+    if job.error:
+        shown = "error: " + one_line(job.error.message.strip().partition("\n")[0])
+    return job.id, job.state, str(len(job.token_ids)), shown
 
 
 def _print_job(job: Job, place: Position | None) -> None:

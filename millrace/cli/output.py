@@ -74,10 +74,10 @@ def counted_noun(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, must_cut: bool = False) -> None:
     """Print aligned columns on a terminal, otherwise tab-separated lines without headings.
 
-    Only the last column is folded on a narrow terminal: the ids in the others have to be copied.
+    On a narrow terminal only the last column is folded, or with `must_cut` cut: the ids in the others have to be copied.
     """
     if not sys.stdout.isatty():
         for row in rows:
@@ -85,12 +85,13 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         table.add_column(heading, overflow="fold", no_wrap=heading != headings[-1])
-    for row in rows:
-        table.add_row(*row)
+    for *fixed, last in rows:
+        table.add_row(*fixed, Text(last, overflow="ellipsis", no_wrap=True) if must_cut else last)
     console = Console(markup=False, emoji=False)
     fixed_columns = list(zip(headings, *rows, strict=True))[:-1]
     console.width = max(console.width, sum(2 + max(map(len, column)) for column in fixed_columns) + _MIN_FOLDED)

@@ -163,6 +163,31 @@ def test_a_narrow_terminal_shows_whole_ids(
     assert "a" * id_length + "  finished  900 " in capsys.readouterr().out
 
 
+ERROR = "the device reported " + "a long error " * 20
+
+
+@pytest.mark.parametrize("columns", [60, 100, 1000])
+def test_failed_jobs_are_listed_with_their_errors(
+    columns: int,
+    millrace: Command,
+    engine: EngineByHand,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    millrace("submit", "x", "--id", "a")
+    engine.fail(engine.claim()[0], ERROR + "\nand its stack")
+    assert millrace("ls", "--state", "failed").out == f"a\tfailed\t0\terror: {ERROR}\n"
+    (job,) = millrace("ls", "--state", "failed", "--json").json_lines()
+    assert job["error"]["message"] == ERROR + "\nand its stack"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["ls", *millrace.place]) == 0
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.startswith("a   failed  0       error: the device reported a long")
+    assert "stack" not in line
+    assert line.strip().endswith("…") and len(line.rstrip()) == columns if columns < 200 else ERROR.strip() in line
+
+
 def test_the_counts_of_a_queue(millrace: Command, engine: EngineByHand, queue_name: str) -> None:
     ran = millrace("stats", "--min-engines", "1")
     assert (ran.status, ran.err.partition(": ")[2]) == (
