@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -104,7 +105,7 @@ class _Process:
         try:
             facts = self._engine.start()
             die_with_rank_0()
-            is_all_written = self._serve(self._engine, Admission(facts, self._tokenizer, eos_token_ids(self._path)))
+            is_all_written = self._serve(Admission(facts, self._tokenizer, eos_token_ids(self._path)))
         finally:
             self._engine.shutdown()
             if self._endpoint is not None:
@@ -112,71 +113,21 @@ class _Process:
         logger.info("done")
         return 0 if is_all_written else EXIT_REDIS
 
-    def _serve(self, engine: Engine, admission: Admission) -> bool:
+    def _serve(self, admission: Admission) -> bool:
         """Serve until a signal. Return whether Redis has taken every write."""
         config = self._config
-        formats = f"{engine.facts.dtype} {engine.facts.kv_cache_dtype}"
-        mark = fingerprint(self._path, self._tokenizer_path, formats)
-        capacity = Capacity(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)
-        writer = Writer(self._connect(), on_stale=lambda job_id, lease: service.post(Lost(job_id, lease)))
-        leases = Leases(
-            self._connect(),
-            new_engine_id(),
-            config.heartbeat,
-            pending=writer.pending,
-            on_news=lambda news: service.post_reconciliation(news),
-            sleep_level=lambda: engine.sleep_level,
-        )
-        output = Output(writer.put, mark)
-        prefixes = CachedPrefixes(lambda block_hash: bool(engine.scheduler.pool.find([block_hash])))
-        service = Service(
-            engine,
-            capacity,
-            output,
-            writer,
-            prefixes=prefixes if config.enable_prefix_caching else None,
-            on_over=leases.drop,
-            on_sleep_change=leases.beat_soon,
-        )
-        intake = Intake(
-            self._connect,
-            leases,
-            capacity,
-            admission,
-            model_name=config.model_name,
-            fingerprint=mark,
-            post=service.post,
-            cached_prompts=prefixes.current,
-        )
-        inbox = Inbox(self._connect())
-
-        leases.start()
-        _drain_on_signal(service, engine)
-        intake.start()
-        inbox.start()
-        self._health.watch(leases, [*intake.threads, inbox.thread, leases.thread, writer.thread])
-        self._metrics_collector.watch(service, engine=leases.engine_id, model=config.model_name, queue=config.queue)
-        logger.info("engine %s serves %s on queue %s", leases.engine_id, config.model_name, config.queue)
+        facts = self._engine.facts
+        mark = fingerprint(self._path, self._tokenizer_path, f"{facts.dtype} {facts.kv_cache_dtype}")
+        serving = _Serving(config, self._engine, self._health, admission, mark, self._connect)
+        serving.start()
+        engine_id = serving.leases.engine_id
+        self._metrics_collector.watch(serving.service, engine=engine_id, model=config.model_name, queue=config.queue)
+        logger.info("engine %s serves %s on queue %s", engine_id, config.model_name, config.queue)
         try:
-            service.serve()
-            logger.info("draining")
-            self._stop_intake(intake, inbox)
-            service.finish_running(config.drain_grace)
-        except KeyboardInterrupt:  # by `_drain_on_signal`
-            logger.info("draining, without the workers")
+            serving.run()
         finally:  # also when the workers are lost for good: running jobs go back to the queue
-            self._stop_intake(intake, inbox)
-            service.release_all()
-            is_all_written = writer.close(_FLUSH_S)
-            if not is_all_written:
-                logger.error("Redis did not take the last writes; another engine will recover their jobs")
-            leases.stop()
+            is_all_written = serving.close()
         return is_all_written
-
-    def _stop_intake(self, intake: Intake, inbox: Inbox) -> None:
-        self._health.let_threads_end()
-        inbox.stop()
-        intake.stop()
 
     def _open_endpoint(self) -> Endpoint | None:
         if self._config.metrics_port is None:
@@ -189,6 +140,88 @@ class _Process:
     def _connect(self) -> JobQueue:
         """Return a new connection; each thread has its own."""
         return JobQueue(connect(self._config.redis), self._config.queue)
+
+
+class _Serving:
+    """Owns what connects a started engine with its queue."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        engine: Engine,
+        health: Health,
+        admission: Admission,
+        mark: str,
+        connect: Callable[[], JobQueue],
+    ) -> None:
+        """`mark` is the engine's fingerprint."""
+        self._config = config
+        self._engine = engine
+        self._health = health
+        self._writer = Writer(connect(), on_stale=lambda job_id, lease: self.service.post(Lost(job_id, lease)))
+        self.leases = Leases(
+            connect(),
+            new_engine_id(),
+            config.heartbeat,
+            pending=self._writer.pending,
+            on_news=lambda news: self.service.post_reconciliation(news),
+            sleep_level=lambda: engine.sleep_level,
+        )
+        capacity = Capacity(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)
+        prefixes = CachedPrefixes(lambda block_hash: bool(engine.scheduler.pool.find([block_hash])))
+        self.service = Service(
+            engine,
+            capacity,
+            Output(self._writer.put, mark),
+            self._writer,
+            prefixes=prefixes if config.enable_prefix_caching else None,
+            on_over=self.leases.drop,
+            on_sleep_change=self.leases.beat_soon,
+        )
+        self._intake = Intake(
+            connect,
+            self.leases,
+            capacity,
+            admission,
+            model_name=config.model_name,
+            fingerprint=mark,
+            post=self.service.post,
+            cached_prompts=prefixes.current,
+        )
+        self._inbox = Inbox(connect())
+
+    def start(self) -> None:
+        self.leases.start()
+        _drain_on_signal(self.service, self._engine)
+        self._intake.start()
+        self._inbox.start()
+        threads = [*self._intake.threads, self._inbox.thread, self.leases.thread, self._writer.thread]
+        self._health.watch(self.leases, threads)
+
+    def run(self) -> None:
+        """Serve until a signal, then finish the running jobs."""
+        try:
+            self.service.serve()
+            logger.info("draining")
+            self._stop_intake()
+            self.service.finish_running(self._config.drain_grace)
+        except KeyboardInterrupt:  # by `_drain_on_signal`
+            logger.info("draining, without the workers")
+
+    def close(self) -> bool:
+        """Return the running jobs to the queue. Return whether Redis has taken every write."""
+        self._stop_intake()
+        self.service.release_all()
+        is_all_written = self._writer.close(_FLUSH_S)
+        if not is_all_written:
+            logger.error("Redis did not take the last writes; another engine will recover their jobs")
+        self.leases.stop()
+        return is_all_written
+
+    def _stop_intake(self) -> None:
+        self._health.let_threads_end()
+        self._inbox.stop()
+        self._intake.stop()
 
 
 def _max_open_jobs(config: ServeConfig) -> int:
