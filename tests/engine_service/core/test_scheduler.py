@@ -426,7 +426,8 @@ def test_a_pipeline_stays_full_when_more_waits_than_the_pool_holds() -> None:
     bench.run()
     assert_undisturbed(sequences)
     alone = [plan.step_id for plan in bench.plans if plan.depth == 1]
-    assert alone == [bench.plans[0].step_id]
+    last_admission = max(plan.step_id for plan in bench.plans if plan.new)
+    assert [step_id for step_id in alone if step_id <= last_admission] == [bench.plans[0].step_id]
 
 
 def test_chunks_of_one_prompt_follow_each_other_through_the_pipeline() -> None:
