@@ -1,4 +1,5 @@
-/* All kernels for one instruction set. Included once by each isa_*.c, which defines LANES, TABLE and perhaps TARGET. */
+/* All kernels for one instruction set. Included once by each isa_*.c, which defines LANES, TABLE and perhaps TARGET
+ * and HAS_BF16_PAIRS. */
 #include "kernels.h"
 
 #include <math.h>

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 5
+#define MILLRACE_KERNELS_VERSION 6
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
@@ -94,7 +94,7 @@ struct kernels {
 
 extern const struct kernels kernels_generic;
 #if defined(__x86_64__)
-extern const struct kernels kernels_avx2, kernels_avx512;
+extern const struct kernels kernels_avx2, kernels_avx512, kernels_avx512bf16;
 #endif
 
 #endif

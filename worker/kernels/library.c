@@ -10,14 +10,16 @@ int millrace_version(void)
     return MILLRACE_KERNELS_VERSION;
 }
 
-/* Return whether this machine has an instruction set: "generic", "avx2" or "avx512". */
+/* Return whether this machine has an instruction set: "generic", "avx2", "avx512" or "avx512bf16". */
 int millrace_supports(const char *name)
 {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (strcmp(name, "avx2") == 0)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (strcmp(name, "avx512") == 0)
+    if (strcmp(name, "avx512bf16") == 0 && !__builtin_cpu_supports("avx512bf16"))
+        return 0;
+    if (strncmp(name, "avx512", 6) == 0)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
@@ -33,6 +35,8 @@ void millrace_choose(const char *name)
         chosen = &kernels_avx2;
     if (strcmp(name, "avx512") == 0)
         chosen = &kernels_avx512;
+    if (strcmp(name, "avx512bf16") == 0)
+        chosen = &kernels_avx512bf16;
 #else
     (void)name;
 #endif

@@ -15,9 +15,9 @@ import torch
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 5
+VERSION = 6
 """MILLRACE_KERNELS_VERSION of kernels.h."""
-INSTRUCTION_SETS = ("avx512", "avx2", "generic")
+INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
 VARIABLE = "MILLRACE_KERNELS"
 """Environment variable: "auto", an instruction set, or "none" for torch alone."""

@@ -16,88 +16,114 @@ enum {
     PANEL_OUTPUTS = PANEL_VECTORS * LANES,
     TILE_ROWS = LANES == 16 ? 8 : 6,
     SPAN_INPUTS = 384,         /* even. Sums of more would lose digits, and a span of a panel stays in the cache */
-    BLOCK_INPUTS = 128 * 1024, /* entries of the rows that pass a panel: they stay in the second-level cache */
+    BLOCK_INPUTS = 256 * 1024, /* entries of the rows that pass a panel: they stay in the second-level cache */
     BLOCK_ROWS = 32 * TILE_ROWS,
-    AHEAD = 1024,           /* floats of the panel that are fetched before their use */
+    AHEAD = 512,            /* floats of the panel that are fetched before their use */
     SMALL_WORK = 64 * 1024, /* multiplications that are not worth a second thread */
+};
+
+/* How the products of a tile are made. */
+enum products {
+    OF_FLOAT32, /* from float32 weights and inputs */
+    WIDENED,    /* from bfloat16 weights, widened on the way, and float32 inputs */
+    IN_PAIRS,   /* from bfloat16 weights and inputs: the instruction adds the products of a pair to the sum */
 };
 
 /* The inputs of a call as the tiles read them: those of the caller, or a copy. */
 struct rows {
-    const float *first;
-    int64_t stride;
+    const char *first;
+    int64_t stride, size; /* of a row and of an input, in bytes */
+    enum products products;
 };
 
-static inline __attribute__((always_inline)) void multiply(vf products[TILE_ROWS][PANEL_VECTORS],
-                                                           const vf weights[PANEL_VECTORS], const float *input,
-                                                           int64_t stride, const int num_rows)
+#ifdef HAS_BF16_PAIRS
+static inline vf add_pairs(vf sums, vf weights, const char *pair)
+{
+    int32_t bits;
+    memcpy(&bits, pair, sizeof bits);
+    return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(bits));
+}
+#else
+static inline vf add_pairs(vf sums, vf weights, const char *pair)
+{
+    (void)weights, (void)pair;
+    return sums;
+}
+#endif
+
+/* Add the products of one input, or of a pair of inputs, of each row. */
+static inline __attribute__((always_inline)) void multiply(vf sums[TILE_ROWS][PANEL_VECTORS],
+                                                           const vf weights[PANEL_VECTORS], const char *input,
+                                                           int64_t stride, const int is_pair, const int num_rows)
 {
 #pragma GCC unroll 8
-    for (int row = 0; row < num_rows; row++) {
-        vf part = splat(input[row * stride]);
+    for (int row = 0; row < num_rows; row++, input += stride) {
+        vf part = splat(is_pair ? 0 : *(const float *)input);
 #pragma GCC unroll 8
         for (int v = 0; v < PANEL_VECTORS; v++)
-            products[row][v] += part * weights[v];
+            sums[row][v] = is_pair ? add_pairs(sums[row][v], weights[v], input) : sums[row][v] + part * weights[v];
     }
 }
 
-/* Add the products of one span to sums [num_rows, PANEL_OUTPUTS]. */
-static inline __attribute__((always_inline)) void add_span(const float *input, int64_t stride, const void *panel,
-                                                           int64_t size, const int is_bf16, const int num_rows,
-                                                           float *sums)
+/* Add the products of one span to results [num_rows, PANEL_OUTPUTS], or begin them. */
+static inline __attribute__((always_inline)) void add_span(const char *input, int64_t stride, const float *line,
+                                                           int64_t size, const enum products products,
+                                                           const int num_rows, int is_first, float *results)
 {
-    vf products[TILE_ROWS][PANEL_VECTORS], weights[PANEL_VECTORS];
+    vf sums[TILE_ROWS][PANEL_VECTORS];
 #pragma GCC unroll 8
     for (int row = 0; row < num_rows; row++)
 #pragma GCC unroll 8
         for (int v = 0; v < PANEL_VECTORS; v++)
-            products[row][v] = (vf){0};
-    const float *line = panel;
-    if (is_bf16) {
-        for (int64_t k = 0; k < size; k += 2, line += PANEL_OUTPUTS) {
-            vi pairs[PANEL_VECTORS];
+            sums[row][v] = (vf){0};
+    for (int64_t k = 0; k < size; k += products == OF_FLOAT32 ? 1 : 2, line += PANEL_OUTPUTS) {
+        vf weights[PANEL_VECTORS], halves[PANEL_VECTORS];
 #pragma GCC unroll 8
-            for (int v = 0; v < PANEL_VECTORS; v++) {
-                pairs[v] = (vi)load(line + v * LANES);
-                __builtin_prefetch(line + AHEAD + v * LANES);
-                weights[v] = (vf)(pairs[v] << 16);
-            }
-            multiply(products, weights, input + k, stride, num_rows);
-            if (k + 1 == size)
-                break;
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            weights[v] = load(line + v * LANES);
+            __builtin_prefetch(line + AHEAD + v * LANES);
+            halves[v] = (vf)((vi)weights[v] << 16);
+        }
+        if (products != WIDENED) {
+            multiply(sums, weights, input, stride, products == IN_PAIRS, num_rows);
+            input += sizeof(float);
+            continue;
+        }
+        multiply(sums, halves, input, stride, 0, num_rows);
+        if (k + 1 < size) {
 #pragma GCC unroll 8
             for (int v = 0; v < PANEL_VECTORS; v++)
-                weights[v] = (vf)(pairs[v] & (int32_t)0xffff0000);
-            multiply(products, weights, input + k + 1, stride, num_rows);
+                halves[v] = (vf)((vi)weights[v] & (int32_t)0xffff0000);
+            multiply(sums, halves, input + sizeof(float), stride, 0, num_rows);
         }
-    } else {
-        for (int64_t k = 0; k < size; k++, line += PANEL_OUTPUTS) {
-#pragma GCC unroll 8
-            for (int v = 0; v < PANEL_VECTORS; v++) {
-                weights[v] = load(line + v * LANES);
-                __builtin_prefetch(line + AHEAD + v * LANES);
-            }
-            multiply(products, weights, input + k, stride, num_rows);
-        }
+        input += 2 * sizeof(float);
     }
 #pragma GCC unroll 8
     for (int row = 0; row < num_rows; row++)
 #pragma GCC unroll 8
-        for (int v = 0; v < PANEL_VECTORS; v++, sums += LANES)
-            store(sums, load(sums) + products[row][v]);
+        for (int v = 0; v < PANEL_VECTORS; v++, results += LANES)
+            store(results, is_first ? sums[row][v] : load(results) + sums[row][v]);
 }
 
-/* The compiler makes a version of add_span for each number of rows and each type of weights. */
+/* The compiler makes a version of add_span for each number of rows and each kind of products. */
+#ifdef HAS_BF16_PAIRS
+#define ADD_PAIRS(num_rows) \
+    if (rows.products == IN_PAIRS) \
+        add_span(input, rows.stride, line, size, IN_PAIRS, num_rows, is_first, results); \
+    else
+#else
+#define ADD_PAIRS(num_rows)
+#endif
 #define ADD_SPAN(num_rows) \
     case num_rows: \
-        if (is_bf16) \
-            add_span(input, stride, panel, size, 1, num_rows, sums); \
+        ADD_PAIRS(num_rows) if (rows.products == WIDENED) \
+            add_span(input, rows.stride, line, size, WIDENED, num_rows, is_first, results); \
         else \
-            add_span(input, stride, panel, size, 0, num_rows, sums); \
+            add_span(input, rows.stride, line, size, OF_FLOAT32, num_rows, is_first, results); \
         break;
 
-static __attribute__((noinline)) void add_tile(const float *input, int64_t stride, const void *panel, int64_t size,
-                                               int is_bf16, int64_t num_rows, float *sums)
+static __attribute__((noinline)) void add_tile(struct rows rows, const char *input, const float *line, int64_t size,
+                                               int64_t num_rows, int is_first, float *results)
 {
     switch (num_rows) {
         ADD_SPAN(1)
@@ -113,44 +139,19 @@ static __attribute__((noinline)) void add_tile(const float *input, int64_t strid
     }
 }
 
-/* Compute the outputs of a panel in sums [num_rows, PANEL_OUTPUTS]. */
-static void multiply_panel(const struct linear *c, struct rows rows, int64_t first_row, int64_t num_rows, int64_t panel,
-                           float *sums)
+static void write_outputs(const struct linear *c, const float *sums, int64_t row, int64_t first_output)
 {
-    int is_bf16 = c->weight_dtype == BFLOAT16;
-    int64_t lines = is_bf16 ? (c->num_inputs + 1) / 2 : c->num_inputs;
-    const float *first_line = (const float *)c->panels + panel * lines * PANEL_OUTPUTS;
-    int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
-    int64_t num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - panel * PANEL_OUTPUTS);
-    memset(sums, 0, num_rows * PANEL_OUTPUTS * sizeof(float));
-    for (int64_t k = 0; k < c->num_inputs; k += SPAN_INPUTS) {
-        int64_t size = smaller(SPAN_INPUTS, c->num_inputs - k);
-        const float *line = first_line + (is_bf16 ? k / 2 : k) * PANEL_OUTPUTS;
-        for (int64_t tile = 0; tile < num_tiles; tile++) { /* of about the same size */
-            int64_t row = num_rows * tile / num_tiles, end = num_rows * (tile + 1) / num_tiles;
-            add_tile(rows.first + (first_row + row) * rows.stride + k, rows.stride, line, size, is_bf16, end - row,
-                     sums + row * PANEL_OUTPUTS);
-        }
-    }
-    for (int64_t row = 0; c->bias && row < num_rows; row++)
+    int64_t at = row * c->num_outputs + first_output, num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
+    float *output = (float *)c->output + at;
+    uint16_t *output_bf16 = (uint16_t *)c->output + at;
+    if (c->output_dtype == FLOAT32 && !c->accumulates && num_outputs == PANEL_OUTPUTS)
+        memcpy(output, sums, PANEL_OUTPUTS * sizeof(float));
+    else if (c->output_dtype == FLOAT32)
         for (int64_t i = 0; i < num_outputs; i++)
-            sums[row * PANEL_OUTPUTS + i] += c->bias[panel * PANEL_OUTPUTS + i];
-}
-
-static void write_outputs(const struct linear *c, const float *sums, int64_t first_row, int64_t num_rows,
-                          int64_t first_output)
-{
-    int64_t num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
-    for (int64_t row = 0; row < num_rows; row++, sums += PANEL_OUTPUTS) {
-        int64_t at = (first_row + row) * c->num_outputs + first_output;
-        float *output = (float *)c->output + at;
-        uint16_t *output_bf16 = (uint16_t *)c->output + at;
+            output[i] = c->accumulates ? output[i] + sums[i] : sums[i];
+    else
         for (int64_t i = 0; i < num_outputs; i++)
-            if (c->output_dtype == FLOAT32)
-                output[i] = c->accumulates ? output[i] + sums[i] : sums[i];
-            else
-                output_bf16[i] = to_bf16(c->accumulates ? from_bf16(output_bf16[i]) + sums[i] : sums[i]);
-    }
+            output_bf16[i] = to_bf16(c->accumulates ? from_bf16(output_bf16[i]) + sums[i] : sums[i]);
 }
 
 /* --- argmax of the outputs, which are not stored --- */
@@ -161,21 +162,16 @@ struct leader {
     vi ids, has_nan;
 };
 
-static void compare_outputs(struct leader *leaders, const float *sums, int64_t num_rows, int64_t first_output,
-                            int64_t num_outputs)
+static void compare_outputs(struct leader *leader, const float *sums, int64_t first_output, int64_t num_outputs)
 {
-    for (int64_t row = 0; row < num_rows; row++, sums += PANEL_OUTPUTS) {
-        struct leader leader = leaders[row];
-        vi ids = first_ints() + (int32_t)first_output;
-        for (int v = 0; v < PANEL_VECTORS; v++, ids += LANES) {
-            vi exists = ids < (int32_t)num_outputs;
-            vf x = load(sums + v * LANES);
-            vi is_better = (x > leader.best) & exists; /* not >=: of equal outputs the first wins */
-            leader.best = pick(is_better, x, leader.best);
-            leader.ids = pick_int(is_better, ids, leader.ids);
-            leader.has_nan |= (x != x) & exists;
-        }
-        leaders[row] = leader;
+    vi ids = first_ints() + (int32_t)first_output;
+    for (int v = 0; v < PANEL_VECTORS; v++, ids += LANES) {
+        vi exists = ids < (int32_t)num_outputs;
+        vf x = load(sums + v * LANES);
+        vi is_better = (x > leader->best) & exists; /* not >=: of equal outputs the first wins */
+        leader->best = pick(is_better, x, leader->best);
+        leader->ids = pick_int(is_better, ids, leader->ids);
+        leader->has_nan |= (x != x) & exists;
     }
 }
 
@@ -199,20 +195,77 @@ static void find_leader(const struct leader *leaders, int64_t num_parts, int64_t
 
 /* --- the calls --- */
 
+/* Add the bias to the finished sums of a tile, and write the outputs or compare them with the leaders. */
+static void finish_tile(const struct linear *c, float *sums, int64_t first_row, int64_t num_rows, int64_t first_output,
+                        struct leader *leaders)
+{
+    int64_t num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
+    for (int64_t row = first_row; row < first_row + num_rows; row++, sums += PANEL_OUTPUTS) {
+        for (int64_t i = 0; c->bias && i < num_outputs; i++)
+            sums[i] += c->bias[first_output + i];
+        if (leaders)
+            compare_outputs(leaders + row, sums, first_output, c->num_outputs);
+        else
+            write_outputs(c, sums, row, first_output);
+    }
+}
+
+/* Compute some rows of a panel. `sums` is [num_rows, PANEL_OUTPUTS]. A tile is finished before the next one, so that the
+ * processor writes the outputs while it multiplies. */
+static void compute_panel(const struct linear *c, struct rows rows, int64_t first_row, int64_t num_rows, int64_t panel,
+                          float *sums, struct leader *leaders)
+{
+    int64_t inputs_per_line = c->weight_dtype == BFLOAT16 ? 2 : 1;
+    int64_t lines = (c->num_inputs + inputs_per_line - 1) / inputs_per_line;
+    const float *first_line = (const float *)c->panels + panel * lines * PANEL_OUTPUTS;
+    int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t k = 0; k < c->num_inputs; k += SPAN_INPUTS) {
+        int64_t size = smaller(SPAN_INPUTS, c->num_inputs - k);
+        const float *line = first_line + k / inputs_per_line * PANEL_OUTPUTS;
+        for (int64_t tile = 0; tile < num_tiles; tile++) { /* of about the same size */
+            int64_t from = num_rows * tile / num_tiles, to = num_rows * (tile + 1) / num_tiles, row = first_row + from;
+            float *sums_of_tile = sums + from * PANEL_OUTPUTS;
+            add_tile(rows, rows.first + row * rows.stride + k * rows.size, line, size, to - from, k == 0, sums_of_tile);
+            if (k + size == c->num_inputs)
+                finish_tile(c, sums_of_tile, row, to - from, panel * PANEL_OUTPUTS, leaders);
+        }
+    }
+}
+
+static enum products products_of(const struct linear *c)
+{
+    if (c->weight_dtype == FLOAT32)
+        return OF_FLOAT32;
+#ifdef HAS_BF16_PAIRS
+    if (c->input_dtype == BFLOAT16)
+        return IN_PAIRS;
+#endif
+    return WIDENED;
+}
+
 /* Make `rows` of the input. If it has to be copied, `copy` is to be freed. Return 0, or -1 if there is no memory.
  * Rows whose distance is a power of 2 would displace each other from the cache. */
-static int prepare_rows(const struct linear *c, struct rows *rows, float **copy)
+static int prepare_rows(const struct linear *c, struct rows *rows, char **copy)
 {
-    *rows = (struct rows){c->input, c->num_inputs};
+    enum products products = products_of(c);
+    int64_t size = products == IN_PAIRS ? sizeof(uint16_t) : sizeof(float);
+    int is_direct = products == IN_PAIRS ? c->num_inputs % 2 == 0 : c->input_dtype == FLOAT32;
+    *rows = (struct rows){c->input, c->num_inputs * size, size, products};
     *copy = NULL;
-    if (c->input_dtype == FLOAT32 && (c->num_rows <= TILE_ROWS || c->num_inputs % 512 != 0))
+    if (is_direct && (c->num_rows <= TILE_ROWS || rows->stride % 2048 != 0))
         return 0;
-    int64_t stride = padded(c->num_inputs) + 16;
-    if (!(*copy = malloc(c->num_rows * stride * sizeof(float) + 1)))
+    rows->stride += 64 + rows->stride % 4;
+    if (!(*copy = malloc(c->num_rows * rows->stride + 1)))
         return -1;
-    for (int64_t row = 0; row < c->num_rows; row++)
-        widen(*copy + row * stride, c->input, row * c->num_inputs, c->num_inputs, c->input_dtype, 1.0f);
-    *rows = (struct rows){*copy, stride};
+    rows->first = *copy;
+    for (int64_t row = 0; row < c->num_rows; row++) {
+        char *to = *copy + row * rows->stride;
+        if (products == IN_PAIRS) {
+            memcpy(to, (const char *)c->input + row * c->num_inputs * size, c->num_inputs * size);
+            memset(to + c->num_inputs * size, 0, size);
+        } else
+            widen((float *)to, c->input, row * c->num_inputs, c->num_inputs, c->input_dtype, 1.0f);
+    }
     return 0;
 }
 
@@ -236,7 +289,7 @@ static int64_t num_panels(const struct linear *c)
 static int linear(const struct linear *c)
 {
     struct rows rows;
-    float *copy;
+    char *copy;
     if (prepare_rows(c, &rows, &copy) != 0)
         return -1;
     int64_t block = block_rows(c), panels = num_panels(c), units = (c->num_rows + block - 1) / block * panels;
@@ -246,8 +299,7 @@ static int linear(const struct linear *c)
 #pragma omp for schedule(static)
         for (int64_t unit = 0; unit < units; unit++) {
             int64_t first = unit / panels * block;
-            multiply_panel(c, rows, first, smaller(block, c->num_rows - first), unit % panels, sums);
-            write_outputs(c, sums, first, smaller(block, c->num_rows - first), unit % panels * PANEL_OUTPUTS);
+            compute_panel(c, rows, first, smaller(block, c->num_rows - first), unit % panels, sums, NULL);
         }
     }
     free(copy);
@@ -257,7 +309,7 @@ static int linear(const struct linear *c)
 static int linear_argmax(const struct linear *c)
 {
     struct rows rows;
-    float *copy;
+    char *copy;
     int num_threads = useful_threads(c);
     struct leader *leaders = aligned_alloc(sizeof(vf), (num_threads * c->num_rows + 1) * sizeof(struct leader));
     if (!leaders || prepare_rows(c, &rows, &copy) != 0) {
@@ -274,10 +326,8 @@ static int linear_argmax(const struct linear *c)
         for (int64_t first = 0; first < c->num_rows; first += block) {
             int64_t count = smaller(block, c->num_rows - first);
 #pragma omp for schedule(static) nowait
-            for (int64_t panel = 0; panel < panels; panel++) {
-                multiply_panel(c, rows, first, count, panel, sums);
-                compare_outputs(own + first, sums, count, panel * PANEL_OUTPUTS, c->num_outputs);
-            }
+            for (int64_t panel = 0; panel < panels; panel++)
+                compute_panel(c, rows, first, count, panel, sums, own);
         }
     }
     for (int64_t row = 0; row < c->num_rows; row++)
