@@ -11,7 +11,7 @@ JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults test-ranks test-old-redis test-all chaos fuzz lint format type bench clean
+.PHONY: help setup demo test test-faults test-ranks test-old-redis test-all chaos fuzz lint format type bench peers report clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -65,8 +65,14 @@ format: $(STAMP) ## fix and format with ruff
 type: $(STAMP) ## check types with mypy
 	$(BIN)/mypy
 
-bench: $(STAMP) ## run the benchmarks, write JSON; for example ARGS='--part queue --quick'
+bench: $(STAMP) ## run the benchmarks (about an hour), write JSON; for example ARGS='--part queue --quick'
 	$(BIN)/python -m benchmarks $(ARGS)
+
+peers: $(STAMP) ## install the engines that the benchmarks compare with, in ~/.cache/millrace-peers
+	$(BIN)/python -m benchmarks.peers install $(ARGS)
+
+report: $(STAMP) ## write docs/performance.md and its plots from benchmarks/results/*.json
+	$(BIN)/python -m benchmarks.report $(ARGS)
 
 clean: ## remove what the verbs created, .venv included
 	rm -rf $(VENV) .redis-6.2 build dist *.egg-info src/*.egg-info worker/kernels/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -2,61 +2,89 @@
 
 parts:
   queue        the queue protocol alone, against Redis Streams and RQ
-  generation   tokens per second through Redis and offline, and the time to the first token
   messages     a call to a worker and back, and the messages of a step
-  executors    a worker in its own process against one in the same process
-  parallel     one rank against two, tensor parallel and pipeline parallel
-  checkpoints  what saving running jobs costs
   scheduling   the scheduler and the block pool alone
+  kernels      the CPU's kernels, for each instruction set, against torch
+  step         one decode step by its phases, for 1 to 256 sequences and contexts up to 4,096
+  offline      tokens per second of LLM: workloads W1, W2, W3 and the example model
+  service      the same workloads through Redis, against LLM
+  checkpoints  what saving running jobs costs
+  peers        Millrace against the other engines that are installed; see benchmarks/peers.py
+  parallel     one rank against two, tensor parallel and pipeline parallel (only if named)
+
+Without --part all but the last one run, in about an hour.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import checkpoints, executors, generation, messages, parallel, queueing, scheduling
+from benchmarks import (
+    checkpoints,
+    kernels,
+    messages,
+    offline,
+    parallel,
+    peers,
+    queueing,
+    roofline,
+    scheduling,
+    step_times,
+    through_redis,
+)
+from benchmarks.compare import flat
 from benchmarks.environment import ROOT, describe
+from benchmarks.options import Options
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 
 SEED = 0
 PARTS: dict[str, ModuleType] = {
     "queue": queueing,
-    "generation": generation,
     "messages": messages,
-    "executors": executors,
-    "parallel": parallel,
-    "checkpoints": checkpoints,
     "scheduling": scheduling,
+    "kernels": kernels,
+    "step": step_times,
+    "offline": offline,
+    "service": through_redis,
+    "checkpoints": checkpoints,
+    "peers": peers,
+    "parallel": parallel,
 }
-"""Each has NUM_ROUNDS and `measure(url, model, num_rounds, is_quick=)`, which returns its figures by name."""
+"""Each has NUM_ROUNDS and `measure(options)`, which returns its figures by name."""
+ON_REQUEST = {"parallel"}
+USE_RATES = {"kernels", "step", "offline", "peers"}
 
 
 def main() -> None:
     """Run the chosen parts, or all."""
     options = _parse()
-    with EmbeddedServer() as server, tempfile.TemporaryDirectory() as directory:
-        result = {"seed": SEED, **describe(dict(connect(server.url).info("server")))}
-        model = generation.make_model(Path(directory))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with EmbeddedServer() as server:
+        result = {"seed": SEED, "is_quick": options.quick, **describe(dict(connect(server.url).info("server")))}
+        if USE_RATES & set(options.part):
+            result["rates"] = roofline.machine_rates()
         for name in options.part:
             num_rounds = options.repeat or (1 if options.quick else PARTS[name].NUM_ROUNDS)
-            result[name] = PARTS[name].measure(server.url, model, num_rounds, is_quick=options.quick)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+            chosen = Options(
+                server.url, num_rounds, options.quick, options.limit, options.workload or (), options.engine or ()
+            )
+            result[name] = PARTS[name].measure(chosen)
+            options.out.write_text(json.dumps(result, indent=2) + "\n")  # a later part may fail
     _show(result, options.out)
 
 
-def _show(result: dict[str, dict[str, object]], out: Path) -> None:
+def _show(result: dict[str, Any], out: Path) -> None:
     table = Table("figure", "value", title=f"Millrace on {result['machine']}")
     for part in filter(PARTS.__contains__, result):
-        for name, value in result[part].items():
+        for name, value in flat(result[part]):
             table.add_row(f"{part}: {name}", str(value))
     console = Console()
     console.print(table)
@@ -67,11 +95,16 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="parts to run (default: all)"
-    )
+    default_parts = [name for name in PARTS if name not in ON_REQUEST]
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=default_parts, metavar="PART", help="parts to run")
     parser.add_argument("--repeat", type=int, metavar="N", help="rounds of each part (default: the part's own number)")
     parser.add_argument("--quick", action="store_true", help="one round with little work: shows that a part runs")
+    parser.add_argument(
+        "--workload", nargs="+", metavar="NAME", help="of offline, service and peers: W1 W2 W3 TINY STEP1 STEP256 ..."
+    )
+    parser.add_argument("--engine", nargs="+", choices=[kind.name for kind in peers.kinds()], help="of the part peers")
+    limit_help = "time for the rounds of each of offline, service, peers and parallel (default: 600)"
+    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help=limit_help)
     default = ROOT / "benchmarks" / "out" / "bench.json"
     parser.add_argument("--out", type=Path, default=default, metavar="FILE", help=f"JSON file (default: {default})")
     options = parser.parse_args()

@@ -13,10 +13,10 @@ import random
 import signal
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.interval import median_interval
+from benchmarks.options import Options
 from benchmarks.service import Service
 from millrace import GenerationRequest, SamplingParams
 
@@ -48,14 +48,14 @@ def make_work(seed: int, num_requests: int) -> list[GenerationRequest]:
     ]
 
 
-def measure(url: str, model: Path, num_rounds: int, *, is_quick: bool = False) -> dict[str, Any]:
+def measure(options: Options) -> dict[str, Any]:
     """Return all figures of this part."""
-    num_requests = QUICK_REQUESTS if is_quick else NUM_REQUESTS
-    service = Service(url, model, queue="bench-checkpoints", start=("-c", _SWITCHED_BY_SIGNALS))
+    num_requests = QUICK_REQUESTS if options.is_quick else NUM_REQUESTS
+    service = Service(options.url, options.model, queue="bench-checkpoints", start=("-c", _SWITCHED_BY_SIGNALS))
     runs: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     try:
         service.run(make_work(1000, num_requests))
-        for pair in range(num_rounds):
+        for pair in range(options.num_rounds):
             for is_saving in (True, False) if pair % 2 else (False, True):
                 service.send_signal(signal.SIGUSR1 if is_saving else signal.SIGUSR2)
                 runs[is_saving].append(_run(service, make_work(pair, num_requests)))

@@ -14,7 +14,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -60,7 +62,16 @@ def _run(checkout: Path, arguments: list[str]) -> Figures:
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
         subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.DEVNULL, check=True)
         figures = json.loads(out.read_text())[arguments[1]]
-    return {name: value for name, value in figures.items() if isinstance(value, int | float)}
+    return {name: value for name, value in flat(figures) if isinstance(value, int | float)}
+
+
+def flat(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all figures, those of inner tables with the names of both."""
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _table(part: str, pairs: list[dict[str, Figures]]) -> Table:

@@ -6,30 +6,36 @@ import importlib
 import os
 import platform
 import subprocess
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("millrace", "torch", "transformers", "redis", "rq", "msgspec", "pyzmq", "tokenizers")
+INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16")
+"""As Linux names them. The benchmarks report which of these a CPU has."""
 
 
 def describe(server_info: dict[str, Any]) -> dict[str, Any]:
     """Return commit, machine and versions for a result file. Unknown values are None."""
     status = _output("git", "status", "--porcelain")
     return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _output("git", "rev-parse", "HEAD"),
         "is_dirty": None if status is None else bool(status),
         "machine": {
             "cpu": _cpu_model(),
             "num_cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)),
+            "instruction_sets": _instruction_sets(),
             "memory_gib": _memory_gib(),
             "gpus": (gpus := _gpus()),
             "cuda": importlib.import_module("torch").version.cuda if gpus else None,
         },
         "python": platform.python_version(),
         "server": f"{server_info.get('server_name', 'redis')} {server_info.get('redis_version')}",
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version_of(name) for name in PACKAGES},
     }
 
 
@@ -49,17 +55,29 @@ def _gpus() -> list[dict[str, str]]:
 
 
 def _cpu_model() -> str:
+    return _cpu_info("model name") or platform.processor()
+
+
+def _instruction_sets() -> list[str]:
+    """Return those of INSTRUCTION_SETS that the CPU has."""
+    flags = (_cpu_info("flags") or _cpu_info("Features") or "").split()
+    return [name for name in INSTRUCTION_SETS if name in flags]
+
+
+def _cpu_info(field: str) -> str | None:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
+        name, _, value = line.partition(":")
+        if name.strip() == field:
+            return value.strip()
+    return None
 
 
 def _memory_gib() -> float:
     return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """Return the version of an installed distribution."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.options import Options
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.wire.messages import (
     SeqId,
@@ -26,12 +27,12 @@ NUM_MESSAGES = 2000
 NUM_SEQUENCES = 256
 
 
-def measure(url: str, model: Path, num_rounds: int, *, is_quick: bool = False) -> dict[str, Any]:
-    """Return all figures of this part. `url` is not used; `is_quick` changes nothing."""
+def measure(options: Options) -> dict[str, Any]:
+    """Return all figures of this part. `is_quick` changes nothing."""
     plan = _decode_plan()
     payload = encode(Step(1, plan))
     return {
-        **_round_trips(model, num_rounds),
+        **_round_trips(options.model, options.num_rounds),
         "step_message_bytes": len(payload),
         "step_message_us": round(_median_us(lambda: decode_to_worker(encode(Step(1, plan))), NUM_MESSAGES), 1),
     }

@@ -14,13 +14,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import redis
 import rq
 
 from benchmarks import commands
+from benchmarks.options import Options
 from millrace import Client, GenerationRequest
 from millrace.results.connection import connect
 from millrace.results.messages import ClaimedJob, EngineId, Event, Finish, Usage
@@ -38,11 +38,13 @@ FEW, MANY, QUICK_MANY = 1_000, 1_000_000, 10_000
 Figures = dict[str, float]
 
 
-def measure(url: str, model: Path, num_rounds: int, *, is_quick: bool = False) -> dict[str, Any]:
-    """Return medians over the rounds, and the figures of one very long queue. `model` is not used."""
-    rounds = [_round(url) for _ in range(num_rounds)]
+def measure(options: Options) -> dict[str, Any]:
+    """Return medians over the rounds, and the figures of one very long queue."""
+    rounds = [_round(options.url) for _ in range(options.num_rounds)]
     figures = {name: statistics.median(values[name] for values in rounds) for name in rounds[0]}
-    figures |= _first_claim(url) | commands.measure() | _long_queue(url, QUICK_MANY if is_quick else MANY, num_rounds)
+    num_queued = QUICK_MANY if options.is_quick else MANY
+    figures |= _first_claim(options.url) | commands.measure()
+    figures |= _long_queue(options.url, num_queued, options.num_rounds)
     return {name: round(value, 2) for name, value in figures.items()}
 
 

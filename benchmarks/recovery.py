@@ -23,9 +23,10 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks import models
 from benchmarks.environment import ROOT, describe
-from benchmarks.generation import make_model
 from benchmarks.service import Service
+from benchmarks.workloads import LLAMA
 from millrace import Client
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
@@ -151,8 +152,7 @@ def main() -> None:
     options = parser.parse_args()
     with EmbeddedServer() as server, tempfile.TemporaryDirectory() as directory:
         result = describe(dict(connect(server.url).info("server")))
-        model = make_model(Path(directory))
-        result["recovery"] = measure(server.url, model, Path(directory, "service.log"), options.kills)
+        result["recovery"] = measure(server.url, models.find(LLAMA), Path(directory, "service.log"), options.kills)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     Console().print_json(data=result["recovery"])

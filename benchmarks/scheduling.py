@@ -7,9 +7,9 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+from benchmarks.options import Options
 from millrace.engine_service.core.block_pool import BlockPool
 from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence, StopRules
@@ -28,9 +28,9 @@ GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [])
 RULES = StopRules(max_tokens=10_000, min_tokens=0, end_token_ids=frozenset({2}))
 
 
-def measure(url: str, model: Path, num_rounds: int, *, is_quick: bool = False) -> dict[str, Any]:
-    """Return all figures of this part. `url` and `model` are not used."""
-    num_steps = 20 if is_quick else NUM_STEPS
+def measure(options: Options) -> dict[str, Any]:
+    """Return all figures of this part."""
+    num_rounds, num_steps = options.num_rounds, 20 if options.is_quick else NUM_STEPS
     figures: dict[str, Any] = {"block_us": _median(lambda: _block_us(num_steps), num_rounds)}
     for name, num_waiting in NUM_WAITING.items():
         figures[f"decode_step_ms_{name}"] = _median(partial(_step_ms, num_waiting, num_steps), num_rounds)

@@ -28,14 +28,15 @@ class Service:
         queue: str,
         start: Sequence[str] = ("-m", "millrace.engine_service"),
         log: Path | None = None,
+        options: Sequence[str] = (),
     ) -> None:
         """Start the service. `start`: Python's arguments for it, to start a modified one. `log`: a file for its log
-        from INFO up; without it only warnings are logged."""
+        from INFO up; without it only warnings are logged. `options`: more of `millrace serve`."""
         self._client = Client(url, queue=queue)
         self._begin_s = time.perf_counter()
         command = [sys.executable, "-P", *start, "--model", str(model), "--redis", url]
         command += ["--queue", queue, "--device", "cpu", "--executor", "mp"]
-        command += ["--log-level", "WARNING" if log is None else "INFO"]
+        command += ["--log-level", "WARNING" if log is None else "INFO", *options]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with contextlib.ExitStack() as opened:
             output = None if log is None else opened.enter_context(log.open("w"))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import redis
 
-from benchmarks import compare, queueing
+from benchmarks import compare, contenders, queueing, report, workloads
+from benchmarks.__main__ import PARTS
 from benchmarks.environment import describe
 from benchmarks.interval import median_interval
+from benchmarks.options import Options
 from benchmarks.service import Service
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
@@ -121,3 +126,121 @@ def test_two_checkouts_are_compared_in_turns(
 def test_the_interval_of_a_median_is_made_of_two_values() -> None:
     assert median_interval([2.0, 1.0, 3.0]) == (1.0, 3.0)
     assert median_interval([float(value) for value in range(40)]) == (13.0, 26.0)
+
+
+def test_rounds_of_a_workload_have_the_same_lengths_and_other_tokens() -> None:
+    for name, num_prompt, num_output in (("W1", 36_168, 24_180), ("W3", 67_584, 4_096)):
+        first, second = workloads.make(name, 0), workloads.make(name, 1)
+        assert [first.num_prompt_tokens, second.num_prompt_tokens] == [num_prompt] * 2
+        assert [first.num_output_tokens, second.num_output_tokens] == [num_output] * 2
+        assert first.requests[0].prompt != second.requests[0].prompt
+    assert first.least_prefill_tokens == 512 + 128 * 16
+    assert workloads.make("W1-RANDOM").requests == workloads.make("W1").requests
+    with pytest.raises(ValueError, match='unknown workload "STEPx"'):
+        workloads.make("STEPx")
+
+
+class FakeContender:
+    """Has a rate, and fails in the round `fails_in`."""
+
+    def __init__(self, log: list[str], name: str, rate: float, fails_in: int | None = None) -> None:
+        self._log, self._name, self._rate, self._fails_in = log, name, rate, fails_in
+
+    def run_round(self, number: int) -> contenders.Figures:
+        self._log.append(f"{self._name}{number}")
+        if number == self._fails_in:
+            raise contenders.EngineError("it has ended")
+        return {"seconds": 1.0, "tokens_per_s": self._rate + number, "peak_memory_mib": 100 + number}
+
+    def summary(self) -> contenders.Figures:
+        return {"start_to_first_token_s": 1.0}
+
+    def close(self) -> None:
+        self._log.append(f"close {self._name}")
+
+
+def test_engines_run_in_turns_and_one_that_fails_does_not_stop_the_others() -> None:
+    log: list[str] = []
+    starts: dict[str, Callable[[], contenders.Contender]] = {
+        "a": lambda: FakeContender(log, "a", 10),
+        "b": lambda: FakeContender(log, "b", 20, fails_in=1),
+        "c": lambda: FakeContender(log, "c", 5),
+    }
+    figures = contenders.run_in_turns(starts, "a", 3, limit_s=60)
+    assert log == [*("a0", "b0", "c0", "c1", "b1", "a1", "a2", "c2"), "close c", "close b", "close a"]
+    assert figures["b"] == {"failed": "it has ended"}
+    assert (figures["a"]["tokens_per_s"], figures["a"]["peak_memory_mib"]) == (11, 102)
+    assert figures["c"]["over_a"] == 0.5455 and "over_a" not in figures["a"]
+    assert figures["c"]["peak_memory_mib_of_round_1"] == 100
+
+    log.clear()
+    figures = contenders.run_in_turns(starts, "a", 3, limit_s=0)
+    assert [figures[name]["num_rounds"] for name in starts] == [1, 1, 1]
+
+
+def test_an_engine_that_cannot_start_is_a_failure_with_the_name_of_its_log(bench_home: Path) -> None:
+    kind = contenders.EngineKind("broken", "no_such_engine")
+    with pytest.raises(contenders.EngineError, match=r"the engine has ended; its log is .*broken\.W1\.log"):
+        contenders.EngineProcess(kind, "W1", is_quick=True)
+    assert "no_such_engine" in (bench_home / "logs" / "broken.W1.log").read_text()
+
+
+@pytest.fixture
+def bench_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for logs, one compute thread, and rates that were not measured."""
+    monkeypatch.setattr("benchmarks.models.HOME", tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    rates = {"read_gb_per_s": 10.0, "float32_gflops": 100.0, "bfloat16_gflops": 100.0}
+    monkeypatch.setattr("benchmarks.roofline.machine_rates", lambda: rates)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("bench_home")
+@pytest.mark.parametrize("part", ["offline", "service", "peers", "step", "kernels"])
+def test_a_part_of_a_quick_run_has_the_figures_that_the_report_shows(part: str, tmp_path: Path, redis_url: str) -> None:
+    options = Options(redis_url, num_rounds=1, is_quick=True, workloads=["STEP2" if part == "peers" else "W3"])
+    (results := tmp_path / "results").mkdir()
+    figures = PARTS[part].measure(options)
+    (results / "a.json").write_text(json.dumps({**describe({}), part: figures}))
+    page = tmp_path / "performance.md"
+    report.write(results, page)
+    text = page.read_text()
+    assert {
+        "offline": "| W3 | uni | ",
+        "service": "| W3 | ",
+        "peers": "STEP2:\n\n| engine | ms per decode step |",
+        "step": "| 16 x 128 | ",
+        "kernels": "| draw_8x32000 | gb/s | ",
+    }[part] in text
+    assert all((tmp_path / name).exists() for name in re.findall(r"!\[.*\]\((.*)\)", text))
+    if part == "offline":
+        assert figures["W3"]["mp"]["prefill_over_least"] <= 1.15
+
+
+def test_the_report_takes_the_newest_figures_and_says_where_they_are_from(tmp_path: Path) -> None:
+    (results := tmp_path / "results").mkdir()
+    engine = {"start_to_first_token_s": 2.0, "peak_memory_mib": 900, "num_rounds": 2}
+    slow, fast = ({**engine, "tokens_per_s": rate, "tokens_per_s_of_each_round": [rate - 1, rate]} for rate in (10, 20))
+    other = {**slow, "millrace_over": 2.0, "millrace_over_interval": [1.9, 2.1], "vllm": "0.32.0"}
+    facts = describe({}) | {"commit": "a" * 40, "is_dirty": False, "rates": {"read_gb_per_s": 30.0}}
+    for name, created, ours in (("new", "2026-02-01", fast), ("old", "2026-01-01", slow)):
+        peers = {"W1": {"millrace": ours, "vllm-eager": other, "broken": {"failed": "no"}}}
+        (results / f"{name}.json").write_text(json.dumps({**facts, "created": created, "peers": peers}))
+    (results / "chaos.json").write_text(json.dumps({"kills": 500}))
+    (results / "quick.json").write_text(json.dumps({**facts, "is_quick": True, "offline": {"W1": {}}}))
+    page = tmp_path / "performance.md"
+    report.write(results, page)
+    text = page.read_text()
+    assert f"| peers | new.json | {'a' * 12} | 2026-02-01 | 30 GB/s read |" in text
+    assert "| millrace | 20 (19 to 20) |  | 2.0 | 900 |  |" in text
+    assert "| vllm-eager | 10 (9 to 10) | 2.00 x (1.90 to 2.10) | 2.0 | 900 | vllm 0.32.0 |" in text
+    assert "| broken | failed |" in text and "without Redis" not in text
+    assert text.count("## ") == 2 and len(list((tmp_path / "performance").glob("*.svg"))) == 1
+    before = text
+    report.write(results, page)
+    assert page.read_text() == before
+
+    for path in results.glob("*.json"):
+        path.unlink()
+    report.write(results, page)
+    assert "Nothing has been measured yet." in page.read_text()

@@ -1,0 +1,220 @@
+"""Measures the CPU's kernels as the worker calls them: for each instruction set of this machine and for torch alone, with
+one thread and with all. Each combination runs in a process of its own, in turns; the shortest time of all rounds counts.
+
+Figures of a kernel: the time, the rate in GFLOP/s (arithmetic) or GB/s (memory), and `over_torch`, torch's time divided by
+the kernel's. Small operands are in the CPU's cache. Run as a program it measures the kernels that its environment chooses,
+and prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from benchmarks.environment import ROOT
+from benchmarks.options import Options
+
+NUM_ROUNDS = 3
+MEASURE_S, QUICK_S = 0.3, 0.01
+"""For each kernel in each round."""
+BLOCK_SIZE = 16
+ATTENTION = {"mha": (6, 6, 64, "float32"), "gqa": (16, 8, 128, "bfloat16")}
+"""Query heads, key heads, head size and dtype."""
+ROWS = {"decode": (32, 512, 1), "chunk": (2, 512, 512)}
+"""Rows, their lengths, and the tokens that each feeds."""
+MATRICES = ((288, 1536, "float32"), (1024, 3072, "float32"), (1024, 3072, "bfloat16"))
+MATRIX_ROWS = (1, 32, 256)
+SAMPLED_ROWS, QUICK_SAMPLED_ROWS, VOCAB_SIZE = 256, 8, 32_000
+
+
+class Case(NamedTuple):
+    name: str
+    unit: str
+    amount: float
+    """Operations, or bytes, of one call."""
+    run: Callable[[], object]
+
+
+def measure(options: Options) -> dict[str, Any]:
+    """Return the figures by instruction set, number of threads and kernel."""
+    sets, threads = _instruction_sets(), sorted({1, len(os.sched_getaffinity(0))})
+    if options.is_quick:
+        sets, threads = sets[:1], [1]
+    best: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for _ in range(options.num_rounds):
+        for key in ((one, number) for number in threads for one in (*sets, "none")):
+            for name, figures in _run(*key, is_quick=options.is_quick).items():
+                known = best.setdefault(key, {}).setdefault(name, figures)
+                known["us"] = min(known["us"], figures["us"])
+    return {f"{one}_{number}_threads": _rates(best[one, number], best["none", number]) for one, number in best}
+
+
+def _rates(cases: dict[str, dict[str, Any]], torchs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        name: {
+            "us": round(one["us"], 1),
+            one["unit"]: round(one["amount"] / one["us"] / 1e3, 2),
+            "over_torch": round(torchs[name]["us"] / one["us"], 3),
+        }
+        for name, one in cases.items()
+    }
+
+
+def _instruction_sets() -> list[str]:
+    """Return what the library has for this machine; nothing if there is no library."""
+    script = (
+        "from pathlib import Path\n"
+        "from millrace.worker.kernels import library\n"
+        "loaded = library.load_library(Path(library.__file__).parent)\n"
+        "print(*library.supported_instruction_sets(loaded))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], env=_environment(), capture_output=True, text=True)
+    if ran.returncode != 0:
+        print("there are no compiled kernels; measuring torch alone", file=sys.stderr)
+    return ran.stdout.split()
+
+
+def _run(instruction_set: str, num_threads: int, *, is_quick: bool) -> dict[str, dict[str, Any]]:
+    command = [sys.executable, "-P", "-m", "benchmarks.kernels", *(["--quick"] if is_quick else [])]
+    chosen = {"MILLRACE_KERNELS": instruction_set, "OMP_NUM_THREADS": str(num_threads)}
+    out = subprocess.run(command, env=_environment() | chosen, stdout=subprocess.PIPE, text=True, check=True).stdout
+    figures: dict[str, dict[str, Any]] = json.loads(out)
+    return figures
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def _best_us(run: Callable[[], object], measure_s: float) -> float:
+    run()
+    best_s, end_s = float("inf"), time.perf_counter() + measure_s
+    while time.perf_counter() < end_s or best_s == float("inf"):
+        began_s = time.perf_counter()
+        run()
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s * 1e6
+
+
+def _attention_cases() -> Iterator[Case]:
+    import torch
+
+    from millrace.worker.attention.select import choose_attention
+    from millrace.worker.kv_pool import KVPool, LayerSpec
+
+    cpu = torch.device("cpu")
+    attention = choose_attention("auto", cpu)
+    for kind, (heads, kv_heads, dim, dtype_name) in ATTENTION.items():
+        dtype = getattr(torch, dtype_name)
+        for rows, (num_rows, length, num_fed) in ROWS.items():
+            batch = _batch(num_rows, length, num_fed)
+            spec = LayerSpec(0, kv_heads, dim, dim, None)
+            layer = KVPool([spec], int(batch.block_tables.max()) + 1, BLOCK_SIZE, dtype, cpu).layers[0]
+            layer.keys.normal_()
+            layer.values.normal_()
+            num_tokens = num_rows * num_fed
+            query = torch.randn(heads, num_tokens, dim).to(dtype)
+            key, value = (torch.randn(kv_heads, num_tokens, dim).to(dtype) for _ in range(2))
+            run = partial(_attend, attention, batch, (query, key, value), layer, dim**-0.5)
+            if num_fed == 1:
+                read = 2 * num_rows * length * kv_heads * dim * dtype.itemsize
+                yield Case(f"attention_{rows}_{kind}_{dtype_name}", "gb_per_s", read, run)
+            else:
+                attended = num_rows * (num_fed * length - num_fed * (num_fed - 1) // 2)
+                yield Case(f"attention_{rows}_{kind}_{dtype_name}", "gflops", 4.0 * attended * heads * dim, run)
+
+
+def _attend(attention: Any, batch: Any, tokens: Any, layer: Any, scaling: float) -> object:
+    batch.derived.clear()
+    return attention.forward(*tokens, layer, scaling, None, None, batch)
+
+
+def _batch(num_rows: int, length: int, num_fed: int) -> Any:
+    """Return a step of equal rows, whose blocks lie in random order."""
+    import torch
+
+    from millrace.worker.input_batch import SampledRows, StepBatch
+
+    per_row = -(-length // BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(0)
+    tables = (torch.randperm(num_rows * per_row, generator=generator) + 1).view(num_rows, per_row).int()
+    fed = torch.arange(length - num_fed, length)
+    starts = [row * num_fed for row in range(num_rows + 1)]
+    return StepBatch(
+        input_ids=torch.zeros(1, starts[-1], dtype=torch.int64),
+        positions=fed.repeat(num_rows).unsqueeze(0),
+        slot_mapping=(tables[:, fed // BLOCK_SIZE].long() * BLOCK_SIZE + fed % BLOCK_SIZE).flatten(),
+        block_tables=tables,
+        sample_indices=torch.tensor(starts[1:]) - 1,
+        query_starts=starts,
+        kv_lens=[length] * num_rows,
+        sampled=SampledRows([], torch.empty(0), _sampling_rows(1, 0.0)),
+    )
+
+
+def _linear_cases() -> Iterator[Case]:
+    import torch
+    from torch import nn
+
+    from millrace.worker.kernels.library import find_kernels
+    from millrace.worker.linear import use_compiled_linear
+
+    kernels = find_kernels()
+    for inputs, outputs, dtype_name in MATRICES:
+        dtype = getattr(torch, dtype_name)
+        layers = nn.Sequential(nn.Linear(inputs, outputs, bias=False).to(dtype))
+        if kernels is not None:
+            use_compiled_linear(layers, kernels)
+        for num_rows in MATRIX_ROWS:
+            run = partial(layers, torch.randn(num_rows, inputs).to(dtype))
+            name = f"linear_{num_rows}x{inputs}x{outputs}_{dtype_name}"
+            if num_rows == 1:
+                yield Case(name, "gb_per_s", inputs * outputs * dtype.itemsize, run)
+            else:
+                yield Case(name, "gflops", 2.0 * num_rows * inputs * outputs, run)
+
+
+def _sampling_cases(num_rows: int) -> Iterator[Case]:
+    import torch
+
+    from millrace.worker.sampler import sample
+
+    logits = 2 * torch.randn(num_rows, VOCAB_SIZE)
+    for name, temperature in (("argmax", 0.0), ("draw", 0.8)):
+        rows = _sampling_rows(num_rows, temperature)
+        yield Case(f"{name}_{num_rows}x{VOCAB_SIZE}", "gb_per_s", logits.nbytes, partial(sample, logits, rows))
+
+
+def _sampling_rows(num_rows: int, temperature: float) -> Any:
+    import torch
+
+    from millrace.executor.wire.messages import RowSampling
+    from millrace.worker.sampling_rows import SamplingTable
+
+    table = SamplingTable(num_rows)
+    for slot in range(num_rows):
+        table.set(slot, RowSampling(temperature, 0, 0.95, 0.0, slot, 0, 0, []))
+    return table.rows(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
+
+
+def _measure_all(*, is_quick: bool) -> dict[str, dict[str, Any]]:
+    import torch
+
+    measure_s = QUICK_S if is_quick else MEASURE_S
+    sampled = _sampling_cases(QUICK_SAMPLED_ROWS if is_quick else SAMPLED_ROWS)
+    with torch.inference_mode():
+        return {
+            case.name: {"us": _best_us(case.run, measure_s), "unit": case.unit, "amount": case.amount}
+            for cases in (_attention_cases(), _linear_cases(), sampled)
+            for case in cases
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure_all(is_quick="--quick" in sys.argv)))

@@ -1,0 +1,129 @@
+"""The models of the benchmarks: random weights, made once and kept in a folder outside of the project.
+
+    llama-15m           Llama, 6 layers of 288, 6 heads of 64, 32,000 token ids, float32
+    qwen3-0.6b-random   the shape of Qwen3-0.6B, bfloat16
+
+Matrices have the standard deviation 1 / sqrt(inputs), so that every layer changes the hidden state and the greedy tokens
+depend on attention and positions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import ROOT
+from benchmarks.workloads import LLAMA, QWEN, TINY_MODEL
+
+HOME = Path(os.environ.get("MILLRACE_BENCH_HOME", "~/.cache/millrace-peers")).expanduser()
+"""Models, logs, and the environments of other engines."""
+NUM_TOKEN_IDS = 32_000
+"""Of the tokenizer. A model may have more; their embeddings are small, so that they are hardly ever generated."""
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+TEXT_BYTES = 24_000_000
+"""Text that the tokenizer is trained on."""
+SEEDS = {LLAMA: 15, QWEN: 600}
+
+
+def path_of(name: str) -> Path:
+    """Return the directory of a model, which may not have been made yet."""
+    return ROOT / "examples" / "tiny_model" if name == TINY_MODEL else HOME / "models" / name
+
+
+def find(name: str) -> Path:
+    """Return the directory of a model. Makes it first if it is missing, which takes up to a minute."""
+    path = path_of(name)
+    if not (path / "config.json").exists():
+        print(f"making {name} in {path}", flush=True)
+        unfinished = path.with_name(f"{name}.{os.getpid()}")
+        _save(name, unfinished)
+        shutil.rmtree(path, ignore_errors=True)
+        unfinished.rename(path)
+    return path
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Return the configuration of a model that has been made."""
+    config: dict[str, Any] = json.loads((path_of(name) / "config.json").read_text())
+    return config
+
+
+def _save(name: str, path: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = _tokenizer(path.parent)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    common: dict[str, Any] = {"max_position_embeddings": 4096, "tie_word_embeddings": True, **ends}
+    model: Any
+    if name == LLAMA:
+        common |= {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6}
+        common |= {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 64}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=NUM_TOKEN_IDS, rms_norm_eps=1e-5, **common))
+    else:
+        assert name == QWEN, name
+        common |= {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+        common |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+        common["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151_936, **common))
+        model.to(torch.bfloat16)
+    _fill(model, SEEDS[name])
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def _fill(model: Any, seed: int) -> None:
+    """Draw all weights."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 1:  # of a norm
+                weight.copy_(1 + 0.1 * drawn)
+                continue
+            is_embedding = "embed_tokens" in name or "lm_head" in name
+            weight.copy_(drawn * (2.0 if is_embedding else 1.0) / math.sqrt(weight.shape[1]))
+            if is_embedding:
+                weight[NUM_TOKEN_IDS:] *= 0.1
+
+
+def _tokenizer(cache: Path) -> Any:
+    """Return a tokenizer of NUM_TOKEN_IDS byte-level tokens. The models share one."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    made = next((path.parent for path in sorted(cache.glob("*/tokenizer.json"))), None)
+    if made is not None:
+        return AutoTokenizer.from_pretrained(made)
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=NUM_TOKEN_IDS,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(), trainer)
+    tokenizer.add_special_tokens([f"<|extra_{index}|>" for index in range(NUM_TOKEN_IDS - tokenizer.get_vocab_size())])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+
+
+def _texts() -> Iterator[str]:
+    """Yield the sources of Python's standard library, a text that every machine has."""
+    num_bytes = 0
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        if "site-packages" in path.parts or num_bytes > TEXT_BYTES:
+            continue
+        text = path.read_text(errors="ignore")
+        num_bytes += len(text)
+        yield text

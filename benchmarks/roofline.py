@@ -1,0 +1,133 @@
+"""The machine's measured rates, and the least time that they allow for a workload or a decode step.
+
+Run as a program it measures the rates and prints them as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+from benchmarks import models
+from benchmarks.environment import ROOT
+from benchmarks.workloads import Workload
+
+MEASURE_S = 0.5
+"""For each rate."""
+READ_BYTES = 512 * 2**20
+"""Much more than a CPU's caches."""
+PRODUCTS = ((256, 1024, 3072), (2048, 2048, 2048))
+"""Rows, inputs and outputs of the measured matrix products. The best one counts."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model computes and reads."""
+
+    layer_weights: int
+    """Elements of all layers' matrices."""
+    head_weights: int
+    num_layers: int
+    attention_width: int
+    """Query heads x head size."""
+    kv_elements: int
+    """Per token, of all layers."""
+
+
+def shape_of(model: str) -> Shape:
+    """Return the shape of a Llama-like model."""
+    config = models.read_config(model)
+    hidden, layers, dim = config["hidden_size"], config["num_hidden_layers"], config["head_dim"]
+    width, kv_width = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    per_layer = hidden * (2 * width + 2 * kv_width) + 3 * hidden * config["intermediate_size"]
+    return Shape(layers * per_layer, hidden * config["vocab_size"], layers, width, 2 * layers * kv_width)
+
+
+def least_s(workload: Workload) -> float:
+    """Return the least time for a round: each token through the layers once and each output token through the head,
+    against all weights read once per step, and each sequence's keys and values once per token.
+
+    A shared prefix is computed once, and read once per step.
+    """
+    shape, shared = shape_of(workload.model), workload.num_shared
+    num_steps = max(request.num_output for request in workload.requests)
+    products = shape.layer_weights * (workload.least_prefill_tokens + workload.num_output_tokens)
+    products += shape.head_weights * workload.num_output_tokens
+    attended, read = shared * (shared + 1) // 2, shared * num_steps
+    for request in workload.requests:
+        prompt, end = len(request.prompt), len(request.prompt) + request.num_output
+        attended += _sum_between(shared, end)
+        read += _sum_between(prompt, end) - shared * request.num_output
+    rates, itemsize = machine_rates(), _itemsize(workload.dtype)
+    num_bytes = (num_steps * (shape.layer_weights + shape.head_weights) + read * shape.kv_elements) * itemsize
+    operations = 2 * products + 4 * shape.num_layers * shape.attention_width * attended
+    return max(operations / rates[f"{workload.dtype}_gflops"], num_bytes / rates["read_gb_per_s"]) / 1e9
+
+
+def least_step_s(model: str, dtype: str, num_sequences: int, context: int) -> float:
+    """Return the least time for a decode step."""
+    shape, rates = shape_of(model), machine_rates()
+    weights, kv_tokens = shape.layer_weights + shape.head_weights, num_sequences * context
+    num_bytes = (weights + kv_tokens * shape.kv_elements) * _itemsize(dtype)
+    operations = 2 * weights * num_sequences + 4 * shape.num_layers * shape.attention_width * kv_tokens
+    return max(operations / rates[f"{dtype}_gflops"], num_bytes / rates["read_gb_per_s"]) / 1e9
+
+
+def _sum_between(begin: int, end: int) -> int:
+    """Return the sum of begin + 1 ... end."""
+    return (end * (end + 1) - begin * (begin + 1)) // 2
+
+
+def _itemsize(dtype: str) -> int:
+    return {"float32": 4, "bfloat16": 2}[dtype]
+
+
+@cache
+def machine_rates() -> dict[str, float]:
+    """Return the rates of this machine, measured in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-P", "-m", "benchmarks.roofline"]
+    out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    rates: dict[str, float] = json.loads(out)
+    return rates
+
+
+def _measure() -> dict[str, Any]:
+    import torch
+    from torch.nn import functional as F
+
+    figures: dict[str, Any] = {"threads": torch.get_num_threads()}
+    values = torch.ones(READ_BYTES // 4)
+    figures["read_gb_per_s"] = round(READ_BYTES / _best_s(values.sum) / 1e9, 1)
+    for dtype in (torch.float32, torch.bfloat16):
+        best = 0.0
+        for rows, inputs, outputs in PRODUCTS:
+            left, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+            work: list[Callable[[], object]] = [partial(F.linear, left, weight)]
+            if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+                packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+                work.append(partial(torch.ops.mkldnn._linear_pointwise, left, packed, None, "none", [], ""))
+            with torch.inference_mode():
+                best = max(best, *(2 * rows * inputs * outputs / _best_s(one) / 1e9 for one in work))
+        figures[f"{str(dtype).removeprefix('torch.')}_gflops"] = round(best, 1)
+    return figures
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    best_s, end_s = float("inf"), time.perf_counter() + MEASURE_S
+    while time.perf_counter() < end_s or best_s == float("inf"):
+        began_s = time.perf_counter()
+        work()
+        best_s = min(best_s, time.perf_counter() - began_s)
+    return best_s
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure()))
