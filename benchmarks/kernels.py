@@ -30,6 +30,8 @@ ROWS = {"decode": (32, 512, 1), "chunk": (2, 512, 512)}
 """Rows, their lengths, and the tokens that each feeds."""
 MATRICES = ((288, 1536, "float32"), (1024, 3072, "float32"), (1024, 3072, "bfloat16"))
 MATRIX_ROWS = (1, 32, 256)
+HEAD = (32, 288)
+"""Rows and inputs of the head, whose largest outputs are computed."""
 SAMPLED_ROWS, QUICK_SAMPLED_ROWS, VOCAB_SIZE = 256, 8, 32_000
 
 
@@ -160,24 +162,23 @@ def _batch(num_rows: int, length: int, num_fed: int) -> Any:
 
 def _linear_cases() -> Iterator[Case]:
     import torch
-    from torch import nn
 
-    from millrace.worker.kernels.library import find_kernels
-    from millrace.worker.linear import use_compiled_linear
+    from millrace.worker.linear import pack_linear
 
-    kernels = find_kernels()
     for inputs, outputs, dtype_name in MATRICES:
         dtype = getattr(torch, dtype_name)
-        layers = nn.Sequential(nn.Linear(inputs, outputs, bias=False).to(dtype))
-        if kernels is not None:
-            use_compiled_linear(layers, kernels)
+        layer = pack_linear([torch.randn(outputs, inputs).to(dtype)])
         for num_rows in MATRIX_ROWS:
-            run = partial(layers, torch.randn(num_rows, inputs).to(dtype))
+            rows = torch.randn(num_rows, inputs).to(dtype)
             name = f"linear_{num_rows}x{inputs}x{outputs}_{dtype_name}"
             if num_rows == 1:
-                yield Case(name, "gb_per_s", inputs * outputs * dtype.itemsize, run)
+                yield Case(name, "gb_per_s", inputs * outputs * dtype.itemsize, partial(layer.forward, rows))
             else:
-                yield Case(name, "gflops", 2.0 * num_rows * inputs * outputs, run)
+                yield Case(name, "gflops", 2.0 * num_rows * inputs * outputs, partial(layer.forward, rows))
+    num_rows, inputs = HEAD
+    head, rows = pack_linear([torch.randn(VOCAB_SIZE, inputs)]), torch.randn(num_rows, inputs)
+    name = f"head_argmax_{num_rows}x{inputs}x{VOCAB_SIZE}_float32"
+    yield Case(name, "gflops", 2.0 * num_rows * inputs * VOCAB_SIZE, partial(head.argmax, rows))
 
 
 def _sampling_cases(num_rows: int) -> Iterator[Case]:
