@@ -13,6 +13,7 @@ from benchmarks.options import Options
 from millrace.engine_service.core.block_pool import BlockPool
 from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence, StopRules
+from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import RowSampling, SeqId, StepPlan, StepResult
 
 NUM_ROUNDS = 5
@@ -44,7 +45,7 @@ def _median(work: Callable[[], float], num_rounds: int) -> float:
 def _step_ms(num_waiting: int, num_steps: int) -> float:
     """Return the median time to make the plan of a decode step and to apply its result."""
     config = SchedulerConfig(max_num_seqs=NUM_RUNNING, max_num_batched_tokens=8192)
-    scheduler = Scheduler(config, BlockPool(NUM_BLOCKS, BLOCK_SIZE), epoch=1)
+    scheduler = Scheduler(config, BlockPool(NUM_BLOCKS, KVLayout(BLOCK_SIZE)), epoch=1)
     draw = random.Random(0)
     for number in range(NUM_RUNNING):  # of mixed lengths, so that one in 16 needs a block in each step
         _add(scheduler, number + 1, 100 + draw.randrange(BLOCK_SIZE), draw)
@@ -75,7 +76,7 @@ def _step(scheduler: Scheduler) -> tuple[StepPlan, float]:
 
 def _block_us(num_times: int) -> float:
     """Return the time to allocate and free one block, of tables of 100."""
-    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    pool = BlockPool(NUM_BLOCKS, KVLayout(BLOCK_SIZE))
     began_s = time.perf_counter()
     for _ in range(num_times):
         pool.free(pool.allocate(100))

@@ -18,4 +18,4 @@ def build_engine(config: EngineConfig, path: Path, *, is_service: bool, log_leve
         executor = make_executor(config.executor, config.for_worker(path), is_service=is_service, log_level=log_level)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
-    return Engine(executor, config.for_scheduler(), config.block_size)
+    return Engine(executor, config.for_scheduler())

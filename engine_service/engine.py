@@ -52,10 +52,10 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
 class Engine:
     """Owns the executor, the scheduler and the open generations. One thread uses it, except for the last section."""
 
-    def __init__(self, executor: Executor, config: SchedulerConfig, block_size: int) -> None:
+    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         self._executor = executor
         self._generations: dict[SeqId, Generation] = {}
-        self._workers = WorkerGroup(executor, config, block_size)
+        self._workers = WorkerGroup(executor, config)
         self._run_ahead = config.run_ahead
         self._in_flight: deque[tuple[StepPlan, StepFuture]] = deque()
         """Steps that were sent to the workers and have no result yet, oldest first."""
@@ -76,7 +76,7 @@ class Engine:
     def start(self) -> ModelFacts:
         """Start the workers and make the KV pool. Raises `ConfigurationError` when this can't work, else `EngineDead`."""
         self._workers.start()
-        facts, capacity = self._executor.facts, self.scheduler.pool.capacity_tokens
+        facts, capacity = self._executor.facts, self.scheduler.pool.longest_sequence
         self._facts = msgspec.structs.replace(facts, max_model_len=min(facts.max_model_len, capacity))
         if capacity < facts.max_model_len:
             logger.warning(

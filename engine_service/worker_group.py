@@ -58,10 +58,9 @@ class WorkerGroup:
     refuse, are not the cause: then, and when all attempts fail, a method raises `EngineDead` with the first failure.
     """
 
-    def __init__(self, executor: Executor, config: SchedulerConfig, block_size: int) -> None:
+    def __init__(self, executor: Executor, config: SchedulerConfig) -> None:
         self._executor = executor
         self._config = config
-        self._block_size = block_size
         self._full_sizes = executor.parallel_sizes
         self._has_run = False
         self._num_fruitless_restarts = 0
@@ -204,7 +203,7 @@ class WorkerGroup:
         ]
 
     def _make_pool(self) -> BlockPool:
-        return BlockPool(self._executor.num_device_blocks, self._block_size)
+        return BlockPool(self._executor.num_device_blocks, self._executor.facts.kv_layout)
 
     def _check_weights(self) -> None:
         """Raise `EngineDead` when the new workers loaded other weights: a generation must end with the model that began
@@ -243,7 +242,7 @@ def _dead(message: str, error: ExecutorError) -> EngineDead:
 
 def no_longer_fits(pool: BlockPool) -> Failure:
     """The failure of a sequence that fitted when it was admitted, before ranks were lost."""
-    message = f"with the remaining ranks the KV pool holds {pool.capacity_tokens} tokens, too few for this job"
+    message = f"with the remaining ranks the KV pool holds {pool.longest_sequence} tokens, too few for this job"
     return Failure(TOO_LARGE, message)
 
 

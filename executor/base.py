@@ -186,7 +186,7 @@ class Executor(ABC):
             f"{facts.weight_bytes / 2**20:,.1f} MiB of weights, {num_fit[rank]:,} blocks fit ({budgets[rank]})"
             for rank, facts in enumerate(self._facts)
         ]
-        size = f"{(num_blocks - 1) * self._config.block_size:,} tokens, {sum(pool_mib):,.1f} MiB"
+        size = f"{self.facts.kv_layout.capacity_tokens(num_blocks - 1):,} tokens, {sum(pool_mib):,.1f} MiB"
         logger.info("KV cache: %s; %s", size, "; ".join(ranks))
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:

@@ -29,7 +29,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": {"msgspec", "zmq"},
     "worker": {
         *("torch", "transformers", "safetensors", "msgspec"),
-        *("executor.wire.messages", "executor.wire.channel", "executor.rank.serve", "executor.rank.worker"),
+        *("executor.wire.messages", "executor.wire.channel", "executor.wire.kv_layout"),
+        *("executor.rank.serve", "executor.rank.worker"),
     },
     "engine_service": {
         *("producer", "results", "executor"),

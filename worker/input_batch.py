@@ -3,8 +3,8 @@
 The decode rows that go on are kept as tensors, so a step of such rows alone costs a few tensor operations, however many
 there are. Other rows are listed in the plan.
 
-Shapes: S slots, R rows of the step, D of them decode rows that go on, T tokens of all rows one after the other, P blocks in
-the longest row's block table, M rows that yield a token.
+Shapes: S slots, R rows of the step, D of them decode rows that go on, T tokens of all rows one after the other, G groups of
+layers, P blocks of one group in the longest row's block table, M rows that yield a token.
 
     row 0: decode  row 1: decode  row 2: a prompt's chunk
     input_ids       b9             c2             a4 a5 a6 a7
@@ -35,8 +35,8 @@ class StepBatch:
 
     input_ids: Tensor  # [1, T]
     positions: Tensor  # [1, T]
-    slot_mapping: Tensor  # [T]
-    block_tables: Tensor  # [R, P] int32, block 0 past a row's end
+    slot_mapping: Tensor  # [G, T]
+    block_tables: Tensor  # [G, R, P] int32, block 0 past a row's end, and maybe before its window
     sample_indices: Tensor  # [M]
     query_starts: list[int]
     """R + 1 offsets into the T tokens."""
@@ -123,14 +123,20 @@ class InputBatch:
     """Owns the state of the running sequences on this rank: tokens, sampling and block tables. All tensors but the sampled
     tokens are on the host."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int, device: torch.device
+    ) -> None:
         self._block_size = block_size
+        self._num_groups = num_groups
         self._device = device
         self._sequences: dict[SeqId, SequenceState] = {}
         self._decodes: defaultdict[int, DecodeRows] = defaultdict(_no_rows)
         """By micro-batch."""
         self._free_slots = list(range(max_num_seqs))
-        self._tables = torch.zeros(max_num_seqs, num_blocks_for(max_model_len, block_size), dtype=torch.int32)
+        self._tables = torch.zeros(
+            max_num_seqs, num_blocks_for(max_model_len, block_size) * num_groups, dtype=torch.int32
+        )
+        """[S, P * G], see `KVLayout`. Blocks that the engine has taken back are still there."""
         self._prompt_lens = torch.zeros(max_num_seqs, dtype=torch.int64)
         self._sampling = SamplingTable(max_num_seqs)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
@@ -223,7 +229,8 @@ class InputBatch:
         ends = decodes.positions + 1
         positions = _extended(decodes.positions, listed.positions)
         token_slots = _extended(decodes.slots, listed.token_slots)
-        blocks = self._tables[token_slots, positions // self._block_size]
+        tables = self._tables.unflatten(1, (-1, self._num_groups))  # [S, P, G]
+        blocks = tables[token_slots, positions // self._block_size].T.contiguous()  # [G, T]
         assert bool((blocks != NULL_BLOCK).all()), f"step {plan.step_id} has a row without a block for its position"
         kv_lens = ends.tolist() + listed.kv_lens
         width = num_blocks_for(max(kv_lens), self._block_size)
@@ -234,7 +241,7 @@ class InputBatch:
             input_ids=self._input_ids(token_slots, count, listed.token_ids).unsqueeze(0),
             positions=self._to_device(positions.unsqueeze(0)),
             slot_mapping=self._to_device(blocks * self._block_size + positions % self._block_size),
-            block_tables=self._to_device(self._tables[:, :width].index_select(0, row_slots)),
+            block_tables=self._to_device(tables[:, :width].index_select(0, row_slots).movedim(2, 0).contiguous()),
             sample_indices=self._to_device(_extended(torch.arange(count), [count + i for i in listed.sample_offsets])),
             query_starts=list(range(count)) + [count + offset for offset in listed.offsets],
             kv_lens=kv_lens,

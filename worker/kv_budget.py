@@ -5,7 +5,6 @@ from __future__ import annotations
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.errors import ConfigError, ModelError
 from millrace.worker.host_memory import free_host_bytes
-from millrace.worker.kv_pool import num_blocks_for
 
 USUAL_TOKENS = 512
 """Tokens of a sequence for which the default pool on a CPU is sized."""
@@ -35,8 +34,8 @@ def host_pool_bytes(config: WorkerConfig, facts: ModelFacts, num_ranks: int) -> 
     its part of FREE_MEMORY_SHARE, which the ranks divide."""
     tokens_each = min(facts.max_model_len, USUAL_TOKENS)
     wanted_blocks = max(
-        config.max_num_seqs * num_blocks_for(tokens_each, config.block_size),
-        num_blocks_for(facts.max_model_len, config.block_size),
+        config.max_num_seqs * facts.kv_layout.num_blocks(tokens_each),
+        facts.kv_layout.num_blocks(facts.max_model_len),
     )
     return min((wanted_blocks + 1) * facts.kv_bytes_per_block, int(free_host_bytes() * FREE_MEMORY_SHARE / num_ranks))
 
@@ -46,9 +45,9 @@ def num_blocks_within(pool_bytes: int, config: WorkerConfig, facts: ModelFacts) 
     the configured `max_model_len`. Without it, the engine ends sequences at the size of the pool."""
     num_blocks = max(pool_bytes, 0) // facts.kv_bytes_per_block
     shortest = facts.max_model_len if config.max_model_len is not None else 1
-    needed = num_blocks_for(shortest, config.block_size) + 1
+    needed = facts.kv_layout.num_blocks(shortest) + 1
     if num_blocks < needed:
-        longest = max(num_blocks - 1, 0) * config.block_size
+        longest = facts.kv_layout.longest_sequence(num_blocks - 1)
         shorter = f"set max_model_len to at most {longest}, or " if longest else ""
         raise ModelError(
             f"one sequence of {shortest} tokens needs {needed * facts.kv_bytes_per_block:,} bytes of KV pool, "

@@ -1,19 +1,24 @@
-"""The keys and values of all running sequences: one pair of preallocated tensors per layer.
+"""The keys and values of all running sequences: preallocated pairs of tensors, which one layer of each group shares.
 
     layer.keys    [N, S, Hkv, D]    layer.values    [N, S, Hkv, Dv]
+
+    groups a, b    a: layers 0 2 4    b: layers 1 3    (`millrace.worker.layer_groups`)
+    pairs          0: layers 0 1      1: layers 2 3    2: layer 4
 
 Shapes: N blocks, S tokens in a block, Hkv key and value heads of this rank, D size of a key head, Dv size of a value
 head, T tokens of a step, L positions of a sequence.
 
-The slot of a token is `block_id * S + offset in the block`. The engine allocates block ids, the same for all layers.
-Block 0 is never allocated. Slots without a token may hold any bits, also NaN: attention must not use them, not even
-with weight 0.
+The slot of a token is `block_id * S + offset in the block`. The engine allocates block ids, the same for all layers of a
+group. Layers of different groups never have the same block, so they can share tensors. Block 0 is never allocated. Slots
+without a token may hold any bits, also NaN: attention must not use them, not even with weight 0.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -28,6 +33,7 @@ class LayerSpec:
     key_dim: int
     value_dim: int
     sliding_window: int | None
+    group: int = 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
@@ -39,18 +45,23 @@ class LayerCache:
 
     keys: Tensor  # [N, S, Hkv, D]
     values: Tensor  # [N, S, Hkv, Dv]
+    group: int = 0
+    """Whose block tables and slots the layer has in a `StepBatch`."""
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store key [Hkv, T, D] and value [Hkv, T, Dv] in the slots [T], in the pool's dtype."""
         self.keys.flatten(0, 1).index_copy_(0, slot_mapping, key.transpose(0, 1).to(self.keys.dtype))
         self.values.flatten(0, 1).index_copy_(0, slot_mapping, value.transpose(0, 1).to(self.values.dtype))
 
-    def gather(self, block_table: Tensor, kv_len: int) -> tuple[Tensor, Tensor]:
-        """Copy the first L = `kv_len` positions of one sequence: [L, Hkv, D], [L, Hkv, Dv]."""
-        blocks = block_table[: num_blocks_for(kv_len, self.keys.shape[1])]
+    def gather(self, block_table: Tensor, first: int, kv_len: int) -> tuple[Tensor, Tensor]:
+        """Copy the L positions of one sequence from the block of `first` up to `kv_len`: [L, Hkv, D], [L, Hkv, Dv]."""
+        block_size = self.keys.shape[1]
+        first_block = first // block_size
+        blocks = block_table[first_block : num_blocks_for(kv_len, block_size)]
+        length = kv_len - first_block * block_size
         return (
-            self.keys.index_select(0, blocks).flatten(0, 1)[:kv_len],
-            self.values.index_select(0, blocks).flatten(0, 1)[:kv_len],
+            self.keys.index_select(0, blocks).flatten(0, 1)[:length],
+            self.values.index_select(0, blocks).flatten(0, 1)[:length],
         )
 
 
@@ -58,32 +69,49 @@ class KVPool:
     """Owns the KV tensors of this rank. The engine knows which sequence has which block."""
 
     def __init__(
-        self, specs: Iterable[LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        specs: Iterable[LayerSpec],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_groups: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_groups = num_groups
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        """Keys and values."""
         self.layers: dict[int, LayerCache] = {}
-        for spec in specs:
-            shape = (num_blocks, block_size, spec.num_kv_heads)
+        for sharing in share_tensors(specs):
+            shape = (num_blocks, block_size, sharing[0].num_kv_heads)
             # torch.empty: on a CPU a page takes memory only after the first write to it.
-            self.layers[spec.layer_index] = LayerCache(
-                keys=torch.empty(*shape, spec.key_dim, dtype=dtype, device=device),
-                values=torch.empty(*shape, spec.value_dim, dtype=dtype, device=device),
-            )
+            keys = torch.empty(*shape, sharing[0].key_dim, dtype=dtype, device=device)
+            values = torch.empty(*shape, sharing[0].value_dim, dtype=dtype, device=device)
+            self._pairs.append((keys, values))
+            self.layers |= {spec.layer_index: LayerCache(keys, values, spec.group) for spec in sharing}
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks in every layer, in the given order: a later pair sees the earlier
         copies."""
         for source, destination in pairs:
-            for layer in self.layers.values():
-                layer.keys[destination] = layer.keys[source]
-                layer.values[destination] = layer.values[source]
+            for keys, values in self._pairs:
+                keys[destination] = keys[source]
+                values[destination] = values[source]
 
     def num_bytes(self) -> int:
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers.values())
+        return sum(keys.nbytes + values.nbytes for keys, values in self._pairs)
 
     def __repr__(self) -> str:
         return f"KVPool({len(self.layers)} layers, {self.num_blocks} blocks of {self.block_size}, {self.num_bytes()} bytes)"
+
+
+def share_tensors(specs: Iterable[LayerSpec]) -> list[list[LayerSpec]]:
+    """Return which layers share tensors: the first ones of all groups, then the second ones, and so on."""
+    groups: defaultdict[int, list[LayerSpec]] = defaultdict(list)
+    for spec in specs:
+        groups[spec.group].append(spec)
+    return [[spec for spec in sharing if spec is not None] for sharing in zip_longest(*groups.values())]
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -220,7 +220,8 @@ class Rank:
         return self._model
 
     def _make_pool(self, num_blocks: int) -> KVPool:
-        return KVPool(self._specs, num_blocks, self._config.block_size, self._kv_cache_dtype, self._device)
+        layout = self._facts.kv_layout
+        return KVPool(self._specs, num_blocks, layout.block_size, self._kv_cache_dtype, self._device, layout.num_groups)
 
     def _make_runner(self, pool: KVPool) -> Runner:
         common = (self._loaded(), self._attention, pool, self._config.max_num_seqs, self._facts.max_model_len)
@@ -230,7 +231,7 @@ class Rank:
         """Run the largest step, and return the bytes that the configured share of the GPU leaves for the pool."""
         config = self._config
         longest = min(self._facts.max_model_len, max(self._max_pool_tokens(), config.max_num_batched_tokens))
-        plan = largest_prefill(config.max_num_batched_tokens, config.max_num_seqs, longest, config.block_size)
+        plan = largest_prefill(self._facts.kv_layout, config.max_num_seqs, longest)
         pool = self._make_pool(2)
         torch.cuda.reset_peak_memory_stats(self._device)
         runner = self._make_runner(pool)
@@ -254,7 +255,7 @@ class Rank:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         pool_bytes = int(total * self._config.gpu_memory_utilization) - (total - free)
-        return pool_bytes // self._facts.kv_bytes_per_block * self._config.block_size
+        return self._facts.kv_layout.longest_sequence(pool_bytes // self._facts.kv_bytes_per_block)
 
 
 def _mib(num_bytes: int) -> str:

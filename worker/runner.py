@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import (
     NO_TOKEN,
     NewSequence,
@@ -26,7 +27,7 @@ from millrace.executor.wire.messages import (
 from millrace.worker.attention.interface import STEP_KEYWORD, Attention, ForwardStep
 from millrace.worker.errors import PlanError, StepSkipped
 from millrace.worker.input_batch import InputBatch, SampledRows, StepBatch
-from millrace.worker.kv_pool import KVPool, num_blocks_for
+from millrace.worker.kv_pool import KVPool
 from millrace.worker.sampler import sample
 
 logger = logging.getLogger("millrace.worker")
@@ -75,7 +76,7 @@ class Runner:
         self._attention = attention
         self._pool = pool
         self._device = model.device
-        self._sequences = InputBatch(max_num_seqs, max_model_len, pool.block_size, self._device)
+        self._sequences = InputBatch(max_num_seqs, max_model_len, pool.block_size, pool.num_groups, self._device)
         self._launched: deque[LaunchedStep] = deque()
         self._has_failed = False
         """Whether a step has failed, and the engine may not know it yet."""
@@ -161,22 +162,23 @@ class Runner:
         return self._sequences.num_sequences
 
 
-def largest_prefill(num_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> StepPlan:
-    """Return the most expensive plan: `num_tokens` tokens in as many rows as may sample, all drawn at random. The first
-    row is the last chunk of a sequence of `max_model_len` tokens, so that it attends to as many positions as possible.
+def largest_prefill(layout: KVLayout, max_num_seqs: int, longest: int) -> StepPlan:
+    """Return the most expensive plan: the most tokens of a step in as many rows as may sample, all drawn at random. The
+    first row is the last chunk of a sequence of `longest` tokens, so that it attends to as many positions as possible.
 
     All rows use block 1, so a pool of two blocks is enough. The results mean nothing.
     """
     sampling = RowSampling(1.0, 50, 0.9, 0.0, 0, 0, 0, [])
+    num_tokens = layout.max_step_tokens
     num_rows = min(max_num_seqs, num_tokens)
     spare = num_tokens - num_rows
     rows: list[StepRow] = []
     new: list[NewSequence] = []
     for index in range(num_rows):
-        num_fed = min(1 + spare, max_model_len)
+        num_fed = min(1 + spare, longest)
         spare -= num_fed - 1
-        length = num_fed if index else max_model_len
+        length = num_fed if index else longest
         new.append(NewSequence(SeqId(index), [0] * length, length, sampling))
-        blocks = [1] * num_blocks_for(length, block_size)
+        blocks = [1] * layout.num_columns(length) * layout.num_groups
         rows.append(StepRow(SeqId(index), length - num_fed, num_fed, blocks))
     return StepPlan(StepId(0), 0, 1, sum(row.num_tokens for row in rows), num_rows, rows, new)

@@ -1,17 +1,19 @@
 """Which KV blocks are free, which are shared, and which hold tokens that a later prompt may begin with.
 
-Ids only; the tensors are the workers'. The rules are those of vLLM's v1 pool (vllm/v1/core/block_pool.py): full blocks are
-found by their hash, a block without users stays cached until its place is needed, and the end of a sequence is evicted
-before its beginning.
+Ids only; the tensors are the workers'. `KVLayout` explains the block tables. The rules are those of vLLM's v1 pool
+(vllm/v1/core/block_pool.py): full blocks are found by their hash, a block without users stays cached until its place is
+needed, and the end of a sequence is evicted before its beginning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Literal
 
 import msgspec
 
+from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import NULL_BLOCK
 
 
@@ -21,6 +23,7 @@ class BlockEvent(msgspec.Struct, frozen=True):
     kind: Literal["stored", "removed", "cleared"]
     hashes: list[bytes] = []
     """Empty for "cleared"."""
+    group: int = 0
 
 
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +41,7 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
 class _Block:
     """One block. A free one is a link of the list of free blocks."""
 
-    __slots__ = ("block_hash", "block_id", "following", "num_users", "previous")
+    __slots__ = ("block_hash", "block_id", "following", "group", "num_users", "previous")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -46,6 +49,8 @@ class _Block:
         """Block tables that hold it."""
         self.block_hash: bytes | None = None
         """Set while the block can be found."""
+        self.group = 0
+        """The group of layers of which it was cached last."""
         self.previous: _Block = self
         self.following: _Block = self
 
@@ -63,32 +68,35 @@ class BlockPool:
     Ask, then act: `can_allocate(n)`, then `allocate(n)`.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, record_events: bool = False) -> None:
+    def __init__(self, num_blocks: int, layout: KVLayout, *, record_events: bool = False) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks: must be at least 2 (block 0 is never used), got {num_blocks}")
         self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.layout = layout
+        self._windows = [(group, window) for group, window in enumerate(layout.windows) if window is not None]
         self.num_free = num_blocks - 1
         self._blocks = [_Block(block_id) for block_id in range(num_blocks)]
         self._free = self._blocks[NULL_BLOCK]
         """Both ends of the list of free blocks: what follows it is allocated first."""
         for block in self._blocks[1:]:
             block.insert_before(self._free)
-        self._cached: dict[bytes, _Block] = {}
+        self._cached: list[dict[bytes, _Block]] = [{} for _ in layout.windows]
+        """By group."""
         self._events: list[BlockEvent] | None = [] if record_events else None
         self._num_queried_tokens = self._num_hit_tokens = 0
 
     def __repr__(self) -> str:
-        return f"BlockPool({self.num_free} of {self.num_blocks - 1} blocks free, {self.block_size} tokens each)"
+        return f"BlockPool({self.num_free} of {self.num_blocks - 1} blocks free, {self.layout.block_size} tokens each)"
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens that fit when every block is used."""
-        return (self.num_blocks - 1) * self.block_size
+        return self.layout.capacity_tokens(self.num_blocks - 1)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens`."""
-        return -(-num_tokens // self.block_size)
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that one sequence can have."""
+        return self.layout.longest_sequence(self.num_blocks - 1)
 
     # --- blocks of their own ---
 
@@ -105,11 +113,25 @@ class BlockPool:
         """Drop one use of each block of a table. Blocks without users are free: those that nobody can find are reused
         first, then the end of the table before its beginning."""
         for block_id in reversed(block_ids):
+            if block_id == NULL_BLOCK:
+                continue
             block = self._blocks[block_id]
             block.num_users -= 1
             if block.num_users == 0:
                 block.insert_before(self._free if block.block_hash is not None else self._free.following)
                 self.num_free += 1
+
+    def free_hidden(self, table: list[int], num_computed: int) -> None:
+        """Free the blocks of a table that no token from position `num_computed` on attends to."""
+        for group, window in self._windows:
+            num_groups, hidden = self.layout.num_groups, []
+            for column in reversed(range(self.layout.num_hidden_columns(window, num_computed))):
+                entry = column * num_groups + group
+                if table[entry] == NULL_BLOCK:  # and all before it
+                    break
+                hidden.append(table[entry])
+                table[entry] = NULL_BLOCK
+            self.free(hidden[::-1])
 
     def _take(self, block: _Block) -> int:
         block.unlink()
@@ -123,41 +145,73 @@ class BlockPool:
     def num_users(self, block_id: int) -> int:
         return self._blocks[block_id].num_users
 
-    def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks that hold the longest beginning of these."""
-        found: list[int] = []
-        for block_hash in hashes:
-            block = self._cached.get(block_hash)
-            if block is None:
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Return the table of the longest beginning of these columns of which all blocks are cached that the next token
+        attends to; the others are `NULL_BLOCK`."""
+        num_columns = self._num_cached_columns(hashes)
+        num_tokens = num_columns * self.layout.block_size
+        first = [0] * self.layout.num_groups
+        for group, window in self._windows:
+            first[group] = self.layout.num_hidden_columns(window, num_tokens)
+        groups = list(zip(first, self._cached, strict=True))
+        return [
+            cached[block_hash].block_id if column >= first_column else NULL_BLOCK
+            for column, block_hash in enumerate(hashes[:num_columns])
+            for first_column, cached in groups
+        ]
+
+    def _num_cached_columns(self, hashes: Sequence[bytes]) -> int:
+        for window, cached in zip(self.layout.windows, self._cached, strict=True):
+            if window is None:
+                hashes = list(takewhile(cached.__contains__, hashes))
+        num_columns = len(hashes)
+        # What the windows see from the end of a column, nearest first.
+        views = [(self.layout.num_columns(window - 1), self._cached[group]) for group, window in self._windows]
+        if any(cached.keys().isdisjoint(hashes) for _, cached in views):
+            return 0
+        longest_view = max((length for length, _ in views), default=0)
+        for column in reversed(range(num_columns)):
+            if num_columns - column > longest_view:
                 break
-            found.append(block.block_id)
-        return found
+            if any(num_columns - column <= length and hashes[column] not in cached for length, cached in views):
+                num_columns = column
+        return num_columns
+
+    def is_cached(self, block_hash: bytes) -> bool:
+        """Whether a block with this hash can be found. Any thread may call this."""
+        return any(block_hash in cached for cached in self._cached)
 
     def num_free_among(self, block_ids: Iterable[int]) -> int:
         """How many of these have no user: sharing them takes them out of the free ones."""
-        return sum(self._blocks[block_id].num_users == 0 for block_id in block_ids)
+        return sum(self._blocks[each].num_users == 0 for each in block_ids if each != NULL_BLOCK)
 
     def share(self, block_ids: Iterable[int]) -> None:
         """Add one use of each block that `find` has returned."""
         for block_id in block_ids:
+            if block_id == NULL_BLOCK:
+                continue
             block = self._blocks[block_id]
             if block.num_users == 0:
                 block.unlink()
                 self.num_free -= 1
             block.num_users += 1
 
-    def register(self, block_ids: Iterable[int], hashes: Sequence[bytes]) -> list[int]:
-        """Let used blocks be found by these hashes from now on. Returns those that could not be found before; a block with
-        the tokens of another one stays without a hash."""
-        registered = []
-        for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            block = self._blocks[block_id]
-            if block.block_hash is None and block_hash not in self._cached:
-                block.block_hash = block_hash
-                self._cached[block_hash] = block
-                registered.append(block_id)
-        if registered:
-            self._record("stored", registered)
+    def register(self, table: list[int], hashes: Sequence[bytes], first: int = 0) -> list[int]:
+        """Let the used blocks in the columns from `first` on be found by these hashes from now on. Returns those that could
+        not be found before; a block with the tokens of another one stays without a hash."""
+        registered: list[int] = []
+        num_groups = self.layout.num_groups
+        for group, cached in enumerate(self._cached):
+            stored = []
+            for block_id, block_hash in zip(table[first * num_groups + group :: num_groups], hashes, strict=False):
+                block = self._blocks[block_id]
+                if block.block_hash is None and block_hash not in cached and block_id != NULL_BLOCK:
+                    block.block_hash, block.group = block_hash, group
+                    cached[block_hash] = block
+                    stored.append(block_id)
+            if stored:
+                self._record("stored", stored)
+                registered += stored
         return registered
 
     def unregister(self, block_ids: Iterable[int]) -> None:
@@ -170,18 +224,23 @@ class BlockPool:
                     block.unlink()
                     block.insert_before(self._free.following)
 
+    def unregister_hashes(self, hashes: Iterable[bytes]) -> None:
+        """Let nobody find the blocks with these hashes any more."""
+        self.unregister([cached[each].block_id for each in hashes for cached in self._cached if each in cached])
+
     def reset_cache(self) -> None:
         """Forget what is cached. Blocks in use stay with their users."""
-        for block in self._cached.values():
-            block.block_hash = None
-        self._cached.clear()
+        for cached in self._cached:
+            for block in cached.values():
+                block.block_hash = None
+            cached.clear()
         if self._events is not None:
             self._events = [BlockEvent("cleared")]
 
     def _evict(self, block: _Block) -> None:
         assert block.block_hash is not None
         self._record("removed", [block.block_id])
-        del self._cached[block.block_hash]
+        del self._cached[block.group][block.block_hash]
         block.block_hash = None
 
     # --- figures ---
@@ -195,7 +254,7 @@ class BlockPool:
         return PoolStats(
             num_blocks=self.num_blocks - 1,
             num_free=self.num_free,
-            num_cached=len(self._cached),
+            num_cached=sum(map(len, self._cached)),
             num_queried_tokens=self._num_queried_tokens,
             num_hit_tokens=self._num_hit_tokens,
         )
@@ -208,14 +267,15 @@ class BlockPool:
     def _record(self, kind: Literal["stored", "removed"], block_ids: list[int]) -> None:
         if self._events is not None:
             hashes = [self._blocks[block_id].block_hash or b"" for block_id in block_ids]
-            self._events.append(BlockEvent(kind, hashes))
+            self._events.append(BlockEvent(kind, hashes, self._blocks[block_ids[0]].group))
 
     def check_integrity(self, tables: Iterable[list[int]]) -> None:
         """Check that every block is free or in as many of `tables` as it has users, and that hashes lead to their blocks."""
         users = [0] * self.num_blocks
         for table in tables:
-            assert len(table) == len(set(table)), "a table holds a block twice"
-            for block_id in table:
+            held = [block_id for block_id in table if block_id != NULL_BLOCK]
+            assert len(held) == len(set(held)), "a table holds a block twice"
+            for block_id in held:
                 users[block_id] += 1
         assert users == [block.num_users for block in self._blocks], "a block has other users than it counts"
         free, link = [], self._free.following
@@ -227,6 +287,7 @@ class BlockPool:
             "a block is lost, or free and used"
         )
         assert len(free) == self.num_free
-        for block_hash, block in self._cached.items():
-            assert block.block_hash == block_hash, "a hash leads to another block"
-        assert len(self._cached) == sum(block.block_hash is not None for block in self._blocks)
+        for group, cached in enumerate(self._cached):
+            for block_hash, block in cached.items():
+                assert (block.block_hash, block.group) == (block_hash, group), "a hash leads to another block"
+        assert self.stats().num_cached == sum(block.block_hash is not None for block in self._blocks)

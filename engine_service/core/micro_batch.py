@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from millrace.engine_service.core.sequence import Sequence, StepClock
+from millrace.executor.wire.kv_layout import KVLayout
 
 
 class MicroBatch(StepClock):
@@ -12,10 +13,10 @@ class MicroBatch(StepClock):
     for a member that goes on. A calendar says at which step one needs a block or has its last row.
     """
 
-    def __init__(self, number: int, block_size: int) -> None:
+    def __init__(self, number: int, layout: KVLayout) -> None:
         super().__init__()
         self.number = number
-        self._block_size = block_size
+        self._layout = layout
         self._members: list[Sequence] = []
         self._calendar: dict[int, list[Sequence]] = {}
         """By the value of `num_steps`."""
@@ -52,10 +53,9 @@ class MicroBatch(StepClock):
             self.set_due(sequence)
 
     def set_due(self, sequence: Sequence) -> None:
-        """Enter into the calendar when the member needs a block or has no row left, whichever is first."""
-        num_steps = min(
-            len(sequence.block_ids) * self._block_size - sequence.num_computed, sequence.num_decode_rows_left
-        )
+        """Enter into the calendar when the member needs blocks or has no row left, whichever is first."""
+        num_tokens = self._layout.num_tokens_in(sequence.block_ids)
+        num_steps = min(num_tokens - sequence.num_computed, sequence.num_decode_rows_left)
         sequence.due_at = self.num_steps + num_steps
         self._calendar.setdefault(sequence.due_at, []).append(sequence)
 

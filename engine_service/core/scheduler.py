@@ -17,6 +17,7 @@ from millrace.engine_service.core.token_budget import TokenBudget
 from millrace.engine_service.core.waiting_queue import WaitingQueue
 from millrace.executor.wire.messages import (
     NO_TOKEN,
+    NULL_BLOCK,
     RowFailure,
     SeqId,
     StepId,
@@ -77,7 +78,7 @@ class Scheduler:
         self.epoch = epoch
         self._is_caching = config.enable_prefix_caching
         self._pace = PrefillPace(config.inter_token_latency_s)
-        self._waiting = WaitingQueue(pool.block_size)
+        self._waiting = WaitingQueue(pool.layout)
         self._running: dict[SeqId, Sequence] = {}
         """In the order of admission."""
         self._ready: dict[SeqId, Sequence] = {}
@@ -101,7 +102,7 @@ class Scheduler:
     @property
     def free_tokens(self) -> int:
         """Tokens that the pool can still hold after all waiting sequences are admitted; negative when they do not fit."""
-        return (self.pool.num_free - self._waiting.num_blocks) * self.pool.block_size
+        return self.pool.layout.capacity_tokens(self.pool.num_free - self._waiting.num_blocks)
 
     def add(self, sequence: Sequence, *, is_first: bool = False) -> None:
         """Queue a sequence, at the end or before all others. The caller has checked `fits`."""
@@ -211,14 +212,14 @@ class Scheduler:
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether the pool can hold the whole sequence, to its last token, when nothing else uses it."""
-        return sequence.num_prompt_tokens + sequence.stop_rules.max_tokens <= self.pool.capacity_tokens
+        return sequence.num_prompt_tokens + sequence.stop_rules.max_tokens <= self.pool.longest_sequence
 
     # --- choosing sequences ---
 
     def _open_micro_batches(self, num_stages: int, run_ahead: bool) -> Iterator[MicroBatch]:
         """Yield the micro-batches that can have another step, beginning after that of the last step."""
         while len(self._micro_batches) < num_stages:
-            self._micro_batches.append(MicroBatch(len(self._micro_batches), self.pool.block_size))
+            self._micro_batches.append(MicroBatch(len(self._micro_batches), self.pool.layout))
         last = self._in_flight[-1].micro_batch.number if self._in_flight else -1
         for offset in range(1, num_stages + 1):
             micro_batch = self._micro_batches[(last + offset) % num_stages]
@@ -279,7 +280,7 @@ class Scheduler:
     def _schedule_decodes(self, step: PlannedStep) -> None:
         """Let the decode rows of the micro-batch go on, as many as the step can take."""
         micro_batch = step.micro_batch
-        due = micro_batch.take_due()
+        due, num_groups = micro_batch.take_due(), self.pool.layout.num_groups
         for sequence in due:
             if sequence.num_decode_rows_left == 0:
                 sequence.leave_clock()
@@ -287,11 +288,10 @@ class Scheduler:
         for sequence in micro_batch.members[min(step.budget, step.max_rows) :]:
             self._pause(sequence, micro_batch)
         for sequence in due:
-            if sequence.clock is micro_batch and self._ensure_blocks(sequence, 1, step):
-                self._register_blocks(sequence, sequence.num_computed, step.registered)
-                block_ids = self.pool.allocate(1)
+            if sequence.clock is micro_batch and self._ensure_blocks(sequence, num_groups, step):
+                block_ids = self.pool.allocate(num_groups)
                 sequence.block_ids += block_ids
-                step.new_blocks.append((sequence, block_ids[0]))
+                step.new_blocks += [(sequence, block_id) for block_id in block_ids]
                 micro_batch.set_due(sequence)
         step.budget -= len(micro_batch.members)
         step.max_rows -= len(micro_batch.members)
@@ -351,17 +351,20 @@ class Scheduler:
         """Return the cached blocks that the sequence begins with. At least one token is left to compute."""
         if not self._is_caching:
             return []
-        most = (sequence.num_tokens - 1) // self.pool.block_size
-        return self.pool.find(sequence.hash_blocks(self.pool.block_size)[:most])
+        most = (sequence.num_tokens - 1) // self.pool.layout.block_size
+        return self.pool.find(sequence.hash_blocks(self.pool.layout.block_size)[:most])
 
     def _can_admit(self, sequence: Sequence, hit_blocks: list[int]) -> bool:
         """Whether its known tokens fit now, and one more, so that it is not preempted at once."""
-        num_missing = self.pool.blocks_for(sequence.num_tokens + 1) - len(hit_blocks)
+        num_hits = len(hit_blocks) - hit_blocks.count(NULL_BLOCK)
+        num_missing = self.pool.layout.num_blocks(sequence.num_tokens + 1) - num_hits
         return self.pool.can_allocate(num_missing + self.pool.num_free_among(hit_blocks))
 
     def _ensure_blocks(self, sequence: Sequence, num_blocks: int, step: PlannedStep) -> bool:
         """Preempt other sequences until the pool has the blocks that this one needs for the step. Return False when it was
-        preempted itself."""
+        preempted itself. Before that, give back the blocks that its windows have passed."""
+        self._register_blocks(sequence, sequence.num_computed, step.registered)
+        self.pool.free_hidden(sequence.block_ids, sequence.num_computed)
         while not self.pool.can_allocate(num_blocks):
             step.is_short_of_blocks = True
             victim = self._victim()
@@ -375,13 +378,14 @@ class Scheduler:
         lowest = min(sequence.priority for sequence in self._running.values())
         blocks_of: Counter[str] = Counter()
         for sequence in self._running.values():
-            blocks_of[sequence.tenant] += len(sequence.block_ids)
+            blocks_of[sequence.tenant] += self.pool.layout.num_blocks(sequence.num_computed)
         candidates = [sequence for sequence in reversed(self._running.values()) if sequence.priority == lowest]
         return max(candidates, key=lambda each: blocks_of[each.tenant])
 
     def _num_missing_blocks(self, sequence: Sequence, step: PlannedStep) -> int:
         num_tokens = sequence.num_computed + min(step.budget, sequence.num_uncomputed)
-        return self.pool.blocks_for(num_tokens) - len(sequence.block_ids)
+        layout = self.pool.layout
+        return layout.num_columns(num_tokens) * layout.num_groups - len(sequence.block_ids)
 
     def _preempt(self, sequence: Sequence, step: PlannedStep) -> None:
         """Put it back to the head of the queue. It keeps its tokens, the pending ones too, and loses its keys and values."""
@@ -407,20 +411,22 @@ class Scheduler:
     def _register_blocks(self, sequence: Sequence, num_tokens: int, registered: list[int]) -> None:
         """Cache the blocks that the first `num_tokens` fill, without pending tokens. Append those that were not cached
         before to `registered`."""
-        start, end = sequence.num_registered_blocks, min(num_tokens, sequence.num_tokens) // self.pool.block_size
+        block_size = self.pool.layout.block_size
+        start, end = sequence.num_registered_columns, min(num_tokens, sequence.num_tokens) // block_size
         if self._is_caching and start < end:
-            hashes = sequence.hash_blocks(self.pool.block_size)
-            registered += self.pool.register(sequence.block_ids[start:end], hashes[start:end])
-            sequence.num_registered_blocks = end
+            hashes = sequence.hash_blocks(block_size)
+            registered += self.pool.register(sequence.block_ids, hashes[start:end], start)
+            sequence.num_registered_columns = end
 
     # --- rows ---
 
     def _admit(self, sequence: Sequence, hit_blocks: list[int], step: PlannedStep) -> None:
         self._waiting.remove(sequence)
         self._running[sequence.seq_id] = self._ready[sequence.seq_id] = sequence
+        num_hit_tokens = self.pool.layout.num_tokens_in(hit_blocks)
         self.pool.share(hit_blocks)
-        self.pool.count_query(sequence.num_tokens, len(hit_blocks) * self.pool.block_size)
-        sequence.admit(hit_blocks, self.pool.block_size)
+        self.pool.count_query(sequence.num_tokens, num_hit_tokens)
+        sequence.admit(hit_blocks, num_hit_tokens, self.pool.layout.block_size)
         step.new.append(sequence.as_new())
         self._add_row(sequence, step, hit_blocks)
         self._register_blocks(sequence, sequence.num_computed, step.registered)
@@ -435,9 +441,11 @@ class Scheduler:
 
     def _fail(self, sequence: Sequence, failure: RowFailure, step: PlannedStep) -> Advance:
         # What it wrote may be NaN. The blocks of a preempted one are not known any more.
-        is_running = sequence.seq_id in self._running
-        self.pool.unregister(sequence.block_ids[sequence.num_hit_blocks :] if is_running else step.registered)
-        sequence.num_registered_blocks = len(sequence.block_ids)
+        if sequence.seq_id in self._running:
+            self.pool.unregister_hashes(sequence.block_hashes[sequence.num_hit_columns :])
+        else:
+            self.pool.unregister(step.registered)
+        sequence.num_registered_columns = len(sequence.block_ids)
         self.remove(sequence)
         return Advance(sequence, None, failure)
 
@@ -455,18 +463,21 @@ class Scheduler:
         """Assert that each block has the users that it counts, that a block in two tables holds the same tokens in both,
         that the tables cover the computed tokens, and that no sequence is both running and waiting."""
         self.pool.check_integrity(sequence.block_ids for sequence in self._running.values())
-        content: dict[int, bytes] = {}
+        layout = self.pool.layout
+        content: dict[int, tuple[int, bytes]] = {}
         for sequence in self._running.values():
-            assert sequence.num_computed <= len(sequence.block_ids) * self.pool.block_size, sequence
+            num_held = len(sequence.block_ids) - sequence.block_ids.count(NULL_BLOCK)
+            num_tokens = layout.num_tokens_in(sequence.block_ids)
+            assert sequence.num_computed <= num_tokens and num_held <= layout.num_blocks(num_tokens), sequence
             is_ready, is_member = sequence.seq_id in self._ready, sequence.clock is not None
             assert is_ready + is_member + (self._is_in_flight(sequence) and not sequence.is_known_to_workers) == 1, (
                 sequence
             )
-            for position, block_id in enumerate(sequence.block_ids):
-                users = self.pool.num_users(block_id)
-                if users > 1:
-                    block_hash = sequence.hash_blocks(self.pool.block_size)[position]
-                    assert content.setdefault(block_id, block_hash) == block_hash, f"block {block_id} is shared wrongly"
+            for entry, block_id in enumerate(sequence.block_ids):
+                if self.pool.num_users(block_id) > 1:
+                    column, group = divmod(entry, layout.num_groups)
+                    held = (group, sequence.hash_blocks(layout.block_size)[column])
+                    assert content.setdefault(block_id, held) == held, f"block {block_id} is shared wrongly"
         assert not any(sequence in self._waiting for sequence in self._running.values())
         self._waiting.check_integrity()
         members = [each for micro_batch in self._micro_batches for each in micro_batch.members]

@@ -58,8 +58,8 @@ class Sequence:
         "block_ids",
         "block_hashes",
         "hash_root",
-        "num_hit_blocks",
-        "num_registered_blocks",
+        "num_hit_columns",
+        "num_registered_columns",
         "num_waiting_blocks",
         "num_cached_tokens",
         "crash_count",
@@ -100,13 +100,14 @@ class Sequence:
         self.due_at = 0
         """The number of steps of the clock at which the scheduler has to look at the sequence."""
         self.block_ids: list[int] = []
+        """The block table, see `KVLayout`."""
         self.block_hashes: list[bytes] = []
         """Of the first full blocks; see `hash_blocks`."""
         self.hash_root = root_hash(cache_salt)
-        self.num_hit_blocks = 0
-        """Blocks at the beginning of the table that the prefix cache had when the sequence was admitted last."""
-        self.num_registered_blocks = 0
-        """Blocks at the beginning of the table that the prefix cache has, as far as they were not there already."""
+        self.num_hit_columns = 0
+        """Columns at the beginning of the table that the prefix cache had when the sequence was admitted last."""
+        self.num_registered_columns = 0
+        """Columns at the beginning of the table that the prefix cache has, as far as they were not there already."""
         self.num_waiting_blocks = 0
         """Blocks that the sequence was expected to need when it began to wait."""
         self.num_cached_tokens: int | None = None
@@ -189,11 +190,11 @@ class Sequence:
 
     # --- transitions ---
 
-    def admit(self, hit_blocks: list[int], block_size: int) -> None:
-        """Begin with these blocks, whose keys and values are in the pool."""
+    def admit(self, hit_blocks: list[int], num_hit_tokens: int, block_size: int) -> None:
+        """Begin with this table of tokens whose keys and values are in the pool."""
         self.block_ids = list(hit_blocks)
-        self.num_hit_blocks = self.num_registered_blocks = len(hit_blocks)
-        self._num_computed = len(hit_blocks) * block_size
+        self.num_hit_columns = self.num_registered_columns = num_hit_tokens // block_size
+        self._num_computed = num_hit_tokens
         if self.num_cached_tokens is None:
             self.num_cached_tokens = self._num_computed
 

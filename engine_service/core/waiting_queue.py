@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from millrace.engine_service.core.sequence import Sequence
+from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import SeqId
 
 _MAX_LOOKAHEAD = 8
@@ -17,8 +18,8 @@ _MAX_PASSED_OVER = 16
 class WaitingQueue:
     """Owns the waiting sequences in their order, and the sum of the blocks that they need."""
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
         self._sequences: OrderedDict[SeqId, Sequence] = OrderedDict()
         self.num_blocks = 0
         """Blocks that the sequences need to be admitted, were nothing cached."""
@@ -77,7 +78,7 @@ class WaitingQueue:
 
     def _num_blocks_to_admit(self, sequence: Sequence) -> int:
         """Blocks for the known tokens and one more."""
-        return sequence.num_tokens // self._block_size + 1
+        return self._layout.num_blocks(sequence.num_tokens + 1)
 
     def check_integrity(self) -> None:
         """Check that waiting sequences have no state in the pool, and that the sum of their blocks is right."""

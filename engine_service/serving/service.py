@@ -254,7 +254,7 @@ class Service:
         else:
             if self._prefixes is not None and job.prompt_digest is not None:
                 pool = self._engine.scheduler.pool
-                self._prefixes.note(job.prompt_digest, job.generations[0].sequence, pool.block_size)
+                self._prefixes.note(job.prompt_digest, job.generations[0].sequence, pool.layout.block_size)
             for generation in job.generations:  # in this order: the first one computes the prompt that all share
                 if generation.finish_reason is None:
                     self._engine.add(generation)

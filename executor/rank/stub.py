@@ -10,6 +10,7 @@ The option `model` is a comma-separated list of options of the stub:
     slow=MS               duration of a step
     die-on-token=N        a prompt with this token kills the worker
     most-tokens=N         a larger step runs out of memory
+    windows=A/B           groups of layers and their sliding windows in tokens; 0 for no window
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts, NewSequence, SeqId, StepPlan, StepResult, StepRow, WorkerConfig
 
 VOCAB_SIZE = 1000
+MAX_MODEL_LEN = 2048
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> StubWorker:
@@ -60,6 +63,7 @@ class StubWorker:
         self._epoch = epoch
         self._config = config
         self._faults = _parse_faults(config.model)
+        self._windows = tuple(int(window) or None for window in str(self._faults.get("windows", 0)).split("/"))
         self._sequences: dict[SeqId, _Sequence] = {}
         self._decodes: dict[int, list[SeqId]] = {}
         """By micro-batch: the sequences whose decode rows go on."""
@@ -82,13 +86,19 @@ class StubWorker:
         return ModelFacts(
             architecture="Stub",
             vocab_size=VOCAB_SIZE,
-            max_model_len=self._config.max_model_len or 2048,
+            max_model_len=self._config.max_model_len or MAX_MODEL_LEN,
             dtype="float32",
             device="cpu",
             attention="none",
             num_parameters=0,
             weight_bytes=(1 + self._rank) * 2**20,
             kv_bytes_per_block=(1 + self._rank) * self._config.block_size,
+            kv_layout=KVLayout(
+                self._config.block_size,
+                self._windows,
+                self._config.max_num_batched_tokens,
+                self._config.max_model_len or MAX_MODEL_LEN,
+            ),
         )
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
@@ -185,7 +195,7 @@ class StubWorker:
         end = row.start + row.num_tokens
         if sequence.num_computed not in (None, row.start) or end > len(sequence.token_ids):
             raise ValueError(f"{row} does not start at {sequence.num_computed} of {len(sequence.token_ids)}")
-        if end > len(sequence.blocks) * self._config.block_size:
+        if end > len(sequence.blocks) // len(self._windows) * self._config.block_size:
             raise ValueError(f"{row} has no block for position {end - 1}")
         self._write_and_read(sequence, row)
         if self._faults.get("die-on-token") in sequence.token_ids:
@@ -200,15 +210,18 @@ class StubWorker:
         """Write what the row computes. Everything before it has to be what its own tokens would have written."""
         checksum = 0
         for position, token_id in enumerate(sequence.token_ids[: row.start + row.num_tokens]):
-            block, offset = divmod(position, self._config.block_size)
-            slot = (sequence.blocks[block], offset)
             checksum = zlib.crc32(token_id.to_bytes(4, "little"), checksum)
-            if not 0 < slot[0] < self._num_blocks:
-                raise ValueError(f"block {slot[0]} is not of the pool")
-            if position >= row.start:
-                self._slots[slot] = checksum
-            elif self._slots.get(slot) != checksum:
-                raise ValueError(f"{row}: block {slot[0]} does not hold position {position} of its tokens")
+            column, offset = divmod(position, self._config.block_size)
+            for group, window in enumerate(self._windows):
+                if window is not None and position <= row.start - window:
+                    continue
+                slot = (sequence.blocks[column * len(self._windows) + group], offset)
+                if not 0 < slot[0] < self._num_blocks:
+                    raise ValueError(f"block {slot[0]} is not of the pool")
+                if position >= row.start:
+                    self._slots[slot] = checksum ^ group
+                elif self._slots.get(slot) != checksum ^ group:
+                    raise ValueError(f"{row}: block {slot[0]} does not hold position {position} of its tokens")
 
     # --- faults, for test doubles that override these ---
 

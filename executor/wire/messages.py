@@ -20,6 +20,8 @@ from typing import Any, Literal, NewType
 
 import msgspec
 
+from millrace.executor.wire.kv_layout import KVLayout
+
 SeqId = NewType("SeqId", int)
 """Identifies a sequence within one engine. An engine never reuses one."""
 
@@ -83,7 +85,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters: int
     weight_bytes: int
     kv_bytes_per_block: int
-    """Bytes of one block over all layers of this rank, keys and values."""
+    """Bytes of one block over the layers of a group on this rank, keys and values."""
+    kv_layout: KVLayout
     weights_checksum: int = 0
     """Of a sample of the weights on this rank. The same in every start with the same parallel sizes and files."""
     kv_cache_dtype: str = ""
@@ -147,7 +150,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 
@@ -195,7 +198,8 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True):
     """Number of tokens fed, 1 or more. A row that reaches the last known token, or feeds the token sampled last, yields
     the next one."""
     new_blocks: list[int]
-    """Block ids that this step appends to the sequence's block table."""
+    """Block ids that this step appends to the sequence's block table, see `KVLayout`. `NULL_BLOCK` where a prefix hit has no
+    block, since the group's window is past it."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -228,7 +232,7 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     paused: list[SeqId] = []
     """Sequences whose decode row does not go on. They stay known and can have a row in a later plan."""
     new_blocks: list[tuple[SeqId, int]] = []
-    """Block ids that this step appends to the block tables of decode rows that go on."""
+    """Block ids that this step appends to the block tables of decode rows that go on: for each row one of each group."""
     micro_batch: int = 0
     """Which share of the sequences this step computes, where a pipeline has several; else 0."""
     swap_out: list[tuple[int, int]] = []

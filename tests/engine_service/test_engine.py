@@ -46,7 +46,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
         config = WorkerConfig(model=faults, num_blocks=num_blocks, block_size=4, **options)  # type: ignore[arg-type]
         executor = kind(config, worker_module=worker_module)
         limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, run_ahead=run_ahead)
-        engines.append(Engine(executor, limits, block_size=4))
+        engines.append(Engine(executor, limits))
         return engines[-1]
 
     yield make

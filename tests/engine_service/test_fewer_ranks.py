@@ -13,6 +13,7 @@ from millrace.engine_service.serving.jobs import Arrived, ServedJob
 from millrace.engine_service.serving.output import Output
 from millrace.engine_service.serving.service import Service
 from millrace.executor.launch.uniproc import UniprocExecutor
+from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import WorkerConfig
 from millrace.results.connection import connect
 from millrace.results.queue import JobQueue
@@ -34,10 +35,9 @@ def test_a_job_that_fits_no_more_goes_back_and_waits_for_a_larger_engine(
     engine = Engine(
         UniprocExecutor(config, worker_module="millrace.executor.rank.stub"),
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
-        block_size=4,
     )
     engine.start()
-    engine.scheduler.replace_pool(BlockPool(8, 4))  # as when ranks do not come back
+    engine.scheduler.replace_pool(BlockPool(8, KVLayout(4)))  # as when ranks do not come back
     writer, capacity = Writer(queue, on_stale=print), Capacity(8, 28)
     capacity.open(claimed.cost, is_alone=False)
     service = Service(engine, capacity, Output(writer.put, FINGERPRINT), writer, on_over=print, on_sleep_change=print)

@@ -269,7 +269,7 @@ def test_what_arrives_in_the_middle_of_a_step_and_is_not_ours_changes_nothing(
 @pytest.mark.parametrize("invalid_reply", INVALID_REPLIES)
 def test_an_invalid_result_costs_a_restart_and_no_token(rude: Rude, invalid_reply: str) -> None:
     executor = rude(invalid_reply)
-    engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4)
+    engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
     engine.start()
     generations = [generation(1)]
     run(engine, generations)

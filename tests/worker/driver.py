@@ -1,7 +1,8 @@
 """A test double for the engine's scheduler: drives one worker with random step plans.
 
-Chunks of odd sizes, any mix of prefill and decode in a step, blocks in random order, decode rows that go on, pause and are
-listed again, and preemptions (finished, and new again with the tokens so far, sometimes in the same plan).
+Chunks of odd sizes, any mix of prefill and decode in a step, blocks in random order, those behind sliding windows given to
+others, decode rows that go on, pause and are listed again, and preemptions (finished, and new again with the tokens so far,
+sometimes in the same plan).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from millrace.executor.wire.messages import (
     NO_TOKEN,
+    NULL_BLOCK,
+    ModelFacts,
     NewSequence,
     RowSampling,
     SeqId,
@@ -62,11 +65,17 @@ class Request:
 
 
 class Steps(Protocol):
-    """What a driver needs of a worker, or of a group of ranks."""
+    """What runs steps: a worker, or a group of ranks."""
 
     def launch(self, plan: StepPlan) -> None: ...
 
     def collect(self) -> StepResult: ...
+
+
+class Group(Steps, Protocol):
+    """What a driver needs of a group of ranks."""
+
+    facts: list[ModelFacts]
 
 
 def execute(worker: Steps, plan: StepPlan) -> StepResult:
@@ -78,11 +87,12 @@ def execute(worker: Steps, plan: StepPlan) -> StepResult:
 class Driver:
     """Owns the free blocks and the requests' progress."""
 
-    def __init__(self, worker: Steps, seed: int, *, preempts: bool = True, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, worker: Rank | Group, seed: int, *, preempts: bool = True, num_blocks: int = NUM_BLOCKS) -> None:
         self._worker = worker
         self._random = random.Random(seed)
         self._preempts = preempts
         self._step_id = 0
+        self._layout = (worker._facts if isinstance(worker, Rank) else worker.facts[0]).kv_layout
         self._free = list(range(1, num_blocks))
         self._random.shuffle(self._free)
         self.num_preemptions = 0
@@ -143,15 +153,24 @@ class Driver:
 
     def _feed(self, request: Request, count: int) -> list[int]:
         """Count tokens as computed. Return the new blocks that they need."""
+        layout = self._layout
+        for group, window in enumerate(layout.windows):
+            if window is not None:
+                for column in range(layout.num_hidden_columns(window, request.num_computed)):
+                    entry = column * layout.num_groups + group
+                    if request.blocks[entry] != NULL_BLOCK:
+                        self._free.append(request.blocks[entry])
+                        request.blocks[entry] = NULL_BLOCK
+        self._random.shuffle(self._free)
         request.num_computed += count
-        num_new = -(-request.num_computed // BLOCK_SIZE) - len(request.blocks)
+        num_new = layout.num_columns(request.num_computed) * layout.num_groups - len(request.blocks)
         new_blocks = [self._free.pop() for _ in range(num_new)]
         request.blocks += new_blocks
         return new_blocks
 
     def _preempt(self, request: Request) -> SeqId:
         self.num_preemptions += 1
-        self._free += request.blocks
+        self._free += [block_id for block_id in request.blocks if block_id != NULL_BLOCK]
         self._random.shuffle(self._free)
         request.blocks = []
         request.num_computed = 0

@@ -36,8 +36,8 @@ def make_batch(rows: list[tuple[int, int]], block_size: int, num_blocks: int, se
     return StepBatch(
         input_ids=torch.zeros(1, starts[-1], dtype=torch.int64),
         positions=torch.cat(positions).unsqueeze(0),
-        slot_mapping=torch.cat(slots),
-        block_tables=tables,
+        slot_mapping=torch.cat(slots).unsqueeze(0),
+        block_tables=tables.unsqueeze(0),
         sample_indices=torch.tensor(starts[1:]) - 1,
         query_starts=starts,
         kv_lens=[length for length, _ in rows],

@@ -12,6 +12,7 @@ import torch
 
 from millrace.engine_service.build import build_engine
 from millrace.engine_service.config import EngineConfig
+from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import (
     NO_TOKEN,
     NewSequence,
@@ -267,7 +268,7 @@ def test_sequences_end_where_the_pool_does_unless_their_length_was_asked_for(
 
 @pytest.mark.parametrize("attention", ["cpu", "reference"])
 def test_the_profiled_step_is_as_heavy_as_a_step_can_be(attention: str, model: Path) -> None:
-    plan = largest_prefill(num_tokens=100, max_num_seqs=6, max_model_len=500, block_size=4)
+    plan = largest_prefill(KVLayout(4, max_step_tokens=100), max_num_seqs=6, longest=500)
     assert [(row.start, row.num_tokens) for row in plan.rows] == [(405, 95), *[(0, 1)] * 5]
     assert [len(row.new_blocks) for row in plan.rows] == [125, *[1] * 5]
     worker = start_worker(model, num_blocks=2, attention=attention)
@@ -277,7 +278,7 @@ def test_the_profiled_step_is_as_heavy_as_a_step_can_be(attention: str, model: P
 
 
 def test_the_profiled_step_of_short_sequences_is_as_large_as_a_step_can_be() -> None:
-    plan = largest_prefill(num_tokens=100, max_num_seqs=6, max_model_len=60, block_size=4)
+    plan = largest_prefill(KVLayout(4, max_step_tokens=100), max_num_seqs=6, longest=60)
     assert [(row.start, row.num_tokens) for row in plan.rows] == [(0, 60), (0, 36), *[(0, 1)] * 4]
 
 

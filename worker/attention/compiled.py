@@ -26,20 +26,24 @@ class StepRows:
     def __init__(self, batch: StepBatch, block_size: int) -> None:
         self.longest = max(batch.kv_lens)
         # The library does not check its arguments: a table that is too short would be read past its end.
-        assert self.longest <= batch.block_tables.shape[1] * block_size, f"no block for position {self.longest - 1}"
+        assert self.longest <= batch.block_tables.shape[2] * block_size, f"no block for position {self.longest - 1}"
         query_starts = torch.tensor(batch.query_starts, dtype=torch.int32)
         kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32)
         block_tables = batch.block_tables.to(torch.int32).contiguous()
         self._tensors = (query_starts, kv_lens, block_tables)  # they have to outlive the calls
-        self._rows = AttentionRows(
-            query_starts=query_starts.data_ptr(),
-            kv_lens=kv_lens.data_ptr(),
-            block_tables=block_tables.data_ptr(),
-            num_rows=batch.num_rows,
-            table_width=block_tables.shape[1],
-            num_threads=torch.get_num_threads(),
-        )
-        self.address = ctypes.addressof(self._rows)
+        self._rows = [
+            AttentionRows(
+                query_starts=query_starts.data_ptr(),
+                kv_lens=kv_lens.data_ptr(),
+                block_tables=tables.data_ptr(),
+                num_rows=batch.num_rows,
+                table_width=block_tables.shape[2],
+                num_threads=torch.get_num_threads(),
+            )
+            for tables in block_tables
+        ]
+        self.addresses = [ctypes.addressof(rows) for rows in self._rows]
+        """By group of layers."""
 
 
 def step_rows(batch: StepBatch, block_size: int) -> StepRows:
@@ -102,7 +106,7 @@ class LayerAttention:
         assert rows.longest <= self._num_positions, f"the rotation tables end before position {rows.longest - 1}"
         assert qkv.stride(0) == self.width, qkv.shape
         call, base = self._call, qkv.data_ptr()
-        call.rows, call.query, call.output = rows.address, base, output.data_ptr()
+        call.rows, call.query, call.output = rows.addresses[self._layer.group], base, output.data_ptr()
         call.key, call.value = base + self._key_offset, base + self._value_offset
         self._kernels.attend(call)
 
@@ -140,7 +144,7 @@ class CompiledAttention:
         query, key, value = _dense(query), _dense(key), _dense(value)  # they have to outlive the call
         call = AttentionCall()
         _, call.block_size, call.num_kv_heads, call.key_dim = layer.keys.shape
-        call.rows = step_rows(batch, call.block_size).address
+        call.rows = step_rows(batch, call.block_size).addresses[layer.group]
         call.num_heads, call.value_dim = query.shape[0], value.shape[-1]
         call.dtype, call.pool_dtype = DTYPES[dtype], DTYPES[pool_dtype]
         call.scaling, call.window, call.softcap = scaling, sliding_window or 0, softcap or 0.0

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from millrace.worker.attention.reference import ReferenceAttention, visible_positions
+from millrace.worker.attention.reference import ReferenceAttention, first_visible, visible_positions
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import LayerCache
 
@@ -55,7 +55,7 @@ class ChunkRow:
 
 @dataclass(frozen=True)
 class Layout:
-    """The rows of a step, grouped for one sliding window and key size. Layers with the same ones share it."""
+    """The rows of a step, grouped for one block table, sliding window and key size. Layers with the same ones share it."""
 
     decode: list[DecodeGroup]
     chunks: list[ChunkRow]
@@ -84,7 +84,7 @@ class CPUAttention:
             return self._reference.forward(query, key, value, layer, scaling, sliding_window, softcap, batch)
         # Rows that are their whole sequence do not read the pool, but round as if they did.
         key, value = key.to(layer.keys.dtype), value.to(layer.values.dtype)
-        layer.write(key, value, batch.slot_mapping)
+        layer.write(key, value, batch.slot_mapping[layer.group])
         layout = _layout(batch, layer, sliding_window, query.dtype)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
         for group in layout.decode:
@@ -137,28 +137,34 @@ def _attend_chunk(
 def _layout(batch: StepBatch, layer: LayerCache, sliding_window: int | None, dtype: torch.dtype) -> Layout:
     """Return the batch's layout for this kind of layer. The first such layer of a step computes it."""
     _, block_size, num_kv_heads, key_dim = layer.keys.shape
-    kind = (sliding_window, num_kv_heads * key_dim)
+    kind = (layer.group, sliding_window, num_kv_heads * key_dim)
     if kind not in batch.derived:
         max_blocks = GATHERED_ELEMENTS // (block_size * num_kv_heads * key_dim)
-        batch.derived[kind] = _make_layout(batch, sliding_window, block_size, max_blocks, dtype)
+        block_tables = batch.block_tables[layer.group]
+        batch.derived[kind] = _make_layout(batch, block_tables, sliding_window, block_size, max_blocks, dtype)
     layout: Layout = batch.derived[kind]
     return layout
 
 
 def _make_layout(
-    batch: StepBatch, sliding_window: int | None, block_size: int, max_blocks: int, dtype: torch.dtype
+    batch: StepBatch,
+    block_tables: Tensor,  # [R, P]
+    sliding_window: int | None,
+    block_size: int,
+    max_blocks: int,
+    dtype: torch.dtype,
 ) -> Layout:
     chunks: list[ChunkRow] = []
     spans: list[tuple[int, int, int]] = []
     """Decode rows: (blocks attended to, first block, row)."""
     for row, kv_len in enumerate(batch.kv_lens):
         num_tokens = batch.query_starts[row + 1] - batch.query_starts[row]
-        first_position = 0 if sliding_window is None else max(0, kv_len - num_tokens + 1 - sliding_window)
+        first_position = first_visible(kv_len, num_tokens, sliding_window)
         first_block, end_block = first_position // block_size, (kv_len - 1) // block_size + 1
         if num_tokens == 1:
             spans.append((end_block - first_block, first_block, row))
         else:
-            chunks.append(_chunk_row(batch, row, first_block * block_size, sliding_window, block_size))
+            chunks.append(_chunk_row(batch, block_tables, row, first_block * block_size, sliding_window, block_size))
     spans.sort(reverse=True)
     groups: list[DecodeGroup] = []
     begin = 0
@@ -167,13 +173,18 @@ def _make_layout(
         has_space = end < len(spans) and (end - begin + 1) * longest <= max_blocks
         if has_space and spans[end][0] * MAX_LENGTH_RATIO >= longest:
             continue
-        groups.append(_decode_group(batch, spans[begin:end], sliding_window, block_size, dtype))
+        groups.append(_decode_group(batch, block_tables, spans[begin:end], sliding_window, block_size, dtype))
         begin = end
     return Layout(groups, chunks)
 
 
 def _decode_group(
-    batch: StepBatch, spans: list[tuple[int, int, int]], sliding_window: int | None, block_size: int, dtype: torch.dtype
+    batch: StepBatch,
+    block_tables: Tensor,  # [R, P]
+    spans: list[tuple[int, int, int]],
+    sliding_window: int | None,
+    block_size: int,
+    dtype: torch.dtype,
 ) -> DecodeGroup:
     num_blocks = spans[0][0]
     width = num_blocks * block_size
@@ -189,20 +200,25 @@ def _decode_group(
     mask = torch.zeros(len(spans) * width, dtype=dtype).index_fill_(0, empty_slots, float("-inf"))
     return DecodeGroup(
         tokens=torch.tensor([batch.query_starts[row] for _, _, row in spans]),
-        blocks=batch.block_tables[rows, columns.clamp(max=batch.block_tables.shape[1] - 1)].flatten(),
+        blocks=block_tables[rows, columns.clamp(max=block_tables.shape[1] - 1)].flatten(),
         empty_slots=empty_slots,
         mask=mask.view(len(spans), 1, 1, width),
     )
 
 
 def _chunk_row(
-    batch: StepBatch, row: int, first_position: int, sliding_window: int | None, block_size: int
+    batch: StepBatch,
+    block_tables: Tensor,  # [R, P]
+    row: int,
+    first_position: int,
+    sliding_window: int | None,
+    block_size: int,
 ) -> ChunkRow:
     first, last, kv_len = batch.query_starts[row], batch.query_starts[row + 1], batch.kv_lens[row]
     is_whole = last - first == kv_len
     is_causal = is_whole and (sliding_window is None or sliding_window >= kv_len)
     length = kv_len if is_whole else kv_len - first_position
-    mask = None if is_causal else visible_positions(last - first, length, sliding_window, batch.block_tables.device)
+    mask = None if is_causal else visible_positions(last - first, length, sliding_window, block_tables.device)
     end_block = (kv_len - 1) // block_size + 1
-    blocks = None if is_whole else batch.block_tables[row, first_position // block_size : end_block]
+    blocks = None if is_whole else block_tables[row, first_position // block_size : end_block]
     return ChunkRow(first, last, blocks, length, mask)

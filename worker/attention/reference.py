@@ -1,6 +1,6 @@
 """Reference attention: plain torch, one sequence after the other, on any device. Others are tested against it.
 
-Shapes: T tokens of the step, Q tokens of one row, L positions of its sequence so far, S tokens in a block, Hq query
+Shapes: T tokens of the step, Q tokens of one row, L positions that they attend to, S tokens in a block, Hq query
 heads, Hkv key and value heads, D size of a key head, Dv size of a value head.
 """
 
@@ -32,17 +32,19 @@ class ReferenceAttention:
         softcap: float | None,
         batch: StepBatch,
     ) -> Tensor:  # [T, Hq, Dv]
-        layer.write(key, value, batch.slot_mapping)
+        layer.write(key, value, batch.slot_mapping[layer.group])
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
         for row in range(batch.num_rows):
             tokens = slice(batch.query_starts[row], batch.query_starts[row + 1])
-            keys, values = layer.gather(batch.block_tables[row], batch.kv_lens[row])  # [L, Hkv, D], [L, Hkv, Dv]
+            table, kv_len = batch.block_tables[layer.group, row], batch.kv_lens[row]
+            first = first_visible(kv_len, tokens.stop - tokens.start, sliding_window)
+            keys, values = layer.gather(table, first, kv_len)  # [L, Hkv, D], [L, Hkv, Dv]
             output[tokens] = attend_one(query[:, tokens], keys, values, scaling, sliding_window, softcap)
         return output
 
 
 def attend_one(
-    query: Tensor,  # [Hq, Q, D], the last Q of the sequence's L positions
+    query: Tensor,  # [Hq, Q, D], of the last Q of the L positions
     keys: Tensor,  # [L, Hkv, D]
     values: Tensor,  # [L, Hkv, Dv]
     scaling: float,
@@ -68,6 +70,11 @@ def attend_one(
         weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
         parts.append((weights @ values[:, :num_keys]).transpose(0, 1).to(query.dtype))
     return torch.cat(parts)
+
+
+def first_visible(kv_len: int, num_queries: int, sliding_window: int | None) -> int:
+    """Return the first position that one of the last tokens of a sequence attends to."""
+    return 0 if sliding_window is None else max(0, kv_len - num_queries + 1 - sliding_window)
 
 
 def visible_positions(num_queries: int, kv_len: int, sliding_window: int | None, device: torch.device) -> Tensor:

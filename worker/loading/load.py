@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.errors import WeightsDiffer
-from millrace.worker.kv_pool import LayerSpec
+from millrace.worker.kv_pool import LayerSpec, share_tensors
+from millrace.worker.layer_groups import group_layers
 from millrace.worker.loading.checkpoint import find_weights
 from millrace.worker.loading.checksum import weights_checksum
 from millrace.worker.loading.dtype import checkpoint_dtype, choose_dtype, choose_kv_cache_dtype
@@ -55,6 +57,10 @@ def load_model(
     fix_frequencies(model, max_model_len)
     specs = _probe(model, part, peers)
     part.check_layers(model, specs)
+    plain = KVLayout(config.block_size, (None,), config.max_num_batched_tokens, max_model_len)
+    whole, kv_layout = group_layers(part.whole_specs or specs, plain)
+    groups = {spec.layer_index: spec.group for spec in whole}
+    specs = [replace(spec, group=groups[spec.layer_index]) for spec in specs]
     kv_cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, dtype)
     parameters = list(model.parameters())
     facts = ModelFacts(
@@ -66,9 +72,11 @@ def load_model(
         attention=attention,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(parameter.nbytes for parameter in parameters),
-        kv_bytes_per_block=config.block_size * sum(spec.bytes_per_token(kv_cache_dtype) for spec in specs),
+        kv_bytes_per_block=config.block_size
+        * sum(group[0].bytes_per_token(kv_cache_dtype) for group in share_tensors(specs)),
         weights_checksum=weights_checksum(model),
         kv_cache_dtype=str(kv_cache_dtype).removeprefix("torch."),
+        kv_layout=kv_layout,
     )
     return LoadedModel(model, specs, facts, kv_cache_dtype)
 

@@ -22,15 +22,15 @@ class ModelPart:
         """Names of all stored tensors of the whole model."""
         self._tp_size = topology.tp_size
         self.layers = topology.layers(model.config.num_hidden_layers)
+        self.whole_specs = probe_layers(model) if topology.world_size > 1 else []
+        """All layers of the undivided model; empty when this rank holds it whole."""
         if topology.pp_size > 1:
             cut_stages(model, topology)
         self._plan: TensorPlan | None = None
-        self._undivided: list[LayerSpec] = []
         self.slices: dict[str, Slice] = {}
         """By tensor name, for tensors of which this rank holds a slice."""
         if topology.tp_size > 1:
             self._plan = TensorPlan(model, topology)
-            self._undivided = probe_layers(model, self.layers)
             self.slices = self._plan.cut(model)
         self.names = frozenset(model.state_dict())
         """Names of the tensors that this rank holds, whole or as a slice."""
@@ -38,7 +38,9 @@ class ModelPart:
     def check_layers(self, model: PreTrainedModel, specs: list[LayerSpec]) -> None:
         """Raise `ModelError` when the attention of the loaded part, with the layers `specs`, uses the head counts of its
         configuration: divided heads have to appear in the attention calls as fewer heads of the same size."""
-        for spec, whole in zip(specs, self._undivided or specs, strict=True):
+        if self._plan is None:
+            return
+        for spec, whole in zip(specs, [self.whole_specs[index] for index in self.layers], strict=True):
             is_same_size = (spec.key_dim, spec.value_dim) == (whole.key_dim, whole.value_dim)
             if not is_same_size or spec.num_kv_heads not in (whole.num_kv_heads, whole.num_kv_heads // self._tp_size):
                 raise ModelError(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import cycle
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from millrace.engine_service.core.block_hash import extend_hashes, root_hash
 from millrace.engine_service.core.block_pool import BlockEvent, BlockPool
+from millrace.executor.wire.kv_layout import KVLayout
+from millrace.executor.wire.messages import NULL_BLOCK
 
 SIZE = 4
 
@@ -22,9 +25,8 @@ def hashes_of(token_ids: list[int], salt: str = "") -> list[bytes]:
 
 def fill(pool: BlockPool, token_ids: list[int]) -> list[int]:
     """Blocks for these tokens, the full ones to be found."""
-    block_ids = pool.allocate(pool.blocks_for(len(token_ids)))
-    hashes = hashes_of(token_ids)
-    pool.register(block_ids[: len(hashes)], hashes)
+    block_ids = pool.allocate(pool.layout.num_columns(len(token_ids)) * pool.layout.num_groups)
+    pool.register(block_ids, hashes_of(token_ids))
     return block_ids
 
 
@@ -32,19 +34,14 @@ def fill(pool: BlockPool, token_ids: list[int]) -> list[int]:
 
 
 def test_block_zero_belongs_to_nobody() -> None:
-    pool = BlockPool(num_blocks=5, block_size=SIZE)
+    pool = BlockPool(5, KVLayout(SIZE))
     assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
     assert not pool.can_allocate(1)
 
 
 def test_a_pool_without_a_usable_block_is_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks"):
-        BlockPool(num_blocks=1, block_size=SIZE)
-
-
-def test_blocks_for_rounds_up() -> None:
-    pool = BlockPool(num_blocks=5, block_size=SIZE)
-    assert [pool.blocks_for(tokens) for tokens in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+        BlockPool(1, KVLayout(SIZE))
 
 
 # --- hashes --------------------------------------------------------------------------------------------------------
@@ -75,7 +72,7 @@ def test_another_process_makes_the_same_hashes() -> None:
 
 
 def test_a_prompt_finds_the_full_blocks_of_its_longest_known_beginning() -> None:
-    pool = BlockPool(num_blocks=11, block_size=SIZE)
+    pool = BlockPool(11, KVLayout(SIZE))
     table = fill(pool, list(range(10)))
     assert pool.find(hashes_of(list(range(10)))) == table[:2]
     assert pool.find(hashes_of([*range(8), 99, 98, 97, 96])) == table[:2]
@@ -84,7 +81,7 @@ def test_a_prompt_finds_the_full_blocks_of_its_longest_known_beginning() -> None
 
 
 def test_a_block_without_users_stays_cached_until_its_place_is_needed() -> None:
-    pool = BlockPool(num_blocks=5, block_size=SIZE)
+    pool = BlockPool(5, KVLayout(SIZE))
     table = fill(pool, list(range(8)))
     pool.free(table)
     assert pool.num_free == 4
@@ -94,7 +91,7 @@ def test_a_block_without_users_stays_cached_until_its_place_is_needed() -> None:
 
 
 def test_the_sequence_that_was_freed_first_is_evicted_first_and_each_from_its_end() -> None:
-    pool = BlockPool(num_blocks=5, block_size=SIZE)
+    pool = BlockPool(5, KVLayout(SIZE))
     old, new = fill(pool, [1] * 8), fill(pool, [2] * 8)
     pool.free(old)
     pool.free(new)
@@ -102,14 +99,14 @@ def test_the_sequence_that_was_freed_first_is_evicted_first_and_each_from_its_en
 
 
 def test_blocks_that_nobody_can_find_are_reused_first() -> None:
-    pool = BlockPool(num_blocks=4, block_size=SIZE)
+    pool = BlockPool(4, KVLayout(SIZE))
     table = fill(pool, list(range(10)))  # the third block is not full
     pool.free(table)
     assert pool.allocate(1) == table[2:]
 
 
 def test_sharing_a_block_keeps_it_until_its_last_user_has_gone() -> None:
-    pool = BlockPool(num_blocks=4, block_size=SIZE)
+    pool = BlockPool(4, KVLayout(SIZE))
     table = fill(pool, [1] * 4)
     pool.share(table)
     pool.free(table)
@@ -122,7 +119,7 @@ def test_sharing_a_block_keeps_it_until_its_last_user_has_gone() -> None:
 
 
 def test_of_two_blocks_with_the_same_tokens_the_first_is_found() -> None:
-    pool = BlockPool(num_blocks=6, block_size=SIZE)
+    pool = BlockPool(6, KVLayout(SIZE))
     first, second = fill(pool, [1] * 4), fill(pool, [1] * 4)
     assert pool.find(hashes_of([1] * 4)) == first
     pool.free(second)
@@ -130,7 +127,7 @@ def test_of_two_blocks_with_the_same_tokens_the_first_is_found() -> None:
 
 
 def test_a_reset_forgets_what_is_cached_and_leaves_blocks_with_their_users() -> None:
-    pool = BlockPool(num_blocks=6, block_size=SIZE)
+    pool = BlockPool(6, KVLayout(SIZE))
     used, free = fill(pool, [1] * 4), fill(pool, [2] * 4)
     pool.free(free)
     pool.reset_cache()
@@ -139,7 +136,7 @@ def test_a_reset_forgets_what_is_cached_and_leaves_blocks_with_their_users() -> 
 
 
 def test_what_was_not_computed_is_taken_out_of_the_cache() -> None:
-    pool = BlockPool(num_blocks=6, block_size=SIZE)
+    pool = BlockPool(6, KVLayout(SIZE))
     table = fill(pool, list(range(8)))
     pool.unregister(table[1:])
     assert pool.find(hashes_of(list(range(8)))) == table[:1]
@@ -150,7 +147,7 @@ def test_what_was_not_computed_is_taken_out_of_the_cache() -> None:
 
 
 def test_events_say_what_was_stored_removed_and_cleared() -> None:
-    pool = BlockPool(num_blocks=3, block_size=SIZE, record_events=True)
+    pool = BlockPool(3, KVLayout(SIZE), record_events=True)
     first, second = hashes_of(list(range(8)))
     pool.free(fill(pool, list(range(8))))
     pool.allocate(1)
@@ -166,9 +163,12 @@ def test_events_say_what_was_stored_removed_and_cleared() -> None:
 class PoolMachine(RuleBasedStateMachine):
     """Sequences over an alphabet of two tokens, so that beginnings are shared often."""
 
+    windows: tuple[int | None, ...] = (None,)
+
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(num_blocks=12, block_size=SIZE)
+        self.layout = KVLayout(SIZE, self.windows)
+        self.pool = BlockPool(12 * len(self.windows), self.layout)
         self.sequences: list[tuple[list[int], list[int]]] = []
         """Tokens and table."""
 
@@ -177,13 +177,23 @@ class PoolMachine(RuleBasedStateMachine):
         token_ids = [block for block in blocks for _ in range(SIZE)] + [7] * rest
         hashes = hashes_of(token_ids)
         hits = self.pool.find(hashes)
-        missing = self.pool.blocks_for(len(token_ids)) - len(hits)
+        missing = self.layout.num_columns(len(token_ids)) * self.layout.num_groups - len(hits)
         if not self.pool.can_allocate(missing + self.pool.num_free_among(hits)):
             return
         self.pool.share(hits)
         table = hits + self.pool.allocate(missing)
-        self.pool.register(table[: len(hashes)], hashes)
+        self.pool.register(table, hashes)
         self.sequences.append((token_ids, table))
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def pass_windows(self, data: st.DataObject) -> None:
+        token_ids, table = data.draw(st.sampled_from(self.sequences))
+        num_computed = data.draw(st.integers(0, len(token_ids)))
+        self.pool.free_hidden(table, num_computed)
+        for entry, window in zip(range(len(table)), cycle(self.windows)):
+            if window is not None and (entry // len(self.windows) + 1) * SIZE <= num_computed + 1 - window:
+                assert table[entry] == NULL_BLOCK
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -192,10 +202,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.free(table)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        _, table = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
-        self.pool.unregister(table)
+    @rule(data=st.data(), by_hash=st.booleans())
+    def fail(self, data: st.DataObject, by_hash: bool) -> None:
+        token_ids, table = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
+        if by_hash:
+            self.pool.unregister_hashes(hashes_of(token_ids))
+            assert self.pool.find(hashes_of(token_ids)) == []
+        else:
+            self.pool.unregister(table)
         self.pool.free(table)
 
     @rule()
@@ -205,14 +219,35 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def is_sound(self) -> None:
         self.pool.check_integrity(table for _, table in self.sequences)
+        num_groups = len(self.windows)
+        owners = {
+            block: (entry % num_groups, tokens[: (entry // num_groups + 1) * SIZE])
+            for tokens, table in self.sequences
+            for entry, block in enumerate(table)
+        }
         for token_ids, table in self.sequences:
             hits = self.pool.find(hashes_of(token_ids))
-            owners = {block: tokens for tokens, other in self.sequences for block in other}
-            for position, block in enumerate(hits):
-                if block in owners:
-                    assert owners[block][: (position + 1) * SIZE] == token_ids[: (position + 1) * SIZE]
-            assert len(table) == self.pool.blocks_for(len(token_ids))
+            num_hit_tokens = self.layout.num_tokens_in(hits)
+            for entry, block in enumerate(hits):
+                column, group = divmod(entry, num_groups)
+                window = self.windows[group]
+                is_hidden = window is not None and (column + 1) * SIZE <= num_hit_tokens + 1 - window
+                assert (block == NULL_BLOCK) == is_hidden
+                if block in owners and not is_hidden:
+                    assert owners[block] == (group, token_ids[: (column + 1) * SIZE])
+            assert len(table) == self.layout.num_columns(len(token_ids)) * num_groups
+
+
+class WindowPoolMachine(PoolMachine):
+    windows = (6,)
+
+
+class HybridPoolMachine(PoolMachine):
+    windows = (None, 6, 3)
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestWindowPoolMachine = WindowPoolMachine.TestCase
+TestHybridPoolMachine = HybridPoolMachine.TestCase
+for case in (TestPoolMachine, TestWindowPoolMachine, TestHybridPoolMachine):
+    case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -14,6 +14,7 @@ from millrace.engine_service.core.crash_policy import QUARANTINE_AFTER_CRASHES
 from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence
 from millrace.executor.rank.stub import OutOfMemoryError, StubWorker
+from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import NO_TOKEN, RowFailure, StepId, StepPlan, StepResult, StepRow, WorkerConfig
 from tests.engine_service.core.sequences import make_sequence, stub_output
 
@@ -33,8 +34,10 @@ class Bench:
         *,
         run_ahead: bool = False,
         enable_prefix_caching: bool = True,
+        windows: tuple[int | None, ...] = (None,),
     ) -> None:
         self.num_blocks = num_blocks
+        self.layout = KVLayout(BLOCK_SIZE, windows, budget)
         self.num_stages = num_stages
         self.seconds_of: Callable[[StepPlan], float] = lambda plan: 0.0
         """How long the worker says that it took."""
@@ -45,14 +48,15 @@ class Bench:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, enable_prefix_caching=enable_prefix_caching
         )
-        self.scheduler = Scheduler(config, BlockPool(num_blocks, BLOCK_SIZE), epoch=1)
+        self.scheduler = Scheduler(config, BlockPool(num_blocks, self.layout), epoch=1)
         self.plans: list[StepPlan] = []
         self.rows: list[list[StepRow]] = []
         """By plan: all rows, also the decode rows that go on."""
         self.start_worker()
 
     def start_worker(self) -> None:
-        self.worker = StubWorker(self.scheduler.epoch, WorkerConfig(model="", block_size=BLOCK_SIZE))
+        windows = "windows=" + "/".join(str(window or 0) for window in self.layout.windows)
+        self.worker = StubWorker(self.scheduler.epoch, WorkerConfig(model=windows, block_size=BLOCK_SIZE))
         self.worker.initialize_cache(self.num_blocks, 0)
 
     def send(self) -> StepPlan | None:
@@ -603,13 +607,15 @@ def test_the_pool_counts_what_was_asked_for_and_what_was_found() -> None:
 @given(st.data())
 def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one(data: st.DataObject) -> None:
     draw = data.draw
+    windows = draw(st.sampled_from([(None,), (6,), (None, 5), (None, 1, 9), (8, 3)]), "windows")
     bench = Bench(
-        num_blocks=draw(st.integers(14, 40), "blocks"),
+        num_blocks=draw(st.integers(14, 40), "blocks") * len(windows),
         max_num_seqs=draw(st.integers(1, 6), "seqs"),
         budget=draw(st.integers(1, 24), "budget"),
         num_stages=draw(st.integers(1, 3), "stages"),
         run_ahead=draw(st.booleans(), "run ahead"),
         enable_prefix_caching=draw(st.integers(0, 3), "caching") > 0,
+        windows=windows,
     )
     sequences: list[Sequence] = []
     removed: list[Sequence] = []

@@ -44,7 +44,7 @@ def address(registry: CollectorRegistry) -> Iterator[tuple[str, int]]:
         "127.0.0.1",
         0,
         registry,
-        Health(Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4)),
+        Health(Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))),
     )
     host, _, port = endpoint.address.rpartition(":")
     yield host, int(port)

@@ -20,7 +20,7 @@ def test_how_busy_a_device_is_stands_there_when_it_is_known(
 ) -> None:
     monkeypatch.setattr(StubWorker, "stats", lambda worker: {"device_utilization": value})
     executor = UniprocExecutor(WorkerConfig(model="", num_blocks=8), worker_module="millrace.executor.rank.stub")
-    engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=16)
+    engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
     engine.start()
     registry = CollectorRegistry()
     registry.register(MetricsCollector(engine, Health(engine)))

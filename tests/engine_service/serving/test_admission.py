@@ -9,6 +9,7 @@ import pytest
 
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
+from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 
@@ -23,6 +24,7 @@ FACTS = ModelFacts(
     num_parameters=1,
     weight_bytes=4,
     kv_bytes_per_block=64,
+    kv_layout=KVLayout(16),
 )
 
 

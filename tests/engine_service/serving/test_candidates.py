@@ -46,7 +46,7 @@ class Serving:
             WorkerConfig(model="", num_blocks=64, block_size=BLOCK_SIZE), worker_module="millrace.executor.rank.stub"
         )
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
-        self.llm = LlmEngine(executor, config, block_size=BLOCK_SIZE)
+        self.llm = LlmEngine(executor, config)
         facts = self.llm.start()
         self.queue = queue
         self.engine = Engine(queue)

@@ -152,7 +152,7 @@ def engine() -> Iterator[LlmEngine]:
     executor = UniprocExecutor(
         WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="millrace.executor.rank.stub"
     )
-    engine = LlmEngine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4)
+    engine = LlmEngine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
     engine.start()
     yield engine
     engine.shutdown()

@@ -54,7 +54,7 @@ def engine() -> Iterator[Engine]:
     executor = UniprocExecutor(
         WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="millrace.executor.rank.stub"
     )
-    engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4)
+    engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
     engine.start()
     yield engine
     engine.shutdown()

@@ -176,7 +176,7 @@ class Serving:
         executor = UniprocExecutor(
             WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="millrace.executor.rank.stub"
         )
-        self.engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), block_size=4)
+        self.engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
         facts = self.engine.start()
         self.queue = connect_queue()
         self.capacity = Capacity(8, self.engine.scheduler.free_tokens)

@@ -111,7 +111,7 @@ def recover() -> tuple[int, list[int]]:
     """Recover as the engine does, with shorter pauses. Returns (number of ranks, sequences with a token of a step)."""
     worker_group.RESTART_BACKOFF_S = (0.0, 0.5)  # type: ignore[assignment]
     config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
-    worker_group.WorkerGroup(_executor, config, block_size=4)._bring_up(_executor.restart)
+    worker_group.WorkerGroup(_executor, config)._bring_up(_executor.restart)
     _executor.initialize_cache(*_executor.determine_num_available_blocks())
     return _executor.world_size, step(3)
 

@@ -71,7 +71,7 @@ def test_a_start_that_is_stuck_names_the_phase_and_the_rank(
         is_retryable, message = True, "exit status 1"
     try:
         with pytest.raises(EngineError, match=message) as caught:
-            WorkerGroup(executor, CONFIG, block_size=4).start()
+            WorkerGroup(executor, CONFIG).start()
     finally:
         executor.shutdown()
     error = caught.value.__cause__
@@ -113,7 +113,7 @@ def test_a_start_that_fails_ends_the_engine_by_the_phase_the_rank_and_the_reason
     monkeypatch.setattr(executor, "can_resize", False)  # without this rank there would be no fault
     kind, cause, message = FAILURES[action]
     with pytest.raises(kind, match=message) as caught:
-        WorkerGroup(executor, CONFIG, block_size=4).start()
+        WorkerGroup(executor, CONFIG).start()
     error = caught.value.__cause__
     assert isinstance(error, StartError)
     assert (error.phase, error.rank, getattr(caught.value, "cause", None)) == (phase, rank, cause)

@@ -30,7 +30,7 @@ def make_layer(batch: StepBatch, seed: int, dtype: torch.dtype) -> LayerCache:
         pool.fill_(float("nan"))
         for row, length in enumerate(batch.kv_lens):
             past = torch.arange(length - batch.query_starts[row + 1] + batch.query_starts[row])
-            slots = batch.block_tables[row, past // BLOCK_SIZE] * BLOCK_SIZE + past % BLOCK_SIZE
+            slots = batch.block_tables[0, row, past // BLOCK_SIZE] * BLOCK_SIZE + past % BLOCK_SIZE
             pool.flatten(0, 1)[slots] = torch.randn(len(past), KV_HEADS, pool.shape[-1], generator=generator).to(dtype)
     return layer
 

@@ -59,7 +59,7 @@ def make_layer(batch: StepBatch, shape: Shape, generator: torch.Generator) -> La
         pool.fill_(float("nan"))
         for row, length in enumerate(batch.kv_lens):
             past = torch.arange(length - batch.query_starts[row + 1] + batch.query_starts[row])
-            slots = batch.block_tables[row, past // shape.block_size] * shape.block_size + past % shape.block_size
+            slots = batch.block_tables[0, row, past // shape.block_size] * shape.block_size + past % shape.block_size
             numbers = torch.randn(len(past), shape.kv_heads, pool.shape[-1], generator=generator)
             pool.flatten(0, 1)[slots] = numbers.to(pool.dtype)
     return layer
@@ -135,7 +135,7 @@ def test_a_sequence_at_the_end_of_the_pool(kernels: Kernels) -> None:
     for block_size, length in ((4, 1), (4, 3), (16, 15), (16, 17)):
         shape = Shape(block_size=block_size)
         batch = make_batch([(length, 1)], block_size, NUM_BLOCKS, 1)
-        batch.block_tables[0, -1] = NUM_BLOCKS - 1
+        batch.block_tables[0, 0, -1] = NUM_BLOCKS - 1
         layer = make_layer(batch, shape, torch.Generator().manual_seed(1))
         query, key, value = torch.ones(4, 1, 64), torch.ones(2, 1, 64), torch.ones(2, 1, 64)
         output = CompiledAttention(kernels).forward(query, key, value, layer, 0.1, None, None, batch)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, T5Config
 
+from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.errors import ConfigError, DeviceError, ModelError
 from millrace.worker.rank import Rank
@@ -73,7 +74,8 @@ def test_the_facts_describe_the_model(tmp_path: Path) -> None:
         attention="cpu",
         num_parameters=facts.num_parameters,
         weight_bytes=facts.num_parameters * 4,
-        kv_bytes_per_block=8 * 3 * 2 * 2 * 16 * 4,
+        kv_bytes_per_block=8 * 2 * 2 * 16 * 4,
+        kv_layout=KVLayout(8, (24, 24, None), 2048, 100),
         weights_checksum=facts.weights_checksum,
         kv_cache_dtype="float32",
     )
