@@ -200,7 +200,7 @@ class BlockPool:
         """Let the used blocks in the columns from `first` on be found by these hashes from now on. Returns those that could
         not be found before; a block with the tokens of another one stays without a hash."""
         registered: list[int] = []
-        num_groups = self.layout.num_groups
+        num_groups = len(self._cached)
         for group, cached in enumerate(self._cached):
             stored = []
             for block_id, block_hash in zip(table[first * num_groups + group :: num_groups], hashes, strict=False):

@@ -16,7 +16,7 @@ class MicroBatch(StepClock):
     def __init__(self, number: int, layout: KVLayout) -> None:
         super().__init__()
         self.number = number
-        self._layout = layout
+        self._block_size, self._num_groups = layout.block_size, layout.num_groups
         self._members: list[Sequence] = []
         self._calendar: dict[int, list[Sequence]] = {}
         """By the value of `num_steps`."""
@@ -54,7 +54,7 @@ class MicroBatch(StepClock):
 
     def set_due(self, sequence: Sequence) -> None:
         """Enter into the calendar when the member needs blocks or has no row left, whichever is first."""
-        num_tokens = self._layout.num_tokens_in(sequence.block_ids)
+        num_tokens = len(sequence.block_ids) // self._num_groups * self._block_size
         num_steps = min(num_tokens - sequence.num_computed, sequence.num_decode_rows_left)
         sequence.due_at = self.num_steps + num_steps
         self._calendar.setdefault(sequence.due_at, []).append(sequence)

@@ -291,7 +291,8 @@ class Scheduler:
             if sequence.clock is micro_batch and self._ensure_blocks(sequence, num_groups, step):
                 block_ids = self.pool.allocate(num_groups)
                 sequence.block_ids += block_ids
-                step.new_blocks += [(sequence, block_id) for block_id in block_ids]
+                for block_id in block_ids:
+                    step.new_blocks.append((sequence, block_id))
                 micro_batch.set_due(sequence)
         step.budget -= len(micro_batch.members)
         step.max_rows -= len(micro_batch.members)
@@ -363,8 +364,9 @@ class Scheduler:
     def _ensure_blocks(self, sequence: Sequence, num_blocks: int, step: PlannedStep) -> bool:
         """Preempt other sequences until the pool has the blocks that this one needs for the step. Return False when it was
         preempted itself. Before that, give back the blocks that its windows have passed."""
-        self._register_blocks(sequence, sequence.num_computed, step.registered)
-        self.pool.free_hidden(sequence.block_ids, sequence.num_computed)
+        num_computed = sequence.num_computed
+        self._register_blocks(sequence, num_computed, step.registered)
+        self.pool.free_hidden(sequence.block_ids, num_computed)
         while not self.pool.can_allocate(num_blocks):
             step.is_short_of_blocks = True
             victim = self._victim()
