@@ -11,9 +11,12 @@ import torch
 
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.executor.wire.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.worker.attention.compiled import CompiledAttention
 from millrace.worker.attention.select import choose_attention
 from millrace.worker.device import choose_device, device_utilization
 from millrace.worker.errors import ConfigError, PlanError
+from millrace.worker.fusion.decoder import DecoderWeights
+from millrace.worker.fusion.fuse import FusionRejected, fuse
 from millrace.worker.host_memory import keep_freed_memory
 from millrace.worker.kernels.library import find_kernels
 from millrace.worker.kv_budget import check_possible, fixed_num_blocks, host_pool_bytes, num_blocks_within
@@ -52,6 +55,8 @@ class Rank:
         self._pool_budget = ""
         """How the number of available blocks was computed, for logs."""
         self._model: Any = None
+        self._decoder: DecoderWeights | None = None
+        """The weights for a forward pass of our own; None if the model's own is used."""
         self._weights: Literal["device", "host", "disk"] = "device"
         self._checksums: dict[str, int] = {}
 
@@ -142,7 +147,7 @@ class Rank:
         if self._weights == "device":
             self._checksums = checksums(self._loaded())
         if level == 2:
-            self._model, self._weights = None, "disk"
+            self._model, self._decoder, self._weights = None, None, "disk"
         elif self._weights == "device":
             self._loaded().to("cpu")
             self._weights = "host"
@@ -178,19 +183,34 @@ class Rank:
         }
 
     def shutdown(self) -> None:
-        self.runner = self._pool = self._model = None
+        self.runner = self._pool = self._model = self._decoder = None
         if self._peers is not None:
             self._peers.close()
             self._peers = None
         self._empty_cache()
 
     def _load_model(self) -> None:
+        self._take_model()
+        kernels = find_kernels() if self._device.type == "cpu" else None
+        if kernels is None:
+            return
+        is_rejected = False
+        if self._peers is None and isinstance(self._attention, CompiledAttention):
+            try:
+                self._decoder = fuse(self._model, self._specs, self._facts.max_model_len, self._attention, kernels)
+            except FusionRejected as rejected:
+                logger.warning("%s: it runs through transformers' modules, which is slower", rejected)
+                is_rejected = True
+        if is_rejected:  # not above, where the exception still holds the packed weights
+            self._take_model()
+        if self._decoder is None:
+            use_compiled_linear(self._model, kernels)
+
+    def _take_model(self) -> None:
+        self._model = self._decoder = None
         loaded = load_model(self._config, self._topology, self._peers, self._device, self._attention.name)
         self._model, self._specs, self._facts = loaded.model, loaded.specs, loaded.facts
         self._kv_cache_dtype = loaded.kv_cache_dtype
-        kernels = find_kernels() if self._device.type == "cpu" else None
-        if kernels is not None:
-            use_compiled_linear(loaded.model, kernels)
 
     def _wake_weights(self) -> None:
         if self._weights == "device":
@@ -201,7 +221,7 @@ class Rank:
         try:
             check_unchanged(self._loaded(), self._checksums)
         except Exception:
-            self._model, self._weights = None, "disk"
+            self._model, self._decoder, self._weights = None, None, "disk"
             raise
         self._weights = "device"
 
@@ -225,7 +245,7 @@ class Rank:
 
     def _make_runner(self, pool: KVPool) -> Runner:
         common = (self._loaded(), self._attention, pool, self._config.max_num_seqs, self._facts.max_model_len)
-        return ParallelRunner(*common, self._topology, self._peers) if self._peers else Runner(*common)
+        return ParallelRunner(*common, self._topology, self._peers) if self._peers else Runner(*common, self._decoder)
 
     def _profile_gpu(self) -> int:
         """Run the largest step, and return the bytes that the configured share of the GPU leaves for the pool."""

@@ -26,9 +26,10 @@ from millrace.executor.wire.messages import (
 )
 from millrace.worker.attention.interface import STEP_KEYWORD, Attention, ForwardStep
 from millrace.worker.errors import PlanError, StepSkipped
+from millrace.worker.fusion.decoder import DecoderWeights, FusedDecoder
 from millrace.worker.input_batch import InputBatch, SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool
-from millrace.worker.sampler import sample
+from millrace.worker.sampler import sample, without_failed
 
 logger = logging.getLogger("millrace.worker")
 
@@ -70,11 +71,19 @@ class Runner:
     """Owns what a step changes: the sequences on this rank and the contents of the KV pool."""
 
     def __init__(
-        self, model: PreTrainedModel, attention: Attention, pool: KVPool, max_num_seqs: int, max_model_len: int
+        self,
+        model: PreTrainedModel,
+        attention: Attention,
+        pool: KVPool,
+        max_num_seqs: int,
+        max_model_len: int,
+        weights: DecoderWeights | None = None,
     ) -> None:
+        """With `weights` the forward pass is our own, else the model's."""
         self._model = model
         self._attention = attention
         self._pool = pool
+        self.decoder = FusedDecoder(weights, pool) if weights else None
         self._device = model.device
         self._sequences = InputBatch(max_num_seqs, max_model_len, pool.block_size, pool.num_groups, self._device)
         self._launched: deque[LaunchedStep] = deque()
@@ -114,6 +123,8 @@ class Runner:
     @torch.inference_mode()
     def compute_logits(self, batch: StepBatch) -> Tensor:
         """Run the forward pass: fill the batch's slots of the KV pool, return logits [rows that sample, vocabulary]."""
+        if self.decoder is not None:
+            return self.decoder.logits(self.decoder.run(batch))
         output = self._model(**self._forward_arguments(batch), logits_to_keep=batch.sample_indices)
         logits: Tensor = output.logits[0]
         return logits
@@ -135,7 +146,12 @@ class Runner:
 
     def _sample(self, plan: StepPlan, batch: StepBatch) -> Tensor | None:
         """Run the batch. Return its tokens, or None if another rank samples them."""
-        return self._sequences.record(batch.sampled, sample(self.compute_logits(batch), batch.sampled.sampling))
+        sampling = batch.sampled.sampling
+        if self.decoder is not None and sampling.is_plain_greedy:
+            token_ids = without_failed(*self.decoder.most_likely(self.decoder.run(batch)))
+        else:
+            token_ids = sample(self.compute_logits(batch), sampling)
+        return self._sequences.record(batch.sampled, token_ids)
 
     def _record_event(self) -> torch.cuda.Event | None:
         """Note the present end of the device's queue of work; None on a CPU."""

@@ -39,6 +39,11 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     else:
         peaks, token_ids = compiled.argmax(kernels, logits)
         compiled.draw(kernels, logits, peaks, token_ids, rows)
+    return without_failed(peaks, token_ids)
+
+
+def without_failed(peaks: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the ids [M] with NO_TOKEN for rows whose largest logit [M] is NaN or infinite."""
     return token_ids.masked_fill_(~peaks.isfinite(), NO_TOKEN)
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from millrace.executor.wire.messages import (
@@ -206,3 +207,21 @@ class Driver:
             return logits
 
         runner.compute_logits = compute_and_keep  # type: ignore[method-assign]
+        decoder = runner.decoder
+        if decoder is None:
+            return
+        run, most_likely = decoder.run, decoder.most_likely
+
+        def run_and_keep(batch: StepBatch) -> Tensor:
+            self._batch = batch
+            return run(batch)
+
+        def check_most_likely(hidden: Tensor) -> tuple[Tensor, Tensor]:
+            """A plain greedy step stores no logits."""
+            peaks, token_ids = most_likely(hidden)
+            logits = decoder.logits(hidden)
+            assert torch.equal(peaks, logits.amax(dim=-1)) and torch.equal(token_ids, logits.argmax(dim=-1))
+            self._captured += [(seq_id, logits[i].clone()) for i, seq_id in enumerate(self._batch.sampled.seq_ids)]
+            return peaks, token_ids
+
+        decoder.run, decoder.most_likely = run_and_keep, check_most_likely  # type: ignore[method-assign]

@@ -90,12 +90,12 @@ def test_a_rank_without_pool_sleeps_too(model: Path) -> None:
 
 def change_file(model: Path, worker: Rank) -> None:
     tensors = load_file(model / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"] += 1
+    tensors["model.layers.1.mlp.down_proj.weight"] += 1
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
 
 
 def change_memory(model: Path, worker: Rank) -> None:
-    worker._model.model.layers[1].mlp.up_proj.weight += 1
+    worker._model.model.layers[1].mlp.down_proj.weight += 1
 
 
 @pytest.mark.parametrize(("level", "change"), [(1, change_memory), (2, change_file)])
@@ -106,7 +106,9 @@ def test_weights_that_changed_meanwhile_are_noticed(
     worker.sleep(level)
     with torch.no_grad():
         change(model, worker)
-    with pytest.raises(WeightsChanged, match=r"1 of 37 tensors .* first of all model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        WeightsChanged, match=r"1 of 37 tensors .* first of all model\.layers\.1\.mlp\.down_proj\.weight"
+    ):
         wake_up(worker)
     with pytest.raises(PlanError, match="it sleeps"):
         execute(worker, StepPlan(StepId(1), 1, 1, 0, 0))

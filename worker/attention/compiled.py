@@ -74,7 +74,6 @@ class LayerAttention:
         rotary: tuple[Tensor, Tensor] | None = None,  # cosines and sines, float32 [positions, R / 2]
         norms: tuple[Tensor, Tensor] | None = None,  # weights of RMSNorm for queries and for keys, [D]
         norm_eps: float = 0.0,
-        norm_offset: float = 0.0,  # added to the weights
     ) -> None:
         assert layer.keys.dtype == layer.values.dtype
         _, block_size, num_kv_heads, key_dim = layer.keys.shape
@@ -94,7 +93,7 @@ class LayerAttention:
         call.keys, call.values = layer.keys.data_ptr(), layer.values.data_ptr()
         self._tensors: list[Tensor] = []  # they have to outlive the calls
         if norms is not None:
-            call.query_norm, call.key_norm = (self._keep(each.float() + norm_offset, (key_dim,)) for each in norms)
+            call.query_norm, call.key_norm = (self._keep(each, (key_dim,)) for each in norms)
         if rotary is not None:
             self._num_positions, half = rotary[0].shape
             assert 2 * half <= key_dim

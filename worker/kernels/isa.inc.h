@@ -25,9 +25,10 @@ PUSH_TARGET(TARGET)
 #include "attention.inc.h"
 #include "sampling.inc.h"
 #include "linear.inc.h"
+#include "rows.inc.h"
 
 #if defined(TARGET) && defined(__clang__)
 #pragma clang attribute pop
 #endif
 
-const struct kernels TABLE = {attend, argmax, draw, linear, linear_argmax, PANEL_OUTPUTS};
+const struct kernels TABLE = {attend, argmax, draw, linear, linear_argmax, PANEL_OUTPUTS, norm, gate};

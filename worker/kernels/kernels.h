@@ -9,9 +9,10 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 6
+#define MILLRACE_KERNELS_VERSION 7
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
+enum { SILU = 0, GELU_TANH = 1 };
 
 /* The rows of one step. Shapes: R rows, T tokens of all rows one after the other, P blocks in a table row. */
 struct attention_rows {
@@ -76,6 +77,28 @@ struct linear {
     int64_t weight_dtype, input_dtype, output_dtype; /* sums are float32 */
 };
 
+/* RMSNorm (Zhang, Sennrich: Root Mean Square Layer Normalization, 2019). Shapes: M rows, K entries in each. */
+struct norm {
+    const void *input;    /* [M, K] */
+    const float *weights; /* [K] */
+    void *output;         /* [M, K]; it may be the input */
+    int64_t num_rows, size;
+    int64_t dtype; /* of input and output */
+    int64_t adds;  /* 1: add the result to what is in the output */
+    int64_t num_threads;
+    float epsilon;
+};
+
+/* activation(gate) * value. Shapes: M rows, K outputs in each. */
+struct gate {
+    const void *input; /* [M, 2 K]: the gates, then the values */
+    void *output;      /* [M, K] */
+    int64_t num_rows, size;
+    int64_t dtype;
+    int64_t activation;
+    int64_t num_threads;
+};
+
 struct kernels {
     /* Write the step's keys and values into the pool, then attend. Return 0, or -1 if there is no memory. */
     int (*attend)(const struct attention *call);
@@ -90,6 +113,8 @@ struct kernels {
     /* As argmax of a linear layer's output, which is not stored. Return 0, or -1 if there is no memory. */
     int (*linear_argmax)(const struct linear *call);
     int panel_outputs; /* outputs of a panel of packed weights */
+    void (*norm)(const struct norm *call);
+    void (*gate)(const struct gate *call);
 };
 
 extern const struct kernels kernels_generic;

@@ -72,3 +72,13 @@ int millrace_panel_outputs(void)
 {
     return chosen->panel_outputs;
 }
+
+void millrace_norm(const struct norm *call)
+{
+    chosen->norm(call);
+}
+
+void millrace_gate(const struct gate *call)
+{
+    chosen->gate(call);
+}

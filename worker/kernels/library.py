@@ -15,7 +15,7 @@ import torch
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 6
+VERSION = 7
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -81,6 +81,25 @@ class LinearCall(ctypes.Structure):
     )
 
 
+class NormCall(ctypes.Structure):
+    """`struct norm`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "weights", "output")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "size", "dtype", "adds", "num_threads")),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+class GateCall(ctypes.Structure):
+    """`struct gate`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("input", "output")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "size", "dtype", "activation", "num_threads")),
+    )
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The loaded library, and the instruction set that it uses."""
@@ -131,7 +150,7 @@ def load_library(directory: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(found[0]))
     if (version := library.millrace_version()) != VERSION:
         raise OSError(f"{found[0].name} is version {version} instead of {VERSION}: install Millrace again")
-    library.millrace_choose.restype = None
+    library.millrace_choose.restype = library.millrace_norm.restype = library.millrace_gate.restype = None
     library.millrace_argmax.restype = None
     library.millrace_argmax.argtypes = (
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),

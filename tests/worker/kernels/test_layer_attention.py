@@ -76,12 +76,12 @@ def check(
     scaling = shape.key_dim**-0.5
     expected = ReferenceAttention().forward(query, key, value, expected_layer, scaling, window, softcap, batch)
 
+    offset = 1.0 if preparation.norm is Gemma3RMSNorm else 0.0
     compiled = LayerAttention(
         *(kernels, layer, shape.heads, shape.dtype, scaling, window, softcap),
         rotary=None if preparation.rotary_dim is None else tables(preparation.rotary_dim),
-        norms=weights,
+        norms=weights and (weights[0] + offset, weights[1] + offset),
         norm_eps=EPS,
-        norm_offset=1.0 if preparation.norm is Gemma3RMSNorm else 0.0,
     )
     output = torch.full((qkv.shape[0], shape.heads * shape.value_dim), float("nan"), dtype=shape.dtype)
     compiled.run(qkv, output, step_rows(batch, shape.block_size))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ WEIGHTS = "model.safetensors"
 
 
 def load(path: Path, **options: Any) -> tuple[Any, ModelFacts]:
+    """Load without the compiled kernels, which would pack the weights."""
     rank = Rank(0, 1, 1, WorkerConfig(model=str(path), device="cpu", **options))
-    facts = rank.start(lambda _: None)
+    with mock.patch("millrace.worker.rank.find_kernels", return_value=None):
+        facts = rank.start(lambda _: None)
     return rank._model, facts
 
 

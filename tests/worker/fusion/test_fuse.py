@@ -1,0 +1,149 @@
+"""Which models get a forward pass of our own, and that it gives the tokens of transformers."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from millrace.worker.fusion.decoder import DecoderWeights
+from millrace.worker.fusion.structure import NotRecognised, read_structure
+from millrace.worker.kernels.library import find_kernels
+from tests.worker.driver import Driver, Request, start_worker
+from tests.worker.models import CONFIGS, build_model, make_model
+from tests.worker.test_parity import MAX_TOKENS, check_against_transformers, prompts
+
+pytestmark = pytest.mark.skipif(find_kernels() is None, reason="the compiled kernels were not built")
+
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("llama", {"model_type": "phi3", "rope_parameters": None}),
+    "phi3, half rotated": (
+        "llama",
+        {
+            "model_type": "phi3",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "mixtral": ("mistral", {"model_type": "mixtral", "num_local_experts": 4}),
+    "qwen3_moe": (
+        "qwen3",
+        {
+            "model_type": "qwen3_moe",
+            "tie_word_embeddings": False,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "mlp_only_layers": [1],
+            "seed": 3,
+        },
+    ),
+    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True, "seed": 2}),
+}
+"""Recognised besides CONFIGS: base and overrides."""
+
+
+def run(path: Path, **options: object) -> tuple[list[Request], DecoderWeights | None]:
+    worker = start_worker(path, **options)
+    return Driver(worker, seed=1).run(prompts(1), MAX_TOKENS), worker._decoder
+
+
+@pytest.mark.parametrize("arch", CONFIGS)
+def test_the_families_with_their_own_tests_are_recognised(arch: str, tmp_path: Path) -> None:
+    make_model(arch, tmp_path)
+    assert start_worker(tmp_path)._decoder is not None
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_families_are_recognised_and_match_transformers(name: str, tmp_path: Path) -> None:
+    base, overrides = MORE[name]
+    torch.manual_seed(0)  # experts keep their first weights
+    make_model(base, tmp_path, **overrides)
+    requests, decoder = run(tmp_path)
+    assert decoder is not None
+    check_against_transformers(tmp_path, requests)
+
+
+def test_an_unknown_structure_runs_through_the_modules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_model("llama", tmp_path, model_type="olmo2", seed=2)
+    with caplog.at_level(logging.INFO):
+        requests, decoder = run(tmp_path)
+    assert decoder is None
+    assert (
+        "runs through transformers' modules, which is slower: Olmo2DecoderLayer has no input_layernorm" in caplog.text
+    )
+    check_against_transformers(tmp_path, requests)
+
+
+@pytest.mark.parametrize(
+    "overrides", [{"residual_multiplier": 0.7}, {"embedding_multiplier": 3.0}, {"logits_scaling": 0.5}]
+)
+def test_a_model_that_computes_something_else_is_rejected_by_its_numbers(
+    overrides: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model("llama", tmp_path, model_type="granite", **overrides)
+    with caplog.at_level(logging.WARNING):
+        requests, decoder = run(tmp_path)
+    assert decoder is None
+    assert "the logits of GraniteForCausalLM differ by" in caplog.text
+    check_against_transformers(tmp_path, requests)
+
+
+def test_the_other_attention_is_never_fused(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    assert start_worker(tmp_path, attention="reference")._decoder is None
+
+
+def test_no_weight_is_in_memory_twice(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    worker = start_worker(tmp_path)
+    layer = worker._model.model.layers[0]
+    assert worker._decoder is not None
+    packed = worker._decoder.layers[0].projections.weights
+    assert layer.self_attn.q_proj.weight.data_ptr() == packed.data_ptr()
+    assert layer.self_attn.k_proj.weight.numel() == layer.self_attn.v_proj.weight.numel() == 0
+
+
+def test_a_sleep_releases_the_weights(tmp_path: Path) -> None:
+    make_model("llama", tmp_path)
+    worker = start_worker(tmp_path)
+    expected = [request.output for request in Driver(worker, seed=1).run(prompts(1), 4)]
+    assert worker._decoder is not None
+    packed = weakref.ref(worker._decoder.layers[0].projections.weights)
+    worker.sleep(2)
+    gc.collect()
+    assert packed() is None
+    worker.wake_up(["weights", "kv_cache"], 1)
+    assert [request.output for request in Driver(worker, seed=1).run(prompts(1), 4)] == expected
+
+
+def test_shared_layers_are_not_recognised() -> None:
+    model = build_model("llama")
+    layers = model.get_decoder().layers
+    assert isinstance(layers, nn.ModuleList)
+    layers[1] = layers[0]
+    with pytest.raises(NotRecognised, match="its layers share weights"):
+        read_structure(model, [], 16)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_bfloat16_is_close_to_transformers(arch: str, tmp_path: Path) -> None:
+    """Mean difference of the log-probabilities of all tokens, with the weights of the original in bfloat16."""
+    make_model(arch, tmp_path)
+    requests, decoder = run(tmp_path, dtype="bfloat16")
+    assert decoder is not None
+    model: Any = build_model(arch)
+    model.to(torch.bfloat16)
+    model.set_attn_implementation("eager")
+    for request in requests:
+        with torch.no_grad():
+            logits = model(torch.tensor([request.tokens])).logits[0, len(request.prompt) - 1 : -1].float()
+        ours = torch.stack(request.logits)
+        assert (ours.log_softmax(-1) - logits.log_softmax(-1)).abs().mean() < 0.05
+        top = logits.topk(5).indices
+        assert all(token in row for token, row in zip(request.output, top.tolist(), strict=True))

@@ -1,0 +1,208 @@
+"""The forward pass of a recognised decoder on a CPU: kernels, one after the other, over buffers that stay.
+
+transformers' modules take about 15 operations of torch a layer. Here a layer is eight calls:
+
+    norm, projections, attention (with norms of heads, rotation and the KV pool), output + residual,
+    norm, projections, activation, output + residual
+
+Shapes: T tokens of the step, M rows that yield a token, H hidden size, W outputs of the attention's projections, Hq query
+heads, Dv size of a value head, I intermediate size, V token ids.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from millrace.worker.attention.compiled import LayerAttention, step_rows
+from millrace.worker.fusion.structure import AttentionParts, DecoderParts, LayerParts, MLPParts, Norm
+from millrace.worker.input_batch import StepBatch
+from millrace.worker.kernels.library import Kernels
+from millrace.worker.kernels.rows import GatedActivation, RowNorm
+from millrace.worker.kernels.sampling import argmax
+from millrace.worker.kv_pool import KVPool
+from millrace.worker.linear import PackedLinear, pack_linear
+
+MLP_TOKENS = 256
+"""Tokens that pass an MLP at a time, so that its intermediate results stay in the CPU's cache."""
+
+
+class Workspace:
+    """Owns the buffers of a forward pass. They grow to the largest step."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._buffers: dict[str, Tensor] = {}
+
+    def rows(self, name: str, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a buffer [num_rows, width] with any contents, of the model's dtype if `dtype` is None."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape[0] < num_rows or buffer.shape[1] != width:
+            buffer = self._buffers[name] = torch.empty(-(-num_rows // 64) * 64, width, dtype=dtype or self.dtype)
+        return buffer[:num_rows]
+
+
+class DecoderWeights:
+    """Owns the weights of a model as the kernels read them, and the buffers of its forward pass."""
+
+    def __init__(self, parts: DecoderParts, kernels: Kernels) -> None:
+        """Packs the weights layer by layer. The modules of `parts` cannot run any more."""
+        dtype = parts.head.weight.dtype
+        self.kernels = kernels
+        self.workspace = Workspace(dtype)
+        self.embedding = parts.embedding
+        self.layers = [LayerWeights(layer, self.workspace, kernels, dtype) for layer in parts.layers]
+        self.norm = RowNorm(kernels, parts.norm.weights, parts.norm.epsilon, dtype)
+        is_tied = parts.head.weight is parts.embedding.weight
+        self.head = _pack([parts.head], torch.float32, keeps=is_tied)
+        self.logit_softcap = parts.logit_softcap
+
+
+class LayerWeights:
+    """The weights of one layer."""
+
+    def __init__(self, parts: LayerParts, workspace: Workspace, kernels: Kernels, dtype: torch.dtype) -> None:
+        def row_norm(norm: Norm) -> RowNorm:
+            return RowNorm(kernels, norm.weights, norm.epsilon, dtype)
+
+        self.attention: AttentionParts = parts.attention
+        self.input_norm = row_norm(parts.input_norm)
+        self.projections = _pack(parts.attention.projections)
+        self.output = _pack([parts.attention.output])
+        self.attention_norm = row_norm(parts.attention_norm) if parts.attention_norm else None
+        self.mlp_input_norm = row_norm(parts.mlp_input_norm)
+        self.mlp = (
+            GatedMLP(parts.mlp, workspace, kernels, dtype) if isinstance(parts.mlp, MLPParts) else ModuleMLP(parts.mlp)
+        )
+        self.mlp_norm = row_norm(parts.mlp_norm) if parts.mlp_norm else None
+
+
+def _pack(linears: list[nn.Linear], output_dtype: torch.dtype | None = None, *, keeps: bool = False) -> PackedLinear:
+    """Return one layer for several. Unless it `keeps` them, the modules get the packed weights instead of their own, so that
+    nothing is in memory twice."""
+    packed = pack_linear([each.weight for each in linears], [each.bias for each in linears], output_dtype=output_dtype)
+    if not keeps:
+        first, *others = linears
+        first.weight = nn.Parameter(packed.weights, requires_grad=False)
+        for each in others:
+            each.weight = nn.Parameter(packed.weights.new_empty(0), requires_grad=False)
+    return packed
+
+
+class GatedMLP:
+    """An MLP whose gate and value are one projection."""
+
+    def __init__(self, parts: MLPParts, workspace: Workspace, kernels: Kernels, dtype: torch.dtype) -> None:
+        self._workspace = workspace
+        self._projections = _pack(parts.projections)
+        self._output = _pack([parts.output])
+        self._activation = GatedActivation(kernels, parts.activation, self._output.num_inputs, dtype)
+
+    def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
+        """Write the results for inputs [T, H] to the outputs [T, H], or add them."""
+        for first in range(0, inputs.shape[0], MLP_TOKENS):
+            rows = inputs[first : first + MLP_TOKENS]
+            gates = self._workspace.rows("gates", len(rows), self._projections.num_outputs)
+            activated = self._workspace.rows("activated", len(rows), self._output.num_inputs)
+            self._projections.into(rows, gates)
+            self._activation.into(gates, activated)
+            self._output.into(activated, outputs[first : first + MLP_TOKENS], accumulate=accumulate)
+
+
+class ModuleMLP:
+    """transformers' own module, such as a mixture of experts."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
+        result = self._module(inputs.unsqueeze(0))
+        result = (result[0] if isinstance(result, tuple) else result)[0]
+        if accumulate:
+            outputs += result
+        else:
+            outputs.copy_(result)
+
+
+class FusedDecoder:
+    """Runs the forward pass of one model over one KV pool."""
+
+    def __init__(self, weights: DecoderWeights, pool: KVPool) -> None:
+        self._weights = weights
+        self._block_size = pool.block_size
+        self._attention = [
+            _attention(layer.attention, pool, weights.kernels, weights.workspace.dtype) for layer in weights.layers
+        ]
+        self._workspace = weights.workspace
+
+    def run(self, batch: StepBatch) -> Tensor:  # [M, H]
+        """Fill the batch's slots of the KV pool, and return the last hidden states of the rows that yield a token. They are
+        valid until the next call."""
+        workspace, num_sampled = self._workspace, len(batch.sample_indices)
+        rows = step_rows(batch, self._block_size)
+        hidden = self._embed(batch.input_ids[0])
+        for layer, attention in zip(self._weights.layers, self._attention, strict=True):
+            normed = workspace.rows("normed", *hidden.shape)
+            layer.input_norm.into(hidden, normed)
+            projected = workspace.rows("projected", len(hidden), layer.projections.num_outputs)
+            layer.projections.into(normed, projected)
+            attended = workspace.rows("attended", len(hidden), layer.output.num_inputs)
+            attention.run(projected, attended, rows)
+            if layer is self._weights.layers[-1] and num_sampled < len(hidden):  # nobody reads the other rows
+                if num_sampled == 0:
+                    return hidden[:0]
+                hidden, attended = (each.index_select(0, batch.sample_indices) for each in (hidden, attended))
+                normed = normed[:num_sampled]
+            self._add(layer.output, layer.attention_norm, attended, hidden)
+            layer.mlp_input_norm.into(hidden, normed)
+            self._add(layer.mlp, layer.mlp_norm, normed, hidden)
+        self._weights.norm.into(hidden, normed)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:  # [M, H] -> [M, V]
+        """Return the logits of hidden states. They are valid until the next call."""
+        head, softcap = self._weights.head, self._weights.logit_softcap
+        logits = self._workspace.rows("logits", len(hidden), head.num_outputs, head.output_dtype)
+        head.into(hidden, logits)
+        return logits if softcap is None else torch.tanh(logits.div_(softcap)).mul_(softcap)
+
+    def most_likely(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest logit [M] of each row, and the lowest id [M] that has it. Stores no logits where it can."""
+        if self._weights.logit_softcap is not None:  # the cap may round different logits to the same one
+            return argmax(self._weights.kernels, self.logits(hidden))
+        return self._weights.head.argmax(hidden)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:  # [T, H]
+        embedding = self._weights.embedding
+        weight: Tensor = embedding.weight  # type: ignore[assignment]
+        hidden = self._workspace.rows("hidden", len(input_ids), weight.shape[1])
+        if type(embedding) is nn.Embedding:
+            return torch.index_select(weight, 0, input_ids, out=hidden)
+        return hidden.copy_(embedding(input_ids))
+
+    def _add(
+        self, block: PackedLinear | GatedMLP | ModuleMLP, norm: RowNorm | None, inputs: Tensor, hidden: Tensor
+    ) -> None:
+        """Add a block's output, or its norm, to the hidden states [T, H]."""
+        if norm is None:
+            block.into(inputs, hidden, accumulate=True)
+            return
+        outputs = self._workspace.rows("outputs", *hidden.shape)
+        block.into(inputs, outputs)
+        norm.into(outputs, hidden, adds=True)
+
+
+def _attention(parts: AttentionParts, pool: KVPool, kernels: Kernels, dtype: torch.dtype) -> LayerAttention:
+    norms = parts.head_norms
+    return LayerAttention(
+        kernels,
+        pool.layers[parts.spec.layer_index],
+        parts.num_heads,
+        dtype,
+        parts.scaling,
+        parts.spec.sliding_window,
+        parts.softcap,
+        rotary=(parts.rotary.cosines, parts.rotary.sines),
+        norms=(norms[0].weights, norms[1].weights) if norms else None,
+        norm_eps=norms[0].epsilon if norms else 0.0,
+    )

@@ -1,0 +1,110 @@
+"""Replaces the forward pass of a recognised model, if it gives the numbers of transformers' own.
+
+Shapes: T tokens of the step, V token ids.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
+from millrace.worker.attention.interface import STEP_KEYWORD, Attention, ForwardStep
+from millrace.worker.fusion.decoder import DecoderWeights, FusedDecoder
+from millrace.worker.fusion.structure import NotRecognised, read_structure
+from millrace.worker.input_batch import InputBatch, StepBatch
+from millrace.worker.kernels.library import DTYPES, Kernels
+from millrace.worker.kv_pool import KVPool, LayerSpec, num_blocks_for
+
+logger = logging.getLogger("millrace.worker")
+
+LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Between the logits of both forward passes, relative to their standard deviation."""
+BLOCK_SIZE = 16
+POOL_BLOCKS = 10
+CHUNK_TOKENS = 19
+DECODED_POSITION = 45
+"""These two: more than a block, and not a multiple of vectors."""
+
+
+class FusionRejected(Exception):
+    """Raised when the fused forward pass gives other numbers. The model's weights are packed then: load it again."""
+
+
+@torch.no_grad()  # not inference_mode: the weights are ordinary tensors
+def fuse(
+    model: PreTrainedModel, specs: list[LayerSpec], max_model_len: int, attention: Attention, kernels: Kernels
+) -> DecoderWeights | None:
+    """Return the weights for a forward pass of our own, or None if the model's structure is not known.
+
+    Packs the weights one after the other, so that they are not in memory twice. Raises `FusionRejected`.
+    """
+    began_s = time.perf_counter()
+    name = type(model).__name__
+    if model.dtype not in DTYPES:
+        return None
+    try:
+        parts = read_structure(model, specs, max_model_len)
+    except NotRecognised as reason:
+        logger.info("%s runs through transformers' modules, which is slower: %s", name, reason)
+        return None
+    batch = _batch(model.config.vocab_size, max_model_len)
+    theirs, ours = _pools(specs, model.dtype)
+    expected = _logits(model, ForwardStep(attention, theirs.layers, batch), batch)
+    weights = DecoderWeights(parts, kernels)
+    decoder = FusedDecoder(weights, ours)
+    logits = decoder.logits(decoder.run(batch))
+    difference = float((logits - expected).abs().max() / expected.std())
+    if not difference <= LARGEST_DIFFERENCE[model.dtype]:  # NaN is not
+        raise FusionRejected(f"the logits of {name} differ by {difference:.2g} of their standard deviation")
+    logger.info(
+        "fused forward pass of %s: differs by %.2g of a logit's standard deviation, made and checked in %.2f s",
+        *(name, difference, time.perf_counter() - began_s),
+    )
+    return weights
+
+
+def _logits(model: PreTrainedModel, step: ForwardStep, batch: StepBatch) -> Tensor:  # [T, V]
+    inputs = {"input_ids": batch.input_ids, "position_ids": batch.positions, "use_cache": False}
+    logits: Tensor = model(**inputs, **{STEP_KEYWORD: step}).logits[0]
+    return logits.float()
+
+
+def _pools(specs: list[LayerSpec], dtype: torch.dtype) -> tuple[KVPool, KVPool]:
+    """Return two pools with the same random contents. All layers have the same block tables here."""
+    specs = [replace(spec, group=0) for spec in specs]
+    first, second = (KVPool(specs, POOL_BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu")) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for index, layer in first.layers.items():
+        copy = second.layers[index]
+        copy.keys.copy_(layer.keys.normal_(generator=generator))
+        copy.values.copy_(layer.values.normal_(generator=generator))
+    return first, second
+
+
+def _batch(vocab_size: int, max_model_len: int) -> StepBatch:
+    """Return a step with a whole prompt, the last chunk of a sequence of `max_model_len` tokens, and a decode row. All its
+    tokens yield logits. The rows share blocks that they only read."""
+    prompt = min(CHUNK_TOKENS, max_model_len)
+    position = min(DECODED_POSITION, max_model_len - 1)
+    ends = [(0, prompt), (max(0, max_model_len - 3), max_model_len), (position, position + 1)]
+    sampling = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [])
+    new: list[NewSequence] = []
+    rows: list[StepRow] = []
+    for index, (start, end) in enumerate(ends):
+        token_ids = [(7919 * (index + 1) * (i + 1)) % vocab_size for i in range(end)]
+        num_blocks = num_blocks_for(end, BLOCK_SIZE)
+        own = [3 * index + 1, 3 * index + 2][: min(2, num_blocks)]  # what a row writes is in its last two blocks
+        blocks = [3 * index + 3] * (num_blocks - len(own)) + own
+        new.append(NewSequence(SeqId(index), token_ids, end, sampling))
+        rows.append(StepRow(SeqId(index), start, end - start, blocks))
+    num_tokens = sum(row.num_tokens for row in rows)
+    plan = StepPlan(StepId(0), 0, 1, num_tokens, len(rows), rows, new)
+    batch = InputBatch(len(rows), max_model_len, BLOCK_SIZE, 1, torch.device("cpu")).update(plan)
+    assert batch is not None
+    return replace(batch, sample_indices=torch.arange(num_tokens))

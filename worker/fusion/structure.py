@@ -1,0 +1,243 @@
+"""Reads the parts of a decoder from transformers' modules.
+
+The modules are recognised by what they have: the names and kinds of their children. What they compute with it may still
+differ from what is assumed here, so a recognised model is compared with transformers' forward pass before it is used.
+
+Shapes: H hidden size, D size of a head, R rotary size, P positions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+from millrace.worker.kv_pool import LayerSpec
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Our name of an activation by its name in transformers."""
+
+_ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+_LAYER_CHILDREN = {
+    *("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
+    *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+}
+
+
+class NotRecognised(Exception):
+    """Raised when a model has a structure that is not known here. Its text is the reason."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm."""
+
+    weights: Tensor  # float32, with the offset that some models add to them
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The rotary embedding of a layer, at positions 0 to P - 1."""
+
+    cosines: Tensor  # [P, R / 2] float32
+    sines: Tensor  # [P, R / 2] float32
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    projections: list[nn.Linear]
+    """Of query, key and value, or one of all three."""
+    output: nn.Linear
+    num_heads: int
+    head_norms: tuple[Norm, Norm] | None
+    """Of each query head and each key head."""
+    rotary: Rotary
+    scaling: float
+    softcap: float | None
+    spec: LayerSpec
+
+
+@dataclass(frozen=True)
+class MLPParts:
+    projections: list[nn.Linear]
+    """Of gate and value, or one of both."""
+    output: nn.Linear
+    activation: str
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    attention: AttentionParts
+    mlp: MLPParts | nn.Module
+    """A module is run as it is, such as a mixture of experts."""
+    input_norm: Norm
+    attention_norm: Norm | None
+    """Of the attention's output."""
+    mlp_input_norm: Norm
+    mlp_norm: Norm | None
+    """Of the output of the MLP."""
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    embedding: nn.Embedding
+    layers: list[LayerParts]
+    norm: Norm
+    head: nn.Linear
+    logit_softcap: float | None
+
+
+def read_structure(model: PreTrainedModel, specs: list[LayerSpec], num_positions: int) -> DecoderParts:
+    """Return the parts of a model with these attention layers. Raises `NotRecognised`."""
+    decoder: Any = model.base_model
+    head = getattr(model, "lm_head", None)
+    _require(type(head) is nn.Linear, "it has no lm_head")
+    _require_unshared(model)
+    _require_children(decoder, {"embed_tokens", "layers", "norm", "rotary_emb"}, allowed={"rotary_emb_local"})
+    _require(isinstance(decoder.embed_tokens, nn.Embedding), "its embedding is no nn.Embedding")
+    _require(len(decoder.layers) == len(specs), "it has layers without attention")
+    tables: dict[str | None, Rotary] = {}
+    layers = [
+        _read_layer(layer, spec, _rotary_of(model, spec.layer_index, num_positions, tables))
+        for layer, spec in zip(decoder.layers, specs, strict=True)
+    ]
+    assert isinstance(head, nn.Linear)
+    return DecoderParts(
+        embedding=decoder.embed_tokens,
+        layers=layers,
+        norm=_read_norm(decoder.norm),
+        head=head,
+        logit_softcap=getattr(model.config, "final_logit_softcapping", None),
+    )
+
+
+def _read_layer(layer: Any, spec: LayerSpec, rotary: Rotary) -> LayerParts:
+    names = (
+        _LAYER_CHILDREN
+        if hasattr(layer, "pre_feedforward_layernorm")
+        else _LAYER_CHILDREN - {*("pre_feedforward_layernorm", "post_feedforward_layernorm")}
+    )
+    _require_children(layer, names)
+    has_output_norms = hasattr(layer, "pre_feedforward_layernorm")
+    return LayerParts(
+        attention=_read_attention(layer.self_attn, spec, rotary),
+        mlp=_read_mlp(layer.mlp),
+        input_norm=_read_norm(layer.input_layernorm),
+        attention_norm=_read_norm(layer.post_attention_layernorm) if has_output_norms else None,
+        mlp_input_norm=_read_norm(
+            layer.pre_feedforward_layernorm if has_output_norms else layer.post_attention_layernorm
+        ),
+        mlp_norm=_read_norm(layer.post_feedforward_layernorm) if has_output_norms else None,
+    )
+
+
+def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> AttentionParts:
+    is_merged = hasattr(attention, "qkv_proj")
+    projections = [attention.qkv_proj] if is_merged else [attention.q_proj, attention.k_proj, attention.v_proj]
+    required = {"o_proj", *(("qkv_proj",) if is_merged else ("q_proj", "k_proj", "v_proj"))}
+    _require_children(attention, required, allowed=_ATTENTION_CHILDREN)
+    _require_linear(*projections, attention.o_proj)
+    _require(spec.key_dim == spec.value_dim, "its keys and values differ in size")
+    num_heads = attention.o_proj.in_features // spec.value_dim
+    num_outputs = (num_heads + 2 * spec.num_kv_heads) * spec.key_dim
+    _require(sum(each.out_features for each in projections) == num_outputs, "its projections have other sizes")
+    _require(2 * rotary.cosines.shape[1] <= spec.key_dim, "its rotary embedding is larger than its heads")
+    norms = [_read_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    _require(all(norm.weights.shape == (spec.key_dim,) for norm in norms), "it norms whole queries")
+    _require(len({norm.epsilon for norm in norms}) <= 1 and len(norms) in (0, 2), "it norms queries or keys alone")
+    return AttentionParts(
+        projections=projections,
+        output=attention.o_proj,
+        num_heads=num_heads,
+        head_norms=(norms[0], norms[1]) if norms else None,
+        rotary=rotary,
+        scaling=attention.scaling,
+        softcap=getattr(attention, "attn_logit_softcapping", None),
+        spec=spec,
+    )
+
+
+def _read_mlp(mlp: Any) -> MLPParts | nn.Module:
+    is_merged = hasattr(mlp, "gate_up_proj")
+    if not isinstance(getattr(mlp, "down_proj", None), nn.Linear) or not (is_merged or hasattr(mlp, "gate_proj")):
+        assert isinstance(mlp, nn.Module)
+        return mlp
+    projections = [mlp.gate_up_proj] if is_merged else [mlp.gate_proj, mlp.up_proj]
+    _require_linear(*projections, mlp.down_proj)
+    function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+    for name, ours in ACTIVATIONS.items():
+        if type(function) is type(ACT2FN[name]):
+            return MLPParts(projections, mlp.down_proj, ours)
+    raise NotRecognised(f"its activation is {type(function).__name__}")
+
+
+def _read_norm(module: Any) -> Norm:
+    """Read an RMSNorm, and find out whether it adds 1 to its weights."""
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    _require(
+        "RMSNorm" in type(module).__name__
+        and isinstance(weight, Tensor)
+        and isinstance(epsilon, float)
+        and getattr(module, "bias", None) is None,
+        f"{type(module).__name__} is no RMSNorm",
+    )
+    assert isinstance(weight, Tensor) and isinstance(epsilon, float)
+    ones = torch.ones(1, weight.numel(), dtype=weight.dtype)
+    weights = module(ones)[0].float() * (1 + epsilon) ** 0.5
+    plain = weight.detach().float()
+    offset = torch.round((weights - plain).mean())  # of a norm of ones only the weights remain
+    return Norm(plain + offset, epsilon)
+
+
+def _rotary_of(
+    model: PreTrainedModel, layer_index: int, num_positions: int, tables: dict[str | None, Rotary]
+) -> Rotary:
+    """Return the rotary embedding of a layer. Layers of one type share it."""
+    module: Any = model.base_model.rotary_emb
+    layer_type: str | None = model.config.layer_types[layer_index] if isinstance(module.rope_type, dict) else None
+    if layer_type not in tables:
+        positions = torch.arange(num_positions).unsqueeze(0)
+        options = (layer_type,) if layer_type else ()
+        cosines, sines = (each[0].float() for each in module(torch.zeros(1), positions, *options))
+        half = cosines.shape[1] // 2
+        _require(
+            cosines.shape == (num_positions, 2 * half) and torch.equal(cosines[:, :half], cosines[:, half:]),
+            "its rotary embedding pairs other entries",
+        )
+        tables[layer_type] = Rotary(cosines[:, :half].contiguous(), sines[:, :half].contiguous())
+    return tables[layer_type]
+
+
+def _require_linear(*modules: Any) -> None:
+    for module in modules:
+        has_hooks = bool(module._forward_hooks or module._forward_pre_hooks)
+        _require(type(module) is nn.Linear and not has_hooks, f"{type(module).__name__} is no plain linear layer")
+
+
+def _require_children(module: nn.Module, required: set[str], allowed: set[str] | None = None) -> None:
+    """Children with weights have to be known; others, such as a dropout, do nothing here."""
+    children = {name for name, child in module.named_children() if any(True for _ in child.parameters())}
+    name = type(module).__name__
+    missing = {each for each in required if not hasattr(module, each)}
+    _require(not missing, f"{name} has no {', '.join(sorted(missing))}")
+    unknown = children - required - (allowed or set())
+    _require(not unknown, f"{name} has {', '.join(sorted(unknown))}")
+
+
+def _require_unshared(model: PreTrainedModel) -> None:
+    """No weight has two modules, except those of an embedding that is the head too."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    uses.pop(id(model.get_input_embeddings().weight))
+    _require(max(uses.values()) == 1, "its layers share weights")
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise NotRecognised(reason)
