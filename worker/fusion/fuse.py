@@ -23,8 +23,9 @@ from millrace.worker.kv_pool import KVPool, LayerSpec, num_blocks_for
 
 logger = logging.getLogger("millrace.worker")
 
-LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
-"""Between the logits of both forward passes, relative to their standard deviation."""
+LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Between the logits of both forward passes: the mean of a row, relative to the standard deviation of all. Between
+transformers in bfloat16 and in float32 it is about 0.02."""
 BLOCK_SIZE = 16
 POOL_BLOCKS = 10
 CHUNK_TOKENS = 19
@@ -59,7 +60,7 @@ def fuse(
     weights = DecoderWeights(parts, kernels)
     decoder = FusedDecoder(weights, ours)
     logits = decoder.logits(decoder.run(batch))
-    difference = float((logits - expected).abs().max() / expected.std())
+    difference = float((logits - expected).abs().mean(dim=-1).max() / expected.std())
     if not difference <= LARGEST_DIFFERENCE[model.dtype]:  # NaN is not
         raise FusionRejected(f"the logits of {name} differ by {difference:.2g} of their standard deviation")
     logger.info(
