@@ -21,7 +21,7 @@ from millrace.worker.host_memory import keep_freed_memory
 from millrace.worker.kernels.library import find_kernels
 from millrace.worker.kv_budget import check_possible, fixed_num_blocks, host_pool_bytes, num_blocks_within
 from millrace.worker.kv_pool import KVPool
-from millrace.worker.linear import use_compiled_linear
+from millrace.worker.linear import use_packed_linear
 from millrace.worker.loading.checksum import check_unchanged, checksums
 from millrace.worker.loading.load import load_model
 from millrace.worker.parallel.peers import Peers
@@ -191,11 +191,11 @@ class Rank:
 
     def _load_model(self) -> None:
         self._take_model()
-        kernels = find_kernels() if self._device.type == "cpu" else None
-        if kernels is None:
+        if self._device.type != "cpu":
             return
+        kernels = find_kernels()
         is_rejected = False
-        if self._peers is None and isinstance(self._attention, CompiledAttention):
+        if kernels is not None and self._peers is None and isinstance(self._attention, CompiledAttention):
             try:
                 self._decoder = fuse(self._model, self._specs, self._facts.max_model_len, self._attention, kernels)
             except FusionRejected as rejected:
@@ -204,7 +204,7 @@ class Rank:
         if is_rejected:  # not above, where the exception still holds the packed weights
             self._take_model()
         if self._decoder is None:
-            use_compiled_linear(self._model, kernels)
+            use_packed_linear(self._model)
 
     def _take_model(self) -> None:
         self._model = self._decoder = None

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import millrace.worker.kernels.library as kernels_library
 import millrace.worker.linear as compiled_linear
 import millrace.worker.rank as worker_rank
+from millrace.worker.errors import WeightsChanged
 from millrace.worker.kernels.library import VARIABLE, Kernels, find_kernels
-from millrace.worker.linear import CompiledLinear, TorchLinear, pack_linear, use_compiled_linear
+from millrace.worker.linear import (
+    CompiledLinear,
+    OneDNNLinear,
+    PackedLinear,
+    TorchLinear,
+    pack_linear,
+    use_packed_linear,
+)
+from millrace.worker.loading.checksum import check_unchanged, checksums
 from tests.worker.driver import Driver, start_worker
 from tests.worker.models import make_model
 
@@ -24,6 +36,14 @@ def kernels() -> Kernels:
     if found is None:
         pytest.skip("there are no compiled kernels")
     return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(compiled_linear, "_accepted", {})
+    compiled_linear._has_onednn.cache_clear()
+    yield
+    compiled_linear._has_onednn.cache_clear()
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -39,7 +59,7 @@ def test_only_plain_layers_without_hooks_are_replaced(kernels: Kernels) -> None:
     hooked.register_forward_hook(lambda *_: None)
     plain = [nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, dtype=torch.bfloat16)]
     model = nn.ModuleList([hooked, halves, Derived(8, 8), *plain])
-    use_compiled_linear(model, kernels)
+    use_packed_linear(model)
     assert [is_compiled(module) for module in model] == [False, False, False, True, True, True]
     assert [name for name, _ in model.named_parameters()][-1] == "5.bias"
 
@@ -54,7 +74,7 @@ def test_a_kernel_that_differs_from_torch_is_not_used(
     into = CompiledLinear.into
     monkeypatch.setattr(CompiledLinear, "into", wrong)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16, bias=False))
-    use_compiled_linear(model, kernels)
+    use_packed_linear(model)
     assert [is_compiled(module) for module in model] == [False, True]
     assert "differs from torch in linear layers of 8 inputs and 8 outputs" in caplog.text
 
@@ -62,7 +82,7 @@ def test_a_kernel_that_differs_from_torch_is_not_used(
 @torch.inference_mode()
 def test_inputs_with_gaps_and_no_rows_and_other_dtypes(kernels: Kernels) -> None:
     linear = nn.Linear(8, 4)
-    packed = CompiledLinear(linear.weight, linear.bias, kernels)
+    packed = CompiledLinear([linear.weight], linear.bias, kernels)
     inputs = torch.randn(8, 5).t()
     torch.testing.assert_close(packed.forward(inputs), linear(inputs))
     for shape in ((2, 3, 8), (0, 8), (8,)):
@@ -91,12 +111,96 @@ def test_several_layers_become_one(has_kernels: bool, kernels: Kernels, monkeypa
     assert torch.equal(token_ids, expected.argmax(1))
 
 
-def test_without_memory_for_a_packed_copy_the_weights_stay(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("instruction_set", "machine_has_amx", "dtypes", "expected"),
+    [
+        ("avx512bf16", False, (torch.float32, torch.float32), CompiledLinear),
+        ("avx512bf16", False, (torch.bfloat16, torch.bfloat16), CompiledLinear),
+        ("avx512bf16", True, (torch.bfloat16, torch.bfloat16), OneDNNLinear),
+        ("avx512bf16", True, (torch.bfloat16, torch.float32), CompiledLinear),
+        ("avx512", True, (torch.bfloat16, torch.bfloat16), CompiledLinear),
+        ("avx2", False, (torch.float32, torch.float32), CompiledLinear),
+        ("avx2", False, (torch.float16, torch.float16), TorchLinear),
+        ("generic", False, (torch.float32, torch.float32), TorchLinear),
+        ("none", False, (torch.bfloat16, torch.bfloat16), TorchLinear),
+    ],
+)
+def test_dtypes_and_machine_decide_who_computes(
+    instruction_set: str,
+    machine_has_amx: bool,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    expected: type[PackedLinear],
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = None if instruction_set == "none" else replace(kernels, instruction_set=instruction_set)
+    monkeypatch.setattr(compiled_linear, "find_kernels", lambda: found)
+    monkeypatch.setattr(kernels_library, "_cpu_flags", lambda: {"amx_bf16"} if machine_has_amx else set())
+    weight = torch.randn(40, 30).to(dtypes[0])
+    packed = pack_linear([weight], dtype=dtypes[1])
+    assert type(packed) is expected
+    for num_rows in (1, 16, 37):
+        inputs = torch.randn(num_rows, 30).to(dtypes[1])
+        outputs = torch.ones(num_rows, 40, dtype=dtypes[1])
+        packed.into(inputs, outputs, accumulate=True)
+        torch.testing.assert_close(outputs.double(), inputs.double() @ weight.double().t() + 1, rtol=0.02, atol=0.1)
+        assert packed.argmax(inputs)[1].shape == (num_rows,)
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such function"), None])
+def test_onednn_that_is_missing_or_wrong_is_replaced(
+    error: Exception | None, kernels: Kernels, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def multiply(self: OneDNNLinear, inputs: torch.Tensor) -> torch.Tensor:
+        if error is not None:
+            raise error
+        return torch.zeros(len(inputs), self.num_outputs, dtype=self.dtype)
+
+    monkeypatch.setattr(compiled_linear, "find_kernels", lambda: replace(kernels, instruction_set="avx512bf16"))
+    monkeypatch.setattr(kernels_library, "_cpu_flags", lambda: {"amx_bf16"})
+    monkeypatch.setattr(OneDNNLinear, "_multiply", multiply)
+    assert isinstance(pack_linear([torch.randn(8, 8).bfloat16()]), CompiledLinear)
+    (record,) = caplog.records
+    assert "oneDNN cannot be used" in record.getMessage()
+    assert ("no such function" if error else "the results are wrong") in record.getMessage()
+
+
+def test_weights_of_onednn_have_a_checksum() -> None:
+    weight = torch.randn(40, 30).bfloat16()
+    model = nn.Linear(30, 40)
+    model.weight = nn.Parameter(OneDNNLinear(weight, None).weights, requires_grad=False)
+    assert checksums(model)["weight"] != 0
+    model.weight = nn.Parameter(OneDNNLinear(weight + 1, None).weights, requires_grad=False)
+    before = checksums(model)
+    model.weight = nn.Parameter(OneDNNLinear(weight, None).weights, requires_grad=False)
+    with pytest.raises(WeightsChanged):
+        check_unchanged(model, before)
+
+
+@torch.inference_mode()
+def test_large_outputs_of_a_head_use_the_same_memory(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_linear, "LARGE_BYTES", 4 * 4 * 50)
+    packed = CompiledLinear([torch.randn(50, 8)], None, kernels)
+    inputs = torch.randn(6, 8)
+    before = packed.forward(inputs).clone()
+    packed.keeps_large_outputs = True
+    first = packed.forward(inputs)
+    assert torch.equal(first, before)
+    assert packed.forward(inputs[:5]).data_ptr() == first.data_ptr()
+    assert packed.forward(inputs[:3]).data_ptr() != first.data_ptr()
+
+
+@pytest.mark.usefixtures("kernels")
+def test_without_memory_for_a_packed_copy_the_weights_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled_linear._warn_once.cache_clear()
     monkeypatch.setattr(compiled_linear, "free_host_bytes", lambda: 500)
     large, small = nn.Linear(8, 8), nn.Linear(8, 7)  # 2 x 256 and 2 x 224 bytes
-    use_compiled_linear(nn.Sequential(large, small), kernels)
+    use_packed_linear(nn.Sequential(large, small))
     assert [is_compiled(large), is_compiled(small)] == [False, True]
     assert isinstance(pack_linear([large.weight]), TorchLinear)
+    assert caplog.text.count("there is no memory for packed weights") == 1
 
 
 @pytest.mark.usefixtures("kernels")
@@ -115,7 +219,7 @@ def test_a_model_generates_the_same_and_releases_its_weights_asleep(
     gc.collect()
     assert head() is None
     assert panels() is None
-    monkeypatch.setattr(worker_rank, "find_kernels", lambda: None)
+    monkeypatch.setattr(compiled_linear, "find_kernels", lambda: None)
     assert [request.output for request in Driver(start_worker(tmp_path), 1).run(prompts, 8)] == compiled
 
 

@@ -85,7 +85,7 @@ def _pack(linears: list[nn.Linear], output_dtype: torch.dtype | None = None, *, 
         first, *others = linears
         first.weight = nn.Parameter(packed.weights, requires_grad=False)
         for each in others:
-            each.weight = nn.Parameter(packed.weights.new_empty(0), requires_grad=False)
+            each.weight = nn.Parameter(torch.empty(0, dtype=each.weight.dtype), requires_grad=False)
     return packed
 
 

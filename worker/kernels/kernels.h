@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 7
+#define MILLRACE_KERNELS_VERSION 8
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -99,6 +99,15 @@ struct gate {
     int64_t num_threads;
 };
 
+/* Weights [N, K], contiguous, to be packed as outputs `first_output` and following of panels that are zero there. */
+struct packing {
+    const void *weights;
+    void *panels;
+    int64_t first_output, num_outputs, num_inputs;
+    int64_t dtype;
+    int64_t num_threads;
+};
+
 struct kernels {
     /* Write the step's keys and values into the pool, then attend. Return 0, or -1 if there is no memory. */
     int (*attend)(const struct attention *call);
@@ -112,6 +121,7 @@ struct kernels {
     int (*linear)(const struct linear *call);
     /* As argmax of a linear layer's output, which is not stored. Return 0, or -1 if there is no memory. */
     int (*linear_argmax)(const struct linear *call);
+    void (*pack)(const struct packing *call);
     int panel_outputs; /* outputs of a panel of packed weights */
     void (*norm)(const struct norm *call);
     void (*gate)(const struct gate *call);

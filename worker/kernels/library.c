@@ -68,6 +68,11 @@ int millrace_linear_argmax(const struct linear *call)
     return chosen->linear_argmax(call);
 }
 
+void millrace_pack(const struct packing *call)
+{
+    chosen->pack(call);
+}
+
 int millrace_panel_outputs(void)
 {
     return chosen->panel_outputs;

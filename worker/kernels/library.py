@@ -15,7 +15,7 @@ import torch
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 7
+VERSION = 8
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -100,6 +100,15 @@ class GateCall(ctypes.Structure):
     )
 
 
+class PackCall(ctypes.Structure):
+    """`struct packing`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "panels")),
+        *((name, ctypes.c_int64) for name in ("first_output", "num_outputs", "num_inputs", "dtype", "num_threads")),
+    )
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The loaded library, and the instruction set that it uses."""
@@ -142,6 +151,27 @@ def find_kernels() -> Kernels | None:
     return kernels
 
 
+def has_bfloat16(kernels: Kernels | None) -> bool:
+    """Whether the chosen instruction set multiplies bfloat16."""
+    if kernels is None or kernels.instruction_set == "generic":
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return kernels.instruction_set == "avx512bf16"
+
+
+def has_amx(kernels: Kernels) -> bool:
+    """Whether the chosen instruction set is the machine's best one, and the machine multiplies tiles of bfloat16."""
+    return kernels.instruction_set == "avx512bf16" and "amx_bf16" in _cpu_flags()
+
+
+@cache
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(flag for line in lines if line.startswith("flags") for flag in line.split())
+
+
 def load_library(directory: Path) -> ctypes.CDLL:
     """Load the library in a directory. Raises `OSError`, and `AttributeError` for a library without our functions."""
     found = [path for suffix in EXTENSION_SUFFIXES if (path := directory / f"_library{suffix}").exists()]
@@ -150,7 +180,8 @@ def load_library(directory: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(found[0]))
     if (version := library.millrace_version()) != VERSION:
         raise OSError(f"{found[0].name} is version {version} instead of {VERSION}: install Millrace again")
-    library.millrace_choose.restype = library.millrace_norm.restype = library.millrace_gate.restype = None
+    for name in ("choose", "norm", "gate", "pack"):
+        getattr(library, f"millrace_{name}").restype = None
     library.millrace_argmax.restype = None
     library.millrace_argmax.argtypes = (
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),

@@ -336,3 +336,32 @@ static int linear_argmax(const struct linear *c)
     free(leaders);
     return 0;
 }
+
+/* --- packing --- */
+
+/* Copy some inputs of an output, from `first` on, to its place in a panel. `first` is even. */
+static inline void pack_inputs(const struct packing *c, int64_t output, uint32_t *panel, int64_t first, int64_t size)
+{
+    int64_t per_line = c->dtype == BFLOAT16 ? 2 : 1, whole = size / per_line;
+    const char *from = (const char *)c->weights + (output * c->num_inputs + first) * (4 / per_line);
+    uint32_t *to = panel + first / per_line * PANEL_OUTPUTS + (c->first_output + output) % PANEL_OUTPUTS;
+    for (int64_t line = 0; line < whole; line++) /* memcpy: a row of bfloat16 need not be aligned */
+        memcpy(to + line * PANEL_OUTPUTS, from + line * 4, 4);
+    if (size % per_line != 0)
+        memcpy(to + whole * PANEL_OUTPUTS, from + whole * 4, 2);
+}
+
+static void pack(const struct packing *c)
+{
+    enum { INPUTS = 64 }; /* their lines of a panel stay in the cache while the outputs are copied */
+    int64_t lines = c->dtype == FLOAT32 ? c->num_inputs : (c->num_inputs + 1) / 2;
+    int64_t end = c->first_output + c->num_outputs, last_panel = (end - 1) / PANEL_OUTPUTS;
+#pragma omp parallel for schedule(static) num_threads(c->num_threads)
+    for (int64_t panel = c->first_output / PANEL_OUTPUTS; panel <= last_panel; panel++) {
+        int64_t first = panel * PANEL_OUTPUTS - c->first_output;
+        for (int64_t k = 0; k < c->num_inputs; k += INPUTS)
+            for (int64_t output = first > 0 ? first : 0; output < smaller(first + PANEL_OUTPUTS, c->num_outputs); output++)
+                pack_inputs(c, output, (uint32_t *)c->panels + panel * lines * PANEL_OUTPUTS, k,
+                            smaller(INPUTS, c->num_inputs - k));
+    }
+}

@@ -6,8 +6,7 @@ import zlib
 from itertools import chain
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from millrace.worker.errors import WeightsChanged
 
@@ -15,12 +14,12 @@ SAMPLES = 256
 """Entries of each tensor that a checksum covers, evenly spaced."""
 
 
-def checksums(model: PreTrainedModel) -> dict[str, int]:
+def checksums(model: nn.Module) -> dict[str, int]:
     """Return the checksum of each parameter and buffer, by name."""
     return {name: _checksum(tensor) for name, tensor in chain(model.named_parameters(), model.named_buffers())}
 
 
-def check_unchanged(model: PreTrainedModel, before: dict[str, int]) -> None:
+def check_unchanged(model: nn.Module, before: dict[str, int]) -> None:
     """Raise `WeightsChanged` unless the model's tensors have the checksums `before`."""
     now = checksums(model)
     changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -31,7 +30,7 @@ def check_unchanged(model: PreTrainedModel, before: dict[str, int]) -> None:
         )
 
 
-def weights_checksum(model: PreTrainedModel) -> int:
+def weights_checksum(model: nn.Module) -> int:
     """Return one checksum of what was read from the model's files. Hosts may round computed buffers differently."""
     numbers = {name: _checksum(tensor) for name, tensor in model.state_dict().items()}
     return zlib.crc32(repr(sorted(numbers.items())).encode())
@@ -39,7 +38,7 @@ def weights_checksum(model: PreTrainedModel) -> int:
 
 @torch.inference_mode()
 def _checksum(tensor: Tensor) -> int:
-    flat = tensor.detach().reshape(-1)
+    flat = (tensor.to_dense() if tensor.is_mkldnn else tensor).detach().reshape(-1)
     step = max(1, flat.numel() // SAMPLES)
     sample = flat[::step][:SAMPLES].contiguous().cpu()
     return zlib.crc32(bytes(sample.view(torch.uint8).tolist()))

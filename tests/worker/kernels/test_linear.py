@@ -25,7 +25,7 @@ def make_linear(shape: tuple[int, int], dtype: torch.dtype = torch.float32, *, b
 
 
 def pack(linear: nn.Linear, kernels: Kernels, dtype: torch.dtype | None = None) -> CompiledLinear:
-    return CompiledLinear(linear.weight, linear.bias, kernels, dtype)
+    return CompiledLinear([linear.weight], linear.bias, kernels, dtype)
 
 
 def make_inputs(num_rows: int, linear: nn.Linear) -> torch.Tensor:
@@ -76,6 +76,25 @@ def test_bfloat16_weights_take_float32_inputs(kernels: Kernels, shape: tuple[int
 
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(5, 60, 3), (48, 1, 96), (100,), (1, 1, 1)])
+@pytest.mark.parametrize("num_inputs", [1, 64, 131])
+def test_several_weights_are_packed_one_after_the_other(
+    kernels: Kernels, sizes: tuple[int, ...], num_inputs: int, dtype: torch.dtype
+) -> None:
+    weights = [torch.randn(size, num_inputs).to(dtype) for size in sizes]
+    weights[0] = weights[0].t().contiguous().t()
+    inputs = torch.randn(9, num_inputs).to(dtype)
+    together = CompiledLinear([torch.cat(weights)], None, kernels).forward(inputs)
+    for num_threads in (1, 3):
+        torch.set_num_threads(num_threads)
+        assert torch.equal(CompiledLinear(weights, None, kernels).forward(inputs), together)
+    torch.set_num_threads(1)
+    expected = inputs.double() @ torch.cat(weights).double().t()
+    torch.testing.assert_close(together.double(), expected, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_are_added_to_the_outputs(kernels: Kernels, dtype: torch.dtype) -> None:
     linear = make_linear((400, 50), dtype)
     packed = pack(linear, kernels)
@@ -114,18 +133,18 @@ def test_of_equal_outputs_the_lowest_id_wins_and_a_nan_is_reported(kernels: Kern
     weight[[60, 131, 199], 0] = 1.0
     weight[:, 1] = -torch.inf
     weight[77, 2] = torch.nan
-    packed = CompiledLinear(weight, None, kernels)
+    packed = CompiledLinear([weight], None, kernels)
     inputs = torch.zeros(4, 4)
     inputs[0, 0] = 2.0
     torch.set_num_threads(num_threads)
     try:
         weight[:, 1:] = 0.0
-        peaks, token_ids = CompiledLinear(weight, None, kernels).argmax(inputs)
+        peaks, token_ids = CompiledLinear([weight], None, kernels).argmax(inputs)
         assert peaks.tolist() == [2.0, 0.0, 0.0, 0.0]
         assert token_ids.tolist() == [60, 0, 0, 0]
         assert packed.argmax(inputs)[0].isnan().all()
         bias = torch.full((200,), -torch.inf)
-        peaks, token_ids = CompiledLinear(weight, bias, kernels).argmax(inputs)
+        peaks, token_ids = CompiledLinear([weight], bias, kernels).argmax(inputs)
         assert peaks.tolist() == [-torch.inf] * 4
         assert token_ids.tolist() == [0] * 4
     finally:

@@ -25,9 +25,12 @@ WEIGHTS = "model.safetensors"
 
 
 def load(path: Path, **options: Any) -> tuple[Any, ModelFacts]:
-    """Load without the compiled kernels, which would pack the weights."""
+    """Load a model as a rank does, and leave its weights unpacked."""
     rank = Rank(0, 1, 1, WorkerConfig(model=str(path), device="cpu", **options))
-    with mock.patch("millrace.worker.rank.find_kernels", return_value=None):
+    with (
+        mock.patch("millrace.worker.rank.fuse", return_value=None),
+        mock.patch("millrace.worker.rank.use_packed_linear"),
+    ):
         facts = rank.start(lambda _: None)
     return rank._model, facts
 
