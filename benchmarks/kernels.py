@@ -151,12 +151,13 @@ def _batch(num_rows: int, length: int, num_fed: int) -> Any:
     return StepBatch(
         input_ids=torch.zeros(1, starts[-1], dtype=torch.int64),
         positions=fed.repeat(num_rows).unsqueeze(0),
-        slot_mapping=(tables[:, fed // BLOCK_SIZE].long() * BLOCK_SIZE + fed % BLOCK_SIZE).flatten(),
-        block_tables=tables,
+        token_blocks=tables[:, fed // BLOCK_SIZE].flatten().unsqueeze(1),
+        block_tables=tables.unsqueeze(0),
         sample_indices=torch.tensor(starts[1:]) - 1,
         query_starts=starts,
         kv_lens=[length] * num_rows,
         sampled=SampledRows([], torch.empty(0), _sampling_rows(1, 0.0)),
+        block_size=BLOCK_SIZE,
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class StepBatch:
 
     input_ids: Tensor  # [1, T]
     positions: Tensor  # [1, T]
-    slot_mapping: Tensor  # [G, T]
+    token_blocks: Tensor  # [T, G] int32, the block of each token
     block_tables: Tensor  # [G, R, P] int32, block 0 past a row's end, and maybe before its window
     sample_indices: Tensor  # [M]
     query_starts: list[int]
@@ -43,12 +44,19 @@ class StepBatch:
     kv_lens: list[int]
     """Per row: tokens of its sequence in the KV pool after this step."""
     sampled: SampledRows
+    block_size: int
     derived: dict[Any, Any] = field(default_factory=dict)
     """What an attention implementation computes once per step and uses in every layer."""
 
     @property
     def num_rows(self) -> int:
         return len(self.kv_lens)
+
+    @cached_property
+    def slot_mapping(self) -> Tensor:  # [G, T]
+        """The slots of the tokens in the tensors of each group."""
+        offsets = self.positions[0] % self.block_size
+        return (self.token_blocks.long() * self.block_size + offsets.unsqueeze(1)).T.contiguous()
 
 
 @dataclass(frozen=True)
@@ -230,8 +238,8 @@ class InputBatch:
         positions = _extended(decodes.positions, listed.positions)
         token_slots = _extended(decodes.slots, listed.token_slots)
         tables = self._tables.unflatten(1, (-1, self._num_groups))  # [S, P, G]
-        blocks = tables[token_slots, positions // self._block_size].T.contiguous()  # [G, T]
-        assert bool((blocks != NULL_BLOCK).all()), f"step {plan.step_id} has a row without a block for its position"
+        blocks = tables[token_slots, positions // self._block_size]  # [T, G]
+        assert bool(blocks.all()), f"step {plan.step_id} has a row without a block for its position"
         kv_lens = ends.tolist() + listed.kv_lens
         width = num_blocks_for(max(kv_lens), self._block_size)
         row_slots = _extended(decodes.slots, listed.slots)
@@ -240,7 +248,7 @@ class InputBatch:
         batch = StepBatch(
             input_ids=self._input_ids(token_slots, count, listed.token_ids).unsqueeze(0),
             positions=self._to_device(positions.unsqueeze(0)),
-            slot_mapping=self._to_device(blocks * self._block_size + positions % self._block_size),
+            token_blocks=self._to_device(blocks),
             block_tables=self._to_device(tables[:, :width].index_select(0, row_slots).movedim(2, 0).contiguous()),
             sample_indices=self._to_device(_extended(torch.arange(count), [count + i for i in listed.sample_offsets])),
             query_starts=list(range(count)) + [count + offset for offset in listed.offsets],
@@ -250,6 +258,7 @@ class InputBatch:
                 self._to_device(sampled_slots),
                 self._sampling.rows(sampled_slots, output_positions),
             ),
+            block_size=self._block_size,
         )
         decodes.advance(listed.sampled_ids, listed.sampled_slots, listed.sampled_ends)
         return batch

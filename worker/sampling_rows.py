@@ -6,6 +6,7 @@ Shapes: S slots, M rows that yield a token.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -53,17 +54,11 @@ class SamplingTable:
     """Owns the settings of the running sequences by slot, on the host."""
 
     def __init__(self, num_slots: int) -> None:
-        self._rows = SamplingRows(
-            temperatures=torch.zeros(num_slots),
-            top_k=torch.zeros(num_slots, dtype=torch.int64),
-            top_p=torch.ones(num_slots, dtype=torch.float64),
-            min_p=torch.zeros(num_slots),
-            streams=torch.zeros(num_slots, dtype=torch.int64),
-            output_positions=torch.zeros(num_slots, dtype=torch.int64),  # of no use here
-            forbidden=[],
-        )
+        self._rows = _greedy_rows(num_slots).select(torch.arange(num_slots))  # a copy
         self._min_tokens: dict[int, RowSampling] = {}
         """The settings with `min_tokens`, by slot."""
+        self._drawn: set[int] = set()
+        """The slots with a temperature."""
 
     def set(self, slot: int, sampling: RowSampling) -> None:
         rows = self._rows
@@ -72,12 +67,15 @@ class SamplingTable:
         rows.top_p[slot] = sampling.top_p
         rows.min_p[slot] = sampling.min_p
         rows.streams[slot] = candidate_stream(sampling.seed, sampling.candidate)
+        if sampling.temperature > 0:
+            self._drawn.add(slot)
         if sampling.min_tokens and sampling.end_token_ids:
             self._min_tokens[slot] = sampling
 
     def clear(self, slot: int) -> None:
         """Forget the settings of a sequence that has ended."""
         self._min_tokens.pop(slot, None)
+        self._drawn.discard(slot)
 
     def grow(self) -> None:
         """Double the number of slots."""
@@ -87,7 +85,8 @@ class SamplingTable:
     def rows(self, slots: Tensor, output_positions: Tensor) -> SamplingRows:
         """Return the settings of rows whose sequences have these slots [M]."""
         forbidden = self._forbidden(slots, output_positions)
-        return replace(self._rows.select(slots), output_positions=output_positions, forbidden=forbidden)
+        settings = self._rows.select(slots) if self._drawn else _greedy_rows(len(output_positions))
+        return replace(settings, output_positions=output_positions, forbidden=forbidden)
 
     def _forbidden(self, slots: Tensor, output_positions: Tensor) -> list[tuple[int, int]]:
         if not self._min_tokens:
@@ -98,3 +97,17 @@ class SamplingTable:
             if sampling is not None and position < sampling.min_tokens:
                 pairs += [(row, token_id) for token_id in sampling.end_token_ids]
         return pairs
+
+
+@lru_cache(maxsize=4)
+def _greedy_rows(num_rows: int) -> SamplingRows:
+    """Return the settings of rows that are all greedy: most steps of a service without random sampling."""
+    return SamplingRows(
+        temperatures=torch.zeros(num_rows),
+        top_k=torch.zeros(num_rows, dtype=torch.int64),
+        top_p=torch.ones(num_rows, dtype=torch.float64),
+        min_p=torch.zeros(num_rows),
+        streams=torch.zeros(num_rows, dtype=torch.int64),
+        output_positions=torch.zeros(num_rows, dtype=torch.int64),  # of no use here
+        forbidden=[],
+    )

@@ -25,21 +25,22 @@ def make_batch(rows: list[tuple[int, int]], block_size: int, num_blocks: int, se
     """Rows of (length with this step, tokens fed), in blocks taken at random."""
     free = random.Random(seed).sample(range(1, num_blocks), num_blocks - 1)
     tables = torch.zeros(len(rows), max(-(-length // block_size) for length, _ in rows), dtype=torch.int32)
-    positions, slots, starts = [], [], [0]
+    positions, blocks, starts = [], [], [0]
     for index, (length, count) in enumerate(rows):
         num_used = -(-length // block_size)
         tables[index, :num_used] = torch.tensor([free.pop() for _ in range(num_used)], dtype=torch.int32)
         fed = torch.arange(length - count, length)
         positions.append(fed)
-        slots.append(tables[index, fed // block_size] * block_size + fed % block_size)
+        blocks.append(tables[index, fed // block_size])
         starts.append(starts[-1] + count)
     return StepBatch(
         input_ids=torch.zeros(1, starts[-1], dtype=torch.int64),
         positions=torch.cat(positions).unsqueeze(0),
-        slot_mapping=torch.cat(slots).unsqueeze(0),
+        token_blocks=torch.cat(blocks).unsqueeze(1),
         block_tables=tables.unsqueeze(0),
         sample_indices=torch.tensor(starts[1:]) - 1,
         query_starts=starts,
         kv_lens=[length for length, _ in rows],
         sampled=SampledRows([], torch.empty(0), sampling_rows([])),
+        block_size=block_size,
     )

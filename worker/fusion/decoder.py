@@ -33,13 +33,19 @@ class Workspace:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._buffers: dict[str, Tensor] = {}
+        self._rows: dict[str, Tensor] = {}
+        """What was returned last. In steady decode the number of rows stays."""
 
     def rows(self, name: str, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a buffer [num_rows, width] with any contents, of the model's dtype if `dtype` is None."""
+        rows = self._rows.get(name)
+        if rows is not None and rows.shape == (num_rows, width):
+            return rows
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape[0] < num_rows or buffer.shape[1] != width:
             buffer = self._buffers[name] = torch.empty(-(-num_rows // 64) * 64, width, dtype=dtype or self.dtype)
-        return buffer[:num_rows]
+        rows = self._rows[name] = buffer[:num_rows]
+        return rows
 
 
 class DecoderWeights:
@@ -100,13 +106,15 @@ class GatedMLP:
 
     def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
         """Write the results for inputs [T, H] to the outputs [T, H], or add them."""
-        for first in range(0, inputs.shape[0], MLP_TOKENS):
-            rows = inputs[first : first + MLP_TOKENS]
-            gates = self._workspace.rows("gates", len(rows), self._projections.num_outputs)
-            activated = self._workspace.rows("activated", len(rows), self._output.num_inputs)
-            self._projections.into(rows, gates)
-            self._activation.into(gates, activated)
-            self._output.into(activated, outputs[first : first + MLP_TOKENS], accumulate=accumulate)
+        if inputs.shape[0] > MLP_TOKENS:
+            for rows, results in zip(inputs.split(MLP_TOKENS), outputs.split(MLP_TOKENS), strict=True):
+                self.into(rows, results, accumulate=accumulate)
+            return
+        gates = self._workspace.rows("gates", inputs.shape[0], self._projections.num_outputs)
+        activated = self._workspace.rows("activated", inputs.shape[0], self._output.num_inputs)
+        self._projections.into(inputs, gates)
+        self._activation.into(gates, activated)
+        self._output.into(activated, outputs, accumulate=accumulate)
 
 
 class ModuleMLP:
@@ -138,17 +146,18 @@ class FusedDecoder:
     def run(self, batch: StepBatch) -> Tensor:  # [M, H]
         """Fill the batch's slots of the KV pool, and return the last hidden states of the rows that yield a token. They are
         valid until the next call."""
-        workspace, num_sampled = self._workspace, len(batch.sample_indices)
+        workspace, num_sampled = self._workspace, batch.sample_indices.shape[0]
         rows = step_rows(batch, self._block_size)
         hidden = self._embed(batch.input_ids[0])
+        num_tokens, hidden_size = hidden.shape
+        normed = workspace.rows("normed", num_tokens, hidden_size)
         for layer, attention in zip(self._weights.layers, self._attention, strict=True):
-            normed = workspace.rows("normed", *hidden.shape)
             layer.input_norm.into(hidden, normed)
-            projected = workspace.rows("projected", len(hidden), layer.projections.num_outputs)
+            projected = workspace.rows("projected", num_tokens, layer.projections.num_outputs)
             layer.projections.into(normed, projected)
-            attended = workspace.rows("attended", len(hidden), layer.output.num_inputs)
+            attended = workspace.rows("attended", num_tokens, layer.output.num_inputs)
             attention.run(projected, attended, rows)
-            if layer is self._weights.layers[-1] and num_sampled < len(hidden):  # nobody reads the other rows
+            if layer is self._weights.layers[-1] and num_sampled < num_tokens:  # nobody reads the other rows
                 if num_sampled == 0:
                     return hidden[:0]
                 hidden, attended = (each.index_select(0, batch.sample_indices) for each in (hidden, attended))
@@ -162,20 +171,21 @@ class FusedDecoder:
     def logits(self, hidden: Tensor) -> Tensor:  # [M, H] -> [M, V]
         """Return the logits of hidden states. They are valid until the next call."""
         head, softcap = self._weights.head, self._weights.logit_softcap
-        logits = self._workspace.rows("logits", len(hidden), head.num_outputs, head.output_dtype)
-        head.into(hidden, logits)
+        logits = self._workspace.rows("logits", hidden.shape[0], head.num_outputs, head.output_dtype)
+        if hidden.shape[0]:
+            head.into(hidden, logits)
         return logits if softcap is None else torch.tanh(logits.div_(softcap)).mul_(softcap)
 
     def most_likely(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest logit [M] of each row, and the lowest id [M] that has it. Stores no logits where it can."""
-        if self._weights.logit_softcap is not None:  # the cap may round different logits to the same one
+        if self._weights.logit_softcap is not None or not hidden.shape[0]:  # the cap may round different logits to the same one
             return argmax(self._weights.kernels, self.logits(hidden))
         return self._weights.head.argmax(hidden)
 
     def _embed(self, input_ids: Tensor) -> Tensor:  # [T, H]
         embedding = self._weights.embedding
         weight: Tensor = embedding.weight  # type: ignore[assignment]
-        hidden = self._workspace.rows("hidden", len(input_ids), weight.shape[1])
+        hidden = self._workspace.rows("hidden", input_ids.shape[0], weight.shape[1])
         if type(embedding) is nn.Embedding:
             return torch.index_select(weight, 0, input_ids, out=hidden)
         return hidden.copy_(embedding(input_ids))
