@@ -162,6 +162,20 @@ def test_a_job_whose_candidates_had_all_ended_ends_at_once(serving: Serving) -> 
     assert [one.token_ids for one in serving.queue.get("a").outputs] == [expected] * 2
 
 
+def test_candidates_that_cannot_run_together_take_turns(serving: Serving) -> None:
+    """The pool holds three of them to their ends, and a step at most eight. So no `n` is impossible."""
+    submit(serving.queue, "a", body=body_of(16, 60), n=16, cost=len(PROMPT) + 16 * 60)
+    budget = serving.capacity.wait_for_budget(0)
+    assert budget is not None
+    assert budget.kv_token_budget < 16 * 60
+    (claimed,) = serving.engine.claim(1, budget=budget.kv_token_budget, num_held=0)
+    serving.capacity.open(claimed.cost, 16, is_alone=False)
+    serving.start(claimed)
+    serving.run()
+    assert [one.token_ids for one in serving.queue.get("a").outputs] == [stub_output(PROMPT, 60)] * 16
+    assert serving.llm.scheduler.stats().num_preemptions > 0
+
+
 def test_a_failing_candidate_ends_the_whole_job_in_one_record(serving: Serving) -> None:
     submit(serving.queue, "a", body=body_of(3, 10), n=3)
     job = serving.start(serving.claim())
