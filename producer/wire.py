@@ -20,6 +20,7 @@ import msgspec
 
 from millrace.producer.checks import shown
 from millrace.producer.errors import InvalidRequest, PayloadTooLarge
+from millrace.producer.prompt_digest import prompt_digest
 from millrace.producer.request import ID_PATTERN, GenerationRequest
 from millrace.producer.sampling import SamplingParams
 from millrace.results.messages import DEFAULT_RETRIES, JobId, Submission
@@ -64,6 +65,7 @@ def to_submission(request: GenerationRequest, *, batch: str | None = None) -> Su
         job_id=JobId(request.id or os.urandom(16).hex()),
         body=body,
         digest=sha256(body).hexdigest(),
+        prompt_digest=prompt_digest(body),
         cost=estimate_cost(request),
         seed=_random_seed() if seed is None else seed,
         tenant=request.tenant,

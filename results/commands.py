@@ -140,7 +140,8 @@ def wait_for_signal(keys: QueueKeys, engine_id: EngineId, timeout_s: float, incl
 
 def _job_arguments(job: Submission) -> tuple[Argument, ...]:
     streamed = "1" if job.is_streamed else ""
-    head = (job.job_id, job.digest, job.body, job.cost, job.seed, job.tenant, job.priority, streamed)
+    digest = f"{job.digest}-{job.prompt_digest}" if job.prompt_digest else job.digest
+    head = (job.job_id, digest, job.body, job.cost, job.seed, job.tenant, job.priority, streamed)
     return (*head, _options(job))
 
 

@@ -60,6 +60,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     cost: int
     """Estimated tokens, for fair share and the claim budget."""
     seed: int
+    prompt_digest: str | None = None
+    """How the prompt begins: a claim may prefer jobs that begin like others. 8 hexadecimal digits, or None."""
     tenant: str = "default"
     priority: int = 0
     is_streamed: bool = False

@@ -8,7 +8,7 @@ import msgspec
 
 from millrace.engine_service.core.crash_policy import ALONE_AFTER_CRASHES
 from millrace.engine_service.generation import Generation
-from millrace.engine_service.serving.prefixes import prompt_digest
+from millrace.producer.prompt_digest import prompt_digest
 from millrace.results.messages import Checkpoint, ClaimedJob, JobError, JobId, Lease
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from hashlib import sha1
 from itertools import takewhile
 
 import msgspec
@@ -18,19 +16,6 @@ MAX_CLAIMED = 32
 _MAX_KNOWN = 256
 _MAX_BLOCKS = 64
 """Blocks of a prompt that are compared with those of the next prompt."""
-_MAX_BODY, _NUM_BYTES = 1024, 256
-_KEYS = (b'"prompt":', b'"messages":', b'"prompt_token_ids":')
-_SALT = re.compile(rb'\{"cache_salt":"[^"]*"')
-
-
-def prompt_digest(body: bytes) -> str | None:
-    """Return the digest of how a job's prompt begins, as results/lua/lib/prompt.lua does; None for a short prompt."""
-    body = body[:_MAX_BODY]
-    start = next((body.find(key) + len(key) for key in _KEYS if key in body), len(body))
-    if len(body) < start + _NUM_BYTES:
-        return None
-    salt = _SALT.match(body)
-    return sha1((salt[0] if salt else b"") + body[start : start + _NUM_BYTES], usedforsecurity=False).hexdigest()
 
 
 class _Prefix(msgspec.Struct):

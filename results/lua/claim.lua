@@ -6,14 +6,14 @@
 -- ARGV  1 engine id, 2 claim id (repeating it returns the same jobs), 3 most jobs, 4 KV budget in tokens,
 --       5 fingerprint of the engine's model, 6 jobs that the engine holds already, 7 "1" when the engine calls `begin`
 --       before it computes a job that runs alone (may be omitted), 8 digests of the beginnings of prompts that the engine has
---       cached, separated by spaces (may be omitted)
+--       cached, 8 hexadecimal digits each, separated by spaces (may be omitted)
 -- Returns nil when the engine's heartbeat has expired, else an array: jobs still ready (0 while the queue is paused), jobs set
 --       aside, then for each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token),
 --       tokens published, 1 when watched or 0, created ms, the record's protocol version, tenant, priority, then for each
 --       candidate from the second on its checkpoint and its tokens published
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, and
 --       later failed, where the output is another model's
--- include: queue clock settings serial record lease work candidates checkpoints signals dequeue fair_share state end_job due prompt
+-- include: queue clock settings serial record lease work candidates checkpoints signals dequeue fair_share state end_job due
 
 allow_writes_without_memory()
 local engine, claim_id, max_jobs, budget = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -128,38 +128,38 @@ local function take_or_set_aside(job, tenant)
   return 0
 end
 
--- Where the engine has cached prompts: makes one of the next jobs of a tenant the next one, if its prompt is cached and that of
--- the first one is not. That job leaves the ready set `key`. Without them nothing of this is created: that would take time.
+-- Where the engine has cached prompts: one of the next jobs of a tenant goes first if its prompt is cached and that of the first
+-- one is not.
 local MAX_LOOKAHEAD, MAX_PASSED_OVER = 16, 16  -- jobs that are looked at; jobs that may pass over one first job
-local num_lookahead, prefer_cached = 0, nil
-if ARGV[8] and ARGV[8] ~= '' then
-  local is_cached, digests, firsts = {}, {}, {}  -- by digest; by id, in this claim
-  for digest in string.gmatch(ARGV[8], '%S+') do is_cached[digest] = true end
-  num_lookahead = MAX_LOOKAHEAD - 1
+local cached = ARGV[8] ~= '' and ARGV[8]
 
-  local function has_cached_prompt(id)
-    digests[id] = digests[id] or prompt_digest(id) or ''
-    return is_cached[digests[id]]
-  end
+local function has_cached_prompt(member)
+  return string.find(cached, beginning_of_member(member), 1, true)
+end
 
-  -- Returns the job that is at members[at] then. Only a first job that the claim may take is passed over.
-  prefer_cached = function(key, members, at)
+-- Returns a function that returns the job to take at members[at], for increasing `at`. A job that passes over others is moved
+-- there, and its member is added to `ahead`. Only a first job that the claim may take is passed over.
+local function cached_first(members, ahead)
+  local first, num_seen = {}, 0  -- members[num_seen] and those before it pass over no other job any more
+  return function(at)
     local id = id_of_member(members[at])
-    local first = firsts[id] or read_job(id)
-    firsts[id] = first
-    if alone or not first.tenant or has_cached_prompt(id) or not may_take(first) then return first end
-    first.num_passed_over = first.num_passed_over or whole_number(record(id, 'passed_over')[1], 0)
-    if first.num_passed_over >= MAX_PASSED_OVER then return first end
-    for i = at + 1, math.min(at + num_lookahead, #members) do
-      local job = has_cached_prompt(id_of_member(members[i])) and read_job(id_of_member(members[i]))
-      if job and job.priority == first.priority and job.cost <= budget and not must_be_alone(job) then
-        first.num_passed_over = first.num_passed_over + 1
-        redis.call('HSET', prefix .. 'job:' .. id, 'passed_over', first.num_passed_over)
-        redis.call('ZREM', key, members[i])
-        table.insert(members, at, table.remove(members, i))
-        job.is_ahead = true
-        return job
+    if first.id ~= id then first = read_job(id) end
+    if alone or not first.tenant or has_cached_prompt(members[at]) or not may_take(first) then return first end
+    for i = math.max(at, num_seen) + 1, math.min(at + MAX_LOOKAHEAD - 1, #members) do
+      if has_cached_prompt(members[i]) then
+        local job = read_job(id_of_member(members[i]))
+        first.num_passed_over = first.num_passed_over or whole_number(record(id, 'passed_over')[1], 0)
+        if job.priority ~= first.priority or first.num_passed_over >= MAX_PASSED_OVER then break end
+        if job.cost <= budget and not must_be_alone(job) then
+          first.num_passed_over = first.num_passed_over + 1
+          redis.call('HSET', prefix .. 'job:' .. id, 'passed_over', first.num_passed_over)
+          ahead[#ahead + 1] = members[i]
+          table.insert(members, at, table.remove(members, i))
+          num_seen = i
+          return job
+        end
       end
+      num_seen = i
     end
     return first
   end
@@ -170,22 +170,23 @@ local function serve(tenant, time, next_time)
   local most = max_jobs - #claimed
   if next_time then most = math.min(most, MAX_READ_AHEAD) end
   local key, weight = prefix .. 'ready:' .. tenant, weight_of(tenant)
-  local num_passed, num_ahead, num_before, cost, may_continue = 0, 0, #claimed, 0, true
-  local members = redis.call('ZRANGE', key, 0, most - 1 + num_lookahead)
+  local num_passed, num_before, cost, may_continue, ahead = 0, #claimed, 0, true, {}
+  local members = redis.call('ZRANGE', key, 0, most - 1 + (cached and MAX_LOOKAHEAD - 1 or 0))
+  local next_job = cached and cached_first(members, ahead)
   for at = 1, math.min(most, #members) do
     if num_passed > 0 and next_time and time + cost / weight >= next_time then break end
-    local job = prefer_cached and prefer_cached(key, members, at) or read_job(id_of_member(members[at]))
+    local job = next_job and next_job(at) or read_job(id_of_member(members[at]))
     may_continue = may_take(job) and not alone
     if not may_continue then break end
     num_passed = num_passed + 1
-    if job.is_ahead then num_ahead = num_ahead + 1 end
     cost = cost + take_or_set_aside(job, tenant)
   end
   if #claimed > num_before then
     count_waiting(tenant, num_before - #claimed, 0 - cost)
     charge(tenant, cost)
   end
-  if num_passed > num_ahead then redis.call('ZREMRANGEBYRANK', key, 0, num_passed - num_ahead - 1) end
+  if #ahead > 0 then redis.call('ZREM', key, unpack(ahead)) end
+  if num_passed > #ahead then redis.call('ZREMRANGEBYRANK', key, 0, num_passed - #ahead - 1) end
   count_removed(tenant, num_passed)  -- also where somebody has deleted the set
   return may_continue
 end

@@ -20,7 +20,7 @@ end
 
 local id = ARGV[1]
 local f = record(id, 'state', 'digest', 'cost', 'seed', 'tenant', 'priority', 'stream', 'redrive_of', 'redriven_as',
-  'created', 'deadline', 'max_retries', 'batch', 'v', 'n')
+  'created', 'deadline', 'max_retries', 'batch', 'v', 'n', 'serial')
 local state = f[1]
 if not state then return false end
 if f[9] then
@@ -37,7 +37,8 @@ local options = {n = tonumber(f[15] or nil), meta = redis.call('GET', prefix .. 
   max_retries = tonumber(f[12] or nil), deadline_ms = f[11] and f[11] - f[10] or nil}
 limits = {}  -- none apply: the job was in the queue before
 local has_options = next(options) ~= nil
-local outcome = create_job(new_id, f[2], body, f[3], f[4], f[5], f[6], f[7], has_options and cjson.encode(options) or '')
+local digest = f[2] .. (string.match(f[16] or '', '%-%x+$') or '')
+local outcome = create_job(new_id, digest, body, f[3], f[4], f[5], f[6], f[7], has_options and cjson.encode(options) or '')
 if outcome ~= 'created' then return {'no body', ''} end
 redis.call('HSET', prefix .. 'job:' .. new_id, 'redrive_of', id, 'v', f[14] or PROTOCOL)  -- the body keeps its version
 redis.call('HSET', prefix .. 'job:' .. id, 'redriven_as', new_id)

@@ -1,6 +1,7 @@
 -- Submits new jobs: nothing -> queued, or delayed. Safe to repeat.
 -- KEYS  1 the queue's prefix
 -- ARGV  for each job 9 values: id, digest, body, cost, seed, tenant, priority, "1" when streamed or "", options or ""
+--       The digest, 64 digits, may end with "-" and the 8 hexadecimal digits of how the prompt begins.
 --       The options are a JSON object with any of: delay_ms, run_at_ms, deadline_ms (from now), max_retries, meta (the
 --       text of a JSON object), batch, n
 -- Returns for each job "created", "exists" (the same body is known under the id), "conflict" (another body is) or

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
+from millrace.producer.prompt_digest import prompt_digest
 from millrace.results import commands
 from millrace.results.messages import (
     Append,
@@ -34,7 +36,7 @@ _numbers = itertools.count(1)
 
 
 def submission(job_id: str | None = None, *, body: bytes = b'{"prompt":"hi"}', **fields: Any) -> Submission:
-    values = {"digest": f"digest of {body!r}", "cost": 10, "seed": 7, **fields}
+    values = {"digest": sha256(body).hexdigest(), "prompt_digest": prompt_digest(body), "cost": 10, "seed": 7, **fields}
     return Submission(job_id=JobId(job_id or f"job-{next(_numbers)}"), body=body, **values)
 
 

@@ -56,10 +56,11 @@ class _Check:
         places: dict[str, list[str]] = {}
         for tenant in self._names("ready:"):
             for member in self._client.zrange(self._key("ready:" + tenant), 0, -1):
-                serial, _, job_id = member.decode().partition(":")
+                number, beginning, job_id = member.decode().split(":", 2)
                 places.setdefault(job_id, []).append("ready")
                 record = self._records[job_id]
-                assert (record["tenant"], int(record["serial"])) == (tenant, int(serial)), job_id
+                serial = f"{int(number)}" + (f"-{beginning}" if beginning != "--------" else "")
+                assert (record["tenant"], record["serial"]) == (tenant, serial), job_id
         for member in self._client.zrange(self._keys.delayed, 0, -1):
             places.setdefault(member.decode(), []).append("delayed")
         for engine in self._names("leases:"):

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
+import redis
 
-from millrace.engine_service.serving.prefixes import prompt_digest
+from millrace.producer.prompt_digest import prompt_digest
 from millrace.producer.request import GenerationRequest
-from millrace.producer.wire import canonical_body
-from tests.results.engines import Engine, submission, submit
+from millrace.producer.sampling import SamplingParams
+from millrace.producer.wire import canonical_body, to_submission
+from tests.processes import wait_until
+from tests.results.engines import Engine, outcomes, submission, submit
 from tests.results.full_queue import FullQueue
 
 A, B = (canonical_body(GenerationRequest(prompt=letter * 300)) for letter in "ab")
@@ -101,17 +105,60 @@ REQUESTS: list[tuple[dict[str, Any], bool]] = [
 
 
 @pytest.mark.parametrize(("fields", "has_digest"), REQUESTS)
-def test_the_engine_and_the_script_digest_a_prompt_alike(
+def test_a_client_gives_the_digest_of_a_long_prompt(
     fields: dict[str, Any], has_digest: bool, queue: FullQueue, engine: Engine
 ) -> None:
     fields = {**fields}
     n = fields.pop("n", 1)
-    body = canonical_body(GenerationRequest(**fields))
-    digest = prompt_digest(body)
+    request = GenerationRequest(**fields, id="this", sampling=SamplingParams(n=n))
+    digest = prompt_digest(canonical_body(request))
     assert (digest is not None) == has_digest
     submit(queue, "other", body=B)
-    submit(queue, "this", body=body, n=n)
+    queue.submit([to_submission(request)])
     assert engine.claim_ids(1, cached_prompts=[digest or prompt_digest(A) or ""]) == ["this" if has_digest else "other"]
+
+
+def test_a_job_is_the_same_with_and_without_the_digest(queue: FullQueue, redis_client: redis.Redis) -> None:
+    job = submission("a", body=A)
+    without = msgspec.structs.replace(job, prompt_digest=None)
+    other = msgspec.structs.replace(job, digest="0" * 64)
+    assert queue.submit([job, without, job, other]) == outcomes(["created", "exists", "exists", "conflict"])
+    assert redis_client.hget(queue.keys.job("a"), "digest") == job.digest.encode()
+
+
+def test_what_is_no_digest_leaves_the_order_as_it_is(queue: FullQueue, engine: Engine) -> None:
+    wrong = ["x", "0" * 7, "0" * 9, "-------0", "0123456g", ":" * 8]
+    jobs = [submission(f"job-{number}", body=A, prompt_digest=digest) for number, digest in enumerate(wrong)]
+    queue.submit(jobs)
+    assert engine.claim_ids(cached_prompts=wrong) == [job.job_id for job in jobs]
+
+
+def test_a_job_keeps_its_digest_when_it_is_delayed_given_back_or_run_again(queue: FullQueue, engine: Engine) -> None:
+    submit(queue, "b", body=B)
+    submit(queue, "a", body=A, delay_ms=1)
+    wait_until(lambda: engine.claim(budget=0, num_held=1) or queue.stats().queued == 2)
+    (job,) = engine.claim(1, cached_prompts=CACHED)
+    engine.release(job)
+    (again,) = engine.claim(1, cached_prompts=CACHED)
+    assert (job.job_id, again.job_id) == ("a", "a")
+    engine.finish(again, state="failed")
+    queue.redrive("a")
+    assert engine.claim_ids(1, cached_prompts=CACHED) == ["a.r1"]
+
+
+def test_the_jobs_that_are_looked_at_cost_no_command(
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    submit_mixed(queue, " ".join(f"b{n}" for n in range(40)))
+
+    def count_commands(cached_prompts: list[str]) -> int:
+        redis_client.config_resetstat()
+        assert len(engine.claim(3, cached_prompts=cached_prompts)) == 3
+        stats: Any = redis_client.info("commandstats")
+        return sum(each["calls"] for name, each in stats.items() if name not in ("cmdstat_info", "cmdstat_config"))
+
+    engine.claim(1)
+    assert count_commands(CACHED) == count_commands([])
 
 
 def test_prompts_differ_by_salt_and_beginning() -> None:

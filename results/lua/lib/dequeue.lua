@@ -2,7 +2,11 @@
 -- include: queue
 
 local function id_of_member(member)
-  return string.sub(member, 18)
+  return string.sub(member, 27)
+end
+
+local function beginning_of_member(member)
+  return string.sub(member, 18, 25)
 end
 
 -- The tenant has no ready jobs any more. Its virtual time is kept while others have some; after the last one, all start again

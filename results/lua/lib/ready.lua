@@ -1,6 +1,14 @@
 -- The members of ready:<tenant>.
 
--- Members of one priority sort by age: 16 digits of the serial, a colon, the id.
+-- Members of one priority sort by age: 16 digits of the number in the serial, a colon, the 8 digits of how the prompt begins, a
+-- colon, the id. So a claim needs no record to know how the prompts of the first jobs begin.
+local NO_BEGINNING = '--------'
+
+local function new_member(id, number, beginning)
+  return string.format('%016d:%s:', number, beginning) .. id
+end
+
 local function ready_member(id, serial)
-  return string.format('%016d:', tonumber(serial) or 0) .. id
+  local number, beginning = string.match(serial or '', '^(%d+)%-(%x%x%x%x%x%x%x%x)$')
+  return new_member(id, tonumber(number or serial) or 0, beginning or NO_BEGINNING)
 end

@@ -127,7 +127,7 @@ def test_nobody_is_overtaken_by_newer_jobs_of_the_same_tenant(
         queue.cancel(came[-1])
         wait_until(lambda: redis_client.exists(queue.keys.prefix + "ready:y"))
         members: Any = redis_client.zrange(queue.keys.prefix + "ready:y", 0, -1)
-        came += [member.decode().partition(":")[2] for member in members]
+        came += [member.decode().rpartition(":")[2] for member in members]
     assert came == ["y", "y0", "y1", "y2"]
 
 
