@@ -9,6 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from millrace.worker.errors import ModelError
+from millrace.worker.kernels.library import find_kernels, has_bfloat16
 from millrace.worker.loading.checkpoint import open_weights
 
 logger = logging.getLogger("millrace.worker")
@@ -19,13 +20,23 @@ STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.floa
 
 
 def choose_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the number format of weights and activations. "auto" follows the checkpoint, except float16 on a CPU."""
-    if name != "auto":
-        return DTYPES[name]
-    if device.type == "cpu" and checkpoint_dtype == torch.float16:
-        logger.info("the checkpoint is float16, which is slow on a CPU: running in float32")
-        return torch.float32
-    return checkpoint_dtype
+    """Return the number format of activations, and of weights unless `keeps_bfloat16`. "auto" follows the checkpoint, but a
+    CPU takes float32 where it has no instructions for the checkpoint's. Logs what is slow."""
+    if device.type != "cpu":
+        return checkpoint_dtype if name == "auto" else DTYPES[name]
+    if name == "auto":
+        if checkpoint_dtype == torch.float16:
+            logger.info("the checkpoint is float16, which is slow on a CPU: running in float32")
+            return torch.float32
+        if checkpoint_dtype == torch.bfloat16 and not has_bfloat16(find_kernels()):
+            logger.info("the checkpoint is bfloat16, and this CPU has no instructions for it: running in float32")
+            return torch.float32
+        return checkpoint_dtype
+    dtype = DTYPES[name]
+    is_emulated = dtype == torch.float16 or (dtype == torch.bfloat16 and not has_bfloat16(find_kernels()))
+    if is_emulated:
+        logger.warning("%s is emulated on this CPU, which is slow: use --dtype auto or float32", name)
+    return dtype
 
 
 def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, T5Config
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.errors import ConfigError, DeviceError, ModelError
+from millrace.worker.kernels.library import find_kernels
 from millrace.worker.rank import Rank
 from tests.worker.driver import Driver, start_worker
 from tests.worker.models import build_model, make_model
@@ -164,9 +166,32 @@ def test_float16_checkpoints_run_in_float32_on_a_cpu(tmp_path: Path, caplog: pyt
     assert load(tmp_path, dtype="float16")[1].dtype == "float16"
 
 
-def test_bfloat16_checkpoints_stay_bfloat16(tmp_path: Path) -> None:
+@pytest.fixture(params=["avx512bf16", "avx512", "avx2"])
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The CPU is one with this instruction set at most."""
+    found = find_kernels()
+    if found is None or not found.library.millrace_supports(request.param.encode()):
+        pytest.skip(f"there is no {request.param} here")
+    limited = replace(found, instruction_set=request.param)
+    monkeypatch.setattr("millrace.worker.loading.dtype.find_kernels", lambda: limited)
+    return str(request.param)
+
+
+def test_auto_takes_bfloat16_where_the_cpu_has_it(
+    machine: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     build_model("llama").bfloat16().save_pretrained(tmp_path)
-    assert load(tmp_path)[1].dtype == "bfloat16"
+    with caplog.at_level("INFO", logger="millrace.worker"):
+        dtype = load(tmp_path)[1].dtype
+    assert dtype == ("bfloat16" if machine == "avx512bf16" else "float32")
+    assert ("no instructions for it: running in float32" in caplog.text) == (dtype == "float32")
+
+
+def test_a_dtype_that_the_cpu_emulates_is_reported(machine: str, llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert load(llama, dtype="bfloat16")[1].dtype == "bfloat16"
+    assert ("bfloat16 is emulated on this CPU, which is slow: use --dtype auto" in caplog.text) == (
+        machine != "avx512bf16"
+    )
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
