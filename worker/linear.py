@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -346,13 +345,13 @@ def _is_close(outputs: Tensor, expected: Tensor) -> bool:
 
 
 @torch.no_grad()
-def use_packed_linear(model: nn.Module) -> None:
-    """Replace the forward of the model's linear layers, and their weights by packed ones.
+def use_packed_linear(model: nn.Module, dtype: torch.dtype) -> Counter[str]:
+    """Replace the forward of the model's linear layers, and their weights by packed ones. Return how many layers are
+    computed by what.
 
-    Modules of derived classes and modules with hooks are left alone. Weights that other
+    `dtype`: of the activations. Modules of derived classes and modules with hooks are left alone. Weights that other
     modules use as well (a tied head) keep their unpacked copy.
     """
-    began_s = time.perf_counter()
     shared = _shared_weights(model)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     kinds: Counter[str] = Counter()
@@ -360,7 +359,8 @@ def use_packed_linear(model: nn.Module) -> None:
         if not _is_replaceable(module):
             continue
         assert isinstance(module, nn.Linear)
-        packed = pack_linear([module.weight], [module.bias])
+        # A float32 layer has float32 inputs in a bfloat16 model too, such as the router of experts.
+        packed = pack_linear([module.weight], [module.bias], dtype=torch.promote_types(module.weight.dtype, dtype))
         kinds[packed.name] += 1
         if isinstance(packed, TorchLinear):
             continue
@@ -368,8 +368,7 @@ def use_packed_linear(model: nn.Module) -> None:
         module.forward = packed.forward  # type: ignore[method-assign, assignment]
         if module.weight not in shared:
             module.weight = nn.Parameter(packed.weights, requires_grad=False)
-    shown = ", ".join(f"{count} by {name}" for name, count in sorted(kinds.items()))
-    logger.info("linear layers: %s; packed in %.2f s", shown or "none", time.perf_counter() - began_s)
+    return kinds
 
 
 def _shared_weights(model: nn.Module) -> set[Tensor]:

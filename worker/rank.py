@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -197,20 +198,28 @@ class Rank:
         is_rejected = False
         if kernels is not None and self._peers is None and isinstance(self._attention, CompiledAttention):
             try:
-                self._decoder = fuse(self._model, self._specs, self._facts.max_model_len, self._attention, kernels)
+                self._decoder = fuse(
+                    self._model, self._specs, self._facts.max_model_len, self._attention, kernels, self._dtype
+                )
             except FusionRejected as rejected:
                 logger.warning("%s: it runs through transformers' modules, which is slower", rejected)
                 is_rejected = True
         if is_rejected:  # not above, where the exception still holds the packed weights
             self._take_model()
         if self._decoder is None:
-            use_packed_linear(self._model)
+            self._pack_modules()
+
+    def _pack_modules(self) -> None:
+        began_s = time.perf_counter()
+        counts = use_packed_linear(self._model, self._dtype)
+        shown = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items()))
+        logger.info("linear layers: %s; packed in %.2f s", shown or "none", time.perf_counter() - began_s)
 
     def _take_model(self) -> None:
         self._model = self._decoder = None
         loaded = load_model(self._config, self._topology, self._peers, self._device, self._attention.name)
         self._model, self._specs, self._facts = loaded.model, loaded.specs, loaded.facts
-        self._kv_cache_dtype = loaded.kv_cache_dtype
+        self._dtype, self._kv_cache_dtype = loaded.dtype, loaded.kv_cache_dtype
 
     def _wake_weights(self) -> None:
         if self._weights == "device":

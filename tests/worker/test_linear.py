@@ -59,7 +59,7 @@ def test_only_plain_layers_without_hooks_are_replaced(kernels: Kernels) -> None:
     hooked.register_forward_hook(lambda *_: None)
     plain = [nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8, dtype=torch.bfloat16)]
     model = nn.ModuleList([hooked, halves, Derived(8, 8), *plain])
-    use_packed_linear(model)
+    use_packed_linear(model, torch.float32)
     assert [is_compiled(module) for module in model] == [False, False, False, True, True, True]
     assert [name for name, _ in model.named_parameters()][-1] == "5.bias"
 
@@ -74,7 +74,7 @@ def test_a_kernel_that_differs_from_torch_is_not_used(
     into = CompiledLinear.into
     monkeypatch.setattr(CompiledLinear, "into", wrong)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 16, bias=False))
-    use_packed_linear(model)
+    use_packed_linear(model, torch.float32)
     assert [is_compiled(module) for module in model] == [False, True]
     assert "differs from torch in linear layers of 8 inputs and 8 outputs" in caplog.text
 
@@ -197,7 +197,7 @@ def test_without_memory_for_a_packed_copy_the_weights_stay(
     compiled_linear._warn_once.cache_clear()
     monkeypatch.setattr(compiled_linear, "free_host_bytes", lambda: 500)
     large, small = nn.Linear(8, 8), nn.Linear(8, 7)  # 2 x 256 and 2 x 224 bytes
-    use_packed_linear(nn.Sequential(large, small))
+    use_packed_linear(nn.Sequential(large, small), torch.float32)
     assert [is_compiled(large), is_compiled(small)] == [False, True]
     assert isinstance(pack_linear([large.weight]), TorchLinear)
     assert caplog.text.count("there is no memory for packed weights") == 1

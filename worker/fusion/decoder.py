@@ -21,7 +21,7 @@ from millrace.worker.kernels.library import Kernels
 from millrace.worker.kernels.rows import GatedActivation, RowNorm
 from millrace.worker.kernels.sampling import argmax
 from millrace.worker.kv_pool import KVPool
-from millrace.worker.linear import PackedLinear, pack_linear
+from millrace.worker.linear import PackedLinear, pack_linear, use_packed_linear
 
 MLP_TOKENS = 256
 """Tokens that pass an MLP at a time, so that its intermediate results stay in the CPU's cache."""
@@ -51,16 +51,15 @@ class Workspace:
 class DecoderWeights:
     """Owns the weights of a model as the kernels read them, and the buffers of its forward pass."""
 
-    def __init__(self, parts: DecoderParts, kernels: Kernels) -> None:
-        """Packs the weights layer by layer. The modules of `parts` cannot run any more."""
-        dtype = parts.head.weight.dtype
+    def __init__(self, parts: DecoderParts, kernels: Kernels, dtype: torch.dtype) -> None:
+        """`dtype`: of the activations. Packs the weights layer by layer. The modules of `parts` cannot run any more."""
         self.kernels = kernels
         self.workspace = Workspace(dtype)
         self.embedding = parts.embedding
         self.layers = [LayerWeights(layer, self.workspace, kernels, dtype) for layer in parts.layers]
         self.norm = RowNorm(kernels, parts.norm.weights, parts.norm.epsilon, dtype)
         is_tied = parts.head.weight is parts.embedding.weight
-        self.head = _pack([parts.head], torch.float32, keeps=is_tied)
+        self.head = _pack([parts.head], dtype, torch.float32, keeps=is_tied)
         self.logit_softcap = parts.logit_softcap
 
 
@@ -73,20 +72,26 @@ class LayerWeights:
 
         self.attention: AttentionParts = parts.attention
         self.input_norm = row_norm(parts.input_norm)
-        self.projections = _pack(parts.attention.projections)
-        self.output = _pack([parts.attention.output])
+        self.projections = _pack(parts.attention.projections, dtype)
+        self.output = _pack([parts.attention.output], dtype)
         self.attention_norm = row_norm(parts.attention_norm) if parts.attention_norm else None
         self.mlp_input_norm = row_norm(parts.mlp_input_norm)
         self.mlp = (
-            GatedMLP(parts.mlp, workspace, kernels, dtype) if isinstance(parts.mlp, MLPParts) else ModuleMLP(parts.mlp)
+            GatedMLP(parts.mlp, workspace, kernels, dtype)
+            if isinstance(parts.mlp, MLPParts)
+            else ModuleMLP(parts.mlp, dtype)
         )
         self.mlp_norm = row_norm(parts.mlp_norm) if parts.mlp_norm else None
 
 
-def _pack(linears: list[nn.Linear], output_dtype: torch.dtype | None = None, *, keeps: bool = False) -> PackedLinear:
+def _pack(
+    linears: list[nn.Linear], dtype: torch.dtype, output_dtype: torch.dtype | None = None, *, keeps: bool = False
+) -> PackedLinear:
     """Return one layer for several. Unless it `keeps` them, the modules get the packed weights instead of their own, so that
     nothing is in memory twice."""
-    packed = pack_linear([each.weight for each in linears], [each.bias for each in linears], output_dtype=output_dtype)
+    packed = pack_linear(
+        [each.weight for each in linears], [each.bias for each in linears], dtype=dtype, output_dtype=output_dtype
+    )
     if not keeps:
         first, *others = linears
         first.weight = nn.Parameter(packed.weights, requires_grad=False)
@@ -100,8 +105,8 @@ class GatedMLP:
 
     def __init__(self, parts: MLPParts, workspace: Workspace, kernels: Kernels, dtype: torch.dtype) -> None:
         self._workspace = workspace
-        self._projections = _pack(parts.projections)
-        self._output = _pack([parts.output])
+        self._projections = _pack(parts.projections, dtype)
+        self._output = _pack([parts.output], dtype)
         self._activation = GatedActivation(kernels, parts.activation, self._output.num_inputs, dtype)
 
     def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
@@ -120,8 +125,9 @@ class GatedMLP:
 class ModuleMLP:
     """transformers' own module, such as a mixture of experts."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module = module
+        use_packed_linear(module, dtype)
 
     def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
         result = self._module(inputs.unsqueeze(0))
@@ -186,7 +192,7 @@ class FusedDecoder:
         embedding = self._weights.embedding
         weight: Tensor = embedding.weight  # type: ignore[assignment]
         hidden = self._workspace.rows("hidden", input_ids.shape[0], weight.shape[1])
-        if type(embedding) is nn.Embedding:
+        if type(embedding) is nn.Embedding and weight.dtype == hidden.dtype:
             return torch.index_select(weight, 0, input_ids, out=hidden)
         return hidden.copy_(embedding(input_ids))
 

@@ -39,7 +39,12 @@ class FusionRejected(Exception):
 
 @torch.no_grad()  # not inference_mode: the weights are ordinary tensors
 def fuse(
-    model: PreTrainedModel, specs: list[LayerSpec], max_model_len: int, attention: Attention, kernels: Kernels
+    model: PreTrainedModel,
+    specs: list[LayerSpec],
+    max_model_len: int,
+    attention: Attention,
+    kernels: Kernels,
+    dtype: torch.dtype,
 ) -> DecoderWeights | None:
     """Return the weights for a forward pass of our own, or None if the model's structure is not known.
 
@@ -47,7 +52,7 @@ def fuse(
     """
     began_s = time.perf_counter()
     name = type(model).__name__
-    if model.dtype not in DTYPES:
+    if dtype not in DTYPES:
         return None
     try:
         parts = read_structure(model, specs, max_model_len)
@@ -55,13 +60,13 @@ def fuse(
         logger.info("%s runs through transformers' modules, which is slower: %s", name, reason)
         return None
     batch = _batch(model.config.vocab_size, max_model_len)
-    theirs, ours = _pools(specs, model.dtype)
+    theirs, ours = _pools(specs, dtype)
     expected = _logits(model, ForwardStep(attention, theirs.layers, batch), batch)
-    weights = DecoderWeights(parts, kernels)
+    weights = DecoderWeights(parts, kernels, dtype)
     decoder = FusedDecoder(weights, ours)
     logits = decoder.logits(decoder.run(batch))
     difference = float((logits - expected).abs().mean(dim=-1).max() / expected.std())
-    if not difference <= LARGEST_DIFFERENCE[model.dtype]:  # NaN is not
+    if not difference <= LARGEST_DIFFERENCE[dtype]:  # NaN is not
         raise FusionRejected(f"the logits of {name} differ by {difference:.2g} of their standard deviation")
     logger.info(
         "fused forward pass of %s: differs by %.2g of a logit's standard deviation, made and checked in %.2f s",

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig, PreTrainedModel
 
 from millrace.worker.errors import ModelError
 from millrace.worker.kernels.library import find_kernels, has_bfloat16
@@ -37,6 +42,46 @@ def choose_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device)
     if is_emulated:
         logger.warning("%s is emulated on this CPU, which is slow: use --dtype auto or float32", name)
     return dtype
+
+
+def keeps_bfloat16(dtype: torch.dtype, tensor_files: dict[str, Path], device: torch.device) -> bool:
+    """Whether float32 layers keep weights that are stored in bfloat16. The numbers are the same, since the compiled kernel
+    widens them on the way. They take half of the memory, and half of the time at few rows."""
+    kernels = find_kernels() if device.type == "cpu" and dtype == torch.float32 else None
+    return kernels is not None and kernels.instruction_set != "generic" and _is_stored_in_bfloat16(tensor_files)
+
+
+def keep_bfloat16(model: PreTrainedModel) -> None:
+    """Give the linear layers and the embedding of a meta model bfloat16 weights, and a forward that widens them."""
+    embedding = model.get_input_embeddings()
+    is_plain = type(embedding) is nn.Embedding
+    for module in model.modules():
+        if is_plain and module is embedding:
+            _keep(module, _widened_embedding)
+        elif type(module) is nn.Linear and (is_plain or module is not model.get_output_embeddings()):
+            _keep(module, _widened_linear)
+
+
+def _keep(module: Any, forward: Callable[..., Tensor]) -> None:
+    module.forward = partial(forward, module, module.weight.dtype)
+    module.weight = nn.Parameter(module.weight.bfloat16(), requires_grad=False)
+
+
+def _widened_linear(module: nn.Linear, dtype: torch.dtype, inputs: Tensor) -> Tensor:
+    """Computes the few steps of a check at load. After that the weights are packed."""
+    return F.linear(inputs, module.weight.to(dtype), module.bias)
+
+
+def _widened_embedding(module: nn.Embedding, dtype: torch.dtype, token_ids: Tensor) -> Tensor:
+    return F.embedding(token_ids, module.weight).to(dtype)
+
+
+def _is_stored_in_bfloat16(tensor_files: dict[str, Path]) -> bool:
+    for path in set(tensor_files.values()):
+        with open_weights(path) as file:
+            if any(file.get_slice(name).get_dtype() != "BF16" for name, own in tensor_files.items() if own == path):
+                return False
+    return True
 
 
 def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,13 @@ from millrace.worker.kv_pool import LayerSpec, share_tensors
 from millrace.worker.layer_groups import group_layers
 from millrace.worker.loading.checkpoint import find_weights
 from millrace.worker.loading.checksum import weights_checksum
-from millrace.worker.loading.dtype import checkpoint_dtype, choose_dtype, choose_kv_cache_dtype
+from millrace.worker.loading.dtype import (
+    checkpoint_dtype,
+    choose_dtype,
+    choose_kv_cache_dtype,
+    keep_bfloat16,
+    keeps_bfloat16,
+)
 from millrace.worker.loading.model import build_empty, longest_sequence, read_config
 from millrace.worker.loading.part import ModelPart
 from millrace.worker.loading.probe import probe_layers
@@ -35,6 +41,8 @@ class LoadedModel:
     model: PreTrainedModel
     specs: list[LayerSpec]
     facts: ModelFacts
+    dtype: torch.dtype
+    """Of the activations. Weights may be bfloat16 where this is float32."""
     kv_cache_dtype: torch.dtype
 
 
@@ -48,12 +56,15 @@ def load_model(
     tensor_files = find_weights(directory)
     dtype = choose_dtype(config.dtype, checkpoint_dtype(model_config, tensor_files), device)
     model = build_empty(model_config, dtype)
+    if topology.world_size == 1 and keeps_bfloat16(dtype, tensor_files, device):
+        logger.info("computing in float32, the weights of linear layers stay bfloat16 as they are stored")
+        keep_bfloat16(model)
     part = ModelPart(model, topology)
     try:
         load_weights(model, part, tensor_files, device)
     except WeightsDiffer as difference:
         logger.info("transformers converts the checkpoint, because %s", difference)
-        model = _load_converted(model, part, directory, topology, device)
+        model = _load_converted(model, part, directory, topology, device, dtype)
     fix_frequencies(model, max_model_len)
     specs = _probe(model, part, peers)
     part.check_layers(model, specs)
@@ -78,7 +89,7 @@ def load_model(
         kv_cache_dtype=str(kv_cache_dtype).removeprefix("torch."),
         kv_layout=kv_layout,
     )
-    return LoadedModel(model, specs, facts, kv_cache_dtype)
+    return LoadedModel(model, specs, facts, dtype, kv_cache_dtype)
 
 
 def _probe(model: PreTrainedModel, part: ModelPart, peers: Peers | None) -> list[LayerSpec]:
@@ -90,10 +101,15 @@ def _probe(model: PreTrainedModel, part: ModelPart, peers: Peers | None) -> list
 
 
 def _load_converted(
-    model: PreTrainedModel, part: ModelPart, directory: Path, topology: Topology, device: torch.device
+    model: PreTrainedModel,
+    part: ModelPart,
+    directory: Path,
+    topology: Topology,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> PreTrainedModel:
     if topology.world_size == 1:
-        return load_converted(model, directory, device)
+        return load_converted(model, directory, device, dtype)
     logger.info("each rank converts the whole checkpoint in host memory and keeps its part")
-    take_weights(model, part, load_converted(model, directory, torch.device("cpu")), device)
+    take_weights(model, part, load_converted(model, directory, torch.device("cpu"), dtype), device)
     return model

@@ -54,7 +54,9 @@ def take_weights(model: PreTrainedModel, part: ModelPart, whole: PreTrainedModel
     _make_ready(model, set(part.names), device)
 
 
-def load_converted(model: PreTrainedModel, directory: Path, device: torch.device) -> PreTrainedModel:
+def load_converted(
+    model: PreTrainedModel, directory: Path, device: torch.device, dtype: torch.dtype
+) -> PreTrainedModel:
     """Load the same model with transformers, which renames and merges the tensors of some checkpoints, such as those of
     experts. Raises `WeightsDiffer` when they still do not fit."""
     loaded: Any
@@ -62,7 +64,7 @@ def load_converted(model: PreTrainedModel, directory: Path, device: torch.device
     loaded, info = type(model).from_pretrained(  # type: ignore[misc]
         directory,
         config=model.config,
-        dtype=model.dtype,
+        dtype=dtype,
         attn_implementation=ATTENTION_NAME,
         local_files_only=True,
         use_safetensors=True,

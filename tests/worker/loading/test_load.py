@@ -187,6 +187,31 @@ def test_auto_takes_bfloat16_where_the_cpu_has_it(
     assert ("no instructions for it: running in float32" in caplog.text) == (dtype == "float32")
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_weights_stay_bfloat16_where_float32_is_computed(
+    arch: str, is_fused: bool, machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers are those of float32 weights: widened, each of them is the same."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    moe: dict[str, Any] = {"model_type": arch, "tie_word_embeddings": False, **sizes} if arch == "qwen3_moe" else {}
+    build_model("qwen3" if moe else arch, **moe).bfloat16().save_pretrained(tmp_path)
+    if not is_fused:
+        monkeypatch.setattr("millrace.worker.rank.fuse", lambda *_: None)
+    worker = start_worker(tmp_path, dtype="float32")
+    assert worker._facts.dtype == "float32"
+    request = Driver(worker, seed=1).run([[1, 2, 3, 4, 5]], 5)[0]
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", local_files_only=True)
+        logits = model(torch.tensor([request.tokens])).logits[0, 4:-1]
+    torch.testing.assert_close(torch.stack(request.logits), logits, rtol=1e-4, atol=1e-4)
+    is_kept = arch not in ("gemma3_text", "qwen3_moe")  # an embedding of its own; experts are converted
+    assert (worker._model.model.embed_tokens.weight.dtype == torch.bfloat16) == is_kept
+    worker.sleep(2)
+    worker.wake_up(["weights", "kv_cache"], 1)
+    assert Driver(worker, seed=1).run([[1, 2, 3, 4, 5]], 5)[0].output == request.output
+
+
 def test_a_dtype_that_the_cpu_emulates_is_reported(machine: str, llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert load(llama, dtype="bfloat16")[1].dtype == "bfloat16"
     assert ("bfloat16 is emulated on this CPU, which is slow: use --dtype auto" in caplog.text) == (
