@@ -127,23 +127,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         share, num_ranks = self.gpu_memory_utilization, self.tensor_parallel_size * self.pipeline_parallel_size
         _require(0 < share <= 1, "gpu_memory_utilization", "must be above 0 and up to 1", share)
         parse_bytes("kv_cache_memory", self.kv_cache_memory)
-        if self.num_blocks is not None and self.max_model_len is not None:
-            self._check_pool(self.num_blocks, self.max_model_len)
         _require(
             ":" not in self.device or num_ranks == 1,
             "device",
             f'names one GPU, but {num_ranks} ranks need one each; use "cuda", and CUDA_VISIBLE_DEVICES to choose GPUs',
             self.device,
         )
-
-    def _check_pool(self, num_blocks: int, max_model_len: int) -> None:
-        capacity = (num_blocks - 1) * self.block_size
-        needed = -(-max_model_len // self.block_size) + 1
-        rule = (
-            f"({num_blocks} - 1) blocks x {self.block_size} tokens = {capacity} tokens are less than max_model_len = "
-            f"{max_model_len} (block 0 is never used); use at least {needed}, or a smaller max_model_len"
-        )
-        _require(capacity >= max_model_len, "num_blocks", rule, num_blocks)
 
     def for_worker(self, path: Path) -> WorkerConfig:
         """Return the worker's part, for the model in `path`."""

@@ -12,11 +12,21 @@ FREE_MEMORY_SHARE = 0.25
 """Maximum share of the free host memory for the default pools of all ranks on a CPU."""
 
 
-def fixed_num_blocks(config: WorkerConfig) -> int | None:
-    """Return the number of blocks that the configuration sets, or None."""
-    if config.num_blocks is not None and config.num_blocks < 2:
-        raise ConfigError(f"num_blocks is {config.num_blocks}, but block 0 is never used: it must be at least 2")
-    return config.num_blocks
+def fixed_num_blocks(config: WorkerConfig, facts: ModelFacts) -> int | None:
+    """Return the number of blocks that the configuration sets, or None. Raises `ConfigError` when they do not hold one
+    sequence of the configured `max_model_len`."""
+    num_blocks, layout, longest = config.num_blocks, facts.kv_layout, facts.max_model_len
+    if num_blocks is None:
+        return None
+    if num_blocks < 2:
+        raise ConfigError(f"num_blocks is {num_blocks}, but block 0 is never used: it must be at least 2")
+    if config.max_model_len is not None and (needed := layout.num_blocks(longest) + 1) > num_blocks:
+        raise ConfigError(
+            f"num_blocks: ({num_blocks} - 1) blocks x {layout.block_size} tokens in {layout.num_groups} groups of layers "
+            f"hold {layout.longest_sequence(num_blocks - 1)} tokens of one sequence, less than max_model_len = {longest} "
+            f"(block 0 is never used); use at least {needed}, or a smaller max_model_len"
+        )
+    return num_blocks
 
 
 def check_possible(num_blocks: int, facts: ModelFacts, device_bytes: int) -> None:

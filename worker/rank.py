@@ -80,7 +80,7 @@ class Rank:
         return self._facts
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        fixed = fixed_num_blocks(self._config)
+        fixed = fixed_num_blocks(self._config, self._facts)
         if fixed is not None:
             self._pool_budget = "num_blocks is set"
             check_possible(fixed, self._facts, self._device_bytes())

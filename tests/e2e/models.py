@@ -19,10 +19,10 @@ MARGIN = 1e-3
 
 
 @cache
-def make_servable(arch: str, directory: Path) -> Path:
+def make_servable(arch: str, directory: Path, **changes: Any) -> Path:
     """Return the directory of a new model of this family, ready to be served."""
     path = directory / arch
-    make_model(arch, path)
+    make_model(arch, path, **changes)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TINY / name, path / name)
     return path

@@ -25,10 +25,6 @@ OPTIONS = [field.name for field in msgspec.structs.fields(ServeConfig)]
         (("--block-size", "9" * 5000), r"argument --block-size: .*; see millrace serve --help"),
         (("--block-size", "70000"), r"block_size: must be 1 to 65536, got 70000"),
         (("--num-blocks", "1"), r"num_blocks: must be 2 to 2147483647, got 1"),
-        (
-            ("--num-blocks", "10", "--max-model-len", "512"),
-            r"num_blocks: \(10 - 1\) blocks x 16 tokens = 144 tokens are less than max_model_len = 512 .* at least 33, ",
-        ),
         (("--max-model-len", str(2**64)), r"max_model_len: must be 2 to "),
         (("--colour", "red"), r"unrecognized arguments: --colour red; see millrace serve --help"),
         (("--heartbeat", "nan"), r"heartbeat: must be 0\.2 to 604800, got nan"),

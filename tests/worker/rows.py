@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from millrace.executor.wire.messages import RowSampling
+from millrace.executor.wire.messages import NULL_BLOCK, RowSampling
 from millrace.worker.input_batch import SampledRows, StepBatch
 from millrace.worker.sampling_rows import SamplingRows, SamplingTable
 
@@ -21,14 +21,18 @@ def sampling_rows(rows: list[Row]) -> SamplingRows:
     return table.rows(torch.arange(len(rows)), torch.tensor([position for _, position in rows]))
 
 
-def make_batch(rows: list[tuple[int, int]], block_size: int, num_blocks: int, seed: int) -> StepBatch:
-    """Rows of (length with this step, tokens fed), in blocks taken at random."""
+def make_batch(
+    rows: list[tuple[int, int]], block_size: int, num_blocks: int, seed: int, window: int | None = None
+) -> StepBatch:
+    """Rows of (length with this step, tokens fed), in blocks taken at random, without those that the window has passed."""
     free = random.Random(seed).sample(range(1, num_blocks), num_blocks - 1)
     tables = torch.zeros(len(rows), max(-(-length // block_size) for length, _ in rows), dtype=torch.int32)
     positions, blocks, starts = [], [], [0]
     for index, (length, count) in enumerate(rows):
         num_used = -(-length // block_size)
         tables[index, :num_used] = torch.tensor([free.pop() for _ in range(num_used)], dtype=torch.int32)
+        if window is not None:
+            tables[index, : max(0, length - count + 1 - window) // block_size] = NULL_BLOCK
         fed = torch.arange(length - count, length)
         positions.append(fed)
         blocks.append(tables[index, fed // block_size])

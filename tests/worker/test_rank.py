@@ -254,6 +254,11 @@ def test_a_pool_too_small_for_one_sequence_is_refused_with_numbers(model: Path) 
             blocks_of(model, **options)
     with pytest.raises(ConfigError, match="at least 2"):
         blocks_of(model, num_blocks=1)
+    wanted = (
+        r"num_blocks: \(10 - 1\) blocks x 16 tokens in 1 .* hold 144 tokens .* max_model_len = 500 .* at least 33, "
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        blocks_of(model, num_blocks=10, max_model_len=500)
 
 
 def test_sequences_end_where_the_pool_does_unless_their_length_was_asked_for(

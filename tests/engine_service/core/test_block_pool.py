@@ -160,6 +160,66 @@ def test_events_say_what_was_stored_removed_and_cleared() -> None:
 # --- any order -----------------------------------------------------------------------------------------------------
 
 
+# --- groups of layers ----------------------------------------------------------------------------------------------
+
+HYBRID = KVLayout(SIZE, (None, 2 * SIZE + 1))
+"""Group 0 attends to everything, group 1 to the last two columns and the token itself."""
+
+
+def test_what_a_window_has_passed_is_free_but_cached() -> None:
+    pool = BlockPool(12, HYBRID)
+    table = fill(pool, list(range(20)))
+    held = list(table)
+    pool.free_hidden(table, 20)
+    assert table == [held[0], 0, held[2], 0, held[4], 0, *held[6:]]
+    assert pool.num_free == 11 - 10 + 3
+    assert pool.stats().num_cached == 10
+    pool.free_hidden(table, 20)
+    assert pool.num_free == 4
+    pool.check_integrity([table])
+
+
+def test_a_hit_has_all_blocks_of_a_full_group_and_the_visible_ones_of_a_window() -> None:
+    pool = BlockPool(12, HYBRID)
+    table = fill(pool, list(range(20)))
+    pool.free(table)
+    assert pool.find(hashes_of(list(range(8)))) == table[:4]
+    assert pool.find(hashes_of(list(range(12)))) == [table[0], 0, *table[2:6]]
+    assert pool.find(hashes_of([*range(16), 99, 98, 97, 96])) == [table[0], 0, table[2], 0, *table[4:8]]
+
+
+def test_a_hit_ends_where_a_window_misses_a_block() -> None:
+    pool = BlockPool(12, HYBRID)
+    table = fill(pool, list(range(20)))
+    pool.free(table)
+    hashes = hashes_of(list(range(20)))
+    pool.unregister([table[2 * 3 + 1]])
+    assert pool.find(hashes) == [table[0], 0, *table[2:6]]
+    pool.unregister([table[2 * 1 + 1]])
+    assert pool.find(hashes) == table[:2]
+    pool.unregister([table[0]])
+    assert pool.find(hashes) == []
+
+
+def test_a_window_alone_needs_only_what_it_sees() -> None:
+    pool = BlockPool(6, KVLayout(SIZE, (SIZE + 1,)))
+    table = fill(pool, list(range(20)))
+    pool.unregister(table[:3])
+    assert pool.find(hashes_of(list(range(20)))) == [0, 0, 0, 0, table[4]]
+    assert pool.find(hashes_of(list(range(16)))) == [0, 0, 0, table[3]]
+    assert pool.find(hashes_of(list(range(12)))) == []
+
+
+def test_groups_do_not_find_blocks_of_each_other() -> None:
+    pool = BlockPool(12, KVLayout(SIZE, (None, None)))
+    table = fill(pool, list(range(8)))
+    pool.unregister([table[2]])
+    assert pool.find(hashes_of(list(range(8)))) == table[:2]
+    second = pool.allocate(4)
+    assert pool.register(second, hashes_of(list(range(8)))) == [second[2]]
+    assert pool.find(hashes_of(list(range(8)))) == [table[0], table[1], second[2], table[3]]
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Sequences over an alphabet of two tokens, so that beginnings are shared often."""
 

@@ -603,6 +603,89 @@ def test_the_pool_counts_what_was_asked_for_and_what_was_found() -> None:
     assert (stats.num_queried_tokens, stats.num_hit_tokens) == (36, 16)
 
 
+# --- windows -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("windows", [(9,), (None, 9)])
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_a_long_sequence_holds_of_a_window_what_the_window_sees(
+    windows: tuple[int | None, ...], run_ahead: bool
+) -> None:
+    num_full = windows.count(None)
+    bench = Bench(num_blocks=6 + num_full * 50, budget=8, windows=windows, run_ahead=run_ahead)
+    sequence = make_sequence(1, prompt_len=100, max_tokens=100)
+    assert bench.scheduler.fits(sequence)
+    bench.scheduler.add(sequence)
+    while bench.scheduler.has_work or bench.in_flight:
+        bench.step()
+        held = [block_id for block_id in sequence.block_ids[num_full :: len(windows)] if block_id]
+        assert len(held) <= 5  # the window and a chunk
+    assert_undisturbed([sequence])
+    assert bench.scheduler.stats().num_preemptions == 0
+
+
+def num_together(windows: tuple[int | None, ...]) -> int:
+    """Most sequences that run at a time in a pool of 80 blocks."""
+    bench = Bench(num_blocks=81, budget=16, windows=windows)
+    for number in range(1, 9):
+        bench.scheduler.add(make_sequence(number, prompt_len=60, max_tokens=4))
+    most = 0
+    while bench.scheduler.has_work:
+        bench.step()
+        most = max(most, bench.scheduler.stats().num_running)
+    return most
+
+
+def test_more_sequences_run_together_when_a_group_has_a_window() -> None:
+    assert num_together((None, None)) == 2
+    assert num_together((None, 9)) >= 3
+    assert num_together((9, 9)) >= 5
+
+
+def test_a_prompt_is_found_after_the_windows_have_passed_it() -> None:
+    bench = Bench(num_blocks=60, windows=(None, 9))
+    first = make_sequence(1, prompt_len=30, max_tokens=20, shared_len=24)
+    second = make_sequence(2, prompt_len=30, max_tokens=20, shared_len=24)
+    for sequence in (first, second):
+        bench.scheduler.add(sequence)
+        bench.run()
+    assert second.num_cached_tokens == 24
+    assert [block_id == 0 for block_id in bench.rows[20][0].new_blocks[:12]] == [False, True] * 4 + [False] * 4
+    assert_undisturbed([first, second])
+
+
+def test_a_prompt_is_computed_from_where_a_window_still_sees_all() -> None:
+    """The full group has the whole beginning, but the window's group has lost a block of it."""
+    bench = Bench(num_blocks=60, windows=(None, 9))
+    first = make_sequence(1, prompt_len=30, max_tokens=1, shared_len=24)
+    bench.scheduler.add(first)
+    bench.step()
+    lost = bench.rows[0][0].new_blocks[5 * 2 + 1]
+    bench.run()
+    bench.scheduler.pool.unregister([lost])
+    second = make_sequence(2, prompt_len=30, max_tokens=4, shared_len=24)
+    bench.scheduler.add(second)
+    bench.run()
+    assert second.num_cached_tokens == 20
+    assert_undisturbed([second])
+
+
+def test_what_a_failed_sequence_has_computed_is_not_found_though_its_window_has_passed_it() -> None:
+    bench = Bench(budget=8, windows=(9,))
+    bench.scheduler.add(make_sequence(1, prompt_len=40, max_tokens=4, shared_len=40))
+    for _ in range(4):
+        bench.step()
+    assert bench.send() is not None
+    assert bench.fail_row() is not None
+    assert bench.scheduler.pool.stats().num_cached == 0
+
+
+def test_what_no_windows_hide_is_needed_to_the_end() -> None:
+    bench = Bench(num_blocks=20, budget=8, windows=(None, 9))
+    assert bench.scheduler.fits(make_sequence(1, prompt_len=50, max_tokens=6))
+    assert not bench.scheduler.fits(make_sequence(1, prompt_len=50, max_tokens=7))
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one(data: st.DataObject) -> None:

@@ -31,7 +31,9 @@ def make_layer(batch: StepBatch, seed: int, dtype: torch.dtype) -> LayerCache:
         for row, length in enumerate(batch.kv_lens):
             past = torch.arange(length - batch.query_starts[row + 1] + batch.query_starts[row])
             slots = batch.block_tables[0, row, past // BLOCK_SIZE] * BLOCK_SIZE + past % BLOCK_SIZE
-            pool.flatten(0, 1)[slots] = torch.randn(len(past), KV_HEADS, pool.shape[-1], generator=generator).to(dtype)
+            numbers = torch.randn(len(past), KV_HEADS, pool.shape[-1], generator=generator)
+            is_held = slots >= BLOCK_SIZE
+            pool.flatten(0, 1)[slots[is_held]] = numbers[is_held].to(dtype)
     return layer
 
 
@@ -43,7 +45,7 @@ def attend(
     softcap: float | None = None,
     pool_dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    batch = make_batch(rows, BLOCK_SIZE, NUM_BLOCKS, seed)
+    batch = make_batch(rows, BLOCK_SIZE, NUM_BLOCKS, seed, window)
     layer = make_layer(batch, seed, pool_dtype)
     query, key, value = new_tokens(batch.query_starts[-1], seed)
     return attention.forward(query, key, value, layer, 0.3, window, softcap, batch)

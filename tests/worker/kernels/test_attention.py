@@ -61,7 +61,8 @@ def make_layer(batch: StepBatch, shape: Shape, generator: torch.Generator) -> La
             past = torch.arange(length - batch.query_starts[row + 1] + batch.query_starts[row])
             slots = batch.block_tables[0, row, past // shape.block_size] * shape.block_size + past % shape.block_size
             numbers = torch.randn(len(past), shape.kv_heads, pool.shape[-1], generator=generator)
-            pool.flatten(0, 1)[slots] = numbers.to(pool.dtype)
+            is_held = slots >= shape.block_size
+            pool.flatten(0, 1)[slots[is_held]] = numbers[is_held].to(pool.dtype)
     return layer
 
 
@@ -75,7 +76,7 @@ def attend(
 ) -> tuple[torch.Tensor, LayerCache]:
     """The output, and the layer with the step's keys and values. The queries lie as transformers makes them."""
     generator = torch.Generator().manual_seed(seed)
-    batch = make_batch(rows, shape.block_size, NUM_BLOCKS, seed)
+    batch = make_batch(rows, shape.block_size, NUM_BLOCKS, seed, window)
     layer = make_layer(batch, shape, generator)
     sizes = ((shape.heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
     query, key, value = (
