@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from millrace.worker.attention.compiled import CompiledAttention
+from millrace.worker.attention.cpu import CPUAttention
 from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.reference import ReferenceAttention
 from millrace.worker.input_batch import StepBatch
@@ -113,6 +115,26 @@ def random_rows(seed: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
 def test_it_equals_the_reference(kernels: Kernels, shape: Shape, window: int | None) -> None:
     check(kernels, random_rows(shape.key_dim), shape, window)
+
+
+def test_a_layer_uses_the_block_tables_of_its_group(kernels: Kernels) -> None:
+    rows, shape = [(40, 1), (23, 1), (30, 12), (9, 9)], Shape()
+    first, second = (make_batch(rows, shape.block_size, NUM_BLOCKS, seed) for seed in (1, 2))
+    both = replace(
+        first,
+        slot_mapping=torch.cat([first.slot_mapping, second.slot_mapping]),
+        block_tables=torch.cat([first.block_tables, second.block_tables]),
+    )
+    sizes = ((shape.heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
+    query, key, value = (torch.randn(heads, 23, size, generator=torch.Generator()) for heads, size in sizes)
+    implementations: list[Attention] = [ReferenceAttention(), CPUAttention(), CompiledAttention(kernels)]
+    for attention in implementations:
+        for group, alone in enumerate((first, second)):
+            layers = [make_layer(alone, shape, torch.Generator().manual_seed(4)) for _ in range(2)]
+            expected = attention.forward(query, key, value, layers[0], 0.1, None, None, replace(alone, derived={}))
+            layer = replace(layers[1], group=group)
+            actual = attention.forward(query, key, value, layer, 0.1, None, None, both)
+            assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
