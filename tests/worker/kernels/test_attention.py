@@ -122,7 +122,7 @@ def test_a_layer_uses_the_block_tables_of_its_group(kernels: Kernels) -> None:
     first, second = (make_batch(rows, shape.block_size, NUM_BLOCKS, seed) for seed in (1, 2))
     both = replace(
         first,
-        slot_mapping=torch.cat([first.slot_mapping, second.slot_mapping]),
+        token_blocks=torch.cat([first.token_blocks, second.token_blocks], dim=1),
         block_tables=torch.cat([first.block_tables, second.block_tables]),
     )
     sizes = ((shape.heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
