@@ -41,7 +41,7 @@ class EngineKind:
     name: str
     module: str
     """In `benchmarks.engines`."""
-    options: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
     environment: str | None = None
     """The folder of its virtual environment; None for the one of this process."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -70,8 +70,8 @@ class EngineProcess:
         """Start the engine and wait for its first token. Raises `EngineError`."""
         self._log = models.HOME / "logs" / f"{kind.name}.{workload}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        command = [str(kind.python), "-P", "-m", f"benchmarks.engines.{kind.module}", *kind.options]
-        command += ["--workload", workload, *(["--quick"] if is_quick else [])]
+        command = [str(kind.python), "-P", "-m", f"benchmarks.engines.{kind.module}"]
+        command += ["--workload", workload, "--options", json.dumps(kind.options), *(["--quick"] if is_quick else [])]
         began_s = time.monotonic()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
@@ -82,7 +82,7 @@ class EngineProcess:
                 stderr=log,
             )
         try:
-            self._facts = self._receive(START_LIMIT_S)["facts"]
+            self._versions = self._receive(START_LIMIT_S)["versions"]
         except BaseException:
             self.close()
             raise
@@ -96,7 +96,7 @@ class EngineProcess:
         return self._receive(ROUND_LIMIT_S)
 
     def summary(self) -> Figures:
-        return {"start_to_first_token_s": round(self._first_token_s, 2), **self._facts}
+        return {"start_to_first_token_s": round(self._first_token_s, 2), "versions": self._versions}
 
     def close(self) -> None:
         """End the process."""
@@ -166,25 +166,21 @@ def _noted_failure(results: dict[str, Figures], name: str) -> Iterator[None]:
         results[name] = {"failed": str(error)}
 
 
-def rate_of(figures: Figures) -> tuple[str, bool]:
-    """Return which figure of a round or a contender compares it with others, and whether more is better."""
-    return ("ms_per_step", False) if "ms_per_step" in figures else ("tokens_per_s", True)
-
-
 def _medians(rounds: list[Figures]) -> Figures:
     medians: Figures = {"num_rounds": len(rounds)}
     for name in rounds[0]:
         values = [one[name] for one in rounds]
         medians[name] = max(values) if name == "peak_memory_mib" else round(statistics.median(values), 3)
-        if name == rate_of(rounds[0])[0]:
+        if name in ("tokens_per_s", "ms_per_step"):
             medians[f"{name}_of_each_round"] = [round(value, 3) for value in values]
-    return medians | ({"peak_memory_mib_of_round_1": first} if (first := rounds[0].get("peak_memory_mib")) else {})
+        if name == "peak_memory_mib":
+            medians["peak_memory_mib_of_round_1"] = values[0]
+    return medians
 
 
 def _ratio(rounds: list[Figures], baselines: list[Figures], baseline: str) -> Figures:
-    name, is_more_better = rate_of(rounds[0])
-    pairs = [(one[name], other[name]) for one, other in zip(rounds, baselines, strict=True)]
-    ratios = [ours / theirs if is_more_better else theirs / ours for ours, theirs in pairs]
+    name = "ms_per_step" if "ms_per_step" in rounds[0] else "seconds"
+    ratios = [theirs[name] / ours[name] for ours, theirs in zip(rounds, baselines, strict=True)]
     low, high = median_interval(ratios)
     key = f"over_{baseline}"
     return {key: round(statistics.median(ratios), 4), f"{key}_interval": [round(low, 4), round(high, 4)]}

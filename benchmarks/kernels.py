@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.environment import ROOT
@@ -70,28 +71,21 @@ def _rates(cases: dict[str, dict[str, Any]], torchs: dict[str, dict[str, Any]]) 
 
 def _instruction_sets() -> list[str]:
     """Return what the library has for this machine; nothing if there is no library."""
-    script = (
-        "from pathlib import Path\n"
-        "from millrace.worker.kernels import library\n"
-        "loaded = library.load_library(Path(library.__file__).parent)\n"
-        "print(*library.supported_instruction_sets(loaded))\n"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], env=_environment(), capture_output=True, text=True)
-    if ran.returncode != 0:
-        print("there are no compiled kernels; measuring torch alone", file=sys.stderr)
-    return ran.stdout.split()
+    from millrace.worker.kernels import library
+
+    try:
+        return library.supported_instruction_sets(library.load_library(Path(library.__file__).parent))
+    except (OSError, AttributeError) as error:
+        print(f"measuring torch alone: {error}", file=sys.stderr)
+        return []
 
 
 def _run(instruction_set: str, num_threads: int, *, is_quick: bool) -> dict[str, dict[str, Any]]:
     command = [sys.executable, "-P", "-m", "benchmarks.kernels", *(["--quick"] if is_quick else [])]
-    chosen = {"MILLRACE_KERNELS": instruction_set, "OMP_NUM_THREADS": str(num_threads)}
-    out = subprocess.run(command, env=_environment() | chosen, stdout=subprocess.PIPE, text=True, check=True).stdout
-    figures: dict[str, dict[str, Any]] = json.loads(out)
+    chosen = {"PYTHONPATH": str(ROOT), "MILLRACE_KERNELS": instruction_set, "OMP_NUM_THREADS": str(num_threads)}
+    ran = subprocess.run(command, env={**os.environ, **chosen}, stdout=subprocess.PIPE, text=True, check=True)
+    figures: dict[str, dict[str, Any]] = json.loads(ran.stdout)
     return figures
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 def _best_us(run: Callable[[], object], measure_s: float) -> float:

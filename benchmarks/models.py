@@ -25,7 +25,6 @@ HOME = Path(os.environ.get("MILLRACE_BENCH_HOME", "~/.cache/millrace-peers")).ex
 """Models, logs, and the environments of other engines."""
 NUM_TOKEN_IDS = 32_000
 """Of the tokenizer. A model may have more; their embeddings are small, so that they are hardly ever generated."""
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 TEXT_BYTES = 24_000_000
 """Text that the tokenizer is trained on."""
 SEEDS = {LLAMA: 15, QWEN: 600}
@@ -96,26 +95,14 @@ def _fill(model: Any, seed: int) -> None:
 
 
 def _tokenizer(cache: Path) -> Any:
-    """Return a tokenizer of NUM_TOKEN_IDS byte-level tokens. The models share one."""
-    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
-    from tokenizers.models import BPE
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    """Return a tokenizer like the tiny model's with NUM_TOKEN_IDS token ids. The models share one."""
+    from transformers import AutoTokenizer
 
     made = next((path.parent for path in sorted(cache.glob("*/tokenizer.json"))), None)
     if made is not None:
         return AutoTokenizer.from_pretrained(made)
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=NUM_TOKEN_IDS,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_texts(), trainer)
-    tokenizer.add_special_tokens([f"<|extra_{index}|>" for index in range(NUM_TOKEN_IDS - tokenizer.get_vocab_size())])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tiny = AutoTokenizer.from_pretrained(path_of(TINY_MODEL))
+    return tiny.train_new_from_iterator(_texts(), NUM_TOKEN_IDS, show_progress=False)
 
 
 def _texts() -> Iterator[str]:

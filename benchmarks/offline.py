@@ -18,8 +18,8 @@ from benchmarks.options import Options
 
 NUM_ROUNDS = 5
 WORKLOADS = ("W1", "W2", "W3", "TINY")
-MP = EngineKind("mp", "millrace", ("--executor", "mp"))
-UNI = EngineKind("uni", "millrace", ("--executor", "uni"))
+MP = EngineKind("mp", "millrace", {"executor": "mp"})
+UNI = EngineKind("uni", "millrace", {"executor": "uni"})
 
 
 def measure(options: Options) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from benchmarks.options import Options
 
 NUM_ROUNDS = 5
 WORKLOAD = "W1"
-SIZES = {
-    "one_rank": (),
-    "one_rank_of_two_threads": (),
-    "tensor_parallel_2": ("--tensor-parallel-size", "2"),
-    "pipeline_parallel_2": ("--pipeline-parallel-size", "2"),
+SIZES: dict[str, dict[str, int]] = {
+    "one_rank": {},
+    "one_rank_of_two_threads": {},
+    "tensor_parallel_2": {"tensor_parallel_size": 2},
+    "pipeline_parallel_2": {"pipeline_parallel_size": 2},
 }
 
 
@@ -29,6 +29,6 @@ def measure(options: Options) -> dict[str, Any]:
     starts = {}
     for name, sizes in SIZES.items():
         threads = {"OMP_NUM_THREADS": "2" if name.endswith("two_threads") else "1"}
-        kind = EngineKind(name, "millrace", ("--executor", "mp", *sizes), variables=threads)
+        kind = EngineKind(name, "millrace", {"executor": "mp", **sizes}, variables=threads)
         starts[name] = partial(EngineProcess, kind, WORKLOAD, is_quick=options.is_quick)
     return run_in_turns(starts, "one_rank", options.num_rounds, options.limit_s)

@@ -4,8 +4,7 @@
     python -m benchmarks --part peers --workload W1 W3 --engine vllm-eager openvino-f32
 
 Each environment is a folder of ~/.cache/millrace-peers, or of $MILLRACE_BENCH_HOME. vLLM asks for tcmalloc
-(apt-get install libtcmalloc-minimal4), which is loaded if it is there. llama.cpp's server is measured if LLAMA_SERVER is its
-path, and <model>.gguf lies beside the model's folder.
+(apt-get install libtcmalloc-minimal4), which is loaded if it is there.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from benchmarks.options import Options
 from benchmarks.workloads import LLAMA, QWEN
 
 NUM_ROUNDS = 5
-WORKLOADS = ("W1", "W2", "W3", "STEP1", "STEP256")
+WORKLOADS = ("STEP1", "STEP256", "W3", "W2", "W1")
+"""The shortest first: the longest ones get the time that they leave."""
 
 TORCH = "torch==2.13.0"
 ENVIRONMENTS: dict[str, list[list[str]]] = {
@@ -56,35 +56,25 @@ def kinds() -> list[EngineKind]:
     }
     return [
         EngineKind("millrace", MP.module, MP.options),
-        EngineKind("vllm-eager", "vllm", ["--eager"], "vllm", vllm),
-        EngineKind("vllm-compiled", "vllm", [], "vllm", vllm),
-        EngineKind("openvino-f32", "openvino", ["--kv", "f32"], "ov"),
-        EngineKind("openvino-u8", "openvino", [], "ov"),
-        EngineKind("transformers-static", "transformers", ["--batch-size", "32"], "hf", bound),
-        EngineKind("transformers-continuous", "transformers", ["--continuous", "--batch-size", "32"], "hf", bound),
-        EngineKind("llamacpp", "llamacpp", ["--threads", threads]),
+        EngineKind("vllm-eager", "vllm", {"is_eager": True}, "vllm", vllm),
+        EngineKind("vllm-compiled", "vllm", {"is_eager": False}, "vllm", vllm),
+        EngineKind("openvino-f32", "openvino", {"kv": "f32"}, "ov"),
+        EngineKind("openvino-u8", "openvino", {}, "ov"),
+        EngineKind("transformers-static", "transformers", {"batch_size": 32}, "hf", bound),
+        EngineKind("transformers-continuous", "transformers", {"batch_size": 32, "is_continuous": True}, "hf", bound),
     ]
-
-
-def is_installed(kind: EngineKind) -> bool:
-    """Whether the engine can be run here."""
-    return kind.python.exists() and (kind.name != "llamacpp" or Path(os.environ.get("LLAMA_SERVER", "")).is_file())
 
 
 def measure(options: Options) -> dict[str, Any]:
     """Return all figures of this part, by workload and engine. `millrace_over` above 1: Millrace is faster."""
     chosen = [kind for kind in kinds() if kind.name in (options.engines or [kind.name]) or kind.name == "millrace"]
-    for kind in chosen:
-        if not is_installed(kind):
-            print(f"{kind.name} is not installed: run python -m benchmarks.peers install", file=sys.stderr)
+    installed = [kind for kind in chosen if kind.python.exists()]
+    if missing := [kind.name for kind in chosen if kind not in installed]:
+        print(f"not installed: {', '.join(missing)}; run python -m benchmarks.peers install", file=sys.stderr)
     figures: dict[str, Any] = {}
     for name, limit_s in rounds_of(options.workloads or WORKLOADS, options.limit_s):
         prepare_model(name, is_quick=options.is_quick)
-        starts = {
-            kind.name: partial(EngineProcess, kind, name, is_quick=options.is_quick)
-            for kind in chosen
-            if is_installed(kind)
-        }
+        starts = {kind.name: partial(EngineProcess, kind, name, is_quick=options.is_quick) for kind in installed}
         figures[name] = run_in_turns(starts, "millrace", options.num_rounds, limit_s)
         for of_engine in figures[name].values():
             if "over_millrace" in of_engine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,83 @@ mpl.use("Agg")
 mpl.rcParams.update({"svg.hashsalt": "millrace", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3})
 from matplotlib import pyplot as plt  # noqa: E402, the backend comes first
 
-PARTS = ("peers", "offline", "service", "step", "kernels")
+Figures = dict[str, Any]
+
+
+class Section(NamedTuple):
+    """How one part of the benchmarks is shown."""
+
+    title: str
+    note: str
+    keys: Sequence[str]
+    """What the names of the figures mean, from the outermost table to the innermost."""
+    columns: Mapping[str, str]
+    """By heading: a template of the figures. A figure that is missing leaves its cell empty."""
+
+
+RATE = "{tokens_per_s:.0f} ({low:.0f} to {high:.0f})"
+INTERVAL = "({{{0}_interval[0]:.3f}} to {{{0}_interval[1]:.3f}})"
+START = {"first token after s": "{start_to_first_token_s:.1f}"}
+MEMORY = {"peak MiB": "{peak_memory_mib:.0f}"}
+SHARE = {"share of the roofline": "{roofline_share:.0%}"}
+SECTIONS = {
+    "peers": Section(
+        "Other engines on the same cores",
+        "",
+        ("workload", "engine"),
+        {
+            "tokens/s": RATE,
+            "ms per decode step": "{ms_per_step:.2f} ({low:.2f} to {high:.2f})",
+            "Millrace is faster by": f"{{millrace_over:.2f}} x {INTERVAL.format('millrace_over')}",
+            **START,
+            **MEMORY,
+            "versions": "{versions}",
+        },
+    ),
+    "offline": Section(
+        "`LLM` without Redis",
+        "`mp_random` draws with temperature 0.8 and top-p 0.95. The least prefill computes what all prompts share once.",
+        ("workload", "executor"),
+        {
+            "tokens/s": RATE,
+            "of mp": "{over_mp:.2f} x",
+            **SHARE,
+            **START,
+            **MEMORY,
+            "after 1 round": "{peak_memory_mib_of_round_1:.0f}",
+            "prefill tokens": "{prefill_tokens:.0f}",
+            "of the least": "{prefill_over_least:.2f} x",
+        },
+    ),
+    "service": Section(
+        "Through Redis",
+        "",
+        ("workload", "path"),
+        {
+            "tokens/s": RATE,
+            "of offline": f"{{over_offline:.3f}} x {INTERVAL.format('over_offline')}",
+            **START,
+            "idle CPU": "{idle_cpu_share_of_a_core:.1%} of a core",
+        },
+    ),
+    "step": Section(
+        "One decode step of a service",
+        "Milliseconds, llama-15m in float32. `device` is the worker's time; the other phases are the engine's. "
+        "With run-ahead they overlap.",
+        ("sequences x context",),
+        {
+            **{name: f"{{{name}_ms:.3f}}" for name in ("step", "device", *PHASES)},
+            "tokens/s": "{tokens_per_s:.0f}",
+            **SHARE,
+        },
+    ),
+    "kernels": Section(
+        "Kernels",
+        "GFLOP/s or GB/s, and how many times as fast as torch with as many threads. Small operands are in the cache.",
+        ("instruction set and threads", "kernel"),
+        {"GFLOP/s": "{gflops:.1f}", "GB/s": "{gb_per_s:.1f}", "us": "{us:.1f}", "over torch": "{over_torch:.2f} x"},
+    ),
+}
 INTRODUCTION = """\
 # Performance
 
@@ -31,8 +107,6 @@ so the tokens mean nothing, but the work is real. [benchmarks/workloads.py](../b
 workloads. Engines run in turns on the same cores. Figures are medians over the rounds. Ratios are medians of the ratios of
 each round, with an interval that holds the true median with 95 % confidence (with fewer than 6 rounds: the range of all).
 """
-
-Figures = dict[str, Any]
 
 
 class Source(NamedTuple):
@@ -77,7 +151,7 @@ def _newest(results: Path) -> dict[str, dict[str, Source]]:
         machine = result["machine"]
         sets = " ".join(machine["instruction_sets"]) or "no vector instructions known"
         name = f"{machine['cpu']}, {machine['usable_cores']} cores ({sets}), {machine['memory_gib']:.0f} GiB"
-        for part in PARTS:
+        for part in SECTIONS:
             if result.get(part) and not result.get("is_quick"):
                 found.setdefault(name, {})[part] = Source(path, result, result[part])
     return found
@@ -86,20 +160,20 @@ def _newest(results: Path) -> dict[str, dict[str, Source]]:
 def _machine(name: str, sources: Mapping[str, Source], plots: Path) -> Iterator[str]:
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     yield f"## {name}\n"
-    yield from _table(
-        ("part", "file", "commit", "date", "measured rates of the machine"),
-        ((part, *_origin(source)) for part, source in sources.items()),
-    )
-    sections: dict[str, Callable[[Figures, Path], Iterator[str]]] = {
-        "peers": _peers,
-        "offline": _offline,
-        "service": _service,
-        "step": _steps,
-        "kernels": _kernels,
-    }
-    for part, section in sections.items():
+    origins = ((part, *_origin(source)) for part, source in sources.items())
+    yield from _table(("part", "file", "commit", "date", "measured rates of the machine"), origins)
+    for part, section in SECTIONS.items():
         if part in sources:
-            yield from section(sources[part].figures, plots / f"{slug}-{part}.svg")
+            figures = sources[part].figures
+            yield f"### {section.title}\n"
+            if section.note:
+                yield f"{section.note}\n"
+            rows = ((*keys, *_cells(section, leaf)) for keys, leaf in _leaves(figures))
+            yield from _table((*section.keys, *section.columns), rows)
+            if part in PLOTS:
+                PLOTS[part](figures).savefig(plots / f"{slug}-{part}.svg", metadata={"Date": None})
+                plt.close("all")
+                yield f"![{section.title}]({plots.name}/{slug}-{part}.svg)\n"
 
 
 def _origin(source: Source) -> Iterator[str]:
@@ -112,113 +186,66 @@ def _origin(source: Source) -> Iterator[str]:
     yield ", ".join(f"{rates[name]:g} {unit}" for name, unit in units.items() if name in rates)
 
 
-def _peers(figures: Figures, plot: Path) -> Iterator[str]:
-    yield "### Other engines on the same cores\n"
-    for workload, engines in figures.items():
-        yield f"{workload}:\n"
-        unit = "ms per decode step" if any("ms_per_step" in one for one in engines.values()) else "tokens/s"
-        heads = ("engine", unit, "Millrace is faster by", "first token after s", "peak MiB", "versions")
-        yield from _table(heads, (_peer(name, one) for name, one in engines.items()))
-    measured = {name: {k: r for k, one in e.items() if (r := _rate(one))} for name, e in figures.items()}
-    shown = {name: rates for name, rates in measured.items() if rates}
-    if not shown:
-        return
-    figure, axes = plt.subplots(1, len(shown), figsize=(2.6 * len(shown), 3), squeeze=False)
-    for axis, (workload, rates) in zip(axes[0], shown.items(), strict=True):
-        is_time = any("ms_per_step" in one for one in figures[workload].values())
-        axis.bar(range(len(rates)), list(rates.values()), color=[f"C{list(rates).index(one)}" for one in rates])
-        axis.set_xticks(range(len(rates)), list(rates), rotation=60, ha="right")
-        axis.set_title(f"{workload}, " + ("ms per step" if is_time else "tokens/s"))
-    yield _save(figure, plot, "each engine's figures, by workload")
+def _leaves(figures: Figures, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Figures]]:
+    """Yield the innermost tables of figures with their names."""
+    for name, inner in figures.items():
+        if any(isinstance(value, dict) for key, value in inner.items() if key != "versions"):
+            yield from _leaves(inner, (*keys, name))
+        else:
+            yield (*keys, name), inner
 
 
-def _peer(name: str, one: Figures) -> Iterator[str]:
-    yield name
-    if "failed" in one:
+def _cells(section: Section, leaf: Figures) -> Iterator[str]:
+    if "failed" in leaf:
         yield "failed"
         return
-    yield _with_range(one)
-    ratio, (low, high) = one.get("millrace_over"), one.get("millrace_over_interval", (0, 0))
-    yield "" if ratio is None else f"{ratio:.2f} x ({low:.2f} to {high:.2f})"
-    yield f"{one['start_to_first_token_s']:.1f}"
-    yield f"{one['peak_memory_mib']}"
-    yield ", ".join(f"{key} {value}" for key, value in one.items() if isinstance(value, str))
+    each = leaf.get("ms_per_step_of_each_round") or leaf.get("tokens_per_s_of_each_round") or [0]
+    versions = ", ".join(" ".join(pair) for pair in leaf.get("versions", {}).items())
+    known = {**leaf, "low": min(each), "high": max(each), "versions": versions}
+    for template in section.columns.values():
+        try:
+            yield template.format_map(known)
+        except KeyError:
+            yield ""
 
 
-def _offline(figures: Figures, plot: Path) -> Iterator[str]:
-    yield "### `LLM` without Redis\n"
-    heads = ("workload", "executor", "tokens/s", "share of the roofline", "first token after s", "peak MiB")
-    yield from _table(
-        (*heads, "peak MiB, 1 round", "prefill tokens", "of the least"),
-        (
-            (
-                *(workload, name, _with_range(one), f"{one['roofline_share']:.0%}"),
-                *(f"{one['start_to_first_token_s']:.1f}", one["peak_memory_mib"], one["peak_memory_mib_of_round_1"]),
-                *(f"{one['prefill_tokens']:.0f}", f"{one['prefill_over_least']:.2f} x"),
-            )
-            for workload, executors in figures.items()
-            for name, one in executors.items()
-            if "failed" not in one
-        ),
-    )
-    yield "The least prefill computes what all prompts of a workload share once. `mp_random` draws with temperature 0.8 and"
-    yield "top-p 0.95: " + "; ".join(
-        f"{workload}: {one['over_mp']:.2f} x greedy"
-        for workload, executors in figures.items()
-        if "over_mp" in (one := executors.get("mp_random", {}))
-    )
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    names = list(heads)
+    yield f"| {' | '.join(names)} |"
+    yield "|---" * len(names) + "|"
+    for row in rows:
+        cells = list(row)
+        yield f"| {' | '.join(cells + [''] * (len(names) - len(cells)))} |"
     yield ""
 
 
-def _service(figures: Figures, plot: Path) -> Iterator[str]:
-    yield "### Through Redis\n"
-    yield from _table(
-        ("workload", "through Redis, tokens/s", "offline, tokens/s", "ratio", "first token after s", "idle CPU"),
-        (
-            (
-                *(workload, _with_range(both["redis"]), _with_range(both["offline"])),
-                "{:.3f} ({:.3f} to {:.3f})".format(
-                    both["redis"]["over_offline"], *both["redis"]["over_offline_interval"]
-                ),
-                f"{both['redis']['start_to_first_token_s']:.1f}",
-                f"{both['redis']['idle_cpu_share_of_a_core']:.1%} of a core",
-            )
-            for workload, both in figures.items()
-            if "over_offline" in both["redis"]
-        ),
-    )
+def _plot_peers(figures: Figures) -> Any:
+    """Plot the engines of each workload beside each other."""
+    figure, axes = plt.subplots(1, len(figures), figsize=(2.6 * len(figures), 3), squeeze=False, layout="tight")
+    for axis, (workload, engines) in zip(axes[0], figures.items(), strict=True):
+        is_time = any("ms_per_step" in one for one in engines.values())
+        rate = "ms_per_step" if is_time else "tokens_per_s"
+        rates = {name: one[rate] for name, one in engines.items() if rate in one}
+        axis.bar(range(len(rates)), list(rates.values()), color=[f"C{list(engines).index(name)}" for name in rates])
+        axis.set_xticks(range(len(rates)), list(rates), rotation=60, ha="right")
+        axis.set_title(f"{workload}, " + ("ms per step" if is_time else "tokens/s"))
+    return figure
 
 
-def _steps(figures: Figures, plot: Path) -> Iterator[str]:
-    yield "### One decode step of a service\n"
-    yield "Milliseconds, llama-15m in float32. `device` is the worker's time; the other phases are the engine's. With"
-    yield "run-ahead they overlap.\n"
-    names = ("step", "device", *PHASES)
-    yield from _table(
-        ("sequences x context", *names, "tokens/s", "share of the roofline"),
-        (
-            (
-                case.replace("x", " x "),
-                *(f"{one[f'{name}_ms']:.3f}" for name in names),
-                one["tokens_per_s"],
-                f"{one['roofline_share']:.0%}",
-            )
-            for case, one in figures.items()
-        ),
-    )
-    cases = {tuple(map(int, case.split("x"))): one for case, one in figures.items()}
-    by_batch = {batch: one for (batch, context), one in cases.items() if context == CONTEXT}
-    by_context = {context: one for (batch, context), one in sorted(cases.items()) if batch == BATCH}
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2))
-    for axis, label, points in ((axes[0], "sequences", by_batch), (axes[1], "context", by_context)):
-        if not points:
-            continue
-        axis.plot(list(points), [one["tokens_per_s"] for one in points.values()], "o-", label="measured")
-        bounds = [one["tokens_per_s"] / one["roofline_share"] for one in points.values() if one["roofline_share"]]
-        if len(bounds) == len(points):
+def _plot_steps(figures: Figures) -> Any:
+    """Plot tokens per second by sequences and by context, and the engine's phases of a step by sequences."""
+    cases = sorted((tuple(map(int, case.split("x"))), one) for case, one in figures.items())
+    by_batch = {batch: one for (batch, context), one in cases if context == CONTEXT}
+    by_context = {context: one for (batch, context), one in cases if batch == BATCH}
+    curves = (f"sequences, context {CONTEXT}", by_batch), (f"context, {BATCH} sequences", by_context)
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="tight")
+    for axis, (label, points) in zip(axes, curves, strict=False):
+        if points:
+            axis.plot(list(points), [one["tokens_per_s"] for one in points.values()], "o-", label="measured")
+            bounds = [one["tokens_per_s"] / max(one["roofline_share"], 1e-3) for one in points.values()]
             axis.plot(list(points), bounds, "--", label="roofline")
-        axis.set(xscale="log", yscale="log", xlabel=label, ylabel="tokens/s")
-        axis.legend()
+            axis.set(xscale="log", yscale="log", xlabel=label, ylabel="tokens/s")
+            axis.legend()
     bottoms = [0.0] * len(by_batch)
     for name in (one for one in PHASES if one != "wait"):
         heights = [one[f"{name}_ms"] for one in by_batch.values()]
@@ -226,56 +253,10 @@ def _steps(figures: Figures, plot: Path) -> Iterator[str]:
         bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
     axes[2].set(xlabel="sequences", ylabel="the engine's time, ms")
     axes[2].legend()
-    yield _save(
-        figure, plot, f"tokens/s by sequences (context {CONTEXT}) and by context ({BATCH} sequences); step time"
-    )
+    return figure
 
 
-def _kernels(figures: Figures, plot: Path) -> Iterator[str]:
-    yield "### Kernels\n"
-    yield "Rates, and how many times as fast as torch with the same number of threads. Small operands are in the cache.\n"
-    columns = [name for name in figures if not name.startswith("none")] or list(figures)
-    yield from _table(
-        ("kernel", "unit", *(name.replace("_", " ") for name in columns)),
-        (
-            (kernel, unit.replace("_per_", "/"), *(_kernel(figures[name].get(kernel), unit) for name in columns))
-            for kernel, first in figures[columns[0]].items()
-            for unit in first.keys() & {"gflops", "gb_per_s"}
-        ),
-    )
-
-
-def _kernel(one: Figures | None, unit: str) -> str:
-    return "" if one is None else f"{one[unit]:g} ({one['over_torch']:.2f} x)"
-
-
-def _rate(one: Figures) -> float | None:
-    rate: float | None = one.get("ms_per_step", one.get("tokens_per_s"))
-    return rate
-
-
-def _with_range(one: Figures) -> str:
-    """Return the median of a figure and the range of its rounds."""
-    name = "ms_per_step" if "ms_per_step" in one else "tokens_per_s"
-    digits, each = (2 if name == "ms_per_step" else 0), one[f"{name}_of_each_round"]
-    return f"{one[name]:.{digits}f} ({min(each):.{digits}f} to {max(each):.{digits}f})"
-
-
-def _table(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> Iterator[str]:
-    names = list(heads)
-    yield f"| {' | '.join(names)} |"
-    yield "|---" * len(names) + "|"
-    for row in rows:
-        yield f"| {' | '.join(map(str, row))} |"
-    yield ""
-
-
-def _save(figure: Any, plot: Path, text: str) -> str:
-    figure.tight_layout()
-    figure.savefig(plot, metadata={"Date": None})
-    plt.close(figure)
-    return f"![{text}]({plot.parent.name}/{plot.name})\n"
-
+PLOTS = {"peers": _plot_peers, "step": _plot_steps}
 
 if __name__ == "__main__":
     main()

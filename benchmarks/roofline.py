@@ -65,28 +65,27 @@ def least_s(workload: Workload) -> float:
         prompt, end = len(request.prompt), len(request.prompt) + request.num_output
         attended += _sum_between(shared, end)
         read += _sum_between(prompt, end) - shared * request.num_output
-    rates, itemsize = machine_rates(), _itemsize(workload.dtype)
-    num_bytes = (num_steps * (shape.layer_weights + shape.head_weights) + read * shape.kv_elements) * itemsize
-    operations = 2 * products + 4 * shape.num_layers * shape.attention_width * attended
-    return max(operations / rates[f"{workload.dtype}_gflops"], num_bytes / rates["read_gb_per_s"]) / 1e9
+    num_bytes = num_steps * (shape.layer_weights + shape.head_weights) + read * shape.kv_elements
+    return _bound_s(workload.dtype, 2 * products + 4 * shape.num_layers * shape.attention_width * attended, num_bytes)
 
 
 def least_step_s(model: str, dtype: str, num_sequences: int, context: int) -> float:
     """Return the least time for a decode step."""
-    shape, rates = shape_of(model), machine_rates()
-    weights, kv_tokens = shape.layer_weights + shape.head_weights, num_sequences * context
-    num_bytes = (weights + kv_tokens * shape.kv_elements) * _itemsize(dtype)
+    shape, kv_tokens = shape_of(model), num_sequences * context
+    weights = shape.layer_weights + shape.head_weights
     operations = 2 * weights * num_sequences + 4 * shape.num_layers * shape.attention_width * kv_tokens
-    return max(operations / rates[f"{dtype}_gflops"], num_bytes / rates["read_gb_per_s"]) / 1e9
+    return _bound_s(dtype, operations, weights + kv_tokens * shape.kv_elements)
+
+
+def _bound_s(dtype: str, operations: int, num_elements: int) -> float:
+    """Return the time for the arithmetic, or for reading the elements, whichever is longer."""
+    rates, itemsize = machine_rates(), {"float32": 4, "bfloat16": 2}[dtype]
+    return max(operations / rates[f"{dtype}_gflops"], num_elements * itemsize / rates["read_gb_per_s"]) / 1e9
 
 
 def _sum_between(begin: int, end: int) -> int:
     """Return the sum of begin + 1 ... end."""
     return (end * (end + 1) - begin * (begin + 1)) // 2
-
-
-def _itemsize(dtype: str) -> int:
-    return {"float32": 4, "bfloat16": 2}[dtype]
 
 
 @cache

@@ -16,6 +16,7 @@ Run as a program it is the service: it writes the times of its steps to a file w
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -24,11 +25,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import roofline, workloads
+from benchmarks import roofline
 from benchmarks.options import Options
 from benchmarks.service import Service
-from benchmarks.through_redis import requests_of
-from benchmarks.workloads import LLAMA, TINY_MODEL, Request, Workload
+from benchmarks.workloads import LLAMA, TINY_MODEL
+from millrace import GenerationRequest, SamplingParams
 from millrace.engine_service.core.scheduler import Scheduler
 from millrace.engine_service.engine import Engine
 from millrace.engine_service.process import main
@@ -39,7 +40,7 @@ from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.messages import StepId, StepResult
 
 NUM_ROUNDS = 1
-NUM_STEPS = 64
+NUM_STEPS, QUICK_STEPS = 64, 16
 """Decode steps of each case, about."""
 PROMPT_TOKENS_PER_STEP = 2048
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -69,7 +70,7 @@ def measure(options: Options) -> dict[str, Any]:
             for num_sequences, context in cases:
                 begins_s.append(time.monotonic())
                 for number in range(options.num_rounds):
-                    service.run(requests_of(_workload(num_sequences, context, number, is_quick=options.is_quick)))
+                    service.run(_requests(num_sequences, context, number, is_quick=options.is_quick))
         finally:
             service.stop()
         steps = json.loads(times.read_text())
@@ -84,20 +85,17 @@ def measure(options: Options) -> dict[str, Any]:
     return figures
 
 
-def _workload(num_sequences: int, context: int, number: int, *, is_quick: bool) -> Workload:
-    """Return requests whose sequences reach the length `context`, and decode together for about NUM_STEPS steps."""
-    drawn = workloads.make(f"STEP{num_sequences}", f"{context}/{number}", is_quick=is_quick)
-    num_output = NUM_STEPS // (workloads.QUICK_DIVISOR // 4 if is_quick else 1) + num_sequences * context // (
-        PROMPT_TOKENS_PER_STEP
-    )
-    num_prompt = max(1, context - num_output)
-    requests = [
-        Request(
-            [(token + index) % 30_000 % (480 if is_quick else 30_000) + 10 for index in range(num_prompt)], num_output
+def _requests(num_sequences: int, context: int, number: int, *, is_quick: bool) -> list[GenerationRequest]:
+    """Return jobs whose sequences reach the length `context`, and decode together for about NUM_STEPS steps."""
+    num_output = (QUICK_STEPS if is_quick else NUM_STEPS) + num_sequences * context // PROMPT_TOKENS_PER_STEP
+    draw = random.Random(f"{num_sequences}/{context}/{number}")
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+    return [
+        GenerationRequest(
+            prompt_token_ids=[draw.randint(10, 500) for _ in range(max(1, context - num_output))], sampling=sampling
         )
-        for token in (one.prompt[0] for one in drawn.requests)
+        for _ in range(num_sequences)
     ]
-    return Workload(drawn.name, drawn.model, drawn.dtype, requests, context)
 
 
 def _medians(steps: list[dict[str, float]], num_sequences: int, least_s: float) -> dict[str, Any]:

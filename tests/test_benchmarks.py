@@ -150,7 +150,11 @@ class FakeContender:
         self._log.append(f"{self._name}{number}")
         if number == self._fails_in:
             raise contenders.EngineError("it has ended")
-        return {"seconds": 1.0, "tokens_per_s": self._rate + number, "peak_memory_mib": 100 + number}
+        return {
+            "seconds": 100 / (self._rate + number),
+            "tokens_per_s": self._rate + number,
+            "peak_memory_mib": 100 + number,
+        }
 
     def summary(self) -> contenders.Figures:
         return {"start_to_first_token_s": 1.0}
@@ -207,10 +211,10 @@ def test_a_part_of_a_quick_run_has_the_figures_that_the_report_shows(part: str, 
     text = page.read_text()
     assert {
         "offline": "| W3 | uni | ",
-        "service": "| W3 | ",
-        "peers": "STEP2:\n\n| engine | ms per decode step |",
-        "step": "| 16 x 128 | ",
-        "kernels": "| draw_8x32000 | gb/s | ",
+        "service": "| W3 | redis | ",
+        "peers": "| STEP2 | millrace |  | ",
+        "step": "| 16x128 | ",
+        "kernels": "| none_1_threads | draw_8x32000 |  | ",
     }[part] in text
     assert all((tmp_path / name).exists() for name in re.findall(r"!\[.*\]\((.*)\)", text))
     if part == "offline":
@@ -219,9 +223,9 @@ def test_a_part_of_a_quick_run_has_the_figures_that_the_report_shows(part: str, 
 
 def test_the_report_takes_the_newest_figures_and_says_where_they_are_from(tmp_path: Path) -> None:
     (results := tmp_path / "results").mkdir()
-    engine = {"start_to_first_token_s": 2.0, "peak_memory_mib": 900, "num_rounds": 2}
+    engine = {"start_to_first_token_s": 2.0, "peak_memory_mib": 900, "num_rounds": 2, "versions": {}}
     slow, fast = ({**engine, "tokens_per_s": rate, "tokens_per_s_of_each_round": [rate - 1, rate]} for rate in (10, 20))
-    other = {**slow, "millrace_over": 2.0, "millrace_over_interval": [1.9, 2.1], "vllm": "0.32.0"}
+    other = {**slow, "millrace_over": 2.0, "millrace_over_interval": [1.9, 2.1], "versions": {"vllm": "0.32.0"}}
     facts = describe({}) | {"commit": "a" * 40, "is_dirty": False, "rates": {"read_gb_per_s": 30.0}}
     for name, created, ours in (("new", "2026-02-01", fast), ("old", "2026-01-01", slow)):
         peers = {"W1": {"millrace": ours, "vllm-eager": other, "broken": {"failed": "no"}}}
@@ -232,9 +236,9 @@ def test_the_report_takes_the_newest_figures_and_says_where_they_are_from(tmp_pa
     report.write(results, page)
     text = page.read_text()
     assert f"| peers | new.json | {'a' * 12} | 2026-02-01 | 30 GB/s read |" in text
-    assert "| millrace | 20 (19 to 20) |  | 2.0 | 900 |  |" in text
-    assert "| vllm-eager | 10 (9 to 10) | 2.00 x (1.90 to 2.10) | 2.0 | 900 | vllm 0.32.0 |" in text
-    assert "| broken | failed |" in text and "without Redis" not in text
+    assert "| W1 | millrace | 20 (19 to 20) |  |  | 2.0 | 900 |  |" in text
+    assert "| W1 | vllm-eager | 10 (9 to 10) |  | 2.00 x (1.900 to 2.100) | 2.0 | 900 | vllm 0.32.0 |" in text
+    assert "| W1 | broken | failed |" in text and "without Redis" not in text
     assert text.count("## ") == 2 and len(list((tmp_path / "performance").glob("*.svg"))) == 1
     before = text
     report.write(results, page)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import Any
 
 from benchmarks.engines import runner
-from benchmarks.environment import version_of
 from benchmarks.models import HOME
 from benchmarks.workloads import Workload
 
 CACHE_GIB = 4
 
 
-class OpenVINO:
-    def __init__(self, path: Path, workload: Workload, options: argparse.Namespace) -> None:
+class OpenVINO(runner.Engine):
+    packages = ("openvino", "openvino-genai")
+
+    def __init__(self, path: Path, workload: Workload, kv: str = "") -> None:
+        """`kv`: precision of the KV cache; empty for OpenVINO's own choice, which is u8."""
         import openvino_genai as genai
 
         scheduling = genai.SchedulerConfig()
@@ -26,8 +26,8 @@ class OpenVINO:
         scheduling.dynamic_split_fuse = True
         # Without the hint OpenVINO computes in bfloat16 where the machine has it, float32 workloads too.
         properties = {"INFERENCE_PRECISION_HINT": "f32"} if workload.dtype == "float32" else {}
-        if options.kv:
-            properties["KV_CACHE_PRECISION"] = options.kv
+        if kv:
+            properties["KV_CACHE_PRECISION"] = kv
         exported = HOME / "openvino" / path.name
         self._pipeline = genai.ContinuousBatchingPipeline(str(exported), scheduling, "CPU", properties)
 
@@ -43,14 +43,6 @@ class OpenVINO:
         ]
         return [len(result.m_generation_ids[0]) for result in self._pipeline.generate(prompts, configs)]
 
-    def facts(self) -> dict[str, Any]:
-        return {name: version_of(name) for name in ("openvino", "openvino-genai")}
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kv", help="precision of the KV cache (default: OpenVINO's, which is u8)")
-    runner.run(OpenVINO, parser)
+    runner.run(OpenVINO)

@@ -13,42 +13,48 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks import models, workloads
+from benchmarks.environment import version_of
 from benchmarks.workloads import STEP_TOKENS, Workload
 
 WARM_UP_REQUESTS = 64
 WARM_UP_TOKENS = 8
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """A loaded engine."""
 
+    packages: Sequence[str]
+    """Distributions whose versions belong to the results."""
+
+    @abstractmethod
     def generate(self, workload: Workload) -> list[int]:
         """Generate for all requests. Return the number of tokens of each."""
 
-    def facts(self) -> dict[str, Any]:
-        """Return versions and settings for the results."""
-
     def counts(self) -> dict[str, int]:
         """Return counters that only grow. Their differences belong to a round's figures."""
+        return {}
 
 
-def run(load: Callable[[Path, Workload, argparse.Namespace], Engine], parser: argparse.ArgumentParser) -> None:
-    """Serve rounds until the input ends. `load` gets the model's directory, the workload and the parsed options."""
+def run(load: Callable[..., Engine]) -> None:
+    """Serve rounds until the input ends. `load` gets the model's directory, the workload and the engine's options."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("--workload", required=True)
+    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     name, is_quick = options.workload, options.quick
     warm_up = workloads.make(name, "warm-up", is_quick=is_quick)
-    engine = load(models.path_of(warm_up.model), warm_up, options)
+    engine = load(models.path_of(warm_up.model), warm_up, **options.options)
     engine.generate(warm_up.head(1, 1))
-    _reply(replies, {"facts": engine.facts()})
+    _reply(replies, {"versions": {package: version_of(package) for package in engine.packages}})
     engine.generate(warm_up.head(WARM_UP_REQUESTS, WARM_UP_TOKENS))
     for line in sys.stdin:
         figures = _run_steps(engine, name, int(line), is_quick) if workloads.is_step(name) else None

