@@ -49,7 +49,7 @@ SECTIONS = {
         {
             "tokens/s": RATE,
             "ms per decode step": "{ms_per_step:.2f} ({low:.2f} to {high:.2f})",
-            "Millrace is faster by": f"{{millrace_over:.2f}} x {INTERVAL.format('millrace_over')}",
+            "Millrace / engine": f"{{millrace_over:.2f}} x {INTERVAL.format('millrace_over')}",
             **START,
             **MEMORY,
             "versions": "{versions}",
@@ -245,6 +245,8 @@ def _plot_steps(figures: Figures) -> Any:
             bounds = [one["tokens_per_s"] / max(one["roofline_share"], 1e-3) for one in points.values()]
             axis.plot(list(points), bounds, "--", label="roofline")
             axis.set(xscale="log", yscale="log", xlabel=label, ylabel="tokens/s")
+            axis.set_xticks(list(points), map(str, points), rotation=45, minor=False)
+            axis.minorticks_off()
             axis.legend()
     bottoms = [0.0] * len(by_batch)
     for name in (one for one in PHASES if one != "wait"):
