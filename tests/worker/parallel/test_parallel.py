@@ -47,6 +47,12 @@ EXPERTS = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+WINDOWS_AT_THE_END = {
+    "num_hidden_layers": 4,
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "max_window_layers": 2,
+}
 LISTENS = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 SIZES = {"TP 2": (2, 1), "PP 2": (1, 2), "TP 2 x PP 2": (2, 2)}
@@ -117,6 +123,8 @@ def test_ranks_together_generate_what_one_rank_does(
         ("qwen3", 4, 1, {**EXPERTS, "num_key_value_heads": 4}),
         ("mistral", 2, 1, {"model_type": "mixtral", "num_local_experts": 4}),
         ("mistral", 2, 2, {"model_type": "mixtral", "num_local_experts": 4}),
+        ("qwen2", 1, 2, WINDOWS_AT_THE_END),
+        ("qwen2", 2, 2, WINDOWS_AT_THE_END),
     ],
     ids=[
         *("three stages", "three stages, tied", "biases", "odd vocabulary", "four ranks of a stage", "one layer each"),
@@ -129,6 +137,7 @@ def test_ranks_together_generate_what_one_rank_does(
             "experts converted while loading",
         ),
         *("experts divided", "experts in some layers", "experts over four ranks", "mixtral", "mixtral in stages"),
+        *("a stage with layers of one kind", "ranks of a stage with layers of one kind"),
     ],
 )
 def test_models_of_other_shapes(
