@@ -184,7 +184,9 @@ class FusedDecoder:
 
     def most_likely(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the largest logit [M] of each row, and the lowest id [M] that has it. Stores no logits where it can."""
-        if self._weights.logit_softcap is not None or not hidden.shape[0]:  # the cap may round different logits to the same one
+        if (
+            self._weights.logit_softcap is not None or not hidden.shape[0]
+        ):  # the cap may round different logits to the same one
             return argmax(self._weights.kernels, self.logits(hidden))
         return self._weights.head.argmax(hidden)
 
