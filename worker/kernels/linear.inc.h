@@ -210,6 +210,17 @@ static void finish_tile(const struct linear *c, float *sums, int64_t first_row, 
     }
 }
 
+/* Widen lines of pairs to lines of single weights. */
+static void widen_lines(const float *line, int64_t size, float *to)
+{
+    for (int64_t k = 0; k < size; k += 2, line += PANEL_OUTPUTS, to += 2 * PANEL_OUTPUTS)
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            vi pairs = (vi)load(line + v * LANES);
+            store(to + v * LANES, (vf)(pairs << 16));
+            store(to + PANEL_OUTPUTS + v * LANES, (vf)(pairs & (int32_t)0xffff0000));
+        }
+}
+
 /* Compute some rows of a panel. `sums` is [num_rows, PANEL_OUTPUTS]. A tile is finished before the next one, so that the
  * processor writes the outputs while it multiplies. */
 static void compute_panel(const struct linear *c, struct rows rows, int64_t first_row, int64_t num_rows, int64_t panel,
@@ -219,9 +230,18 @@ static void compute_panel(const struct linear *c, struct rows rows, int64_t firs
     int64_t lines = (c->num_inputs + inputs_per_line - 1) / inputs_per_line;
     const float *first_line = (const float *)c->panels + panel * lines * PANEL_OUTPUTS;
     int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+    float widened[SPAN_INPUTS * PANEL_OUTPUTS];
+    /* With few registers the weights are widened once for all tiles. The sums are the same. */
+    int widens_once = LANES < 16 && rows.products == WIDENED && num_tiles > 2;
+    if (widens_once)
+        rows.products = OF_FLOAT32;
     for (int64_t k = 0; k < c->num_inputs; k += SPAN_INPUTS) {
         int64_t size = smaller(SPAN_INPUTS, c->num_inputs - k);
         const float *line = first_line + k / inputs_per_line * PANEL_OUTPUTS;
+        if (widens_once) {
+            widen_lines(line, size, widened);
+            line = widened;
+        }
         for (int64_t tile = 0; tile < num_tiles; tile++) { /* of about the same size */
             int64_t from = num_rows * tile / num_tiles, to = num_rows * (tile + 1) / num_tiles, row = first_row + from;
             float *sums_of_tile = sums + from * PANEL_OUTPUTS;
