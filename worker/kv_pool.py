@@ -23,6 +23,8 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from millrace.worker.host_memory import advise_huge_pages
+
 
 @dataclass(frozen=True)
 class LayerSpec:
@@ -88,6 +90,9 @@ class KVPool:
             # torch.empty: on a CPU a page takes memory only after the first write to it.
             keys = torch.empty(*shape, sharing[0].key_dim, dtype=dtype, device=device)
             values = torch.empty(*shape, sharing[0].value_dim, dtype=dtype, device=device)
+            if device.type == "cpu":
+                advise_huge_pages(keys)
+                advise_huge_pages(values)
             self._pairs.append((keys, values))
             self.layers |= {spec.layer_index: LayerCache(keys, values, spec.group) for spec in sharing}
 

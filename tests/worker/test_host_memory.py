@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.worker.host_memory import free_host_bytes, keep_freed_memory
+from millrace.worker.host_memory import advise_huge_pages, free_host_bytes, keep_freed_memory
 
 
 def test_files_that_were_read_do_not_count_as_used_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +31,24 @@ def test_what_a_step_has_freed_serves_the_next_one() -> None:
     for _ in range(100):
         torch.ones(2 << 20)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages in this Linux")
+def test_the_whole_huge_pages_of_a_tensor_are_advised() -> None:
+    tensor = torch.empty(16 << 20, dtype=torch.uint8)
+    advise_huge_pages(tensor)
+    advise_huge_pages(torch.empty(1000))  # less than one
+    assert "hg" in flags_of_mapping(tensor.data_ptr() + (8 << 20))
+
+
+def flags_of_mapping(address: int) -> list[str]:
+    """Return the flags of the memory mapping that holds an address."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, *rest = line.split()
+        if "-" in name:
+            begin, end = (int(number, 16) for number in name.split("-"))
+            is_inside = begin <= address < end
+        elif is_inside and name == "VmFlags:":
+            return rest
+    return []

@@ -30,7 +30,8 @@ class StepRows:
         query_starts = torch.tensor(batch.query_starts, dtype=torch.int32)
         kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32)
         block_tables = batch.block_tables.to(torch.int32).contiguous()
-        self._tensors = (query_starts, kv_lens, block_tables)  # they have to outlive the calls
+        self._block_size = block_size
+        self._tensors = [query_starts, kv_lens, block_tables]  # they have to outlive the calls
         self._rows = [
             AttentionRows(
                 query_starts=query_starts.data_ptr(),
@@ -42,8 +43,16 @@ class StepRows:
             )
             for tables in block_tables
         ]
-        self.addresses = [ctypes.addressof(rows) for rows in self._rows]
-        """By group of layers."""
+        self._addresses = [0] * len(self._rows)
+
+    def address(self, kernels: Kernels, group: int) -> int:
+        """Return the address of the rows with the tables of a group of layers. The first call sorts them."""
+        if not self._addresses[group]:
+            order, common = torch.empty(2, self._rows[group].num_rows, dtype=torch.int32).unbind()
+            self._tensors += [order, common]
+            kernels.order_rows(self._rows[group], self._block_size, order, common)
+            self._addresses[group] = ctypes.addressof(self._rows[group])
+        return self._addresses[group]
 
 
 def step_rows(batch: StepBatch, block_size: int) -> StepRows:
@@ -79,7 +88,7 @@ class LayerAttention:
         _, block_size, num_kv_heads, key_dim = layer.keys.shape
         value_dim = layer.values.shape[-1]
         self._kernels = kernels
-        self._layer = layer
+        self._layer, self._group = layer, layer.group
         self._key_offset = num_heads * key_dim * dtype.itemsize
         self._value_offset = self._key_offset + num_kv_heads * key_dim * dtype.itemsize
         self.width = (num_heads + num_kv_heads) * key_dim + num_kv_heads * value_dim
@@ -105,7 +114,7 @@ class LayerAttention:
         assert rows.longest <= self._num_positions, f"the rotation tables end before position {rows.longest - 1}"
         assert qkv.stride(0) == self.width, qkv.shape
         call, base = self._call, qkv.data_ptr()
-        call.rows, call.query, call.output = rows.addresses[self._layer.group], base, output.data_ptr()
+        call.rows, call.query, call.output = rows.address(self._kernels, self._group), base, output.data_ptr()
         call.key, call.value = base + self._key_offset, base + self._value_offset
         self._kernels.attend(call)
 
@@ -143,7 +152,7 @@ class CompiledAttention:
         query, key, value = _dense(query), _dense(key), _dense(value)  # they have to outlive the call
         call = AttentionCall()
         _, call.block_size, call.num_kv_heads, call.key_dim = layer.keys.shape
-        call.rows = step_rows(batch, call.block_size).addresses[layer.group]
+        call.rows = step_rows(batch, call.block_size).address(self.kernels, layer.group)
         call.num_heads, call.value_dim = query.shape[0], value.shape[-1]
         call.dtype, call.pool_dtype = DTYPES[dtype], DTYPES[pool_dtype]
         call.scaling, call.window, call.softcap = scaling, sliding_window or 0, softcap or 0.0

@@ -1,20 +1,34 @@
 /* Paged attention: each tile of query vectors runs over its keys and values where they lie in the pool.
  *
- * A tile is some tokens of one row and some key heads: one head for chunks, which reuse what they read, and all heads for
- * decodes if there are enough rows, so that memory is read in its order. G = Hq / Hkv query heads share a key head.
- * The Q query vectors of a tile are ordered by key head, token, and head of the G. The softmax is computed online (Milakov, Gimelshein: Online normalizer calculation for softmax, 2018): a span
- * of keys at a time, with the running maximum and sum of each query vector. A unit's result depends on its own row only.
+ * A tile is some tokens of one row, or some rows of one token each whose keys begin alike, and some key heads: one head for
+ * chunks, which reuse what they read, and all heads for decodes if there are enough rows, so that memory is read in its
+ * order. G = Hq / Hkv query heads share a key head. The Q query vectors of a tile are ordered by key head, member (token or
+ * row), and head of the G. The softmax is computed online (Milakov, Gimelshein: Online normalizer calculation for softmax,
+ * 2018): a span of keys at a time, with the running maximum and sum of each query vector.
+ *
+ * Spans begin at multiples of SPAN, and each sum has one order in all tiles. So a token's result has the same bits whatever
+ * the other rows are, whatever rows it shares keys with, and however its sequence was divided into chunks. (For blocks
+ * that are no multiple of LANES, a sliding window may change the order.)
  */
 
 enum {
     TILE_VECTORS = 32,   /* query vectors of a chunk's tile, about: tokens times G */
+    TILE_ROWS_MAX = 16,  /* rows of a tile that have keys in common */
     SPAN = 128,          /* keys whose scores are in memory at a time */
     ROWS_PER_THREAD = 4, /* with fewer, the heads of a decode are divided among the threads */
+    DIRECT_VECTORS = 8,  /* more query vectors of a head do not widen the pool's bfloat16 each for itself */
 };
 
 struct tile {
-    int32_t row, first_token, num_tokens; /* tokens are counted from the row's first one in this step */
-    int32_t first_head, num_heads;        /* of the key heads */
+    int32_t first_row, num_rows;     /* in the order of the rows; several only if they have one token each */
+    int32_t first_token, num_tokens; /* tokens are counted from the row's first one in this step */
+    int32_t first_head, num_heads;   /* of the key heads */
+    int32_t common;                  /* positions from 0 on that have the same slots in all rows */
+};
+
+/* The members of a tile that attend to the same slots, and the positions of these. */
+struct part {
+    int64_t row, first_member, num_members, begin, count, end; /* end: of all positions to come */
 };
 
 /* What one thread works with. Vectors are padded with zeros to multiples of LANES. */
@@ -43,22 +57,19 @@ static int64_t tokens_per_tile(const struct attention *c)
     return tokens > 1 ? tokens : 1;
 }
 
-static int64_t vectors_per_tile(const struct attention *c)
+static int64_t num_vectors(const struct attention *c, const struct tile *tile)
 {
-    int64_t in_chunk = tokens_per_tile(c) * (c->num_heads / c->num_kv_heads);
-    return in_chunk > c->num_heads ? in_chunk : c->num_heads;
+    return (int64_t)tile->num_rows * tile->num_tokens * tile->num_heads * (c->num_heads / c->num_kv_heads);
 }
 
-static int64_t scratch_floats(const struct attention *c)
+static int64_t scratch_floats(const struct attention *c, int64_t vectors)
 {
-    int64_t vectors = vectors_per_tile(c);
     int64_t dims = padded(c->key_dim) + padded(c->value_dim);
     return padded(vectors * (dims + SPAN + 2)) + LANES * dims;
 }
 
-static struct scratch divide_scratch(const struct attention *c, float *memory)
+static struct scratch divide_scratch(const struct attention *c, int64_t vectors, float *memory)
 {
-    int64_t vectors = vectors_per_tile(c);
     struct scratch s;
     s.query = memory;
     s.scores = s.query + vectors * padded(c->key_dim);
@@ -123,73 +134,122 @@ static inline int64_t slot_of(const struct attention *c, int64_t row, int64_t po
     return block * c->block_size + position % c->block_size;
 }
 
-/* Return up to LANES vectors of one head from position `begin` on, and their distance. They stay in the pool where they
- * can: float32, a whole number of vectors each, in one block. */
-static const float *vectors_at(const struct attention *c, const void *pool, int64_t dim, int64_t row, int64_t kv_head,
-                               int64_t begin, int64_t count, float *widened, int64_t *distance)
+/* The key or value vectors of one head at up to LANES positions. */
+struct vectors {
+    const void *first;
+    int64_t distance; /* in elements */
+    int64_t dtype;
+};
+
+/* Return the vectors at `count` positions from `begin` on. They stay in the pool where they can: in one block, a whole
+ * number of vector registers each, and to be widened for few query vectors only. Scores are computed for LANES keys, so fewer
+ * ones are copied and followed by zeros: slots past the sequence's end may hold anything, or end the pool. */
+static inline struct vectors vectors_at(const struct attention *c, const void *pool, int64_t dim, const struct part *part,
+                                        int64_t kv_head, int64_t begin, int64_t count, int64_t needed, float *widened)
 {
-    int64_t slot_size = c->num_kv_heads * dim;
+    int64_t slot_size = c->num_kv_heads * dim, item_size = c->pool_dtype == FLOAT32 ? 4 : 2;
+    int64_t queries = part->num_members * (c->num_heads / c->num_kv_heads);
     int is_one_block = begin % c->block_size + count <= c->block_size;
-    if (c->pool_dtype == FLOAT32 && dim % LANES == 0 && is_one_block) {
-        *distance = slot_size;
-        return (const float *)pool + slot_of(c, row, begin) * slot_size + kv_head * dim;
+    if (is_one_block && count >= needed && dim % LANES == 0 && (c->pool_dtype == FLOAT32 || queries <= DIRECT_VECTORS)) {
+        int64_t offset = slot_of(c, part->row, begin) * slot_size + kv_head * dim;
+        return (struct vectors){(const char *)pool + offset * item_size, slot_size, c->pool_dtype};
     }
-    *distance = padded(dim);
     for (int64_t i = 0; i < count; i++) {
-        int64_t offset = slot_of(c, row, begin + i) * slot_size + kv_head * dim;
-        widen(widened + i * *distance, pool, offset, dim, c->pool_dtype, 1.0f);
+        int64_t offset = slot_of(c, part->row, begin + i) * slot_size + kv_head * dim;
+        widen(widened + i * padded(dim), pool, offset, dim, c->pool_dtype, 1.0f);
     }
-    return widened;
+    if (count < needed)
+        memset(widened + count * padded(dim), 0, sizeof(float) * (needed - count) * padded(dim));
+    return (struct vectors){widened, padded(dim), FLOAT32};
 }
 
-/* Return the dot products of a query vector with LANES keys. */
-static inline vf dot_products(const float *query, const float *keys, int64_t distance, int64_t dim)
+/* Prefetch a share of the vectors at a position and behind it in its block: that of one of the tile's heads. With all heads
+ * in a tile the shares are in the order of the memory, which the hardware's prefetcher recognizes. */
+static inline void prefetch(const struct attention *c, const void *pool, int64_t dim, const struct tile *tile,
+                            const struct part *part, int64_t head, int64_t position)
 {
-    vf sums[LANES];
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; i++)
-        sums[i] = (vf){0};
-    for (int64_t d = 0; d < dim; d += LANES) {
-        vf part = load(query + d);
+    if (position >= part->end || part->num_members > 1)
+        return;
+    int64_t size = dim * (c->pool_dtype == FLOAT32 ? 4 : 2), slot_size = c->num_kv_heads * size;
+    int64_t count = smaller(LANES, c->block_size - position % c->block_size);
+    const char *first = (const char *)pool + slot_of(c, part->row, position) * slot_size;
+    if (tile->num_heads == c->num_kv_heads)
+        for (int64_t byte = head * count * size; byte < (head + 1) * count * size; byte += 64)
+            __builtin_prefetch(first + byte, 0, 2);
+    else
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t byte = 0; byte < size; byte += 64)
+                __builtin_prefetch(first + i * slot_size + (tile->first_head + head) * size + byte, 0, 2);
+}
+
+static inline __attribute__((always_inline)) vf load_item(const void *from, int64_t offset, const int64_t dtype)
+{
+    return dtype == FLOAT32 ? load((const float *)from + offset) : load_bf16((const uint16_t *)from + offset);
+}
+
+/* Fill scores [num_queries, LANES] with the dot products of queries and LANES keys. */
+static inline __attribute__((always_inline)) void score_tile(const float *queries, struct vectors keys, int64_t dim,
+                                                             const int num_queries, const int64_t dtype, float *scores)
+{
+    const int num_keys = LANES / num_queries;
+    for (int first = 0; first < LANES; first += num_keys) {
+        vf sums[LANES];
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++)
-            sums[i] += part * load(keys + i * distance + d);
-    }
-    return sums_of_lanes(sums);
-}
-
-static inline float dot_product(const float *query, const float *key, int64_t dim)
-{
-    vf sum = {0};
-    for (int64_t d = 0; d < dim; d += LANES)
-        sum += load(query + d) * load(key + d);
-    return sum_of_lanes(sum);
-}
-
-static inline void score_group(const float *query, const float *keys, int64_t distance, int64_t dim, int64_t count,
-                               float *scores)
-{
-    if (count == LANES)
-        store(scores, dot_products(query, keys, distance, dim));
-    else /* slots past the sequence's end may hold anything, or end the pool: do not read them */
-        for (int64_t i = 0; i < count; i++)
-            scores[i] = dot_product(query, keys + i * distance, dim);
-}
-
-/* Fill scores [Q, count] with the products of all query vectors and the keys from position `begin` on. */
-static void score_keys(const struct attention *c, const struct scratch *s, const struct tile *tile, int64_t begin,
-                       int64_t count)
-{
-    int64_t dim = padded(c->key_dim), per_head = tile->num_tokens * (c->num_heads / c->num_kv_heads), distance;
-    for (int64_t k = 0; k < count; k += LANES) {
-        int64_t group = smaller(LANES, count - k);
-        for (int64_t head = 0; head < tile->num_heads; head++) {
-            const float *keys = vectors_at(c, c->keys, c->key_dim, tile->row, tile->first_head + head, begin + k, group,
-                                           s->widened, &distance);
-            for (int64_t q = head * per_head; q < (head + 1) * per_head; q++)
-                score_group(s->query + q * dim, keys, distance, dim, group, s->scores + q * SPAN + k);
+            sums[i] = (vf){0};
+        for (int64_t d = 0; d < dim; d += LANES) {
+            vf parts[4];
+#pragma GCC unroll 4
+            for (int q = 0; q < num_queries; q++)
+                parts[q] = load(queries + q * dim + d);
+#pragma GCC unroll 16
+            for (int i = 0; i < num_keys; i++) {
+                vf key = load_item(keys.first, (first + i) * keys.distance + d, dtype);
+#pragma GCC unroll 4
+                for (int q = 0; q < num_queries; q++)
+                    sums[q * num_keys + i] += parts[q] * key;
+            }
         }
+        float totals[LANES];
+        store(totals, sums_of_lanes(sums));
+#pragma GCC unroll 4
+        for (int q = 0; q < num_queries; q++)
+            memcpy(scores + q * SPAN + first, totals + q * num_keys, num_keys * sizeof(float));
     }
+}
+
+static inline __attribute__((always_inline)) void score_vectors(const float *queries, int64_t count, struct vectors keys,
+                                                                int64_t dim, const int64_t dtype, float *scores)
+{
+    int64_t q = 0;
+    for (; q + 4 <= count; q += 4)
+        score_tile(queries + q * dim, keys, dim, 4, dtype, scores + q * SPAN);
+    for (; q + 2 <= count; q += 2)
+        score_tile(queries + q * dim, keys, dim, 2, dtype, scores + q * SPAN);
+    if (q < count)
+        score_tile(queries + q * dim, keys, dim, 1, dtype, scores + q * SPAN);
+}
+
+/* Fill scores [Q, count] with the products of the part's query vectors and keys. */
+static void score_keys(const struct attention *c, const struct scratch *s, const struct tile *tile,
+                       const struct part *part)
+{
+    int64_t group = c->num_heads / c->num_kv_heads, per_head = (int64_t)tile->num_rows * tile->num_tokens * group;
+    int64_t dim = padded(c->key_dim), count = part->num_members * group;
+    for (int64_t k = 0; k < part->count; k += LANES)
+        for (int64_t head = 0; head < tile->num_heads; head++) {
+            int64_t kv_head = tile->first_head + head, q = head * per_head + part->first_member * group;
+            struct vectors keys = vectors_at(c, c->keys, c->key_dim, part, kv_head, part->begin + k,
+                                             smaller(LANES, part->count - k), LANES, s->widened);
+            if (k + LANES < part->count)
+                prefetch(c, c->keys, c->key_dim, tile, part, head, part->begin + k + LANES);
+            else
+                prefetch(c, c->values, c->value_dim, tile, part, head, part->begin);
+            if (keys.dtype == FLOAT32)
+                score_vectors(s->query + q * dim, count, keys, dim, FLOAT32, s->scores + q * SPAN + k);
+            else
+                score_vectors(s->query + q * dim, count, keys, dim, BFLOAT16, s->scores + q * SPAN + k);
+        }
 }
 
 /* Turn one query vector's scores into weights, from `first` up to `end`; the others become 0. Scale what it has so far
@@ -231,64 +291,113 @@ static void weigh(const struct attention *c, const struct scratch *s, int64_t ve
         store(sums + d, load(sums + d) * splat(factor));
 }
 
-/* sums [dim] += weights [count] @ values [count, dim], for COLUMNS * LANES of the dims. */
-#define ADD_COLUMNS(columns) \
-    do { \
-        vf part[columns]; \
-        _Pragma("GCC unroll 8") for (int i = 0; i < columns; i++) part[i] = load(sums + d + i * LANES); \
-        for (int64_t k = 0; k < count; k++) { \
-            vf weight = splat(weights[k]); \
-            _Pragma("GCC unroll 8") for (int i = 0; i < columns; i++) \
-                part[i] += weight * load(values + k * distance + d + i * LANES); \
-        } \
-        _Pragma("GCC unroll 8") for (int i = 0; i < columns; i++) store(sums + d + i * LANES, part[i]); \
-        d += columns * LANES; \
-    } while (0)
-
-static inline void add_weighted(float *sums, const float *weights, const float *values, int64_t distance, int64_t count,
-                                int64_t dim)
+/* sums [num_queries, columns] += weights [num_queries, count] @ values [count, columns], in columns of LANES. */
+static inline __attribute__((always_inline)) void add_columns(float *sums, const float *weights, struct vectors values,
+                                                              int64_t column, int64_t count, int64_t dim,
+                                                              const int num_queries, const int columns,
+                                                              const int64_t dtype)
 {
-    int64_t d = 0;
-    while (d + 8 * LANES <= dim)
-        ADD_COLUMNS(8);
-    while (d + 4 * LANES <= dim)
-        ADD_COLUMNS(4);
-    while (d < dim)
-        ADD_COLUMNS(1);
-}
-
-static void add_values(const struct attention *c, const struct scratch *s, const struct tile *tile, int64_t begin,
-                       int64_t count)
-{
-    int64_t dim = padded(c->value_dim), per_head = tile->num_tokens * (c->num_heads / c->num_kv_heads), distance;
-    for (int64_t k = 0; k < count; k += LANES) {
-        int64_t group = smaller(LANES, count - k);
-        for (int64_t head = 0; head < tile->num_heads; head++) {
-            const float *values = vectors_at(c, c->values, c->value_dim, tile->row, tile->first_head + head, begin + k,
-                                             group, s->widened, &distance);
-            for (int64_t q = head * per_head; q < (head + 1) * per_head; q++)
-                add_weighted(s->sums + q * dim, s->scores + q * SPAN + k, values, distance, group, dim);
+    vf parts[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < num_queries * columns; i++)
+        parts[i] = load(sums + i / columns * dim + column + i % columns * LANES);
+    for (int64_t k = 0; k < count; k++) {
+        vf factors[4];
+#pragma GCC unroll 4
+        for (int q = 0; q < num_queries; q++)
+            factors[q] = splat(weights[q * SPAN + k]);
+#pragma GCC unroll 8
+        for (int i = 0; i < columns; i++) {
+            vf value = load_item(values.first, k * values.distance + column + i * LANES, dtype);
+#pragma GCC unroll 4
+            for (int q = 0; q < num_queries; q++)
+                parts[q * columns + i] += factors[q] * value;
         }
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < num_queries * columns; i++)
+        store(sums + i / columns * dim + column + i % columns * LANES, parts[i]);
 }
 
-/* Where a query vector comes from: its token among the T, its head among the Hq, and its position. */
+static inline __attribute__((always_inline)) void add_tile_values(float *sums, const float *weights,
+                                                                  struct vectors values, int64_t count, int64_t dim,
+                                                                  const int num_queries, const int64_t dtype)
+{
+    const int wide = smaller(8, (LANES == 16 ? 16 : 8) / num_queries); /* what the registers hold */
+    int64_t column = 0;
+    for (; column + wide * LANES <= dim; column += wide * LANES)
+        add_columns(sums, weights, values, column, count, dim, num_queries, wide, dtype);
+    for (; column + wide / 2 * LANES <= dim; column += wide / 2 * LANES)
+        add_columns(sums, weights, values, column, count, dim, num_queries, wide / 2, dtype);
+    for (; column < dim; column += LANES)
+        add_columns(sums, weights, values, column, count, dim, num_queries, 1, dtype);
+}
+
+static inline __attribute__((always_inline)) void add_vectors(float *sums, const float *weights, int64_t num_queries,
+                                                              struct vectors values, int64_t count, int64_t dim,
+                                                              const int64_t dtype)
+{
+    int64_t q = 0;
+    for (; q + 4 <= num_queries; q += 4)
+        add_tile_values(sums + q * dim, weights + q * SPAN, values, count, dim, 4, dtype);
+    for (; q + 2 <= num_queries; q += 2)
+        add_tile_values(sums + q * dim, weights + q * SPAN, values, count, dim, 2, dtype);
+    if (q < num_queries)
+        add_tile_values(sums + q * dim, weights + q * SPAN, values, count, dim, 1, dtype);
+}
+
+static void add_values(const struct attention *c, const struct scratch *s, const struct tile *tile,
+                       const struct part *part)
+{
+    int64_t group = c->num_heads / c->num_kv_heads, per_head = (int64_t)tile->num_rows * tile->num_tokens * group;
+    int64_t dim = padded(c->value_dim), num_queries = part->num_members * group;
+    for (int64_t k = 0; k < part->count; k += LANES)
+        for (int64_t head = 0; head < tile->num_heads; head++) {
+            int64_t kv_head = tile->first_head + head, q = head * per_head + part->first_member * group;
+            int64_t count = smaller(LANES, part->count - k);
+            struct vectors values =
+                vectors_at(c, c->values, c->value_dim, part, kv_head, part->begin + k, count, 0, s->widened);
+            if (k + LANES < part->count)
+                prefetch(c, c->values, c->value_dim, tile, part, head, part->begin + k + LANES);
+            else
+                prefetch(c, c->keys, c->key_dim, tile, part, head, part->begin + part->count);
+            float *sums = s->sums + q * dim, *weights = s->scores + q * SPAN + k;
+            if (values.dtype == FLOAT32)
+                add_vectors(sums, weights, num_queries, values, count, dim, FLOAT32);
+            else
+                add_vectors(sums, weights, num_queries, values, count, dim, BFLOAT16);
+        }
+}
+
+static inline int64_t row_of(const struct attention *c, const struct tile *tile, int64_t member)
+{
+    return c->rows->order[tile->first_row + (tile->num_rows > 1 ? member : 0)];
+}
+
+/* Where a member or a query vector comes from: its token among the T, its position, and its head among the Hq. */
 struct origin {
-    int64_t token, head, position;
+    int64_t token, position, head;
 };
+
+static inline struct origin origin_of_member(const struct attention *c, const struct tile *tile, int64_t member)
+{
+    int64_t row = row_of(c, tile, member);
+    int64_t token = c->rows->query_starts[row] + tile->first_token + (tile->num_rows > 1 ? 0 : member);
+    return (struct origin){token, c->rows->kv_lens[row] - c->rows->query_starts[row + 1] + token, 0};
+}
 
 static inline struct origin origin_of(const struct attention *c, const struct tile *tile, int64_t vector)
 {
-    int64_t group = c->num_heads / c->num_kv_heads, per_head = tile->num_tokens * group;
-    int64_t token = c->rows->query_starts[tile->row] + tile->first_token + vector % per_head / group;
-    int64_t position = c->rows->kv_lens[tile->row] - c->rows->query_starts[tile->row + 1] + token;
-    return (struct origin){token, (tile->first_head + vector / per_head) * group + vector % group, position};
+    int64_t group = c->num_heads / c->num_kv_heads, per_head = (int64_t)tile->num_rows * tile->num_tokens * group;
+    struct origin origin = origin_of_member(c, tile, vector % per_head / group);
+    origin.head = (tile->first_head + vector / per_head) * group + vector % group;
+    return origin;
 }
 
-static void read_queries(const struct attention *c, const struct scratch *s, const struct tile *tile,
-                         int64_t num_vectors)
+static void read_queries(const struct attention *c, const struct scratch *s, const struct tile *tile)
 {
-    for (int64_t q = 0; q < num_vectors; q++) {
+    int64_t count = num_vectors(c, tile);
+    for (int64_t q = 0; q < count; q++) {
         struct origin from = origin_of(c, tile, q);
         int64_t offset = from.head * c->query_head_stride + from.token * c->query_token_stride;
         float *query = s->query + q * padded(c->key_dim);
@@ -299,13 +408,13 @@ static void read_queries(const struct attention *c, const struct scratch *s, con
         s->maxima[q] = -INFINITY;
         s->totals[q] = 0;
     }
-    memset(s->sums, 0, sizeof(float) * num_vectors * padded(c->value_dim));
+    memset(s->sums, 0, sizeof(float) * count * padded(c->value_dim));
 }
 
-static void write_output(const struct attention *c, const struct scratch *s, const struct tile *tile,
-                         int64_t num_vectors)
+static void write_output(const struct attention *c, const struct scratch *s, const struct tile *tile)
 {
-    for (int64_t q = 0; q < num_vectors; q++) {
+    int64_t count = num_vectors(c, tile);
+    for (int64_t q = 0; q < count; q++) {
         const float *sums = s->sums + q * padded(c->value_dim);
         float factor = 1.0f / s->totals[q];
         struct origin to = origin_of(c, tile, q);
@@ -314,48 +423,61 @@ static void write_output(const struct attention *c, const struct scratch *s, con
     }
 }
 
+/* Attend to positions [begin, end), span by span, with some members of a tile. */
+static void attend_part(const struct attention *c, const struct scratch *s, const struct tile *tile, int64_t row,
+                        int64_t first_member, int64_t num_members, int64_t begin, int64_t end)
+{
+    int64_t group = c->num_heads / c->num_kv_heads, members = (int64_t)tile->num_rows * tile->num_tokens;
+    while (begin < end) {
+        int64_t count = smaller(SPAN - begin % SPAN, end - begin);
+        struct part part = {row, first_member, num_members, begin, count, end};
+        score_keys(c, s, tile, &part);
+        for (int64_t i = first_member; i < first_member + num_members; i++) {
+            int64_t last = origin_of_member(c, tile, i).position, first = c->window > 0 ? last + 1 - c->window : 0;
+            int64_t from = first > begin ? smaller(first - begin, count) : 0;
+            int64_t to = last + 1 > begin ? smaller(last + 1 - begin, count) : 0;
+            for (int64_t q = i * group; q < num_vectors(c, tile); q += members * group)
+                for (int64_t g = 0; g < group; g++)
+                    weigh(c, s, q + g, count, from, to);
+        }
+        add_values(c, s, tile, &part);
+        begin += count;
+    }
+}
+
 /* The keys that the tokens of a tile attend to, for a window of 4:
  *
  *     position        0 1 2 3 4 5 6 7
  *     token at 5          x x x x          begin = 2, the first one's
  *     token at 6            x x x x        end = 7, the last one's
+ *
+ * Rows with common positions attend to these together, then each to its own.
  */
 static void attend_tile(const struct attention *c, const struct scratch *s, const struct tile *tile)
 {
-    int64_t group = c->num_heads / c->num_kv_heads, per_head = tile->num_tokens * group;
-    int64_t num_vectors = per_head * tile->num_heads;
-    int64_t row_tokens = c->rows->query_starts[tile->row + 1] - c->rows->query_starts[tile->row];
-    int64_t position = c->rows->kv_lens[tile->row] - row_tokens + tile->first_token;
-    int64_t end = position + tile->num_tokens, begin = 0;
-    if (c->window > 0 && position + 1 > c->window)
-        begin = position + 1 - c->window;
-    if (c->block_size % LANES == 0)
-        begin = begin / LANES * LANES; /* no group of keys crosses a block then */
-    read_queries(c, s, tile, num_vectors);
-    for (int64_t span = begin; span < end; span += SPAN) {
-        int64_t count = smaller(SPAN, end - span);
-        score_keys(c, s, tile, span, count);
-        for (int64_t q = 0; q < num_vectors; q++) {
-            int64_t last = position + q % per_head / group, first = c->window > 0 ? last + 1 - c->window : 0;
-            int64_t from = first > span ? smaller(first - span, count) : 0;
-            int64_t to = last + 1 > span ? smaller(last + 1 - span, count) : 0;
-            weigh(c, s, q, count, from, to);
-        }
-        add_values(c, s, tile, span, count);
+    read_queries(c, s, tile);
+    if (tile->num_rows > 1)
+        attend_part(c, s, tile, row_of(c, tile, 0), 0, tile->num_rows, 0, tile->common);
+    for (int64_t i = 0; i < tile->num_rows; i++) {
+        int64_t position = origin_of_member(c, tile, i).position, begin = tile->common;
+        if (c->window > 0 && position + 1 - c->window > begin)
+            begin = position + 1 - c->window;
+        if (c->block_size % LANES == 0)
+            begin = begin / LANES * LANES; /* no group of keys crosses a block then */
+        attend_part(c, s, tile, row_of(c, tile, i), i, tile->num_tokens, begin, position + tile->num_tokens);
     }
-    write_output(c, s, tile, num_vectors);
+    write_output(c, s, tile);
 }
 
 static void write_pool(const struct attention *c, const struct scratch *s, const struct tile *tile)
 {
-    int64_t first = c->rows->query_starts[tile->row] + tile->first_token;
-    int64_t first_position = c->rows->kv_lens[tile->row] - c->rows->query_starts[tile->row + 1] + first;
-    for (int64_t i = 0; i < tile->num_tokens; i++) {
-        int64_t token = first + i, position = first_position + i, slot = slot_of(c, tile->row, position);
+    for (int64_t i = 0; i < tile->num_rows * tile->num_tokens; i++) {
+        struct origin from = origin_of_member(c, tile, i);
+        int64_t slot = slot_of(c, row_of(c, tile, i), from.position), token = from.token;
         for (int64_t head = tile->first_head; head < tile->first_head + tile->num_heads; head++) {
             int64_t to = slot * c->num_kv_heads + head;
             widen(s->widened, c->key, head * c->key_head_stride + token * c->key_token_stride, c->key_dim, c->dtype, 1.0f);
-            prepare(c, s->widened, c->key_norm, position);
+            prepare(c, s->widened, c->key_norm, from.position);
             narrow(c->keys, to * c->key_dim, s->widened, c->key_dim, c->pool_dtype, 1.0f);
             widen(s->widened, c->value, head * c->value_head_stride + token * c->value_token_stride, c->value_dim, c->dtype,
                   1.0f);
@@ -364,22 +486,44 @@ static void write_pool(const struct attention *c, const struct scratch *s, const
     }
 }
 
-/* List the tiles, the most expensive ones first as far as that is cheap: chunks before decodes, from their ends. */
+/* Return how many rows, from one in the order on, attend together to the `common` positions that they have in common. With
+ * a window that ends before the last position they do not. */
+static int64_t rows_together(const struct attention *c, int64_t first, int32_t *common)
+{
+    const struct attention_rows *rows = c->rows;
+    int64_t count = 1, most = smaller(TILE_ROWS_MAX, 1 + rows->num_decodes / (ROWS_PER_THREAD * rows->num_threads));
+    *common = 0;
+    while (count < most && first + count < rows->num_decodes) {
+        int64_t shared = rows->common[first + count - 1] / SPAN * SPAN;
+        int32_t longer = rows->kv_lens[rows->order[first + count - 1]], other = rows->kv_lens[rows->order[first + count]];
+        int is_outside = c->window > 0 && (longer > c->window || other > c->window);
+        if (shared == 0 || is_outside || (count > 1 && 2 * shared < *common))
+            break;
+        *common = (int32_t)(count > 1 ? smaller(*common, shared) : shared);
+        count++;
+    }
+    return count;
+}
+
+/* List the tiles, the most expensive ones first as far as that is cheap: chunks from their ends, then decodes. Return
+ * their number. */
 static int64_t list_tiles(const struct attention *c, struct tile *tiles)
 {
+    const struct attention_rows *rows = c->rows;
     int64_t count = 0, step = tokens_per_tile(c);
-    int64_t decode_heads = c->rows->num_rows >= ROWS_PER_THREAD * c->rows->num_threads ? c->num_kv_heads : 1;
-    for (int is_decode = 0; is_decode < 2; is_decode++) {
-        int64_t heads = is_decode ? decode_heads : 1;
-        for (int64_t row = 0; row < c->rows->num_rows; row++) {
-            int64_t num_tokens = c->rows->query_starts[row + 1] - c->rows->query_starts[row];
-            if ((num_tokens == 1) != is_decode)
-                continue;
-            for (int64_t first = (num_tokens - 1) / step * step; first >= 0; first -= step)
-                for (int64_t head = 0; head < c->num_kv_heads; head += heads)
-                    tiles[count++] = (struct tile){(int32_t)row, (int32_t)first, (int32_t)smaller(step, num_tokens - first),
-                                                   (int32_t)head, (int32_t)heads};
-        }
+    int64_t heads = rows->num_rows >= ROWS_PER_THREAD * rows->num_threads ? c->num_kv_heads : 1;
+    for (int64_t i = rows->num_decodes; i < rows->num_rows; i++) {
+        int64_t num_tokens = rows->query_starts[rows->order[i] + 1] - rows->query_starts[rows->order[i]];
+        for (int64_t first = (num_tokens - 1) / step * step; first >= 0; first -= step)
+            for (int64_t head = 0; head < c->num_kv_heads; head++)
+                tiles[count++] = (struct tile){(int32_t)i,    1, (int32_t)first, (int32_t)smaller(step, num_tokens - first),
+                                               (int32_t)head, 1, 0};
+    }
+    for (int64_t i = 0; i < rows->num_decodes;) {
+        int32_t common, together = (int32_t)rows_together(c, i, &common);
+        for (int64_t head = 0; head < c->num_kv_heads; head += heads)
+            tiles[count++] = (struct tile){(int32_t)i, together, 0, 1, (int32_t)head, (int32_t)heads, common};
+        i += together;
     }
     return count;
 }
@@ -387,17 +531,20 @@ static int64_t list_tiles(const struct attention *c, struct tile *tiles)
 static int attend(const struct attention *c)
 {
     struct tile *tiles = malloc(sizeof(struct tile) * c->rows->query_starts[c->rows->num_rows] * c->num_kv_heads);
-    size_t scratch_size = (sizeof(float) * scratch_floats(c) + 63) / 64 * 64;
+    if (tiles == NULL)
+        return -1;
+    int64_t num_tiles = list_tiles(c, tiles), vectors = 0;
+    for (int64_t i = 0; i < num_tiles; i++)
+        vectors = num_vectors(c, &tiles[i]) > vectors ? num_vectors(c, &tiles[i]) : vectors;
+    size_t scratch_size = (sizeof(float) * scratch_floats(c, vectors) + 63) / 64 * 64;
     char *memory = aligned_alloc(64, scratch_size * c->rows->num_threads);
-    if (tiles == NULL || memory == NULL) {
+    if (memory == NULL) {
         free(tiles);
-        free(memory);
         return -1;
     }
-    int64_t num_tiles = list_tiles(c, tiles);
 #pragma omp parallel num_threads(c->rows->num_threads)
     {
-        struct scratch s = divide_scratch(c, (float *)(memory + scratch_size * omp_get_thread_num()));
+        struct scratch s = divide_scratch(c, vectors, (float *)(memory + scratch_size * omp_get_thread_num()));
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < num_tiles; i++)
             write_pool(c, &s, &tiles[i]);

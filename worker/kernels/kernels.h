@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 8
+#define MILLRACE_KERNELS_VERSION 9
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -21,6 +21,10 @@ struct attention_rows {
     const int32_t *block_tables; /* [R, P] */
     int64_t num_rows, table_width;
     int64_t num_threads;
+    /* These are filled by order_rows. */
+    int64_t num_decodes;   /* rows of one token */
+    const int32_t *order;  /* [R], of the rows: those of one token first, sorted by their tables */
+    const int32_t *common; /* [num_decodes], positions that a row and the next one in the order have in the same slots */
 };
 
 /* Paged attention of one layer. Shapes besides those above: Hq query heads, Hkv key and value heads, D and Dv sizes of a

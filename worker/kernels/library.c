@@ -1,6 +1,7 @@
 /* What library.py calls: the choice of an instruction set, and the kernels of the one chosen. */
 #include "kernels.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 static const struct kernels *chosen = &kernels_generic;
@@ -40,6 +41,55 @@ void millrace_choose(const char *name)
 #else
     (void)name;
 #endif
+}
+
+/* A row of one token, and the blocks that it reads. */
+struct row_table {
+    const int32_t *blocks;
+    int32_t num_blocks, row;
+};
+
+static int compare_row_tables(const void *a, const void *b)
+{
+    const struct row_table *x = a, *y = b;
+    int32_t shorter = x->num_blocks < y->num_blocks ? x->num_blocks : y->num_blocks;
+    int order = memcmp(x->blocks, y->blocks, sizeof(int32_t) * shorter);
+    return order != 0 ? order : x->num_blocks - y->num_blocks;
+}
+
+static int32_t num_common_blocks(const struct row_table *a, const struct row_table *b)
+{
+    int32_t count = 0;
+    while (count < a->num_blocks && count < b->num_blocks && a->blocks[count] == b->blocks[count])
+        count++;
+    return count;
+}
+
+/* Fill the order of the rows [R], and the positions [R] that neighbours have in common. Return 0, or -1 if there is no
+ * memory. */
+int millrace_order_rows(struct attention_rows *rows, int64_t block_size, int32_t *order, int32_t *common)
+{
+    struct row_table *tables = malloc(sizeof(struct row_table) * (rows->num_rows + 1));
+    if (tables == NULL)
+        return -1;
+    int64_t count = 0, last = rows->num_rows;
+    for (int64_t row = rows->num_rows - 1; row >= 0; row--)
+        if (rows->query_starts[row + 1] - rows->query_starts[row] > 1)
+            order[--last] = (int32_t)row;
+    for (int64_t row = 0; row < rows->num_rows; row++)
+        if (rows->query_starts[row + 1] - rows->query_starts[row] == 1)
+            tables[count++] = (struct row_table){rows->block_tables + row * rows->table_width,
+                                                 (int32_t)((rows->kv_lens[row] - 1) / block_size), (int32_t)row};
+    qsort(tables, count, sizeof(struct row_table), compare_row_tables);
+    for (int64_t i = 0; i < count; i++) {
+        order[i] = tables[i].row;
+        common[i] = i + 1 < count ? num_common_blocks(&tables[i], &tables[i + 1]) * (int32_t)block_size : 0;
+    }
+    free(tables);
+    rows->num_decodes = count;
+    rows->order = order;
+    rows->common = common;
+    return 0;
 }
 
 int millrace_attend(const struct attention *call)

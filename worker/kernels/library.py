@@ -12,10 +12,11 @@ from pathlib import Path
 
 # The library needs libgomp. Loaded after torch it shares torch's copy and its threads.
 import torch
+from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 8
+VERSION = 9
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -33,7 +34,8 @@ class AttentionRows(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("query_starts", "kv_lens", "block_tables")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "table_width", "num_threads")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "table_width", "num_threads", "num_decodes")),
+        *((name, ctypes.c_void_p) for name in ("order", "common")),
     )
 
 
@@ -115,6 +117,11 @@ class Kernels:
 
     library: ctypes.CDLL
     instruction_set: str
+
+    def order_rows(self, rows: AttentionRows, block_size: int, order: Tensor, common: Tensor) -> None:
+        """Fill int32 [R], [R]. Raises `MemoryError`."""
+        pointers = (ctypes.c_void_p(order.data_ptr()), ctypes.c_void_p(common.data_ptr()))
+        check(self.library.millrace_order_rows(ctypes.byref(rows), ctypes.c_int64(block_size), *pointers))
 
     def attend(self, call: AttentionCall) -> None:
         """Raises `MemoryError`."""

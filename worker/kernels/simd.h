@@ -126,6 +126,18 @@ static inline float from_bf16(uint16_t number)
     return widened;
 }
 
+/* Widen LANES numbers. */
+static inline vf load_bf16(const uint16_t *from)
+{
+#if LANES == 16
+    return (vf)(vi)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif LANES == 8
+    return (vf)(vi)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
+    return (vf)((vi){from[0], from[1], from[2], from[3]} << 16);
+#endif
+}
+
 /* Round to nearest, ties to even. A NaN stays one. */
 static inline uint16_t to_bf16(float number)
 {

@@ -75,8 +75,10 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     seed: int = 1,
+    last: int | None = None,
 ) -> tuple[torch.Tensor, LayerCache]:
-    """The output, and the layer with the step's keys and values. The queries lie as transformers makes them."""
+    """The output, and the layer with the step's keys and values. The queries lie as transformers makes them. With `last`
+    the one row is computed in two steps, and the output is that of its last tokens."""
     generator = torch.Generator().manual_seed(seed)
     batch = make_batch(rows, shape.block_size, NUM_BLOCKS, seed, window)
     layer = make_layer(batch, shape, generator)
@@ -86,6 +88,11 @@ def attend(
         for size in sizes
     )
     scaling = shape.key_dim**-0.5
+    if last is not None:
+        begin = replace(batch, query_starts=[0, rows[0][1] - last], kv_lens=[rows[0][0] - last], derived={})
+        attention.forward(*(query[:, :-last], key[:, :-last], value[:, :-last]), layer, scaling, window, softcap, begin)
+        batch = replace(batch, query_starts=[0, last], derived={})
+        query, key, value = query[:, -last:], key[:, -last:], value[:, -last:]
     return attention.forward(query, key, value, layer, scaling, window, softcap, batch), layer
 
 
@@ -204,6 +211,48 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_threads(kernels: Kernels
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(whole, again)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], IN_BF16[0], IN_TWO_DTYPES[0]])
+def test_a_token_has_the_same_bits_in_any_chunk(kernels: Kernels, shape: Shape, window: int | None) -> None:
+    """A sequence that was preempted is computed again in other chunks than before."""
+    whole, layer = attend(CompiledAttention(kernels), [(300, 300)], shape, window)
+    for num_tokens in (1, 2, 7, 130):
+        last, other = attend(CompiledAttention(kernels), [(300, 300)], shape, window, last=num_tokens)
+        assert torch.equal(last, whole[-num_tokens:])
+        assert torch.equal(other.keys.nan_to_num(), layer.keys.nan_to_num())
+
+
+@pytest.mark.parametrize("window", [None, 200, 1000])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], SHAPES[5], IN_BF16[0], IN_TWO_DTYPES[2]])
+def test_rows_that_share_blocks_have_the_same_bits_alone(kernels: Kernels, shape: Shape, window: int | None) -> None:
+    """Groups of rows whose first blocks are the same, in one step, and each row in a step of its own."""
+    lengths = [300, 129, 420, 415, 128, 130, 257, 300, 3, 415, 290, 60]
+    batch = make_batch([(length, 1) for length in lengths], shape.block_size, NUM_BLOCKS, 5)
+    generator = torch.Generator().manual_seed(5)
+    for rows, num_positions in (([0, 2, 3, 5, 6, 7, 9, 10], 130), ([2, 3, 9], 400), ([0, 7], 290), ([5, 6], 128)):
+        num_blocks = num_positions // shape.block_size
+        batch.block_tables[rows, :num_blocks] = batch.block_tables[rows[0], :num_blocks].clone()
+    layer = make_layer(batch, shape, generator)
+    query, key, value = (
+        torch.randn(heads, len(lengths), dim, generator=generator).to(shape.dtype)
+        for heads, dim in (
+            (shape.heads, shape.key_dim),
+            (shape.kv_heads, shape.key_dim),
+            (shape.kv_heads, shape.value_dim),
+        )
+    )
+    attention = CompiledAttention(kernels)
+    together = attention.forward(query, key, value, layer, 0.2, window, None, batch)
+    expected = ReferenceAttention().forward(query, key, value, layer, 0.2, window, None, batch)
+    rtol, atol = (1e-5, 4e-6) if shape.dtype == torch.float32 else (1e-2, 1e-2)
+    torch.testing.assert_close(together, expected, rtol=rtol, atol=atol)
+    for row, length in enumerate(lengths):
+        one = slice(row, row + 1)
+        alone = replace(batch, query_starts=[0, 1], kv_lens=[length], block_tables=batch.block_tables[one], derived={})
+        output = attention.forward(query[:, one], key[:, one], value[:, one], layer, 0.2, window, None, alone)
+        assert torch.equal(output[0], together[row]), row
 
 
 def test_other_dtypes_take_the_torch_path(kernels: Kernels) -> None:
