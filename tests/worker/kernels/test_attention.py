@@ -233,7 +233,7 @@ def test_rows_that_share_blocks_have_the_same_bits_alone(kernels: Kernels, shape
     generator = torch.Generator().manual_seed(5)
     for rows, num_positions in (([0, 2, 3, 5, 6, 7, 9, 10], 130), ([2, 3, 9], 400), ([0, 7], 290), ([5, 6], 128)):
         num_blocks = num_positions // shape.block_size
-        batch.block_tables[rows, :num_blocks] = batch.block_tables[rows[0], :num_blocks].clone()
+        batch.block_tables[0, rows, :num_blocks] = batch.block_tables[0, rows[0], :num_blocks].clone()
     layer = make_layer(batch, shape, generator)
     query, key, value = (
         torch.randn(heads, len(lengths), dim, generator=generator).to(shape.dtype)
@@ -250,7 +250,9 @@ def test_rows_that_share_blocks_have_the_same_bits_alone(kernels: Kernels, shape
     torch.testing.assert_close(together, expected, rtol=rtol, atol=atol)
     for row, length in enumerate(lengths):
         one = slice(row, row + 1)
-        alone = replace(batch, query_starts=[0, 1], kv_lens=[length], block_tables=batch.block_tables[one], derived={})
+        alone = replace(
+            batch, query_starts=[0, 1], kv_lens=[length], block_tables=batch.block_tables[:, one], derived={}
+        )
         output = attention.forward(query[:, one], key[:, one], value[:, one], layer, 0.2, window, None, alone)
         assert torch.equal(output[0], together[row]), row
 
