@@ -140,6 +140,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         num_bytes = parse_bytes("kv_cache_memory", self.kv_cache_memory)
         return msgspec.structs.replace(shared, model=str(path), kv_cache_memory_bytes=num_bytes)
 
+    @property
+    def is_pool_automatic(self) -> bool:
+        """Whether no option sets the size of the KV pool."""
+        return self.num_blocks is None and self.kv_cache_memory is None
+
     def for_scheduler(self) -> SchedulerConfig:
         """Return the scheduler's part."""
         return msgspec.convert(self, SchedulerConfig, from_attributes=True)

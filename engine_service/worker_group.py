@@ -32,6 +32,9 @@ GROW_AFTER_S = 60.0
 """Time after which an engine with fewer ranks tries its full size. It doubles with each failed attempt."""
 MAX_GROW_AFTER_S = 3600.0
 
+CACHE_SHARE = 0.25
+"""Share of an automatic KV pool in host memory that prompts may fill which no running sequence uses."""
+
 _DEVICE_ERROR = "DeviceError"
 """An error of the worker, by name: the engine does not import the worker."""
 
@@ -203,7 +206,10 @@ class WorkerGroup:
         ]
 
     def _make_pool(self) -> BlockPool:
-        return BlockPool(self._executor.num_device_blocks, self._executor.facts.kv_layout)
+        num_blocks = self._executor.num_device_blocks
+        is_frugal = self._config.is_pool_automatic and self._executor.facts.device == "cpu"
+        num_reserved = int((1 - CACHE_SHARE) * num_blocks) if is_frugal else 0
+        return BlockPool(num_blocks, self._executor.facts.kv_layout, num_reserved=num_reserved)
 
     def _check_weights(self) -> None:
         """Raise `EngineDead` when the new workers loaded other weights: a generation must end with the model that began

@@ -68,7 +68,11 @@ class BlockPool:
     Ask, then act: `can_allocate(n)`, then `allocate(n)`.
     """
 
-    def __init__(self, num_blocks: int, layout: KVLayout, *, record_events: bool = False) -> None:
+    def __init__(
+        self, num_blocks: int, layout: KVLayout, *, num_reserved: int = 0, record_events: bool = False
+    ) -> None:
+        """`num_reserved`: blocks that are allocated only when no other block is free. They are for sequences that run, and
+        not for prompts that stay cached: the memory of a block that was never written is not taken on a CPU."""
         if num_blocks < 2:
             raise ValueError(f"num_blocks: must be at least 2 (block 0 is never used), got {num_blocks}")
         self.num_blocks = num_blocks
@@ -78,7 +82,9 @@ class BlockPool:
         self._blocks = [_Block(block_id) for block_id in range(num_blocks)]
         self._free = self._blocks[NULL_BLOCK]
         """Both ends of the list of free blocks: what follows it is allocated first."""
-        for block in self._blocks[1:]:
+        self._next_reserved = num_blocks - num_reserved
+        """The first of the reserved blocks, which are no part of the list."""
+        for block in self._blocks[1 : self._next_reserved]:
             block.insert_before(self._free)
         self._cached: list[dict[bytes, _Block]] = [{} for _ in layout.windows]
         """By group."""
@@ -107,7 +113,14 @@ class BlockPool:
         """Take free blocks, those first that were free longest. What they had cached is forgotten."""
         assert num_blocks <= self.num_free
         self.num_free -= num_blocks
-        return [self._take(self._free.following) for _ in range(num_blocks)]
+        return [self._take(self._next_free()) for _ in range(num_blocks)]
+
+    def _next_free(self) -> _Block:
+        block = self._free.following
+        if block is self._free:
+            block = self._blocks[self._next_reserved]
+            self._next_reserved += 1
+        return block
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Drop one use of each block of a table. Blocks without users are free: those that nobody can find are reused
@@ -283,6 +296,7 @@ class BlockPool:
             assert link.following.previous is link, "the list of free blocks is broken"
             free.append(link.block_id)
             link = link.following
+        free += range(self._next_reserved, self.num_blocks)
         assert sorted(free) == [n for n in range(1, self.num_blocks) if users[n] == 0], (
             "a block is lost, or free and used"
         )

@@ -36,6 +36,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether sequences that begin alike share the blocks of their beginning."""
     run_ahead: bool | None = None
     """Whether the engine plans a step while the one before it runs. None: where the workers run beside the engine."""
+    is_pool_automatic: bool = False
+    """Whether no option sets the size of the KV pool."""
     inter_token_latency_s: float = 0.1
     """How long prompts may make a step while somebody reads the output of a decoding sequence."""
 

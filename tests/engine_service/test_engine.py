@@ -41,11 +41,14 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
         num_blocks: int = 64,
         worker_module: str = STUB,
         run_ahead: bool | None = None,
+        is_pool_automatic: bool = False,
         **options: int,
     ) -> Engine:
         config = WorkerConfig(model=faults, num_blocks=num_blocks, block_size=4, **options)  # type: ignore[arg-type]
         executor = kind(config, worker_module=worker_module)
-        limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, run_ahead=run_ahead)
+        limits = SchedulerConfig(
+            max_num_seqs=8, max_num_batched_tokens=64, run_ahead=run_ahead, is_pool_automatic=is_pool_automatic
+        )
         engines.append(Engine(executor, limits))
         return engines[-1]
 

@@ -38,6 +38,22 @@ def test_a_step_that_runs_out_of_memory_is_done_again_in_smaller_ones(build: Bui
     assert all(one.sequence.crash_count == 0 for one in generations)
 
 
+@pytest.mark.parametrize(("is_automatic", "most_cached"), [(True, 14), (False, 62)])
+def test_cached_prompts_fill_a_quarter_of_an_automatic_pool_on_a_cpu(
+    build: Build, is_automatic: bool, most_cached: int
+) -> None:
+    engine = build(kind=UniprocExecutor, is_pool_automatic=is_automatic)
+    engine.start()
+    for number in range(1, 41):  # one after the other
+        run(engine, [generation(number, prompt_len=12, max_tokens=4)])
+    stats = engine.scheduler.stats().pool
+    assert (stats.num_free, stats.num_cached) == (63, most_cached)
+    generations = [generation(number, prompt_len=20, max_tokens=8) for number in range(41, 49)]
+    run(engine, generations)  # 8 x 7 blocks at the same time
+    assert_undisturbed(generations)
+    assert engine.scheduler.stats().num_preemptions == 0
+
+
 def test_without_memory_for_the_smallest_step_the_engine_ends(build: Build) -> None:
     engine = build("most-tokens=0")
     engine.start()

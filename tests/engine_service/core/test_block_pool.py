@@ -44,6 +44,26 @@ def test_a_pool_without_a_usable_block_is_refused() -> None:
         BlockPool(1, KVLayout(SIZE))
 
 
+def test_reserved_blocks_are_for_sequences_that_run_and_not_for_prompts_that_stay_cached() -> None:
+    pool = BlockPool(9, KVLayout(SIZE), num_reserved=4)
+    assert pool.num_free == 8
+    for start in range(10):
+        token_ids = [start] * 3 * SIZE
+        table = pool.allocate(3)
+        pool.register(table, hashes_of(token_ids))
+        assert max(table) <= 4  # the cached prompts make way
+        pool.free(table)
+        pool.check_integrity([])
+    assert pool.find(hashes_of([9] * 3 * SIZE))
+    table = pool.allocate(8)
+    assert sorted(table) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert not pool.can_allocate(1)
+    pool.check_integrity([table])
+    pool.free(table)
+    pool.check_integrity([])
+    assert sorted(pool.allocate(8)) == sorted(table)
+
+
 # --- hashes --------------------------------------------------------------------------------------------------------
 
 
@@ -228,7 +248,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.layout = KVLayout(SIZE, self.windows)
-        self.pool = BlockPool(12 * len(self.windows), self.layout)
+        self.pool = BlockPool(12 * len(self.windows), self.layout, num_reserved=5)
         self.sequences: list[tuple[list[int], list[int]]] = []
         """Tokens and table."""
 
