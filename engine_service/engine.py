@@ -73,6 +73,10 @@ class Engine:
 
     # --- start, sleep, shutdown ---
 
+    def begin_start(self) -> None:
+        """Let the workers begin before `start`; see `Executor.begin_start`."""
+        self._executor.begin_start()
+
     def start(self) -> ModelFacts:
         """Start the workers and make the KV pool. Raises `ConfigurationError` when this can't work, else `EngineDead`."""
         self._workers.start()

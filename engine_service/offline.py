@@ -30,6 +30,7 @@ from millrace.engine_service.generation import Generation
 from millrace.engine_service.model_files import eos_token_ids, resolve_model
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
+from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 from millrace.producer.checks import shown
@@ -91,11 +92,15 @@ class LLM:
         if not isinstance(seed, int):
             raise ConfigurationError(f"seed: expected `int`, got `{type(seed).__name__}`")
         path = resolve_model(config.model)
-        self._tokenizer = Tokenizer(Path(config.tokenizer).expanduser()) if config.tokenizer else _own_tokenizer(path)
         self._engine = build_engine(config, path, is_service=False)
         self._seeds = random.Random(seed)
         try:
-            facts = self._engine.start()
+            self._engine.begin_start()
+            with timed(logger, "tokenizer"):
+                given_path = Path(config.tokenizer).expanduser() if config.tokenizer else None
+                self._tokenizer = Tokenizer(given_path) if given_path else _own_tokenizer(path)
+            with timed(logger, "workers"):
+                facts = self._engine.start()
         except BaseException:
             self._engine.shutdown()
             raise

@@ -32,6 +32,7 @@ from millrace.engine_service.serving.prefixes import CachedPrefixes
 from millrace.engine_service.serving.service import Service
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.launch.external import become_rank, die_with_rank_0, is_torchrun_rank
+from millrace.executor.phases import process_age_s, timed
 from millrace.executor.wire.failures import EXIT_CONFIGURATION, EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY
 from millrace.results.connection import connect
 from millrace.results.errors import QueueError
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGINT, _stop_starting)
         config = parse(argv)
         logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logger.info("start: imports and options %.2f s", process_age_s())
         if config.executor in ("auto", "external") and is_torchrun_rank(os.environ):
             _become_rank(config, sys.argv[1:] if argv is None else argv)
         return _Process(config).run()
@@ -93,25 +95,33 @@ class _Process:
         self._config = config
         self._path = resolve_model(config.model)
         self._tokenizer_path = Path(config.tokenizer).expanduser() if config.tokenizer else self._path
-        self._tokenizer = Tokenizer(self._tokenizer_path)
-        for warning in self._connect().check_server():
-            logger.warning("redis: %s", warning)
         self._engine = build_engine(config, self._path, is_service=True, log_level=config.log_level)
         self._health = Health(self._engine)
         self._metrics_collector = MetricsCollector(self._engine, self._health)
-        self._endpoint = self._open_endpoint()
+        self._endpoint: Endpoint | None = None
 
     def run(self) -> int:
         try:
-            facts = self._engine.start()
-            die_with_rank_0()
-            is_all_written = self._serve(Admission(facts, self._tokenizer, eos_token_ids(self._path)))
+            is_all_written = self._serve(self._start())
         finally:
             self._engine.shutdown()
             if self._endpoint is not None:
                 self._endpoint.close()
         logger.info("done")
         return 0 if is_all_written else EXIT_REDIS
+
+    def _start(self) -> Admission:
+        """Start the workers, and meanwhile load the tokenizer and open the connections."""
+        for warning in self._connect().check_server():
+            logger.warning("redis: %s", warning)
+        self._engine.begin_start()
+        with timed(logger, "tokenizer"):
+            tokenizer = Tokenizer(self._tokenizer_path)
+        self._endpoint = self._open_endpoint()
+        with timed(logger, "workers"):
+            facts = self._engine.start()
+        die_with_rank_0()
+        return Admission(facts, tokenizer, eos_token_ids(self._path))
 
     def _serve(self, admission: Admission) -> bool:
         """Serve until a signal. Return whether Redis has taken every write."""
@@ -123,6 +133,7 @@ class _Process:
         engine_id = serving.leases.engine_id
         self._metrics_collector.watch(serving.service, engine=engine_id, model=config.model_name, queue=config.queue)
         logger.info("engine %s serves %s on queue %s", engine_id, config.model_name, config.queue)
+        logger.info("start: ready after %.2f s", process_age_s())
         try:
             serving.run()
         finally:  # also when the workers are lost for good: running jobs go back to the queue

@@ -8,8 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.engine_service.token_bound import TokenBound
 
@@ -33,6 +31,8 @@ class Tokenizer:
         """Load the tokenizer in this directory. Raises `ConfigurationError` if there is no usable one."""
         if not os.path.isdir(path):  # unlike `Path.is_dir`, false for a name that is too long
             raise ConfigurationError(f"tokenizer: {path} is not a directory; {_REMEDY}")
+        from transformers import PreTrainedTokenizerFast  # takes longer than all other imports of the service
+
         try:
             self._tokenizer = PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
         except (KeyboardInterrupt, SystemExit):

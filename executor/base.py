@@ -38,8 +38,8 @@ class Executor(ABC):
     """Runs step plans on workers. The thread that calls `start` calls every method. Any thread may read `stats` and the
     properties.
 
-    Order of calls: `start`, `determine_num_available_blocks`, `initialize_cache`, then any number of steps, calls,
-    `sleep` and `wake_up`, then `shutdown`. After the loss of a worker every call raises `WorkerDied` until `restart`,
+    Order of calls: `begin_start`, `start`, `determine_num_available_blocks`, `initialize_cache`, then any number of steps,
+    calls, `sleep` and `wake_up`, then `shutdown`. After the loss of a worker every call raises `WorkerDied` until `restart`,
     which begins a new epoch: the KV pool is empty and as large as before, and plans of the old epoch are refused.
 
     Every method that waits for workers may raise `WorkerError`, `ExecutorTimeout` and `WorkerDied`, see `collective_rpc`.
@@ -159,6 +159,10 @@ class Executor(ABC):
             raise ValueError(f"executor {self.name} can't change its number of ranks")
         self._cache_size = None
         self._config = replace(self._config, tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1])
+
+    def begin_start(self) -> None:  # noqa: B027  # nothing to do for executors without processes of their own
+        """Let the processes of the workers begin before `start`, which then waits for them. May be omitted. Returns at
+        once. When it fails, `start` does all of it."""
 
     @abstractmethod
     def shutdown(self) -> None:

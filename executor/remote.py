@@ -79,10 +79,9 @@ class RemoteExecutor(Executor):
 
     def _start_workers(self) -> list[ModelFacts]:
         try:
-            self._channel = self._open_channel()
-            self._handles = self._launch(self._channel)
-            for handle in self._handles:
-                self._channel.watch(handle.fileno())
+            if self._channel is None:
+                self._launch_all()
+            assert self._channel is not None
             rendezvous = self._rendezvous()
             handshake = Handshake(self._channel, self._handles, self._config, self._limits, self._epoch, rendezvous)
             facts_by_rank = handshake.run()
@@ -102,6 +101,12 @@ class RemoteExecutor(Executor):
             *(facts.architecture, facts.dtype, facts.kv_cache_dtype, facts.device, facts.attention, self._epoch),
         )
         return facts_by_rank
+
+    def _launch_all(self) -> None:
+        self._channel = self._open_channel()
+        self._handles = self._launch(self._channel)
+        for handle in self._handles:
+            self._channel.watch(handle.fileno())
 
     def shutdown(self) -> None:
         if self._channel is not None and self._lost is None and not self._has_timed_out:

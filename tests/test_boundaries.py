@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "worker": {
         *("torch", "transformers", "safetensors", "msgspec"),
         *("executor.wire.messages", "executor.wire.channel", "executor.wire.kv_layout"),
-        *("executor.rank.serve", "executor.rank.worker"),
+        *("executor.rank.serve", "executor.rank.worker", "executor.phases"),
     },
     "engine_service": {
         *("producer", "results", "executor"),
@@ -261,6 +261,12 @@ def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
     assert not wrong
 
 
+HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "tqdm", "ray", "scipy", "PIL")
+"""What takes long to import. The service imports transformers for the tokenizer while the workers start, and no torch."""
+COMPILER = ("sympy", "torch._inductor", "torch._dynamo.convert_frame", "torch.onnx")
+SHARDED = ("torch.distributed.tensor", "torch.distributed.fsdp")
+
+
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
@@ -270,6 +276,10 @@ def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
         ("import millrace.producer", ("torch", "transformers", "zmq", "rq")),
         ("import millrace.results.messages", ("torch", "redis")),
         ("import millrace.executor.wire.messages", ("torch", "zmq")),
+        ("from millrace import LLM", HEAVY),
+        ("import millrace.cli.serve", HEAVY),
+        ("import millrace.engine_service.process", HEAVY),
+        ("import millrace.worker, millrace.executor.rank.serve", HEAVY),
         ("import millrace.engine_service", ("torch",)),
         ("import millrace.engine_service.config", ("torch",)),
     ],
@@ -279,6 +289,51 @@ def test_what_an_import_leaves_out(statement: str, absent: tuple[str, ...]) -> N
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        (
+            "import millrace.engine_service.process as process; process.Tokenizer(MODEL)",
+            ("torch", "scipy", "sklearn", "pandas"),
+        ),
+        ("import millrace.worker; millrace.worker.import_modules()", (*COMPILER, *SHARDED)),
+        (
+            "import millrace.worker.imports as imports; imports.defer_compiler(); import millrace.worker.rank",
+            ("torch._inductor", "torch.onnx"),
+        ),
+    ],
+)
+def test_what_a_start_leaves_out(statement: str, absent: tuple[str, ...]) -> None:
+    model = ROOT / "examples" / "tiny_model"
+    test_what_an_import_leaves_out(f"from pathlib import Path; MODEL = Path({str(model)!r}); {statement}", absent)
+
+
+def test_a_compiler_that_is_imported_late_has_its_marks() -> None:
+    """Also functions that transformers marked before, in a process in which a user compiles a model of their own."""
+    script = """
+import sys, types
+from millrace.worker.imports import defer_compiler
+defer_compiler()
+import torch
+@torch.compiler.disable
+def plain(x): return not torch.compiler.is_compiling()
+@torch._dynamo.assume_constant_result
+def constant(): return 3
+assert plain(0)
+assert "sympy" not in sys.modules
+compiled = torch.compile(lambda x: x * constant() if plain(x) else x, backend="eager")
+assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
+assert type(torch._dynamo) is types.ModuleType
+assert constant._dynamo_marked_constant
+import torch._dynamo.config
+assert sys.modules["torch._dynamo"] is torch._dynamo
+defer_compiler()
+assert type(torch._dynamo) is types.ModuleType
+"""
+    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
 
 
 PICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}

@@ -3,7 +3,10 @@ transformers; `create_worker` does."""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
+
+from millrace.executor.phases import process_age_s
 
 if TYPE_CHECKING:
     from millrace.executor.rank.worker import Worker
@@ -16,6 +19,20 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
     `rendezvous`: "tcp://host:port" where the ranks connect to each other; ignored for one rank. Raises `ConfigError`
     for options that no device can serve.
     """
+    from millrace.worker.imports import defer_compiler
+
+    defer_compiler()
     from millrace.worker.rank import Rank
 
     return Rank(rank, world_size, epoch, config, rendezvous)
+
+
+def import_modules() -> None:
+    """Import what `create_worker` needs. Only for a process that is nothing but a rank."""
+    from millrace.worker.imports import defer_compiler, forgo_sharded_tensors
+
+    defer_compiler()
+    forgo_sharded_tensors()
+    import millrace.worker.rank  # noqa: F401
+
+    logging.getLogger("millrace.worker").info("start: imports %.2f s", process_age_s())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from millrace.executor.rank.serve import serve_rank
-from millrace.worker import create_worker
+from millrace.worker import create_worker, import_modules
 
 if __name__ == "__main__":
-    sys.exit(serve_rank(create_worker))
+    sys.exit(serve_rank(create_worker, import_modules=import_modules))

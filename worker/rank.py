@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.executor.wire.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
 from millrace.worker.attention.compiled import CompiledAttention
@@ -111,8 +112,9 @@ class Rank:
                 f"a KV pool of {num_device_blocks} blocks holds nothing, since block 0 is not used: give it at least 2"
             )
         self._num_blocks = num_device_blocks
-        self._pool = self._make_pool(num_device_blocks)
-        self.runner = self._make_runner(self._pool)
+        with timed(logger, "KV pool"):
+            self._pool = self._make_pool(num_device_blocks)
+            self.runner = self._make_runner(self._pool)
         logger.debug("%r on %s", self._pool, self._device)
 
     def launch(self, plan: StepPlan) -> None:
@@ -198,9 +200,10 @@ class Rank:
         is_rejected = False
         if kernels is not None and self._peers is None and isinstance(self._attention, CompiledAttention):
             try:
-                self._decoder = fuse(
-                    self._model, self._specs, self._facts.max_model_len, self._attention, kernels, self._dtype
-                )
+                with timed(logger, "fuse and pack"):
+                    self._decoder = fuse(
+                        self._model, self._specs, self._facts.max_model_len, self._attention, kernels, self._dtype
+                    )
             except FusionRejected as rejected:
                 logger.warning("%s: it runs through transformers' modules, which is slower", rejected)
                 is_rejected = True

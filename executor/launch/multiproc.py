@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import zmq
+
 from millrace.executor.launch.process import WorkerProcess, close_all, kill_all
 from millrace.executor.remote import RemoteExecutor
 from millrace.executor.wire.channel import Channel
@@ -38,6 +40,15 @@ class MultiprocExecutor(RemoteExecutor):
         super().initialize_cache(num_device_blocks, num_host_blocks)
         if self.world_size == self._wanted_world_size:
             self._lost_devices.clear()  # all ranks run again
+
+    def begin_start(self) -> None:
+        try:
+            self._launch_all()
+        except (OSError, zmq.ZMQError):
+            self._discard_workers()
+        except BaseException:
+            self._discard_workers()
+            raise
 
     def _open_channel(self) -> Channel:
         return Channel(self._num_starts, self.world_size)

@@ -1,8 +1,8 @@
 """The process of one rank: receives messages from the engine over ZeroMQ and calls a `Worker`.
 
 Hello ->            the process is up
+Phase ->  ...       each phase as it begins; the first is "import"
       <- Boot       the rank and its configuration
-Phase ->  ...       each phase as it begins
       <- Go         before load_model, when ranks have to queue for it
 Ready ->            or StartFailed
       <- Step/Call  in order; two steps may be in work, a call waits for the steps before it
@@ -85,21 +85,28 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Set if this process ends with that of the engine, on the same host."""
 
 
-def serve_rank(create_worker: CreateWorker, argv: list[str] | None = None) -> int:
-    """Be one rank until the engine sends "shutdown" or ends. Returns the exit status of the process."""
+def serve_rank(
+    create_worker: CreateWorker, argv: list[str] | None = None, *, import_modules: Callable[[], None] = lambda: None
+) -> int:
+    """Be one rank until the engine sends "shutdown" or ends. Returns the exit status of the process.
+
+    `import_modules` imports what `create_worker` needs. It is called without waiting for the engine.
+    """
     options = vars(_parse(argv))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback after Ctrl-C, which reaches a rank of torchrun
     die_with_parent(options.pop("parent_pid"))
-    return run_rank(RankOptions(**options), create_worker)
+    return run_rank(RankOptions(**options), create_worker, import_modules)
 
 
-def run_rank(options: RankOptions, create_worker: CreateWorker) -> int:
+def run_rank(
+    options: RankOptions, create_worker: CreateWorker, import_modules: Callable[[], None] = lambda: None
+) -> int:
     """Like `serve_rank`, for a process whose launcher watches it."""
     logging.basicConfig(level=options.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     connection = _Connection(options)
     try:
-        status = _serve(connection, create_worker)
+        status = _serve(connection, create_worker, import_modules)
         connection.heartbeat.wait_for_engine()
         return status
     finally:
@@ -113,23 +120,24 @@ def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) ->
         os._exit(1)
 
 
-def _serve(connection: _Connection, create_worker: CreateWorker) -> int:
+def _serve(connection: _Connection, create_worker: CreateWorker, import_modules: Callable[[], None]) -> int:
     connection.send(Hello(pid=os.getpid(), protocol=PROTOCOL))
-    boot = connection.recv()
-    assert isinstance(boot, Boot), boot
-    started = _start(connection, create_worker, boot)
+    started = _start(connection, create_worker, import_modules)
     if isinstance(started, Failure):
         return exit_status(started)
+    worker, boot = started
     try:
-        return _answer_calls(connection, started, boot)
+        return _answer_calls(connection, worker, boot)
     finally:
         try:
-            started.shutdown()
+            worker.shutdown()
         except Exception:  # such as that of a lost device; it must not change the exit status
             logger.exception("the shutdown of the worker failed")
 
 
-def _start(connection: _Connection, create_worker: CreateWorker, boot: Boot) -> Worker | Failure:
+def _start(
+    connection: _Connection, create_worker: CreateWorker, import_modules: Callable[[], None]
+) -> tuple[Worker, Boot] | Failure:
     phase = "import"
 
     def enter(name: str) -> None:
@@ -141,6 +149,10 @@ def _start(connection: _Connection, create_worker: CreateWorker, boot: Boot) -> 
 
     try:
         enter(phase)
+        import_modules()
+        message = connection.recv()
+        assert isinstance(message, Boot), message
+        boot = message
         worker = create_worker(boot.rank, boot.world_size, boot.epoch, boot.config, boot.rendezvous)
         facts = worker.start(enter)
     except Exception as error:
@@ -148,7 +160,7 @@ def _start(connection: _Connection, create_worker: CreateWorker, boot: Boot) -> 
         connection.send(StartFailed(phase=phase, failure=failure))
         return failure
     connection.send(Ready(facts=facts))
-    return worker
+    return worker, boot
 
 
 def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:

@@ -1,9 +1,12 @@
-"""Which devices the ranks of `mp` use when one of them is lost."""
+"""The start of `mp` in two parts, and which devices its ranks use when one of them is lost."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from millrace.executor.errors import StartError
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from tests.executor.kinds import SHORT, Make, start, stub_config
 
@@ -58,3 +61,39 @@ def test_a_host_whose_gpus_are_hidden_hides_them_from_fewer_ranks_too(monkeypatc
     executor = MultiprocExecutor(stub_config(tensor_parallel_size=2), worker_module="millrace.executor.rank.stub")
     executor.resize(1, 1, lost_rank=0)
     assert devices(executor) == ""
+
+
+def test_a_start_waits_for_the_processes_that_were_begun(make: Make) -> None:
+    executor = make("", SHORT, tensor_parallel_size=2)
+    assert isinstance(executor, MultiprocExecutor)
+    executor.begin_start()
+    begun = executor.worker_pids()
+    assert len(begun) == 2
+    start(executor)
+    assert executor.worker_pids() == begun
+    executor.restart()
+    assert not set(executor.worker_pids()) & set(begun)
+
+
+def test_processes_that_were_begun_end_without_a_start_too(make: Make) -> None:
+    executor = make("", SHORT)
+    assert isinstance(executor, MultiprocExecutor)
+    executor.begin_start()
+    [pid] = executor.worker_pids()
+    executor.shutdown()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_processes_that_cannot_begin_leave_their_error_to_the_start(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no more processes")
+
+    executor = make("", SHORT)
+    with monkeypatch.context() as patch:
+        patch.setattr("millrace.executor.launch.multiproc.WorkerProcess", fail)
+        executor.begin_start()
+        with pytest.raises(StartError, match="no more processes"):
+            executor.start()
+    executor.restart()
