@@ -31,6 +31,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_num_batched_tokens": (1, 2**24),
     "block_size": (1, 2**16),
     "num_blocks": (2, _MAX_COUNT),
+    "swap_space_gib": (0, 2**20),
     "drain_grace": (0, _MAX_S),
     "heartbeat": (0.2, _MAX_S),
     "inter_token_latency": (0.001, _MAX_S),
@@ -70,6 +71,7 @@ _HELP = {
     "num_blocks": ("N", "size of the KV pool in blocks (default: what the memory holds)"),
     "kv_cache_memory": ("BYTES", "size of the KV pool in bytes, such as 512M or 4GiB (default: what the memory holds)"),
     "kv_cache_dtype": (None, "number format of the KV pool; auto takes that of the activations"),
+    "swap_space_gib": ("GIB", "host memory of each rank for KV blocks that do not fit on its GPU; 0 for none"),
     "gpu_memory_utilization": ("SHARE", "share of a GPU's memory that the engine may use, above 0 and up to 1"),
     "drain_grace": ("SECONDS", "time that running jobs get to finish after SIGTERM"),
     "inter_token_latency": (
@@ -111,6 +113,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks: int | None = None
     kv_cache_memory: int | str | None = None
     kv_cache_dtype: str = "auto"
+    swap_space_gib: float = 0.0
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -138,7 +141,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """Return the worker's part, for the model in `path`."""
         shared = msgspec.convert(self, WorkerConfig, from_attributes=True)
         num_bytes = parse_bytes("kv_cache_memory", self.kv_cache_memory)
-        return msgspec.structs.replace(shared, model=str(path), kv_cache_memory_bytes=num_bytes)
+        num_swap_bytes = int(self.swap_space_gib * 2**30)
+        return msgspec.structs.replace(
+            shared,
+            model=str(path),
+            kv_cache_memory_bytes=num_bytes,
+            swap_space_bytes=num_swap_bytes,
+            force_swap=_is_swap_forced(),
+        )
 
     @property
     def is_pool_automatic(self) -> bool:
@@ -147,7 +157,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def for_scheduler(self) -> SchedulerConfig:
         """Return the scheduler's part."""
-        return msgspec.convert(self, SchedulerConfig, from_attributes=True)
+        config = msgspec.convert(self, SchedulerConfig, from_attributes=True)
+        return msgspec.structs.replace(config, force_swap=_is_swap_forced())
 
 
 class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -206,6 +217,11 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
         num_bytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     _require(0 < num_bytes < 2**63, name, "must be a positive number of bytes such as 512M or 4GiB", value)
     return num_bytes
+
+
+def _is_swap_forced() -> bool:
+    """Return whether blocks move to the host tier on a CPU too, and where computing them again is faster. For tests."""
+    return os.environ.get("MILLRACE_FORCE_SWAP") == "1"
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ import msgspec
 
 from millrace.engine_service.core.block_pool import BlockPool
 from millrace.engine_service.core.crash_policy import make_probe
+from millrace.engine_service.core.host_tier import HostTier
 from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence
 from millrace.engine_service.errors import ConfigurationError, EngineDead
@@ -197,7 +198,8 @@ class WorkerGroup:
         """Move the sequences to the new workers. Return those that are quarantined or that fit no more."""
         self._check_weights()
         quarantined = self.scheduler.restart(self._executor.epoch)
-        is_same_size = self._executor.num_device_blocks == self.scheduler.pool.num_blocks
+        pool, executor = self.scheduler.pool, self._executor
+        is_same_size = (pool.num_blocks, pool.host.num_blocks) == (executor.num_device_blocks, executor.num_host_blocks)
         too_large = [] if is_same_size else self.scheduler.replace_pool(self._make_pool())
         if quarantined:
             self._probe_machine()
@@ -206,10 +208,12 @@ class WorkerGroup:
         ]
 
     def _make_pool(self) -> BlockPool:
-        num_blocks = self._executor.num_device_blocks
-        is_frugal = self._config.is_pool_automatic and self._executor.facts.device == "cpu"
+        executor = self._executor
+        num_blocks = executor.num_device_blocks
+        is_frugal = self._config.is_pool_automatic and executor.facts.device == "cpu"
         num_reserved = int((1 - CACHE_SHARE) * num_blocks) if is_frugal else 0
-        return BlockPool(num_blocks, self._executor.facts.kv_layout, num_reserved=num_reserved)
+        host = HostTier(executor.num_host_blocks, executor.swap_s, is_forced=self._config.force_swap)
+        return BlockPool(num_blocks, executor.facts.kv_layout, host=host, num_reserved=num_reserved)
 
     def _check_weights(self) -> None:
         """Raise `EngineDead` when the new workers loaded other weights: a generation must end with the model that began

@@ -80,6 +80,8 @@ class Executor(ABC):
         self._lost_s: float | None = None
         """When the workers were lost. None while there are workers that can go on."""
         self._cache_size: tuple[int, int] | None = None
+        self.swap_s = 0.0
+        """The time in which the slowest rank moves a block to the host tier and back."""
 
     @property
     def epoch(self) -> int:
@@ -90,6 +92,11 @@ class Executor(ABC):
     def num_device_blocks(self) -> int:
         """Size of the KV pool. 0 before it is allocated, and after a `resize`."""
         return self._cache_size[0] if self._cache_size is not None else 0
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Size of the host tier. 0 without one, and where there is no KV pool."""
+        return self._cache_size[1] if self._cache_size is not None else 0
 
     @property
     def world_size(self) -> int:
@@ -171,8 +178,8 @@ class Executor(ABC):
     # --- the KV pool ---
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """Return (device blocks, host blocks) that fit on every rank, block 0 included. Call it between `start` and
-        `initialize_cache`. Blocks while ranks profile their largest step. Logs the size of the pool.
+        """Return (device blocks, host blocks) that fit on every rank; the device's include block 0. Call it between `start`
+        and `initialize_cache`. Blocks while ranks profile their largest step. Logs the size of the pool.
 
         Raises `WorkerError` with a `ModelError` when no block fits, or, unless `num_blocks` is configured, when not one
         sequence of the configured `max_model_len` fits.
@@ -181,6 +188,9 @@ class Executor(ABC):
         num_blocks, num_host_blocks = min(device for device, _ in counts), min(host for _, host in counts)
         budgets = [stats.get("pool_budget", "no budget reported") for stats in self.worker_stats()]
         self._log_pool(num_blocks, [device for device, _ in counts], budgets)
+        if num_host_blocks:
+            tokens = num_host_blocks * self._config.block_size
+            logger.info("host tier of the KV cache: %d blocks on each rank, %d tokens", num_host_blocks, tokens)
         return num_blocks, num_host_blocks
 
     def _log_pool(self, num_blocks: int, num_fit: list[int], budgets: list[str]) -> None:
@@ -194,10 +204,10 @@ class Executor(ABC):
         logger.info("KV cache: %s; %s", size, "; ".join(ranks))
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV pool on every rank, sizes in blocks, block 0 included. Call it once after `start`, not after
+        """Allocate the KV pool and its host tier on every rank, sizes in blocks. Call it once after `start`, not after
         `restart`. Blocks while ranks allocate and capture graphs. After a `WorkerError` restart the workers."""
         sizes = (num_device_blocks, num_host_blocks)
-        self.collective_rpc("initialize_cache", sizes, timeout_s=self._limits.pool_call_s)
+        self.swap_s = max(self.collective_rpc("initialize_cache", sizes, timeout_s=self._limits.pool_call_s))
         self._cache_size = sizes
         self.worker_stats()
         if self._lost_s is not None:
@@ -245,8 +255,9 @@ class Executor(ABC):
         self._sleep_state.wake(wanted)
 
     def _sleep_limit_s(self, bytes_per_s: float) -> float:
-        """Return the time limit of a call that moves the weights of all ranks at this speed."""
-        return self._limits.sleep_call_s + sum(facts.weight_bytes for facts in self._facts) / bytes_per_s
+        """Return the time limit of a call that moves the weights of all ranks, and pins their host tiers, at this speed."""
+        num_bytes = sum(facts.weight_bytes + self._config.swap_space_bytes for facts in self._facts)
+        return self._limits.sleep_call_s + num_bytes / bytes_per_s
 
     # --- steps and calls ---
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from pathlib import Path
 
@@ -34,6 +35,12 @@ def free_host_bytes() -> int:
         if limit.isdecimal():
             free.append(max(int(limit) - int(used) + _page_cache_bytes(), 0))
     return min(free)
+
+
+def total_host_bytes() -> int:
+    """Return the memory of the machine, or of the container when that is less."""
+    limits = [int(line) for line in _lines(_CGROUP / "memory.max") if line.isdecimal()]
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *limits])
 
 
 def _page_cache_bytes() -> int:

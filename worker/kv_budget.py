@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.errors import ConfigError, ModelError
-from millrace.worker.host_memory import free_host_bytes
+from millrace.worker.host_memory import free_host_bytes, total_host_bytes
+
+logger = logging.getLogger("millrace.worker")
 
 USUAL_TOKENS = 512
 """Tokens of a sequence for which the default pool on a CPU is sized."""
@@ -37,6 +41,25 @@ def check_possible(num_blocks: int, facts: ModelFacts, device_bytes: int) -> Non
             f"a KV pool of {num_blocks:,} blocks x {facts.kv_bytes_per_block:,} bytes = {pool_bytes:,} bytes is larger than "
             f"the {device_bytes:,} bytes of memory of this {facts.device}: lower num_blocks or kv_cache_memory"
         )
+
+
+def num_host_blocks(config: WorkerConfig, facts: ModelFacts, device_type: str) -> int:
+    """Return the size of the host tier. Raises `ConfigError` for one that is smaller than a block or larger than the memory
+    of the host."""
+    if config.swap_space_bytes == 0:
+        return 0
+    if device_type == "cpu" and not config.force_swap:
+        logger.warning("swap_space_gib is ignored: on a CPU the KV pool is in host memory already")
+        return 0
+    num_blocks, host_bytes = config.swap_space_bytes // facts.kv_bytes_per_block, total_host_bytes()
+    swap_space = f"swap_space_gib is {config.swap_space_bytes / 2**30:.9g} = {config.swap_space_bytes:,} bytes"
+    if num_blocks == 0:
+        raise ConfigError(
+            f"{swap_space}, but one KV block has {facts.kv_bytes_per_block:,} bytes: raise it, or set it to 0"
+        )
+    if config.swap_space_bytes > host_bytes:
+        raise ConfigError(f"{swap_space} for each rank, but this machine has {host_bytes:,} bytes of memory: lower it")
+    return num_blocks
 
 
 def host_pool_bytes(config: WorkerConfig, facts: ModelFacts, num_ranks: int) -> int:

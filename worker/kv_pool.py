@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from millrace.worker.host_memory import advise_huge_pages
+from millrace.worker.host_tier import HostTier
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_groups = num_groups
+        self.host: HostTier | None = None
         self._pairs: list[tuple[Tensor, Tensor]] = []
         """Keys and values."""
         self.layers: dict[int, LayerCache] = {}
@@ -103,6 +105,9 @@ class KVPool:
             for keys, values in self._pairs:
                 keys[destination] = keys[source]
                 values[destination] = values[source]
+
+    def add_host_tier(self, num_blocks: int) -> None:
+        self.host = HostTier([part for pair in self._pairs for part in pair], num_blocks)
 
     def num_bytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self._pairs)

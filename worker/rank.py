@@ -21,7 +21,13 @@ from millrace.worker.fusion.decoder import DecoderWeights
 from millrace.worker.fusion.fuse import FusionRejected, fuse
 from millrace.worker.host_memory import keep_freed_memory
 from millrace.worker.kernels.library import find_kernels
-from millrace.worker.kv_budget import check_possible, fixed_num_blocks, host_pool_bytes, num_blocks_within
+from millrace.worker.kv_budget import (
+    check_possible,
+    fixed_num_blocks,
+    host_pool_bytes,
+    num_blocks_within,
+    num_host_blocks,
+)
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.linear import use_packed_linear
 from millrace.worker.loading.checksum import check_unchanged, checksums
@@ -53,7 +59,8 @@ class Rank:
         self._peers: Peers | None = None
         self._pool: KVPool | None = None
         self._num_blocks: int | None = None
-        """Size of the pool. Kept while the pool is dropped."""
+        """Size of the pool. Kept while the pool is dropped; so is the next field."""
+        self._num_host_blocks = 0
         self._pool_budget = ""
         """How the number of available blocks was computed, for logs."""
         self._model: Any = None
@@ -81,11 +88,15 @@ class Rank:
         return self._facts
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
+        self._num_host_blocks = num_host_blocks(self._config, self._facts, self._device.type)
+        return self._num_device_blocks(), self._num_host_blocks
+
+    def _num_device_blocks(self) -> int:
         fixed = fixed_num_blocks(self._config, self._facts)
         if fixed is not None:
             self._pool_budget = "num_blocks is set"
             check_possible(fixed, self._facts, self._device_bytes())
-            return fixed, 0
+            return fixed
         if self._config.kv_cache_memory_bytes is not None:
             pool_bytes = self._config.kv_cache_memory_bytes
             self._pool_budget = f"kv_cache_memory_bytes is {_mib(pool_bytes)}"
@@ -96,7 +107,7 @@ class Rank:
             pool_bytes = self._profile_gpu()
         num_blocks = num_blocks_within(pool_bytes, self._config, self._facts)
         check_possible(num_blocks, self._facts, self._device_bytes())
-        return num_blocks, 0
+        return num_blocks
 
     def _device_bytes(self) -> int:
         """Return the memory of the device, used or free."""
@@ -104,18 +115,18 @@ class Rank:
             return int(torch.cuda.get_device_properties(self._device).total_memory)
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
-    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        if num_host_blocks:
-            raise ConfigError("there is no host memory tier: the number of host blocks must be 0")
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> float:
         if num_device_blocks < 2:
             raise ConfigError(
                 f"a KV pool of {num_device_blocks} blocks holds nothing, since block 0 is not used: give it at least 2"
             )
-        self._num_blocks = num_device_blocks
+        self._num_blocks, self._num_host_blocks = num_device_blocks, num_host_blocks
         with timed(logger, "KV pool"):
-            self._pool = self._make_pool(num_device_blocks)
+            self._pool = self._make_pool(num_device_blocks, num_host_blocks)
             self.runner = self._make_runner(self._pool)
-        logger.debug("%r on %s", self._pool, self._device)
+            swap_s = self._pool.host.measure() if self._pool.host is not None else 0.0
+        logger.debug("%r on %s, %r", self._pool, self._device, self._pool.host)
+        return swap_s
 
     def launch(self, plan: StepPlan) -> None:
         runner = self._require_runner()
@@ -140,7 +151,7 @@ class Rank:
         torch.ones(1, device=self._device).add_(1).item()
 
     def sleep(self, level: int) -> None:
-        """Drop the KV pool and all sequences, and take the weights off the device.
+        """Drop the KV pool with its host tier and all sequences, and take the weights off the device.
 
         Level 1 moves the weights to host memory; on a CPU they stay where they are. Level 2 drops them, and waking up
         reads them again.
@@ -163,7 +174,7 @@ class Rank:
         if "weights" in tags:
             self._wake_weights()
         if "kv_cache" in tags and self._num_blocks is not None:
-            self._pool = self._pool or self._make_pool(self._num_blocks)
+            self._pool = self._pool or self._make_pool(self._num_blocks, self._num_host_blocks)
             self._epoch = epoch
         if self.runner is None and self._pool is not None and self._weights == "device":
             self.runner = self._make_runner(self._pool)
@@ -177,6 +188,7 @@ class Rank:
             "num_sequences": self.runner.num_sequences if self.runner else 0,
             "num_blocks": self._pool.num_blocks if self._pool else 0,
             "kv_pool_bytes": self._pool.num_bytes() if self._pool else 0,
+            "host_tier_bytes": self._pool.host.num_bytes() if self._pool and self._pool.host else 0,
             "weight_bytes": self._facts.weight_bytes,
             "weights_on": self._weights,
             "device_bytes": torch.cuda.memory_reserved(self._device) if on_gpu else None,
@@ -251,9 +263,12 @@ class Rank:
         assert self._model is not None, "the weights are dropped"
         return self._model
 
-    def _make_pool(self, num_blocks: int) -> KVPool:
+    def _make_pool(self, num_blocks: int, num_host_blocks: int) -> KVPool:
         layout = self._facts.kv_layout
-        return KVPool(self._specs, num_blocks, layout.block_size, self._kv_cache_dtype, self._device, layout.num_groups)
+        pool = KVPool(self._specs, num_blocks, layout.block_size, self._kv_cache_dtype, self._device, layout.num_groups)
+        if num_host_blocks:
+            pool.add_host_tier(num_host_blocks)
+        return pool
 
     def _make_runner(self, pool: KVPool) -> Runner:
         common = (self._loaded(), self._attention, pool, self._config.max_num_seqs, self._facts.max_model_len)
@@ -264,7 +279,7 @@ class Rank:
         config = self._config
         longest = min(self._facts.max_model_len, max(self._max_pool_tokens(), config.max_num_batched_tokens))
         plan = largest_prefill(self._facts.kv_layout, config.max_num_seqs, longest)
-        pool = self._make_pool(2)
+        pool = self._make_pool(2, min(1, self._num_host_blocks))
         torch.cuda.reset_peak_memory_stats(self._device)
         runner = self._make_runner(pool)
         runner.launch(plan)

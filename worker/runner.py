@@ -99,7 +99,7 @@ class Runner:
             self._launched.clear()
         if self._has_failed:
             raise StepSkipped(f"step {plan.step_id} was planned before the failure of an earlier step was known")
-        if plan.swap_out or plan.swap_in:
+        if self._pool.host is None and (plan.swap_out or plan.swap_in):
             raise PlanError("there is no host memory tier: swap_out and swap_in must be empty")
         self._has_failed = True
         self._launched.append(self._launch(plan))
@@ -133,6 +133,9 @@ class Runner:
         """Wait for transfers of earlier steps and release their tensors. One rank has none."""
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
+        if self._pool.host is not None:
+            self._pool.host.swap_out(plan.swap_out)
+            self._pool.host.swap_in(plan.swap_in)
         self._pool.copy_blocks(plan.copy)
         batch = self._sequences.update(plan)
         began_s, began = time.perf_counter(), self._record_event()

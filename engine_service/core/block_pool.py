@@ -2,7 +2,8 @@
 
 Ids only; the tensors are the workers'. `KVLayout` explains the block tables. The rules are those of vLLM's v1 pool
 (vllm/v1/core/block_pool.py): full blocks are found by their hash, a block without users stays cached until its place is
-needed, and the end of a sequence is evicted before its beginning.
+needed, and the end of a sequence is evicted before its beginning. Behind the pool there may be a `HostTier`: it keeps what
+the pool evicts.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from typing import Literal
 
 import msgspec
 
+from millrace.engine_service.core.host_tier import HostTier
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import NULL_BLOCK
+
+IN_HOST_TIER = -1
+"""Stands for a block that is in the host tier and not on the device."""
 
 
 class BlockEvent(msgspec.Struct, frozen=True):
@@ -36,6 +41,12 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     """Known tokens of the sequences that were admitted since the start."""
     num_hit_tokens: int
     """Of those, the tokens that were not computed again."""
+    num_host_blocks: int
+    """Size of the host tier, 0 without one."""
+    num_host_cached: int
+    num_swapped_out: int
+    """Blocks that were copied to the host tier since the start."""
+    num_swapped_in: int
 
 
 class _Block:
@@ -62,6 +73,21 @@ class _Block:
         self.previous.following, self.following.previous = self.following, self.previous
 
 
+_OF_HOST_TIER = _Block(IN_HOST_TIER)
+
+
+class _Held:
+    """Contains the hashes of one group that the pool or the host tier has."""
+
+    def __init__(self, host: HostTier, group: int, cached: dict[bytes, _Block]) -> None:
+        self._host = host
+        self._group = group
+        self._cached = cached
+
+    def __contains__(self, block_hash: object) -> bool:
+        return block_hash in self._cached or (self._group, block_hash) in self._host
+
+
 class BlockPool:
     """Owns all KV blocks of one epoch. Block 0 is the null block, which nobody gets.
 
@@ -69,7 +95,13 @@ class BlockPool:
     """
 
     def __init__(
-        self, num_blocks: int, layout: KVLayout, *, num_reserved: int = 0, record_events: bool = False
+        self,
+        num_blocks: int,
+        layout: KVLayout,
+        *,
+        host: HostTier | None = None,
+        num_reserved: int = 0,
+        record_events: bool = False,
     ) -> None:
         """`num_reserved`: blocks that are allocated only when no other block is free. They are for sequences that run, and
         not for prompts that stay cached: the memory of a block that was never written is not taken on a CPU."""
@@ -77,6 +109,7 @@ class BlockPool:
             raise ValueError(f"num_blocks: must be at least 2 (block 0 is never used), got {num_blocks}")
         self.num_blocks = num_blocks
         self.layout = layout
+        self.host = host or HostTier(0)
         self._windows = [(group, window) for group, window in enumerate(layout.windows) if window is not None]
         self.num_free = num_blocks - 1
         self._blocks = [_Block(block_id) for block_id in range(num_blocks)]
@@ -88,6 +121,11 @@ class BlockPool:
             block.insert_before(self._free)
         self._cached: list[dict[bytes, _Block]] = [{} for _ in layout.windows]
         """By group."""
+        self._held = [
+            _Held(self.host, group, cached) if self.host.num_blocks else cached
+            for group, cached in enumerate(self._cached)
+        ]
+        """By group: the hashes that can be found."""
         self._events: list[BlockEvent] | None = [] if record_events else None
         self._num_queried_tokens = self._num_hit_tokens = 0
 
@@ -110,7 +148,7 @@ class BlockPool:
         return num_blocks <= self.num_free
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take free blocks, those first that were free longest. What they had cached is forgotten."""
+        """Take free blocks, those first that were free longest. What they had cached moves to the host tier, or is lost."""
         assert num_blocks <= self.num_free
         self.num_free -= num_blocks
         return [self._take(self._next_free()) for _ in range(num_blocks)]
@@ -150,6 +188,7 @@ class BlockPool:
         block.unlink()
         block.num_users = 1
         if block.block_hash is not None:
+            self.host.swap_out((block.group, block.block_hash), block.block_id)
             self._evict(block)
         return block.block_id
 
@@ -160,7 +199,7 @@ class BlockPool:
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the table of the longest beginning of these columns of which all blocks are cached that the next token
-        attends to; the others are `NULL_BLOCK`."""
+        attends to; the others are `NULL_BLOCK`. A block of the host tier is `IN_HOST_TIER`."""
         num_columns = self._num_cached_columns(hashes)
         num_tokens = num_columns * self.layout.block_size
         first = [0] * self.layout.num_groups
@@ -168,46 +207,59 @@ class BlockPool:
             first[group] = self.layout.num_hidden_columns(window, num_tokens)
         groups = list(zip(first, self._cached, strict=True))
         return [
-            cached[block_hash].block_id if column >= first_column else NULL_BLOCK
+            cached.get(block_hash, _OF_HOST_TIER).block_id if column >= first_column else NULL_BLOCK
             for column, block_hash in enumerate(hashes[:num_columns])
             for first_column, cached in groups
         ]
 
     def _num_cached_columns(self, hashes: Sequence[bytes]) -> int:
-        for window, cached in zip(self.layout.windows, self._cached, strict=True):
+        for window, held in zip(self.layout.windows, self._held, strict=True):
             if window is None:
-                hashes = list(takewhile(cached.__contains__, hashes))
+                hashes = list(takewhile(held.__contains__, hashes))
         num_columns = len(hashes)
         # What the windows see from the end of a column, nearest first.
-        views = [(self.layout.num_columns(window - 1), self._cached[group]) for group, window in self._windows]
-        if any(cached.keys().isdisjoint(hashes) for _, cached in views):
+        views = [(self.layout.num_columns(window - 1), self._held[group]) for group, window in self._windows]
+        if not all(any(map(held.__contains__, hashes)) for _, held in views):
             return 0
         longest_view = max((length for length, _ in views), default=0)
         for column in reversed(range(num_columns)):
             if num_columns - column > longest_view:
                 break
-            if any(num_columns - column <= length and hashes[column] not in cached for length, cached in views):
+            if any(num_columns - column <= length and hashes[column] not in held for length, held in views):
                 num_columns = column
         return num_columns
 
     def is_cached(self, block_hash: bytes) -> bool:
         """Whether a block with this hash can be found. Any thread may call this."""
-        return any(block_hash in cached for cached in self._cached)
+        return any(block_hash in held for held in self._held)
 
-    def num_free_among(self, block_ids: Iterable[int]) -> int:
-        """How many of these have no user: sharing them takes them out of the free ones."""
-        return sum(self._blocks[each].num_users == 0 for each in block_ids if each != NULL_BLOCK)
+    def num_free_among(self, hits: Iterable[int]) -> int:
+        """How many free blocks it takes to share these: those without a user, and one for each of the host tier."""
+        return sum(each == IN_HOST_TIER or self._blocks[each].num_users == 0 for each in hits if each != NULL_BLOCK)
 
-    def share(self, block_ids: Iterable[int]) -> None:
-        """Add one use of each block that `find` has returned."""
-        for block_id in block_ids:
-            if block_id == NULL_BLOCK:
+    def share(self, hits: list[int], hashes: Sequence[bytes]) -> list[int]:
+        """Add one use of each block of a table that `find` has returned for these columns. Those of the host tier are
+        swapped in. Return the table with the blocks that they get."""
+        for block_id in hits:
+            if block_id in (NULL_BLOCK, IN_HOST_TIER):
                 continue
             block = self._blocks[block_id]
             if block.num_users == 0:
                 block.unlink()
                 self.num_free -= 1
             block.num_users += 1
+        return self._swap_in(hits, hashes) if IN_HOST_TIER in hits else hits
+
+    def _swap_in(self, hits: list[int], hashes: Sequence[bytes]) -> list[int]:
+        table, num_groups = list(hits), self.layout.num_groups
+        moved = [entry for entry, block_id in enumerate(hits) if block_id == IN_HOST_TIER]
+        keys = [(entry % num_groups, hashes[entry // num_groups]) for entry in moved]
+        self.host.pin(keys)  # before the pool evicts other blocks for them
+        for entry, key, block_id in zip(moved, keys, self.allocate(len(moved)), strict=True):
+            table[entry] = block_id
+            self.host.swap_in(key, block_id)
+        self.register(table, hashes)
+        return table
 
     def register(self, table: list[int], hashes: Sequence[bytes], first: int = 0) -> list[int]:
         """Let the used blocks in the columns from `first` on be found by these hashes from now on. Returns those that could
@@ -237,12 +289,14 @@ class BlockPool:
                     block.unlink()
                     block.insert_before(self._free.following)
 
-    def unregister_hashes(self, hashes: Iterable[bytes]) -> None:
-        """Let nobody find the blocks with these hashes any more."""
+    def unregister_hashes(self, hashes: Sequence[bytes]) -> None:
+        """Let nobody find the blocks with these hashes any more, in the host tier too."""
+        self.host.drop([(group, each) for each in hashes for group in range(self.layout.num_groups)])
         self.unregister([cached[each].block_id for each in hashes for cached in self._cached if each in cached])
 
     def reset_cache(self) -> None:
-        """Forget what is cached. Blocks in use stay with their users."""
+        """Forget what is cached, in the host tier too. Blocks in use stay with their users."""
+        self.host.clear()
         for cached in self._cached:
             for block in cached.values():
                 block.block_hash = None
@@ -270,6 +324,10 @@ class BlockPool:
             num_cached=sum(map(len, self._cached)),
             num_queried_tokens=self._num_queried_tokens,
             num_hit_tokens=self._num_hit_tokens,
+            num_host_blocks=self.host.num_blocks,
+            num_host_cached=self.host.num_cached,
+            num_swapped_out=self.host.num_swapped_out,
+            num_swapped_in=self.host.num_swapped_in,
         )
 
     def take_events(self) -> list[BlockEvent]:
@@ -284,6 +342,7 @@ class BlockPool:
 
     def check_integrity(self, tables: Iterable[list[int]]) -> None:
         """Check that every block is free or in as many of `tables` as it has users, and that hashes lead to their blocks."""
+        self.host.check_integrity()
         users = [0] * self.num_blocks
         for table in tables:
             held = [block_id for block_id in table if block_id != NULL_BLOCK]

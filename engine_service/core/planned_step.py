@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from millrace.engine_service.core.host_tier import Swaps
 from millrace.engine_service.core.micro_batch import MicroBatch
 from millrace.engine_service.core.sequence import Sequence
 from millrace.executor.wire.messages import NewSequence, SeqId, StepId, StepRow
@@ -32,6 +33,7 @@ class PlannedStep:
         """The sequences that get a token, in the order of the result."""
         self.paused: list[Sequence] = []
         self.finished: list[SeqId] = []
+        self.swaps = Swaps()
 
     @property
     def is_full(self) -> bool:

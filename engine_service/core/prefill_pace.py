@@ -17,7 +17,7 @@ class PrefillPace:
         self._target_s = target_s
         self._decode_s = 0.0
         """Duration of a step that has decode rows only."""
-        self._token_s = 0.0
+        self.token_s = 0.0
         """What a prompt token adds to a step. 0 before the first measurement."""
 
     def measure(self, num_decodes: int, num_prompt_tokens: int, took_s: float) -> None:
@@ -26,13 +26,13 @@ class PrefillPace:
             self._decode_s = _smoothed(self._decode_s, took_s)
         elif num_prompt_tokens >= _MIN_MEASURED:
             decode_s = self._decode_s if num_decodes else 0.0
-            self._token_s = _smoothed(self._token_s, max(0.0, took_s - decode_s) / num_prompt_tokens)
+            self.token_s = _smoothed(self.token_s, max(0.0, took_s - decode_s) / num_prompt_tokens)
 
     def limit(self, num_tokens: int) -> int:
         """Return how many of `num_tokens` prompt tokens the next step may have."""
-        if self._token_s == 0.0:
+        if self.token_s == 0.0:
             return num_tokens
-        return min(num_tokens, max(_MIN_TOKENS, int((self._target_s - self._decode_s) / self._token_s)))
+        return min(num_tokens, max(_MIN_TOKENS, int((self._target_s - self._decode_s) / self.token_s)))
 
 
 def _smoothed(mean: float, value: float) -> float:

@@ -34,6 +34,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens in one step, prefill and decode together."""
     enable_prefix_caching: bool = True
     """Whether sequences that begin alike share the blocks of their beginning."""
+    force_swap: bool = False
+    """Whether blocks move to the host tier even if to compute them again is faster."""
     run_ahead: bool | None = None
     """Whether the engine plans a step while the one before it runs. None: where the workers run beside the engine."""
     is_pool_automatic: bool = False
@@ -78,7 +80,7 @@ class Scheduler:
         self.token_budget = TokenBudget(config.max_num_batched_tokens)
         self.pool = pool
         self.epoch = epoch
-        self._is_caching = config.enable_prefix_caching
+        self._is_sharing = config.enable_prefix_caching
         self._pace = PrefillPace(config.inter_token_latency_s)
         self._waiting = WaitingQueue(pool.layout)
         self._running: dict[SeqId, Sequence] = {}
@@ -108,6 +110,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence, *, is_first: bool = False) -> None:
         """Queue a sequence, at the end or before all others. The caller has checked `fits`."""
+        if not self._is_sharing:
+            sequence.share_nothing()
         self._waiting.push(sequence, is_first=is_first)
         self._suspects.add(sequence, is_first=is_first)
 
@@ -151,6 +155,8 @@ class Scheduler:
         assert step.step_id == result.step_id, f"step {result.step_id} came before step {step.step_id}"
         self.token_budget.count_good_step()
         self._pace.measure(step.num_decodes, step.num_prompt_tokens, result.device_s)
+        layout = self.pool.layout
+        self.pool.host.recompute_s = self._pace.token_s * layout.block_size / layout.num_groups
         advances: list[Advance] = []
         failures = iter(result.failures)
         for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
@@ -158,7 +164,7 @@ class Scheduler:
             if sequence.has_ended:  # while the step ran
                 continue
             if failure is not None:
-                advances.append(self._fail(sequence, failure, step))
+                advances.append(self._fail(sequence, failure))
                 continue
             reason = sequence.append(token_id)
             if reason is not None:
@@ -177,8 +183,10 @@ class Scheduler:
         known = set(affected)
         for step in self._in_flight:
             self.pool.unregister(step.registered)
+            self.pool.host.drop(step.swaps.keys)
             self._finished += step.finished  # the workers may not have dropped them
             affected += [each for each in step.paused if each.seq_id in self._running and each not in known]
+        self.pool.host.undo_next()
         self._in_flight.clear()
         for sequence in reversed(affected):
             self._requeue(sequence)
@@ -264,6 +272,7 @@ class Scheduler:
         step.paused, micro_batch.paused = [each for each in micro_batch.paused if each.clock is None], []
         micro_batch.count_step(step.step_id, joining)
         step.sampled = micro_batch.members
+        step.swaps = self.pool.host.take_swaps()
         self._in_flight.append(step)
         return StepPlan(
             step.step_id,
@@ -277,6 +286,8 @@ class Scheduler:
             paused=[sequence.seq_id for sequence in step.paused],
             new_blocks=[(sequence.seq_id, block_id) for sequence, block_id in step.new_blocks],
             micro_batch=micro_batch.number,
+            swap_out=step.swaps.swap_out,
+            swap_in=step.swaps.swap_in,
         )
 
     def _schedule_decodes(self, step: PlannedStep) -> None:
@@ -349,6 +360,10 @@ class Scheduler:
         return bool(self._in_flight) and sequence.last_step >= self._in_flight[0].step_id
 
     # --- blocks ---
+
+    @property
+    def _is_caching(self) -> bool:
+        return self._is_sharing or self.pool.host.num_blocks > 0
 
     def _find_blocks(self, sequence: Sequence) -> list[int]:
         """Return the cached blocks that the sequence begins with. At least one token is left to compute."""
@@ -427,8 +442,9 @@ class Scheduler:
     def _admit(self, sequence: Sequence, hit_blocks: list[int], step: PlannedStep) -> None:
         self._waiting.remove(sequence)
         self._running[sequence.seq_id] = self._ready[sequence.seq_id] = sequence
+        hits, hit_blocks = hit_blocks, self.pool.share(hit_blocks, sequence.block_hashes)
+        step.registered += set(hit_blocks) - set(hits)  # swapped in by this step
         num_hit_tokens = self.pool.layout.num_tokens_in(hit_blocks)
-        self.pool.share(hit_blocks)
         self.pool.count_query(sequence.num_tokens, num_hit_tokens)
         sequence.admit(hit_blocks, num_hit_tokens, self.pool.layout.block_size)
         step.new.append(sequence.as_new())
@@ -443,12 +459,9 @@ class Scheduler:
 
     # --- results ---
 
-    def _fail(self, sequence: Sequence, failure: RowFailure, step: PlannedStep) -> Advance:
-        # What it wrote may be NaN. The blocks of a preempted one are not known any more.
-        if sequence.seq_id in self._running:
-            self.pool.unregister_hashes(sequence.block_hashes[sequence.num_hit_columns :])
-        else:
-            self.pool.unregister(step.registered)
+    def _fail(self, sequence: Sequence, failure: RowFailure) -> Advance:
+        # What it wrote may be NaN. It may have been preempted since, and its blocks evicted.
+        self.pool.unregister_hashes(sequence.block_hashes[sequence.num_hit_columns :])
         sequence.num_registered_columns = len(sequence.block_ids)
         self.remove(sequence)
         return Advance(sequence, None, failure)

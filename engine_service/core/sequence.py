@@ -190,6 +190,10 @@ class Sequence:
 
     # --- transitions ---
 
+    def share_nothing(self) -> None:
+        """From now on only the sequence itself finds its blocks, after a preemption."""
+        self.hash_root, self.block_hashes = root_hash(f"sequence {self.seq_id}"), []
+
     def admit(self, hit_blocks: list[int], num_hit_tokens: int, block_size: int) -> None:
         """Begin with this table of tokens whose keys and values are in the pool."""
         self.block_ids = list(hit_blocks)

@@ -64,6 +64,12 @@ def _engine(metrics: EngineMetrics) -> Iterator[Family]:
     yield _counter("preemptions", "Sequences preempted because KV blocks ran out.", scheduler.num_preemptions)
     yield _counter("prefix_cache_queries", "Known tokens of the sequences admitted.", scheduler.pool.num_queried_tokens)
     yield _counter("prefix_cache_hits", "Of those, found in the prefix cache.", scheduler.pool.num_hit_tokens)
+    yield _gauge(
+        "host_tier_blocks", "Size of the host tier in KV blocks, 0 without one.", scheduler.pool.num_host_blocks
+    )
+    yield _gauge("host_tier_cached_blocks", "Blocks that the host tier keeps.", scheduler.pool.num_host_cached)
+    yield _counter("swapped_out_blocks", "KV blocks copied to the host tier.", scheduler.pool.num_swapped_out)
+    yield _counter("swapped_in_blocks", "KV blocks copied back from the host tier.", scheduler.pool.num_swapped_in)
     yield _gauge("kv_pool_blocks", "Size of the KV pool in blocks.", executor.num_blocks)
     yield _gauge("kv_pool_used_ratio", "Share of the KV pool's blocks that sequences hold, 0 to 1.", metrics.pool_use)
     budget = "Most tokens in a step; less than configured after the device ran out of memory."

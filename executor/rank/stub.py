@@ -3,7 +3,7 @@
 It has no KV tensors and needs no torch. The next token of a sequence is a fixed function of its last token and its
 position, so a lost, doubled or misplaced token changes the output. It checks the plans: a number of tokens that is not that
 of the rows, a row that does not start at the sequence's next position, a block that does not hold what the sequence's
-tokens would have written, and a plan of another epoch are errors.
+tokens would have written, and a plan of another epoch are errors. What is swapped out and in is checked by that too.
 
 The option `model` is a comma-separated list of options of the stub:
 
@@ -71,7 +71,9 @@ class StubWorker:
         """Whether a step has failed, and the engine may not know it yet."""
         self._slots: dict[tuple[int, int], int] = {}
         """By block and offset: a checksum of all tokens up to the one that was written there."""
-        self._num_blocks = 0
+        self._host: dict[int, dict[int, int]] = {}
+        """By host block and offset: the same."""
+        self._num_blocks = self._num_host_blocks = 0
         self._results: deque[StepResult] = deque()
         self.last_rows: list[StepRow] = []
         """All rows of the last step. For tests."""
@@ -92,7 +94,7 @@ class StubWorker:
             attention="none",
             num_parameters=0,
             weight_bytes=(1 + self._rank) * 2**20,
-            kv_bytes_per_block=(1 + self._rank) * self._config.block_size,
+            kv_bytes_per_block=self._kv_bytes_per_block,
             kv_layout=KVLayout(
                 self._config.block_size,
                 self._windows,
@@ -101,13 +103,18 @@ class StubWorker:
             ),
         )
 
-    def determine_num_available_blocks(self) -> tuple[int, int]:
-        return self._config.num_blocks or 4096, 0
+    @property
+    def _kv_bytes_per_block(self) -> int:
+        return (1 + self._rank) * self._config.block_size
 
-    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+    def determine_num_available_blocks(self) -> tuple[int, int]:
+        return self._config.num_blocks or 4096, self._config.swap_space_bytes // self._kv_bytes_per_block
+
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> float:
         self.fault_at("kv-pool")
-        self._num_blocks = num_device_blocks
-        self._slots.clear()
+        self._num_blocks, self._num_host_blocks = num_device_blocks, num_host_blocks
+        self._forget_blocks()
+        return 0.0
 
     def launch(self, plan: StepPlan) -> None:
         if plan.depth == 1:
@@ -147,6 +154,7 @@ class StubWorker:
         for number, seq_ids in self._decodes.items():
             left = [seq_id for seq_id in seq_ids if seq_id not in gone]
             self._decodes[number] = left if number == plan.micro_batch else [each for each in left if each not in moved]
+        self._swap(plan)
         for new in plan.new:
             self._sequences[new.seq_id] = _Sequence(new)
         for seq_id, block_id in plan.new_blocks:
@@ -157,6 +165,27 @@ class StubWorker:
         if num_tokens != plan.num_tokens or len({row.seq_id for row in rows}) < len(rows):
             raise ValueError(f"step {plan.step_id} has {plan.num_tokens} tokens, but these rows: {rows}")
         return rows
+
+    def _swap(self, plan: StepPlan) -> None:
+        """Copy the blocks. What a block has held before is gone."""
+        block_size = self._config.block_size
+        for device_block, host_block in plan.swap_out:
+            if not 0 <= host_block < self._num_host_blocks:
+                raise ValueError(f"block {host_block} is not of the host tier")
+            self._host[host_block] = {
+                offset: self._slots[device_block, offset]
+                for offset in range(block_size)
+                if (device_block, offset) in self._slots
+            }
+        for host_block, device_block in plan.swap_in:
+            for offset in range(block_size):
+                self._slots.pop((device_block, offset), None)
+            for offset, checksum in self._host[host_block].items():
+                self._slots[device_block, offset] = checksum
+
+    def _forget_blocks(self) -> None:
+        self._slots.clear()
+        self._host.clear()
 
     def check_health(self) -> None:
         pass
@@ -182,7 +211,7 @@ class StubWorker:
     def wake_up(self, tags: list[str], epoch: int) -> None:
         self.fault_at("wake-up")
         self._epoch = epoch
-        self._slots.clear()
+        self._forget_blocks()
         self._is_on_disk &= "weights" not in tags
 
     def shutdown(self) -> None:

@@ -22,10 +22,13 @@ class Worker(Protocol):
         """Open the device and load the model. Calls `on_phase` when the phases "device" and "load_model" begin."""
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        """Return (device blocks, host blocks) that fit, block 0 included. Profiles the largest step if memory is scarce."""
+        """Return (device blocks, host blocks) that fit; the device's include block 0. Profiles the largest step if memory is
+        scarce."""
 
-    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV pool. Once, after `determine_num_available_blocks`, before the first step."""
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> float:
+        """Allocate the KV pool, and behind it the host tier, which may have 0 blocks. Once, after
+        `determine_num_available_blocks`, before the first step. Return the seconds in which a block moves to the host tier
+        and back, 0.0 without one."""
 
     def launch(self, plan: StepPlan) -> None:
         """Begin one step, and compute it here if the device is the host. Plans come in the order of their step ids. A plan
@@ -45,7 +48,8 @@ class Worker(Protocol):
         """Raise when the device cannot be used."""
 
     def sleep(self, level: int) -> None:
-        """Drop the KV pool and all sequences. Level 1 keeps the weights in host memory, level 2 drops them too."""
+        """Drop the KV pool with its host tier, and all sequences. Level 1 keeps the weights in host memory, level 2 drops
+        them too."""
 
     def wake_up(self, tags: list[str], epoch: int) -> None:
         """Take back those of `WAKE_TAGS` in `tags`. "kv_cache": an empty pool of the old size, for plans of `epoch`."""

@@ -58,6 +58,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes for the KV pool on this rank. None: derived from the free memory."""
     kv_cache_dtype: str = "auto"
     """Number format of the KV pool: "auto" (that of the activations), "float32" or "bfloat16"."""
+    swap_space_bytes: int = 0
+    """Bytes of host memory for blocks that the KV pool of this rank evicts."""
+    force_swap: bool = False
+    """Whether there is a host tier also where the device is the host. For tests."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory that weights, activations and KV pool together may take."""
     tensor_parallel_size: int = 1
@@ -236,9 +240,9 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     micro_batch: int = 0
     """Which share of the sequences this step computes, where a pipeline has several; else 0."""
     swap_out: list[tuple[int, int]] = []
-    """(device block, host block) pairs."""
+    """(device block, host block) pairs. Host blocks count from 0. No two pairs have the same host block."""
     swap_in: list[tuple[int, int]] = []
-    """(host block, device block) pairs."""
+    """(host block, device block) pairs. A host block may also be in `swap_out`: it is filled first."""
     copy: list[tuple[int, int]] = []
     """(source, destination) device blocks."""
 

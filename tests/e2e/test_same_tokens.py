@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from millrace import LLM, SamplingParams
+from millrace.engine_service.core.scheduler import SchedulerStats
 from tests.e2e.engines import TINY
 
 SHARED = "Add the numbers, one step after the other, and write the sum at the end of the line: 12 + 7 = "
@@ -18,13 +19,18 @@ PARAMS = [
 ]
 SMALL_POOL = {"block_size": 4, "num_blocks": 38}
 PLAIN = {"run_ahead": False, "enable_prefix_caching": False}
+SWAP = {"swap_space_gib": 0.001}
 
 
-def generate(**options: Any) -> tuple[list[list[int]], int]:
-    """Return the tokens, and the number of preemptions."""
+@pytest.fixture(autouse=True)
+def force_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_FORCE_SWAP", "1")
+
+
+def generate(**options: Any) -> tuple[list[list[int]], SchedulerStats]:
     with LLM(TINY, device="cpu", dtype="float32", max_model_len=148, **options) as llm:
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        return [output.outputs[0].token_ids for output in outputs], llm.stats().num_preemptions
+        return [output.outputs[0].token_ids for output in outputs], llm.stats()
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +38,23 @@ def expected() -> list[list[int]]:
     return generate(**PLAIN)[0]
 
 
+@pytest.mark.parametrize("swap", [{}, SWAP], ids=["recompute", "swap"])
 @pytest.mark.parametrize(("run_ahead", "caching", "is_short"), list(product((False, True), repeat=3)))
-def test_in_this_process(run_ahead: bool, caching: bool, is_short: bool, expected: list[list[int]]) -> None:
+def test_in_this_process(
+    run_ahead: bool, caching: bool, is_short: bool, swap: dict[str, Any], expected: list[list[int]]
+) -> None:
     """`is_short`: of memory, so sequences are preempted, and of tokens in a step, so prompts are cut into chunks."""
-    tokens, num_preemptions = generate(
+    tokens, stats = generate(
         executor="uni",
         run_ahead=run_ahead,
         enable_prefix_caching=caching,
         max_num_batched_tokens=24 if is_short else 2048,
         **(SMALL_POOL if is_short else {}),
+        **swap,
     )
     assert tokens == expected
-    assert (num_preemptions > 0) == is_short
+    assert (stats.num_preemptions > 0) == is_short
+    assert (stats.pool.num_swapped_in > 0) == (is_short and bool(swap))
 
 
 SIZES = [
@@ -53,9 +64,13 @@ SIZES = [
 ]
 
 
+@pytest.mark.parametrize("swap", [{}, SWAP], ids=["recompute", "swap"])
 @pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_in_processes_of_their_own(sizes: dict[str, Any], run_ahead: bool, expected: list[list[int]]) -> None:
-    tokens, num_preemptions = generate(run_ahead=run_ahead, max_num_batched_tokens=40, **SMALL_POOL, **sizes)
+def test_in_processes_of_their_own(
+    sizes: dict[str, Any], run_ahead: bool, swap: dict[str, Any], expected: list[list[int]]
+) -> None:
+    tokens, stats = generate(run_ahead=run_ahead, max_num_batched_tokens=40, **SMALL_POOL, **swap, **sizes)
     assert tokens == expected
-    assert num_preemptions > 0
+    assert stats.num_preemptions > 0
+    assert (stats.pool.num_swapped_in > 0) == bool(swap)

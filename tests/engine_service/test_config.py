@@ -34,6 +34,8 @@ OPTIONS = [field.name for field in msgspec.structs.fields(ServeConfig)]
         (("--kv-cache-memory", "lots"), r"kv_cache_memory: must be .* such as 512M or 4GiB, got 'lots'"),
         (("--kv-cache-memory", "9" * 400), r"kv_cache_memory: must be "),
         (("--kv-cache-memory", "9999999999Gi"), r"kv_cache_memory: must be "),
+        (("--swap-space-gib", "-1"), r"swap_space_gib: must be 0 to 1048576, got -1"),
+        (("--swap-space-gib", "4GiB"), r"argument --swap-space-gib: .*'4GiB'; see millrace serve --help"),
         (("--device", "gpu"), r"device: must be auto, cpu, cuda or cuda:N, got 'gpu'"),
         (("--tokenizer", "a\nb"), r"tokenizer: must be printable text of 1 to 4096 characters"),
         (("--redis", "redis://:secret\n@x"), r"redis: must be printable text of 1 to 4096 characters$"),
@@ -93,6 +95,11 @@ def test_the_command_line_goes_before_the_config_file_and_that_before_the_defaul
     assert (config.queue, config.max_num_seqs, config.heartbeat, config.block_size) == ("c", 4, 5.0, 16)
     assert config.model_name == "a"
     assert config.for_worker(tmp_path).kv_cache_memory_bytes == 3 * 2**29
+
+
+def test_the_host_tier_is_given_in_gib(tmp_path: Path) -> None:
+    config = parse(["--model", "m", "--swap-space-gib", "1.5"]).for_worker(tmp_path)
+    assert (config.swap_space_bytes, config.force_swap) == (3 * 2**29, False)
 
 
 @pytest.mark.parametrize("model", ["x" * 4000, "~nobody-of-this-name/x", "/nowhere", "./x", "a\tb"])

@@ -25,6 +25,7 @@ from tests.e2e.engines import TINY
         *[("max_model_len", value) for value in ("x", 1, 2**64)],
         *[("block_size", value) for value in (None, 0)],
         *[("kv_cache_memory", value) for value in ("lots", 1.5, 0, 2**80, "9" * 400)],
+        *[("swap_space_gib", value) for value in ("4", None, -1, math.inf, math.nan)],
         *[("gpu_memory_utilization", value) for value in ("0.9", 0, 1.1, math.nan)],
         *[(name, value) for name in ("device", "dtype", "executor", "tokenizer") for value in (5, "", "a\nb")],
         ("seed", "a"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from millrace.executor.wire.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
+from millrace.worker.host_tier import HostTier
 from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, execute, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
@@ -34,6 +35,25 @@ def feed(worker: Rank, step_id: int, tokens: list[int], start: int = 0, num_toke
     num_sampled = int(end == len(tokens))
     plan = StepPlan(StepId(step_id), worker._epoch, 1, end - start, num_sampled, [row], new)
     return execute(worker, plan).token_ids
+
+
+def test_blocks_move_to_pinned_memory_and_back_in_the_order_of_the_stream() -> None:
+    parts = [torch.randn(1900, 16, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+    before = [part.clone() for part in parts]
+    tier = HostTier(parts, 2000)
+    assert tier._blocks.is_pinned()
+    out = [(block, 2 * block % 1999) for block in range(1, 900)]
+    tier.swap_out(out)
+    for part in parts:
+        part[1:900].zero_()
+    tier.swap_in([(host_block, 1899 - block) for block, host_block in out])
+    for part, kept in zip(parts, before, strict=True):
+        assert torch.equal(part[1000:1899].flip(0), kept[1:900])
+        assert torch.equal(part[900:1000], kept[900:1000])
+    assert 0 < tier.measure() < 1
+    blocks = tier._blocks
+    del tier
+    assert not blocks.is_pinned()
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -85,7 +85,7 @@ def test_plans_of_another_epoch_are_refused(model: Path) -> None:
         execute(worker, StepPlan(StepId(1), 2, 1, 0, 0))
 
 
-def test_swaps_are_refused_and_not_ignored(model: Path) -> None:
+def test_swaps_are_refused_without_a_host_tier(model: Path) -> None:
     worker = start_worker(model)
     for plan in (
         StepPlan(StepId(1), 1, 1, 0, 0, swap_in=[(0, 1)]),
@@ -93,8 +93,53 @@ def test_swaps_are_refused_and_not_ignored(model: Path) -> None:
     ):
         with pytest.raises(PlanError, match="no host memory tier"):
             execute(worker, plan)
-    with pytest.raises(ConfigError, match="no host memory tier"):
-        worker.initialize_cache(10, 5)
+
+
+def test_a_block_comes_back_from_the_host_tier_as_it_was(model: Path) -> None:
+    expected = generate_swapped(start_worker(model), swaps=False)
+    worker = start_worker(model, swap_space_bytes=1 << 20, force_swap=True)
+    assert generate_swapped(worker, swaps=True) == expected
+    assert 0 < worker.stats()["host_tier_bytes"] <= 1 << 20
+    worker.sleep(1)
+    assert worker.stats()["host_tier_bytes"] == 0
+    worker.wake_up(["weights", "kv_cache"], 1)
+    assert generate_swapped(worker, swaps=True) == expected
+
+
+def generate_swapped(worker: Rank, *, swaps: bool) -> list[int]:
+    """Compute a prompt of two blocks. `swaps`: move them to other blocks, through the host tier, while another prompt takes
+    their own. Return the next tokens."""
+    tokens, _ = run(worker, 1, [prefill()], new=[new()])
+    if swaps:
+        other: dict[str, Any] = {"new": [new(1, tokens=[1, 2, 3, 4, 5])], "finished": [0], "swap_out": [(3, 0), (1, 7)]}
+        run(worker, 2, [prefill(1)], **other)
+        row = StepRow(SeqId(0), len(PROMPT), 1, [5, 8])
+        plan: dict[str, Any] = {"new": [new(0, tokens=PROMPT + tokens)], "finished": [1], "swap_in": [(7, 8), (0, 5)]}
+        tokens += run(worker, 3, [row], **plan)[0]
+    else:
+        tokens += run(worker, 2, [], num_decodes=1)[0]
+    return tokens + run(worker, 4, [], num_decodes=1, finished=[])[0]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "message"),
+    [
+        (100, r"swap_space_gib is 9\.31322575e-08 = 100 bytes, but one KV block has 3,072 bytes: raise it"),
+        (
+            1 << 60,
+            r"swap_space_gib is 1\.07\d+e\+09 = 1,152,921,504,606,846,976 bytes for each rank, but this",
+        ),
+    ],
+)
+def test_a_host_tier_that_cannot_be_is_refused_with_the_arithmetic(model: Path, num_bytes: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start_worker(model, swap_space_bytes=num_bytes, force_swap=True)
+
+
+def test_on_a_cpu_a_host_tier_is_ignored_and_the_log_says_so(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    worker = start_worker(model, swap_space_bytes=1 << 20)
+    assert worker.stats()["host_tier_bytes"] == 0
+    assert "swap_space_gib is ignored" in caplog.text
 
 
 def test_an_empty_plan_is_answered(model: Path) -> None:

@@ -7,10 +7,11 @@ from itertools import cycle
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millrace.engine_service.core.block_hash import extend_hashes, root_hash
-from millrace.engine_service.core.block_pool import BlockEvent, BlockPool
+from millrace.engine_service.core.block_pool import IN_HOST_TIER, BlockEvent, BlockPool
+from millrace.engine_service.core.host_tier import BlockKey, HostTier
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import NULL_BLOCK
 
@@ -128,12 +129,13 @@ def test_blocks_that_nobody_can_find_are_reused_first() -> None:
 def test_sharing_a_block_keeps_it_until_its_last_user_has_gone() -> None:
     pool = BlockPool(4, KVLayout(SIZE))
     table = fill(pool, [1] * 4)
-    pool.share(table)
+    hashes = hashes_of([1] * 4)
+    pool.share(table, hashes)
     pool.free(table)
     assert pool.num_free == 2
     pool.free(table)
     assert pool.num_free == 3
-    pool.share(table)  # from among the free ones
+    pool.share(table, hashes)  # from among the free ones
     assert (pool.num_free, pool.num_free_among(table)) == (2, 0)
     pool.check_integrity([table])
 
@@ -164,6 +166,20 @@ def test_what_was_not_computed_is_taken_out_of_the_cache() -> None:
     pool.unregister(table[:1])
     pool.check_integrity([])
     assert pool.allocate(2) == table[:1] + table[1:], "they cache nothing"
+
+
+def test_a_block_is_not_lost_from_the_host_tier_while_the_pool_makes_space_for_it() -> None:
+    pool = BlockPool(3, KVLayout(SIZE), host=HostTier(2))
+    first, second = hashes_of([1] * 8), hashes_of([2] * 8)
+    pool.free(fill(pool, [1] * 8))
+    pool.free(fill(pool, [2] * 8))  # the first ones move to the host tier, and fill it
+    pool.host.take_swaps()
+    assert pool.find(first) == [IN_HOST_TIER] * 2
+    table = pool.share(pool.find(first), first)
+    assert pool.find(first) == table and pool.find(second) == []
+    swaps = pool.host.take_swaps()
+    assert [device for _, device in swaps.swap_in] == table and swaps.swap_out == []
+    pool.check_integrity([table])
 
 
 def test_events_say_what_was_stored_removed_and_cleared() -> None:
@@ -248,9 +264,27 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.layout = KVLayout(SIZE, self.windows)
-        self.pool = BlockPool(12 * len(self.windows), self.layout, num_reserved=5)
         self.sequences: list[tuple[list[int], list[int]]] = []
         """Tokens and table."""
+        self.on_device: dict[int, BlockKey] = {}
+        """By block: the group and the hash of what it holds."""
+        self.on_host: dict[int, BlockKey] = {}
+
+    @initialize(num_host_blocks=st.sampled_from([0, 1, 3, 20]))
+    def make_pool(self, num_host_blocks: int) -> None:
+        self.pool = BlockPool(12 * len(self.windows), self.layout, host=HostTier(num_host_blocks), num_reserved=5)
+
+    def keys_of(self, hashes: list[bytes]) -> list[BlockKey]:
+        """By entry of a table."""
+        return [(group, block_hash) for block_hash in hashes for group in range(len(self.windows))]
+
+    def run_plan(self) -> None:
+        """Do what a worker does before it computes."""
+        swaps = self.pool.host.take_swaps()
+        for device_block, host_block in swaps.swap_out:
+            self.on_host[host_block] = self.on_device[device_block]
+        for host_block, device_block in swaps.swap_in:
+            self.on_device[device_block] = self.on_host[host_block]
 
     @rule(blocks=st.lists(st.sampled_from([0, 1]), max_size=4), rest=st.integers(0, SIZE - 1))
     def admit(self, blocks: list[int], rest: int) -> None:
@@ -260,9 +294,14 @@ class PoolMachine(RuleBasedStateMachine):
         missing = self.layout.num_columns(len(token_ids)) * self.layout.num_groups - len(hits)
         if not self.pool.can_allocate(missing + self.pool.num_free_among(hits)):
             return
-        self.pool.share(hits)
-        table = hits + self.pool.allocate(missing)
+        num_hits = len(hits)
+        table = self.pool.share(hits, hashes) + self.pool.allocate(missing)
         self.pool.register(table, hashes)
+        self.run_plan()
+        keys = self.keys_of(hashes)
+        for block_id, key in zip(table[:num_hits], keys, strict=False):
+            assert block_id == NULL_BLOCK or self.on_device[block_id] == key
+        self.on_device |= dict(zip(table, keys, strict=False))
         self.sequences.append((token_ids, table))
 
     @precondition(lambda self: self.sequences)
@@ -292,6 +331,17 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.unregister(table)
         self.pool.free(table)
 
+    @rule(num_blocks=st.integers(1, 8), is_lost=st.booleans())
+    def evict(self, num_blocks: int, is_lost: bool) -> None:
+        """A plan uses free blocks for a while. `is_lost`: its step fails."""
+        if self.pool.can_allocate(num_blocks):
+            self.pool.free(self.pool.allocate(num_blocks))
+            if is_lost:
+                swaps = self.pool.host.take_swaps()
+                self.on_host |= {host_block: (0, b"unknown") for _, host_block in swaps.swap_out}
+                self.pool.host.drop(swaps.keys)
+            self.run_plan()
+
     @rule()
     def reset(self) -> None:
         self.pool.reset_cache()
@@ -315,7 +365,10 @@ class PoolMachine(RuleBasedStateMachine):
                 assert (block == NULL_BLOCK) == is_hidden
                 if block in owners and not is_hidden:
                     assert owners[block] == (group, token_ids[: (column + 1) * SIZE])
+                if not is_hidden and block != IN_HOST_TIER:
+                    assert self.on_device[block] == (group, hashes_of(token_ids)[column])
             assert len(table) == self.layout.num_columns(len(token_ids)) * num_groups
+        assert all(self.on_host[block] == key for key, block in self.pool.host._blocks.items())
 
 
 class WindowPoolMachine(PoolMachine):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from millrace.engine_service.core.block_pool import BlockPool
 from millrace.engine_service.core.crash_policy import QUARANTINE_AFTER_CRASHES
+from millrace.engine_service.core.host_tier import HostTier
 from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence
 from millrace.executor.rank.stub import OutOfMemoryError, StubWorker
@@ -35,8 +37,11 @@ class Bench:
         run_ahead: bool = False,
         enable_prefix_caching: bool = True,
         windows: tuple[int | None, ...] = (None,),
+        num_host_blocks: int = 0,
+        swap_s: float = 0.0,
     ) -> None:
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.layout = KVLayout(BLOCK_SIZE, windows, budget)
         self.num_stages = num_stages
         self.seconds_of: Callable[[StepPlan], float] = lambda plan: 0.0
@@ -48,7 +53,8 @@ class Bench:
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, enable_prefix_caching=enable_prefix_caching
         )
-        self.scheduler = Scheduler(config, BlockPool(num_blocks, self.layout), epoch=1)
+        pool = BlockPool(num_blocks, self.layout, host=HostTier(num_host_blocks, swap_s))
+        self.scheduler = Scheduler(config, pool, epoch=1)
         self.plans: list[StepPlan] = []
         self.rows: list[list[StepRow]] = []
         """By plan: all rows, also the decode rows that go on."""
@@ -57,7 +63,7 @@ class Bench:
     def start_worker(self) -> None:
         windows = "windows=" + "/".join(str(window or 0) for window in self.layout.windows)
         self.worker = StubWorker(self.scheduler.epoch, WorkerConfig(model=windows, block_size=BLOCK_SIZE))
-        self.worker.initialize_cache(self.num_blocks, 0)
+        self.worker.initialize_cache(self.num_blocks, self.num_host_blocks)
 
     def send(self) -> StepPlan | None:
         plan = self.schedule()
@@ -101,12 +107,20 @@ class Bench:
             with pytest.raises(OutOfMemoryError):
                 self.worker.launch(plan)
             del self.worker._faults["most-tokens"]
+            self.corrupt_swapped(plan)
             while (skipped := self.schedule()) is not None:
                 with pytest.raises(ValueError, match="an earlier step has failed"):
                     self.worker.launch(skipped)
         self.has_failed = True
         self.in_flight.clear()
         self.scheduler.requeue_in_flight()
+
+    def corrupt_swapped(self, plan: StepPlan) -> None:
+        """The step failed while it copied the blocks: nobody knows what they hold."""
+        for _, host_block in plan.swap_out:
+            self.worker._host[host_block] = dict.fromkeys(range(BLOCK_SIZE), 0)
+        for _, device_block in plan.swap_in:
+            self.worker._slots |= {(device_block, offset): 0 for offset in range(BLOCK_SIZE)}
 
     def fail_row(self) -> Sequence | None:
         """A row of the oldest step in flight has no finite logit: neither it nor what it wrote is of use."""
@@ -118,6 +132,8 @@ class Bench:
         self.scheduler.apply(
             msgspec.structs.replace(result, token_ids=[NO_TOKEN, *result.token_ids[1:]], failures=[failure])
         )
+        computed = failed.block_hashes[failed.num_hit_columns :]
+        assert not any(self.scheduler.pool.is_cached(block_hash) for block_hash in computed)
         return failed
 
     def lose_step(self) -> list[Sequence]:
@@ -686,6 +702,100 @@ def test_what_no_windows_hide_is_needed_to_the_end() -> None:
     assert not bench.scheduler.fits(make_sequence(1, prompt_len=50, max_tokens=7))
 
 
+# --- the host tier -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_a_preempted_sequence_comes_back_from_the_host_tier(enable_prefix_caching: bool) -> None:
+    num_fed_by_tier = {}
+    for num_host_blocks in (0, 100):
+        bench = Bench(num_blocks=14, num_host_blocks=num_host_blocks, enable_prefix_caching=enable_prefix_caching)
+        sequences = [make_sequence(number, prompt_len=15, max_tokens=25) for number in (1, 2, 3)]
+        for sequence in sequences:
+            bench.scheduler.add(sequence)
+        bench.run()
+        assert_undisturbed(sequences)
+        stats = bench.scheduler.stats()
+        assert stats.num_preemptions > 0
+        num_fed_by_tier[num_host_blocks] = num_fed(bench)
+        assert (stats.pool.num_swapped_in > 0) == (num_host_blocks > 0)
+    # Each preemption costs less than two blocks: that with pending tokens, and the last one, which is not full.
+    assert num_fed_by_tier[100] <= 3 * (15 + 25) + stats.num_preemptions * 2 * BLOCK_SIZE < num_fed_by_tier[0]
+
+
+def run_one(bench: Bench, number: int, **options: Any) -> Sequence:
+    sequence = make_sequence(number, **{"prompt_len": 33, "max_tokens": 1, "shared_len": 32} | options)
+    bench.scheduler.add(sequence)
+    bench.run()
+    assert_undisturbed([sequence])
+    return sequence
+
+
+def test_a_prompt_finds_in_the_host_tier_what_the_device_has_evicted() -> None:
+    bench = Bench(num_blocks=14, budget=64, num_host_blocks=100)
+    run_one(bench, 1)
+    run_one(bench, 2, shared_len=0)  # takes nearly the whole pool
+    found = run_one(bench, 3)
+    assert found.num_cached_tokens == 32
+    assert bench.plans[-1].num_tokens == 1 and len(bench.plans[-1].swap_in) >= 4
+    stats = bench.scheduler.stats().pool
+    assert stats.num_host_blocks == 100
+    assert stats.num_swapped_out == sum(len(plan.swap_out) for plan in bench.plans) >= stats.num_host_cached > 0
+    assert stats.num_swapped_in == sum(len(plan.swap_in) for plan in bench.plans)
+
+
+def test_a_reset_and_another_salt_find_nothing_in_the_host_tier() -> None:
+    bench = Bench(num_blocks=14, budget=64, num_host_blocks=100)
+    run_one(bench, 1)
+    run_one(bench, 2, shared_len=0)
+    assert run_one(bench, 3, cache_salt="another").num_cached_tokens == 0
+    bench.scheduler.pool.reset_cache()
+    assert bench.scheduler.stats().pool.num_host_cached == 0
+    assert run_one(bench, 4).num_cached_tokens == 0
+
+
+def test_without_prefix_caching_a_sequence_finds_no_blocks_of_another_one_in_the_host_tier() -> None:
+    bench = Bench(num_blocks=14, budget=64, num_host_blocks=100, enable_prefix_caching=False)
+    run_one(bench, 1)
+    run_one(bench, 2, shared_len=0)
+    assert run_one(bench, 3).num_cached_tokens == 0
+    assert bench.scheduler.stats().pool.num_swapped_in == 0
+
+
+def test_after_a_loss_of_the_workers_the_host_tier_is_empty() -> None:
+    bench = Bench(num_blocks=14, budget=64, num_host_blocks=100)
+    run_one(bench, 1)
+    run_one(bench, 2, shared_len=0)
+    bench.lose_step()
+    assert run_one(bench, 3).num_cached_tokens == 0
+
+
+def test_a_step_that_failed_has_swapped_nothing() -> None:
+    bench = Bench(num_blocks=14, budget=64, num_host_blocks=100)
+    run_one(bench, 1)
+    run_one(bench, 2, shared_len=0)
+    num_kept = bench.scheduler.stats().pool.num_host_cached
+    sequence = make_sequence(3, prompt_len=33, max_tokens=1, shared_len=32)
+    bench.scheduler.add(sequence)
+    bench.give_up()  # other tokens are in all blocks that this step was to move
+    assert bench.scheduler.stats().pool.num_host_cached < num_kept
+    bench.run()
+    assert_undisturbed([sequence])
+
+
+def test_where_computing_is_faster_nothing_is_swapped() -> None:
+    for token_s, is_swapped in ((0.001, False), (0.01, True)):
+        bench = Bench(num_blocks=14, budget=64, num_host_blocks=100, swap_s=0.02)
+        bench.seconds_of = partial(seconds_by_tokens, token_s)
+        for number in (1, 2, 3):
+            run_one(bench, number, shared_len=0)
+        assert (bench.scheduler.stats().pool.num_swapped_out > 0) == is_swapped
+
+
+def seconds_by_tokens(token_s: float, plan: StepPlan) -> float:
+    return token_s * plan.num_tokens
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one(data: st.DataObject) -> None:
@@ -699,6 +809,7 @@ def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one
         run_ahead=draw(st.booleans(), "run ahead"),
         enable_prefix_caching=draw(st.integers(0, 3), "caching") > 0,
         windows=windows,
+        num_host_blocks=draw(st.sampled_from([0, 1, 5, 60]), "host blocks"),
     )
     sequences: list[Sequence] = []
     removed: list[Sequence] = []
