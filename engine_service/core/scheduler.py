@@ -161,6 +161,8 @@ class Scheduler:
         failures = iter(result.failures)
         for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
             failure = next(failures) if token_id == NO_TOKEN else None
+            if failure is not None:  # what it wrote may be NaN; it may have ended or been preempted since
+                self.pool.unregister_hashes(sequence.block_hashes[sequence.num_hit_columns :])
             if sequence.has_ended:  # while the step ran
                 continue
             if failure is not None:
@@ -460,8 +462,6 @@ class Scheduler:
     # --- results ---
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> Advance:
-        # What it wrote may be NaN. It may have been preempted since, and its blocks evicted.
-        self.pool.unregister_hashes(sequence.block_hashes[sequence.num_hit_columns :])
         sequence.num_registered_columns = len(sequence.block_ids)
         self.remove(sequence)
         return Advance(sequence, None, failure)
