@@ -16,7 +16,7 @@ from torch import Tensor
 from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker.counter_rng import exponential_variates, next_keys
 from millrace.worker.kernels import sampling as compiled
-from millrace.worker.kernels.library import Kernels, find_kernels
+from millrace.worker.kernels.library import DTYPES, Kernels, find_kernels
 from millrace.worker.sampling_rows import SamplingRows
 
 ENTRIES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -28,11 +28,11 @@ TOP_P_WIDTHS = (64, 1024)
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Draw one token for each row of logits [M, V]. Return the ids [M] on the device of the logits, NO_TOKEN for rows whose
     largest logit is NaN or infinite; -inf means that no id was allowed. May change the logits in place."""
-    logits = logits.float().contiguous()
+    kernels = _kernels_for(logits)
+    logits = (logits.float() if kernels is None else logits).contiguous()
     if rows.forbidden:
         indices, token_ids = torch.tensor(rows.forbidden, device=logits.device).unbind(1)
         logits[indices, token_ids] = float("-inf")
-    kernels = _kernels_for(logits)
     if kernels is None:
         peaks, token_ids = logits.max(dim=-1)
         _draw_in_parts(logits, peaks, token_ids, rows)
@@ -48,7 +48,7 @@ def without_failed(peaks: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _kernels_for(logits: Tensor) -> Kernels | None:
-    return find_kernels() if logits.device.type == "cpu" else None
+    return find_kernels() if logits.device.type == "cpu" and logits.dtype in DTYPES else None
 
 
 def _draw_in_parts(logits: Tensor, peaks: Tensor, token_ids: Tensor, rows: SamplingRows) -> None:

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 9
+#define MILLRACE_KERNELS_VERSION 10
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -56,7 +56,8 @@ struct attention {
 
 /* Random draws. Shapes: M rows, V token ids. */
 struct draws {
-    const float *logits; /* [M, V], contiguous */
+    const void *logits; /* [M, V], contiguous */
+    int64_t dtype;
     int64_t num_rows, vocab_size;
     const float *peaks;        /* [M], the rows' largest logits */
     const float *temperatures; /* [M], 0: the row is not drawn */
@@ -116,8 +117,8 @@ struct kernels {
     /* Write the step's keys and values into the pool, then attend. Return 0, or -1 if there is no memory. */
     int (*attend)(const struct attention *call);
     /* Find the largest logit of each row and the lowest id that has it. A NaN makes the row's peak NaN. */
-    void (*argmax)(const float *logits, int64_t num_rows, int64_t vocab_size, float *peaks, int64_t *token_ids,
-                   int64_t num_threads);
+    void (*argmax)(const void *logits, int64_t dtype, int64_t num_rows, int64_t vocab_size, float *peaks,
+                   int64_t *token_ids, int64_t num_threads);
     /* Draw a token for each row with a temperature and a finite peak. Return 0, or -1 if there is no memory. */
     int (*draw)(const struct draws *call);
     /* Write the output of a linear layer, or with `accumulates` add it. A row's result does not depend on the other rows.

@@ -97,10 +97,10 @@ int millrace_attend(const struct attention *call)
     return chosen->attend(call);
 }
 
-void millrace_argmax(const float *logits, int64_t num_rows, int64_t vocab_size, float *peaks, int64_t *token_ids,
-                     int64_t num_threads)
+void millrace_argmax(const void *logits, int64_t dtype, int64_t num_rows, int64_t vocab_size, float *peaks,
+                     int64_t *token_ids, int64_t num_threads)
 {
-    chosen->argmax(logits, num_rows, vocab_size, peaks, token_ids, num_threads);
+    chosen->argmax(logits, dtype, num_rows, vocab_size, peaks, token_ids, num_threads);
 }
 
 int millrace_draw(const struct draws *call)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 9
+VERSION = 10
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -62,7 +62,7 @@ class DrawCall(ctypes.Structure):
 
     _fields_ = (
         ("logits", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size")),
+        *((name, ctypes.c_int64) for name in ("dtype", "num_rows", "vocab_size")),
         *(
             (name, ctypes.c_void_p)
             for name in ("peaks", "temperatures", "floors", "top_k", "top_p", "row_keys", "token_ids")
@@ -191,7 +191,7 @@ def load_library(directory: Path) -> ctypes.CDLL:
         getattr(library, f"millrace_{name}").restype = None
     library.millrace_argmax.restype = None
     library.millrace_argmax.argtypes = (
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
     )
     return library

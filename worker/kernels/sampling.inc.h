@@ -6,6 +6,8 @@ enum {
     HALF = LANES / 2,
 };
 
+static const float NEGLIGIBLE = -40.0f; /* exp of this times any vocabulary is lost in the rounding of a sum that is >= 1 */
+
 typedef uint64_t vu __attribute__((vector_size(LANES * 4))); /* HALF lanes */
 
 static inline int any_lane(vi mask)
@@ -34,13 +36,19 @@ static inline vi first_ints(void)
 
 /* --- argmax --- */
 
-static void argmax_row(const float *logits, int64_t vocab_size, float *peak, int64_t *token_id)
+static inline float item(const void *from, int64_t offset, int64_t dtype)
+{
+    return dtype == FLOAT32 ? ((const float *)from)[offset] : from_bf16(((const uint16_t *)from)[offset]);
+}
+
+static inline __attribute__((always_inline)) void argmax_row(const void *logits, int64_t first, const int64_t dtype,
+                                                             int64_t vocab_size, float *peak, int64_t *token_id)
 {
     vf best = splat(-INFINITY);
     vi best_ids = {0}, ids = first_ints(), has_nan = {0};
     int64_t i = 0;
     for (; i + LANES <= vocab_size; i += LANES, ids += LANES) {
-        vf x = load(logits + i);
+        vf x = load_item(logits, first + i, dtype);
         vi is_better = x > best; /* not >=: of equal logits the first wins */
         best = pick(is_better, x, best);
         best_ids = pick_int(is_better, ids, best_ids);
@@ -55,9 +63,10 @@ static void argmax_row(const float *logits, int64_t vocab_size, float *peak, int
             *token_id = best_ids[lane];
         }
     for (; i < vocab_size; i++) {
-        is_nan |= logits[i] != logits[i];
-        if (logits[i] > *peak) {
-            *peak = logits[i];
+        float x = item(logits, first + i, dtype);
+        is_nan |= x != x;
+        if (x > *peak) {
+            *peak = x;
             *token_id = i;
         }
     }
@@ -65,12 +74,15 @@ static void argmax_row(const float *logits, int64_t vocab_size, float *peak, int
         *peak = NAN;
 }
 
-static void argmax(const float *logits, int64_t num_rows, int64_t vocab_size, float *peaks, int64_t *token_ids,
-                   int64_t num_threads)
+static void argmax(const void *logits, int64_t dtype, int64_t num_rows, int64_t vocab_size, float *peaks,
+                   int64_t *token_ids, int64_t num_threads)
 {
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int64_t row = 0; row < num_rows; row++)
-        argmax_row(logits + row * vocab_size, vocab_size, peaks + row, token_ids + row);
+        if (dtype == FLOAT32)
+            argmax_row(logits, row * vocab_size, FLOAT32, vocab_size, peaks + row, token_ids + row);
+        else
+            argmax_row(logits, row * vocab_size, BFLOAT16, vocab_size, peaks + row, token_ids + row);
 }
 
 /* --- floors of top_k and top_p --- */
@@ -167,25 +179,32 @@ static float top_k_floor(struct draw_scratch *s, int64_t vocab_size, int64_t top
     return s->entries[top_k - 1].scaled > floor ? s->entries[top_k - 1].scaled : floor;
 }
 
-/* Fill the masses of entries that reach the floor; the others have none. */
-static void fill_masses(struct draw_scratch *s, int64_t vocab_size, float floor)
+/* Fill the masses of entries that reach the floor; the others have none. Return the sum. */
+static double fill_masses(struct draw_scratch *s, int64_t vocab_size, float floor)
 {
+    double total = 0;
     int64_t i = 0;
-    for (; i + LANES <= vocab_size; i += LANES) {
-        vf scaled = load(s->scaled + i);
-        store(s->masses + i, pick(scaled >= splat(floor), v_exp(scaled), splat(0.0f)));
+    while (i + LANES <= vocab_size) {
+        vf sum = {0};
+        for (int64_t end = i + PART; i < end && i + LANES <= vocab_size; i += LANES) {
+            vf scaled = load(s->scaled + i), masses = {0};
+            vi is_counted = scaled >= splat(floor);
+            if (any_lane(is_counted))
+                masses = (vf)(is_counted & (vi)v_exp(scaled));
+            store(s->masses + i, masses);
+            sum += masses;
+        }
+        total += sum_of_lanes(sum);
     }
     for (; i < vocab_size; i++)
-        s->masses[i] = s->scaled[i] >= floor ? expf(s->scaled[i]) : 0.0f;
+        total += s->masses[i] = s->scaled[i] >= floor ? expf(s->scaled[i]) : 0.0f;
+    return total;
 }
 
-static float top_p_floor(struct draw_scratch *s, int64_t vocab_size, double top_p, float floor)
+/* Return an entry that top_p's floor does not lie below: V entries below it have less than (1 - top_p) of the total. */
+static float lowest_top_p_floor(int64_t vocab_size, double top_p, double total)
 {
-    fill_masses(s, vocab_size, floor);
-    double total = mass_from(s, vocab_size, -INFINITY);
-    /* V entries below exp(low) have less than (1 - top_p) of the total: the nucleus ends before them. */
-    float low = (float)log(fmax((1 - top_p) * total / (double)vocab_size, 1e-30)) - 0.01f;
-    return entry_reaching(s, vocab_size, floor > low ? floor : low, top_p * total);
+    return (float)log(fmax((1 - top_p) * total / (double)vocab_size, 1e-30)) - 0.01f;
 }
 
 /* --- draws --- */
@@ -215,7 +234,7 @@ static float score_token(float scaled, uint64_t row_key, int64_t token_id)
     return scaled - logf(-log1pf(-uniform));
 }
 
-/* Return the upper 31 bits of LANES tokens' random bits as floats in [0, 1], beginning with the increments given. */
+/* Return the upper 31 bits of LANES tokens' random bits as floats in [0, 2^31], beginning with the increments given. */
 static inline vf uniforms(uint64_t state, const vu *increments)
 {
     vi low = (vi)v_mix64(increments[0] + state), high = (vi)v_mix64(increments[1] + state);
@@ -226,18 +245,21 @@ static inline vf uniforms(uint64_t state, const vu *increments)
 #else
     vi upper = SHUFFLE(low, high, 1, 3, 5, 7);
 #endif
-    return __builtin_convertvector(upper >> 1 & 0x7fffffff, vf) * splat(0x1p-31f);
+    typedef uint32_t vu32 __attribute__((vector_size(LANES * 4)));
+    return __builtin_convertvector((vi)((vu32)upper >> 1), vf);
 }
 
 /* Return the token with the best score among those that reach the floor; of equal scores the lowest id.
  *
  * Most tokens are refused without a logarithm. With the exponential variate E = -log(1 - u) >= u, a score above `best`
  * needs u < exp(scaled - best) = 2^y, and 2^y <= (1 + fraction of y) * 2^(whole part of y), which is the float with the
- * bits (y + 127) * 2^23. A small margin covers the rounding. */
+ * bits (y + 127) * 2^23. A small margin covers the rounding. All is times 2^31, as the uniforms are. */
 static int64_t best_token(const float *scaled, int64_t vocab_size, float floor, uint64_t row_key, int64_t first_guess)
 {
     int64_t best_id = first_guess;
     float best = score_token(scaled[first_guess], row_key, first_guess);
+    const float log2e = 1.44269504f * 0x1p23f;
+    float offset = (127 + 31 + 2e-4f) * 0x1p23f - best * log2e;
     vu increments[2];
     for (int i = 0; i < HALF; i++) {
         increments[0][i] = (uint64_t)(i + 1) * GOLDEN_GAMMA;
@@ -251,10 +273,9 @@ static int64_t best_token(const float *scaled, int64_t vocab_size, float floor, 
             candidates = x >= splat(floor);
             if (!any_lane(candidates))
                 continue;
-            vf y = (x - splat(best)) * splat(1.44269504f) + splat(1e-4f);
-            y = pick(y > splat(-126.0f), y, splat(-126.0f));
-            y = pick(y < splat(1.0f), y, splat(1.0f));
-            vf bound = (vf)__builtin_convertvector((y + splat(127.0f)) * splat(0x1p23f), vi);
+            vf bits = x * splat(log2e) + splat(offset);
+            bits = lesser(splat((127 + 31 + 1) * 0x1p23f), larger(splat(0x1p23f), bits));
+            vf bound = (vf)__builtin_convertvector(bits, vi);
             candidates &= uniforms(row_key + (uint64_t)i * GOLDEN_GAMMA, increments) < bound;
             if (!any_lane(candidates))
                 continue;
@@ -266,25 +287,46 @@ static int64_t best_token(const float *scaled, int64_t vocab_size, float floor, 
             if (score > best || (score == best && i + lane < best_id)) {
                 best = score;
                 best_id = i + lane;
+                offset = (127 + 31 + 2e-4f) * 0x1p23f - best * log2e;
             }
         }
     }
     return best_id;
 }
 
+static void scale_row(const struct draws *c, float *scaled, int64_t first, float peak, float temperature)
+{
+    int64_t i = 0;
+    for (; i + LANES <= c->vocab_size; i += LANES)
+        store(scaled + i, (load_item(c->logits, first + i, c->dtype) - splat(peak)) / splat(temperature));
+    for (; i < c->vocab_size; i++)
+        scaled[i] = (item(c->logits, first + i, c->dtype) - peak) / temperature;
+}
+
 static void draw_row(const struct draws *c, struct draw_scratch *s, int64_t row)
 {
     if (c->temperatures[row] == 0 || !isfinite(c->peaks[row]))
         return;
-    const float *logits = c->logits + row * c->vocab_size;
-    float peak = c->peaks[row], temperature = fmaxf(c->temperatures[row], 0x1p-126f), floor = c->floors[row];
-    for (int64_t i = 0; i < c->vocab_size; i++)
-        s->scaled[i] = (logits[i] - peak) / temperature;
+    float temperature = fmaxf(c->temperatures[row], 0x1p-126f), floor = c->floors[row];
+    scale_row(c, s->scaled, row * c->vocab_size, c->peaks[row], temperature);
     if (c->top_k[row] > 0 && c->top_k[row] < c->vocab_size)
         floor = top_k_floor(s, c->vocab_size, c->top_k[row], floor);
-    if (c->top_p[row] < 1.0)
-        floor = top_p_floor(s, c->vocab_size, c->top_p[row], floor);
-    c->token_ids[row] = best_token(s->scaled, c->vocab_size, floor, (uint64_t)c->row_keys[row], c->token_ids[row]);
+    int64_t peak_id = c->token_ids[row];
+    uint64_t key = (uint64_t)c->row_keys[row];
+    double target = 0;
+    if (c->top_p[row] < 1.0) {
+        double total = fill_masses(s, c->vocab_size, fmaxf(floor, NEGLIGIBLE));
+        target = c->top_p[row] * total;
+        floor = fmaxf(floor, lowest_top_p_floor(c->vocab_size, c->top_p[row], total));
+    }
+    int64_t token_id = best_token(s->scaled, c->vocab_size, floor, key, peak_id);
+    /* The token drawn is mostly one that top_p leaves, also without its floor. The mass of larger ones tells. */
+    float drawn = s->scaled[token_id];
+    if (c->top_p[row] < 1.0 && drawn < 0 && mass_from(s, c->vocab_size, nextafterf(drawn, 0)) >= target) {
+        floor = entry_reaching(s, c->vocab_size, floor, target);
+        token_id = best_token(s->scaled, c->vocab_size, floor, key, peak_id);
+    }
+    c->token_ids[row] = token_id;
 }
 
 static int draw(const struct draws *c)

@@ -33,9 +33,27 @@ static inline vf pick(vi mask, vf a, vf b)
     return (vf)((mask & (vi)a) | (~mask & (vi)b));
 }
 
+/* If one is NaN, `b`. As are the instructions of x86-64, which GCC does not find itself. */
 static inline vf larger(vf a, vf b)
 {
+#if LANES == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
     return pick(a > b, a, b);
+#endif
+}
+
+static inline vf lesser(vf a, vf b)
+{
+#if LANES == 16
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif LANES == 8
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return pick(a < b, a, b);
+#endif
 }
 
 static inline float largest_lane(vf lanes)
@@ -57,8 +75,7 @@ static inline float sum_of_lanes(vf lanes)
 /* exp with a relative error of about 1e-7. Below -87 the result is about 1e-38 instead of a denormal or 0. */
 static inline vf v_exp(vf x)
 {
-    x = pick(x < splat(-87.0f), splat(-87.0f), x);
-    x = pick(x > splat(88.0f), splat(88.0f), x);
+    x = lesser(splat(88.0f), larger(splat(-87.0f), x));
     /* x = n * ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer, which is in the low bits. */
     const vf rounder = splat(12582912.0f);
     vf shifted = x * splat(1.44269504f) + rounder;

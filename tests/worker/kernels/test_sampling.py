@@ -70,6 +70,14 @@ def test_seeded_draws_equal_torchs(kernels: Kernels, vocab_size: int) -> None:
     assert compiled == expected
 
 
+@pytest.mark.parametrize("vocab_size", [3, 17, 1000])
+def test_bfloat16_logits_are_drawn_as_if_widened(kernels: Kernels, vocab_size: int) -> None:
+    logits = torch.randn(256, vocab_size, generator=torch.Generator().manual_seed(1)).mul(2.5).to(torch.bfloat16)
+    rows = random_rows(256, random.Random(3), vocab_size)
+    compiled, expected = both(kernels, logits, rows)
+    assert compiled == expected == both(kernels, logits.float(), rows)[0]
+
+
 def test_seeded_draws_equal_torchs_when_many_logits_tie(kernels: Kernels) -> None:
     source = random.Random(1)
     logits = torch.randn(256, 500, generator=torch.Generator().manual_seed(1)).mul(2).round()
