@@ -12,6 +12,7 @@ Public names are loaded on first use, so `import millrace` is fast and needs nei
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ _MODULES = (
     "millrace.engine_service.offline",
 )
 """Where the public names are, the fastest import first."""
+_IMPORTED_LATER = ("torch", "transformers")
+"""What `LLM` imports only when one is made."""
 
 
 def __getattr__(name: str) -> Any:
@@ -102,9 +105,16 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "millrace").partition(".")[0] == "millrace":
             raise
-        raise ImportError(f"millrace.{name} needs {error.name}; run: pip install 'millrace[engine]'") from error
+        raise _not_installed(name, error.name) from error
+    missing = [package for package in _IMPORTED_LATER if name == "LLM" and find_spec(package) is None]
+    if missing:
+        raise _not_installed(name, missing[0])
     value = globals()[name] = getattr(module, name)
     return value
+
+
+def _not_installed(name: str, package: str | None) -> ImportError:
+    return ImportError(f"millrace.{name} needs {package}; run: pip install 'millrace[engine]'")
 
 
 def __dir__() -> list[str]:

@@ -128,7 +128,13 @@ def test_only_this_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.Mon
             "divide the 33 features of model.layers.0.mlp.experts.gate_up_proj of mixtral: use 1,",
         ),
         (
-            {"model_type": "deepseek_v2", "n_routed_experts": 4},
+            {
+                "model_type": "deepseek_v2",
+                "n_routed_experts": 4,
+                "n_group": 1,
+                "topk_group": 1,
+                "num_experts_per_tok": 2,
+            },
             *(2, 1),
             'kv_a_proj_with_mqa of deepseek_v2 as "mla_kv_a_proj", which is not supported: use pipeline',
         ),
