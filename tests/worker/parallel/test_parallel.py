@@ -304,7 +304,9 @@ def test_ranks_wake_up_as_they_were(
     level: int, processes: RankProcesses, models: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:
     with processes.group(models["gemma3_text"], 2, 2) as group:
-        row = StepRow(SeqId(0), 0, len(PROMPT), list(range(1, 7)))  # two columns of blocks for the three groups of layers
+        row = StepRow(
+            SeqId(0), 0, len(PROMPT), list(range(1, 7))
+        )  # two columns of blocks for the three groups of layers
         execute(group, step(1, [row], new=[new(0, PROMPT)]))
         assert sum(group.call("inspect", num_tensors_held)) > 0
         group.call("sleep", level)
