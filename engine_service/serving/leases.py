@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from millrace.results.errors import QueueError
+from millrace.results.connection import is_outage
+from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import Claim, EngineId, JobId, Lease, Reconciliation
 from millrace.results.queue import JobQueue
 
@@ -67,8 +68,15 @@ class Leases:
         return f"Leases({self.engine_id}, {len(self._held)} held)"
 
     def start(self) -> None:
-        """Register with the queue and stay registered. Raises `QueueError` if the first heartbeat fails."""
-        self._next_beat_s = self._next_beat_after(self._beat())
+        """Register with the queue and stay registered. During an outage of Redis, register after it. Raises `QueueError` if
+        Redis refuses the first heartbeat."""
+        try:
+            self._next_beat_s = self._next_beat_after(self._beat())
+        except RedisUnavailable as error:
+            if not is_outage(error):
+                raise
+            logger.warning("cannot register with the queue yet: %s", error)
+            self._next_beat_s = time.monotonic() + self._ttl_ms / 4000
         self.thread.start()
 
     def stop(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from millrace.embedded import EmbeddedServer
 from millrace.engine_service.serving.leases import Leases, new_engine_id
 from millrace.results.connection import connect
 from millrace.results.messages import Reconciliation
@@ -111,3 +112,17 @@ def test_a_job_that_was_lost_is_held_no_longer(queue: JobQueue, leases: Leases, 
     queue.deregister(leases.engine_id)
     assert hear(news, "lost") == [job.job_id]
     assert leases._held == {}
+
+
+def test_an_engine_that_starts_while_the_server_is_away_registers_when_it_is_back() -> None:
+    """The server may be restarted between the first check of its URL and the end of the start, which takes long."""
+    with EmbeddedServer() as server:
+        queue = JobQueue(connect(server.url), "q")
+        news = News()
+        server.stop()
+        leases = Leases(queue, new_engine_id(), 0.4, pending=dict, on_news=news.put, sleep_level=lambda: 0)
+        leases.start()
+        server.start()
+        news.get(timeout=60)
+        leases.stop()
+        queue.close()
