@@ -84,10 +84,12 @@ class JobQueue:
         fingerprint: str,
         calls_begin: bool = False,
         cached_prompts: Sequence[str] = (),
+        is_fair: bool = False,
     ) -> Claim | None:
         """Claim ready jobs. A repeated claim id returns the same jobs again. None: the engine's heartbeat has expired; send
         one, then claim again. `calls_begin` promises a `Begin` before a job that runs alone is computed.
-        `cached_prompts`: digests of beginnings of prompts; jobs that begin so are preferred among the first ones."""
+        `cached_prompts`: digests of beginnings of prompts; jobs that begin so are preferred among the first ones.
+        `is_fair`: leave to other engines that can take jobs their part."""
         limits = (
             max_jobs,
             kv_token_budget,
@@ -95,6 +97,7 @@ class JobQueue:
             num_held,
             "1" if calls_begin else "",
             " ".join(cached_prompts),
+            "1" if is_fair else "",
         )
         reply = self._run("claim", engine_id, claim_id, *limits)
         return None if reply is None else replies.claim(reply)

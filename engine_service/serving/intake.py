@@ -41,6 +41,8 @@ MAX_JOBS_PER_CLAIM = 128
 LARGE_BODY_BYTES = 4096
 """A larger body is parsed and tokenized in the `prepare` thread. 128 of this size take the claim thread up to 0.5 s."""
 _BLOCK_S = 1.0
+_FAIR_WAIT_S = 0.2
+"""Time for other engines to claim their part of the ready jobs, before this engine takes what is left."""
 _RETRY_S = 0.5
 _STOP_S = 3.0
 
@@ -68,6 +70,8 @@ class Intake:
         self._post = post
         self._cached_prompts = cached_prompts
         self._claim_number = 1
+        self._is_fair = True
+        """Whether the next claim leaves to other engines their part."""
         self._stopping = threading.Event()
         self._preparation = Preparation(self._prepare)
         self.threads = [
@@ -105,10 +109,14 @@ class Intake:
         if budget is None:
             return
         claim = self._claim(budget)
+        was_fair, self._is_fair = self._is_fair, True
         if claim.jobs or claim.num_set_aside:
             return  # there may be more behind them
         if claim.num_ready == 0:
             self._receive_signal(queue, include_wake=True)
+        elif was_fair:  # what is ready is the part of others, or does not fit
+            self._is_fair = False
+            self._capacity.wait_for_change(_FAIR_WAIT_S)
         else:
             self._capacity.wait_for_change(_BLOCK_S)
 
@@ -116,7 +124,12 @@ class Intake:
         """Claim once. After an error the next call repeats the claim id, because perhaps only the reply was lost."""
         max_jobs = min(budget.max_jobs, MAX_JOBS_PER_CLAIM)
         claim = self._leases.claim(
-            f"c{self._claim_number}", max_jobs, budget.kv_token_budget, self._fingerprint, self._cached_prompts()
+            f"c{self._claim_number}",
+            max_jobs,
+            budget.kv_token_budget,
+            self._fingerprint,
+            self._cached_prompts(),
+            is_fair=self._is_fair,
         )
         self._claim_number += 1
         for claimed in claim.jobs:

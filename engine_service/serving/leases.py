@@ -107,8 +107,11 @@ class Leases:
         kv_token_budget: int,
         fingerprint: str,
         cached_prompts: Sequence[str] = (),
+        *,
+        is_fair: bool = True,
     ) -> Claim:
-        """Claim jobs and put their leases into the table. A repeated claim id returns the same jobs."""
+        """Claim jobs and put their leases into the table. A repeated claim id returns the same jobs. `is_fair`: see
+        `JobQueue.claim`."""
         with self._calls:
             attempt = partial(
                 self._queue.claim,
@@ -120,6 +123,7 @@ class Leases:
                 fingerprint=fingerprint,
                 calls_begin=True,
                 cached_prompts=cached_prompts,
+                is_fair=is_fair,
             )
             claim = attempt()
             if claim is None:  # the heartbeat has expired, perhaps in a long pause

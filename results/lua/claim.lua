@@ -6,14 +6,15 @@
 -- ARGV  1 engine id, 2 claim id (repeating it returns the same jobs), 3 most jobs, 4 KV budget in tokens,
 --       5 fingerprint of the engine's model, 6 jobs that the engine holds already, 7 "1" when the engine calls `begin`
 --       before it computes a job that runs alone (may be omitted), 8 digests of the beginnings of prompts that the engine has
---       cached, 8 hexadecimal digits each, separated by spaces (may be omitted)
+--       cached, 8 hexadecimal digits each, separated by spaces (may be omitted), 9 "1" to leave to other engines that can take
+--       jobs their part of the ready ones (may be omitted)
 -- Returns nil when the engine's heartbeat has expired, else an array: jobs still ready (0 while the queue is paused), jobs set
 --       aside, then for each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token),
 --       tokens published, 1 when watched or 0, created ms, the record's protocol version, tenant, priority, then for each
 --       candidate from the second on its checkpoint and its tokens published
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, and
 --       later failed, where the output is another model's
--- include: queue clock settings serial record lease work candidates checkpoints signals dequeue fair_share state end_job due
+-- include: queue clock settings serial record lease work candidates checkpoints signals dequeue fair_share state end_job due engine_share
 
 allow_writes_without_memory()
 local engine, claim_id, max_jobs, budget = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -199,7 +200,9 @@ local runs_alone = previous[3] and redis.call('SISMEMBER', leases, previous[3]) 
 expire_due()
 promote_due()
 local is_queue_paused = is_paused()
-local may_continue = not runs_alone and not is_queue_paused and num_ready() > 0
+local asked_jobs, is_full = max_jobs, runs_alone
+if ARGV[9] == '1' and num_ready() > 0 then max_jobs = engine_share(engine, max_jobs) end
+local may_continue = not runs_alone and not is_queue_paused and num_ready() > 0 and max_jobs > 0
 if may_continue then reserve_serials(math.min(max_jobs, num_ready())) end
 local num_passed_over = 0  -- tenants in front with so many expired jobs that the others would wait for them
 while may_continue and not alone and #claimed < max_jobs and num_set_aside < MAX_SET_ASIDE do
@@ -208,14 +211,17 @@ while may_continue and not alone and #claimed < max_jobs and num_set_aside < MAX
   if not tenant then break end
   local num_before = #claimed
   may_continue = serve(tenant, tonumber(time), tonumber(next_time))
+  is_full = not may_continue
   local is_first_still = #claimed == num_before and redis.call('ZSCORE', prefix .. 'tenants', tenant)
   if is_first_still and next_tenant and (num_expired_of[tenant] or 0) >= MAX_EXPIRED_OF_ONE then
     num_passed_over = num_passed_over + 1
   end
 end
 
-redis.call('HSET', heartbeat, 'claim', claim_id, 'claimed', table.concat(claimed, ' '))
+is_full = is_full or alone or #claimed >= asked_jobs
+redis.call('HSET', heartbeat, 'claim', claim_id, 'claimed', table.concat(claimed, ' '), 'takes_until',
+  is_full and 0 or now + TAKES_JOBS_MS)
 if alone then redis.call('HSET', heartbeat, 'alone', alone) end
 jobs[1], jobs[2] = is_queue_paused and 0 or num_ready(), num_set_aside
-if jobs[1] == 0 then redis.call('DEL', prefix .. 'wake') elseif #claimed > 0 then wake(1) end
+if jobs[1] == 0 then redis.call('DEL', prefix .. 'wake') elseif #claimed > 0 or max_jobs <= 0 then wake(1) end
 return jobs

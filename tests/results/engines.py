@@ -79,6 +79,7 @@ class Engine:
         claim_id: str | None = None,
         num_held: int | None = None,
         cached_prompts: Sequence[str] = (),
+        is_fair: bool = False,
     ) -> list[ClaimedJob]:
         claim = self.queue.claim(
             self.id,
@@ -89,6 +90,7 @@ class Engine:
             fingerprint=self.fingerprint,
             calls_begin=self.calls_begin,
             cached_prompts=cached_prompts,
+            is_fair=is_fair,
         )
         assert claim is not None, "not registered"
         self.held.update((job.job_id, job.lease) for job in claim.jobs)

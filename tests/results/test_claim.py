@@ -198,3 +198,77 @@ def test_a_lease_never_comes_back_even_when_the_server_forgets_what_it_gave_out(
     a = engine.claim_one()
     redis_client.delete(queue.keys.prefix + "serial")
     assert engine.claim_one().lease > a.lease
+
+
+@pytest.fixture
+def replicas(queue: FullQueue) -> list[Engine]:
+    """Four engines that have found nothing to do."""
+    engines = [Engine(queue, f"replica{number}") for number in range(4)]
+    for one in engines:
+        assert one.claim() == []
+    return engines
+
+
+def claim_fairly(replicas: list[Engine], number: int, redis_client: redis.Redis, max_jobs: int = 256) -> int:
+    """Return how many jobs one of them gets. All have claimed a moment ago, also where this test takes long."""
+    for one in replicas:
+        redis_client.hset(one.queue.keys.prefix + "engine:" + one.id, "takes_until", 10**15)
+    return len(replicas[number].claim(max_jobs, is_fair=True))
+
+
+@pytest.mark.parametrize("num_jobs", [8, 200])
+def test_idle_engines_get_equal_parts(
+    queue: FullQueue, replicas: list[Engine], redis_client: redis.Redis, num_jobs: int
+) -> None:
+    submit(queue, *map(str, range(num_jobs)))
+    assert [claim_fairly(replicas, number, redis_client) for number in range(4)] == [num_jobs // 4] * 4
+
+
+def test_an_engine_with_more_jobs_than_others_leaves_the_next_ones_to_them(
+    queue: FullQueue, replicas: list[Engine], redis_client: redis.Redis
+) -> None:
+    submit(queue, *"abcdef")
+    replicas[0].claim()
+    submit(queue, *"ghij")
+    assert [claim_fairly(replicas, number, redis_client) for number in range(4)] == [0, 3, 1, 0]
+
+
+def test_what_the_others_leave_may_be_claimed(
+    queue: FullQueue, replicas: list[Engine], redis_client: redis.Redis
+) -> None:
+    submit(queue, *"abcdefgh")
+    assert [claim_fairly(replicas, 0, redis_client) for _ in range(2)] == [2, 0]
+    assert len(replicas[0].claim()) == 6
+
+
+def test_the_part_of_others_wakes_them(queue: FullQueue, replicas: list[Engine], redis_client: redis.Redis) -> None:
+    submit(queue, *"ab")
+    replicas[0].claim(1)
+    queue._transport.send(("DEL", queue.keys.wake))
+    assert claim_fairly(replicas, 0, redis_client) == 0
+    assert queue.wait_for_signal(replicas[1].id, 1, include_wake=True) == "wake"
+
+
+@pytest.mark.parametrize("why", ["alone", "full", "no capacity in tokens", "runs a job alone", "silent", "gone"])
+def test_an_engine_takes_all_when_no_other_can(queue: FullQueue, redis_client: redis.Redis, why: str) -> None:
+    engine, other = Engine(queue), Engine(queue)
+    submit(queue, "first", "large", cost=50)
+    if why == "runs a job alone":
+        redis_client.hset(queue.keys.job("first"), "crashes", 2)
+    if why != "alone":
+        other.claim(1 if why == "full" else 3, budget=50 if why == "no capacity in tokens" else 1000)
+    if why == "silent":
+        redis_client.hset(queue.keys.prefix + "engine:" + other.id, "takes_until", 1)
+    if why == "gone":
+        other.die()
+    submit(queue, *"abcdefgh")
+    assert len(engine.claim(is_fair=True)) >= 8
+    assert queue.stats().queued == 0
+
+
+def test_where_jobs_wait_for_all_engines_each_claim_is_full(
+    queue: FullQueue, replicas: list[Engine], redis_client: redis.Redis
+) -> None:
+    submit(queue, *map(str, range(40)))
+    replicas[0].claim(10)
+    assert claim_fairly(replicas, 0, redis_client, max_jobs=7) == 7
