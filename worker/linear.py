@@ -115,8 +115,8 @@ class CompiledLinear(PackedLinear):
             output_dtype=DTYPES[self.output_dtype],
         )
         self._reference = ctypes.byref(self._call)
-        self._linear = kernels.library.millrace_linear
-        self._linear_argmax = kernels.library.millrace_linear_argmax
+        self._linear = kernels.table.linear
+        self._linear_argmax = kernels.table.linear_argmax
 
     def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
         call = self._call
@@ -137,13 +137,13 @@ class CompiledLinear(PackedLinear):
 def _pack(weights: Sequence[Tensor], num_outputs: int, kernels: Kernels) -> Tensor:
     """Return the weights [N_i, K] one after the other in panels, as linear.inc.h describes them."""
     num_inputs, dtype = weights[0].shape[1], weights[0].dtype
-    width, per_line = kernels.library.millrace_panel_outputs(), 2 if dtype == torch.bfloat16 else 1
+    width, per_line = kernels.table.panel_outputs, 2 if dtype == torch.bfloat16 else 1
     panels = torch.zeros(-(-num_outputs // width), -(-num_inputs // per_line), width, per_line, dtype=dtype)
     first_output = 0
     for weight in weights:
         assert weight.dtype == dtype and weight.shape[1] == num_inputs
         rows = weight.contiguous()
-        kernels.library.millrace_pack(
+        kernels.table.pack(
             ctypes.byref(
                 PackCall(
                     weights=rows.data_ptr(),

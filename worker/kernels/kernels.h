@@ -1,4 +1,4 @@
-/* The interface of Millrace's CPU kernels, and the table through which library.c reaches one instruction set's version.
+/* The interface of Millrace's CPU kernels: a table of them for each instruction set.
  *
  * Each kernel is written once with the vector types of simd.h and compiled once for each instruction set (isa_*.c).
  * All sizes and strides count elements. Offsets into the KV pool are 64-bit: a pool may exceed 2^31 elements.
@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 10
+#define MILLRACE_KERNELS_VERSION 11
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { SILU = 0, GELU_TANH = 1 };

@@ -1,46 +1,30 @@
-/* What library.py calls: the choice of an instruction set, and the kernels of the one chosen. */
+/* What library.py calls besides the kernels: the choice of an instruction set, and the order of a step's rows. */
 #include "kernels.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-static const struct kernels *chosen = &kernels_generic;
 
 int millrace_version(void)
 {
     return MILLRACE_KERNELS_VERSION;
 }
 
-/* Return whether this machine has an instruction set: "generic", "avx2", "avx512" or "avx512bf16". */
-int millrace_supports(const char *name)
+/* Return the kernels for an instruction set: "generic", "avx2", "avx512" or "avx512bf16". NULL if this machine does not have
+ * it. */
+const struct kernels *millrace_kernels(const char *name)
 {
 #if defined(__x86_64__)
     __builtin_cpu_init();
+    int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (strcmp(name, "avx2") == 0)
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (strcmp(name, "avx512bf16") == 0 && !__builtin_cpu_supports("avx512bf16"))
-        return 0;
-    if (strncmp(name, "avx512", 6) == 0)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#endif
-    return strcmp(name, "generic") == 0;
-}
-
-/* Use an instruction set from now on. The machine must support it. */
-void millrace_choose(const char *name)
-{
-    chosen = &kernels_generic;
-#if defined(__x86_64__)
-    if (strcmp(name, "avx2") == 0)
-        chosen = &kernels_avx2;
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kernels_avx2 : NULL;
     if (strcmp(name, "avx512") == 0)
-        chosen = &kernels_avx512;
+        return has_avx512 ? &kernels_avx512 : NULL;
     if (strcmp(name, "avx512bf16") == 0)
-        chosen = &kernels_avx512bf16;
-#else
-    (void)name;
+        return has_avx512 && __builtin_cpu_supports("avx512bf16") ? &kernels_avx512bf16 : NULL;
 #endif
+    return strcmp(name, "generic") == 0 ? &kernels_generic : NULL;
 }
 
 /* A row of one token, and the blocks that it reads. */
@@ -90,50 +74,4 @@ int millrace_order_rows(struct attention_rows *rows, int64_t block_size, int32_t
     rows->order = order;
     rows->common = common;
     return 0;
-}
-
-int millrace_attend(const struct attention *call)
-{
-    return chosen->attend(call);
-}
-
-void millrace_argmax(const void *logits, int64_t dtype, int64_t num_rows, int64_t vocab_size, float *peaks,
-                     int64_t *token_ids, int64_t num_threads)
-{
-    chosen->argmax(logits, dtype, num_rows, vocab_size, peaks, token_ids, num_threads);
-}
-
-int millrace_draw(const struct draws *call)
-{
-    return chosen->draw(call);
-}
-
-int millrace_linear(const struct linear *call)
-{
-    return chosen->linear(call);
-}
-
-int millrace_linear_argmax(const struct linear *call)
-{
-    return chosen->linear_argmax(call);
-}
-
-void millrace_pack(const struct packing *call)
-{
-    chosen->pack(call);
-}
-
-int millrace_panel_outputs(void)
-{
-    return chosen->panel_outputs;
-}
-
-void millrace_norm(const struct norm *call)
-{
-    chosen->norm(call);
-}
-
-void millrace_gate(const struct gate *call)
-{
-    chosen->gate(call);
 }

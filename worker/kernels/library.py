@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 # The library needs libgomp. Loaded after torch it shares torch's copy and its threads.
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 10
+VERSION = 11
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -111,12 +113,40 @@ class PackCall(ctypes.Structure):
     )
 
 
+_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_CALL_WITHOUT_STATUS = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_ARGMAX = ctypes.CFUNCTYPE(
+    None,
+    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+)
+
+
+class KernelTable(ctypes.Structure):
+    """`struct kernels`. Each access makes a new function object."""
+
+    _fields_ = (
+        *(("attend", _CALL), ("argmax", _ARGMAX), ("draw", _CALL), ("linear", _CALL), ("linear_argmax", _CALL)),
+        *(("pack", _CALL_WITHOUT_STATUS), ("panel_outputs", ctypes.c_int)),
+        *(("norm", _CALL_WITHOUT_STATUS), ("gate", _CALL_WITHOUT_STATUS)),
+    )
+
+
 @dataclass(frozen=True)
 class Kernels:
     """The loaded library, and the instruction set that it uses."""
 
     library: ctypes.CDLL
     instruction_set: str
+
+    @cached_property
+    def table(self) -> KernelTable:
+        table: KernelTable = self.library.millrace_kernels(self.instruction_set.encode()).contents
+        return table
+
+    @cached_property
+    def _attend(self) -> Callable[[Any], int]:
+        return self.table.attend  # type: ignore[no-any-return]
 
     def order_rows(self, rows: AttentionRows, block_size: int, order: Tensor, common: Tensor) -> None:
         """Fill int32 [R], [R]. Raises `MemoryError`."""
@@ -125,11 +155,11 @@ class Kernels:
 
     def attend(self, call: AttentionCall) -> None:
         """Raises `MemoryError`."""
-        check(self.library.millrace_attend(ctypes.byref(call)))
+        check(self._attend(ctypes.byref(call)))
 
     def draw(self, call: DrawCall) -> None:
         """Raises `MemoryError`."""
-        check(self.library.millrace_draw(ctypes.byref(call)))
+        check(self.table.draw(ctypes.byref(call)))
 
 
 @cache
@@ -153,7 +183,6 @@ def find_kernels() -> Kernels | None:
     if wanted != "auto" and wanted not in supported:
         logger.warning("%s is %s, which this machine does not have: using %s", VARIABLE, wanted, supported[0])
     kernels = Kernels(library, wanted if wanted in supported else supported[0])
-    library.millrace_choose(kernels.instruction_set.encode())
     logger.info("compiled kernels: %s, %d threads", kernels.instruction_set, torch.get_num_threads())
     return kernels
 
@@ -187,19 +216,13 @@ def load_library(directory: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(found[0]))
     if (version := library.millrace_version()) != VERSION:
         raise OSError(f"{found[0].name} is version {version} instead of {VERSION}: install Millrace again")
-    for name in ("choose", "norm", "gate", "pack"):
-        getattr(library, f"millrace_{name}").restype = None
-    library.millrace_argmax.restype = None
-    library.millrace_argmax.argtypes = (
-        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
-    )
+    library.millrace_kernels.restype = ctypes.POINTER(KernelTable)
     return library
 
 
 def supported_instruction_sets(library: ctypes.CDLL) -> list[str]:
     """Return those of INSTRUCTION_SETS that this machine has."""
-    return [name for name in INSTRUCTION_SETS if library.millrace_supports(name.encode())]
+    return [name for name in INSTRUCTION_SETS if library.millrace_kernels(name.encode())]
 
 
 def check(status: int) -> None:

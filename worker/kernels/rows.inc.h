@@ -28,11 +28,6 @@ static inline void put(void *to, int64_t at, float number, int64_t dtype)
         ((uint16_t *)to)[at] = to_bf16(number);
 }
 
-static inline float get(const void *from, int64_t at, int64_t dtype)
-{
-    return dtype == FLOAT32 ? ((const float *)from)[at] : from_bf16(((const uint16_t *)from)[at]);
-}
-
 static float sum_of_squares(const void *from, int64_t offset, int64_t size, int64_t dtype)
 {
     float widened[CHUNK], total = 0;
@@ -60,8 +55,8 @@ static void norm(const struct norm *c)
                 ((float *)c->output)[offset + i] = ((const float *)c->input)[offset + i] * factor * c->weights[i];
         else
             for (int64_t i = 0; i < c->size; i++) {
-                float normed = get(c->input, offset + i, c->dtype) * factor * c->weights[i];
-                put(c->output, offset + i, c->adds ? get(c->output, offset + i, c->dtype) + normed : normed, c->dtype);
+                float normed = item(c->input, offset + i, c->dtype) * factor * c->weights[i];
+                put(c->output, offset + i, c->adds ? item(c->output, offset + i, c->dtype) + normed : normed, c->dtype);
             }
     }
 }

@@ -25,7 +25,7 @@ class RowNorm:
             weights=self._weights.data_ptr(), size=weights.numel(), dtype=DTYPES[dtype], epsilon=epsilon
         )
         self._pointer = ctypes.byref(self._call)
-        self._run = kernels.library.millrace_norm
+        self._run = kernels.table.norm
 
     def into(self, inputs: Tensor, outputs: Tensor, *, adds: bool = False) -> None:
         """Write the norms of contiguous rows [M, K] to the outputs [M, K], or add them to the outputs."""
@@ -41,7 +41,7 @@ class GatedActivation:
     def __init__(self, kernels: Kernels, activation: str, size: int, dtype: torch.dtype) -> None:
         self._call = GateCall(size=size, dtype=DTYPES[dtype], activation=ACTIVATIONS[activation])
         self._pointer = ctypes.byref(self._call)
-        self._run = kernels.library.millrace_gate
+        self._run = kernels.table.gate
 
     def into(self, inputs: Tensor, outputs: Tensor) -> None:
         """Write the outputs [M, K] for contiguous inputs [M, 2 K]: the gates, then the values."""

@@ -18,7 +18,7 @@ def argmax(kernels: Kernels, logits: Tensor) -> tuple[Tensor, Tensor]:
     with a NaN has the peak NaN."""
     num_rows, vocab_size = logits.shape
     peaks, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
-    kernels.library.millrace_argmax(
+    kernels.table.argmax(
         *(logits.data_ptr(), DTYPES[logits.dtype], num_rows, vocab_size),
         *(peaks.data_ptr(), token_ids.data_ptr(), torch.get_num_threads()),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,6 @@ def _instruction_sets() -> list[str]:
 
 
 @pytest.fixture(params=_instruction_sets())
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+def kernels(request: pytest.FixtureRequest) -> Kernels:
     library = load_library(DIRECTORY)
-    library.millrace_choose(request.param.encode())
-    yield Kernels(library, request.param)
-    library.millrace_choose(supported_instruction_sets(library)[0].encode())
+    return Kernels(library, request.param)

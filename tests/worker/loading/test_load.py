@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, T5Config
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.errors import ConfigError, DeviceError, ModelError
-from millrace.worker.kernels.library import find_kernels
+from millrace.worker.kernels.library import find_kernels, supported_instruction_sets
 from millrace.worker.rank import Rank
 from tests.worker.driver import Driver, start_worker
 from tests.worker.models import build_model, make_model
@@ -170,7 +170,7 @@ def test_float16_checkpoints_run_in_float32_on_a_cpu(tmp_path: Path, caplog: pyt
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The CPU is one with this instruction set at most."""
     found = find_kernels()
-    if found is None or not found.library.millrace_supports(request.param.encode()):
+    if found is None or request.param not in supported_instruction_sets(found.library):
         pytest.skip(f"there is no {request.param} here")
     limited = replace(found, instruction_set=request.param)
     monkeypatch.setattr("millrace.worker.loading.dtype.find_kernels", lambda: limited)
