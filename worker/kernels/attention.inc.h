@@ -6,6 +6,9 @@
  * row), and head of the G. The softmax is computed online (Milakov, Gimelshein: Online normalizer calculation for softmax,
  * 2018): a span of keys at a time, with the running maximum and sum of each query vector.
  *
+ * The few query vectors of a decode lie in rows: a register holds entries of one vector. More vectors of a head lie in
+ * lanes: a register holds the same entry of LANES vectors, so nothing is added across a register.
+ *
  * Spans begin at multiples of SPAN, and each sum has one order in all tiles. So a token's result has the same bits whatever
  * the other rows are, whatever rows it shares keys with, and however its sequence was divided into chunks. (For blocks
  * that are no multiple of LANES, a sliding window may change the order.)
@@ -16,7 +19,8 @@ enum {
     TILE_ROWS_MAX = 16,  /* rows of a tile that have keys in common */
     SPAN = 128,          /* keys whose scores are in memory at a time */
     ROWS_PER_THREAD = 4, /* with fewer, the heads of a decode are divided among the threads */
-    DIRECT_VECTORS = 8,  /* more query vectors of a head do not widen the pool's bfloat16 each for itself */
+    ROW_VECTORS = 8,     /* more query vectors of a head are computed side by side, in lanes */
+    LANE_KEYS = LANES == 16 ? 4 : 2, /* keys whose scores with vectors in lanes are in registers */
 };
 
 struct tile {
@@ -26,15 +30,18 @@ struct tile {
     int32_t common;                  /* positions from 0 on that have the same slots in all rows */
 };
 
-/* The members of a tile that attend to the same slots, and the positions of these. */
+/* The members and heads of a tile that attend to the same slots together, and the positions of these. */
 struct part {
-    int64_t row, first_member, num_members, begin, count, end; /* end: of all positions to come */
+    int64_t row, first_member, num_members;
+    int64_t first_head, num_heads; /* of those of the tile. One, if the query vectors are in lanes */
+    int64_t begin, count, end;     /* end: of all positions to come */
 };
 
 /* What one thread works with. Vectors are padded with zeros to multiples of LANES. */
 struct scratch {
     float *query;   /* [Q, D padded], times the scaling */
-    float *scores;  /* [Q, SPAN] */
+    float *scores;  /* [Q, SPAN], or of one head [SPAN, Q padded] if the query vectors are in lanes */
+    float *turned;  /* [Q padded / LANES, D padded, LANES]: query vectors of one head in lanes */
     float *sums;    /* [Q, Dv padded], not divided yet */
     float *maxima;  /* [Q] */
     float *totals;  /* [Q] */
@@ -65,7 +72,7 @@ static int64_t num_vectors(const struct attention *c, const struct tile *tile)
 static int64_t scratch_floats(const struct attention *c, int64_t vectors)
 {
     int64_t dims = padded(c->key_dim) + padded(c->value_dim);
-    return padded(vectors * (dims + SPAN + 2)) + LANES * dims;
+    return padded(vectors * (dims + 2)) + (vectors + LANES) * (SPAN + padded(c->key_dim)) + LANES * dims;
 }
 
 static struct scratch divide_scratch(const struct attention *c, int64_t vectors, float *memory)
@@ -73,7 +80,8 @@ static struct scratch divide_scratch(const struct attention *c, int64_t vectors,
     struct scratch s;
     s.query = memory;
     s.scores = s.query + vectors * padded(c->key_dim);
-    s.sums = s.scores + vectors * SPAN;
+    s.turned = s.scores + (vectors + LANES) * SPAN;
+    s.sums = s.turned + (vectors + LANES) * padded(c->key_dim);
     s.maxima = s.sums + vectors * padded(c->value_dim);
     s.totals = s.maxima + vectors;
     s.widened = s.totals + vectors;
@@ -150,7 +158,7 @@ static inline struct vectors vectors_at(const struct attention *c, const void *p
     int64_t slot_size = c->num_kv_heads * dim, item_size = c->pool_dtype == FLOAT32 ? 4 : 2;
     int64_t queries = part->num_members * (c->num_heads / c->num_kv_heads);
     int is_one_block = begin % c->block_size + count <= c->block_size;
-    if (is_one_block && count >= needed && dim % LANES == 0 && (c->pool_dtype == FLOAT32 || queries <= DIRECT_VECTORS)) {
+    if (is_one_block && count >= needed && dim % LANES == 0 && (c->pool_dtype == FLOAT32 || queries <= ROW_VECTORS)) {
         int64_t offset = slot_of(c, part->row, begin) * slot_size + kv_head * dim;
         return (struct vectors){(const char *)pool + offset * item_size, slot_size, c->pool_dtype};
     }
@@ -163,17 +171,17 @@ static inline struct vectors vectors_at(const struct attention *c, const void *p
     return (struct vectors){widened, padded(dim), FLOAT32};
 }
 
-/* Prefetch a share of the vectors at a position and behind it in its block: that of one of the tile's heads. With all heads
- * in a tile the shares are in the order of the memory, which the hardware's prefetcher recognizes. */
+/* Prefetch a share of the vectors at a position and behind it in its block: that of one of the part's heads. With all heads
+ * in a part the shares are in the order of the memory, which the hardware's prefetcher recognizes. */
 static inline void prefetch(const struct attention *c, const void *pool, int64_t dim, const struct tile *tile,
                             const struct part *part, int64_t head, int64_t position)
 {
-    if (position >= part->end || part->num_members > 1)
+    if (position >= part->end)
         return;
     int64_t size = dim * (c->pool_dtype == FLOAT32 ? 4 : 2), slot_size = c->num_kv_heads * size;
     int64_t count = smaller(LANES, c->block_size - position % c->block_size);
     const char *first = (const char *)pool + slot_of(c, part->row, position) * slot_size;
-    if (tile->num_heads == c->num_kv_heads)
+    if (part->num_heads == c->num_kv_heads)
         for (int64_t byte = head * count * size; byte < (head + 1) * count * size; byte += 64)
             __builtin_prefetch(first + byte, 0, 2);
     else
@@ -230,69 +238,155 @@ static inline __attribute__((always_inline)) void score_vectors(const float *que
         score_tile(queries + q * dim, keys, dim, 1, dtype, scores + q * SPAN);
 }
 
-/* Fill scores [Q, count] with the products of the part's query vectors and keys. */
+/* Bring the query vectors [count, dim] of a head into lanes: turned [count / LANES, dim, LANES], padded with zeros. */
+static void turn_queries(const float *queries, int64_t count, int64_t dim, float *turned)
+{
+    for (int64_t q = 0; q < padded(count); q++)
+        for (int64_t d = 0; d < dim; d++)
+            turned[(q / LANES * dim + d) * LANES + q % LANES] = q < count ? queries[q * dim + d] : 0;
+}
+
+/* Fill scores [LANE_KEYS, width] with the dot products of keys and the query vectors in lanes. The order of the sums is
+ * that of score_tile: one sum for each of the LANES entries of a vector, which are then added in pairs, the most distant
+ * ones first. With the entries in the order of their reversed bits few sums wait for their partner. */
+static inline void score_lanes(const float *turned, const float *keys, int64_t distance, int64_t dim, int64_t width,
+                               float *scores)
+{
+    for (int64_t v = 0; v < width; v += LANES) {
+        vf sums[5][LANE_KEYS]; /* of 1, 2, 4, 8 and 16 entries */
+        int level = 0;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            vf own[LANE_KEYS] = {0};
+            for (int64_t d = (i & 1) * LANES / 2 + (i & 2) * LANES / 8 + (i & 4) * LANES / 32 + (i & 8) * LANES / 128;
+                 d < dim; d += LANES) {
+                vf query = load(turned + v * dim + d * LANES);
+#pragma GCC unroll 4
+                for (int key = 0; key < LANE_KEYS; key++)
+                    own[key] += query * splat(keys[key * distance + d]);
+            }
+#pragma GCC unroll 4
+            for (level = 0; i >> level & 1; level++)
+#pragma GCC unroll 4
+                for (int key = 0; key < LANE_KEYS; key++)
+                    own[key] = sums[level][key] + own[key];
+            memcpy(sums[level], own, sizeof own);
+        }
+#pragma GCC unroll 4
+        for (int key = 0; key < LANE_KEYS; key++)
+            store(scores + key * width + v, sums[level][key]);
+    }
+}
+
+/* Fill the scores with the products of the part's query vectors and keys. */
 static void score_keys(const struct attention *c, const struct scratch *s, const struct tile *tile,
                        const struct part *part)
 {
     int64_t group = c->num_heads / c->num_kv_heads, per_head = (int64_t)tile->num_rows * tile->num_tokens * group;
-    int64_t dim = padded(c->key_dim), count = part->num_members * group;
+    int64_t dim = padded(c->key_dim), queries = part->num_members * group;
     for (int64_t k = 0; k < part->count; k += LANES)
-        for (int64_t head = 0; head < tile->num_heads; head++) {
+        for (int64_t head = part->first_head; head < part->first_head + part->num_heads; head++) {
             int64_t kv_head = tile->first_head + head, q = head * per_head + part->first_member * group;
-            struct vectors keys = vectors_at(c, c->keys, c->key_dim, part, kv_head, part->begin + k,
-                                             smaller(LANES, part->count - k), LANES, s->widened);
+            int64_t count = smaller(LANES, part->count - k);
+            struct vectors keys =
+                vectors_at(c, c->keys, c->key_dim, part, kv_head, part->begin + k, count, LANES, s->widened);
             if (k + LANES < part->count)
                 prefetch(c, c->keys, c->key_dim, tile, part, head, part->begin + k + LANES);
             else
                 prefetch(c, c->values, c->value_dim, tile, part, head, part->begin);
-            if (keys.dtype == FLOAT32)
-                score_vectors(s->query + q * dim, count, keys, dim, FLOAT32, s->scores + q * SPAN + k);
+            if (queries > ROW_VECTORS)
+                for (int64_t key = 0; key < count; key += LANE_KEYS)
+                    score_lanes(s->turned, (const float *)keys.first + key * keys.distance, keys.distance, dim,
+                                padded(queries), s->scores + (k + key) * padded(queries));
+            else if (keys.dtype == FLOAT32)
+                score_vectors(s->query + q * dim, queries, keys, dim, FLOAT32, s->scores + q * SPAN + k);
             else
-                score_vectors(s->query + q * dim, count, keys, dim, BFLOAT16, s->scores + q * SPAN + k);
+                score_vectors(s->query + q * dim, queries, keys, dim, BFLOAT16, s->scores + q * SPAN + k);
         }
 }
 
-/* Turn one query vector's scores into weights, from `first` up to `end`; the others become 0. Scale what it has so far
- * to the new maximum. */
-static void weigh(const struct attention *c, const struct scratch *s, int64_t vector, int64_t count, int64_t first,
-                  int64_t end)
+/* Cap scores, and find out which keys a query vector does not see. */
+static inline vf mask(const struct attention *c, vf scores, vi is_seen)
+{
+    if (c->softcap > 0)
+        scores = splat(c->softcap) * v_tanh(scores / splat(c->softcap));
+    return pick(is_seen, scores, splat(-INFINITY));
+}
+
+static inline vf weight_of(vf score, vf maximum)
+{
+    return pick(score == splat(-INFINITY), splat(0.0f), v_exp(score - maximum));
+}
+
+/* Scale what a query vector has so far to the new maximum. */
+static inline void scale_sums(const struct attention *c, float *sums, float factor)
+{
+    if (factor != 1)
+        for (int64_t d = 0; d < padded(c->value_dim); d += LANES)
+            store(sums + d, load(sums + d) * splat(factor));
+}
+
+/* Turn the scores of a query vector in a row into weights. It sees the keys from `first` up to `end`; the others' weights
+ * become 0. */
+static void weigh_row(const struct attention *c, const struct scratch *s, int64_t vector, int64_t count, int32_t first,
+                      int32_t end)
 {
     float *scores = s->scores + vector * SPAN;
-    for (int64_t k = 0; k < first; k++)
-        scores[k] = -INFINITY;
-    for (int64_t k = end; k < padded(count); k++)
-        scores[k] = -INFINITY;
-    vf largest = splat(s->maxima[vector]);
-    for (int64_t k = 0; k < count; k += LANES) {
-        vf score = load(scores + k);
-        if (c->softcap > 0) {
-            vf capped = splat(c->softcap) * v_tanh(score / splat(c->softcap));
-            score = pick(score == splat(-INFINITY), score, capped);
-            store(scores + k, score);
-        }
+    vf largest = splat(s->maxima[vector]), total = {0};
+    vi keys = first_ints();
+    for (int64_t k = 0; k < count; k += LANES, keys += LANES) {
+        vf score = mask(c, load(scores + k), (keys >= first) & (keys < end));
+        store(scores + k, score);
         largest = larger(score, largest);
     }
     float maximum = largest_lane(largest), before = s->maxima[vector];
-    vf total = {0};
     for (int64_t k = 0; k < count; k += LANES) {
-        vf score = load(scores + k);
-        vf weight = pick(score == splat(-INFINITY), splat(0.0f), v_exp(score - splat(maximum)));
+        vf weight = weight_of(load(scores + k), splat(maximum));
         store(scores + k, weight);
         total += weight;
     }
+    float factor = maximum == before ? 1 : v_exp(splat(before - maximum))[0];
     s->maxima[vector] = maximum;
-    if (before == -INFINITY || maximum == before) { /* the first span with keys, or no new maximum */
-        s->totals[vector] += sum_of_lanes(total);
-        return;
-    }
-    float factor = expf(before - maximum), *sums = s->sums + vector * padded(c->value_dim);
     s->totals[vector] = s->totals[vector] * factor + sum_of_lanes(total);
-    for (int64_t d = 0; d < padded(c->value_dim); d += LANES)
-        store(sums + d, load(sums + d) * splat(factor));
+    scale_sums(c, s->sums + vector * padded(c->value_dim), factor);
 }
 
+/* The same for LANES query vectors in lanes, of which `num_vectors` exist. Lane by lane it is the same arithmetic. */
+static void weigh_lanes(const struct attention *c, const struct scratch *s, int64_t vector, int64_t num_vectors,
+                        float *scores, int64_t width, int64_t count, vi first, vi end)
+{
+    vf before = splat(-INFINITY), totals = {0}, sums[LANES] = {{0}}, sum = {0};
+    memcpy(&before, s->maxima + vector, num_vectors * sizeof(float));
+    memcpy(&totals, s->totals + vector, num_vectors * sizeof(float));
+    vf maximum = before;
+    for (int64_t k = 0; k < count; k++) {
+        vf score = mask(c, load(scores + k * width), (first <= (int32_t)k) & (end > (int32_t)k));
+        store(scores + k * width, score);
+        maximum = larger(score, maximum);
+    }
+    for (int64_t k = 0; k < count; k++) {
+        vf weight = weight_of(load(scores + k * width), maximum);
+        store(scores + k * width, weight);
+        sums[k % LANES] += weight;
+    }
+    for (int i = 0; i < LANES; i++)
+        sum += sums[i];
+    vf factor = pick(maximum == before, splat(1.0f), v_exp(before - maximum));
+    totals = totals * factor + sum;
+    memcpy(s->maxima + vector, &maximum, num_vectors * sizeof(float));
+    memcpy(s->totals + vector, &totals, num_vectors * sizeof(float));
+    for (int64_t i = 0; i < num_vectors; i++)
+        scale_sums(c, s->sums + (vector + i) * padded(c->value_dim), factor[i]);
+}
+
+/* The weights of query vectors in rows [Q, SPAN] or in lanes [SPAN, Q padded]. */
+struct weights {
+    const float *first;
+    int64_t query_stride, key_stride;
+};
+
 /* sums [num_queries, columns] += weights [num_queries, count] @ values [count, columns], in columns of LANES. */
-static inline __attribute__((always_inline)) void add_columns(float *sums, const float *weights, struct vectors values,
+static inline __attribute__((always_inline)) void add_columns(float *sums, struct weights weights, struct vectors values,
                                                               int64_t column, int64_t count, int64_t dim,
                                                               const int num_queries, const int columns,
                                                               const int64_t dtype)
@@ -305,7 +399,7 @@ static inline __attribute__((always_inline)) void add_columns(float *sums, const
         vf factors[4];
 #pragma GCC unroll 4
         for (int q = 0; q < num_queries; q++)
-            factors[q] = splat(weights[q * SPAN + k]);
+            factors[q] = splat(weights.first[q * weights.query_stride + k * weights.key_stride]);
 #pragma GCC unroll 8
         for (int i = 0; i < columns; i++) {
             vf value = load_item(values.first, k * values.distance + column + i * LANES, dtype);
@@ -319,7 +413,7 @@ static inline __attribute__((always_inline)) void add_columns(float *sums, const
         store(sums + i / columns * dim + column + i % columns * LANES, parts[i]);
 }
 
-static inline __attribute__((always_inline)) void add_tile_values(float *sums, const float *weights,
+static inline __attribute__((always_inline)) void add_tile_values(float *sums, struct weights weights,
                                                                   struct vectors values, int64_t count, int64_t dim,
                                                                   const int num_queries, const int64_t dtype)
 {
@@ -333,17 +427,17 @@ static inline __attribute__((always_inline)) void add_tile_values(float *sums, c
         add_columns(sums, weights, values, column, count, dim, num_queries, 1, dtype);
 }
 
-static inline __attribute__((always_inline)) void add_vectors(float *sums, const float *weights, int64_t num_queries,
+static inline __attribute__((always_inline)) void add_vectors(float *sums, struct weights weights, int64_t num_queries,
                                                               struct vectors values, int64_t count, int64_t dim,
                                                               const int64_t dtype)
 {
     int64_t q = 0;
-    for (; q + 4 <= num_queries; q += 4)
-        add_tile_values(sums + q * dim, weights + q * SPAN, values, count, dim, 4, dtype);
-    for (; q + 2 <= num_queries; q += 2)
-        add_tile_values(sums + q * dim, weights + q * SPAN, values, count, dim, 2, dtype);
+    for (; q + 4 <= num_queries; q += 4, weights.first += 4 * weights.query_stride)
+        add_tile_values(sums + q * dim, weights, values, count, dim, 4, dtype);
+    for (; q + 2 <= num_queries; q += 2, weights.first += 2 * weights.query_stride)
+        add_tile_values(sums + q * dim, weights, values, count, dim, 2, dtype);
     if (q < num_queries)
-        add_tile_values(sums + q * dim, weights + q * SPAN, values, count, dim, 1, dtype);
+        add_tile_values(sums + q * dim, weights, values, count, dim, 1, dtype);
 }
 
 static void add_values(const struct attention *c, const struct scratch *s, const struct tile *tile,
@@ -352,7 +446,7 @@ static void add_values(const struct attention *c, const struct scratch *s, const
     int64_t group = c->num_heads / c->num_kv_heads, per_head = (int64_t)tile->num_rows * tile->num_tokens * group;
     int64_t dim = padded(c->value_dim), num_queries = part->num_members * group;
     for (int64_t k = 0; k < part->count; k += LANES)
-        for (int64_t head = 0; head < tile->num_heads; head++) {
+        for (int64_t head = part->first_head; head < part->first_head + part->num_heads; head++) {
             int64_t kv_head = tile->first_head + head, q = head * per_head + part->first_member * group;
             int64_t count = smaller(LANES, part->count - k);
             struct vectors values =
@@ -361,11 +455,15 @@ static void add_values(const struct attention *c, const struct scratch *s, const
                 prefetch(c, c->values, c->value_dim, tile, part, head, part->begin + k + LANES);
             else
                 prefetch(c, c->keys, c->key_dim, tile, part, head, part->begin + part->count);
-            float *sums = s->sums + q * dim, *weights = s->scores + q * SPAN + k;
-            if (values.dtype == FLOAT32)
-                add_vectors(sums, weights, num_queries, values, count, dim, FLOAT32);
+            float *sums = s->sums + q * dim;
+            struct weights in_rows = {s->scores + q * SPAN + k, SPAN, 1};
+            struct weights in_lanes = {s->scores + k * padded(num_queries), 1, padded(num_queries)};
+            if (num_queries > ROW_VECTORS)
+                add_vectors(sums, in_lanes, num_queries, values, count, dim, FLOAT32);
+            else if (values.dtype == FLOAT32)
+                add_vectors(sums, in_rows, num_queries, values, count, dim, FLOAT32);
             else
-                add_vectors(sums, weights, num_queries, values, count, dim, BFLOAT16);
+                add_vectors(sums, in_rows, num_queries, values, count, dim, BFLOAT16);
         }
 }
 
@@ -423,25 +521,61 @@ static void write_output(const struct attention *c, const struct scratch *s, con
     }
 }
 
+/* The keys of a span that a member sees, counted from the first one. */
+struct range {
+    int32_t first, end;
+};
+
+static inline struct range seen_by(const struct attention *c, const struct tile *tile, const struct part *part,
+                                   int64_t member)
+{
+    int64_t end = origin_of_member(c, tile, member).position + 1, first = c->window > 0 ? end - c->window : 0;
+    return (struct range){(int32_t)(first > part->begin ? smaller(first - part->begin, part->count) : 0),
+                          (int32_t)(end > part->begin ? smaller(end - part->begin, part->count) : 0)};
+}
+
+/* Turn the scores of a part into weights. */
+static void weigh(const struct attention *c, const struct scratch *s, const struct tile *tile, const struct part *part)
+{
+    int64_t group = c->num_heads / c->num_kv_heads, members = (int64_t)tile->num_rows * tile->num_tokens;
+    int64_t first_vector = (part->first_head * members + part->first_member) * group, queries = part->num_members * group;
+    if (queries <= ROW_VECTORS) {
+        for (int64_t i = 0; i < part->num_members; i++) {
+            struct range range = seen_by(c, tile, part, part->first_member + i);
+            for (int64_t head = 0; head < part->num_heads; head++)
+                for (int64_t g = 0; g < group; g++)
+                    weigh_row(c, s, first_vector + (head * members + i) * group + g, part->count, range.first, range.end);
+        }
+        return;
+    }
+    for (int64_t q = 0; q < queries; q += LANES) {
+        vi first = {0}, end = {0};
+        int64_t count = smaller(LANES, queries - q);
+        for (int64_t i = 0; i < count; i++) {
+            struct range range = seen_by(c, tile, part, part->first_member + (q + i) / group);
+            first[i] = range.first;
+            end[i] = range.end;
+        }
+        weigh_lanes(c, s, first_vector + q, count, s->scores + q, padded(queries), part->count, first, end);
+    }
+}
+
 /* Attend to positions [begin, end), span by span, with some members of a tile. */
 static void attend_part(const struct attention *c, const struct scratch *s, const struct tile *tile, int64_t row,
                         int64_t first_member, int64_t num_members, int64_t begin, int64_t end)
 {
-    int64_t group = c->num_heads / c->num_kv_heads, members = (int64_t)tile->num_rows * tile->num_tokens;
-    while (begin < end) {
-        int64_t count = smaller(SPAN - begin % SPAN, end - begin);
-        struct part part = {row, first_member, num_members, begin, count, end};
-        score_keys(c, s, tile, &part);
-        for (int64_t i = first_member; i < first_member + num_members; i++) {
-            int64_t last = origin_of_member(c, tile, i).position, first = c->window > 0 ? last + 1 - c->window : 0;
-            int64_t from = first > begin ? smaller(first - begin, count) : 0;
-            int64_t to = last + 1 > begin ? smaller(last + 1 - begin, count) : 0;
-            for (int64_t q = i * group; q < num_vectors(c, tile); q += members * group)
-                for (int64_t g = 0; g < group; g++)
-                    weigh(c, s, q + g, count, from, to);
+    int64_t group = c->num_heads / c->num_kv_heads, per_head = (int64_t)tile->num_rows * tile->num_tokens * group;
+    int64_t dim = padded(c->key_dim), num_heads = num_members * group > ROW_VECTORS ? 1 : tile->num_heads;
+    for (int64_t head = 0; head < tile->num_heads; head += num_heads) {
+        struct part part = {row, first_member, num_members, head, num_heads, begin, 0, end};
+        if (num_members * group > ROW_VECTORS)
+            turn_queries(s->query + (head * per_head + first_member * group) * dim, num_members * group, dim, s->turned);
+        for (; part.begin < end; part.begin += part.count) {
+            part.count = smaller(SPAN - part.begin % SPAN, end - part.begin);
+            score_keys(c, s, tile, &part);
+            weigh(c, s, tile, &part);
+            add_values(c, s, tile, &part);
         }
-        add_values(c, s, tile, &part);
-        begin += count;
     }
 }
 
@@ -491,7 +625,8 @@ static void write_pool(const struct attention *c, const struct scratch *s, const
 static int64_t rows_together(const struct attention *c, int64_t first, int32_t *common)
 {
     const struct attention_rows *rows = c->rows;
-    int64_t count = 1, most = smaller(TILE_ROWS_MAX, 1 + rows->num_decodes / (ROWS_PER_THREAD * rows->num_threads));
+    int64_t count = 1, most = 1 + rows->num_decodes / (ROWS_PER_THREAD * rows->num_threads);
+    most = smaller(TILE_ROWS_MAX, most > ROW_VECTORS ? padded(most) : most); /* no lanes without a row */
     *common = 0;
     while (count < most && first + count < rows->num_decodes) {
         int64_t shared = rows->common[first + count - 1] / SPAN * SPAN;

@@ -26,14 +26,6 @@ static inline vi pick_int(vi mask, vi a, vi b)
     return (mask & a) | (~mask & b);
 }
 
-static inline vi first_ints(void)
-{
-    vi ints;
-    for (int i = 0; i < LANES; i++)
-        ints[i] = i;
-    return ints;
-}
-
 /* --- argmax --- */
 
 static inline float item(const void *from, int64_t offset, int64_t dtype)

@@ -27,6 +27,15 @@ static inline vf splat(float number)
     return number - (vf){0};
 }
 
+/* 0, 1, 2, ... */
+static inline vi first_ints(void)
+{
+    vi ints;
+    for (int i = 0; i < LANES; i++)
+        ints[i] = i;
+    return ints;
+}
+
 /* Lane by lane: `a` where the mask is -1, `b` where it is 0. */
 static inline vf pick(vi mask, vf a, vf b)
 {

@@ -224,14 +224,38 @@ def test_a_token_has_the_same_bits_in_any_chunk(kernels: Kernels, shape: Shape, 
         assert torch.equal(other.keys.nan_to_num(), layer.keys.nan_to_num())
 
 
+SHARED_LENGTHS = [300, 129, 420, 415, 128, 130, 257, 300, 3, 415, 290, 60]
+SHARED = [([0, 2, 3, 5, 6, 7, 9, 10], 130), ([2, 3, 9], 400), ([0, 7], 290), ([5, 6], 128)]
+"""Rows, and how many positions they have in common."""
+
+
 @pytest.mark.parametrize("window", [None, 200, 1000])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3], SHAPES[5], IN_BF16[0], IN_TWO_DTYPES[2]])
 def test_rows_that_share_blocks_have_the_same_bits_alone(kernels: Kernels, shape: Shape, window: int | None) -> None:
-    """Groups of rows whose first blocks are the same, in one step, and each row in a step of its own."""
-    lengths = [300, 129, 420, 415, 128, 130, 257, 300, 3, 415, 290, 60]
+    check_sharing(kernels, shape, SHARED_LENGTHS, SHARED, window)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[5], SHAPES[8], *IN_BF16, IN_TWO_DTYPES[1]])
+def test_many_rows_that_share_blocks_have_the_same_bits_alone(
+    kernels: Kernels, shape: Shape, softcap: float | None
+) -> None:
+    lengths = [129 + 7 * row % 160 for row in range(41)]
+    check_sharing(kernels, shape, lengths, [(list(range(41)), 128), (list(range(20, 24)), 144)], softcap=softcap)
+
+
+def check_sharing(
+    kernels: Kernels,
+    shape: Shape,
+    lengths: list[int],
+    shared: list[tuple[list[int], int]],
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
+    """Compute groups of rows whose first blocks are the same in one step, and each row in a step of its own."""
     batch = make_batch([(length, 1) for length in lengths], shape.block_size, NUM_BLOCKS, 5)
     generator = torch.Generator().manual_seed(5)
-    for rows, num_positions in (([0, 2, 3, 5, 6, 7, 9, 10], 130), ([2, 3, 9], 400), ([0, 7], 290), ([5, 6], 128)):
+    for rows, num_positions in shared:
         num_blocks = num_positions // shape.block_size
         batch.block_tables[0, rows, :num_blocks] = batch.block_tables[0, rows[0], :num_blocks].clone()
     layer = make_layer(batch, shape, generator)
@@ -244,8 +268,8 @@ def test_rows_that_share_blocks_have_the_same_bits_alone(kernels: Kernels, shape
         )
     )
     attention = CompiledAttention(kernels)
-    together = attention.forward(query, key, value, layer, 0.2, window, None, batch)
-    expected = ReferenceAttention().forward(query, key, value, layer, 0.2, window, None, batch)
+    together = attention.forward(query, key, value, layer, 0.2, window, softcap, batch)
+    expected = ReferenceAttention().forward(query, key, value, layer, 0.2, window, softcap, batch)
     rtol, atol = (1e-5, 4e-6) if shape.dtype == torch.float32 else (1e-2, 1e-2)
     torch.testing.assert_close(together, expected, rtol=rtol, atol=atol)
     for row, length in enumerate(lengths):
@@ -253,7 +277,7 @@ def test_rows_that_share_blocks_have_the_same_bits_alone(kernels: Kernels, shape
         alone = replace(
             batch, query_starts=[0, 1], kv_lens=[length], block_tables=batch.block_tables[:, one], derived={}
         )
-        output = attention.forward(query[:, one], key[:, one], value[:, one], layer, 0.2, window, None, alone)
+        output = attention.forward(query[:, one], key[:, one], value[:, one], layer, 0.2, window, softcap, alone)
         assert torch.equal(output[0], together[row]), row
 
 
