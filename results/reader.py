@@ -182,6 +182,16 @@ class CompletionFollower:
     def is_done(self) -> bool:
         return not self._missing
 
+    @property
+    def num_missing(self) -> int:
+        """Number of jobs that have not ended, as far as is known."""
+        return len(self._missing)
+
+    def add(self, job_ids: Sequence[str]) -> None:
+        """Follow more jobs. They may have ended already."""
+        self._missing.update(dict.fromkeys(job_ids))
+        self._unread += job_ids
+
     def next_commands(self) -> list[Command]:
         if self._last_id is None:
             return [commands.last_entry(self._keys.done)]

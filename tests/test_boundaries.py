@@ -52,6 +52,7 @@ MAY_BE_IMPORTED_BY: dict[str, tuple[str, ...]] = {
 """By foreign package: the only places that know of it."""
 
 LOADED_LATE = {
+    "millrace/cli/batch_files.py",
     "millrace/embedded.py",
     "millrace/cli/demo_screen.py",
     "millrace/cli/reconnecting_client.py",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -16,18 +17,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from millrace.cli.exits import NO_REDIS, OK, OTHER, CommandError
+from millrace.cli.exits import OK, OTHER, CommandError
+from millrace.cli.local_engine import ChildProcess, private_server
 from millrace.cli.options import Verbs, add_verb
 from millrace.cli.serve import engine_command, require_engine
 
 if TYPE_CHECKING:
-    from millrace.cli.demo_parts import DemoProcess, Followers
+    from millrace.cli.demo_followers import Followers
     from millrace.cli.demo_screen import Screen
     from millrace.producer import Client, GenerationRequest
     from millrace.results.messages import Job
 
 _JOBS = Path(__file__).with_name("demo.jsonl")
 """The producer submits this file: streamed jobs with long answers, short ones, and sums with the answer in their meta."""
+_ONE_THREAD = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+"""Enough for the tiny model. Several threads slow each other down on a busy machine."""
 _LIMIT_S = 180.0
 _POLL_INTERVAL_S = 0.05
 
@@ -45,29 +49,13 @@ def run(args: argparse.Namespace) -> int:
     with (
         _ended_by_sigterm(),
         tempfile.TemporaryDirectory(prefix="millrace-demo-") as folder,
-        _server(args.redis) as redis_url,
+        contextlib.nullcontext(args.redis) if args.redis else private_server() as redis_url,
     ):
         try:
             return _run_jobs(Path(folder), model, redis_url, queue)
         finally:
             if args.redis:
                 _remove_keys(redis_url, queue)
-
-
-@contextlib.contextmanager
-def _server(redis_url: str | None) -> Iterator[str]:
-    """Yield the URL of the command line's server, or of a private one that runs inside the `with` block."""
-    if redis_url:
-        yield redis_url
-        return
-    from millrace.embedded import EmbeddedServer, EmbeddedServerError
-
-    with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(EmbeddedServer())
-        except EmbeddedServerError as error:
-            raise CommandError(str(error), NO_REDIS) from error
-        yield server.url
 
 
 def _remove_keys(redis_url: str, queue: str) -> None:
@@ -82,7 +70,7 @@ def _remove_keys(redis_url: str, queue: str) -> None:
 
 def _run_jobs(folder: Path, model: Path, redis_url: str, queue: str) -> int:
     from millrace import Client
-    from millrace.cli.demo_parts import DemoProcess, Followers
+    from millrace.cli.demo_followers import Followers
     from millrace.cli.demo_screen import Screen
     from millrace.producer.wire import parse_body
 
@@ -93,8 +81,8 @@ def _run_jobs(folder: Path, model: Path, redis_url: str, queue: str) -> int:
     screen = Screen(len(jobs))
     screen.print_line(f"Redis is ready. An engine loads {model.name} on the CPU, a producer submits {len(jobs)} jobs.")
     with (
-        DemoProcess("engine", serve, folder) as engine,
-        DemoProcess("producer", submit, folder) as producer,
+        ChildProcess("engine", serve, folder, _ONE_THREAD) as engine,
+        ChildProcess("producer", submit, folder) as producer,
         Client(redis_url, queue=queue) as client,
     ):
         with screen:
@@ -103,7 +91,7 @@ def _run_jobs(folder: Path, model: Path, redis_url: str, queue: str) -> int:
 
 
 def _watch(
-    client: Client, followers: Followers, engine: DemoProcess, producer: DemoProcess, screen: Screen, num_jobs: int
+    client: Client, followers: Followers, engine: ChildProcess, producer: ChildProcess, screen: Screen, num_jobs: int
 ) -> float:
     """Show the queue until every job has ended. Return the seconds since the first job started."""
     limit_s, began_s = time.monotonic() + _LIMIT_S, None

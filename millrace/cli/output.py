@@ -106,13 +106,23 @@ def end_of(job: Job) -> int:
     return OTHER
 
 
-def progress_bar() -> Progress:
-    """Return a progress bar on stderr. It is off if stdout is a terminal too: the printed lines show the progress."""
+def progress_bar(*, has_terminal: bool | None = None) -> Progress:
+    """Return a progress bar on stderr. By default it is off if stdout is a terminal too: printed lines show the progress."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(
-        *columns, console=console, disable=not console.is_terminal or sys.stdout.isatty(), redirect_stdout=False
+    if has_terminal is None:
+        has_terminal = console.is_terminal and not sys.stdout.isatty()
+    columns = (
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()),
     )
+    return Progress(*columns, console=console, disable=not has_terminal, redirect_stdout=False)

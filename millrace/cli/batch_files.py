@@ -1,0 +1,214 @@
+"""The input and the output of `millrace run-batch`.
+
+Beside the output stands `<output>.state` while the run is not complete: the id of the run, and a digest of the input. The
+jobs of a run have the ids `run-<run>-<line number>`, and so have its lines in the output. So the same command, started again
+after its end by whatever cause, submits only what the output lacks, and finds the jobs that are in the queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple, Self
+
+import msgspec
+
+from millrace.cli.exits import INVALID, CommandError
+
+MAX_LINE_BYTES = 4 * 1024 * 1024
+"""Longer lines are refused. They are not read into memory."""
+
+_CHUNK_BYTES = 1 << 20
+
+
+class InputLine(NamedTuple):
+    number: int
+    """From 1, as an editor counts."""
+    text: bytes | None
+    """None: the line is longer than MAX_LINE_BYTES."""
+
+
+class _CustomId(msgspec.Struct):
+    custom_id: str | None = None
+
+
+class _State(msgspec.Struct):
+    run: str
+    input_digest: str
+
+
+class Input(NamedTuple):
+    """What the first reading of the input has found."""
+
+    path: Path
+    digest: str
+    num_lines: int
+    """Lines that are not empty."""
+    last_number: int
+
+    def lines(self) -> Iterator[InputLine]:
+        """Read the lines that are not empty."""
+        with self.path.open("rb") as file:
+            yield from _lines(file)
+
+
+def read_input(path: Path) -> Input:
+    """Read the input for the first time. Raises CommandError if it has no line, or a custom_id twice."""
+    digest, num_lines, last_number = hashlib.sha256(), 0, 0
+    number_by_id: dict[int, int] = {}  # hashes of 64 bits: the ids of millions of lines need much memory
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+        file.seek(0)
+        for number, text in _lines(file):
+            num_lines, last_number = num_lines + 1, number
+            custom_id = custom_id_of(text)
+            if custom_id is None:
+                continue
+            first = number_by_id.setdefault(hash(custom_id), number)
+            if first != number:
+                raise CommandError(
+                    f"{path}: custom_id {custom_id[:80]!r} is in line {first} and in line {number}", INVALID
+                )
+    if not num_lines:
+        raise CommandError(f"{path}: the file has no lines", INVALID)
+    return Input(path, digest.hexdigest(), num_lines, last_number)
+
+
+def custom_id_of(text: bytes | None) -> str | None:
+    """Return the custom_id of a line, or None if it has none that can be read."""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None if text is None else msgspec.json.decode(text, type=_CustomId).custom_id
+    return None
+
+
+def _lines(file: IO[bytes]) -> Iterator[InputLine]:
+    number = 0
+    while text := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(text) > MAX_LINE_BYTES and not text.endswith(b"\n"):
+            while text and not text.endswith(b"\n"):
+                text = file.readline(_CHUNK_BYTES)
+            yield InputLine(number, None)
+            continue
+        if number == 1:
+            text = text.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
+        if text.strip():
+            yield InputLine(number, text)
+
+
+class OutputFile:
+    """Owns the output and the state of a run, inside a `with` block. No other process can open them meanwhile."""
+
+    def __init__(self, path: Path, source: Input) -> None:
+        """Begin a run, or continue one. Raises CommandError if the output is that of another run, or of one that runs."""
+        self._path, self._source = path, source
+        self._state_path = path.with_name(path.name + ".state")
+        self._check_paths()
+        self._lock = self._state_path.open("a+b")
+        try:
+            self._state, self.is_continued = self._open_state()
+            self._file = path.open("r+b" if path.exists() else "x+b", buffering=0)
+        except BaseException:
+            self._lock.close()
+            raise
+        self.num_failed = 0
+        self._has_line = bytearray(source.last_number + 1)
+        """By line number of the input: whether the output has it."""
+        self.num_written = self._read()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        self._file.close()
+        self._lock.close()
+
+    @property
+    def batch(self) -> str:
+        """The batch of the run's jobs."""
+        return f"run-{self._state.run}"
+
+    def id_of(self, number: int) -> str:
+        """Return the id of a line of the input, which is that of its job."""
+        return f"{self.batch}-{number}"
+
+    def number_of(self, line_id: str) -> int:
+        return int(line_id.rpartition("-")[2])
+
+    def has(self, number: int) -> bool:
+        """Return whether the output has the answer to this line of the input."""
+        return bool(self._has_line[number])
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line. Raises CommandError, for example when the disk is full: then the line may be written in part."""
+        try:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            remedy = "when that is mended, run the same command again: it continues"
+            raise CommandError(f"{self._path}: {error.strerror}; {remedy}") from error
+        self._has_line[self.number_of(line["id"])] = True
+        self.num_written += 1
+        self.num_failed += _has_failed(line)
+
+    def complete(self) -> None:
+        """Bring the output to the disk and remove the state."""
+        os.fsync(self._file.fileno())
+        self._state_path.unlink()
+
+    def _check_paths(self) -> None:
+        path, state_path = self._path, self._state_path
+        if path.exists() and path.samefile(self._source.path):
+            raise CommandError(f"{path}: is the input; name another file for the output", INVALID)
+        if path.exists() and not state_path.exists():
+            raise CommandError(f"{path}: exists already; remove it, or name another file", INVALID)
+
+    def _open_state(self) -> tuple[_State, bool]:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CommandError(f"{self._path}: another run-batch writes it now", INVALID) from None
+        self._lock.seek(0)
+        if not (text := self._lock.read()):
+            state = _State(uuid.uuid4().hex[:12], self._source.digest)
+            self._lock.write(msgspec.json.encode(state))
+            self._lock.flush()
+            os.fsync(self._lock.fileno())
+            return state, False
+        try:
+            state = msgspec.json.decode(text, type=_State)
+        except msgspec.MsgspecError:
+            raise CommandError(f"{self._state_path}: is damaged; remove it and {self._path}", INVALID) from None
+        if state.input_digest != self._source.digest:
+            reason = f"was begun with another input than {self._source.path} is now; remove it and {self._state_path}"
+            raise CommandError(f"{self._path}: {reason}", INVALID)
+        return state, True
+
+    def _read(self) -> int:
+        """Note the lines that an earlier process has written. Cut off the last one if it is not complete."""
+        num_lines = end = 0
+        with self._path.open("rb") as file:
+            for text in file:
+                if not text.endswith(b"\n"):
+                    break
+                try:
+                    line = msgspec.json.decode(text)
+                    self._has_line[self.number_of(line["id"])] = True
+                    self.num_failed += _has_failed(line)
+                except (msgspec.MsgspecError, ValueError, KeyError, TypeError, IndexError):
+                    reason = f"line {num_lines + 1} is not of this run; remove the file"
+                    raise CommandError(f"{self._path}: {reason}", INVALID) from None
+                num_lines, end = num_lines + 1, end + len(text)
+        self._file.truncate(end)
+        self._file.seek(end)
+        return num_lines
+
+
+def _has_failed(line: dict[str, Any]) -> bool:
+    return line["response"] is None or line["response"]["status_code"] != 200

@@ -1,0 +1,168 @@
+"""`millrace run-batch`: answer a file of requests in OpenAI's batch format, through a queue or with an engine of its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.cli.exits import INVALID, OK, OTHER, CommandError
+from millrace.cli.options import Verbs, add_verb
+from millrace.cli.output import counted_noun, duration, progress_bar, remark
+from millrace.cli.values import integer
+
+if TYPE_CHECKING:
+    from millrace.cli.batch_files import InputLine, OutputFile
+    from millrace.producer import GenerationRequest
+    from millrace.producer.openai_format import Call
+
+MAX_OPEN = 10_000
+"""Jobs of a run that are in the queue at a time: more than the engines of a large service run at once."""
+_REPORT_INTERVAL_S = 10.0
+
+_EPILOG = """The answers come in the order in which they are ready. If the command ends early for whatever reason, run it
+again: it continues, and no line is missing or doubled. The exit status is 1 if a line was refused or has failed."""
+
+
+def add_parsers(verbs: Verbs) -> None:
+    parser = add_verb(verbs, "run-batch", "answer a file of requests in OpenAI's batch format", epilog=_EPILOG)
+    parser.add_argument(
+        "-i", "--input", type=Path, required=True, metavar="FILE", help="the requests, one JSON per line"
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="a new file for the answers")
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        help="start an engine with this model, and a private Redis, instead of using a service",
+    )
+    parser.add_argument("--tenant", metavar="NAME", help="the account that the jobs belong to")
+    parser.add_argument("--priority", type=integer, metavar="N", help="order within a tenant; lower numbers first")
+    parser.add_argument(
+        "engine_options", nargs="*", metavar="-- OPTION", help="with --model: options of `millrace serve`"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.model and args.redis:
+        raise CommandError("--model: starts a Redis of its own; leave out --redis, or --model", INVALID)
+    if args.engine_options and not args.model:
+        raise CommandError(f"{args.engine_options[0]}: is an option of an engine; it needs --model", INVALID)
+    from millrace.cli.batch_files import OutputFile, read_input
+
+    source = read_input(args.input)
+    with OutputFile(args.output, source) as output:
+        if output.num_written < source.num_lines:
+            options = {"tenant": args.tenant, "priority": args.priority}
+            run_ = _Run(output, source.num_lines, {name: each for name, each in options.items() if each is not None})
+            try:
+                with _service(args) as (redis_url, check):
+                    run_.answer(source.lines(), redis_url, args.queue, check)
+            except KeyboardInterrupt:
+                cancel = "" if args.model else f"; to cancel its jobs: millrace cancel --batch {output.batch}"
+                remark(
+                    f"{output.num_written:,} of {source.num_lines:,} lines are written; the same command continues{cancel}"
+                )
+                raise
+        output.complete()
+        failed = f", {output.num_failed:,} of them refused or failed" if output.num_failed else ""
+        remark(f"{args.output}: {counted_noun(output.num_written, 'line')}{failed}")
+        return OTHER if output.num_failed else OK
+
+
+@contextlib.contextmanager
+def _service(args: argparse.Namespace) -> Iterator[tuple[str | None, Callable[[], None]]]:
+    """Yield the URL of the server, and a function that raises CommandError when our own engine has ended."""
+    if not args.model:
+        yield args.redis, lambda: None
+        return
+    from millrace.cli.local_engine import local_engine
+
+    remark(f"starting an engine with {args.model}")
+    with local_engine(["--model", args.model, *args.engine_options], args.queue) as (redis_url, engine):
+
+        def check() -> None:
+            if engine.has_ended():
+                raise CommandError("the engine ended before its jobs did")
+
+        yield redis_url, check
+
+
+class _Run:
+    """Submits what the output lacks, and writes the answers."""
+
+    def __init__(self, output: OutputFile, num_lines: int, options: dict[str, object]) -> None:
+        """`options` are fields of all requests."""
+        self._output = output
+        self._options = options
+        self._open: dict[str, Call] = {}
+        """By line id: the calls whose jobs are in the queue."""
+        self._progress = _Progress(num_lines, output.num_written)
+
+    def answer(self, lines: Iterator[InputLine], redis_url: str | None, queue: str, check: Callable[[], None]) -> None:
+        from millrace.cli.reconnecting_client import ReconnectingClient
+        from millrace.producer import InvalidRequest
+        from millrace.producer.openai_format import ended_line, refused_line
+
+        with ReconnectingClient(redis_url, queue=queue) as client, self._progress:
+            for line_id, end in client.run_all(
+                self._requests(lines), batch=self._output.batch, max_open=MAX_OPEN, check=check
+            ):
+                call = self._open.pop(line_id)
+                if isinstance(end, InvalidRequest):
+                    self._output.write(refused_line(line_id, call.custom_id, end))
+                else:
+                    self._output.write(ended_line(line_id, call, end))
+                self._progress.show(self._output.num_written)
+
+    def _requests(self, lines: Iterator[InputLine]) -> Iterator[GenerationRequest]:
+        """Yield the requests that the output lacks. Write the errors of those that cannot run."""
+        import msgspec
+
+        from millrace.cli.batch_files import MAX_LINE_BYTES, custom_id_of
+        from millrace.producer import InvalidRequest
+        from millrace.producer.openai_format import parse_line, refused_line
+
+        for number, text in lines:
+            if self._output.has(number):
+                continue
+            line_id = self._output.id_of(number)
+            try:
+                if text is None:
+                    raise InvalidRequest("line", f"is longer than {MAX_LINE_BYTES:,} bytes; shorten the prompt")
+                call, request = parse_line(text)
+                request = msgspec.structs.replace(request, id=line_id, **self._options)
+            except InvalidRequest as error:
+                self._output.write(refused_line(line_id, custom_id_of(text), error))
+            else:
+                self._open[line_id] = call
+                yield request
+
+
+class _Progress:
+    """Shows how many lines are written: a bar on a terminal, otherwise a line now and then."""
+
+    def __init__(self, num_lines: int, num_before: int) -> None:
+        self._num_lines, self._num_before = num_lines, num_before
+        self._began_s = self._reported_s = time.monotonic()
+        self._bar = progress_bar(has_terminal=sys.stderr.isatty())
+        self._task = self._bar.add_task("answered", total=num_lines, completed=num_before)
+
+    def __enter__(self) -> None:
+        self._bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, num_written: int) -> None:
+        self._bar.update(self._task, completed=num_written)
+        now_s = time.monotonic()
+        if self._bar.disable and now_s >= self._reported_s + _REPORT_INTERVAL_S:
+            self._reported_s = now_s
+            rate = (num_written - self._num_before) / (now_s - self._began_s)
+            left = duration((self._num_lines - num_written) / rate) if rate else "unknown"
+            remark(f"{num_written:,} of {self._num_lines:,} lines answered, {rate:,.2f} lines/s, time left: {left}")

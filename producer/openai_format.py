@@ -1,0 +1,188 @@
+"""Requests and answers in the format of OpenAI's API, for `/v1/completions` and `/v1/chat/completions`.
+
+A line of a batch file is `{"custom_id": ..., "method": "POST", "url": ..., "body": {...}}`; see `docs/run-batch.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from millrace.producer.checks import shown
+from millrace.producer.errors import InvalidRequest
+from millrace.producer.request import GenerationRequest
+from millrace.producer.sampling import SamplingParams
+from millrace.results.errors import one_line
+from millrace.results.messages import Job, JobError
+
+Url = Literal["/v1/completions", "/v1/chat/completions"]
+URLS: tuple[Url, Url] = ("/v1/completions", "/v1/chat/completions")
+
+_SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
+_REQUEST_NAMES = frozenset({"priority", "cache_salt"})
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (True, False),
+    "stream": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+"""Fields without an equal here, and the values with which they change nothing. null changes nothing in any field."""
+_WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
+"""Fields that say nothing about the text."""
+
+
+class BatchLine(msgspec.Struct, frozen=True):
+    """A line of a batch file. `body` is not checked yet."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: dict[str, Any]
+
+
+class Call(msgspec.Struct, frozen=True):
+    """What the answer to a line repeats."""
+
+    custom_id: str
+    url: Url
+    model: str
+
+
+_line_decoder = msgspec.json.Decoder(BatchLine)
+
+
+def parse_line(raw: bytes) -> tuple[Call, GenerationRequest]:
+    """Return the call of a line, and its request, which has no id. Raises InvalidRequest with the name of the field."""
+    try:
+        line = _line_decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        raise InvalidRequest(path.strip("`.").partition(".")[0] or "line", f"is not valid: {message}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest("line", f"is not valid JSON in UTF-8: {error}") from error
+    if line.method != "POST":
+        raise InvalidRequest("method", f"must be POST, got {shown(line.method)}")
+    url = next((url for url in URLS if url == line.url), None)
+    if url is None:
+        raise InvalidRequest("url", f"must be one of {', '.join(URLS)}, got {shown(line.url)}")
+    model = line.body.get("model")
+    if type(model) is not str or not model:
+        raise InvalidRequest("model", f"must be the name of the model, got {shown(model)}")
+    return Call(line.custom_id, url, model), to_request(url, line.body)
+
+
+def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
+    """Return the request for the body of a call. Raises InvalidRequest, also for fields that are not supported."""
+    is_chat = url == "/v1/chat/completions"
+    given = {name: value for name, value in body.items() if value is not None}
+    fields: dict[str, Any] = {"model": given.pop("model", None)}
+    sampling: dict[str, Any] = {"max_tokens": None} if is_chat else {}
+    text_field = "messages" if is_chat else "prompt"
+    if text_field not in given:
+        raise InvalidRequest(text_field, "is missing")
+    fields |= {"messages": given.pop("messages")} if is_chat else _prompt(given.pop("prompt"))
+    if is_chat and "max_completion_tokens" in given:
+        given["max_tokens"] = given.pop("max_completion_tokens")
+    for name, value in given.items():
+        if name in _WITHOUT_EFFECT or _is_neutral(name, value):
+            continue
+        if name in _SAMPLING_NAMES:
+            sampling[name] = value
+        elif name in _REQUEST_NAMES:
+            fields[name] = value
+        elif name in _NEUTRAL:
+            raise InvalidRequest(name, f"is not supported with the value {shown(value)}; leave it out")
+        else:
+            raise InvalidRequest(name, f"is not supported by {url}; leave it out")
+    return GenerationRequest(sampling=SamplingParams(**sampling), **fields)
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, ()))
+
+
+def _prompt(value: Any) -> dict[str, Any]:
+    """Return the field for a prompt: a string, token ids, or a list of one of them."""
+    if type(value) is list and len(value) == 1 and type(value[0]) in (str, list):
+        value = value[0]
+    if type(value) is list and value and type(value[0]) in (str, list):
+        raise InvalidRequest("prompt", f"has {len(value)} prompts; give one on each line")
+    return {"prompt_token_ids": value} if type(value) is list else {"prompt": value}
+
+
+# --- answers ---
+
+
+def ended_line(line_id: str, call: Call, job: Job) -> dict[str, Any]:
+    """Return the line of the output file for a job that has ended."""
+    if job.state == "finished" and job.has_result:
+        return _answer(line_id, call.custom_id, 200, _result(call, job))
+    if job.state == "failed" and job.error is not None:
+        return _answer(line_id, call.custom_id, *_failure(job.error))
+    if not job.has_result:
+        code, message = "result_expired", f"the result of job {job.id} has expired"
+    else:
+        code = "batch_expired" if job.state == "expired" else "batch_cancelled"
+        message = (
+            f"job {job.id} was {job.state}" if job.state == "cancelled" else f"the deadline of job {job.id} has passed"
+        )
+    error = {"code": code, "message": message}
+    return {"id": line_id, "custom_id": call.custom_id, "response": None, "error": error}
+
+
+def refused_line(line_id: str, custom_id: str | None, error: InvalidRequest) -> dict[str, Any]:
+    """Return the line of the output file for a line of the input that cannot run."""
+    return _answer(line_id, custom_id, 400, _error("invalid_request_error", str(error), error.field, None))
+
+
+def _answer(line_id: str, custom_id: str | None, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": line_id, "body": body}
+    return {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def _failure(error: JobError) -> tuple[int, dict[str, Any]]:
+    if error.kind == "model_mismatch":
+        return 404, _error("invalid_request_error", error.message, "model", "model_not_found")
+    if error.kind == "invalid_request":
+        return 400, _error("invalid_request_error", error.message, error.field, None)
+    return 500, _error("server_error", error.message, None, error.kind)
+
+
+def _error(kind: str, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": one_line(message), "type": kind, "param": param, "code": code}}
+
+
+def _result(call: Call, job: Job) -> dict[str, Any]:
+    is_chat = call.url == "/v1/chat/completions"
+    choices: list[dict[str, Any]] = []
+    for output in job.outputs:
+        choice: dict[str, Any] = {"index": output.index, "logprobs": None, "finish_reason": output.finish_reason}
+        if is_chat:
+            choice["message"] = {"role": "assistant", "content": output.text, "refusal": None}
+        else:
+            choice["text"] = output.text
+        choices.append(choice)
+    assert job.usage is not None
+    usage = job.usage
+    return {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{job.id}",
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": (job.timings.ended_ms or job.timings.created_ms) // 1000,
+        "model": call.model,
+        "choices": choices,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        },
+    }

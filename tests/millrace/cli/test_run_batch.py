@@ -1,0 +1,291 @@
+"""`millrace run-batch`: every line of the input has one line in the output, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from millrace.cli import batch_files
+from millrace.cli.exits import INTERRUPTED, INVALID, OK, OTHER
+from millrace.results.keys import QueueKeys
+from tests.millrace.cli.command import Command, run_main, started
+from tests.millrace.cli.conftest import EngineByHand
+from tests.processes import ROOT, wait_until
+
+COMPLETIONS = "/v1/completions"
+TINY = ROOT / "examples" / "tiny_model"
+
+
+class Files:
+    """The two files of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.input, self.output = folder / "in.jsonl", folder / "out.jsonl"
+        self.state = folder / "out.jsonl.state"
+        self.arguments = ("-i", str(self.input), "-o", str(self.output))
+
+    def write(self, lines: Iterable[bytes | dict[str, Any]]) -> None:
+        texts = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+        self.input.write_bytes(b"\n".join(texts) + b"\n")
+
+    def answers(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.read_bytes().splitlines()]
+
+    def statuses(self) -> dict[str | None, int]:
+        return {each["custom_id"]: each["response"]["status_code"] for each in self.answers()}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+def call(custom_id: str, url: str = COMPLETIONS, **body: Any) -> dict[str, Any]:
+    body = {"model": "tiny_model", "prompt": f"{custom_id} = ", **body}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+@contextmanager
+def answering(engine: EngineByHand) -> Iterator[None]:
+    """Finish all jobs as they come."""
+    over = threading.Event()
+
+    def answer() -> None:
+        while not over.is_set():
+            jobs = engine.claim()
+            for job in jobs:
+                engine.finish(job, f"answer {job.job_id}")
+            if not jobs:
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_an_engine_of_its_own_answers_both_kinds_of_calls(files: Files) -> None:
+    chat = [{"role": "user", "content": "3 + 4 ="}]
+    files.write(
+        [
+            call("sum", prompt="3 + 4 =", max_tokens=3, temperature=0),
+            call("chat", "/v1/chat/completions", prompt=None, messages=chat, max_tokens=3),
+            call("long", prompt="3 + 4 = " * 1000),
+            call("url", "/v1/embeddings"),
+            call("other", model="another"),
+        ]
+    )
+    ran = run_main(
+        *("run-batch", *files.arguments, "--model", str(TINY)), *("--", "--device", "cpu", "--max-num-seqs", "8")
+    )
+    assert ran.status == OTHER, ran.err
+    assert "out.jsonl: 5 lines, 3 of them refused or failed" in ran.err
+    assert files.statuses() == {"sum": 200, "chat": 200, "long": 400, "url": 400, "other": 404}
+    answers = {answer["custom_id"]: answer["response"]["body"] for answer in files.answers()}
+    assert answers["sum"]["choices"][0]["text"].strip() == "7"
+    assert answers["sum"]["usage"]["completion_tokens"] <= 3
+    assert answers["long"]["error"]["param"] == "prompt"
+    assert not files.state.exists()
+
+
+def test_a_model_that_is_not_there_ends_the_command_with_the_engines_reason(files: Files) -> None:
+    files.write([call("a")])
+    ran = run_main("run-batch", *files.arguments, "--model", "/nowhere")
+    assert ran.status == OTHER
+    assert "the engine ended with status 2" in ran.err
+    assert "/nowhere" in ran.err
+
+
+def test_each_line_of_the_input_has_one_line_in_the_output(
+    millrace: Command, engine: EngineByHand, files: Files
+) -> None:
+    files.write([call(f"c{i}") for i in range(600)])
+    with answering(engine):
+        ran = millrace("run-batch", *files.arguments)
+    assert (ran.status, ran.out) == (OK, ""), ran.err
+    assert files.statuses() == {f"c{i}": 200 for i in range(600)}
+    assert len(files.answers()) == 600
+
+
+def test_broken_lines_stand_in_the_output_and_the_others_run(
+    millrace: Command, engine: EngineByHand, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_files, "MAX_LINE_BYTES", 2000)
+    huge = json.dumps(call("huge", prompt="x" * 5000)).encode()
+    good = json.dumps(call("good")).encode()
+    crlf = json.dumps(call("crlf")).encode() + b"\r"
+    files.write([b"\xef\xbb\xbf" + good, b"", b"  ", huge, b"\x00\xff\x01", crlf, b'{"custom_id": "half", "met'])
+    with answering(engine):
+        ran = millrace("run-batch", *files.arguments)
+    assert ran.status == OTHER
+    assert files.statuses() == {"good": 200, "crlf": 200, None: 400}
+    messages = [each["response"]["body"].get("error", {}).get("message", "") for each in files.answers()]
+    assert sum("is longer than 2,000 bytes" in message for message in messages) == 1
+    assert sum("is not valid JSON" in message for message in messages) == 2
+    assert [int(each["id"].rpartition("-")[2]) for each in files.answers() if not each["custom_id"]] == [4, 5, 7]
+
+
+def test_a_job_larger_than_the_queue_takes_is_refused_alone(
+    millrace: Command, engine: EngineByHand, files: Files, redis_client: redis.Redis, queue_name: str
+) -> None:
+    redis_client.hset(QueueKeys(queue_name).settings, "max_queued_tokens", 1000)
+    files.write([call("a"), call("b", max_tokens=5000), call("c"), call("d", max_tokens=5000)])
+    with answering(engine):
+        assert millrace("run-batch", *files.arguments).status == OTHER
+    assert files.statuses() == {"a": 200, "b": 400, "c": 200, "d": 400}
+
+
+def test_a_full_queue_delays_a_run_but_does_not_end_it(
+    millrace: Command, engine: EngineByHand, files: Files, redis_client: redis.Redis, queue_name: str
+) -> None:
+    redis_client.hset(QueueKeys(queue_name).settings, "max_queued_jobs", 7)
+    files.write([call(f"c{i}") for i in range(30)])
+    with answering(engine):
+        assert millrace("run-batch", *files.arguments).status == OK
+    assert len(files.answers()) == 30
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([call("a"), call("b"), call("a")], "custom_id 'a' is in line 1 and in line 3"),
+        ([b"", b" "], "the file has no lines"),
+    ],
+)
+def test_an_input_that_cannot_be_answered_is_refused_before_anything_runs(
+    millrace: Command, files: Files, lines: list[Any], message: str
+) -> None:
+    files.write(lines)
+    ran = millrace("run-batch", *files.arguments)
+    assert (ran.status, ran.out) == (INVALID, "")
+    assert message in ran.err
+    assert not files.output.exists() and not files.state.exists()
+
+
+def test_files_that_cannot_be_used_are_named(millrace: Command, files: Files, tmp_path: Path) -> None:
+    files.write([call("a")])
+    same = tmp_path / "same.jsonl"
+    same.symlink_to(files.input)
+    before = tmp_path / "before.jsonl"
+    before.write_text("precious\n")
+    for output, message in (
+        (same, "is the input"),
+        (files.input, "is the input"),
+        (before, "exists already"),
+        (tmp_path, "exists already"),
+        (tmp_path / "no" / "out.jsonl", "No such file"),
+    ):
+        ran = millrace("run-batch", "-i", str(files.input), "-o", str(output))
+        assert ran.status == INVALID
+        assert message in ran.err and output.name in ran.err and ran.err.count("\n") == 1
+    assert before.read_text() == "precious\n"
+    assert millrace("run-batch", "-i", "/nowhere", "-o", str(files.output)).status == INVALID
+    assert not files.state.exists()
+
+
+def test_options_that_do_not_go_together_are_refused(millrace: Command, files: Files) -> None:
+    files.write([call("a")])
+    assert "leave out --redis" in millrace("run-batch", *files.arguments, "--model", str(TINY)).err
+    assert "it needs --model" in millrace("run-batch", *files.arguments, "--", "--max-num-seqs", "8").err
+
+
+def test_a_full_disk_is_named_and_the_same_command_continues(
+    millrace: Command, engine: EngineByHand, files: Files
+) -> None:
+    files.write([call(f"c{i}") for i in range(50)])
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000));"
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "from millrace.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    with answering(engine):
+        with started("-c", script, "run-batch", *millrace.place, *files.arguments) as process:
+            _, err = process.communicate()
+        assert process.returncode == OTHER
+        assert "out.jsonl: File too large" in err and "run the same command again" in err
+        assert millrace("run-batch", *files.arguments).status == OK
+    assert files.statuses() == {f"c{i}": 200 for i in range(50)}
+    assert len(files.answers()) == 50
+
+
+def test_a_second_process_cannot_write_the_same_output(millrace: Command, engine: EngineByHand, files: Files) -> None:
+    files.write([call("a")])
+    with started(*millrace.line("run-batch", *files.arguments)) as process:
+        wait_until(files.output.exists)
+        ran = millrace("run-batch", *files.arguments)
+        assert ran.status == INVALID
+        assert "another run-batch writes it now" in ran.err
+        with answering(engine):
+            assert process.wait() == OK
+
+
+def test_a_run_continues_only_with_its_own_input(millrace: Command, engine: EngineByHand, files: Files) -> None:
+    files.write([call("a")])
+    with started(*millrace.line("run-batch", *files.arguments)) as process:
+        wait_until(engine.claim)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    assert process.returncode == INTERRUPTED
+    assert "0 of 1 lines are written; the same command continues" in err
+    files.write([call("b")])
+    ran = millrace("run-batch", *files.arguments)
+    assert ran.status == INVALID
+    assert "was begun with another input" in ran.err
+
+
+def kill_at_random_moments(
+    millrace: Command, engine: EngineByHand, files: Files, num_kills: int, num_lines: int
+) -> None:
+    files.write([call(f"c{i}") for i in range(num_lines)])
+    moments = random.Random(num_kills)
+    num_killed = 0
+    with answering(engine):
+        for _ in range(num_kills):
+            with started(*millrace.line("run-batch", *files.arguments)) as process:
+                wait_until(lambda: files.state.exists() or process.poll() is not None)
+                time.sleep(moments.uniform(0.0, 0.6))
+                process.kill()
+                num_killed += process.wait() == -signal.SIGKILL
+        ran = millrace("run-batch", *files.arguments)
+    assert ran.status == OK, ran.err
+    assert num_killed > num_kills // 2
+    assert files.statuses() == {f"c{i}": 200 for i in range(num_lines)}
+    assert len(files.answers()) == num_lines
+
+
+def test_a_run_that_is_killed_continues_with_no_line_missing_or_doubled(
+    millrace: Command, engine: EngineByHand, files: Files
+) -> None:
+    kill_at_random_moments(millrace, engine, files, num_kills=3, num_lines=3000)
+
+
+@pytest.mark.faults
+def test_twenty_kills_leave_no_line_missing_or_doubled(millrace: Command, engine: EngineByHand, files: Files) -> None:
+    kill_at_random_moments(millrace, engine, files, num_kills=20, num_lines=20_000)
+
+
+@pytest.mark.slow
+def test_fifty_thousand_lines_take_less_than_300_mb(millrace: Command, engine: EngineByHand, files: Files) -> None:
+    files.write([call(f"c{i}", prompt="word " * 100) for i in range(50_000)])
+    script = (
+        "import resource, sys; from millrace.cli import main; status = main(sys.argv[1:]);"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss); sys.exit(status)"
+    )
+    with answering(engine), started("-c", script, "run-batch", *millrace.place, *files.arguments) as process:
+        out, err = process.communicate()
+    assert process.returncode == OK, err
+    assert int(out) < 300_000  # KiB
+    assert len(files.answers()) == 50_000

@@ -1,0 +1,197 @@
+"""Requests and answers in OpenAI's format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
+from millrace.producer.openai_format import Call, ended_line, parse_line, refused_line
+from millrace.results.messages import CompletionOutput, Job, JobError, Timings, Usage
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def line(url: str, body: dict[str, Any], **other: Any) -> bytes:
+    return msgspec.json.encode(
+        {"custom_id": "a", "method": "POST", "url": url, "body": {"model": "m", **body}, **other}
+    )
+
+
+def parsed(url: str, body: dict[str, Any]) -> GenerationRequest:
+    return parse_line(line(url, body))[1]
+
+
+def test_a_completion_has_openais_defaults_and_names() -> None:
+    request = parsed(COMPLETIONS, {"prompt": "2 + 2 =", "temperature": 0, "stop": "\n", "seed": 3, "user": "u"})
+    assert request == GenerationRequest(
+        prompt="2 + 2 =", model="m", sampling=SamplingParams(temperature=0, stop="\n", seed=3)
+    )
+
+
+def test_a_chat_generates_to_the_end_of_the_context_unless_it_says_otherwise() -> None:
+    assert parsed(CHAT, {"messages": MESSAGES}) == GenerationRequest(
+        messages=MESSAGES, model="m", sampling=SamplingParams(max_tokens=None)
+    )
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert parsed(CHAT, {"messages": MESSAGES, name: 7}).sampling.max_tokens == 7
+
+
+@pytest.mark.parametrize("prompt", ["p", ["p"]])
+def test_a_prompt_may_be_alone_in_a_list(prompt: Any) -> None:
+    assert parsed(COMPLETIONS, {"prompt": prompt}).prompt == "p"
+
+
+@pytest.mark.parametrize("prompt", [[1, 2], [[1, 2]]])
+def test_a_prompt_may_be_token_ids(prompt: Any) -> None:
+    assert parsed(COMPLETIONS, {"prompt": prompt}).prompt_token_ids == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"stream": False, "logprobs": None, "n": 1, "response_format": {"type": "text"}},
+        {"tools": [], "tool_choice": "none", "store": False, "metadata": {"a": "b"}, "presence_penalty": 0},
+    ],
+)
+def test_fields_that_change_nothing_are_taken(body: dict[str, Any]) -> None:
+    assert parsed(CHAT, {"messages": MESSAGES, **body}) == parsed(CHAT, {"messages": MESSAGES})
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "field"),
+    [
+        (CHAT, {"messages": MESSAGES, "stream": True}, "stream"),
+        (CHAT, {"messages": MESSAGES, "logprobs": True}, "logprobs"),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"messages": MESSAGES, "prompt": "p"}, "prompt"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"prompt": "p"}, "messages"),
+        (COMPLETIONS, {"prompt": "p", "echo": True}, "echo"),
+        (COMPLETIONS, {"prompt": "p", "logprobs": 0}, "logprobs"),
+        (COMPLETIONS, {"prompt": "p", "max_completion_tokens": 3}, "max_completion_tokens"),
+        (COMPLETIONS, {"prompt": "p", "max_token": 3}, "max_token"),
+        (COMPLETIONS, {"prompt": ["p", "q"]}, "prompt"),
+        (COMPLETIONS, {"prompt": []}, "prompt_token_ids"),
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {"prompt": "p", "temperature": "hot"}, "temperature"),
+        (COMPLETIONS, {"prompt": "p", "model": None}, "model"),
+        (COMPLETIONS, {"prompt": "p", "id": "mine"}, "id"),
+        ("/v1/embeddings", {"input": "p"}, "url"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(url: str, body: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_line(line(url, body))
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("raw", "field"),
+    [
+        (b"{", "line"),
+        (b"\xff\xfe", "line"),
+        (b"[" * 100_000, "line"),
+        (b"[]", "line"),
+        (b'{"custom_id": 3, "method": "POST", "url": "u", "body": {}}', "custom_id"),
+        (b'{"custom_id": "a", "method": "POST", "url": "u"}', "line"),
+        (line(CHAT, {"messages": MESSAGES}, method="GET"), "method"),
+    ],
+)
+def test_a_broken_line_is_refused(raw: bytes, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        parse_line(raw)
+    assert refused.value.field == field
+    assert len(str(refused.value)) < 500
+
+
+# --- answers ---
+
+
+def ended(
+    state: str = "finished", error: JobError | None = None, *, num_outputs: int = 1, has_result: bool = True
+) -> Job:
+    outputs = [CompletionOutput(index=i, text=f"t{i}", token_ids=[1], finish_reason="stop") for i in range(num_outputs)]
+    return Job(
+        id="j",
+        state=state,
+        text="t0",
+        token_ids=[1],
+        outputs=outputs,
+        finish_reason="stop",
+        usage=Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4),
+        error=error,
+        timings=Timings(created_ms=1000, ended_ms=9000),
+        has_result=has_result,
+    )
+
+
+def known(url: str) -> Call:
+    body = {"messages": MESSAGES} if url == CHAT else {"prompt": "p"}
+    return parse_line(line(url, body))[0]
+
+
+def test_a_chat_is_answered_in_openais_form() -> None:
+    answer = ended_line("r-1", known(CHAT), ended(num_outputs=2))
+    assert (answer["id"], answer["custom_id"], answer["error"]) == ("r-1", "a", None)
+    assert (answer["response"]["status_code"], answer["response"]["request_id"]) == (200, "r-1")
+    body = answer["response"]["body"]
+    assert (body["id"], body["object"], body["created"], body["model"]) == ("chatcmpl-j", "chat.completion", 9, "m")
+    assert [choice["message"]["content"] for choice in body["choices"]] == ["t0", "t1"]
+    assert [choice["finish_reason"] for choice in body["choices"]] == ["stop", "stop"]
+    assert body["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 2,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+
+
+def test_a_completion_is_answered_in_openais_form() -> None:
+    body = ended_line("r-1", known(COMPLETIONS), ended())["response"]["body"]
+    assert (body["id"], body["object"], body["choices"][0]["text"]) == ("cmpl-j", "text_completion", "t0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"),
+    [("invalid_request", 400, None), ("model_mismatch", 404, "model_not_found"), ("crashed", 500, "crashed")],
+)
+def test_a_failed_job_is_an_answer_with_an_error(kind: str, status: int, code: str | None) -> None:
+    answer = ended_line("r-1", known(CHAT), ended("failed", JobError(kind=kind, message="why")))
+    assert answer["response"]["status_code"] == status
+    error = answer["response"]["body"]["error"]
+    assert (error["message"], error["code"]) == ("why", code)
+
+
+@pytest.mark.parametrize(
+    ("job", "code"),
+    [
+        (ended("expired"), "batch_expired"),
+        (ended("cancelled"), "batch_cancelled"),
+        (ended(has_result=False), "result_expired"),
+    ],
+)
+def test_a_job_without_an_answer_has_an_error_of_the_batch(job: Job, code: str) -> None:
+    answer = ended_line("r-1", known(CHAT), job)
+    assert (answer["response"], answer["error"]["code"]) == (None, code)
+
+
+def test_a_refused_line_is_an_answer_with_openais_error() -> None:
+    answer = refused_line("r-1", None, InvalidRequest("url", "must be another"))
+    assert answer["custom_id"] is None
+    assert answer["response"] == {
+        "status_code": 400,
+        "request_id": "r-1",
+        "body": {
+            "error": {
+                "message": "url: must be another",
+                "type": "invalid_request_error",
+                "param": "url",
+                "code": None,
+            }
+        },
+    }
