@@ -11,7 +11,7 @@ JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults test-ranks test-old-redis test-all chaos fuzz lint format type bench peers report clean
+.PHONY: help setup demo test test-faults test-ranks test-old-redis test-all chaos fuzz lint format type bench docs peers report clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -70,6 +70,9 @@ bench: $(STAMP) ## run the benchmarks (about an hour), write JSON; for example A
 
 peers: $(STAMP) ## install the engines that the benchmarks compare with, in ~/.cache/millrace-peers
 	$(BIN)/python -m benchmarks.peers install $(ARGS)
+
+docs: $(STAMP) ## write docs/cli.md and docs/python.md from the source
+	$(BIN)/python docs/generate.py
 
 report: $(STAMP) ## write docs/performance.md and its plots from benchmarks/results/*.json
 	$(BIN)/python -m benchmarks.report $(ARGS)

@@ -189,7 +189,7 @@ Config = TypeVar("Config", bound=EngineConfig)
 def parse(argv: list[str] | None = None) -> ServeConfig:
     """Return the options of `millrace serve`: of the command line, else of its --config, else the defaults. Raises
     `ConfigurationError`, which names the option."""
-    given = {name: value for name, value in vars(_make_parser().parse_args(argv)).items() if value is not None}
+    given = {name: value for name, value in vars(make_parser().parse_args(argv)).items() if value is not None}
     file = given.pop("config", None)
     options = {**(_read_toml(file) if file else {}), **given}
     if "model" not in options:
@@ -224,7 +224,7 @@ def _is_swap_forced() -> bool:
     return os.environ.get("MILLRACE_FORCE_SWAP") == "1"
 
 
-def _make_parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="millrace serve",
         description="Run an engine that takes jobs from a queue and generates their text.",

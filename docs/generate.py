@@ -1,0 +1,160 @@
+"""Writes docs/cli.md and docs/python.md from the command's parsers and the docstrings of the public names.
+
+`make docs` runs it. A test fails while a page is not what this writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+
+import millrace
+from millrace.cli import build_parser
+from millrace.engine_service.config import make_parser
+
+DOCS = Path(__file__).resolve().parent
+NOTE = "`make docs` writes this page.\n"
+GROUPS = {
+    "Clients": ("Client", "AsyncClient"),
+    "Requests": ("GenerationRequest", "SamplingParams"),
+    "Results": ("Job", "CompletionOutput", "Usage", "JobError", "StreamEvent", "Position", "BatchStatus", "QueueStats"),
+    "Without a queue": ("LLM", "RequestOutput"),
+}
+"""The public names by heading. All others are errors."""
+
+
+def main() -> None:
+    for name, text in pages().items():
+        (DOCS / name).write_text(text)
+
+
+def pages() -> dict[str, str]:
+    """Return the generated pages by file name."""
+    return {"cli.md": _cli_page(), "python.md": _python_page()}
+
+
+# --- the command ---
+
+
+def _cli_page() -> str:
+    parser = build_parser()
+    with patch.dict(os.environ, COLUMNS="100"):  # argparse wraps to it
+        lines = ["# The command\n", NOTE, _help(parser)]
+        for name, verb in _verbs(parser):
+            lines.append(f"## millrace {name}\n\n{_help(make_parser() if name == 'serve' else verb)}")
+    return "\n".join(lines)
+
+
+def _verbs(parser: argparse.ArgumentParser, prefix: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield all verbs that have options of their own, in the order of the help."""
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    for name, verb in verbs.choices.items():
+        if any(isinstance(action, argparse._SubParsersAction) for action in verb._actions):
+            yield from _verbs(verb, f"{prefix}{name} ")
+        else:
+            yield prefix + name, verb
+
+
+def _help(parser: argparse.ArgumentParser) -> str:
+    return f"```\n{parser.format_help().rstrip()}\n```\n"
+
+
+# --- the package ---
+
+
+def _python_page() -> str:
+    lines = [
+        "# The Python package\n",
+        NOTE,
+        "All names are imported from `millrace`. None of them imports torch before it is used.\n",
+    ]
+    grouped = {name for names in GROUPS.values() for name in names}
+    errors = [name for name in millrace.__all__ if name not in grouped and name != "__version__"]
+    for heading, names in {**GROUPS, "Errors": tuple(errors)}.items():
+        lines.append(f"## {heading}\n")
+        for name in names:
+            lines += _describe(name, getattr(millrace, name))
+    return "\n".join(lines)
+
+
+def _describe(name: str, kind: type) -> Iterator[str]:
+    if issubclass(kind, BaseException):
+        base = kind.__bases__[0].__name__
+        yield f"- **`{name}`** ({base}): {_text(kind)}"
+        return
+    yield f"### {name}\n\n{_text(kind)}\n"
+    if issubclass(kind, msgspec.Struct):
+        yield from _fields(kind)
+    else:
+        init = inspect.getdoc(kind.__init__)
+        yield f"```\n{name}{_signature(kind)}\n```\n"
+        if init and init != inspect.getdoc(object.__init__):
+            yield f"{init}\n"
+    same = []
+    for member, value in vars(kind).items():
+        is_property = isinstance(value, property)
+        if member.startswith("_") or not (is_property or inspect.isfunction(value)):
+            continue
+        text = _text(value.fget if is_property else value)
+        if text:
+            yield f"- **`{member}`**: {text}" if is_property else f"- **`{member}{_signature(value)}`**: {text}"
+        else:
+            same.append(f"`{member}`")
+    yield f"The methods are {', '.join(same)}.\n" if same else ""
+
+
+def _fields(kind: type[msgspec.Struct]) -> Iterator[str]:
+    texts = _attribute_docs(kind)
+    yield "| field | default | |\n|---|---|---|"
+    for field in msgspec.structs.fields(kind):
+        default = "required" if field.required else f"`{_default(field)}`"
+        yield f"| `{field.name}` | {default} | {texts.get(field.name, '')} |"
+    yield ""
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return f"{type(value).__name__}()" if isinstance(value, msgspec.Struct) else repr(value)
+
+
+def _attribute_docs(kind: type) -> dict[str, str]:
+    """Return the docstrings of a class's attributes, on one line each. A docstring may speak for all fields before it."""
+    (tree,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    for field, following in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            is_described = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            found[field.target.id] = _one_line(following.value.value) if is_described else ""
+    return found
+
+
+def _signature(function: Any) -> str:
+    parameters = list(inspect.signature(function).parameters.values())
+    shown = [each.replace(annotation=inspect.Parameter.empty) for each in parameters if each.name != "self"]
+    return str(inspect.Signature(shown))
+
+
+def _text(documented: Any) -> str:
+    """Return a docstring with the lines of a paragraph joined."""
+    paragraphs = (inspect.getdoc(documented) or "").split("\n\n")
+    return "\n\n".join(map(_one_line, paragraphs)).replace(
+        "\n\n", "\n\n  " if inspect.isfunction(documented) else "\n\n"
+    )
+
+
+def _one_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text).strip()
+
+
+if __name__ == "__main__":
+    main()
