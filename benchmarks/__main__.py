@@ -10,9 +10,10 @@ parts:
   service      the same workloads through Redis, against LLM
   checkpoints  what saving running jobs costs
   peers        Millrace against the other engines that are installed; see benchmarks/peers.py
-  parallel     one rank against two, tensor parallel and pipeline parallel (only if named)
+  recovery     how long jobs stop when the worker is killed
+  parallel     one rank against two, tensor parallel and pipeline parallel
 
-Without --part all but the last one run, in about an hour.
+Without --part all but the last two run: in about an hour, and in two with all peers.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from benchmarks import (
     parallel,
     peers,
     queueing,
+    recovery,
     roofline,
     scheduling,
     step_times,
@@ -45,7 +47,6 @@ from benchmarks.options import Options
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 
-SEED = 0
 PARTS: dict[str, ModuleType] = {
     "queue": queueing,
     "messages": messages,
@@ -56,10 +57,11 @@ PARTS: dict[str, ModuleType] = {
     "service": through_redis,
     "checkpoints": checkpoints,
     "peers": peers,
+    "recovery": recovery,
     "parallel": parallel,
 }
 """Each has NUM_ROUNDS and `measure(options)`, which returns its figures by name."""
-ON_REQUEST = {"parallel"}
+ON_REQUEST = {"recovery", "parallel"}
 USE_RATES = {"kernels", "step", "offline", "peers"}
 
 
@@ -68,15 +70,15 @@ def main() -> None:
     options = _parse()
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with EmbeddedServer() as server:
-        result = {"seed": SEED, "is_quick": options.quick, **describe(dict(connect(server.url).info("server")))}
+        result = {"is_quick": options.quick, **describe(dict(connect(server.url).info("server")))}
         if USE_RATES & set(options.part):
             result["rates"] = roofline.machine_rates()
         for name in options.part:
-            num_rounds = options.repeat or (1 if options.quick else PARTS[name].NUM_ROUNDS)
-            chosen = Options(
-                server.url, num_rounds, options.quick, options.limit, options.workload or (), options.engine or ()
-            )
-            result[name] = PARTS[name].measure(chosen)
+            part = PARTS[name]
+            num_rounds = options.repeat or (1 if options.quick else part.NUM_ROUNDS)
+            limit_s = options.limit or getattr(part, "LIMIT_S", 0.0)
+            chosen = (options.quick, limit_s, options.workload, options.engine)
+            result[name] = part.measure(Options(server.url, num_rounds, *chosen))
             options.out.write_text(json.dumps(result, indent=2) + "\n")  # a later part may fail
     _show(result, options.out)
 
@@ -99,12 +101,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=default_parts, metavar="PART", help="parts to run")
     parser.add_argument("--repeat", type=int, metavar="N", help="rounds of each part (default: the part's own number)")
     parser.add_argument("--quick", action="store_true", help="one round with little work: shows that a part runs")
-    parser.add_argument(
-        "--workload", nargs="+", metavar="NAME", help="of offline, service and peers: W1 W2 W3 TINY STEP1 STEP256 ..."
-    )
-    parser.add_argument("--engine", nargs="+", choices=[kind.name for kind in peers.kinds()], help="of the part peers")
-    limit_help = "time for the rounds of each of offline, service, peers and parallel (default: 600)"
-    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help=limit_help)
+    workload_help = "of offline, service, peers and parallel: W1 W2 W3 TINY STEP1 STEP256 ..."
+    parser.add_argument("--workload", nargs="+", default=[], metavar="NAME", help=workload_help)
+    engines = [kind.name for kind in peers.kinds()]
+    parser.add_argument("--engine", nargs="+", default=[], choices=engines, help="of the part peers")
+    limit_help = "time for each of offline, service, peers and parallel (default: 600, for peers 3600)"
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help=limit_help)
     default = ROOT / "benchmarks" / "out" / "bench.json"
     parser.add_argument("--out", type=Path, default=default, metavar="FILE", help=f"JSON file (default: {default})")
     options = parser.parse_args()

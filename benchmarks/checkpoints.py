@@ -15,10 +15,9 @@ import statistics
 import time
 from typing import Any
 
-from benchmarks.interval import median_interval
 from benchmarks.options import Options
-from benchmarks.service import Service
-from millrace import GenerationRequest, SamplingParams
+from benchmarks.service import Service, greedy
+from benchmarks.timing import median_interval
 
 NUM_REQUESTS = 64
 QUICK_REQUESTS = 16
@@ -38,27 +37,17 @@ sys.exit(main())
 """
 
 
-def make_work(seed: int, num_requests: int) -> list[GenerationRequest]:
-    """Return the requests of one run."""
-    tokens = random.Random(seed)
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    return [
-        GenerationRequest(prompt_token_ids=[tokens.randint(10, 500) for _ in range(16)], sampling=sampling)
-        for _ in range(num_requests)
-    ]
-
-
 def measure(options: Options) -> dict[str, Any]:
     """Return all figures of this part."""
     num_requests = QUICK_REQUESTS if options.is_quick else NUM_REQUESTS
     service = Service(options.url, options.model, queue="bench-checkpoints", start=("-c", _SWITCHED_BY_SIGNALS))
     runs: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     try:
-        service.run(make_work(1000, num_requests))
+        _run(service, 1000, num_requests)
         for pair in range(options.num_rounds):
             for is_saving in (True, False) if pair % 2 else (False, True):
                 service.send_signal(signal.SIGUSR1 if is_saving else signal.SIGUSR2)
-                runs[is_saving].append(_run(service, make_work(pair, num_requests)))
+                runs[is_saving].append(_run(service, pair, num_requests))
     finally:
         service.stop()
     pairs = list(zip(runs[True], runs[False], strict=True))
@@ -75,8 +64,10 @@ def measure(options: Options) -> dict[str, Any]:
     }
 
 
-def _run(service: Service, work: list[GenerationRequest]) -> tuple[float, float]:
+def _run(service: Service, seed: int, num_requests: int) -> tuple[float, float]:
     """Return the wall seconds and the service's CPU seconds of one run."""
+    tokens = random.Random(seed)
+    work = [greedy(tokens.choices(range(10, 501), k=16), NUM_TOKENS) for _ in range(num_requests)]
     begin_cpu_s = service.cpu_s(with_workers=False)
     seconds = service.run(work)
     time.sleep(0.2)  # until the writer has sent the last writes

@@ -11,15 +11,18 @@ import threading
 import time
 from collections.abc import Callable
 
-from benchmarks.environment import ROOT
+from benchmarks.models import path_of
 from benchmarks.service import Service
+from benchmarks.workloads import TINY_MODEL
 from millrace import Client, GenerationRequest, SamplingParams
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 
-MODEL = ROOT / "examples" / "tiny_model"
 NUM_JOBS = 100
 NUM_TOKENS = 64
+JOB = GenerationRequest(
+    prompt="3 + 4 =", sampling=SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+)
 END_MARK = "end of the counted commands"
 
 
@@ -29,39 +32,29 @@ def measure() -> dict[str, float]:
     with EmbeddedServer(tcp=True) as server:
         with connect(server.url) as admin:
             url = "unix://" + str(admin.config_get("unixsocket")["unixsocket"])
-        service = Service(server.url, MODEL, "commands")
+        service = Service(server.url, path_of(TINY_MODEL), "commands")
         try:
             service.seconds_to_first_token()
             with Client(url, queue="commands") as client:
                 return {
-                    "commands_per_unwatched_job": _per_job(url, lambda: _one_by_one(client)),
-                    "commands_per_unwatched_job_of_many": _per_job(url, lambda: _all_at_once(client)),
+                    "commands_per_unwatched_job": _per_job(url, lambda: _run(client, batch_size=1)),
+                    "commands_per_unwatched_job_of_many": _per_job(url, lambda: _run(client, batch_size=NUM_JOBS)),
                 }
         finally:
             service.stop()
 
 
-def _one_by_one(client: Client) -> None:
-    for _ in range(NUM_JOBS):
-        assert client.wait(client.submit_many([_job()])[0]).state == "finished"
-
-
-def _all_at_once(client: Client) -> None:
-    ids = client.submit_many([_job() for _ in range(NUM_JOBS)])
-    assert {job.state for job in client.as_completed(ids)} == {"finished"}
-
-
-def _job() -> GenerationRequest:
-    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    return GenerationRequest(prompt="3 + 4 =", sampling=sampling)
+def _run(client: Client, batch_size: int) -> None:
+    for _ in range(0, NUM_JOBS, batch_size):
+        ids = client.submit_many([JOB] * batch_size)
+        assert {job.state for job in client.as_completed(ids)} == {"finished"}
 
 
 def _per_job(url: str, work: Callable[[], None]) -> float:
     begin_s = time.perf_counter()
     num_busy = _count(url, work)
     seconds = time.perf_counter() - begin_s
-    num_idle = _count(url, lambda: time.sleep(seconds))
-    return (num_busy - num_idle) / NUM_JOBS
+    return (num_busy - _count(url, lambda: time.sleep(seconds))) / NUM_JOBS
 
 
 def _count(url: str, work: Callable[[], None]) -> int:

@@ -2,7 +2,8 @@
 
 Both run the part in turns; which one is first changes from pair to pair. The table shows, for each figure that is a
 number, the median on both sides, the median ratio of the pairs (this checkout / the other one) and the interval that
-holds the true median ratio with 95 % confidence. With fewer than 6 pairs the interval is the range of all ratios.
+holds the true median ratio with 95 % confidence. With fewer than 6 pairs the interval is the range of all ratios. Further
+options, such as --quick, go to both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.environment import ROOT
-from benchmarks.interval import median_interval
+from benchmarks.timing import median_interval
 
 Figures = dict[str, float]
 
@@ -30,38 +31,32 @@ Figures = dict[str, float]
 def main() -> None:
     """Run the pairs and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
-    parser.add_argument(
-        "other", type=Path, help="root of the other checkout; its benchmarks must have the same options"
-    )
+    other_help = "root of the other checkout; its benchmarks must have the same options"
+    parser.add_argument("other", type=Path, help=other_help)
     parser.add_argument("--part", required=True, help="the part to run, see python -m benchmarks --help")
     parser.add_argument("--pairs", type=int, default=5, metavar="N", help="runs of each checkout (default: 5)")
-    parser.add_argument("--repeat", type=int, metavar="N", help="rounds in each run (default: the part's own number)")
-    parser.add_argument("--quick", action="store_true", help="one round with little work in each run")
-    options = parser.parse_args()
+    options, more = parser.parse_known_args()
     if options.pairs < 1:
         parser.error(f"--pairs is {options.pairs}: it must be at least 1")
     if not (options.other / "benchmarks" / "__main__.py").is_file():
         parser.error(f"{options.other} has no benchmarks: give the root of a checkout")
-    arguments = ["--part", options.part]
-    arguments += ["--repeat", str(options.repeat)] if options.repeat else []
-    arguments += ["--quick"] if options.quick else []
     checkouts = {"this": ROOT, "other": options.other.resolve()}
     pairs: list[dict[str, Figures]] = []
     for number in range(options.pairs):
         print(f"pair {number + 1} of {options.pairs}", file=sys.stderr)
         order = reversed(checkouts) if number % 2 else checkouts
-        pairs.append({side: _run(checkouts[side], arguments) for side in order})
+        pairs.append({side: _run(checkouts[side], options.part, more) for side in order})
     Console().print(_table(options.part, pairs))
 
 
-def _run(checkout: Path, arguments: list[str]) -> Figures:
+def _run(checkout: Path, part: str, more: list[str]) -> Figures:
     """Run a part in a process of its own, with the packages of `checkout`. Return its figures that are numbers."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory, "bench.json")
-        command = [sys.executable, "-P", "-m", "benchmarks", *arguments, "--out", str(out)]
+        command = [sys.executable, "-P", "-m", "benchmarks", "--part", part, *more, "--out", str(out)]
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
         subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.DEVNULL, check=True)
-        figures = json.loads(out.read_text())[arguments[1]]
+        figures = json.loads(out.read_text())[part]
     return {name: value for name, value in flat(figures) if isinstance(value, int | float)}
 
 
@@ -71,7 +66,7 @@ def flat(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{name} ")
         else:
-            yield f"{prefix}{name}", value
+            yield prefix + name, value
 
 
 def _table(part: str, pairs: list[dict[str, Figures]]) -> Table:

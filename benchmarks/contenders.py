@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -17,11 +18,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks import models, workloads
 from benchmarks.environment import ROOT
-from benchmarks.interval import median_interval
+from benchmarks.options import Options
+from benchmarks.timing import median_interval
 
 START_LIMIT_S = 420.0
 """Time for an engine to load and to generate its first token."""
@@ -51,23 +53,14 @@ class EngineKind:
         return Path(sys.executable) if self.environment is None else models.HOME / self.environment / "bin" / "python"
 
 
-class Contender(Protocol):
-    """Something that runs rounds of one workload."""
-
-    def run_round(self, number: int) -> Figures:
-        """Run one round. Raises `EngineError`."""
-
-    def summary(self) -> Figures:
-        """Return the figures that do not belong to a round."""
-
-    def close(self) -> None: ...
-
-
 class EngineProcess:
     """Owns the process of one engine for one workload. Its log is in `models.HOME`."""
 
-    def __init__(self, kind: EngineKind, workload: str, *, is_quick: bool = False) -> None:
-        """Start the engine and wait for its first token. Raises `EngineError`."""
+    def __init__(self, kind: EngineKind, workload: str, *, is_quick: bool, end_s: float) -> None:
+        """Start the engine and wait until it has warmed up. Raises `EngineError`, also after `end_s`."""
+        if time.monotonic() >= end_s:
+            raise EngineError("no time is left to start it")
+        self._end_s = end_s
         self._log = models.HOME / "logs" / f"{kind.name}.{workload}.log"
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [str(kind.python), "-P", "-m", f"benchmarks.engines.{kind.module}"]
@@ -80,90 +73,125 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
+                bufsize=0,  # `select` does not see what lies in a buffer
+                start_new_session=True,
             )
         try:
-            self._versions = self._receive(START_LIMIT_S)["versions"]
+            self._receive(START_LIMIT_S)
+            first_token_s = time.monotonic() - began_s
+            # A warm-up beside another engine's round would slow it.
+            self.summary: Figures = {"start_to_first_token_s": round(first_token_s, 2), **self._receive(ROUND_LIMIT_S)}
         except BaseException:
             self.close()
             raise
-        self._first_token_s = time.monotonic() - began_s
 
     def run_round(self, number: int) -> Figures:
+        """Run one round. Raises `EngineError`."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then there is no reply either
             self._process.stdin.write(f"{number}\n".encode())
-            self._process.stdin.flush()
         return self._receive(ROUND_LIMIT_S)
 
-    def summary(self) -> Figures:
-        return {"start_to_first_token_s": round(self._first_token_s, 2), "versions": self._versions}
-
     def close(self) -> None:
-        """End the process."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-        try:
+        """End the process, and those that it started."""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # type: ignore[union-attr]
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()  # type: ignore[union-attr]
 
     def _receive(self, limit_s: float) -> Figures:
         assert self._process.stdout is not None
+        limit_s = max(0.0, min(limit_s, self._end_s - time.monotonic()))
         is_ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
         line = self._process.stdout.readline() if is_ready else b""
         if not line:
-            reason = "has ended" if is_ready else f"did not answer within {limit_s:g} s"
+            reason = "has ended" if is_ready else f"did not answer within {limit_s:.0f} s"
             raise EngineError(f"the engine {reason}; its log is {self._log}")
         figures: Figures = json.loads(line)
         return figures
 
 
-def run_in_turns(
-    starts: Mapping[str, Callable[[], Contender]], baseline: str, num_rounds: int, limit_s: float
-) -> dict[str, Figures]:
-    """Run `num_rounds` rounds of each contender in turns. Return the figures by contender.
+@dataclass
+class Run:
+    """What an engine has done of a workload."""
 
-    No round begins when it would probably end after `limit_s`, counted from the call; each contender gets one round. A
-    contender that fails has "failed" among its figures. `over_<baseline>` is the median of the ratios of the rounds: above
-    1, the contender is faster.
+    rounds: list[Figures] = field(default_factory=list)
+    summary: Figures = field(default_factory=dict)
+    """Figures that do not belong to a round."""
+    failure: str = ""
+
+    def figures(self, baseline: Run | None, name: str) -> Figures:
+        """Return medians, and ratios to the baseline with this name: above 1, this engine is faster."""
+        if self.failure:
+            return {"failed": self.failure}
+        return _medians(self.rounds) | self.summary | (_ratio(self.rounds, baseline.rounds, name) if baseline else {})
+
+
+def run_workloads(
+    options: Options, default: Sequence[str], groups_of: Callable[[str], Sequence[Sequence[EngineKind]]]
+) -> dict[str, dict[str, Figures]]:
+    """Run the chosen workloads on the engines of each group, one group after the other. Return the figures by workload
+    and engine. Each group begins with the same engine, the baseline, whose figures are those of all its rounds.
+
+    Each group gets an equal share of the time that is left, and at least one round of each engine. But an engine that is
+    not through its first round at the end of `options.limit_s` has failed.
     """
-    began_s = time.monotonic()
-    results: dict[str, Figures] = {}
-    rounds: dict[str, list[Figures]] = {name: [] for name in starts}
+    end_s = time.monotonic() + options.limit_s
+    plan = [(name, group) for name in options.workloads or default for group in groups_of(name)]
+    joined: dict[str, Run] = {}
+    figures: dict[str, dict[str, Figures]] = {}
+    for index, (name, group) in enumerate(plan):
+        print(f"{name}: {', '.join(kind.name for kind in group)}", file=sys.stderr, flush=True)
+        models.find(workloads.make(name, is_quick=options.is_quick).model)
+        share_s = (end_s - time.monotonic()) / (len(plan) - index)
+        runs = run_in_turns(name, group, options, time.monotonic() + share_s, end_s)
+        baseline = group[0].name
+        ours, known = runs.pop(baseline), joined.get(name, Run())
+        joined[name] = Run(known.rounds + ours.rounds, ours.summary, ours.failure)
+        of_workload = figures.setdefault(name, {})
+        of_workload[baseline] = joined[name].figures(None, baseline)
+        of_workload |= {one: run.figures(None if ours.failure else ours, baseline) for one, run in runs.items()}
+    return figures
+
+
+def run_in_turns(
+    workload: str, kinds: Sequence[EngineKind], options: Options, soft_end_s: float, end_s: float
+) -> dict[str, Run]:
+    """Run the rounds of each engine in turns. No round but the first begins when it would probably end after
+    `soft_end_s`."""
+    runs = {kind.name: Run() for kind in kinds}
     with contextlib.ExitStack() as opened:
-        contenders: dict[str, Contender] = {}
-        for name, start in starts.items():
-            with _noted_failure(results, name):
-                contenders[name] = start()
-                opened.callback(contenders[name].close)
+        engines: dict[str, EngineProcess] = {}
+        for kind in kinds:
+            with _noted_failure(kind.name, runs):
+                engines[kind.name] = EngineProcess(kind, workload, is_quick=options.is_quick, end_s=end_s)
+                opened.callback(engines[kind.name].close)
+                runs[kind.name].summary = engines[kind.name].summary
         longest_s = 0.0
-        for number in range(num_rounds):
-            round_began_s = time.monotonic()
-            if number and round_began_s + longest_s > began_s + limit_s:
+        for number in range(options.num_rounds):
+            began_s = time.monotonic()
+            if number and began_s + longest_s > soft_end_s:
                 break
-            for name in list(contenders)[:: -1 if number % 2 else 1]:
-                with _noted_failure(results, name):
-                    rounds[name].append(contenders[name].run_round(number))
-                if name in results:
-                    del contenders[name]
-            longest_s = max(longest_s, time.monotonic() - round_began_s)
-        for name, contender in contenders.items():
-            results[name] = {**_medians(rounds[name]), **contender.summary()}
-            if name != baseline and baseline in contenders:
-                results[name] |= _ratio(rounds[name], rounds[baseline], baseline)
-    return {name: results[name] for name in starts}
+            for name in list(engines)[:: -1 if number % 2 else 1]:
+                with _noted_failure(name, runs):
+                    runs[name].rounds.append(engines[name].run_round(number))
+                if runs[name].failure:
+                    del engines[name]
+            longest_s = max(longest_s, time.monotonic() - began_s)
+    return runs
 
 
 @contextlib.contextmanager
-def _noted_failure(results: dict[str, Figures], name: str) -> Iterator[None]:
+def _noted_failure(name: str, runs: Mapping[str, Run]) -> Iterator[None]:
     try:
         yield
     except EngineError as error:
         print(f"{name}: {error}", file=sys.stderr, flush=True)
-        results[name] = {"failed": str(error)}
+        runs[name].failure = str(error)
 
 
 def _medians(rounds: list[Figures]) -> Figures:
@@ -173,9 +201,7 @@ def _medians(rounds: list[Figures]) -> Figures:
         medians[name] = max(values) if name == "peak_memory_mib" else round(statistics.median(values), 3)
         if name in ("tokens_per_s", "ms_per_step"):
             medians[f"{name}_of_each_round"] = [round(value, 3) for value in values]
-        if name == "peak_memory_mib":
-            medians["peak_memory_mib_of_round_1"] = values[0]
-    return medians
+    return medians | {"peak_memory_mib_of_round_1": rounds[0]["peak_memory_mib"]}
 
 
 def _ratio(rounds: list[Figures], baselines: list[Figures], baseline: str) -> Figures:
@@ -184,16 +210,3 @@ def _ratio(rounds: list[Figures], baselines: list[Figures], baseline: str) -> Fi
     low, high = median_interval(ratios)
     key = f"over_{baseline}"
     return {key: round(statistics.median(ratios), 4), f"{key}_interval": [round(low, 4), round(high, 4)]}
-
-
-def rounds_of(names: Sequence[str], limit_s: float) -> Iterator[tuple[str, float]]:
-    """Yield each workload with its share of the time that is left."""
-    end_s = time.monotonic() + limit_s
-    for index, name in enumerate(names):
-        print(f"{name} ...", file=sys.stderr, flush=True)
-        yield name, max(0.0, end_s - time.monotonic()) / (len(names) - index)
-
-
-def prepare_model(workload: str, *, is_quick: bool) -> None:
-    """Make the model of a workload if it is missing."""
-    models.find(workloads.make(workload, is_quick=is_quick).model)

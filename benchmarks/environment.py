@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import platform
 import subprocess
+import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -37,6 +39,13 @@ def describe(server_info: dict[str, Any]) -> dict[str, Any]:
         "server": f"{server_info.get('server_name', 'redis')} {server_info.get('redis_version')}",
         "packages": {name: version_of(name) for name in PACKAGES},
     }
+
+
+def run_module(name: str, *arguments: str, **variables: str) -> Any:
+    """Run a module of this checkout as a program. Return the JSON that it prints."""
+    command = [sys.executable, "-P", "-m", name, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
 
 def _output(*command: str) -> str | None:

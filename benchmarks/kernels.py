@@ -2,46 +2,22 @@
 one thread and with all. Each combination runs in a process of its own, in turns; the shortest time of all rounds counts.
 
 Figures of a kernel: the time, the rate in GFLOP/s (arithmetic) or GB/s (memory), and `over_torch`, torch's time divided by
-the kernel's. Small operands are in the CPU's cache. Run as a program it measures the kernels that its environment chooses,
-and prints JSON.
+the kernel's. Small operands are in the CPU's cache.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.environment import ROOT
+from benchmarks.environment import run_module
 from benchmarks.options import Options
 
 NUM_ROUNDS = 3
-MEASURE_S, QUICK_S = 0.3, 0.01
-"""For each kernel in each round."""
-BLOCK_SIZE = 16
-ATTENTION = {"mha": (6, 6, 64, "float32"), "gqa": (16, 8, 128, "bfloat16")}
-"""Query heads, key heads, head size and dtype."""
-ROWS = {"decode": (32, 512, 1), "chunk": (2, 512, 512)}
-"""Rows, their lengths, and the tokens that each feeds."""
-MATRICES = ((288, 1536, "float32"), (1024, 3072, "float32"), (1024, 3072, "bfloat16"))
-MATRIX_ROWS = (1, 32, 256)
-HEAD = (32, 288)
-"""Rows and inputs of the head, whose largest outputs are computed."""
-SAMPLED_ROWS, QUICK_SAMPLED_ROWS, VOCAB_SIZE = 256, 8, 32_000
-
-
-class Case(NamedTuple):
-    name: str
-    unit: str
-    amount: float
-    """Operations, or bytes, of one call."""
-    run: Callable[[], object]
+Cases = dict[str, dict[str, Any]]
+"""As `benchmarks.kernel_cases` prints them."""
 
 
 def measure(options: Options) -> dict[str, Any]:
@@ -49,21 +25,24 @@ def measure(options: Options) -> dict[str, Any]:
     sets, threads = _instruction_sets(), sorted({1, len(os.sched_getaffinity(0))})
     if options.is_quick:
         sets, threads = sets[:1], [1]
-    best: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    arguments = ["--quick"] if options.is_quick else []
+    best: dict[tuple[str, int], Cases] = {}
     for _ in range(options.num_rounds):
         for key in ((one, number) for number in threads for one in (*sets, "none")):
-            for name, figures in _run(*key, is_quick=options.is_quick).items():
-                known = best.setdefault(key, {}).setdefault(name, figures)
-                known["us"] = min(known["us"], figures["us"])
+            variables = {"MILLRACE_KERNELS": key[0], "OMP_NUM_THREADS": str(key[1])}
+            cases: Cases = run_module("benchmarks.kernel_cases", *arguments, **variables)
+            for name, case in cases.items():
+                known = best.setdefault(key, {}).setdefault(name, case)
+                known["us"] = min(known["us"], case["us"])
     return {f"{one}_{number}_threads": _rates(best[one, number], best["none", number]) for one, number in best}
 
 
-def _rates(cases: dict[str, dict[str, Any]], torchs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _rates(cases: Cases, of_torch: Cases) -> Cases:
     return {
         name: {
             "us": round(one["us"], 1),
             one["unit"]: round(one["amount"] / one["us"] / 1e3, 2),
-            "over_torch": round(torchs[name]["us"] / one["us"], 3),
+            "over_torch": round(of_torch[name]["us"] / one["us"], 3),
         }
         for name, one in cases.items()
     }
@@ -78,139 +57,3 @@ def _instruction_sets() -> list[str]:
     except (OSError, AttributeError) as error:
         print(f"measuring torch alone: {error}", file=sys.stderr)
         return []
-
-
-def _run(instruction_set: str, num_threads: int, *, is_quick: bool) -> dict[str, dict[str, Any]]:
-    command = [sys.executable, "-P", "-m", "benchmarks.kernels", *(["--quick"] if is_quick else [])]
-    chosen = {"PYTHONPATH": str(ROOT), "MILLRACE_KERNELS": instruction_set, "OMP_NUM_THREADS": str(num_threads)}
-    ran = subprocess.run(command, env={**os.environ, **chosen}, stdout=subprocess.PIPE, text=True, check=True)
-    figures: dict[str, dict[str, Any]] = json.loads(ran.stdout)
-    return figures
-
-
-def _best_us(run: Callable[[], object], measure_s: float) -> float:
-    run()
-    best_s, end_s = float("inf"), time.perf_counter() + measure_s
-    while time.perf_counter() < end_s or best_s == float("inf"):
-        began_s = time.perf_counter()
-        run()
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s * 1e6
-
-
-def _attention_cases() -> Iterator[Case]:
-    import torch
-
-    from millrace.worker.attention.select import choose_attention
-    from millrace.worker.kv_pool import KVPool, LayerSpec
-
-    cpu = torch.device("cpu")
-    attention = choose_attention("auto", cpu)
-    for kind, (heads, kv_heads, dim, dtype_name) in ATTENTION.items():
-        dtype = getattr(torch, dtype_name)
-        for rows, (num_rows, length, num_fed) in ROWS.items():
-            batch = _batch(num_rows, length, num_fed)
-            spec = LayerSpec(0, kv_heads, dim, dim, None)
-            layer = KVPool([spec], int(batch.block_tables.max()) + 1, BLOCK_SIZE, dtype, cpu).layers[0]
-            layer.keys.normal_()
-            layer.values.normal_()
-            num_tokens = num_rows * num_fed
-            query = torch.randn(heads, num_tokens, dim).to(dtype)
-            key, value = (torch.randn(kv_heads, num_tokens, dim).to(dtype) for _ in range(2))
-            run = partial(_attend, attention, batch, (query, key, value), layer, dim**-0.5)
-            if num_fed == 1:
-                read = 2 * num_rows * length * kv_heads * dim * dtype.itemsize
-                yield Case(f"attention_{rows}_{kind}_{dtype_name}", "gb_per_s", read, run)
-            else:
-                attended = num_rows * (num_fed * length - num_fed * (num_fed - 1) // 2)
-                yield Case(f"attention_{rows}_{kind}_{dtype_name}", "gflops", 4.0 * attended * heads * dim, run)
-
-
-def _attend(attention: Any, batch: Any, tokens: Any, layer: Any, scaling: float) -> object:
-    batch.derived.clear()
-    return attention.forward(*tokens, layer, scaling, None, None, batch)
-
-
-def _batch(num_rows: int, length: int, num_fed: int) -> Any:
-    """Return a step of equal rows, whose blocks lie in random order."""
-    import torch
-
-    from millrace.worker.input_batch import SampledRows, StepBatch
-
-    per_row = -(-length // BLOCK_SIZE)
-    generator = torch.Generator().manual_seed(0)
-    tables = (torch.randperm(num_rows * per_row, generator=generator) + 1).view(num_rows, per_row).int()
-    fed = torch.arange(length - num_fed, length)
-    starts = [row * num_fed for row in range(num_rows + 1)]
-    return StepBatch(
-        input_ids=torch.zeros(1, starts[-1], dtype=torch.int64),
-        positions=fed.repeat(num_rows).unsqueeze(0),
-        token_blocks=tables[:, fed // BLOCK_SIZE].flatten().unsqueeze(1),
-        block_tables=tables.unsqueeze(0),
-        sample_indices=torch.tensor(starts[1:]) - 1,
-        query_starts=starts,
-        kv_lens=[length] * num_rows,
-        sampled=SampledRows([], torch.empty(0), _sampling_rows(1, 0.0)),
-        block_size=BLOCK_SIZE,
-    )
-
-
-def _linear_cases() -> Iterator[Case]:
-    import torch
-
-    from millrace.worker.linear import pack_linear
-
-    for inputs, outputs, dtype_name in MATRICES:
-        dtype = getattr(torch, dtype_name)
-        layer = pack_linear([torch.randn(outputs, inputs).to(dtype)])
-        for num_rows in MATRIX_ROWS:
-            rows = torch.randn(num_rows, inputs).to(dtype)
-            name = f"linear_{num_rows}x{inputs}x{outputs}_{dtype_name}"
-            if num_rows == 1:
-                yield Case(name, "gb_per_s", inputs * outputs * dtype.itemsize, partial(layer.forward, rows))
-            else:
-                yield Case(name, "gflops", 2.0 * num_rows * inputs * outputs, partial(layer.forward, rows))
-    num_rows, inputs = HEAD
-    head, rows = pack_linear([torch.randn(VOCAB_SIZE, inputs)]), torch.randn(num_rows, inputs)
-    name = f"head_argmax_{num_rows}x{inputs}x{VOCAB_SIZE}_float32"
-    yield Case(name, "gflops", 2.0 * num_rows * inputs * VOCAB_SIZE, partial(head.argmax, rows))
-
-
-def _sampling_cases(num_rows: int) -> Iterator[Case]:
-    import torch
-
-    from millrace.worker.sampler import sample
-
-    logits = 2 * torch.randn(num_rows, VOCAB_SIZE)
-    for name, temperature in (("argmax", 0.0), ("draw", 0.8)):
-        rows = _sampling_rows(num_rows, temperature)
-        yield Case(f"{name}_{num_rows}x{VOCAB_SIZE}", "gb_per_s", logits.nbytes, partial(sample, logits, rows))
-
-
-def _sampling_rows(num_rows: int, temperature: float) -> Any:
-    import torch
-
-    from millrace.executor.wire.messages import RowSampling
-    from millrace.worker.sampling_rows import SamplingTable
-
-    table = SamplingTable(num_rows)
-    for slot in range(num_rows):
-        table.set(slot, RowSampling(temperature, 0, 0.95, 0.0, slot, 0, 0, []))
-    return table.rows(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
-
-
-def _measure_all(*, is_quick: bool) -> dict[str, dict[str, Any]]:
-    import torch
-
-    measure_s = QUICK_S if is_quick else MEASURE_S
-    sampled = _sampling_cases(QUICK_SAMPLED_ROWS if is_quick else SAMPLED_ROWS)
-    with torch.inference_mode():
-        return {
-            case.name: {"us": _best_us(case.run, measure_s), "unit": case.unit, "amount": case.amount}
-            for cases in (_attention_cases(), _linear_cases(), sampled)
-            for case in cases
-        }
-
-
-if __name__ == "__main__":
-    print(json.dumps(_measure_all(is_quick="--quick" in sys.argv)))

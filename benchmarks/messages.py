@@ -11,15 +11,7 @@ from typing import Any
 
 from benchmarks.options import Options
 from millrace.executor.launch.multiproc import MultiprocExecutor
-from millrace.executor.wire.messages import (
-    SeqId,
-    Step,
-    StepId,
-    StepPlan,
-    WorkerConfig,
-    decode_to_worker,
-    encode,
-)
+from millrace.executor.wire.messages import SeqId, Step, StepId, StepPlan, WorkerConfig, decode_to_worker, encode
 
 NUM_ROUNDS = 9
 NUM_CALLS = 2000
@@ -29,20 +21,23 @@ NUM_SEQUENCES = 256
 
 def measure(options: Options) -> dict[str, Any]:
     """Return all figures of this part. `is_quick` changes nothing."""
-    plan = _decode_plan()
-    payload = encode(Step(1, plan))
+    # All sequences feed one token, and one of 16 gets a new block, as with blocks of 16 tokens.
+    blocks = [(SeqId(1000 + i), 2000 + i) for i in range(0, NUM_SEQUENCES, 16)]
+    step = Step(1, StepPlan(StepId(100_000), 1, 1, NUM_SEQUENCES, NUM_SEQUENCES, new_blocks=blocks))
     return {
         **_round_trips(options.model, options.num_rounds),
-        "step_message_bytes": len(payload),
-        "step_message_us": round(_median_us(lambda: decode_to_worker(encode(Step(1, plan))), NUM_MESSAGES), 1),
+        "step_message_bytes": len(encode(step)),
+        "step_message_us": round(_median_us(lambda: decode_to_worker(encode(step)), NUM_MESSAGES), 1),
     }
 
 
 def _round_trips(model: Path, num_rounds: int) -> dict[str, Any]:
     """Time a call without payload to one rank on this host: to the stub, which does nothing, and to a real worker,
     which runs one operation on its device. In turns."""
-    kinds = {"rpc": ("millrace.executor.rank.stub", WorkerConfig(model="", num_blocks=32, block_size=16))}
-    kinds["health_check"] = ("millrace.worker", WorkerConfig(model=str(model), num_blocks=32, device="cpu"))
+    kinds = {
+        "rpc": ("millrace.executor.rank.stub", WorkerConfig(model="", num_blocks=32, block_size=16)),
+        "health_check": ("millrace.worker", WorkerConfig(model=str(model), num_blocks=32, device="cpu")),
+    }
     with ExitStack() as stack:
         executors = {}
         for name, (module, config) in kinds.items():
@@ -60,13 +55,6 @@ def _round_trips(model: Path, num_rounds: int) -> dict[str, Any]:
 
 def _round_trip_us(executor: MultiprocExecutor) -> float:
     return _median_us(lambda: executor.collective_rpc("check_health"), NUM_CALLS)
-
-
-def _decode_plan() -> StepPlan:
-    """Return a step in which every sequence feeds one token, and one of 16 gets a new block, as with blocks of 16
-    tokens."""
-    blocks = [(SeqId(1000 + i), 2000 + i) for i in range(0, NUM_SEQUENCES, 16)]
-    return StepPlan(StepId(100_000), 1, 1, NUM_SEQUENCES, NUM_SEQUENCES, new_blocks=blocks)
 
 
 def _median_us(work: Callable[[], object], times: int) -> float:

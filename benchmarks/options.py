@@ -20,7 +20,7 @@ class Options:
     is_quick: bool = False
     """Whether to do only so much work that one sees the part run, with the tiny model."""
     limit_s: float = 600.0
-    """Time for the rounds of one of the parts `offline`, `service` and `peers`. Each engine gets at least one round."""
+    """Time for a part that runs engines in turns."""
     workloads: Sequence[str] = ()
     """Empty: the part's own."""
     engines: Sequence[str] = ()

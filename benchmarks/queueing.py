@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import resource
 import statistics
 import threading
 import time
@@ -54,7 +53,6 @@ def _round(url: str) -> Figures:
     claim_s, claim_cpu_s = _timed(lambda: _claim_and_finish(url, queue))
     single_s, single_cpu_s = _timed(lambda: _submit_singly(url, _new_queue()))
     set_s, _ = _timed(lambda: _set_singly(url))
-    _unset(url)
     threads_s, _ = _timed(lambda: _submit_from_threads(url, _new_queue()))
     rq_queue = _rq_queue(url)
     rq_s, _ = _timed(lambda: _rq_enqueue(rq_queue))
@@ -218,13 +216,9 @@ def _streams_work(client: redis.Redis, stream: str) -> None:
 def _set_singly(url: str) -> None:
     """SET the payload with redis-py: the minimum cost of a call to the server."""
     with connect(url) as client:
-        for i in range(NUM_SINGLE):
-            client.set(f"bench-set-{i}", PAYLOAD)
-
-
-def _unset(url: str) -> None:
-    with connect(url) as client:
-        client.unlink(*(f"bench-set-{i}" for i in range(NUM_SINGLE)))
+        for _ in range(NUM_SINGLE):
+            client.set("bench-set", PAYLOAD)
+        client.unlink("bench-set")
 
 
 def _rq_queue(url: str) -> rq.Queue:
@@ -263,11 +257,6 @@ def _new_queue() -> str:
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:
     """Return (wall seconds, CPU seconds of this process) of the work."""
-    begin_s, begin_cpu_s = time.perf_counter(), _cpu_s()
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - begin_s, _cpu_s() - begin_cpu_s
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    return time.perf_counter() - begin_s, time.process_time() - begin_cpu_s

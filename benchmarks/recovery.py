@@ -1,15 +1,13 @@
-"""Measure how long jobs stop when the worker is killed: from SIGKILL to the next token that a reader gets.
+"""Measures how long jobs stop when the worker is killed: from SIGKILL to the next token that a reader gets.
 
 A service runs under load: each of NUM_READERS readers follows a job, and submits the next one when it ends. The time
 includes everything: the service detects the loss, a new process starts, imports torch, reads the weights and allocates
 the pool, and the jobs' tokens so far are computed again. `start_phases_s` has the phases of the new worker's start. No
-job may fail, and each must have the same tokens as without a kill.
+job may fail, and each must have the same tokens as without a kill. Each round is one kill.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import re
@@ -21,17 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from benchmarks import models
-from benchmarks.environment import ROOT, describe
+from benchmarks.options import Options
 from benchmarks.service import Service
-from benchmarks.workloads import LLAMA
 from millrace import Client
-from millrace.embedded import EmbeddedServer
-from millrace.results.connection import connect
 
-NUM_KILLS = 50
+NUM_ROUNDS = 50
 NUM_READERS = 16
 NUM_TOKENS = 256
 PAUSE_S = (0.2, 1.0)
@@ -39,6 +31,7 @@ PAUSE_S = (0.2, 1.0)
 IN_TRANSIT_S = 0.2
 """Tokens that arrive within this time after a kill were computed before it: no Python process starts so fast."""
 LIMIT_S = 120.0
+"""For a job, and for a recovery."""
 QUEUE = "bench-recovery"
 
 
@@ -76,27 +69,28 @@ def submit(client: Client) -> str:
     return client.submit("3 + 4 =", temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, stream=True)
 
 
-def measure(url: str, model: Path, log: Path, num_kills: int = NUM_KILLS) -> dict[str, Any]:
-    """Return all figures. Service and readers have ended when it returns."""
-    service = Service(url, model, queue=QUEUE, log=log)
-    readers: list[Reader] = []
-    try:
-        with Client(url, queue=QUEUE) as client:
-            expected = client.wait(submit(client), timeout_s=LIMIT_S).token_ids
-        readers = [Reader(url, expected) for _ in range(NUM_READERS)]
-        for reader in readers:
-            reader.start()
-        waits = [_kill_once(service, readers, random.Random(number)) for number in range(num_kills)]
-        for reader in readers:
-            reader.is_stopped = True
-        for reader in readers:
-            reader.join(LIMIT_S)
-    finally:
-        service.stop()
-    phases = _phases(log.read_text())
-    first, last = [first_s for first_s, _ in waits], [last_s for _, last_s in waits]
+def measure(options: Options) -> dict[str, Any]:
+    """Return all figures of this part. Service and readers have ended when it returns."""
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory, "service.log")
+        service = Service(options.url, options.model, queue=QUEUE, log=log)
+        try:
+            with Client(options.url, queue=QUEUE) as client:
+                expected = client.wait(submit(client), timeout_s=LIMIT_S).token_ids
+            readers = [Reader(options.url, expected) for _ in range(NUM_READERS)]
+            for reader in readers:
+                reader.start()
+            waits = [_kill_once(service, readers, random.Random(number)) for number in range(options.num_rounds)]
+            for reader in readers:
+                reader.is_stopped = True
+            for reader in readers:
+                reader.join(LIMIT_S)
+        finally:
+            service.stop()
+        phases = _phases(log.read_text())
+    first, last = ([pair[index] for pair in waits] for index in (0, 1))
     return {
-        "num_kills": num_kills,
+        "num_kills": options.num_rounds,
         "num_readers": NUM_READERS,
         "jobs_done": sum(reader.num_done for reader in readers),
         "jobs_failed": sum(reader.num_failed for reader in readers),
@@ -141,23 +135,3 @@ def _summary(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
     return {"median": round(statistics.median(ordered), 3), "p95": round(p95, 3), "max": round(ordered[-1], 3)}
-
-
-def main() -> None:
-    """Measure with a private server, and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
-    parser.add_argument("--kills", type=int, default=NUM_KILLS, metavar="N", help=f"default: {NUM_KILLS}")
-    default = ROOT / "benchmarks" / "out" / "recovery.json"
-    parser.add_argument("--out", type=Path, default=default, metavar="FILE", help=f"JSON file (default: {default})")
-    options = parser.parse_args()
-    with EmbeddedServer() as server, tempfile.TemporaryDirectory() as directory:
-        result = describe(dict(connect(server.url).info("server")))
-        result["recovery"] = measure(server.url, models.find(LLAMA), Path(directory, "service.log"), options.kills)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    Console().print_json(data=result["recovery"])
-    print(f"wrote {options.out}")
-
-
-if __name__ == "__main__":
-    main()

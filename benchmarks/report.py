@@ -19,7 +19,7 @@ from benchmarks.environment import ROOT
 from benchmarks.step_times import BATCH, CONTEXT, PHASES
 
 mpl.use("Agg")
-mpl.rcParams.update({"svg.hashsalt": "millrace", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3})
+mpl.rcParams.update({"font.size": 9, "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "savefig.dpi": 100})
 from matplotlib import pyplot as plt  # noqa: E402, the backend comes first
 
 Figures = dict[str, Any]
@@ -29,74 +29,41 @@ class Section(NamedTuple):
     """How one part of the benchmarks is shown."""
 
     title: str
-    note: str
     keys: Sequence[str]
     """What the names of the figures mean, from the outermost table to the innermost."""
-    columns: Mapping[str, str]
-    """By heading: a template of the figures. A figure that is missing leaves its cell empty."""
+    columns: Sequence[str]
+    """The figures that are shown, in this order. Those that no row has are left out."""
+    note: str = ""
 
 
-RATE = "{tokens_per_s:.0f} ({low:.0f} to {high:.0f})"
-INTERVAL = "({{{0}_interval[0]:.3f}} to {{{0}_interval[1]:.3f}})"
-START = {"first token after s": "{start_to_first_token_s:.1f}"}
-MEMORY = {"peak MiB": "{peak_memory_mib:.0f}"}
-SHARE = {"share of the roofline": "{roofline_share:.0%}"}
+RUN = ("tokens_per_s", "start_to_first_token_s", "peak_memory_mib")
 SECTIONS = {
     "peers": Section(
         "Other engines on the same cores",
-        "",
         ("workload", "engine"),
-        {
-            "tokens/s": RATE,
-            "ms per decode step": "{ms_per_step:.2f} ({low:.2f} to {high:.2f})",
-            "Millrace / engine": f"{{millrace_over:.2f}} x {INTERVAL.format('millrace_over')}",
-            **START,
-            **MEMORY,
-            "versions": "{versions}",
-        },
+        ("millrace_over", "ms_per_step", *RUN, "num_rounds"),
+        "`millrace over` is the ratio of the speeds, above 1 where Millrace is faster. STEP1 and STEP256 are the times of a "
+        "decode step for 1 and 256 sequences.",
     ),
     "offline": Section(
         "`LLM` without Redis",
-        "`mp_random` draws with temperature 0.8 and top-p 0.95. The least prefill computes what all prompts share once.",
         ("workload", "executor"),
-        {
-            "tokens/s": RATE,
-            "of mp": "{over_mp:.2f} x",
-            **SHARE,
-            **START,
-            **MEMORY,
-            "after 1 round": "{peak_memory_mib_of_round_1:.0f}",
-            "prefill tokens": "{prefill_tokens:.0f}",
-            "of the least": "{prefill_over_least:.2f} x",
-        },
+        ("over_mp", *RUN, "peak_memory_mib_of_round_1", "prefill_tokens", "prefill_over_least", "roofline_share"),
+        "`mp_random` draws with temperature 0.8 and top-p 0.95. The least prefill computes what all prompts share once. The "
+        "roofline is what the measured rates of the machine allow.",
     ),
-    "service": Section(
-        "Through Redis",
-        "",
-        ("workload", "path"),
-        {
-            "tokens/s": RATE,
-            "of offline": f"{{over_offline:.3f}} x {INTERVAL.format('over_offline')}",
-            **START,
-            "idle CPU": "{idle_cpu_share_of_a_core:.1%} of a core",
-        },
-    ),
+    "service": Section("Through Redis", ("workload", "path"), ("over_offline", *RUN, "idle_cpu_share_of_a_core")),
     "step": Section(
         "One decode step of a service",
-        "Milliseconds, llama-15m in float32. `device` is the worker's time; the other phases are the engine's. "
-        "With run-ahead they overlap.",
         ("sequences x context",),
-        {
-            **{name: f"{{{name}_ms:.3f}}" for name in ("step", "device", *PHASES)},
-            "tokens/s": "{tokens_per_s:.0f}",
-            **SHARE,
-        },
+        (*(f"{name}_ms" for name in ("step", "device", *PHASES)), "tokens_per_s", "roofline_share"),
+        "llama-15m in float32. `device` is the worker's time; the other phases are the engine's. They may overlap.",
     ),
     "kernels": Section(
         "Kernels",
-        "GFLOP/s or GB/s, and how many times as fast as torch with as many threads. Small operands are in the cache.",
         ("instruction set and threads", "kernel"),
-        {"GFLOP/s": "{gflops:.1f}", "GB/s": "{gb_per_s:.1f}", "us": "{us:.1f}", "over torch": "{over_torch:.2f} x"},
+        ("gflops", "gb_per_s", "us", "over_torch"),
+        "`over torch`: how many times as fast as torch with as many threads. Small operands are in the cache.",
     ),
 }
 INTRODUCTION = """\
@@ -104,8 +71,12 @@ INTRODUCTION = """\
 
 `make report` writes this page from the files in [benchmarks/results](../benchmarks/results). Models have random weights,
 so the tokens mean nothing, but the work is real. [benchmarks/workloads.py](../benchmarks/workloads.py) describes the
-workloads. Engines run in turns on the same cores. Figures are medians over the rounds. Ratios are medians of the ratios of
-each round, with an interval that holds the true median with 95 % confidence (with fewer than 6 rounds: the range of all).
+workloads: W1 has 256 requests of mixed lengths to a model of 15 million parameters, W2 has 32 to one of 600 million, and
+W3 has 128 requests to the small model that share a prefix of 512 tokens.
+
+Engines run in turns on the same cores, each after a warm-up of 64 short requests that does not count. Figures are medians
+over the rounds, with the range of all rounds. Ratios are medians of the ratios of each round, with an interval that holds
+the true median with 95 % confidence (with fewer than 6 rounds: the range of all).
 """
 
 
@@ -131,7 +102,7 @@ def write(results: Path, page: Path) -> int:
     by_machine = _newest(results)
     plots = page.with_suffix("")
     plots.mkdir(parents=True, exist_ok=True)
-    for old in plots.glob("*.svg"):
+    for old in plots.glob("*.png"):
         old.unlink()
     lines = [INTRODUCTION]
     for name, sources in by_machine.items():
@@ -145,35 +116,39 @@ def write(results: Path, page: Path) -> int:
 def _newest(results: Path) -> dict[str, dict[str, Source]]:
     """Return the sources by machine and part."""
     read = [(path, json.loads(path.read_text())) for path in sorted(results.glob("*.json"))]
-    dated = sorted(((path, one) for path, one in read if "created" in one), key=lambda pair: pair[1]["created"])
     found: dict[str, dict[str, Source]] = {}
-    for path, result in dated:
-        machine = result["machine"]
-        sets = " ".join(machine["instruction_sets"]) or "no vector instructions known"
-        name = f"{machine['cpu']}, {machine['usable_cores']} cores ({sets}), {machine['memory_gib']:.0f} GiB"
+    for path, result in sorted(read, key=lambda pair: str(pair[1].get("created"))):
         for part in SECTIONS:
             if result.get(part) and not result.get("is_quick"):
-                found.setdefault(name, {})[part] = Source(path, result, result[part])
+                found.setdefault(_machine_name(result["machine"]), {})[part] = Source(path, result, result[part])
     return found
+
+
+def _machine_name(machine: Figures) -> str:
+    sets = " ".join(machine["instruction_sets"]) or "no vector instructions known"
+    return f"{machine['cpu']}, {machine['usable_cores']} cores ({sets}), {machine['memory_gib']:.0f} GiB"
 
 
 def _machine(name: str, sources: Mapping[str, Source], plots: Path) -> Iterator[str]:
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     yield f"## {name}\n"
-    origins = ((part, *_origin(source)) for part, source in sources.items())
-    yield from _table(("part", "file", "commit", "date", "measured rates of the machine"), origins)
+    heads = ("part", "file", "commit", "date", "measured rates of the machine", "versions")
+    yield from _table(heads, ((part, *_origin(source)) for part, source in sources.items()))
     for part, section in SECTIONS.items():
-        if part in sources:
-            figures = sources[part].figures
-            yield f"### {section.title}\n"
-            if section.note:
-                yield f"{section.note}\n"
-            rows = ((*keys, *_cells(section, leaf)) for keys, leaf in _leaves(figures))
-            yield from _table((*section.keys, *section.columns), rows)
-            if part in PLOTS:
-                PLOTS[part](figures).savefig(plots / f"{slug}-{part}.svg", metadata={"Date": None})
-                plt.close("all")
-                yield f"![{section.title}]({plots.name}/{slug}-{part}.svg)\n"
+        if part not in sources:
+            continue
+        figures = sources[part].figures
+        yield f"### {section.title}\n"
+        if part in PLOTS:
+            PLOTS[part](figures).savefig(plots / f"{slug}-{part}.png")
+            plt.close("all")
+            yield f"![{section.title}]({plots.name}/{slug}-{part}.png)\n"
+        if section.note:
+            yield f"{section.note}\n"
+        leaves = list(_leaves(figures))
+        columns = [name for name in section.columns if any(name in leaf for _, leaf in leaves)]
+        rows = ((*keys, *_cells(leaf, columns)) for keys, leaf in leaves)
+        yield from _table([name.replace("_", " ") for name in (*section.keys, *columns)], rows)
 
 
 def _origin(source: Source) -> Iterator[str]:
@@ -184,6 +159,8 @@ def _origin(source: Source) -> Iterator[str]:
     rates = result.get("rates", {})
     units = {"read_gb_per_s": "GB/s read", "float32_gflops": "GFLOP/s float32", "bfloat16_gflops": "GFLOP/s bfloat16"}
     yield ", ".join(f"{rates[name]:g} {unit}" for name, unit in units.items() if name in rates)
+    versions = [leaf.get("versions", {}).items() for _, leaf in _leaves(source.figures)]
+    yield ", ".join(sorted({f"{name} {version}" for one in versions for name, version in one}))
 
 
 def _leaves(figures: Figures, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Figures]]:
@@ -195,64 +172,59 @@ def _leaves(figures: Figures, keys: tuple[str, ...] = ()) -> Iterator[tuple[tupl
             yield (*keys, name), inner
 
 
-def _cells(section: Section, leaf: Figures) -> Iterator[str]:
+def _cells(leaf: Figures, columns: Sequence[str]) -> Iterator[str]:
+    """Yield the figures with their ranges or intervals."""
     if "failed" in leaf:
         yield "failed"
         return
-    each = leaf.get("ms_per_step_of_each_round") or leaf.get("tokens_per_s_of_each_round") or [0]
-    versions = ", ".join(" ".join(pair) for pair in leaf.get("versions", {}).items())
-    known = {**leaf, "low": min(each), "high": max(each), "versions": versions}
-    for template in section.columns.values():
-        try:
-            yield template.format_map(known)
-        except KeyError:
-            yield ""
+    for name in columns:
+        bounds = leaf.get(f"{name}_of_each_round") or leaf.get(f"{name}_interval")
+        interval = f" ({min(bounds):,.4g} to {max(bounds):,.4g})" if bounds else ""
+        yield f"{leaf[name]:,.4g}{interval}" if name in leaf else ""
 
 
-def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    names = list(heads)
-    yield f"| {' | '.join(names)} |"
-    yield "|---" * len(names) + "|"
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
     for row in rows:
-        cells = list(row)
-        yield f"| {' | '.join(cells + [''] * (len(names) - len(cells)))} |"
+        yield f"| {' | '.join(row)} |"
     yield ""
 
 
 def _plot_peers(figures: Figures) -> Any:
-    """Plot the engines of each workload beside each other."""
-    figure, axes = plt.subplots(1, len(figures), figsize=(2.6 * len(figures), 3), squeeze=False, layout="tight")
-    for axis, (workload, engines) in zip(axes[0], figures.items(), strict=True):
-        is_time = any("ms_per_step" in one for one in engines.values())
-        rate = "ms_per_step" if is_time else "tokens_per_s"
-        rates = {name: one[rate] for name, one in engines.items() if rate in one}
-        axis.bar(range(len(rates)), list(rates.values()), color=[f"C{list(engines).index(name)}" for name in rates])
-        axis.set_xticks(range(len(rates)), list(rates), rotation=60, ha="right")
-        axis.set_title(f"{workload}, " + ("ms per step" if is_time else "tokens/s"))
+    """Plot the speeds of the engines relative to Millrace's, by workload."""
+    engines = list(dict.fromkeys(name for of_engine in figures.values() for name in of_engine if name != "millrace"))
+    figure, axis = plt.subplots(figsize=(8, 3.2), layout="tight")
+    width = 0.8 / max(1, len(engines))
+    for number, engine in enumerate(engines):
+        ratios = [of_engine.get(engine, {}).get("millrace_over") for of_engine in figures.values()]
+        places = [place + (number - (len(engines) - 1) / 2) * width for place in range(len(figures))]
+        axis.bar(places, [1 / ratio if ratio else 0 for ratio in ratios], width, label=engine)
+    axis.axhline(1, color="black", label="millrace")
+    axis.set_xticks(range(len(figures)), list(figures))
+    axis.set_ylabel("speed / Millrace's speed")
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 
 def _plot_steps(figures: Figures) -> Any:
-    """Plot tokens per second by sequences and by context, and the engine's phases of a step by sequences."""
-    cases = sorted((tuple(map(int, case.split("x"))), one) for case, one in figures.items())
-    by_batch = {batch: one for (batch, context), one in cases if context == CONTEXT}
-    by_context = {context: one for (batch, context), one in cases if batch == BATCH}
-    curves = (f"sequences, context {CONTEXT}", by_batch), (f"context, {BATCH} sequences", by_context)
+    """Plot tokens per second by sequences and by context, and the phases of a step by sequences."""
+    cases = sorted((*map(int, case.split("x")), one) for case, one in figures.items())
+    by_batch = {batch: one for batch, context, one in cases if context == CONTEXT}
+    by_context = {context: one for batch, context, one in cases if batch == BATCH}
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="tight")
-    for axis, (label, points) in zip(axes, curves, strict=False):
-        if points:
-            axis.plot(list(points), [one["tokens_per_s"] for one in points.values()], "o-", label="measured")
-            bounds = [one["tokens_per_s"] / max(one["roofline_share"], 1e-3) for one in points.values()]
-            axis.plot(list(points), bounds, "--", label="roofline")
-            axis.set(xscale="log", yscale="log", xlabel=label, ylabel="tokens/s")
-            axis.set_xticks(list(points), map(str, points), rotation=45, minor=False)
-            axis.minorticks_off()
-            axis.legend()
-    bottoms = [0.0] * len(by_batch)
-    for name in (one for one in PHASES if one != "wait"):
-        heights = [one[f"{name}_ms"] for one in by_batch.values()]
-        axes[2].bar([str(batch) for batch in by_batch], heights, bottom=bottoms, label=name)
-        bottoms = [low + height for low, height in zip(bottoms, heights, strict=True)]
+    for axis, label, points in zip(axes, ("sequences", "context"), (by_batch, by_context), strict=False):
+        rates = [one["tokens_per_s"] for one in points.values()]
+        axis.loglog(list(points), rates, "o-", label="measured")
+        bounds = [rate / max(one["roofline_share"], 1e-3) for rate, one in zip(rates, points.values(), strict=True)]
+        axis.loglog(list(points), bounds, "--", label="roofline")
+        axis.set(xlabel=label, ylabel="tokens/s")
+        axis.set_xticks(list(points), map(str, points), rotation=45)
+        axis.minorticks_off()
+        axis.legend()
+    phases = [name for name in PHASES if name != "wait"]
+    heights = [[one[f"{name}_ms"] for one in by_batch.values()] for name in phases]
+    axes[2].stackplot([str(batch) for batch in by_batch], heights, labels=phases)
     axes[2].set(xlabel="sequences", ylabel="the engine's time, ms")
     axes[2].legend()
     return figure

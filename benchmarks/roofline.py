@@ -6,17 +6,14 @@ Run as a program it measures the rates and prints them as JSON.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 from benchmarks import models
-from benchmarks.environment import ROOT
+from benchmarks.environment import run_module
+from benchmarks.timing import best_s
 from benchmarks.workloads import Workload
 
 MEASURE_S = 0.5
@@ -91,10 +88,7 @@ def _sum_between(begin: int, end: int) -> int:
 @cache
 def machine_rates() -> dict[str, float]:
     """Return the rates of this machine, measured in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-P", "-m", "benchmarks.roofline"]
-    out = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    rates: dict[str, float] = json.loads(out)
+    rates: dict[str, float] = run_module("benchmarks.roofline")
     return rates
 
 
@@ -104,7 +98,7 @@ def _measure() -> dict[str, Any]:
 
     figures: dict[str, Any] = {"threads": torch.get_num_threads()}
     values = torch.ones(READ_BYTES // 4)
-    figures["read_gb_per_s"] = round(READ_BYTES / _best_s(values.sum) / 1e9, 1)
+    figures["read_gb_per_s"] = round(READ_BYTES / best_s(values.sum, MEASURE_S) / 1e9, 1)
     for dtype in (torch.float32, torch.bfloat16):
         best = 0.0
         for rows, inputs, outputs in PRODUCTS:
@@ -114,18 +108,9 @@ def _measure() -> dict[str, Any]:
                 packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
                 work.append(partial(torch.ops.mkldnn._linear_pointwise, left, packed, None, "none", [], ""))
             with torch.inference_mode():
-                best = max(best, *(2 * rows * inputs * outputs / _best_s(one) / 1e9 for one in work))
+                best = max(best, *(2 * rows * inputs * outputs / best_s(one, MEASURE_S) / 1e9 for one in work))
         figures[f"{str(dtype).removeprefix('torch.')}_gflops"] = round(best, 1)
     return figures
-
-
-def _best_s(work: Callable[[], object]) -> float:
-    best_s, end_s = float("inf"), time.perf_counter() + MEASURE_S
-    while time.perf_counter() < end_s or best_s == float("inf"):
-        began_s = time.perf_counter()
-        work()
-        best_s = min(best_s, time.perf_counter() - began_s)
-    return best_s
 
 
 if __name__ == "__main__":

@@ -12,10 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.environment import ROOT
-from millrace import Client, GenerationRequest
+from millrace import Client, GenerationRequest, SamplingParams
 
 STOP_LIMIT_S = 60.0
 """How long a service may take to stop after SIGTERM."""
+
+
+def greedy(prompt: list[int], num_tokens: int) -> GenerationRequest:
+    """Return a job that generates exactly `num_tokens` tokens."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    return GenerationRequest(prompt_token_ids=prompt, sampling=sampling)
 
 
 class Service:
@@ -38,8 +44,7 @@ class Service:
         command += ["--queue", queue, "--device", "cpu", "--executor", "mp"]
         command += ["--log-level", "WARNING" if log is None else "INFO", *options]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with contextlib.ExitStack() as opened:
-            output = None if log is None else opened.enter_context(log.open("w"))
+        with contextlib.nullcontext() if log is None else log.open("w") as output:
             self._process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 
     def seconds_to_first_token(self) -> float:

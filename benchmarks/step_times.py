@@ -16,6 +16,7 @@ Run as a program it is the service: it writes the times of its steps to a file w
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import sys
@@ -27,9 +28,8 @@ from typing import Any
 
 from benchmarks import roofline
 from benchmarks.options import Options
-from benchmarks.service import Service
-from benchmarks.workloads import LLAMA, TINY_MODEL
-from millrace import GenerationRequest, SamplingParams
+from benchmarks.service import Service, greedy
+from millrace import GenerationRequest
 from millrace.engine_service.core.scheduler import Scheduler
 from millrace.engine_service.engine import Engine
 from millrace.engine_service.process import main
@@ -52,14 +52,14 @@ BATCH = 16
 QUICK_CASES = ((1, CONTEXT), (BATCH, CONTEXT))
 PHASES = ("schedule", "encode", "wait", "decode", "apply", "publish")
 LIMIT_STEPS = 4
-"""A case counts with at least so many steps."""
+"""A case with fewer steps is left out."""
 
 
 def measure(options: Options) -> dict[str, Any]:
     """Return the figures by case: "<sequences>x<context>"."""
-    model = options.model
+    model, num_steps = options.model, QUICK_STEPS if options.is_quick else NUM_STEPS
     cases = (
-        QUICK_CASES if options.is_quick else [(one, CONTEXT) for one in BATCHES] + [(BATCH, one) for one in CONTEXTS]
+        QUICK_CASES if options.is_quick else [*((one, CONTEXT) for one in BATCHES), *((BATCH, one) for one in CONTEXTS)]
     )
     begins_s: list[float] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -67,48 +67,36 @@ def measure(options: Options) -> dict[str, Any]:
         service = Service(options.url, model, "bench-step", start=("-m", "benchmarks.step_times", str(times)))
         try:
             service.seconds_to_first_token()
-            for num_sequences, context in cases:
+            for case in cases:
                 begins_s.append(time.monotonic())
                 for number in range(options.num_rounds):
-                    service.run(_requests(num_sequences, context, number, is_quick=options.is_quick))
+                    service.run(_requests(*case, number, num_steps))
         finally:
             service.stop()
         steps = json.loads(times.read_text())
     figures: dict[str, Any] = {}
-    for (num_sequences, context), begin_s, end_s in zip(cases, begins_s, [*begins_s[1:], float("inf")], strict=True):
+    for (num_sequences, context), begin_s, end_s in zip(cases, begins_s, [*begins_s[1:], math.inf], strict=True):
         chosen = [one for one in steps if begin_s <= one["end_s"] < end_s and one["rows"] == num_sequences]
         if len(chosen) >= LIMIT_STEPS:
-            least_s = roofline.least_step_s(
-                TINY_MODEL if options.is_quick else LLAMA, "float32", num_sequences, context
-            )
+            least_s = roofline.least_step_s(model.name, "float32", num_sequences, context)
             figures[f"{num_sequences}x{context}"] = _medians(chosen, num_sequences, least_s)
     return figures
 
 
-def _requests(num_sequences: int, context: int, number: int, *, is_quick: bool) -> list[GenerationRequest]:
-    """Return jobs whose sequences reach the length `context`, and decode together for about NUM_STEPS steps."""
-    num_output = (QUICK_STEPS if is_quick else NUM_STEPS) + num_sequences * context // PROMPT_TOKENS_PER_STEP
-    draw = random.Random(f"{num_sequences}/{context}/{number}")
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
-    return [
-        GenerationRequest(
-            prompt_token_ids=[draw.randint(10, 500) for _ in range(max(1, context - num_output))], sampling=sampling
-        )
-        for _ in range(num_sequences)
-    ]
+def _requests(num_sequences: int, context: int, number: int, num_steps: int) -> list[GenerationRequest]:
+    """Return jobs whose sequences reach the length `context`, and decode together for about `num_steps` steps."""
+    num_output = num_steps + num_sequences * context // PROMPT_TOKENS_PER_STEP
+    tokens, num_prompt = random.Random(f"{num_sequences}/{context}/{number}"), max(1, context - num_output)
+    return [greedy(tokens.choices(range(10, 501), k=num_prompt), num_output) for _ in range(num_sequences)]
 
 
 def _medians(steps: list[dict[str, float]], num_sequences: int, least_s: float) -> dict[str, Any]:
-    figures = {
-        f"{name}_ms": round(1e3 * statistics.median(one[name] for one in steps), 4)
-        for name in ("step", "device", *PHASES)
-    }
-    step_s = figures["step_ms"] / 1e3
+    median_s = {name: statistics.median(one[name] for one in steps) for name in ("step", "device", *PHASES)}
     return {
         "num_steps": len(steps),
-        **figures,
-        "tokens_per_s": round(num_sequences / step_s, 1),
-        "roofline_share": round(least_s / step_s, 3),
+        **{f"{name}_ms": round(1e3 * seconds, 4) for name, seconds in median_s.items()},
+        "tokens_per_s": round(num_sequences / median_s["step"], 1),
+        "roofline_share": round(least_s / median_s["step"], 3),
     }
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import redis
 
 from benchmarks import compare, contenders, queueing, report, workloads
 from benchmarks.__main__ import PARTS
+from benchmarks.engines import runner
 from benchmarks.environment import describe
-from benchmarks.interval import median_interval
 from benchmarks.options import Options
 from benchmarks.service import Service
+from benchmarks.timing import median_interval
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 from tests.processes import wait_until
@@ -135,58 +139,99 @@ def test_rounds_of_a_workload_have_the_same_lengths_and_other_tokens() -> None:
         assert [first.num_output_tokens, second.num_output_tokens] == [num_output] * 2
         assert first.requests[0].prompt != second.requests[0].prompt
     assert first.least_prefill_tokens == 512 + 128 * 16
-    assert workloads.make("W1-RANDOM").requests == workloads.make("W1").requests
     with pytest.raises(ValueError, match='unknown workload "STEPx"'):
         workloads.make("STEPx")
 
 
-class FakeContender:
+class FakeEngine:
     """Has a rate, and fails in the round `fails_in`."""
 
-    def __init__(self, log: list[str], name: str, rate: float, fails_in: int | None = None) -> None:
-        self._log, self._name, self._rate, self._fails_in = log, name, rate, fails_in
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, kind: contenders.EngineKind, workload: str, *, is_quick: bool, end_s: float) -> None:
+        self._name, self._rate, self._fails_in = kind.name, kind.options["rate"], kind.options.get("fails_in")
+        self.summary = {"start_to_first_token_s": 1.0}
 
     def run_round(self, number: int) -> contenders.Figures:
-        self._log.append(f"{self._name}{number}")
+        self.log.append(f"{self._name}{number}")
         if number == self._fails_in:
             raise contenders.EngineError("it has ended")
-        return {
-            "seconds": 100 / (self._rate + number),
-            "tokens_per_s": self._rate + number,
-            "peak_memory_mib": 100 + number,
-        }
-
-    def summary(self) -> contenders.Figures:
-        return {"start_to_first_token_s": 1.0}
+        rate = self._rate + number
+        return {"seconds": 100 / rate, "tokens_per_s": rate, "peak_memory_mib": 100 + number}
 
     def close(self) -> None:
-        self._log.append(f"close {self._name}")
+        self.log.append(f"close {self._name}")
 
 
-def test_engines_run_in_turns_and_one_that_fails_does_not_stop_the_others() -> None:
+def test_engines_run_in_turns_and_one_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contenders, "EngineProcess", FakeEngine)
     log: list[str] = []
-    starts: dict[str, Callable[[], contenders.Contender]] = {
-        "a": lambda: FakeContender(log, "a", 10),
-        "b": lambda: FakeContender(log, "b", 20, fails_in=1),
-        "c": lambda: FakeContender(log, "c", 5),
-    }
-    figures = contenders.run_in_turns(starts, "a", 3, limit_s=60)
-    assert log == [*("a0", "b0", "c0", "c1", "b1", "a1", "a2", "c2"), "close c", "close b", "close a"]
-    assert figures["b"] == {"failed": "it has ended"}
-    assert (figures["a"]["tokens_per_s"], figures["a"]["peak_memory_mib"]) == (11, 102)
-    assert figures["c"]["over_a"] == 0.5455 and "over_a" not in figures["a"]
+    monkeypatch.setattr(FakeEngine, "log", log)
+    engines = {"a": {"rate": 10}, "b": {"rate": 20, "fails_in": 1}, "c": {"rate": 5}, "d": {"rate": 40}}
+    a, b, c, d = (contenders.EngineKind(name, "fake", options) for name, options in engines.items())
+    options = Options("", num_rounds=3, is_quick=True, limit_s=60)
+    figures = contenders.run_workloads(options, ["TINY"], lambda _: [[a, b, c], [a, d]])["TINY"]
+    first_group = [*("a0", "b0", "c0", "c1", "b1", "a1", "a2", "c2"), "close c", "close b", "close a"]
+    assert log == [*first_group, "a0", "d0", "d1", "a1", "a2", "d2", "close d", "close a"]
+    assert list(figures) == ["a", "b", "c", "d"] and figures["b"] == {"failed": "it has ended"}
+    assert (figures["a"]["tokens_per_s"], figures["a"]["num_rounds"], figures["a"]["peak_memory_mib"]) == (11, 6, 102)
+    assert (figures["c"]["over_a"], figures["d"]["over_a"]) == (0.5455, 3.7273) and "over_a" not in figures["a"]
     assert figures["c"]["peak_memory_mib_of_round_1"] == 100
 
-    log.clear()
-    figures = contenders.run_in_turns(starts, "a", 3, limit_s=0)
-    assert [figures[name]["num_rounds"] for name in starts] == [1, 1, 1]
+    figures = contenders.run_workloads(replace(options, limit_s=0), ["TINY"], lambda _: [[a, b, c]])["TINY"]
+    assert [figures[name]["num_rounds"] for name in ("a", "b", "c")] == [1, 1, 1]
+
+
+class StumblingEngine(runner.Engine):
+    """Takes a millisecond for a token, and a second more for every other run, beginning with the first."""
+
+    def __init__(self) -> None:
+        self.now_s, self.prompts = 0.0, list[tuple[int, ...]]()
+
+    def generate(self, requests: Sequence[workloads.Request]) -> list[int]:
+        self.now_s += 1e-3 * requests[0].num_output + (len(self.prompts) % 2 == 0)
+        self.prompts.append(tuple(requests[0].prompt))
+        return [request.num_output for request in requests]
+
+
+def test_the_time_of_a_decode_step_leaves_out_the_prompt_and_a_late_run_of_one_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = StumblingEngine()
+    monkeypatch.setattr("time.perf_counter", lambda: engine.now_s)
+    figures = runner._measure_steps(engine, partial(workloads.make, "STEP1"), 0)
+    assert figures["ms_per_step"] == pytest.approx(1.0) and figures["seconds"] == pytest.approx(0.257)
+    assert len(set(engine.prompts)) == 4, "a prefix cache finds nothing"
+
+
+FAKE_ENGINE = """
+import sys
+print("{}", flush=True)
+print('{"versions": {"fake": "1"}, "is_warm": true}', flush=True)
+for line in sys.stdin:
+    print('{"seconds": %s}' % line, flush=True)
+"""
+
+
+def test_an_engine_is_warm_before_the_rounds_of_any_engine_begin(
+    bench_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (engines := bench_home / "benchmarks" / "engines").mkdir(parents=True)
+    (engines / "fake.py").write_text(FAKE_ENGINE)
+    monkeypatch.setattr(contenders, "ROOT", bench_home)
+    engine = contenders.EngineProcess(contenders.EngineKind("a", "fake"), "W1", is_quick=True, end_s=float("inf"))
+    assert engine.summary["is_warm"] and engine.summary["start_to_first_token_s"] > 0
+    assert engine.run_round(7) == {"seconds": 7}
+    engine.close()
 
 
 def test_an_engine_that_cannot_start_is_a_failure_with_the_name_of_its_log(bench_home: Path) -> None:
     kind = contenders.EngineKind("broken", "no_such_engine")
     with pytest.raises(contenders.EngineError, match=r"the engine has ended; its log is .*broken\.W1\.log"):
-        contenders.EngineProcess(kind, "W1", is_quick=True)
+        contenders.EngineProcess(kind, "W1", is_quick=True, end_s=float("inf"))
     assert "no_such_engine" in (bench_home / "logs" / "broken.W1.log").read_text()
+    with pytest.raises(contenders.EngineError, match="no time is left"):
+        contenders.EngineProcess(kind, "W1", is_quick=True, end_s=0.0)
 
 
 @pytest.fixture
@@ -212,7 +257,7 @@ def test_a_part_of_a_quick_run_has_the_figures_that_the_report_shows(part: str, 
     assert {
         "offline": "| W3 | uni | ",
         "service": "| W3 | redis | ",
-        "peers": "| STEP2 | millrace |  | ",
+        "peers": "| STEP2 | millrace |  |  | ",
         "step": "| 16x128 | ",
         "kernels": "| none_1_threads | draw_8x32000 |  | ",
     }[part] in text
@@ -235,11 +280,11 @@ def test_the_report_takes_the_newest_figures_and_says_where_they_are_from(tmp_pa
     page = tmp_path / "performance.md"
     report.write(results, page)
     text = page.read_text()
-    assert f"| peers | new.json | {'a' * 12} | 2026-02-01 | 30 GB/s read |" in text
-    assert "| W1 | millrace | 20 (19 to 20) |  |  | 2.0 | 900 |  |" in text
-    assert "| W1 | vllm-eager | 10 (9 to 10) |  | 2.00 x (1.900 to 2.100) | 2.0 | 900 | vllm 0.32.0 |" in text
+    assert f"| peers | new.json | {'a' * 12} | 2026-02-01 | 30 GB/s read | vllm 0.32.0 |" in text
+    assert "| W1 | millrace |  | 20 (19 to 20) | 2 | 900 | 2 |" in text
+    assert "| W1 | vllm-eager | 2 (1.9 to 2.1) | 10 (9 to 10) | 2 | 900 | 2 |" in text
     assert "| W1 | broken | failed |" in text and "without Redis" not in text
-    assert text.count("## ") == 2 and len(list((tmp_path / "performance").glob("*.svg"))) == 1
+    assert text.count("## ") == 2 and len(list((tmp_path / "performance").glob("*.png"))) == 1
     before = text
     report.write(results, page)
     assert page.read_text() == before

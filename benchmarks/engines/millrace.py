@@ -1,32 +1,35 @@
-"""Millrace's `LLM`, with the engine's defaults."""
+"""Millrace with its defaults on the CPU: `LLM`, or a service behind Redis."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from benchmarks.engines import runner
-from benchmarks.workloads import Workload
+from benchmarks.service import Service, greedy
+from benchmarks.workloads import Request, Workload
 from millrace import LLM, SamplingParams
 
+IDLE_S = 10.0
+"""Time in which the CPU time of the idle service is measured."""
 
-class Millrace(runner.Engine):
+
+class Offline(runner.Engine):
     packages = ("millrace", "torch", "transformers")
 
-    def __init__(self, path: Path, workload: Workload, **options: Any) -> None:
+    def __init__(
+        self, path: Path, workload: Workload, temperature: float = 0.0, top_p: float = 1.0, **options: Any
+    ) -> None:
+        """`temperature` and `top_p` make it sample. `options` are those of `LLM`."""
         self._llm = LLM(model=path, device="cpu", max_model_len=workload.max_model_len, **options)
+        self._sampling = SamplingParams(temperature=temperature, top_p=top_p, ignore_eos=True)
 
-    def generate(self, workload: Workload) -> list[int]:
-        params = [
-            SamplingParams(
-                max_tokens=request.num_output,
-                temperature=workload.temperature,
-                top_p=workload.top_p,
-                ignore_eos=True,
-            )
-            for request in workload.requests
-        ]
-        outputs = self._llm.generate([request.prompt for request in workload.requests], params, use_tqdm=False)
+    def generate(self, requests: Sequence[Request]) -> list[int]:
+        params = [replace(self._sampling, max_tokens=request.num_output) for request in requests]
+        outputs = self._llm.generate([request.prompt for request in requests], params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
     def counts(self) -> dict[str, int]:
@@ -39,5 +42,27 @@ class Millrace(runner.Engine):
         }
 
 
+class ThroughRedis(runner.Engine):
+    def __init__(self, path: Path, workload: Workload, url: str, idle_s: float = IDLE_S) -> None:
+        options = ("--max-model-len", str(workload.max_model_len))
+        self._service = Service(url, path, f"bench-{workload.name}", options=options)
+        self._first_token_s = self._service.seconds_to_first_token()
+        self._idle_share = self._service.idle_cpu_share(idle_s)
+
+    def generate(self, requests: Sequence[Request]) -> list[int]:
+        self._service.run([greedy(request.prompt, request.num_output) for request in requests])
+        return [request.num_output for request in requests]
+
+    def facts(self) -> runner.Figures:
+        return {
+            "start_to_first_token_s": round(self._first_token_s, 2),
+            "idle_cpu_share_of_a_core": round(self._idle_share, 5),
+        }
+
+
+def _load(path: Path, workload: Workload, **options: Any) -> runner.Engine:
+    return (ThroughRedis if "url" in options else Offline)(path, workload, **options)
+
+
 if __name__ == "__main__":
-    runner.run(Millrace)
+    runner.run(_load)

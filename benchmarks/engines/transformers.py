@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.engines import runner
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Request, Workload
 
 PAGE_TOKENS = 32
 KV_TOKENS = 65_536
 
 
-class _Transformers(runner.Engine):
-    """Owns the model."""
+class StaticBatches(runner.Engine):
+    """Prompts are padded on the left. A batch runs until its longest request has ended; tokens past a request's own length
+    are not counted."""
 
     packages = ("transformers", "torch")
 
@@ -24,33 +27,28 @@ class _Transformers(runner.Engine):
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
         self._batch_size = batch_size
 
+    def generate(self, requests: Sequence[Request]) -> list[int]:
+        for begin in range(0, len(requests), self._batch_size):
+            self._generate_batch(requests[begin : begin + self._batch_size])
+        return [request.num_output for request in requests]
 
-class StaticBatches(_Transformers):
-    """Prompts are padded on the left. A batch runs until its longest request has ended; tokens past a request's own length
-    are not counted."""
-
-    def generate(self, workload: Workload) -> list[int]:
+    def _generate_batch(self, requests: Sequence[Request]) -> None:
         import torch
 
+        width = max(len(request.prompt) for request in requests)
+        length = max(request.num_output for request in requests)
+        ids = torch.zeros(len(requests), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(requests):
+            ids[row, width - len(request.prompt) :] = torch.tensor(request.prompt)
+            mask[row, width - len(request.prompt) :] = 1
+        options = {"max_new_tokens": length, "min_new_tokens": length, "do_sample": False}
         with torch.inference_mode():
-            for begin in range(0, len(workload.requests), self._batch_size):
-                requests = workload.requests[begin : begin + self._batch_size]
-                width = max(len(request.prompt) for request in requests)
-                ids = torch.zeros(len(requests), width, dtype=torch.int64)
-                mask = torch.zeros_like(ids)
-                for row, request in enumerate(requests):
-                    ids[row, width - len(request.prompt) :] = torch.tensor(request.prompt)
-                    mask[row, width - len(request.prompt) :] = 1
-                length = max(request.num_output for request in requests)
-                limits = {"max_new_tokens": length, "min_new_tokens": length}
-                out = self._model.generate(
-                    ids, attention_mask=mask, do_sample=False, eos_token_id=None, pad_token_id=0, **limits
-                )
-                assert out.shape[1] == width + length
-        return [request.num_output for request in workload.requests]
+            out = self._model.generate(ids, attention_mask=mask, eos_token_id=None, pad_token_id=0, **options)
+        assert out.shape[1] == width + length
 
 
-class ContinuousBatches(_Transformers):
+class ContinuousBatches(StaticBatches):
     """One manager for the whole process. Its thread runs the steps."""
 
     def __init__(self, path: Path, workload: Workload, batch_size: int) -> None:
@@ -72,27 +70,26 @@ class ContinuousBatches(_Transformers):
         self._manager.start()
         self._num_requests = 0
 
-    def generate(self, workload: Workload) -> list[int]:
-        first = self._num_requests
-        self._num_requests += len(workload.requests)
-        for number, request in enumerate(workload.requests, first):
-            self._manager.add_request(
-                request.prompt, request_id=str(number), max_new_tokens=request.num_output, eos_token_id=-1
-            )
-        counts: dict[int, int] = {}
-        while len(counts) < len(workload.requests):
+    def generate(self, requests: Sequence[Request]) -> list[int]:
+        names = [str(self._num_requests + number) for number in range(len(requests))]
+        self._num_requests += len(requests)
+        for name, request in zip(names, requests, strict=True):
+            options = {"max_new_tokens": request.num_output, "eos_token_id": -1}
+            self._manager.add_request(request.prompt, request_id=name, **options)
+        counts: dict[str, int] = {}
+        while len(counts) < len(requests):
             output = self._manager.get_result(timeout=1)
             if output is None:
                 assert self._manager.is_running(), "the thread of continuous batching has ended"
             elif output.error:
                 raise SystemExit(f"a request has failed: {output.error}")
             elif output.is_finished():
-                counts[int(output.request_id)] = len(output.generated_tokens)
-        return [counts[number] for number in range(first, self._num_requests)]
+                counts[output.request_id] = len(output.generated_tokens)
+        return [counts[name] for name in names]
 
 
-def _load(path: Path, workload: Workload, batch_size: int, is_continuous: bool = False) -> runner.Engine:
-    return (ContinuousBatches if is_continuous else StaticBatches)(path, workload, batch_size)
+def _load(path: Path, workload: Workload, is_continuous: bool, **options: Any) -> runner.Engine:
+    return (ContinuousBatches if is_continuous else StaticBatches)(path, workload, **options)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.engines import runner
-from benchmarks.workloads import Workload
+from benchmarks.workloads import Request, Workload
 
 
 class VLLM(runner.Engine):
@@ -27,20 +28,12 @@ class VLLM(runner.Engine):
             seed=0,
         )
 
-    def generate(self, workload: Workload) -> list[int]:
+    def generate(self, requests: Sequence[Request]) -> list[int]:
         from vllm import SamplingParams
 
-        params = [
-            SamplingParams(
-                max_tokens=request.num_output,
-                temperature=workload.temperature,
-                top_p=workload.top_p,
-                ignore_eos=True,
-                detokenize=False,
-            )
-            for request in workload.requests
-        ]
-        prompts = [{"prompt_token_ids": request.prompt} for request in workload.requests]
+        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        greedy = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        params = [SamplingParams(max_tokens=request.num_output, **greedy) for request in requests]
         return [len(output.outputs[0].token_ids) for output in self._llm.generate(prompts, params, use_tqdm=False)]
 
 
