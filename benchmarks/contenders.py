@@ -57,7 +57,7 @@ class EngineProcess:
     """Owns the process of one engine for one workload. Its log is in `models.HOME`."""
 
     def __init__(self, kind: EngineKind, workload: str, *, is_quick: bool, end_s: float) -> None:
-        """Start the engine and wait until it has warmed up. Raises `EngineError`, also after `end_s`."""
+        """Start the engine and wait until it has warmed up, at most until `end_s`. Raises `EngineError`."""
         if time.monotonic() >= end_s:
             raise EngineError("no time is left to start it")
         self._end_s = end_s
@@ -77,20 +77,21 @@ class EngineProcess:
                 start_new_session=True,
             )
         try:
-            self._receive(START_LIMIT_S)
+            self._receive(min(START_LIMIT_S, end_s - time.monotonic()))
             first_token_s = time.monotonic() - began_s
-            # A warm-up beside another engine's round would slow it.
-            self.summary: Figures = {"start_to_first_token_s": round(first_token_s, 2), **self._receive(ROUND_LIMIT_S)}
+            # Wait for the warm-up too: beside another engine's round it would slow that engine.
+            facts = self._receive(min(ROUND_LIMIT_S, end_s - time.monotonic()))
+            self.summary: Figures = {"start_to_first_token_s": round(first_token_s, 2), **facts}
         except BaseException:
             self.close()
             raise
 
     def run_round(self, number: int) -> Figures:
-        """Run one round. Raises `EngineError`."""
+        """Run one round, the first one at most until `end_s`. Raises `EngineError`."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # then there is no reply either
             self._process.stdin.write(f"{number}\n".encode())
-        return self._receive(ROUND_LIMIT_S)
+        return self._receive(ROUND_LIMIT_S if number else min(ROUND_LIMIT_S, self._end_s - time.monotonic()))
 
     def close(self) -> None:
         """End the process, and those that it started."""
@@ -105,8 +106,7 @@ class EngineProcess:
 
     def _receive(self, limit_s: float) -> Figures:
         assert self._process.stdout is not None
-        limit_s = max(0.0, min(limit_s, self._end_s - time.monotonic()))
-        is_ready, _, _ = select.select([self._process.stdout], [], [], limit_s)
+        is_ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, limit_s))
         line = self._process.stdout.readline() if is_ready else b""
         if not line:
             reason = "has ended" if is_ready else f"did not answer within {limit_s:.0f} s"
@@ -151,7 +151,8 @@ def run_workloads(
         runs = run_in_turns(name, group, options, time.monotonic() + share_s, end_s)
         baseline = group[0].name
         ours, known = runs.pop(baseline), joined.get(name, Run())
-        joined[name] = Run(known.rounds + ours.rounds, ours.summary, ours.failure)
+        joined[name] = Run(known.rounds + ours.rounds, known.summary or ours.summary)
+        joined[name].failure = "" if joined[name].rounds else ours.failure
         of_workload = figures.setdefault(name, {})
         of_workload[baseline] = joined[name].figures(None, baseline)
         of_workload |= {one: run.figures(None if ours.failure else ours, baseline) for one, run in runs.items()}

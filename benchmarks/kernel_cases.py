@@ -6,7 +6,8 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -33,12 +34,8 @@ HEAD = (32, 288)
 SAMPLED_ROWS, QUICK_SAMPLED_ROWS, VOCAB_SIZE = 256, 8, 32_000
 
 
-class Case(NamedTuple):
-    name: str
-    unit: str
-    amount: float
-    """Operations, or bytes, of one call."""
-    run: Callable[[], object]
+Case = tuple[str, str, float, Callable[[], object]]
+"""Name, unit, operations or bytes of one call, and the call."""
 
 
 def _attention_cases() -> Iterator[Case]:
@@ -56,12 +53,12 @@ def _attention_cases() -> Iterator[Case]:
             query = torch.randn(heads, num_tokens, dim).to(dtype)
             key, value = (torch.randn(kv_heads, num_tokens, dim).to(dtype) for _ in range(2))
             run = partial(_attend, attention, batch, (query, key, value), layer, dim**-0.5)
+            name = f"attention_{rows}_{kind}_{dtype_name}"
             if num_fed == 1:
-                read = 2 * num_rows * length * kv_heads * dim * dtype.itemsize
-                yield Case(f"attention_{rows}_{kind}_{dtype_name}", "gb_per_s", read, run)
+                yield name, "gb_per_s", 2.0 * num_rows * length * kv_heads * dim * dtype.itemsize, run
             else:
                 attended = num_rows * (num_fed * length - num_fed * (num_fed - 1) // 2)
-                yield Case(f"attention_{rows}_{kind}_{dtype_name}", "gflops", 4.0 * attended * heads * dim, run)
+                yield name, "gflops", 4.0 * attended * heads * dim, run
 
 
 def _attend(attention: Any, batch: Any, tokens: Any, layer: Any, scaling: float) -> object:
@@ -97,20 +94,20 @@ def _linear_cases() -> Iterator[Case]:
             rows = torch.randn(num_rows, inputs).to(dtype)
             name = f"linear_{num_rows}x{inputs}x{outputs}_{dtype_name}"
             if num_rows == 1:
-                yield Case(name, "gb_per_s", inputs * outputs * dtype.itemsize, partial(layer.forward, rows))
+                yield name, "gb_per_s", inputs * outputs * dtype.itemsize, partial(layer.forward, rows)
             else:
-                yield Case(name, "gflops", 2.0 * num_rows * inputs * outputs, partial(layer.forward, rows))
+                yield name, "gflops", 2.0 * num_rows * inputs * outputs, partial(layer.forward, rows)
     num_rows, inputs = HEAD
     head, rows = pack_linear([torch.randn(VOCAB_SIZE, inputs)]), torch.randn(num_rows, inputs)
     name = f"head_argmax_{num_rows}x{inputs}x{VOCAB_SIZE}_float32"
-    yield Case(name, "gflops", 2.0 * num_rows * inputs * VOCAB_SIZE, partial(head.argmax, rows))
+    yield name, "gflops", 2.0 * num_rows * inputs * VOCAB_SIZE, partial(head.argmax, rows)
 
 
 def _sampling_cases(num_rows: int) -> Iterator[Case]:
     logits = 2 * torch.randn(num_rows, VOCAB_SIZE)
     for name, temperature in (("argmax", 0.0), ("draw", 0.8)):
         rows = _sampling_rows(num_rows, temperature)
-        yield Case(f"{name}_{num_rows}x{VOCAB_SIZE}", "gb_per_s", logits.nbytes, partial(sample, logits, rows))
+        yield f"{name}_{num_rows}x{VOCAB_SIZE}", "gb_per_s", logits.nbytes, partial(sample, logits, rows)
 
 
 def _sampling_rows(num_rows: int, temperature: float) -> Any:
@@ -120,17 +117,15 @@ def _sampling_rows(num_rows: int, temperature: float) -> Any:
     return table.rows(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
 
 
-if __name__ == "__main__":
-    is_quick = "--quick" in sys.argv
-    sampling = _sampling_cases(QUICK_SAMPLED_ROWS if is_quick else SAMPLED_ROWS)
+def main() -> None:
+    """Measure all cases."""
+    measure_s, num_sampled = (QUICK_S, QUICK_SAMPLED_ROWS) if "--quick" in sys.argv else (MEASURE_S, SAMPLED_ROWS)
+    times = {}
     with torch.inference_mode():
-        times = {
-            case.name: {
-                "us": best_s(case.run, QUICK_S if is_quick else MEASURE_S) * 1e6,
-                "unit": case.unit,
-                "amount": case.amount,
-            }
-            for cases in (_attention_cases(), _linear_cases(), sampling)
-            for case in cases
-        }
+        for name, unit, amount, run in chain(_attention_cases(), _linear_cases(), _sampling_cases(num_sampled)):
+            times[name] = {"us": best_s(run, measure_s) * 1e6, "unit": unit, "amount": amount}
     print(json.dumps(times))
+
+
+if __name__ == "__main__":
+    main()

@@ -46,7 +46,15 @@ ENVIRONMENTS: dict[str, list[list[str]]] = {
     "hf": [TORCH, ["install", "transformers>=5.19,<6", "accelerate", "psutil"]],
     "llamacpp": [
         ["install", "cmake", "ninja", "gguf"],
-        ["download", "--no-deps", "--no-binary", ":all:", "--dest", str(models.HOME / "llamacpp"), LLAMA_CPP],
+        [
+            "download",
+            "--no-deps",
+            "--no-binary",
+            "llama-cpp-python",
+            "--dest",
+            str(models.HOME / "llamacpp"),
+            LLAMA_CPP,
+        ],
     ],
 }
 """By folder: the calls of pip that fill it."""

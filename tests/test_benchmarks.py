@@ -178,6 +178,10 @@ def test_engines_run_in_turns_and_one_that_fails_does_not_stop_the_others(monkey
     assert (figures["c"]["over_a"], figures["d"]["over_a"]) == (0.5455, 3.7273) and "over_a" not in figures["a"]
     assert figures["c"]["peak_memory_mib_of_round_1"] == 100
 
+    fails = replace(a, options={"rate": 10, "fails_in": 0})
+    figures = contenders.run_workloads(options, ["TINY"], lambda _: [[a, c], [fails, d]])["TINY"]
+    assert figures["a"]["num_rounds"] == 3 and "over_a" in figures["c"] and "over_a" not in figures["d"]
+
     figures = contenders.run_workloads(replace(options, limit_s=0), ["TINY"], lambda _: [[a, b, c]])["TINY"]
     assert [figures[name]["num_rounds"] for name in ("a", "b", "c")] == [1, 1, 1]
 
@@ -209,7 +213,7 @@ import sys
 print("{}", flush=True)
 print('{"versions": {"fake": "1"}, "is_warm": true}', flush=True)
 for line in sys.stdin:
-    print('{"seconds": %s}' % line, flush=True)
+    print('{"seconds": %s}' % line.strip(), flush=True)
 """
 
 
@@ -257,7 +261,7 @@ def test_a_part_of_a_quick_run_has_the_figures_that_the_report_shows(part: str, 
     assert {
         "offline": "| W3 | uni | ",
         "service": "| W3 | redis | ",
-        "peers": "| STEP2 | millrace |  |  | ",
+        "peers": "| STEP2 | millrace | ",
         "step": "| 16x128 | ",
         "kernels": "| none_1_threads | draw_8x32000 |  | ",
     }[part] in text
