@@ -105,7 +105,7 @@ class AsyncClient:
     # --- read jobs and the queue -----------------------------------------------------------------------------------
 
     async def get(self, job_id: str) -> Job:
-        return (await self._run(calls.get_many(self._keys, [arguments.job_id(self._keys, job_id)])))[0]
+        return await self._run(calls.get(self._keys, job_id))
 
     async def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
         return await self._run(
@@ -134,6 +134,9 @@ class AsyncClient:
     async def batch_status(self, batch: str) -> BatchStatus:
         reply = await self._transport.send(commands.batch_status(self._keys, arguments.batch(self._keys, batch)))
         return replies.batch_status(batch, self._keys.queue, reply)
+
+    async def batch_jobs(self, batch: str) -> dict[str, str]:
+        return await self._run(calls.batch_jobs(self._keys, batch))
 
     async def stats(self) -> QueueStats:
         return replies.queue_stats(await self._transport.send(commands.stats(self._keys)))

@@ -5,11 +5,15 @@ A generator yields the commands of one round trip, receives their replies, and r
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
 
+import msgspec
+
 from millrace.producer import arguments
+from millrace.producer.prompt_start import prompt_start
 from millrace.results import commands, replies
 from millrace.results.errors import BatchNotFound, JobNotFound
 from millrace.results.keys import QueueKeys
@@ -17,6 +21,9 @@ from millrace.results.messages import Job
 from millrace.results.reader import MAX_ENTRIES, START, Deadline
 from millrace.results.scripts import Command
 from millrace.results.transport import Reply
+from millrace.results.waiting import describe_obstacle, describe_wait
+
+logger = logging.getLogger("millrace.client")
 
 T = TypeVar("T")
 Call = Generator[list[Command], list[Reply], T]
@@ -56,6 +63,20 @@ def cancel_batch(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
     return outcomes
 
 
+def batch_jobs(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
+    arguments.batch(keys, batch)
+    state_by_id: dict[str, str] = {}
+    first = 0
+    while members := (yield [commands.batch_members(keys, batch, first, CHANGED_JOBS)])[0]:
+        ids = replies.decode_list(members)
+        states = yield [commands.state(keys, job_id) for job_id in ids]
+        state_by_id |= {job_id: replies.text(state) for job_id, state in zip(ids, states, strict=True) if state}
+        first += len(members)
+    if not first:
+        raise BatchNotFound(batch, keys.queue)
+    return state_by_id
+
+
 def retry_all(keys: QueueKeys) -> Call[dict[str, str]]:
     new_ids: dict[str, str] = {}
     made: set[str] = set()
@@ -74,24 +95,50 @@ def list_jobs(keys: QueueKeys, state: str, limit: int) -> Call[list[Job]]:
     (listed,) = yield [commands.list_jobs(keys, arguments.state(state), arguments.limit(limit))]
     jobs: list[Job] = []
     for some in batched(replies.decode_list(listed), READ_JOBS):
-        found = yield [commands.get(keys, job_id) for job_id in some]
-        pairs = zip(some, found, strict=True)  # a record may have expired since
-        jobs += [replies.job(job_id, keys.queue, reply) for job_id, reply in pairs if reply is not None]
+        found = yield _get_with_prompts(keys, some)
+        shown = zip(some, found[::2], found[1::2], strict=True)  # a record may have expired since
+        jobs += [_with_prompt(keys, job_id, reply, body) for job_id, reply, body in shown if reply is not None]
     return jobs
 
 
+def get(keys: QueueKeys, job_id: str) -> Call[Job]:
+    reply, body = yield _get_with_prompts(keys, [arguments.job_id(keys, job_id)])
+    return _with_prompt(keys, job_id, reply, body)
+
+
+def _get_with_prompts(keys: QueueKeys, job_ids: list[str]) -> list[Command]:
+    return [one(keys, job_id) for job_id in job_ids for one in (commands.get, commands.body_start)]
+
+
+def _with_prompt(keys: QueueKeys, job_id: str, reply: Reply, body: bytes) -> Job:
+    return msgspec.structs.replace(replies.job(job_id, keys.queue, reply), prompt=prompt_start(body))
+
+
 def wait(keys: QueueKeys, job_id: str, timeout_s: float | None) -> Call[Job]:
-    stream, deadline = keys.result(job_id), Deadline(timeout_s, f"job {job_id!r} is not done")
+    stream, deadline = keys.result(job_id), Deadline(timeout_s)
     last_id = None  # None: read the job's state before waiting, since the record may have expired
+    look: list[Command] = []  # after a wait: why the job has not ended
+    logged = None
     while True:
         if last_id is None:
-            state, entries = yield [commands.state(keys, job_id), commands.last_entry(stream)]
+            state, entries, *stats = yield [commands.state(keys, job_id), commands.last_entry(stream), *look]
             if state is None:
                 raise JobNotFound(job_id, keys.queue)
+            if stats and state == b"queued":
+                obstacle = describe_obstacle(replies.queue_stats(stats[0]), keys.queue)
+                if obstacle != logged:
+                    logger.warning("job %r waits: %s", job_id, obstacle or "engines claim jobs of its queue again")
+                logged = obstacle
             last_id = START
-        else:
-            read = yield [commands.read_stream(stream, last_id, MAX_ENTRIES, deadline.block_ms())]
+        elif block_ms := deadline.block_ms():
+            read = yield [commands.read_stream(stream, last_id, MAX_ENTRIES, block_ms)]
             state, entries, last_id = None, replies.stream_entries(read[0]), None
+            look = [commands.stats(keys)] if deadline.block_ms() else []
+        else:
+            place, counts = yield [commands.position(keys, job_id), commands.stats(keys)]
+            position = replies.position(job_id, keys.queue, place)
+            reason = describe_wait(position, replies.queue_stats(counts), keys.queue)
+            raise deadline.error(f"job {job_id!r} has not ended", reason)
         if replies.is_terminal(state) or any(b"state" in fields for _, fields in entries):
             return (yield from get_many(keys, [job_id]))[0]
         if entries:

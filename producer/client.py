@@ -158,7 +158,7 @@ class Client:
 
     def get(self, job_id: str) -> Job:
         """Return the job as it is now, with its output so far. Raises JobNotFound."""
-        return self._run(calls.get_many(self._keys, [arguments.job_id(self._keys, job_id)]))[0]
+        return self._run(calls.get(self._keys, job_id))
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
         """Return the job when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job continues."""
@@ -191,6 +191,10 @@ class Client:
         """Return the counts of a batch, and an estimate of when it ends. Raises BatchNotFound."""
         reply = self._transport.send(commands.batch_status(self._keys, arguments.batch(self._keys, batch)))
         return replies.batch_status(batch, self._keys.queue, reply)
+
+    def batch_jobs(self, batch: str) -> dict[str, str]:
+        """Return the states of a batch's jobs by id, without jobs whose records have expired. Raises BatchNotFound."""
+        return self._run(calls.batch_jobs(self._keys, batch))
 
     def stats(self) -> QueueStats:
         """Return the counts of the queue."""

@@ -27,6 +27,8 @@ from millrace.results.scripts import Argument, Command, command, script_command
 from millrace.results.tokens import pack_tokens
 
 WATCH_TTL_MS = 30_000
+MAX_BODY_START = 2048
+"""Bytes of a body that are read to show how its prompt begins."""
 MAX_REJECTED_BYTES = 4096
 """How much of a rejected inbox entry is kept for a person to look at."""
 
@@ -79,6 +81,10 @@ def dead(keys: QueueKeys, first: int, count: int) -> Command:
 
 def state(keys: QueueKeys, job_id: str) -> Command:
     return command("HGET", keys.job(job_id), "state")
+
+
+def body_start(keys: QueueKeys, job_id: str) -> Command:
+    return command("GETRANGE", keys.body(job_id), 0, MAX_BODY_START - 1)
 
 
 def stats(keys: QueueKeys) -> Command:

@@ -28,6 +28,9 @@ DEFAULT_RETRIES = 2
 EndState = Literal["finished", "failed", "cancelled", "expired"]
 TERMINAL_STATES: frozenset[str] = frozenset(get_args(EndState))
 
+Obstacle = Literal["never_served", "no_engine", "paused", "asleep"]
+"""Why no job of a queue begins."""
+
 EndReason = Literal["stop", "length", "error", "cancelled", "expired"]
 
 
@@ -303,6 +306,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The redrive of this job."""
     has_result: bool = True
     """False when the result has expired and the record has not: the text is lost, not empty."""
+    engine: str | None = None
+    """The engine that runs the job, or has ended it."""
+    tenant: str = "default"
+    num_tokens: int = 0
+    """Output tokens so far, of all candidates. A running job's grow every second, or every 64 tokens."""
+    prompt: str = ""
+    """How the prompt begins; only of `get` and `list_jobs`."""
 
     @property
     def is_done(self) -> bool:
@@ -329,6 +339,17 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool = False
     sleep_levels: dict[str, int] = {}
     """By the id of each engine alive: 0 awake, 1 asleep with its weights in host memory, 2 without them."""
+    was_served: bool = True
+    """False when no engine has ever served the queue: its name may be mistyped."""
+
+    @property
+    def obstacle(self) -> Obstacle | None:
+        """Why no job begins now; None where engines claim jobs."""
+        if not self.engines:
+            return "no_engine" if self.was_served else "never_served"
+        if self.is_paused:
+            return "paused"
+        return "asleep" if all(self.sleep_levels.values()) else None
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):

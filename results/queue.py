@@ -12,7 +12,7 @@ import redis
 from millrace.results import commands, replies
 from millrace.results.connection import BLOCK_LIMIT_S
 from millrace.results.errors import one_line
-from millrace.results.keys import QueueKeys
+from millrace.results.keys import QUEUE_PATTERN, QueueKeys
 from millrace.results.messages import (
     Claim,
     EngineId,
@@ -21,6 +21,7 @@ from millrace.results.messages import (
     JobError,
     JobId,
     Lease,
+    QueueStats,
     Reconciliation,
     Signal,
     Submission,
@@ -163,6 +164,18 @@ class JobQueue:
 
     def _run(self, script: str, *arguments: Argument) -> Any:
         return self._transport.send(script_command(script, self.keys.prefix, *arguments))
+
+
+def find_queues(url: str | None) -> Iterator[tuple[str, QueueStats]]:
+    """Yield the name and the counts of each queue of a server that has had a job, an inbox entry or an engine."""
+    transport = Transport.to(url)
+    try:
+        keys = {*transport.find_keys("millrace:{*}:counts"), *transport.find_keys("millrace:{*}:inbox")}
+        for name in sorted({key[key.index("{") + 1 : key.rindex("}")] for key in keys}):
+            if QUEUE_PATTERN.fullmatch(name):
+                yield name, replies.queue_stats(transport.send(commands.stats(QueueKeys(name))))
+    finally:
+        transport.close()
 
 
 def _rounds(writes: Sequence[Write], indices: Iterable[int]) -> list[list[int]]:

@@ -9,6 +9,7 @@ They do no input or output, so sync and async clients share them:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,6 +23,7 @@ from millrace.results.messages import StreamEvent
 from millrace.results.scripts import Command
 from millrace.results.tokens import unpack_tokens
 from millrace.results.transport import Reply
+from millrace.results.waiting import describe_obstacle
 
 START = "0-0"
 WATCH_REFRESH_S = 10.0
@@ -33,18 +35,19 @@ MAX_STATES = 1000
 class Deadline:
     """Limits how long a reader waits."""
 
-    def __init__(self, timeout_s: float | None, what: str) -> None:
-        self._ends_s = None if timeout_s is None else time.monotonic() + timeout_s
-        self._sentence = f"{what} within {timeout_s} s. Work continues; wait again"
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
 
     def block_ms(self) -> int:
-        """Return how long to block now. Raises WaitTimeout after the deadline."""
-        if self._ends_s is None:
-            return int(BLOCK_LIMIT_S * 1000)
-        left_s = self._ends_s - time.monotonic()
-        if left_s <= 0:
-            raise WaitTimeout(self._sentence)
-        return int(min(left_s, BLOCK_LIMIT_S) * 1000) + 1
+        """Return how long to block now; 0 after the deadline."""
+        left_s = min(self._ends_s - time.monotonic(), BLOCK_LIMIT_S)
+        return int(left_s * 1000) + 1 if left_s > 0 else 0
+
+    def error(self, what: str, reason: str | None) -> WaitTimeout:
+        """Return the error for a wait that has reached the deadline. `what` is what has not happened in time."""
+        why = f": {reason}" if reason else ""
+        return WaitTimeout(f"{what} within {self._timeout_s:g} s{why}. Work continues; wait again")
 
 
 class EventFollower:
@@ -173,7 +176,9 @@ class CompletionFollower:
     def __init__(self, keys: QueueKeys, job_ids: Iterable[str], timeout_s: float | None) -> None:
         self._keys = keys
         self._missing = dict.fromkeys(job_ids)
-        self._deadline = Deadline(timeout_s, f"not all of {len(self._missing)} jobs are done")
+        self._num_jobs = len(self._missing)
+        self._deadline = Deadline(timeout_s)
+        self._is_late = False
         self._last_id: str | None = None  # in the feed; read before the first states, so that no completion is missed
         self._unread: list[str] = []
         self._next_reread_s = 0.0
@@ -200,10 +205,17 @@ class CompletionFollower:
             self._next_reread_s = time.monotonic() + REREAD_INTERVAL_S
         if self._unread:
             return [commands.state(self._keys, job_id) for job_id in self._unread[:MAX_STATES]]
-        return [commands.read_stream(self._keys.done, self._last_id, MAX_ENTRIES, self._deadline.block_ms())]
+        if block_ms := self._deadline.block_ms():
+            return [commands.read_stream(self._keys.done, self._last_id, MAX_ENTRIES, block_ms)]
+        self._is_late = True
+        return [commands.stats(self._keys)]
 
     def feed(self, answers: Sequence[Reply]) -> list[str]:
-        """Return the ids that have ended. Raises JobNotFound for an unknown id."""
+        """Return the ids that have ended. Raises JobNotFound for an unknown id, and WaitTimeout."""
+        if self._is_late:
+            reason = describe_obstacle(replies.queue_stats(answers[0]), self._keys.queue)
+            num_ended = self._num_jobs - len(self._missing)
+            raise self._deadline.error(f"only {num_ended} of {self._num_jobs} jobs have ended", reason)
         if self._last_id is None:
             self._last_id = answers[0][0][0].decode() if answers[0] else START
             return []

@@ -165,10 +165,10 @@ def inbox_entries(reply: Any) -> list[InboxEntry]:
 
 
 def queue_stats(reply: list[Any]) -> QueueStats:
-    *counts, is_paused, pairs = reply
+    *counts, is_paused, pairs, was_served = reply
     asleep = {engine_id.decode(): level for engine_id, level in zip(pairs[::2], pairs[1::2], strict=True)}
     named = dict(zip(QueueStats.__struct_fields__, counts, strict=False))
-    return QueueStats(**named, is_paused=bool(is_paused), sleep_levels=asleep)
+    return QueueStats(**named, is_paused=bool(is_paused), sleep_levels=asleep, was_served=bool(was_served))
 
 
 def signalled_engines(engine_id: str | None, queue: str, reply: list[bytes]) -> list[str]:
@@ -217,7 +217,7 @@ def job(job_id: str, queue: str, reply: list[Any] | None) -> Job:
 
 def _job(job_id: str, reply: list[Any]) -> Job:
     state, attempt, created, started, ended, old_text, old_tokens, entries, *details = reply
-    meta, batch, redrive_of, redriven_as, num_retries, deadline, due, *others = details
+    meta, batch, redrive_of, redriven_as, num_retries, deadline, due, engine, tenant, num_tokens, *others = details
     trimmed = [old_text, old_tokens, *others]
     texts = {index: [one.decode()] for index, one in enumerate(trimmed[::2])}
     token_ids = {index: unpack_tokens(one) for index, one in enumerate(trimmed[1::2])}
@@ -262,6 +262,9 @@ def _job(job_id: str, reply: list[Any]) -> Job:
         redrive_of=redrive_of.decode() or None,
         redriven_as=redriven_as.decode() or None,
         has_result=bool(terminal) or not ended,
+        engine=text(engine) or None,
+        tenant=text(tenant) or "default",
+        num_tokens=max(num_tokens, sum(map(len, token_ids.values()))),
     )
 
 

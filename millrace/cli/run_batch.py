@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.exits import INVALID, OK, OTHER, CommandError
 from millrace.cli.options import Verbs, add_verb
-from millrace.cli.output import counted_noun, duration, progress_bar, remark
+from millrace.cli.output import progress_bar, remark
 from millrace.cli.values import integer
+from millrace.cli.wait_report import WaitReport
 
 if TYPE_CHECKING:
     from millrace.cli.batch_files import InputLine, OutputFile
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if args.engine_options and not args.model:
         raise CommandError(f"{args.engine_options[0]}: is an option of an engine; it needs --model", INVALID)
     from millrace.cli.batch_files import OutputFile, read_input
+    from millrace.results.waiting import counted_noun
 
     source = read_input(args.input)
     with OutputFile(args.output, source) as output:
@@ -78,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
 def _service(args: argparse.Namespace) -> Iterator[tuple[str | None, Callable[[], None]]]:
     """Yield the URL of the server, and a function that raises CommandError when our own engine has ended."""
     if not args.model:
-        yield args.redis, lambda: None
+        with WaitReport(args):
+            yield args.redis, lambda: None
         return
     from millrace.cli.local_engine import local_engine
 
@@ -159,6 +162,8 @@ class _Progress:
         self._bar.stop()
 
     def show(self, num_written: int) -> None:
+        from millrace.results.waiting import duration
+
         self._bar.update(self._task, completed=num_written)
         now_s = time.monotonic()
         if self._bar.disable and now_s >= self._reported_s + _REPORT_INTERVAL_S:

@@ -10,8 +10,10 @@ from typing import Any
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.jobs import follow
 from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
-from millrace.cli.output import end_of, print_id, print_job, print_outputs
-from millrace.cli.values import integer, json_object, moment, number, seconds
+from millrace.cli.output import print_id
+from millrace.cli.values import integer, json_object, moment, number
+from millrace.cli.wait import add_timeout, wait_for_job
+from millrace.cli.wait_report import warn_if_never_served
 
 _Option = tuple[str, Callable[[str], Any], str, str]
 
@@ -88,12 +90,7 @@ def add_parsers(verbs: Verbs) -> None:
     after.add_argument(
         "--stream", action="store_true", help="print the text while it is generated; other candidates follow at the end"
     )
-    submit.add_argument(
-        "--timeout",
-        type=seconds,
-        metavar="SECONDS",
-        help="with --wait: stop waiting after this time (a server that does not answer is given up after 20 s)",
-    )
+    add_timeout(submit, "with --wait: stop waiting after this time")
     add_json(submit)
     submit.set_defaults(run=run)
 
@@ -107,9 +104,8 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(f"--file cannot be combined with {'--stream' if args.stream else '--id'}", INVALID)
     from millrace.cli.submit_file import submit_file
 
-    output: dict[str, Any] = {"has_to_wait": args.wait, "timeout_s": args.timeout, "as_json": args.json}
     with open_reconnecting_client(args) as client:
-        return submit_file(client, args.file, given_options(args), _call_options(args), **output)
+        return submit_file(client, args, given_options(args), _call_options(args))
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -131,14 +127,12 @@ def _submit_prompt(args: argparse.Namespace) -> int:
             prompt=prompt, job_id=args.id, stream=args.stream, **_call_options(args), **given_options(args)
         )
         if args.stream:
-            return follow(client, job_id, as_json=args.json)
-        if not args.wait:
-            print_id(job_id, as_json=args.json)
-            return OK
-        client.limit_waiting(args.timeout)
-        job = client.wait(job_id, timeout_s=args.timeout)
-    print_job(job) if args.json else print_outputs(job)
-    return end_of(job)
+            return follow(client, args, job_id)
+        if args.wait:
+            return wait_for_job(client, args, job_id)
+        warn_if_never_served(client, args.queue)
+        print_id(job_id, as_json=args.json)
+    return OK
 
 
 def _read_stdin() -> str:

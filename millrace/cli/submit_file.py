@@ -5,6 +5,7 @@ An invalid line is reported with its number; the other lines are submitted. Memo
 
 from __future__ import annotations
 
+import argparse
 import sys
 import uuid
 from collections import Counter
@@ -16,12 +17,15 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
-from millrace.cli.output import end_of, print_id, print_job, progress_bar, remark
+from millrace.cli.output import print_id, progress_bar, remark
 from millrace.cli.reconnecting_client import ReconnectingClient
+from millrace.cli.wait import wait_for_jobs
+from millrace.cli.wait_report import resumable, resume_with, warn_if_never_served
 from millrace.producer import Client, GenerationRequest, InvalidRequest
 from millrace.producer.options import build_request
 from millrace.producer.wire import parse_body
 from millrace.results.errors import JobConflict, QueueFull
+from millrace.results.waiting import counted_noun
 
 _BATCH_LINES = 500
 
@@ -38,32 +42,30 @@ class Line(NamedTuple):
 
 
 def submit_file(
-    client: ReconnectingClient,
-    path: str,
-    options: dict[str, Any],
-    call_options: dict[str, Any],
-    *,
-    has_to_wait: bool,
-    timeout_s: float | None,
-    as_json: bool = False,
+    client: ReconnectingClient, args: argparse.Namespace, options: dict[str, Any], call_options: dict[str, Any]
 ) -> int:
-    """Submit every valid line of `path`. Print the ids, or with `has_to_wait` each result as soon as its job ends.
+    """Submit every valid line of --file. Print the ids, or with --wait each result as soon as its job ends.
 
     `call_options` are further arguments of `submit_many`. Raises InvalidRequest for invalid `options` or `call_options`.
     """
     build_request("any", {"max_tokens": None, **options})  # type: ignore[typeddict-item]  # a line may set max_tokens
     client.submit_many([], **call_options)  # checks call_options
     submission = _Submission(client, options, call_options)
-    with _open(path) as file, progress_bar() as bar:
+    with resumable(submission.hint), _open(args.file) as file, progress_bar() as bar:
         task = bar.add_task("submitted", total=None)
         ids: list[str] = []
         for job_id in submission.submit(file):
             bar.advance(task)
-            if has_to_wait:
+            if args.wait:
                 ids.append(job_id)
             else:
-                print_id(job_id, as_json=as_json)
-    status = _print_results(client, ids, timeout_s) if has_to_wait else OK
+                print_id(job_id, as_json=args.json)
+    status = OK
+    if args.wait:
+        how_to_resume = resume_with(args, "wait", "--batch", args.batch) if args.batch else submission.hint()[1]
+        status = wait_for_jobs(client, args, ids, how_to_resume)
+    else:
+        warn_if_never_served(client, args.queue)
     if submission.num_refused:
         remark(f"jobs submitted: {submission.num_submitted}, lines refused: {submission.num_refused}")
         return INVALID
@@ -79,6 +81,17 @@ class _Submission:
         self._options = options
         self.num_submitted = 0
         self.num_refused = 0
+        self._last_line = 0
+        """Of the jobs that were submitted."""
+        self._can_repeat = True
+        """Whether all lines have ids of their own, so that the same file can be submitted again."""
+
+    def hint(self) -> tuple[str, str]:
+        """Return what is submitted after an interruption, and how to submit the rest."""
+        what = f"{counted_noun(self.num_submitted, 'job')} submitted, up to line {self._last_line}"
+        if self._can_repeat:
+            return what, "the same command resumes"
+        return what, "some lines have no id, so the same command would submit them twice: `millrace ls` shows the jobs"
 
     def submit(self, file: Iterable[bytes]) -> Iterator[str]:
         """Yield the ids of the jobs in the queue. At a limit, raise CommandError with the lines that are not submitted."""
@@ -87,6 +100,7 @@ class _Submission:
             for job_id in self._submit_batch(batch, lines):
                 self.num_submitted += 1
                 yield job_id
+            self._last_line = batch[-1].number
 
     def _requests(self, file: Iterable[bytes]) -> Iterator[Line]:
         for number, text in enumerate(file, start=1):
@@ -99,6 +113,7 @@ class _Submission:
     def _read(self, text: bytes) -> GenerationRequest:
         """Return the request of a line. Every request gets an id here, so that its outcome can be found."""
         request = parse_body(self._filled(text))
+        self._can_repeat = self._can_repeat and request.id is not None
         return request if request.id else msgspec.structs.replace(request, id=uuid.uuid4().hex)
 
     def _filled(self, text: bytes) -> bytes:
@@ -177,18 +192,6 @@ def _not_submitted(left: list[int], last_sent: int) -> str:
     in_between = [f"line {number}" for number in left if number < last_sent]
     rest = [f"all from line {number} on" for number in left if number > last_sent]
     return ", ".join([*in_between, *rest[:1]])
-
-
-def _print_results(client: ReconnectingClient, ids: list[str], timeout_s: float | None) -> int:
-    client.limit_waiting(timeout_s)
-    status = OK
-    with progress_bar() as bar:
-        task = bar.add_task("finished", total=len(ids))
-        for job in client.as_completed(ids, timeout_s=timeout_s):
-            bar.advance(task)
-            print_job(job)
-            status = max(status, end_of(job))
-    return status
 
 
 @contextmanager

@@ -16,6 +16,7 @@ local heartbeat = prefix .. 'engine:' .. engine
 local is_new = redis.call('HSETNX', heartbeat, 'since', now) == 1
 if is_new then
   redis.call('HSET', heartbeat, 'sleep', ARGV[3])  -- an engine whose heartbeat had expired keeps its level
+  redis.call('HSET', prefix .. 'counts', 'served', now)
 end
 redis.call('PEXPIRE', heartbeat, ARGV[2])
 redis.call('ZADD', prefix .. 'engines', now, engine)

@@ -2,7 +2,7 @@
 -- KEYS  1 the queue's prefix
 -- Returns an array: queued, delayed, running, engines alive, finished, failed, cancelled, expired, generated tokens,
 --       stale writes, the expected tokens of the queued and delayed jobs, 1 when paused or 0, and an array: for each engine
---       alive its id and its sleep level, 0 (awake) to 2
+--       alive its id and its sleep level, 0 (awake) to 2; last 1 when an engine has ever served the queue, or 0
 -- include: queue work
 
 local num_running, engines = 0, {}
@@ -21,4 +21,5 @@ end
 reply[11] = tonumber(redis.call('HGET', prefix .. 'waiting', ':tokens') or 0)
 reply[12] = is_paused() and 1 or 0
 reply[13] = engines
+reply[14] = (#engines > 0 or redis.call('HGET', prefix .. 'counts', 'served')) and 1 or 0
 return reply

@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import pytest
+import redis
 
 from millrace.results.connection import connect
-from millrace.results.messages import ClaimedJob, EngineId, Event, Finish, JobError, Reconciliation, Usage
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import (
+    Append,
+    ClaimedJob,
+    EngineId,
+    Event,
+    Finish,
+    JobError,
+    NewOutput,
+    Reconciliation,
+    Usage,
+)
 from millrace.results.queue import JobQueue
 from tests.millrace.cli.command import Command
 
@@ -35,6 +47,12 @@ class EngineByHand:
 
     def hear(self) -> object:
         return self._queue.wait_for_signal(ENGINE, 1.0, include_wake=False)
+
+    def show(self, job: ClaimedJob, text: str) -> None:
+        tokens = list(text.encode())
+        output = NewOutput(offset=0, token_ids=tokens, event=Event(offset=0, token_ids=tokens, text=text))
+        append = Append(job_id=job.job_id, lease=job.lease, fingerprint="none", outputs=[output])
+        assert self._queue.write([append]) == ["ok"]
 
     def finish(self, job: ClaimedJob, *texts: str) -> None:
         """`texts`: one for each candidate."""
@@ -66,7 +84,9 @@ class EngineByHand:
 
 
 @pytest.fixture
-def millrace(redis_url: str, queue_name: str) -> Command:
+def millrace(redis_url: str, redis_client: redis.Redis, queue_name: str) -> Command:
+    """On a queue that an engine has served, but none serves now."""
+    redis_client.hset(QueueKeys(queue_name).prefix + "counts", "served", 1)
     return Command(redis_url, queue_name)
 
 

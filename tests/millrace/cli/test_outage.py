@@ -28,7 +28,7 @@ def proxy(redis_url: str, client: Client) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def client(redis_url: str, queue_name: str) -> Iterator[Client]:
+def client(millrace: Command, redis_url: str, queue_name: str) -> Iterator[Client]:
     """Not through the proxy."""
     with Client(redis_url, queue_name) as client:
         yield client

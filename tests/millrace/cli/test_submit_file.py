@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,10 @@ def client(redis_url: str, queue_name: str) -> Iterator[DrainedClient]:
     client.close()
 
 
+def arguments(file: Path) -> Namespace:
+    return Namespace(file=str(file), wait=False, json=False, batch=None, queue="default", redis=None)
+
+
 @pytest.mark.parametrize(("num_lines", "num_bytes"), [(1000, 1), (200, 100_000)])
 def test_at_a_limit_nothing_more_is_sent_even_if_there_is_room_again(
     num_lines: int, num_bytes: int, client: DrainedClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -145,7 +150,7 @@ def test_at_a_limit_nothing_more_is_sent_even_if_there_is_room_again(
     file = write_lines(tmp_path / "jobs", *lines[:10], {"prompt": ""}, *lines[10:])
     client.limit(max_queued_jobs=20)
     with pytest.raises(CommandError) as error:
-        submit_file(client, str(file), {}, {}, has_to_wait=False, timeout_s=None)
+        submit_file(client, arguments(file), {}, {})
     assert client.stats().queued == 20
     assert capsys.readouterr().out.split() == [line["id"] for line in lines[:20]]
     assert str(error.value).startswith(
@@ -174,7 +179,7 @@ def test_at_a_limit_no_line_is_named_that_is_not_there(
     client.limit(tenant_max_queued_jobs=1)
     file = write_lines(tmp_path / "jobs", *({"prompt": "x", "tenant": tenant} for tenant in tenants))
     with pytest.raises(CommandError, match=f"^not submitted: {named}: the tenant has"):
-        submit_file(client, str(file), {}, {}, has_to_wait=False, timeout_s=None)
+        submit_file(client, arguments(file), {}, {})
 
 
 def test_a_job_larger_than_a_limit_is_refused_and_the_others_go_in(

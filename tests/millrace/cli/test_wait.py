@@ -1,0 +1,198 @@
+"""What a user sees of a wait: why it takes so long, and how to resume after a timeout or Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import redis
+
+from millrace import Client, WaitTimeout
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import ClaimedJob
+from tests.millrace.cli.command import Command, environment, started
+from tests.millrace.cli.conftest import EngineByHand
+from tests.processes import LIMIT_S, ROOT, wait_until
+
+OBSTACLES: dict[str, tuple[Callable[[Command, EngineByHand], object], str]] = {
+    "no_engine": (
+        lambda millrace, engine: None,
+        "no engine serves queue 'QUEUE' now: `millrace serve --queue QUEUE` starts one",
+    ),
+    "paused": (
+        lambda millrace, engine: (engine.beat(0), millrace("pause")),
+        "queue 'QUEUE' is paused: `millrace resume --queue QUEUE` starts its jobs again",
+    ),
+    "asleep": (
+        lambda millrace, engine: engine.beat(1),
+        "all engines of queue 'QUEUE' are asleep: `millrace wake --queue QUEUE` wakes them",
+    ),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_a_job_that_cannot_begin_says_why(
+    obstacle: str, millrace: Command, engine: EngineByHand, queue_name: str
+) -> None:
+    prepare, sentence = OBSTACLES[obstacle]
+    prepare(millrace, engine)
+    why = sentence.replace("QUEUE", queue_name)
+    resume = f"Work continues; resume with: millrace wait a --queue {queue_name} --redis"
+    millrace("submit", "x", "--id", "a")
+    assert millrace("get", "a").out.startswith(f"a: queued, {why}, submitted ")
+    assert millrace("get", "a", "--json").json_lines()[0]["obstacle"] == obstacle
+    assert millrace("stats", "--json").json_lines()[0]["obstacle"] == obstacle
+    ran = millrace("wait", "a", "--timeout", "0.1")
+    assert (ran.status, ran.out) == (5, "")
+    assert ran.err.startswith(f"millrace: job 'a' has not ended within 0.1 s: queued, {why}. {resume}")
+    ran = millrace("submit", "--file", "-", "--wait", "--timeout", "0.1", stdin='{"id": "b", "prompt": "x"}')
+    assert ran.status == 5
+    assert ran.err.startswith(f"millrace: only 0 of 1 jobs have ended within 0.1 s: {why}. Work continues; ")
+
+
+def test_a_queue_that_no_engine_has_ever_served_is_reported_at_submit(
+    millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
+) -> None:
+    redis_client.delete(QueueKeys(queue_name).prefix + "counts")
+    ran = millrace("submit", "x", "--id", "a")
+    assert (ran.status, ran.out) == (0, "a\n")
+    assert ran.err.startswith(f"millrace: no engine has ever served queue {queue_name!r}: `millrace queues` lists")
+    assert millrace("submit", "--file", "-", stdin='{"prompt": "x"}').err == ran.err
+    engine.claim()
+    assert millrace("submit", "x").err == ""
+
+
+def test_a_wait_reports_its_reason_once_and_again_when_it_changes(millrace: Command, engine: EngineByHand) -> None:
+    engine.beat(0)
+    millrace("pause")
+    with started(*millrace.line("submit", "x", "--id", "a", "--wait")) as waiting:
+        assert waiting.stderr
+        assert "is paused: `millrace resume" in waiting.stderr.readline()
+        millrace("resume")
+        assert waiting.stderr.readline() == "millrace: job 'a': queued, 0 jobs ahead\n"
+        (job,) = engine.claim()
+        assert waiting.stderr.readline() == "millrace: job 'a': running, 0 tokens so far, attempt 1, engine by-hand\n"
+        engine.finish(job, "text")
+        assert waiting.communicate(timeout=LIMIT_S) == ("text\n", "")
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten_and_cleared(millrace: Command, engine: EngineByHand) -> None:
+    millrace("submit", "x", "--id", "a")
+    controller, terminal = os.openpty()
+    with os.fdopen(controller, "rb", buffering=0) as shown:
+        command = [sys.executable, *millrace.line("wait", "a")]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=terminal)
+        with process:
+            os.close(terminal)
+            seen = b""
+            while b"no engine serves" not in seen:
+                seen += shown.read(4096)
+            engine.finish(engine.claim()[0], "text")
+            out, _ = process.communicate(timeout=LIMIT_S)
+        assert out == b"text\n"
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while True:
+                seen += shown.read(4096)
+        assert seen.startswith(b"\r\x1b[Kjob 'a': queued, ") and seen.endswith(b"\r\x1b[K")
+        assert b"\n" not in seen
+
+
+def test_a_wait_in_python_logs_why_it_takes_long(
+    redis_url: str, queue_name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.results.reader.BLOCK_LIMIT_S", 0.1)  # instead of 5 s
+    with Client(redis_url, queue_name) as client, pytest.raises(WaitTimeout, match="no engine has ever served"):
+        client.wait(client.submit("x", job_id="a"), timeout_s=0.5)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"job 'a' waits: no engine has ever served queue {queue_name!r}: ")
+
+
+@pytest.mark.parametrize(
+    ("how", "resumed_by"),
+    [
+        (("submit", "x", "--id", "a", "--wait"), "wait a"),
+        (("submit", "x", "--id", "a", "--stream"), "tail a"),
+        (("wait", "a"), "wait a"),
+    ],
+)
+def test_an_interrupt_is_status_130_and_names_the_command_that_resumes(
+    how: tuple[str, ...], resumed_by: str, millrace: Command, redis_client: redis.Redis, queue_name: str
+) -> None:
+    if how[0] == "wait":
+        millrace("submit", "x", "--id", "a")
+    with started(*millrace.line(*how)) as waiting:
+        wait_until(lambda: redis_client.info("clients")["blocked_clients"])
+        waiting.send_signal(signal.SIGINT)
+        _, words = waiting.communicate(timeout=LIMIT_S)
+    line = words.splitlines()[-1]
+    assert waiting.returncode == 130
+    assert line.startswith(f"millrace: interrupted: job 'a' continues; resume with: millrace {resumed_by} --queue ")
+
+
+def test_an_interrupted_tail_resumes_after_its_last_event(
+    millrace: Command, engine: EngineByHand, redis_url: str, queue_name: str
+) -> None:
+    millrace("submit", "x", "--id", "a")
+    (job,) = engine.claim()
+    engine.show(job, "one")
+    with started(*millrace.line("tail", "a")) as following:
+        assert following.stdout and following.stdout.read(3) == "one"
+        following.send_signal(signal.SIGINT)
+        _, words = following.communicate(timeout=LIMIT_S)
+    with Client(redis_url, queue_name) as client:
+        event = next(client.stream("a"))
+    assert f"resume with: millrace tail a --after {event.id} --queue" in words
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "resumed_by"),
+    [
+        ('{"id": "a", "prompt": "x"}\n{"id": "b", "prompt": "x"}\n', (), "the same command resumes"),
+        (
+            '{"prompt": "x"}\n{"prompt": "x"}\n',
+            (),
+            "some lines have no id, so the same command would submit them twice",
+        ),
+        ('{"prompt": "x"}\n{"prompt": "x"}\n', ("--batch", "b"), "resume with: millrace wait --batch b --queue "),
+    ],
+)
+def test_an_interrupted_file_names_the_counts_and_the_way_to_resume(
+    lines: str, options: tuple[str, ...], resumed_by: str, millrace: Command, engine: EngineByHand, tmp_path: Path
+) -> None:
+    (file := tmp_path / "jobs").write_text(lines)
+    with started(*millrace.line("submit", "--file", str(file), "--wait", *options)) as waiting:
+        jobs: list[ClaimedJob] = []
+        while len(jobs) < 2:
+            jobs += engine.claim()
+        engine.finish(jobs[0], "text")
+        assert waiting.stdout and waiting.stdout.readline()
+        waiting.send_signal(signal.SIGINT)
+        _, words = waiting.communicate(timeout=LIMIT_S)
+    assert f"interrupted: 1 of 2 jobs have ended, the others continue; {resumed_by}" in words
+
+
+def test_waiting_for_several_jobs_or_a_batch_prints_each(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id, "--batch", "both")
+    for job in engine.claim():
+        engine.finish(job, "text")
+    for which in (("a", "b"), ("--batch", "both")):
+        ran = millrace("wait", *which)
+        assert (ran.status, sorted(job["id"] for job in ran.json_lines())) == (0, ["a", "b"])
+    assert millrace("wait", "a") == (0, "text\n", "")
+    assert millrace("wait", "--batch", "none").status == 3
+    assert millrace("wait", "a", "none").status == 3
+
+
+def test_the_queues_of_a_server_are_listed(millrace: Command, engine: EngineByHand, queue_name: str) -> None:
+    millrace("submit", "x")
+    (row,) = [line for line in millrace("queues").out.splitlines() if line.startswith(queue_name + "\t")]
+    assert row == f"{queue_name}\t0\t1\t0\t0\t0\t0\tno engine"
+    (queue,) = [one for one in millrace("queues", "--json").json_lines() if one["queue"] == queue_name]
+    assert (queue["queued"], queue["obstacle"]) == (1, "no_engine")
