@@ -16,7 +16,7 @@ from millrace.executor.wire.messages import RowSampling
 from millrace.worker.attention.select import choose_attention
 from millrace.worker.input_batch import SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool, LayerSpec
-from millrace.worker.linear import pack_linear
+from millrace.worker.linear.choice import pack_linear
 from millrace.worker.sampler import sample
 from millrace.worker.sampling_rows import SamplingTable
 

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.executor.wire.messages import ModelFacts, StepPlan, StepResult, WorkerConfig
-from millrace.worker.attention.compiled import CompiledAttention
 from millrace.worker.attention.select import choose_attention
 from millrace.worker.device import choose_device, device_utilization
 from millrace.worker.errors import ConfigError, PlanError
-from millrace.worker.fusion.decoder import DecoderWeights
-from millrace.worker.fusion.fuse import FusionRejected, fuse
 from millrace.worker.host_memory import keep_freed_memory
-from millrace.worker.kernels.library import find_kernels
 from millrace.worker.kv_budget import (
     check_possible,
     fixed_num_blocks,
@@ -29,19 +24,17 @@ from millrace.worker.kv_budget import (
     num_host_blocks,
 )
 from millrace.worker.kv_pool import KVPool
-from millrace.worker.linear import use_packed_linear
-from millrace.worker.loading.checksum import check_unchanged, checksums
-from millrace.worker.loading.load import load_model
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.runner import ParallelRunner
 from millrace.worker.parallel.topology import Topology
+from millrace.worker.rank_model import RankModel
 from millrace.worker.runner import Runner, largest_prefill
 
 logger = logging.getLogger("millrace.worker")
 
 
 class Rank:
-    """Owns the device's memory: the model, the KV pool, and the runner that works on both. Implements `Worker`.
+    """Owns the model and the KV pool of this rank, and the runner that works on both. Implements `Worker`.
 
     All ranks get the same calls in the same order. They run a step, and the profile of a GPU, together. Each rank
     loads, sleeps and wakes up without the others.
@@ -63,11 +56,10 @@ class Rank:
         self._num_host_blocks = 0
         self._pool_budget = ""
         """How the number of available blocks was computed, for logs."""
-        self._model: Any = None
-        self._decoder: DecoderWeights | None = None
-        """The weights for a forward pass of our own; None if the model's own is used."""
-        self._weights: Literal["device", "host", "disk"] = "device"
-        self._checksums: dict[str, int] = {}
+
+    _device: torch.device
+    """Set by `start`, like the model."""
+    _model: RankModel
 
     def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
         """See `Worker.start`. The ranks connect to each other in the phase "device". After that no rank waits for
@@ -76,37 +68,38 @@ class Rank:
         self._device = choose_device(self._config.device, self._rank)
         if self._device.type == "cpu":
             keep_freed_memory()
-        self._attention = choose_attention(self._config.attention, self._device)
+        attention = choose_attention(self._config.attention, self._device)
         if self._topology.world_size > 1:
             self._peers = Peers(self._topology, self._device, self._rendezvous)
         on_phase("load_model")
+        self._model = RankModel(self._config, self._topology, self._device, attention, self._peers)
         try:
-            self._load_model()
+            self._model.load()
         except BaseException:
             self.shutdown()
             raise
-        return self._facts
+        return self._model.facts
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
-        self._num_host_blocks = num_host_blocks(self._config, self._facts, self._device.type)
+        self._num_host_blocks = num_host_blocks(self._config, self._model.facts, self._device.type)
         return self._num_device_blocks(), self._num_host_blocks
 
     def _num_device_blocks(self) -> int:
-        fixed = fixed_num_blocks(self._config, self._facts)
+        fixed = fixed_num_blocks(self._config, self._model.facts)
         if fixed is not None:
             self._pool_budget = "num_blocks is set"
-            check_possible(fixed, self._facts, self._device_bytes())
+            check_possible(fixed, self._model.facts, self._device_bytes())
             return fixed
         if self._config.kv_cache_memory_bytes is not None:
             pool_bytes = self._config.kv_cache_memory_bytes
             self._pool_budget = f"kv_cache_memory_bytes is {_mib(pool_bytes)}"
         elif self._device.type == "cpu":
-            pool_bytes = host_pool_bytes(self._config, self._facts, self._topology.world_size)
+            pool_bytes = host_pool_bytes(self._config, self._model.facts, self._topology.world_size)
             self._pool_budget = f"{_mib(pool_bytes)} of host memory"
         else:
             pool_bytes = self._profile_gpu()
-        num_blocks = num_blocks_within(pool_bytes, self._config, self._facts)
-        check_possible(num_blocks, self._facts, self._device_bytes())
+        num_blocks = num_blocks_within(pool_bytes, self._config, self._model.facts)
+        check_possible(num_blocks, self._model.facts, self._device_bytes())
         return num_blocks
 
     def _device_bytes(self) -> int:
@@ -122,7 +115,7 @@ class Rank:
             )
         self._num_blocks, self._num_host_blocks = num_device_blocks, num_host_blocks
         with timed(logger, "KV pool"):
-            self._pool = self._make_pool(num_device_blocks, num_host_blocks)
+            self._pool = self._model.make_pool(num_device_blocks, num_host_blocks)
             self.runner = self._make_runner(self._pool)
             swap_s = self._pool.host.measure() if self._pool.host is not None else 0.0
         logger.debug("%r on %s, %r", self._pool, self._device, self._pool.host)
@@ -158,25 +151,19 @@ class Rank:
         """
         assert level in (1, 2), f"sleep level {level!r}"
         self._drop_pool()
-        if self._weights == "device":
-            self._checksums = checksums(self._loaded())
-        if level == 2:
-            self._model, self._decoder, self._weights = None, None, "disk"
-        elif self._weights == "device":
-            self._loaded().to("cpu")
-            self._weights = "host"
+        self._model.take_off_device(level)
         self._empty_cache()
-        logger.info("asleep at level %d, weights: %s", level, self._weights)
+        logger.info("asleep at level %d, weights: %s", level, self._model.location)
 
     def wake_up(self, tags: list[str], epoch: int) -> None:
         """See `Worker.wake_up`. Raises `WeightsChanged` when the weights are not those from before the sleep."""
         assert set(tags) <= set(WAKE_TAGS), f"tags {tags!r}"
         if "weights" in tags:
-            self._wake_weights()
+            self._model.put_on_device()
         if "kv_cache" in tags and self._num_blocks is not None:
-            self._pool = self._pool or self._make_pool(self._num_blocks, self._num_host_blocks)
+            self._pool = self._pool or self._model.make_pool(self._num_blocks, self._num_host_blocks)
             self._epoch = epoch
-        if self.runner is None and self._pool is not None and self._weights == "device":
+        if self.runner is None and self._pool is not None and self._model.location == "device":
             self.runner = self._make_runner(self._pool)
 
     def stats(self) -> dict[str, Any]:
@@ -189,8 +176,8 @@ class Rank:
             "num_blocks": self._pool.num_blocks if self._pool else 0,
             "kv_pool_bytes": self._pool.num_bytes() if self._pool else 0,
             "host_tier_bytes": self._pool.host.num_bytes() if self._pool and self._pool.host else 0,
-            "weight_bytes": self._facts.weight_bytes,
-            "weights_on": self._weights,
+            "weight_bytes": self._model.facts.weight_bytes,
+            "weights_on": self._model.location,
             "device_bytes": torch.cuda.memory_reserved(self._device) if on_gpu else None,
             "device_total_bytes": self._device_bytes() if on_gpu else None,
             "device_utilization": device_utilization(self._device),
@@ -198,56 +185,12 @@ class Rank:
         }
 
     def shutdown(self) -> None:
-        self.runner = self._pool = self._model = self._decoder = None
+        self.runner = self._pool = None
+        self._model.drop()
         if self._peers is not None:
             self._peers.close()
             self._peers = None
         self._empty_cache()
-
-    def _load_model(self) -> None:
-        self._take_model()
-        if self._device.type != "cpu":
-            return
-        kernels = find_kernels()
-        is_rejected = False
-        if kernels is not None and self._peers is None and isinstance(self._attention, CompiledAttention):
-            try:
-                with timed(logger, "fuse and pack"):
-                    self._decoder = fuse(
-                        self._model, self._specs, self._facts.max_model_len, self._attention, kernels, self._dtype
-                    )
-            except FusionRejected as rejected:
-                logger.warning("%s: it runs through transformers' modules, which is slower", rejected)
-                is_rejected = True
-        if is_rejected:  # not above, where the exception still holds the packed weights
-            self._take_model()
-        if self._decoder is None:
-            self._pack_modules()
-
-    def _pack_modules(self) -> None:
-        began_s = time.perf_counter()
-        counts = use_packed_linear(self._model, self._dtype)
-        shown = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items()))
-        logger.info("linear layers: %s; packed in %.2f s", shown or "none", time.perf_counter() - began_s)
-
-    def _take_model(self) -> None:
-        self._model = self._decoder = None
-        loaded = load_model(self._config, self._topology, self._peers, self._device, self._attention.name)
-        self._model, self._specs, self._facts = loaded.model, loaded.specs, loaded.facts
-        self._dtype, self._kv_cache_dtype = loaded.dtype, loaded.kv_cache_dtype
-
-    def _wake_weights(self) -> None:
-        if self._weights == "device":
-            return
-        if self._weights == "disk":
-            self._load_model()
-        self._loaded().to(self._device)
-        try:
-            check_unchanged(self._loaded(), self._checksums)
-        except Exception:
-            self._model, self._decoder, self._weights = None, None, "disk"
-            raise
-        self._weights = "device"
 
     def _drop_pool(self) -> None:
         if self.runner is not None:
@@ -258,28 +201,17 @@ class Rank:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def _loaded(self) -> Any:
-        """Return transformers' module tree. Its `to` moves the tensors in place, and tied ones stay tied."""
-        assert self._model is not None, "the weights are dropped"
-        return self._model
-
-    def _make_pool(self, num_blocks: int, num_host_blocks: int) -> KVPool:
-        layout = self._facts.kv_layout
-        pool = KVPool(self._specs, num_blocks, layout.block_size, self._kv_cache_dtype, self._device, layout.num_groups)
-        if num_host_blocks:
-            pool.add_host_tier(num_host_blocks)
-        return pool
-
     def _make_runner(self, pool: KVPool) -> Runner:
-        common = (self._loaded(), self._attention, pool, self._config.max_num_seqs, self._facts.max_model_len)
-        return ParallelRunner(*common, self._topology, self._peers) if self._peers else Runner(*common, self._decoder)
+        if self._peers is None:
+            return Runner(self._model, pool, self._config.max_num_seqs)
+        return ParallelRunner(self._model, pool, self._config.max_num_seqs, self._topology, self._peers)
 
     def _profile_gpu(self) -> int:
         """Run the largest step, and return the bytes that the configured share of the GPU leaves for the pool."""
         config = self._config
-        longest = min(self._facts.max_model_len, max(self._max_pool_tokens(), config.max_num_batched_tokens))
-        plan = largest_prefill(self._facts.kv_layout, config.max_num_seqs, longest)
-        pool = self._make_pool(2, min(1, self._num_host_blocks))
+        longest = min(self._model.facts.max_model_len, max(self._max_pool_tokens(), config.max_num_batched_tokens))
+        plan = largest_prefill(self._model.facts.kv_layout, config.max_num_seqs, longest)
+        pool = self._model.make_pool(2, min(1, self._num_host_blocks))
         torch.cuda.reset_peak_memory_stats(self._device)
         runner = self._make_runner(pool)
         runner.launch(plan)
@@ -302,7 +234,7 @@ class Rank:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         pool_bytes = int(total * self._config.gpu_memory_utilization) - (total - free)
-        return self._facts.kv_layout.longest_sequence(pool_bytes // self._facts.kv_bytes_per_block)
+        return self._model.facts.kv_layout.longest_sequence(pool_bytes // self._model.facts.kv_bytes_per_block)
 
 
 def _mib(num_bytes: int) -> str:

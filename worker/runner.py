@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import (
@@ -24,11 +23,12 @@ from millrace.executor.wire.messages import (
     StepResult,
     StepRow,
 )
-from millrace.worker.attention.interface import STEP_KEYWORD, Attention, ForwardStep
+from millrace.worker.attention.interface import STEP_KEYWORD, ForwardStep
 from millrace.worker.errors import PlanError, StepSkipped
-from millrace.worker.fusion.decoder import DecoderWeights, FusedDecoder
+from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.input_batch import InputBatch, SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool
+from millrace.worker.rank_model import RankModel
 from millrace.worker.sampler import sample, without_failed
 
 logger = logging.getLogger("millrace.worker")
@@ -70,22 +70,16 @@ class LaunchedStep:
 class Runner:
     """Owns what a step changes: the sequences on this rank and the contents of the KV pool."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        attention: Attention,
-        pool: KVPool,
-        max_num_seqs: int,
-        max_model_len: int,
-        weights: DecoderWeights | None = None,
-    ) -> None:
-        """With `weights` the forward pass is our own, else the model's."""
-        self._model = model
-        self._attention = attention
+    def __init__(self, model: RankModel, pool: KVPool, max_num_seqs: int) -> None:
+        self._model = model.module
+        self._attention = model.attention
         self._pool = pool
-        self.decoder = FusedDecoder(weights, pool) if weights else None
-        self._device = model.device
-        self._sequences = InputBatch(max_num_seqs, max_model_len, pool.block_size, pool.num_groups, self._device)
+        self.decoder = FusedDecoder(model.decoder, pool) if model.decoder else None
+        """Computes the forward pass. None: the model's modules do."""
+        self._device = self._model.device
+        self._sequences = InputBatch(
+            max_num_seqs, model.facts.max_model_len, pool.block_size, pool.num_groups, self._device
+        )
         self._launched: deque[LaunchedStep] = deque()
         self._has_failed = False
         """Whether a step has failed, and the engine may not know it yet."""

@@ -93,7 +93,7 @@ class Driver:
         self._random = random.Random(seed)
         self._preempts = preempts
         self._step_id = 0
-        self._layout = (worker._facts if isinstance(worker, Rank) else worker.facts[0]).kv_layout
+        self._layout = (worker._model.facts if isinstance(worker, Rank) else worker.facts[0]).kv_layout
         self._free = list(range(1, num_blocks))
         self._random.shuffle(self._free)
         self.num_preemptions = 0

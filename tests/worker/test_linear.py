@@ -13,18 +13,14 @@ import torch
 from torch import nn
 
 import millrace.worker.kernels.library as kernels_library
-import millrace.worker.linear as compiled_linear
-import millrace.worker.rank as worker_rank
+import millrace.worker.linear.choice as choice
+import millrace.worker.linear.packed as packed_linear
+from millrace.worker import rank_model
 from millrace.worker.errors import WeightsChanged
 from millrace.worker.kernels.library import VARIABLE, Kernels, find_kernels
-from millrace.worker.linear import (
-    CompiledLinear,
-    OneDNNLinear,
-    PackedLinear,
-    TorchLinear,
-    pack_linear,
-    use_packed_linear,
-)
+from millrace.worker.linear.choice import pack_linear
+from millrace.worker.linear.modules import use_packed_linear
+from millrace.worker.linear.packed import CompiledLinear, OneDNNLinear, PackedLinear, TorchLinear
 from millrace.worker.loading.checksum import check_unchanged, checksums
 from tests.worker.driver import Driver, start_worker
 from tests.worker.models import make_model
@@ -40,10 +36,10 @@ def kernels() -> Kernels:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiled_linear, "_accepted", {})
-    compiled_linear._has_onednn.cache_clear()
+    monkeypatch.setattr(choice, "_accepted", {})
+    choice._has_onednn.cache_clear()
     yield
-    compiled_linear._has_onednn.cache_clear()
+    choice._has_onednn.cache_clear()
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -95,7 +91,8 @@ def test_inputs_with_gaps_and_no_rows_and_other_dtypes(kernels: Kernels) -> None
 @torch.inference_mode()
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_several_layers_become_one(has_kernels: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_linear, "find_kernels", lambda: kernels if has_kernels else None)
+    for module in (choice, packed_linear):
+        monkeypatch.setattr(module, "find_kernels", lambda: kernels if has_kernels else None)
     parts = [nn.Linear(8, 5), nn.Linear(8, 60, bias=False), nn.Linear(8, 3)]
     packed = pack_linear([part.weight for part in parts], [part.bias for part in parts])
     assert isinstance(packed, CompiledLinear if has_kernels else TorchLinear)
@@ -134,7 +131,8 @@ def test_dtypes_and_machine_decide_who_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = None if instruction_set == "none" else replace(kernels, instruction_set=instruction_set)
-    monkeypatch.setattr(compiled_linear, "find_kernels", lambda: found)
+    for module in (choice, packed_linear):
+        monkeypatch.setattr(module, "find_kernels", lambda: found)
     monkeypatch.setattr(kernels_library, "_cpu_flags", lambda: {"amx_bf16"} if machine_has_amx else set())
     weight = torch.randn(40, 30).to(dtypes[0])
     packed = pack_linear([weight], dtype=dtypes[1])
@@ -156,7 +154,7 @@ def test_onednn_that_is_missing_or_wrong_is_replaced(
             raise error
         return torch.zeros(len(inputs), self.num_outputs, dtype=self.dtype)
 
-    monkeypatch.setattr(compiled_linear, "find_kernels", lambda: replace(kernels, instruction_set="avx512bf16"))
+    monkeypatch.setattr(choice, "find_kernels", lambda: replace(kernels, instruction_set="avx512bf16"))
     monkeypatch.setattr(kernels_library, "_cpu_flags", lambda: {"amx_bf16"})
     monkeypatch.setattr(OneDNNLinear, "_multiply", multiply)
     assert isinstance(pack_linear([torch.randn(8, 8).bfloat16()]), CompiledLinear)
@@ -179,7 +177,7 @@ def test_weights_of_onednn_have_a_checksum() -> None:
 
 @torch.inference_mode()
 def test_large_outputs_of_a_head_use_the_same_memory(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled_linear, "LARGE_BYTES", 4 * 4 * 50)
+    monkeypatch.setattr(packed_linear, "LARGE_BYTES", 4 * 4 * 50)
     packed = CompiledLinear([torch.randn(50, 8)], None, kernels)
     inputs = torch.randn(6, 8)
     before = packed.forward(inputs).clone()
@@ -194,8 +192,8 @@ def test_large_outputs_of_a_head_use_the_same_memory(kernels: Kernels, monkeypat
 def test_without_memory_for_a_packed_copy_the_weights_stay(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compiled_linear._warn_once.cache_clear()
-    monkeypatch.setattr(compiled_linear, "free_host_bytes", lambda: 500)
+    choice._warn_once.cache_clear()
+    monkeypatch.setattr(choice, "free_host_bytes", lambda: 500)
     large, small = nn.Linear(8, 8), nn.Linear(8, 7)  # 2 x 256 and 2 x 224 bytes
     use_packed_linear(nn.Sequential(large, small), torch.float32)
     assert [is_compiled(large), is_compiled(small)] == [False, True]
@@ -209,17 +207,17 @@ def test_a_model_generates_the_same_and_releases_its_weights_asleep(
 ) -> None:
     make_model("qwen2", tmp_path)  # biases, and a tied head
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
-    monkeypatch.setattr(worker_rank, "fuse", lambda *_: None)  # as for a model that is not recognised
+    monkeypatch.setattr(rank_model, "fuse", lambda *_: None)  # as for a model that is not recognised
     worker = start_worker(tmp_path)
-    assert is_compiled(worker._model.lm_head)
+    assert is_compiled(worker._model.module.lm_head)
     compiled = [request.output for request in Driver(worker, 1).run(prompts, 8)]
-    head = weakref.ref(worker._model.lm_head.weight)
-    panels = weakref.ref(worker._model.model.layers[0].mlp.up_proj.forward.__self__.weights)
+    head = weakref.ref(worker._model.module.lm_head.weight)
+    panels = weakref.ref(worker._model.module.model.layers[0].mlp.up_proj.forward.__self__.weights)
     worker.sleep(2)
     gc.collect()
     assert head() is None
     assert panels() is None
-    monkeypatch.setattr(compiled_linear, "find_kernels", lambda: None)
+    monkeypatch.setattr(choice, "find_kernels", lambda: None)
     assert [request.output for request in Driver(start_worker(tmp_path), 1).run(prompts, 8)] == compiled
 
 
@@ -228,6 +226,6 @@ def test_none_turns_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv(VARIABLE, "none")
     find_kernels.cache_clear()
     try:
-        assert not any(is_compiled(module) for module in start_worker(tmp_path)._model.modules())
+        assert not any(is_compiled(module) for module in start_worker(tmp_path)._model.module.modules())
     finally:
         find_kernels.cache_clear()

@@ -233,7 +233,7 @@ def test_a_row_without_finite_logits_fails_alone_and_stays_failed(tmp_path: Path
     make_model("llama", tmp_path)
     worker = start_worker(tmp_path)
     poison = 500
-    worker._model.model.embed_tokens.weight[poison] = float("nan")
+    worker._model.module.model.embed_tokens.weight[poison] = float("nan")
     healthy = Driver(start_worker(tmp_path), 1, preempts=False).run([PROMPT], 4)[0].output
     rows = [prefill(0, (3, 1)), prefill(1, (5, 6, 7), count=8)]
     tokens, failures = run(worker, 1, rows, new=[new(0), new(1, [1, 2, poison, 3, 4, 5, 6, 7])])

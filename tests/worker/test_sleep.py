@@ -39,7 +39,7 @@ def test_a_rank_that_woke_up_generates_the_same(level: int, model: Path) -> None
     before = generate(worker)
     worker.sleep(level)
     assert worker.stats()["kv_pool_bytes"] == worker.stats()["num_sequences"] == 0
-    assert (worker._model is None) == (level == 2)
+    assert (worker._model._module is None) == (level == 2)
     wake_up(worker)
     assert worker.stats()["num_blocks"] == 200
     assert generate(worker) == before
@@ -95,7 +95,7 @@ def change_file(model: Path, worker: Rank) -> None:
 
 
 def change_memory(model: Path, worker: Rank) -> None:
-    worker._model.model.layers[1].mlp.down_proj.weight += 1
+    worker._model.module.model.layers[1].mlp.down_proj.weight += 1
 
 
 @pytest.mark.parametrize(("level", "change"), [(1, change_memory), (2, change_file)])

@@ -21,7 +21,9 @@ from millrace.worker.kernels.library import Kernels
 from millrace.worker.kernels.rows import GatedActivation, RowNorm
 from millrace.worker.kernels.sampling import argmax
 from millrace.worker.kv_pool import KVPool
-from millrace.worker.linear import PackedLinear, pack_linear, use_packed_linear
+from millrace.worker.linear.choice import pack_linear
+from millrace.worker.linear.modules import use_packed_linear
+from millrace.worker.linear.packed import PackedLinear
 
 MLP_TOKENS = 256
 """Tokens that pass an MLP at a time, so that its intermediate results stay in the CPU's cache."""

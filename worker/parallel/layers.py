@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from millrace.worker.parallel.peers import Peers
 
@@ -19,14 +18,15 @@ class RowParallelLinear(nn.Module):
     def __init__(self, linear: nn.Linear, peers: Peers, *, input_is_parallel: bool = True) -> None:
         """`input_is_parallel`: whether the inputs are this rank's part. If not, they are whole, and it takes its part."""
         super().__init__()
-        self.weight = linear.weight
-        self.bias: Tensor | None = linear.bias
+        self.own = linear
+        self.bias: Tensor | None = linear.bias  # added once, to the sum
+        linear.register_parameter("bias", None)
         self._peers = peers
         width, tp_rank = linear.weight.shape[1], peers.topology.tp_rank
-        self._own = slice(None) if input_is_parallel else slice(tp_rank * width, (tp_rank + 1) * width)
+        self._own_inputs = slice(None) if input_is_parallel else slice(tp_rank * width, (tp_rank + 1) * width)
 
     def forward(self, inputs: Tensor) -> Tensor:  # [..., I / n] or [..., I] -> [..., O]
-        outputs = self._peers.all_reduce(F.linear(inputs[..., self._own], self.weight))
+        outputs = self._peers.all_reduce(self.own(inputs[..., self._own_inputs]))
         return outputs if self.bias is None else outputs + self.bias
 
 
@@ -35,12 +35,11 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, peers: Peers) -> None:
         super().__init__()
-        self.weight = linear.weight
-        self.bias: Tensor | None = linear.bias
+        self.own = linear
         self._peers = peers
 
     def forward(self, inputs: Tensor) -> Tensor:  # [..., I] -> [..., O]
-        return torch.cat(self._peers.all_gather(F.linear(inputs, self.weight, self.bias)), dim=-1)
+        return torch.cat(self._peers.all_gather(self.own(inputs)), dim=-1)
 
 
 class TensorParallelExperts(nn.Module):

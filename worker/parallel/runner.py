@@ -20,16 +20,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from millrace.executor.wire.messages import StepPlan
-from millrace.worker.attention.interface import Attention
 from millrace.worker.input_batch import SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.sampler import VocabParallelSampler
 from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.parallel.topology import Topology
+from millrace.worker.rank_model import RankModel
 from millrace.worker.runner import LaunchedStep, Runner
 
 
@@ -46,21 +45,12 @@ class PendingTokens:
 class ParallelRunner(Runner):
     """Owns what a `Runner` owns, and the tokens that this stage has to receive from the last stage."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        attention: Attention,
-        pool: KVPool,
-        max_num_seqs: int,
-        max_model_len: int,
-        topology: Topology,
-        peers: Peers,
-    ) -> None:
-        super().__init__(model, attention, pool, max_num_seqs, max_model_len)
+    def __init__(self, model: RankModel, pool: KVPool, max_num_seqs: int, topology: Topology, peers: Peers) -> None:
+        super().__init__(model, pool, max_num_seqs)
         self._topology = topology
         self._peers = peers
-        self._sampler = VocabParallelSampler(model.config.vocab_size, topology, peers)
-        self._stage_input = find_stage_input(model)
+        self._sampler = VocabParallelSampler(self._model.config.vocab_size, topology, peers)
+        self._stage_input = find_stage_input(self._model)
         self._pending: deque[PendingTokens] = deque()
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:

@@ -50,13 +50,13 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
 
 def run(path: Path, **options: object) -> tuple[list[Request], DecoderWeights | None]:
     worker = start_worker(path, **options)
-    return Driver(worker, seed=1).run(prompts(1), MAX_TOKENS), worker._decoder
+    return Driver(worker, seed=1).run(prompts(1), MAX_TOKENS), worker._model.decoder
 
 
 @pytest.mark.parametrize("arch", CONFIGS)
 def test_the_families_with_their_own_tests_are_recognised(arch: str, tmp_path: Path) -> None:
     make_model(arch, tmp_path)
-    assert start_worker(tmp_path)._decoder is not None
+    assert start_worker(tmp_path)._model.decoder is not None
 
 
 @pytest.mark.parametrize("name", MORE)
@@ -96,15 +96,15 @@ def test_a_model_that_computes_something_else_is_rejected_by_its_numbers(
 
 def test_the_other_attention_is_never_fused(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
-    assert start_worker(tmp_path, attention="reference")._decoder is None
+    assert start_worker(tmp_path, attention="reference")._model.decoder is None
 
 
 def test_no_weight_is_in_memory_twice(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     worker = start_worker(tmp_path)
-    layer = worker._model.model.layers[0]
-    assert worker._decoder is not None
-    packed = worker._decoder.layers[0].projections.weights
+    layer = worker._model.module.model.layers[0]
+    assert worker._model.decoder is not None
+    packed = worker._model.decoder.layers[0].projections.weights
     assert layer.self_attn.q_proj.weight.data_ptr() == packed.data_ptr()
     assert layer.self_attn.k_proj.weight.numel() == layer.self_attn.v_proj.weight.numel() == 0
 
@@ -113,8 +113,8 @@ def test_a_sleep_releases_the_weights(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     worker = start_worker(tmp_path)
     expected = [request.output for request in Driver(worker, seed=1).run(prompts(1), 4)]
-    assert worker._decoder is not None
-    packed = weakref.ref(worker._decoder.layers[0].projections.weights)
+    assert worker._model.decoder is not None
+    packed = weakref.ref(worker._model.decoder.layers[0].projections.weights)
     worker.sleep(2)
     gc.collect()
     assert packed() is None

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from millrace.worker.kernels import sampling
 from millrace.worker.kernels.library import Kernels
-from millrace.worker.linear import CompiledLinear
+from millrace.worker.linear.packed import CompiledLinear
 
 SHAPES = [(1, 1), (3, 2), (15, 5), (16, 8), (17, 47), (64, 48), (100, 49), (384, 12), (385, 96), (1024, 9), (48, 1000)]
 """Inputs and outputs: below, at and above the sizes of vectors, panels and spans."""

@@ -30,11 +30,11 @@ def load(path: Path, **options: Any) -> tuple[Any, ModelFacts]:
     """Load a model as a rank does, and leave its weights unpacked."""
     rank = Rank(0, 1, 1, WorkerConfig(model=str(path), device="cpu", **options))
     with (
-        mock.patch("millrace.worker.rank.fuse", return_value=None),
-        mock.patch("millrace.worker.rank.use_packed_linear"),
+        mock.patch("millrace.worker.rank_model.fuse", return_value=None),
+        mock.patch("millrace.worker.rank_model.use_packed_linear"),
     ):
         facts = rank.start(lambda _: None)
-    return rank._model, facts
+    return rank._model.module, facts
 
 
 def edit_config(path: Path, **changes: Any) -> None:
@@ -197,16 +197,16 @@ def test_weights_stay_bfloat16_where_float32_is_computed(
     moe: dict[str, Any] = {"model_type": arch, "tie_word_embeddings": False, **sizes} if arch == "qwen3_moe" else {}
     build_model("qwen3" if moe else arch, **moe).bfloat16().save_pretrained(tmp_path)
     if not is_fused:
-        monkeypatch.setattr("millrace.worker.rank.fuse", lambda *_: None)
+        monkeypatch.setattr("millrace.worker.rank_model.fuse", lambda *_: None)
     worker = start_worker(tmp_path, dtype="float32")
-    assert worker._facts.dtype == "float32"
+    assert worker._model.facts.dtype == "float32"
     request = Driver(worker, seed=1).run([[1, 2, 3, 4, 5]], 5)[0]
     with torch.no_grad():
         model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", local_files_only=True)
         logits = model(torch.tensor([request.tokens])).logits[0, 4:-1]
     torch.testing.assert_close(torch.stack(request.logits), logits, rtol=1e-4, atol=1e-4)
     is_kept = arch not in ("gemma3_text", "qwen3_moe")  # an embedding of its own; experts are converted
-    assert (worker._model.model.embed_tokens.weight.dtype == torch.bfloat16) == is_kept
+    assert (worker._model.module.model.embed_tokens.weight.dtype == torch.bfloat16) == is_kept
     worker.sleep(2)
     worker.wake_up(["weights", "kv_cache"], 1)
     assert Driver(worker, seed=1).run([[1, 2, 3, 4, 5]], 5)[0].output == request.output

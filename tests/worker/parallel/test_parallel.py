@@ -20,7 +20,8 @@ from millrace.executor.wire.messages import (
     StepPlan,
     StepRow,
 )
-from millrace.worker.linear import PackedLinear
+from millrace.worker.kernels.library import find_kernels
+from millrace.worker.linear.packed import PackedLinear
 from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, Driver, Request, execute, start_worker
@@ -173,17 +174,29 @@ def test_bfloat16_is_exchanged_as_it_is(processes: RankProcesses, tmp_path: Path
 
 def shapes(rank: Rank) -> dict[str, list[int]]:
     """Shapes of the parameters by name, those of packed weights as they were before."""
-    found = {name: list(parameter.shape) for name, parameter in rank._model.named_parameters()}
-    for name, module in rank._model.named_modules():
+    found = {name: list(parameter.shape) for name, parameter in rank._model.module.named_parameters()}
+    for name, module in rank._model.module.named_modules():
         packed = getattr(vars(module).get("forward"), "__self__", None)
         if isinstance(packed, PackedLinear):
             found[f"{name}.weight"] = [packed.num_outputs, packed.num_inputs]
     return found
 
 
+def unpacked_linear_layers(rank: Rank) -> list[str]:
+    linears = {name: module for name, module in rank._model.module.named_modules() if hasattr(module, "in_features")}
+    assert len(linears) > 3
+    return [name for name, module in linears.items() if "forward" not in vars(module)]
+
+
+@pytest.mark.skipif(find_kernels() is None, reason="there are no compiled kernels")
+def test_divided_layers_are_packed(processes: RankProcesses, models: dict[str, Path]) -> None:
+    with processes.group(models["llama"], 2, 1) as group:
+        assert group.call("inspect", unpacked_linear_layers) == [[], []]
+
+
 def test_each_rank_holds_its_part_of_the_weights(processes: RankProcesses, models: dict[str, Path]) -> None:
     whole = start_worker(models["llama"])
-    num_whole = whole._facts.num_parameters
+    num_whole = whole._model.facts.num_parameters
     with processes.group(models["llama"], 2, 2) as group:
         first, _, last, _ = group.call("inspect", shapes)
         held = [facts.num_parameters for facts in group.facts]
@@ -191,11 +204,11 @@ def test_each_rank_holds_its_part_of_the_weights(processes: RankProcesses, model
         assert held[0] == held[1] < 0.4 * num_whole
         assert held[2] == held[3] < 0.3 * num_whole
         assert [facts.kv_bytes_per_block for facts in group.facts] == [
-            whole._facts.kv_bytes_per_block * num_layers // (3 * 2) for num_layers in (2, 2, 1, 1)
+            whole._model.facts.kv_bytes_per_block * num_layers // (3 * 2) for num_layers in (2, 2, 1, 1)
         ]
     assert first["model.embed_tokens.own.weight"] == last["lm_head.weight"] == [VOCAB_SIZE // 2, 64]
     assert first["model.layers.0.self_attn.k_proj.weight"] == last["model.layers.2.self_attn.k_proj.weight"] == [16, 64]
-    assert first["model.layers.1.mlp.down_proj.weight"] == [64, 64]
+    assert first["model.layers.1.mlp.down_proj.own.weight"] == [64, 64]
     assert not any(name.startswith(("lm_head", "model.norm", "model.layers.2")) for name in first)
     assert not any(name.startswith(("model.embed", "model.layers.0", "model.layers.1")) for name in last)
 
@@ -256,7 +269,7 @@ def test_plans_may_come_before_the_results_of_earlier_ones(
 
 def poison(rank: Rank) -> None:
     """Set the embedding of the last id of the vocabulary to NaN, on the rank that holds it."""
-    embedding = rank._model.model.embed_tokens
+    embedding = rank._model.module.model.embed_tokens
     weight = getattr(getattr(embedding, "own", embedding), "weight", None)
     if weight is not None and rank._topology.tp_rank == rank._topology.tp_size - 1:
         weight[-1] = float("nan")
@@ -295,7 +308,7 @@ def test_a_step_in_which_nothing_is_drawn(processes: RankProcesses, models: dict
 def num_tensors_held(rank: Rank) -> int:
     """Tensors of the last step that sends, and receives between stages, still hold."""
     assert rank._peers is not None
-    stage_input = find_stage_input(rank._model) if rank._model is not None else None
+    stage_input = find_stage_input(rank._model.module) if rank._model.location != "disk" else None
     return len(rank._peers._sends) + (stage_input is not None and stage_input.received is not None)
 
 

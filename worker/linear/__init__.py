@@ -1,0 +1,1 @@
+"""Linear layers of a model on a CPU, with weights that are packed once."""

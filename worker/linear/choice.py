@@ -1,0 +1,131 @@
+"""Chooses what computes a linear layer, and compares it with torch.
+
+Shapes: K inputs, N_i outputs of the i-th of several layers that become one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millrace.worker.host_memory import free_host_bytes
+from millrace.worker.kernels.library import DTYPES, find_kernels, has_amx
+from millrace.worker.linear.packed import ROW_MULTIPLE, CompiledLinear, OneDNNLinear, PackedLinear, TorchLinear
+
+logger = logging.getLogger("millrace.worker")
+
+COMPARED_ROWS, COMPARED_OUTPUTS = (1, 7, 16), 256
+"""The results of each shape are compared with torch's at these numbers of rows: the first and the last outputs."""
+LARGEST_DIFFERENCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""Between a packed layer and torch, relative to the standard deviation of the results."""
+
+
+@torch.no_grad()
+def pack_linear(
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> PackedLinear:
+    """Return a layer of these weights [N_i, K] and biases [N_i].
+
+    The choice between the compiled kernel, oneDNN and torch depends only on the dtypes and on the machine, so that two
+    starts round in the same way. The first layer of each shape is compared with torch. Without memory for a packed copy
+    torch computes the layer.
+
+    `dtype`: of the inputs; None means that of the weights. `output_dtype`: None means that of the inputs.
+    """
+    dtype, bias = dtype or weights[0].dtype, _join_biases(weights, biases)
+    packed = _pack(weights, bias, dtype, output_dtype)
+    if packed is not None and _is_accepted(packed, weights, bias):
+        return packed
+    return TorchLinear(_join(weights), bias, dtype, output_dtype)
+
+
+def _pack(
+    weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, output_dtype: torch.dtype | None
+) -> PackedLinear | None:
+    """Return a layer that is faster than torch's. None if there is none, or no memory for it."""
+    kernels, weight_dtype = find_kernels(), weights[0].dtype
+    if kernels is None or kernels.instruction_set == "generic" or not {weight_dtype, dtype} <= set(DTYPES):
+        return None
+    if 2 * sum(weight.nbytes for weight in weights) >= free_host_bytes():  # the packed copy, and one on the way to it
+        _warn_once("there is no memory for packed weights: torch computes linear layers, which is slower")
+        return None
+    if weight_dtype == dtype == torch.bfloat16 and has_amx(kernels) and _has_onednn():
+        return OneDNNLinear(_join(weights), bias, output_dtype)
+    return CompiledLinear(weights, bias, kernels, dtype, output_dtype)
+
+
+@cache
+def _has_onednn() -> bool:
+    """Whether the private functions of torch that `OneDNNLinear` uses exist and compute what they did."""
+    weight = torch.linspace(-1, 1, 48 * 40).sin().view(48, 40).bfloat16()
+    try:
+        packed = OneDNNLinear(weight, None)
+        inputs = weight[: ROW_MULTIPLE + 1]
+        if _is_close(packed.forward(inputs), F.linear(inputs, weight)):
+            return True
+        reason = "the results are wrong"
+    except (AttributeError, RuntimeError, TypeError) as error:
+        reason = str(error)
+    logger.warning("oneDNN cannot be used through torch %s, so bfloat16 is slower: %.200s", torch.__version__, reason)
+    return False
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+
+
+def _join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> Tensor | None:
+    if biases is None or all(bias is None for bias in biases):
+        return None
+    return _join(
+        [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
+    )
+
+
+_accepted: dict[tuple[object, ...], bool] = {}
+"""Of the shapes that were compared with torch."""
+
+
+def _is_accepted(packed: PackedLinear, weights: Sequence[Tensor], bias: Tensor | None) -> bool:
+    """Whether the first and the last outputs of a layer are those of torch. Each shape is compared once."""
+    key = (packed.name, bias is None, packed.num_inputs, packed.num_outputs, packed.dtype, weights[0].dtype)
+    if key not in _accepted:
+        _accepted[key] = all(_is_like_torch(packed, weights, bias, num_rows) for num_rows in COMPARED_ROWS)
+        if not _accepted[key]:
+            logger.warning(
+                "the %s differs from torch in linear layers of %d inputs and %d outputs: torch computes them",
+                *(packed.name, packed.num_inputs, packed.num_outputs),
+            )
+    return _accepted[key]
+
+
+def _is_like_torch(packed: PackedLinear, weights: Sequence[Tensor], bias: Tensor | None, num_rows: int) -> bool:
+    inputs = torch.randn(num_rows, packed.num_inputs, generator=torch.Generator().manual_seed(0)).to(packed.dtype)
+    outputs = packed.forward(inputs)
+    first, last = weights[0][:COMPARED_OUTPUTS], weights[-1][-COMPARED_OUTPUTS:]
+    return all(
+        _is_close(
+            outputs[:, part],
+            F.linear(inputs, weight.to(packed.dtype), None if bias is None else bias[part].to(packed.dtype)),
+        )
+        for part, weight in ((slice(len(first)), first), (slice(-len(last), None), last))
+    )
+
+
+def _is_close(outputs: Tensor, expected: Tensor) -> bool:
+    difference = (outputs.float() - expected.float()).abs().max()
+    return bool(difference <= LARGEST_DIFFERENCE[expected.dtype] * expected.float().square().mean().sqrt())

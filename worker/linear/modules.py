@@ -1,0 +1,57 @@
+"""Gives the linear layers of modules that run as they are packed weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from millrace.worker.kernels.library import DTYPES
+from millrace.worker.linear.choice import pack_linear
+from millrace.worker.linear.packed import TorchLinear
+
+
+@torch.no_grad()
+def use_packed_linear(model: nn.Module, dtype: torch.dtype) -> Counter[str]:
+    """Replace the forward of the model's linear layers, and their weights by packed ones. Return how many layers are
+    computed by what.
+
+    `dtype`: of the activations. Modules of derived classes and modules with hooks are left alone. Weights that other
+    modules use as well (a tied head) keep their unpacked copy.
+    """
+    shared = _shared_weights(model)
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    kinds: Counter[str] = Counter()
+    for module in model.modules():
+        if not _is_replaceable(module):
+            continue
+        assert isinstance(module, nn.Linear)
+        # A float32 layer has float32 inputs in a bfloat16 model too, such as the router of experts.
+        packed = pack_linear([module.weight], [module.bias], dtype=torch.promote_types(module.weight.dtype, dtype))
+        kinds[packed.name] += 1
+        if isinstance(packed, TorchLinear):
+            continue
+        packed.keeps_large_outputs = module is head
+        module.forward = packed.forward  # type: ignore[method-assign, assignment]
+        if module.weight not in shared:
+            module.weight = nn.Parameter(packed.weights, requires_grad=False)
+    return kinds
+
+
+def _shared_weights(model: nn.Module) -> set[Tensor]:
+    """Return the parameters that several modules use."""
+    found: set[Tensor] = set()
+    shared: set[Tensor] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (shared if parameter in found else found).add(parameter)
+    return shared
+
+
+def _is_replaceable(module: nn.Module) -> bool:
+    if type(module) is not nn.Linear:
+        return False
+    has_hooks = module._forward_hooks or module._forward_pre_hooks
+    weight = module.weight
+    return not has_hooks and weight.device.type == "cpu" and weight.dtype in DTYPES and weight.numel() > 0

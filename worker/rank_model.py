@@ -1,0 +1,129 @@
+"""The model of one rank: load it, prepare its weights for this device, move them away and back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from millrace.executor.phases import timed
+from millrace.executor.wire.messages import ModelFacts, WorkerConfig
+from millrace.worker.attention.compiled import CompiledAttention
+from millrace.worker.attention.interface import Attention
+from millrace.worker.fusion.decoder import DecoderWeights
+from millrace.worker.fusion.fuse import FusionRejected, fuse
+from millrace.worker.kernels.library import Kernels, find_kernels
+from millrace.worker.kv_pool import KVPool, LayerSpec
+from millrace.worker.linear.modules import use_packed_linear
+from millrace.worker.loading.checksum import check_unchanged, checksums
+from millrace.worker.loading.load import load_model
+from millrace.worker.parallel.peers import Peers
+from millrace.worker.parallel.topology import Topology
+
+logger = logging.getLogger("millrace.worker")
+
+
+class RankModel:
+    """Owns the weights of this rank, and knows where they are."""
+
+    decoder: DecoderWeights | None = None
+    """The weights for a forward pass of our own; None if the model's own is used."""
+    facts: ModelFacts
+    """Set by `load` and kept when the weights are dropped; so are the next fields."""
+    _specs: list[LayerSpec]
+    _dtype: torch.dtype
+    _kv_cache_dtype: torch.dtype
+
+    def __init__(
+        self, config: WorkerConfig, topology: Topology, device: torch.device, attention: Attention, peers: Peers | None
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        self._device = device
+        self.attention = attention
+        self._peers = peers
+        self._module: PreTrainedModel | None = None
+        self.location: Literal["device", "host", "disk"] = "disk"
+        """Where the weights are."""
+        self._checksums: dict[str, int] = {}
+        """Of the weights before the sleep."""
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """transformers' module tree. Its `to` moves the tensors in place, and tied ones stay tied."""
+        assert self._module is not None, "the weights are dropped"
+        return self._module
+
+    def load(self) -> None:
+        """Read the weights and prepare them. Raises `ModelError` and `ConfigError`."""
+        self._read()
+        if self._device.type == "cpu":
+            kernels = find_kernels()
+            if kernels is not None and self._peers is None and isinstance(self.attention, CompiledAttention):
+                self._fuse(kernels)
+            if self.decoder is None:
+                self._pack_modules()
+        self.location = "device"
+
+    def take_off_device(self, level: int) -> None:
+        """Level 1 moves the weights to host memory; on a CPU they stay where they are. Level 2 drops them."""
+        if self.location == "device":
+            self._checksums = checksums(self.module)
+        if level == 2:
+            self.drop()
+        elif self.location == "device":
+            self.module.to("cpu")  # type: ignore[arg-type]
+            self.location = "host"
+
+    def put_on_device(self) -> None:
+        """Move the weights to the device, or read them again. Raises `WeightsChanged` when they are not those that
+        `take_off_device` took."""
+        if self.location == "device":
+            return
+        if self.location == "disk":
+            self.load()
+        self.module.to(self._device)  # type: ignore[arg-type]
+        try:
+            check_unchanged(self.module, self._checksums)
+        except Exception:
+            self.drop()
+            raise
+        self.location = "device"
+
+    def drop(self) -> None:
+        self._module, self.decoder, self.location = None, None, "disk"
+
+    def make_pool(self, num_blocks: int, num_host_blocks: int) -> KVPool:
+        layout = self.facts.kv_layout
+        pool = KVPool(self._specs, num_blocks, layout.block_size, self._kv_cache_dtype, self._device, layout.num_groups)
+        if num_host_blocks:
+            pool.add_host_tier(num_host_blocks)
+        return pool
+
+    def _read(self) -> None:
+        self.drop()
+        loaded = load_model(self._config, self._topology, self._peers, self._device, self.attention.name)
+        self._module, self._specs, self.facts = loaded.model, loaded.specs, loaded.facts
+        self._dtype, self._kv_cache_dtype = loaded.dtype, loaded.kv_cache_dtype
+
+    def _fuse(self, kernels: Kernels) -> None:
+        is_rejected = False
+        try:
+            with timed(logger, "fuse and pack"):
+                self.decoder = fuse(
+                    self.module, self._specs, self.facts.max_model_len, self.attention, kernels, self._dtype
+                )
+        except FusionRejected as rejected:
+            logger.warning("%s: it runs through transformers' modules, which is slower", rejected)
+            is_rejected = True
+        if is_rejected:  # not above, where the exception still holds the packed weights
+            self._read()
+
+    def _pack_modules(self) -> None:
+        began_s = time.perf_counter()
+        counts = use_packed_linear(self.module, self._dtype)
+        shown = ", ".join(f"{count} by {name}" for name, count in sorted(counts.items()))
+        logger.info("linear layers: %s; packed in %.2f s", shown or "none", time.perf_counter() - began_s)
