@@ -299,7 +299,12 @@ def test_what_an_import_leaves_out(statement: str, absent: tuple[str, ...]) -> N
             "import millrace.engine_service.process as process; process.Tokenizer(MODEL)",
             ("torch", "scipy", "sklearn", "pandas"),
         ),
-        ("import millrace.worker; millrace.worker.import_modules()", (*COMPILER, *SHARDED)),
+        (
+            "from millrace.worker import *; from millrace.executor.wire.messages import WorkerConfig; import_modules();"
+            "config = WorkerConfig(model=str(MODEL), block_size=16, max_num_seqs=1, device='cpu');"
+            "create_worker(0, 1, 1, config, '').start(lambda _: None)",
+            (*COMPILER, *SHARDED),
+        ),
         (
             "import millrace.worker.imports as imports; imports.defer_compiler(); import millrace.worker.rank",
             ("torch._inductor", "torch.onnx"),

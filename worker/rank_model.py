@@ -15,6 +15,7 @@ from millrace.worker.attention.compiled import CompiledAttention
 from millrace.worker.attention.interface import Attention
 from millrace.worker.fusion.decoder import DecoderWeights
 from millrace.worker.fusion.fuse import FusionRejected, fuse
+from millrace.worker.host_memory import release_freed_memory
 from millrace.worker.kernels.library import Kernels, find_kernels
 from millrace.worker.kv_pool import KVPool, LayerSpec
 from millrace.worker.linear.modules import use_packed_linear
@@ -66,6 +67,7 @@ class RankModel:
                 self._fuse(kernels)
             if self.decoder is None:
                 self._pack_modules()
+            release_freed_memory()  # the unpacked weights
         self.location = "device"
 
     def take_off_device(self, level: int) -> None:

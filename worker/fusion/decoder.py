@@ -23,7 +23,7 @@ from millrace.worker.kernels.sampling import argmax
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.linear.choice import pack_linear
 from millrace.worker.linear.modules import use_packed_linear
-from millrace.worker.linear.packed import PackedLinear
+from millrace.worker.linear.packed import CompiledLinear, PackedLinear
 
 MLP_TOKENS = 256
 """Tokens that pass an MLP at a time, so that its intermediate results stay in the CPU's cache."""
@@ -57,11 +57,15 @@ class DecoderWeights:
         """`dtype`: of the activations. Packs the weights layer by layer. The modules of `parts` cannot run any more."""
         self.kernels = kernels
         self.workspace = Workspace(dtype)
-        self.embedding = parts.embedding
         self.layers = [LayerWeights(layer, self.workspace, kernels, dtype) for layer in parts.layers]
         self.norm = RowNorm(kernels, parts.norm.weights, parts.norm.epsilon, dtype)
         is_tied = parts.head.weight is parts.embedding.weight
-        self.head = _pack([parts.head], dtype, torch.float32, keeps=is_tied)
+        is_plain = type(parts.embedding) is nn.Embedding
+        self.head = _pack([parts.head], dtype, torch.float32, keeps=is_tied and not is_plain)
+        self.embedding: nn.Embedding | CompiledLinear = parts.embedding
+        """The head if both have the same weights, which are in memory once then."""
+        if is_tied and is_plain and isinstance(self.head, CompiledLinear):
+            self.embedding, parts.embedding.weight = self.head, parts.head.weight
         self.logit_softcap = parts.logit_softcap
 
 
@@ -194,10 +198,11 @@ class FusedDecoder:
 
     def _embed(self, input_ids: Tensor) -> Tensor:  # [T, H]
         embedding = self._weights.embedding
-        weight: Tensor = embedding.weight  # type: ignore[assignment]
-        hidden = self._workspace.rows("hidden", input_ids.shape[0], weight.shape[1])
-        if type(embedding) is nn.Embedding and weight.dtype == hidden.dtype:
-            return torch.index_select(weight, 0, input_ids, out=hidden)
+        hidden = self._workspace.rows("hidden", input_ids.shape[0], self._weights.head.num_inputs)
+        if isinstance(embedding, CompiledLinear):
+            return hidden.copy_(embedding.weight_rows(input_ids))
+        if type(embedding) is nn.Embedding and embedding.weight.dtype == hidden.dtype:
+            return torch.index_select(embedding.weight, 0, input_ids, out=hidden)
         return hidden.copy_(embedding(input_ids))
 
     def _add(

@@ -113,6 +113,12 @@ class CompiledLinear(PackedLinear):
         if self._linear(self._reference):
             check(-1)
 
+    def weight_rows(self, output_ids: Tensor) -> Tensor:  # [M] -> [M, K]
+        """Return the weights of some outputs, as they were before they were packed."""
+        width = self.weights.shape[2]
+        rows = self.weights[output_ids // width, :, output_ids % width]
+        return rows.flatten(1)[:, : self.num_inputs]
+
     def argmax(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         call, num_rows = self._call, inputs.shape[0]
         peaks, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from millrace.executor.phases import timed
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
-from millrace.worker.errors import ModelError, WeightsDiffer
+from millrace.worker.errors import WeightsDiffer
 from millrace.worker.kv_pool import LayerSpec, share_tensors
 from millrace.worker.layer_groups import group_layers
 from millrace.worker.loading.checkpoint import find_weights
@@ -59,7 +59,6 @@ def load_model(
     dtype = choose_dtype(config.dtype, checkpoint_dtype(model_config, tensor_files), device)
     with timed(logger, "build modules"):
         model = build_empty(model_config, dtype)
-        specs = _probe_shapes(model) if peers is None else None
         if topology.world_size == 1 and keeps_bfloat16(dtype, tensor_files, device):
             logger.info("computing in float32, the weights of linear layers stay bfloat16 as they are stored")
             keep_bfloat16(model)
@@ -71,9 +70,8 @@ def load_model(
             logger.info("transformers converts the checkpoint, because %s", difference)
             model = _load_converted(model, part, directory, topology, device, dtype)
     fix_frequencies(model, max_model_len)
-    if specs is None:
-        with timed(logger, "probe"):
-            specs = _probe(model, part, peers)
+    with timed(logger, "probe"):
+        specs = _probe(model, part, peers)
     part.check_layers(model, specs)
     plain = KVLayout(config.block_size, (None,), config.max_num_batched_tokens, max_model_len)
     whole, kv_layout = group_layers(part.whole_specs or specs, plain)
@@ -97,15 +95,6 @@ def load_model(
         kv_layout=kv_layout,
     )
     return LoadedModel(model, specs, facts, dtype, kv_cache_dtype)
-
-
-def _probe_shapes(model: PreTrainedModel) -> list[LayerSpec] | None:
-    """Probe a model without weights. None if that fails, which does not say that it fails with weights."""
-    try:
-        return probe_layers(model)
-    except ModelError as error:
-        logger.debug("the model is probed with its weights, because without: %s", error)
-        return None
 
 
 def _probe(model: PreTrainedModel, part: ModelPart, peers: Peers | None) -> list[LayerSpec]:

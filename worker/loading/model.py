@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -22,6 +23,8 @@ from millrace.worker.errors import ModelError, unsupported
 
 logger = logging.getLogger("millrace.worker")
 
+_DRAWS = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
+"""Of tensors, and of torch.nn.init."""
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -45,14 +48,27 @@ def read_config(directory: Path) -> PretrainedConfig:
 def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Build the modules on the meta device, which allocates no memory, with our attention."""
     try:
-        with torch.device("meta"):
+        with _WithoutValues():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )
     except Exception as error:  # a model class may raise anything for its configuration
         raise _damaged_config(f"build {config.model_type} from", str(config.name_or_path), error) from error
     _check_model(model)
-    return model.eval()
+    for module in model.modules():
+        module._is_hf_initialized = False  # type: ignore[assignment]  # else `initialize_weights` computes no buffers later
+    return model.to("meta").eval()  # type: ignore[arg-type]
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Inside, `torch.empty` allocates no memory, and random values are not drawn, so modules get parameters without values.
+    Unlike on the meta device, all else is computed: many operations on meta tensors make torch import sympy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if getattr(func, "__name__", "") in _DRAWS:
+            return args[0] if args else options["tensor"]
+        return func(*args, **(options | {"device": "meta"} if func is torch.empty else options))
 
 
 def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int:

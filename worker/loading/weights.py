@@ -153,7 +153,7 @@ def _assign(model: PreTrainedModel, name: str, tensor: Tensor, device: torch.dev
     module, leaf = _owner(model, name)
     declared = _declared(model, name)
     # Always copied: a tensor that stays mapped to its file changes with the file, or crashes this process.
-    tensor = torch.empty_like(declared, device=device).copy_(tensor)
+    tensor = torch.empty(declared.shape, dtype=declared.dtype, device=device).copy_(tensor)
     if isinstance(declared, nn.Parameter):
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
     else:
@@ -188,7 +188,7 @@ def _rebuild_buffers(model: PreTrainedModel, device: torch.device) -> None:
     are not marked as initialised; called for single modules it would overwrite loaded weights."""
     for name, buffer in list(model.named_non_persistent_buffers()):
         module, leaf = _owner(model, name)
-        module._buffers[leaf] = torch.empty_like(buffer, device=device)
+        module._buffers[leaf] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
     model.initialize_weights()
     empty = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     assert not empty, f"no values for {empty}"

@@ -109,6 +109,17 @@ def test_no_weight_is_in_memory_twice(tmp_path: Path) -> None:
     assert layer.self_attn.k_proj.weight.numel() == layer.self_attn.v_proj.weight.numel() == 0
 
 
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_tied_head_and_embedding_are_in_memory_once(stored: str, tmp_path: Path) -> None:
+    build_model("qwen2").to(getattr(torch, stored)).save_pretrained(tmp_path)
+    worker = start_worker(tmp_path, dtype="float32")
+    decoder, module = worker._model.decoder, worker._model.module
+    assert decoder is not None
+    weights = {each.weight.untyped_storage().data_ptr() for each in (module.lm_head, module.model.embed_tokens)}
+    assert weights == {decoder.head.weights.untyped_storage().data_ptr()}
+    check_against_transformers(tmp_path, Driver(worker, seed=1).run(prompts(1), MAX_TOKENS))
+
+
 def test_a_sleep_releases_the_weights(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     worker = start_worker(tmp_path)

@@ -50,6 +50,14 @@ def test_float32_equals_torchs(kernels: Kernels, shape: tuple[int, int], num_thr
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_weights_can_be_read_by_output(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    linear = make_linear(shape, dtype)
+    output_ids = torch.tensor([0, shape[1] - 1, shape[1] // 2])
+    assert torch.equal(pack(linear, kernels).weight_rows(output_ids), linear.weight[output_ids])
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_is_summed_in_float32_and_rounded_once(kernels: Kernels, shape: tuple[int, int]) -> None:
