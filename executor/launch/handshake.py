@@ -80,6 +80,7 @@ class Handshake:
             self._channel.wait(min(1.0, max(0.0, min(self._deadlines_s.values()) - time.monotonic())))
             self._receive()
             self._check_ranks()
+        self._compare_layouts()
         return [self._facts[handle.rank] for handle in self._handles]
 
     def _receive(self) -> None:
@@ -143,6 +144,17 @@ class Handshake:
             self._channel.send(rank, encode(Go()))
 
     # --- failures ---
+
+    def _compare_layouts(self) -> None:
+        """Check that a block table means the same on every rank. It does not where hosts have other files of the model."""
+        expected = self._facts[0].kv_layout
+        for rank, facts in sorted(self._facts.items()):
+            for name in expected.__struct_fields__:
+                value, of_first = getattr(facts.kv_layout, name), getattr(expected, name)
+                if value != of_first:
+                    remedy = "give every rank the same model files and the same versions of Millrace and transformers"
+                    message = f"kv_layout: {name} is {value}, but {of_first} on rank 0; {remedy}"
+                    raise StartError("load_model", rank, message, is_retryable=False)
 
     def _fail(self, phase: str, rank: int, failure: Failure) -> None:
         logger.info("rank %d failed in phase %s: %s", rank, phase, failure.message)

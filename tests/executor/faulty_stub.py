@@ -9,6 +9,7 @@ status 0) and `oom` (out of memory; in a step after the plan's sequences were ad
     once=PATH             the fault occurs if PATH does not exist, and makes PATH
     never-start-rank=R    rank R dies in every start, unless it is the only one, or the file of `unless=PATH` exists
     lacks-blocks=N        N fewer blocks fit
+    window=W              the model has one group of layers with this window; with on-rank=R, on that rank only
     barrier=DIR           the ranks wait for each other in every step, as in collectives
     weights=PATH          the file of the weights
     count-loading=DIR     records in DIR how many ranks load at the same time, in the start and in `wake_up`
@@ -42,7 +43,10 @@ class FaultyStub(StubWorker):
     """A stub that fails where its options say."""
 
     def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
-        return replace(super().start(on_phase), weights_checksum=self._read_weights())
+        facts = replace(super().start(on_phase), weights_checksum=self._read_weights())
+        if "window" in self._faults and self._faults.get("on-rank", self._rank) == self._rank:
+            return replace(facts, kv_layout=replace(facts.kv_layout, windows=(self._faults["window"],)))
+        return facts
 
     def determine_num_available_blocks(self) -> tuple[int, int]:
         num_blocks, num_host_blocks = super().determine_num_available_blocks()

@@ -54,6 +54,16 @@ def test_a_rank_that_dies_in_the_start_is_named_and_the_others_end_with_it(make:
     assert worker_pids(executor) == []
 
 
+def test_a_rank_with_another_layout_of_the_kv_pool_is_refused(make: Make) -> None:
+    executor = make("window=8,on-rank=3", **TWO_BY_TWO)
+    with pytest.raises(
+        StartError, match=r"rank 3 .*kv_layout: windows is \(8,\), but \(None,\) on rank 0; give"
+    ) as caught:
+        executor.start()
+    assert not caught.value.is_retryable
+    assert worker_pids(executor) == []
+
+
 def test_all_ranks_end_when_one_is_stuck_in_its_end(make: Make) -> None:
     executor = start(make("hang-at-shutdown,on-rank=1", SHORT, tensor_parallel_size=2))
     pids = worker_pids(executor)
