@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from millrace import LLM, SamplingParams
 from millrace.engine_service.core.scheduler import SchedulerStats
+from millrace.engine_service.engine import Engine, Progress
+from millrace.executor.launch.multiproc import MultiprocExecutor
+from millrace.executor.launch.uniproc import UniprocExecutor
+from millrace.executor.wire.messages import StepPlan
+from millrace.worker.input_batch import StepBatch
+from millrace.worker.rank import Rank
 from tests.e2e.engines import TINY
 
 SHARED = "Add the numbers, one step after the other, and write the sum at the end of the line: 12 + 7 = "
@@ -17,9 +28,9 @@ PARAMS = [
     SamplingParams(temperature=0.8 * (number % 2), seed=number, max_tokens=20 + 5 * number, ignore_eos=number != 3)
     for number in range(len(PROMPTS))
 ]
-SMALL_POOL = {"block_size": 4, "num_blocks": 38}
-PLAIN = {"run_ahead": False, "enable_prefix_caching": False}
-SWAP = {"swap_space_gib": 0.001}
+SMALL_POOL: dict[str, Any] = {"block_size": 4, "num_blocks": 38}
+PLAIN: dict[str, Any] = {"run_ahead": False, "enable_prefix_caching": False}
+SWAP: dict[str, Any] = {"swap_space_gib": 0.001}
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +38,11 @@ def force_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE_FORCE_SWAP", "1")
 
 
-def generate(**options: Any) -> tuple[list[list[int]], SchedulerStats]:
+def generate(disturb: Callable[[Engine], None] | None = None, **options: Any) -> tuple[list[list[int]], SchedulerStats]:
+    """`disturb` is called between two steps, after blocks have come back from the host tier."""
     with LLM(TINY, device="cpu", dtype="float32", max_model_len=148, **options) as llm:
+        if disturb is not None:
+            disturb_once(llm._engine, disturb)
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs], llm.stats()
 
@@ -74,3 +88,66 @@ def test_in_processes_of_their_own(
     assert tokens == expected
     assert stats.num_preemptions > 0
     assert (stats.pool.num_swapped_in > 0) == bool(swap)
+
+
+# --- a pool that swaps, and a fault --------------------------------------------------------------------------------
+
+
+def disturb_once(engine: Engine, disturb: Callable[[Engine], None]) -> None:
+    step = engine.step
+
+    def step_and_disturb() -> list[Progress]:
+        progress = step()
+        if engine.scheduler.stats().pool.num_swapped_in > 0:
+            engine.step = step  # type: ignore[method-assign]
+            disturb(engine)
+        return progress
+
+    engine.step = step_and_disturb  # type: ignore[method-assign]
+
+
+def kill_the_worker(engine: Engine) -> None:
+    assert isinstance(engine._executor, MultiprocExecutor)
+    os.kill(engine._executor.worker_pids()[0], signal.SIGKILL)
+
+
+def sleep_and_wake_up(engine: Engine) -> None:
+    engine.sleep(1)
+    engine.wake_up()
+
+
+def run_out_of_memory(engine: Engine) -> None:
+    """In the next step that has moved blocks to the device."""
+    assert isinstance(engine._executor, UniprocExecutor) and isinstance(engine._executor._worker, Rank)
+    runner = engine._executor._worker.runner
+    assert runner is not None
+    run = runner._sample
+
+    def fail(plan: StepPlan, batch: StepBatch) -> Tensor | None:
+        if not plan.swap_in:
+            return run(plan, batch)
+        runner._sample = run  # type: ignore[method-assign]
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    runner._sample = fail  # type: ignore[method-assign]
+
+
+FAULTS = [
+    pytest.param("mp", kill_the_worker, "restarting the workers", id="death of the worker", marks=pytest.mark.faults),
+    pytest.param("uni", sleep_and_wake_up, "", id="sleep"),
+    pytest.param("uni", run_out_of_memory, "out of memory: steps have", id="out of memory"),
+]
+
+
+@pytest.mark.parametrize(("executor", "disturb", "logged"), FAULTS)
+def test_with_swap_after_a_fault(
+    executor: str,
+    disturb: Callable[[Engine], None],
+    logged: str,
+    expected: list[list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokens, stats = generate(disturb, executor=executor, max_num_batched_tokens=40, **SMALL_POOL, **SWAP)
+    assert tokens == expected
+    assert stats.pool.num_swapped_in > 0
+    assert logged in caplog.text
