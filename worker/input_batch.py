@@ -45,6 +45,8 @@ class StepBatch:
     """Per row: tokens of its sequence in the KV pool after this step."""
     sampled: SampledRows
     block_size: int
+    has_forks: bool = False
+    """Whether some tokens have more than one entry in `sample_indices`."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """What an attention implementation computes once per step and uses in every layer."""
 
@@ -259,6 +261,7 @@ class InputBatch:
                 self._sampling.rows(sampled_slots, output_positions),
             ),
             block_size=self._block_size,
+            has_forks=any(row.num_tokens == 0 for row in plan.rows),
         )
         decodes.advance(listed.sampled_ids, listed.sampled_slots, listed.sampled_ends)
         return batch
@@ -270,19 +273,20 @@ class InputBatch:
             state, end = self._sequences[row.seq_id], row.start + row.num_tokens
             num_known = len(state.token_ids)
             assert end <= num_known or row.num_tokens == 1, f"{row}, but {num_known} tokens are known"
-            listed.slots.append(state.slot)
-            listed.kv_lens.append(end)
-            listed.positions += range(row.start, end)
-            listed.token_slots += [state.slot] * row.num_tokens
-            # Behind the known tokens only the device knows the token that was sampled last.
-            listed.token_ids += state.token_ids[row.start : end] if end <= num_known else [NO_TOKEN]
-            listed.offsets.append(len(listed.positions))
+            if row.num_tokens > 0:
+                listed.slots.append(state.slot)
+                listed.kv_lens.append(end)
+                listed.positions += range(row.start, end)
+                listed.token_slots += [state.slot] * row.num_tokens
+                # Behind the known tokens only the device knows the token that was sampled last.
+                listed.token_ids += state.token_ids[row.start : end] if end <= num_known else [NO_TOKEN]
+                listed.offsets.append(len(listed.positions))
             if end >= num_known:
                 state.micro_batch = plan.micro_batch
                 listed.sampled_ids.append(row.seq_id)
                 listed.sampled_slots.append(state.slot)
                 listed.sampled_ends.append(end)
-                listed.sample_offsets.append(len(listed.positions) - 1)
+                listed.sample_offsets.append(len(listed.positions) - 1)  # of a fork: that of the row before it
         return listed
 
     def _input_ids(self, token_slots: Tensor, num_decodes: int, listed_ids: list[int]) -> Tensor:  # [T]

@@ -99,12 +99,13 @@ class KVPool:
             self.layers |= {spec.layer_index: LayerCache(keys, values, spec.group) for spec in sharing}
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy (source, destination) blocks in every layer, in the given order: a later pair sees the earlier
-        copies."""
-        for source, destination in pairs:
-            for keys, values in self._pairs:
-                keys[destination] = keys[source]
-                values[destination] = values[source]
+        """Copy (source, destination) blocks in every layer."""
+        if not pairs:
+            return
+        sources, destinations = torch.tensor(pairs, device=self._pairs[0][0].device).unbind(1)
+        for pair in self._pairs:
+            for tensor in pair:
+                tensor.index_copy_(0, destinations, tensor.index_select(0, sources))
 
     def add_host_tier(self, num_blocks: int) -> None:
         self.host = HostTier([part for pair in self._pairs for part in pair], num_blocks)

@@ -130,10 +130,10 @@ class Runner:
         if self._pool.host is not None:
             self._pool.host.swap_out(plan.swap_out)
             self._pool.host.swap_in(plan.swap_in)
-        self._pool.copy_blocks(plan.copy)
         batch = self._sequences.update(plan)
         began_s, began = time.perf_counter(), self._record_event()
         token_ids = self._sample(plan, batch) if batch is not None else None
+        self._pool.copy_blocks(plan.copy)
         rows = batch.sampled if batch is not None and token_ids is not None else None
         if token_ids is not None and token_ids.is_cuda:
             token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True).copy_(

@@ -21,6 +21,10 @@ class PlannedStep:
         self.added: list[tuple[Sequence, StepRow]] = []
         """The rows that are not decode rows which go on."""
         self.new: list[NewSequence] = []
+        self.sources: dict[tuple[bytes, tuple[int, ...]], Sequence] = {}
+        """Sequences that others may fork from, by their contents: they have a row that computes their last known token."""
+        self.copy: list[tuple[int, int]] = []
+        """(source, destination) blocks of forks."""
         self.new_blocks: list[tuple[Sequence, int]] = []
         """Of decode rows that go on."""
         self.registered: list[int] = []
@@ -47,6 +51,14 @@ class PlannedStep:
     def add(self, sequence: Sequence, row: StepRow) -> None:
         self.added.append((sequence, row))
         self.budget -= row.num_tokens
+        self.max_rows -= 1
+
+    def add_fork(self, sequence: Sequence, row: StepRow, source: Sequence) -> None:
+        """Add a row of no tokens behind that of its source. It takes a token of the budget all the same, since a step has no
+        memory for more logits than tokens."""
+        place = next(number for number, (other, _) in enumerate(self.added, start=1) if other is source)
+        self.added.insert(place, (sequence, row))
+        self.budget -= 1
         self.max_rows -= 1
 
     def drop(self, sequence: Sequence) -> None:

@@ -290,6 +290,7 @@ class Scheduler:
             micro_batch=micro_batch.number,
             swap_out=step.swaps.swap_out,
             swap_in=step.swaps.swap_in,
+            copy=step.copy,
         )
 
     def _schedule_decodes(self, step: PlannedStep) -> None:
@@ -328,7 +329,7 @@ class Scheduler:
             if is_ready and self._ensure_blocks(sequence, self._num_missing_blocks(sequence, step), step):
                 self._add_row(sequence, step)
         for sequence, _ in step.added:  # until here a row could be dropped again
-            self._register_blocks(sequence, sequence.num_computed, step.registered)
+            self._share_row(sequence, step)
 
     def _admit_waiting(self, step: PlannedStep) -> None:
         """Admit in the order of the queue, but for prefixes. If the next one lacks blocks, no other one overtakes it."""
@@ -336,9 +337,15 @@ class Scheduler:
             if len(self._running) >= self._max_num_seqs:
                 return
             sequence, hit_blocks = self._waiting.choose(self._find_blocks, self._is_in_flight)
-            if self._is_in_flight(sequence) or not self._can_admit(sequence, hit_blocks):
+            if self._is_in_flight(sequence):
                 return
-            self._admit(sequence, hit_blocks, step)
+            source = self._find_source(sequence, step)
+            if source is not None and self.pool.can_allocate(self.pool.layout.num_groups):
+                self._fork(sequence, source, step)
+            elif self._can_admit(sequence, hit_blocks):
+                self._admit(sequence, hit_blocks, step)
+            else:
+                return
 
     def _schedule_alone(self, sequence: Sequence, step: PlannedStep) -> None:
         for member in step.micro_batch.members:
@@ -451,7 +458,34 @@ class Scheduler:
         sequence.admit(hit_blocks, num_hit_tokens, self.pool.layout.block_size)
         step.new.append(sequence.as_new())
         self._add_row(sequence, step, hit_blocks)
+        self._share_row(sequence, step)
+
+    def _find_source(self, sequence: Sequence, step: PlannedStep) -> Sequence | None:
+        """Return a sequence with the same tokens, of which the step computes the last one."""
+        return step.sources.get(sequence.content(self.pool.layout.block_size)) if step.sources else None
+
+    def _fork(self, sequence: Sequence, source: Sequence, step: PlannedStep) -> None:
+        """Admit a sequence with the tokens of another one. It shares the full blocks and the logits of the other one, and
+        gets a copy of the block that is not full."""
+        self._waiting.remove(sequence)
+        self._running[sequence.seq_id] = self._ready[sequence.seq_id] = sequence
+        layout, num_tokens = self.pool.layout, sequence.num_tokens
+        num_full = num_tokens // layout.block_size * layout.num_groups
+        full, partial = source.block_ids[:num_full], source.block_ids[num_full:]
+        copies = self.pool.allocate(len(partial))
+        step.copy += zip(partial, copies, strict=True)
+        table = self.pool.share(full, sequence.block_hashes) + copies
+        self.pool.count_query(num_tokens, num_tokens)
+        sequence.admit(table, num_tokens, layout.block_size)
+        step.new.append(sequence.as_new())
+        step.add_fork(sequence, StepRow(sequence.seq_id, num_tokens, 0, table), source)
+        sequence.schedule(0, [], step.step_id)
+
+    def _share_row(self, sequence: Sequence, step: PlannedStep) -> None:
+        """Let other sequences use what the last row of a sequence computes."""
         self._register_blocks(sequence, sequence.num_computed, step.registered)
+        if self._is_sharing and sequence.num_computed == sequence.num_tokens:
+            step.sources.setdefault(sequence.content(self.pool.layout.block_size), sequence)
 
     def _add_row(self, sequence: Sequence, step: PlannedStep, hit_blocks: Iterable[int] = ()) -> None:
         num_tokens = min(step.budget, sequence.num_uncomputed)

@@ -169,10 +169,17 @@ class Sequence:
         """Return the hashes of all blocks that the known tokens fill."""
         start, end = len(self.block_hashes) * block_size, self.num_tokens
         if end - start >= block_size:
-            num_prompt = self.num_prompt_tokens
-            outputs = self.output_token_ids[max(0, start - num_prompt) :]
-            extend_hashes(self.block_hashes, self.hash_root, self.prompt_token_ids[start:] + outputs, block_size)
+            extend_hashes(self.block_hashes, self.hash_root, self._tokens_from(start), block_size)
         return self.block_hashes
+
+    def content(self, block_size: int) -> tuple[bytes, tuple[int, ...]]:
+        """Return a value that only sequences with the same known tokens, and the same salt, have in common."""
+        hashes = self.hash_blocks(block_size)
+        parent = hashes[-1] if hashes else self.hash_root
+        return parent, tuple(self._tokens_from(len(hashes) * block_size))
+
+    def _tokens_from(self, start: int) -> list[int]:
+        return self.prompt_token_ids[start:] + self.output_token_ids[max(0, start - self.num_prompt_tokens) :]
 
     def finish_reason(self) -> StopReason | None:
         """Return why the sequence has ended; None when it has not."""

@@ -3,13 +3,15 @@
 It has no KV tensors and needs no torch. The next token of a sequence is a fixed function of its last token and its
 position, so a lost, doubled or misplaced token changes the output. It checks the plans: a number of tokens that is not that
 of the rows, a row that does not start at the sequence's next position, a block that does not hold what the sequence's
-tokens would have written, and a plan of another epoch are errors. What is swapped out and in is checked by that too.
+tokens would have written, a fork of other tokens, and a plan of another epoch are errors. What is swapped and copied is
+checked by that too.
 
 The option `model` is a comma-separated list of options of the stub:
 
     slow=MS               duration of a step
     die-on-token=N        a prompt with this token kills the worker
     most-tokens=N         a larger step runs out of memory
+    candidates-differ     the next token depends on the index of the candidate, too
     windows=A/B           groups of layers and their sliding windows in tokens; 0 for no window
 """
 
@@ -35,9 +37,9 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
     return StubWorker(epoch, config, rank, world_size)
 
 
-def next_token(last_token: int, position: int) -> int:
+def next_token(last_token: int, position: int, candidate: int = 0) -> int:
     """Return the token after `last_token` at `position`. Never 0, which ends a sequence."""
-    return 1 + (last_token * 31 + position * 7) % (VOCAB_SIZE - 1)
+    return 1 + (last_token * 31 + position * 7 + candidate * 13) % (VOCAB_SIZE - 1)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -49,6 +51,9 @@ class _Sequence:
 
     def __init__(self, new: NewSequence) -> None:
         self.token_ids = list(new.token_ids)
+        self.known = new.token_ids
+        """Tokens that came with the plan."""
+        self.candidate = new.sampling.candidate
         self.num_computed: int | None = None
         """None before its first row, which begins behind what the prefix cache has."""
         self.blocks: list[int] = []
@@ -142,6 +147,13 @@ class StubWorker:
         self._run_out_of_memory(plan)
         self._wait_for_ranks(plan)
         sampled = {row.seq_id: token for row in rows if (token := self._run(row)) is not None}
+        self._check_forks(rows)
+        self._slots |= {
+            (destination, offset): self._slots[source, offset]
+            for source, destination in plan.copy
+            for offset in range(self._config.block_size)
+            if (source, offset) in self._slots
+        }
         self._decodes[plan.micro_batch] = list(sampled)
         return StepResult(plan.step_id, plan.epoch, list(sampled.values()))
 
@@ -226,13 +238,15 @@ class StubWorker:
             raise ValueError(f"{row} does not start at {sequence.num_computed} of {len(sequence.token_ids)}")
         if end > len(sequence.blocks) // len(self._windows) * self._config.block_size:
             raise ValueError(f"{row} has no block for position {end - 1}")
-        self._write_and_read(sequence, row)
+        if row.num_tokens > 0:
+            self._write_and_read(sequence, row)
         if self._faults.get("die-on-token") in sequence.token_ids:
             os.kill(os.getpid(), signal.SIGKILL)
         sequence.num_computed = end
         if end < len(sequence.token_ids):
             return None
-        sequence.token_ids.append(next_token(sequence.token_ids[-1], end))
+        candidate = sequence.candidate if "candidates-differ" in self._faults else 0
+        sequence.token_ids.append(next_token(sequence.token_ids[-1], end, candidate))
         return sequence.token_ids[-1]
 
     def _write_and_read(self, sequence: _Sequence, row: StepRow) -> None:
@@ -251,6 +265,15 @@ class StubWorker:
                     self._slots[slot] = checksum ^ group
                 elif self._slots.get(slot) != checksum ^ group:
                     raise ValueError(f"{row}: block {slot[0]} does not hold position {position} of its tokens")
+
+    def _check_forks(self, rows: list[StepRow]) -> None:
+        """A fork has the same known tokens as the row before it, which may be a fork of the same tokens."""
+        for number, row in enumerate(rows):
+            if row.num_tokens > 0:
+                continue
+            known, before = self._sequences[row.seq_id].known, self._sequences[rows[number - 1].seq_id]
+            if number == 0 or before.num_computed != len(known) or before.token_ids[: len(known)] != known:
+                raise ValueError(f"{row} is no fork of the row before it")
 
     # --- faults, for test doubles that override these ---
 

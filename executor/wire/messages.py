@@ -154,7 +154,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 
@@ -199,8 +199,9 @@ class StepRow(msgspec.Struct, frozen=True, array_like=True):
     start: int
     """Position of the first token fed = number of the sequence's tokens that are in the KV pool before this step."""
     num_tokens: int
-    """Number of tokens fed, 1 or more. A row that reaches the last known token, or feeds the token sampled last, yields
-    the next one."""
+    """Number of tokens fed. A row that reaches the last known token, or feeds the token sampled last, yields the next one.
+    0: a fork. It has the same known tokens as the row before it, which reaches the last of them, and yields a token from the
+    same logits."""
     new_blocks: list[int]
     """Block ids that this step appends to the sequence's block table, see `KVLayout`. `NULL_BLOCK` where a prefix hit has no
     block, since the group's window is past it."""
@@ -213,9 +214,9 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     token and yields the next one, until the sequence is in `finished` or `paused`, or has a row in another micro-batch. So
     the rows of a step are the decode rows that go on, in the order in which they began, then `rows`.
 
-    Order of work: drop `finished`, then `paused`, then `swap_out`, `swap_in` and `copy` in the order given, then add `new`
-    and `new_blocks`, then run the rows. Ranks run the steps in the order in which they were sent, so a plan may reuse the
-    blocks of a sequence that an earlier step in flight still writes.
+    Order of work: drop `finished`, then `paused`, then `swap_out` and `swap_in` in the order given, then add `new` and
+    `new_blocks`, then run the rows, then `copy`. Ranks run the steps in the order in which they were sent, so a plan may
+    reuse the blocks of a sequence that an earlier step in flight still writes.
     """
 
     step_id: StepId
@@ -244,7 +245,8 @@ class StepPlan(msgspec.Struct, frozen=True, tag=True, array_like=True):
     swap_in: list[tuple[int, int]] = []
     """(host block, device block) pairs. A host block may also be in `swap_out`: it is filled first."""
     copy: list[tuple[int, int]] = []
-    """(source, destination) device blocks."""
+    """(source, destination) device blocks: a fork gets what the rows have written to a block that is not full. No block is
+    both a source and a destination, or a destination twice."""
 
 
 NO_TOKEN = -1

@@ -2,12 +2,13 @@
 
 Chunks of odd sizes, any mix of prefill and decode in a step, blocks in random order, those behind sliding windows given to
 others, decode rows that go on, pause and are listed again, and preemptions (finished, and new again with the tokens so far,
-sometimes in the same plan).
+sometimes in the same plan). Of requests with the same tokens one is computed, and the others fork from it.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -96,7 +97,9 @@ class Driver:
         self._layout = (worker._model.facts if isinstance(worker, Rank) else worker.facts[0]).kv_layout
         self._free = list(range(1, num_blocks))
         self._random.shuffle(self._free)
-        self.num_preemptions = 0
+        self._users: Counter[int] = Counter()
+        """Block tables that hold a block."""
+        self.num_preemptions = self.num_forks = 0
         self._members: list[Request] = []
         """Those with a decode row that goes on, in the order of the rows."""
         self._captured: list[tuple[SeqId, Tensor]] = []
@@ -119,6 +122,7 @@ class Driver:
 
     def _step(self, running: list[Request]) -> None:
         chosen = self._random.sample(running, self._random.randint(1, len(running)))
+        chosen = [r for r in chosen if r.is_known or all(r.tokens != one.tokens for one in running[: running.index(r)])]
         finished = [self._preempt(r) for r in running if self._preempts and r.is_known and self._random.random() < 0.05]
         paused = [r for r in self._members if r.is_known and (r not in chosen or self._random.random() < 0.3)]
         for request in paused:
@@ -131,8 +135,16 @@ class Driver:
                 request.is_known = True
                 new.append(NewSequence(request.seq_id, request.tokens, len(request.prompt), request.sampling))
         new_blocks = [(r.seq_id, block_id) for r in going_on for block_id in self._feed(r, 1)]
-        rows = [self._row(request) for request in listed]
-        sampled = going_on + [r for r in listed if r.num_computed == len(r.tokens)]
+        rows: list[StepRow] = []
+        copy: list[tuple[int, int]] = []
+        sampled = list(going_on)
+        for request in listed:
+            rows.append(self._row(request))
+            if request.num_computed == len(request.tokens):
+                forks = [each for each in running if not each.is_known and each.tokens == request.tokens]
+                sampled += [request, *forks]
+                new += [NewSequence(each.seq_id, each.tokens, len(each.prompt), each.sampling) for each in forks]
+                rows += [self._fork(each, request, copy) for each in forks]
         plan = StepPlan(
             self._next_id(),
             1,
@@ -144,6 +156,7 @@ class Driver:
             finished,
             [request.seq_id for request in paused],
             new_blocks,
+            copy=copy,
         )
         self._apply(self.execute(plan), sampled)
 
@@ -152,6 +165,28 @@ class Driver:
         count = self._random.randint(1, min(len(request.tokens) - start, 13))
         return StepRow(request.seq_id, start, count, self._feed(request, count))
 
+    def _fork(self, request: Request, source: Request, copy: list[tuple[int, int]]) -> StepRow:
+        num_full = len(request.tokens) // self._layout.block_size * self._layout.num_groups
+        request.blocks = source.blocks[:num_full]
+        self._users.update(request.blocks)
+        for block_id in source.blocks[num_full:]:
+            request.blocks.append(self._take())
+            copy.append((block_id, request.blocks[-1]))
+        request.num_computed, request.is_known = len(request.tokens), True
+        self.num_forks += 1
+        return StepRow(request.seq_id, request.num_computed, 0, list(request.blocks))
+
+    def _take(self) -> int:
+        block_id = self._free.pop()
+        self._users[block_id] += 1
+        return block_id
+
+    def _give_back(self, blocks: list[int]) -> None:
+        for block_id in blocks:
+            self._users[block_id] -= 1
+            if block_id != NULL_BLOCK and self._users[block_id] == 0:
+                self._free.append(block_id)
+
     def _feed(self, request: Request, count: int) -> list[int]:
         """Count tokens as computed. Return the new blocks that they need."""
         layout = self._layout
@@ -159,19 +194,18 @@ class Driver:
             if window is not None:
                 for column in range(layout.num_hidden_columns(window, request.num_computed)):
                     entry = column * layout.num_groups + group
-                    if request.blocks[entry] != NULL_BLOCK:
-                        self._free.append(request.blocks[entry])
-                        request.blocks[entry] = NULL_BLOCK
+                    self._give_back([request.blocks[entry]])
+                    request.blocks[entry] = NULL_BLOCK
         self._random.shuffle(self._free)
         request.num_computed += count
         num_new = layout.num_columns(request.num_computed) * layout.num_groups - len(request.blocks)
-        new_blocks = [self._free.pop() for _ in range(num_new)]
+        new_blocks = [self._take() for _ in range(num_new)]
         request.blocks += new_blocks
         return new_blocks
 
     def _preempt(self, request: Request) -> SeqId:
         self.num_preemptions += 1
-        self._free += [block_id for block_id in request.blocks if block_id != NULL_BLOCK]
+        self._give_back(request.blocks)
         self._random.shuffle(self._free)
         request.blocks = []
         request.num_computed = 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from millrace.executor.wire.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
+from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
 from tests.worker.driver import BLOCK_SIZE, GREEDY, NUM_BLOCKS, Driver, Request, execute, start_worker
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, make_model
 
@@ -128,6 +128,29 @@ def test_two_models_in_one_process_do_not_meet(tmp_path: Path) -> None:
     drivers = [Driver(start_worker(path, attention=kind), 2) for path, kind in ((first, "cpu"), (second, "reference"))]
     for path, driver in zip((first, second), drivers, strict=True):
         check_against_transformers(path, driver.run(prompts(3)[:2], MAX_TOKENS))
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma2"])
+@pytest.mark.parametrize(("device", "attention"), [*CASES, GPU_CASE])
+def test_a_fork_gets_the_tokens_of_a_sequence_that_computes_its_own_prompt(
+    arch: str, device: str, attention: str, tmp_path: Path
+) -> None:
+    """Prompts of one token, of full blocks only and with a part of one, each three times."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    make_model(arch, tmp_path)
+    given = [[5], *prompts(1)[1:4]]
+
+    def generate(prompts: list[list[int]], candidates: list[int]) -> list[list[int]]:
+        worker = start_worker(tmp_path, device=device, attention=attention, num_blocks=500)
+        driver = Driver(worker, seed=1, num_blocks=500)
+        sampling = [RowSampling(0.9, 0, 0.95, 0.0, 7, candidate, 0, []) for candidate in candidates]
+        outputs = [request.output for request in driver.run(prompts, MAX_TOKENS, sampling)]
+        assert (driver.num_forks > 0) == (len(prompts) > len(given))
+        return outputs
+
+    apart = [output for candidate in range(3) for output in generate(given, [candidate] * 4)]
+    assert generate(given * 3, [0] * 4 + [1] * 4 + [2] * 4) == apart
 
 
 def test_a_plan_with_rows_that_do_not_sample_yields_nothing(tmp_path: Path) -> None:

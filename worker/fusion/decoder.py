@@ -169,11 +169,12 @@ class FusedDecoder:
             layer.projections.into(normed, projected)
             attended = workspace.rows("attended", num_tokens, layer.output.num_inputs)
             attention.run(projected, attended, rows)
-            if layer is self._weights.layers[-1] and num_sampled < num_tokens:  # nobody reads the other rows
+            if layer is self._weights.layers[-1] and (num_sampled < num_tokens or batch.has_forks):
+                # Nobody reads the other rows.
                 if num_sampled == 0:
                     return hidden[:0]
                 hidden, attended = (each.index_select(0, batch.sample_indices) for each in (hidden, attended))
-                normed = normed[:num_sampled]
+                normed = workspace.rows("normed", num_sampled, hidden_size)
             self._add(layer.output, layer.attention_norm, attended, hidden)
             layer.mlp_input_norm.into(hidden, normed)
             self._add(layer.mlp, layer.mlp_norm, normed, hidden)

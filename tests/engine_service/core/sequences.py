@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.executor.rank.stub import next_token
 from millrace.executor.wire.messages import RowSampling, SeqId
@@ -21,15 +23,18 @@ def make_sequence(
     cache_salt: str = "",
     tenant: str = "",
     priority: int = 0,
+    prompt: list[int] | None = None,
+    candidate: int = 0,
 ) -> Sequence:
-    """A greedy sequence that nothing but `max_tokens` ends. Its prompt is its own but for the first `shared_len` tokens."""
+    """A greedy sequence that nothing but `max_tokens` ends. Its prompt is its own but for the first `shared_len` tokens, or
+    is `prompt`."""
     own = [1 + (seq_id * 37 + position) % 900 for position in range(prompt_len)]
-    prompt = [901 + position % 90 for position in range(min(shared_len, prompt_len))] + own[shared_len:]
+    made = [901 + position % 90 for position in range(min(shared_len, prompt_len))] + own[shared_len:]
     rules = StopRules(max_tokens=max_tokens, min_tokens=0, end_token_ids=frozenset())
     return Sequence(
         SeqId(seq_id),
-        prompt,
-        GREEDY,
+        prompt or made,
+        msgspec.structs.replace(GREEDY, candidate=candidate),
         rules,
         output_token_ids=output,
         cache_salt=cache_salt,
@@ -38,9 +43,9 @@ def make_sequence(
     )
 
 
-def stub_output(prompt: list[int], num_tokens: int) -> list[int]:
+def stub_output(prompt: list[int], num_tokens: int, candidate: int = 0) -> list[int]:
     """What the stub generates for a prompt when nothing goes wrong."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids[-1], len(token_ids)))
+        token_ids.append(next_token(token_ids[-1], len(token_ids), candidate))
     return token_ids[len(prompt) :]

@@ -21,7 +21,21 @@ from millrace.executor.wire.messages import NO_TOKEN, RowFailure, StepId, StepPl
 from tests.engine_service.core.sequences import make_sequence, stub_output
 
 BLOCK_SIZE = 4
-OPERATIONS = ["add", "add", "send", "send", "collect", "step", "step", "remove", "lose", "give up", "fail", "reset"]
+OPERATIONS = [
+    "add",
+    "add",
+    "fork",
+    "send",
+    "send",
+    "collect",
+    "step",
+    "step",
+    "remove",
+    "lose",
+    "give up",
+    "fail",
+    "reset",
+]
 
 
 class Bench:
@@ -61,8 +75,8 @@ class Bench:
         self.start_worker()
 
     def start_worker(self) -> None:
-        windows = "windows=" + "/".join(str(window or 0) for window in self.layout.windows)
-        self.worker = StubWorker(self.scheduler.epoch, WorkerConfig(model=windows, block_size=BLOCK_SIZE))
+        model = "candidates-differ,windows=" + "/".join(str(window or 0) for window in self.layout.windows)
+        self.worker = StubWorker(self.scheduler.epoch, WorkerConfig(model=model, block_size=BLOCK_SIZE))
         self.worker.initialize_cache(self.num_blocks, self.num_host_blocks)
 
     def send(self) -> StepPlan | None:
@@ -154,7 +168,8 @@ class Bench:
 
 def assert_undisturbed(sequences: list[Sequence]) -> None:
     for sequence in sequences:
-        assert sequence.output_token_ids == stub_output(sequence.prompt_token_ids, sequence.stop_rules.max_tokens)
+        num_tokens, candidate = sequence.stop_rules.max_tokens, sequence.sampling.candidate
+        assert sequence.output_token_ids == stub_output(sequence.prompt_token_ids, num_tokens, candidate)
 
 
 def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks() -> None:
@@ -567,7 +582,7 @@ def test_a_sequence_with_another_salt_shares_nothing() -> None:
     for number, salt in enumerate(("", "a", "b", "a"), start=1):
         bench.scheduler.add(make_sequence(number, prompt_len=17, max_tokens=1, shared_len=17, cache_salt=salt))
     bench.run()
-    assert sorted(row.start for rows in bench.rows for row in rows) == [0, 0, 0, 16]
+    assert sorted((row.start, row.num_tokens) for rows in bench.rows for row in rows) == [(0, 17)] * 3 + [(17, 0)]
 
 
 def test_what_was_generated_is_found_by_the_next_turn() -> None:
@@ -617,6 +632,97 @@ def test_the_pool_counts_what_was_asked_for_and_what_was_found() -> None:
     bench.run()
     stats = bench.scheduler.pool.stats()
     assert (stats.num_queried_tokens, stats.num_hit_tokens) == (36, 16)
+
+
+# --- forks ---------------------------------------------------------------------------------------------------------
+
+
+def add_candidates(bench: Bench, num_candidates: int, prompt_len: int, max_tokens: int = 9) -> list[Sequence]:
+    """Candidates of one prompt, one after the other."""
+    prompt = list(range(1, prompt_len + 1))
+    candidates = [
+        make_sequence(number + 1, prompt_len, max_tokens, prompt=prompt, candidate=number)
+        for number in range(num_candidates)
+    ]
+    for candidate in candidates:
+        bench.scheduler.add(candidate)
+    return candidates
+
+
+@pytest.mark.parametrize("windows", [(None,), (9,), (None, 9, 1)])
+@pytest.mark.parametrize("prompt_len", [1, 3, 8, 10, 45])
+def test_candidates_compute_their_prompt_once_and_copy_the_block_that_is_not_full(
+    prompt_len: int, windows: tuple[int | None, ...]
+) -> None:
+    bench = Bench(num_blocks=400, windows=windows)
+    candidates = add_candidates(bench, 4, prompt_len)
+    while not candidates[0].output_token_ids:
+        bench.step()
+    assert num_fed(bench) == prompt_len
+    assert [row.num_tokens for row in bench.rows[-1]] == [prompt_len % 32, 0, 0, 0]
+    has_partial_block = prompt_len % BLOCK_SIZE > 0
+    assert len(bench.plans[-1].copy) == 3 * has_partial_block * len(windows)
+    bench.run()
+    assert num_fed(bench) == prompt_len + 4 * 8
+    assert_undisturbed(candidates)
+    assert len({tuple(each.output_token_ids) for each in candidates}) == 4
+
+
+def test_candidates_of_which_some_wait_for_a_place_are_the_same() -> None:
+    bench = Bench(max_num_seqs=3)
+    candidates = add_candidates(bench, 7, prompt_len=10)
+    bench.run()
+    assert_undisturbed(candidates)
+    assert sum(len(plan.copy) for plan in bench.plans) > 2
+
+
+def test_a_resumed_candidate_goes_on_with_its_own_tokens() -> None:
+    bench = Bench()
+    candidates = add_candidates(bench, 2, prompt_len=10)
+    output = stub_output(candidates[0].prompt_token_ids, 9, 2)
+    for number in (2, 3):
+        options: dict[str, Any] = {"prompt": candidates[0].prompt_token_ids, "output": output[: 2 * number]}
+        candidates.append(make_sequence(number + 1, 10, 9, candidate=2, **options))
+        bench.scheduler.add(candidates[-1])
+    bench.run()
+    assert sum(len(plan.copy) for plan in bench.plans) == 1
+    assert_undisturbed(candidates)
+
+
+def test_forks_of_a_lost_step_fork_again() -> None:
+    bench = Bench()
+    candidates = add_candidates(bench, 3, prompt_len=10)
+    bench.give_up()
+    bench.lose_step()
+    bench.run()
+    assert num_fed(bench) == 10 + 3 * 8
+    assert_undisturbed(candidates)
+
+
+def test_forks_leave_the_token_budget_to_nobody_else() -> None:
+    """A step has memory for as many logits as it has tokens."""
+    bench = Bench(budget=12)
+    candidates = add_candidates(bench, 5, prompt_len=10)
+    bench.run()
+    assert all(plan.num_sampled <= 12 for plan in bench.plans)
+    assert len(bench.rows[0]) == 3
+    assert_undisturbed(candidates)
+
+
+def test_without_prefix_caching_each_candidate_computes_its_prompt() -> None:
+    bench = Bench(enable_prefix_caching=False, budget=64)
+    candidates = add_candidates(bench, 3, prompt_len=10, max_tokens=1)
+    bench.run()
+    assert num_fed(bench) == 30
+    assert_undisturbed(candidates)
+
+
+def test_prompts_with_different_salts_do_not_fork() -> None:
+    bench = Bench()
+    for number, salt in enumerate(("a", "b"), start=1):
+        bench.scheduler.add(make_sequence(number, 10, 1, prompt=list(range(1, 11)), cache_salt=salt))
+    bench.run()
+    assert num_fed(bench) == 20
 
 
 # --- windows -------------------------------------------------------------------------------------------------------
@@ -821,6 +927,12 @@ def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one
                 right: dict[str, Any] = {"tenant": draw(st.sampled_from("ab")), "priority": draw(st.integers(0, 1))}
                 sequences.append(make_sequence(number, prompt_len, max_tokens, shared_len=shared_len, **right))
                 bench.scheduler.add(sequences[-1])
+            case "fork" if sequences:
+                prompt, max_tokens = draw(st.sampled_from(sequences)).prompt_token_ids, draw(st.integers(1, 20))
+                for candidate in range(draw(st.integers(2, 4))):
+                    seq_id = number + 100 * (candidate + 1)
+                    sequences.append(make_sequence(seq_id, len(prompt), max_tokens, prompt=prompt, candidate=candidate))
+                    bench.scheduler.add(sequences[-1])
             case "remove" if sequences:
                 removed.append(draw(st.sampled_from(sequences)))
                 bench.scheduler.remove(removed[-1])

@@ -31,6 +31,8 @@ from tests.worker.parallel.ranks import RankFailed, RankProcesses
 pytestmark = pytest.mark.ranks
 
 LENGTHS = (1, 5, 30, 41, 12)
+FORKED = (30, 5)
+"""Lengths of prompts that come a second time."""
 MAX_TOKENS = 8
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -40,6 +42,8 @@ SAMPLING = [
     RowSampling(0.8, 40, 0.9, 0.0, 7, 1, 0, []),
     RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 3, list(range(100))),
     GREEDY,
+    RowSampling(0.9, 0, 1.0, 0.0, 7, 1, 0, []),
+    RowSampling(0.9, 0, 1.0, 0.0, 7, 2, 0, []),
 ]
 EXPERTS = {
     "model_type": "qwen3_moe",
@@ -76,7 +80,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def prompts() -> list[list[int]]:
     source = random.Random(1)
-    return [[source.randrange(VOCAB_SIZE - 3) for _ in range(length)] for length in LENGTHS]
+    given = {length: [source.randrange(VOCAB_SIZE - 3) for _ in range(length)] for length in LENGTHS}
+    return [given[length] for length in (*LENGTHS, *FORKED)]
 
 
 def generate(worker: Any, seed: int = 1) -> list[list[int]]:
