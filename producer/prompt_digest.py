@@ -7,7 +7,8 @@ from zlib import crc32
 
 _MAX_BODY, _NUM_BYTES = 1024, 256
 _KEYS = (b'"prompt":', b'"messages":', b'"prompt_token_ids":')
-_SALT = re.compile(rb'\{"cache_salt":"[^"]*"')
+_SALT_KEY = b'{"cache_salt":"'
+_SALT = re.compile(re.escape(_SALT_KEY) + rb'[^"]*"')
 
 
 def prompt_digest(body: bytes) -> str | None:
@@ -15,9 +16,14 @@ def prompt_digest(body: bytes) -> str | None:
 
     It is a hint: equal prompts have equal digests when their clients write JSON in one way.
     """
-    body = body[:_MAX_BODY]
-    start = next((body.find(key) + len(key) for key in _KEYS if key in body), len(body))
-    if len(body) < start + _NUM_BYTES:
+    for key in _KEYS:
+        start = body.find(key, 0, _MAX_BODY) + len(key)
+        if start >= len(key):
+            break
+    else:
         return None
-    salt = _SALT.match(body)
-    return f"{crc32(body[start : start + _NUM_BYTES], crc32(salt[0]) if salt else 0):08x}"
+    end = start + _NUM_BYTES
+    if end > min(len(body), _MAX_BODY):
+        return None
+    salt = _SALT.match(body, 0, _MAX_BODY) if body.startswith(_SALT_KEY) else None
+    return "%08x" % crc32(body[start:end], crc32(salt[0]) if salt else 0)  # noqa: UP031  # twice as fast as an f-string

@@ -14,10 +14,11 @@
 --       candidate from the second on its checkpoint and its tokens published
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, and
 --       later failed, where the output is another model's
--- include: queue clock settings serial record lease work candidates checkpoints signals dequeue fair_share state end_job due engine_share
+-- include: queue clock settings serial record lease work candidates checkpoints dequeue fair_share state end_job due engine_share
 
 allow_writes_without_memory()
-local engine, claim_id, max_jobs, budget = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local MAX_JOBS = 2000  -- so that the arguments of a command fit on Lua's stack
+local engine, claim_id, max_jobs, budget = ARGV[1], ARGV[2], math.min(MAX_JOBS, tonumber(ARGV[3])), tonumber(ARGV[4])
 local fingerprint, is_idle, calls_begin = ARGV[5], ARGV[6] == '0', ARGV[7] == '1'
 local heartbeat = prefix .. 'engine:' .. engine
 local leases = prefix .. 'leases:' .. engine
@@ -27,36 +28,48 @@ local MAX_SET_ASIDE = 256  -- jobs that one claim sets aside,
 local MAX_EXPIRED_OF_ONE = 16  -- and those of one tenant whose deadline has passed, when other tenants wait
 local MAX_READ_AHEAD = 4  -- jobs of one tenant, when other tenants wait
 
--- A fingerprint is written with the first tokens: without one there is no checkpoint to read. `fields` has what only the reply
--- needs: with more than 16 names the table takes twice the memory, and a claim of many jobs 13 % more time.
+-- A fingerprint is written with the first tokens: without one there is no checkpoint to read. `fields` has what is needed once:
+-- with more than 16 names, `lease` and `changes` among them, the table takes twice the memory, and a claim of many jobs 13 %
+-- more time.
 local function read_job(id)
   local f = record(id, 'tenant', 'cost', 'crashes', 'fingerprint', 'published', 'attempt', 'seed', 'created', 'stream',
-    'started', 'batch', 'v', 'deadline', 'n', 'priority')
+    'started', 'batch', 'v', 'deadline', 'n', 'priority', 'passed_over')
   return {id = id, tenant = f[1], cost = whole_number(f[2], 0), crashes = whole_number(f[3], 0),
-    fingerprint = f[4], published = whole_number(f[5], 0), attempt = whole_number(f[6], 0), stream = f[9],
+    fingerprint = f[4], published = whole_number(f[5], 0), attempt = whole_number(f[6], 0),
     started = f[10], batch = f[11], deadline = tonumber(f[13] or nil), n = f[14], priority = f[15], fields = f,
     tokens = f[4] and redis.call('GET', prefix .. 'tokens:' .. id) or ''}
 end
 
-local function describe(job, lease)
-  local f = job.fields  -- 7 is the seed, 8 created, 12 the protocol's version
-  local reply = {job.id, lease, job.attempt, redis.call('GET', prefix .. 'body:' .. job.id), f[7], job.cost, job.crashes,
-    job.tokens, job.published, is_watched(job.id, job.stream) and 1 or 0, f[8], f[12], job.tenant, job.priority}
-  if not job.n then return reply end
-  for i, suffix in ipairs(suffixes(job.n)) do
-    local at = i == 1 and 8 or #reply + 1
-    reply[at] = redis.call('GET', prefix .. 'tokens:' .. job.id .. suffix) or ''
-    reply[at + 1] = whole_number(record(job.id, 'published' .. suffix)[1], 0)
+-- The reply. One command reads all bodies, and whether somebody reads the jobs live.
+local function reply_with(num_left, num_set_aside, jobs)
+  local keys, reply = {}, {num_left, num_set_aside}
+  for i, job in ipairs(jobs) do
+    keys[2 * i - 1], keys[2 * i] = prefix .. 'body:' .. job.id, prefix .. 'watched:' .. job.id
+  end
+  local found = #keys > 0 and redis.call('MGET', unpack(keys))
+  for i, job in ipairs(jobs) do
+    local f = job.fields  -- 7 is the seed, 8 created, 9 whether it is streamed, 12 the protocol's version
+    local described = {job.id, job.lease, job.attempt, found[2 * i - 1], f[7], job.cost, job.crashes, job.tokens,
+      job.published, (f[9] == '1' or found[2 * i]) and 1 or 0, f[8], f[12], job.tenant, job.priority}
+    for index, suffix in ipairs(job.n and suffixes(job.n) or {}) do
+      local at = index == 1 and 8 or #described + 1
+      described[at] = redis.call('GET', prefix .. 'tokens:' .. job.id .. suffix) or ''
+      described[at + 1] = whole_number(record(job.id, 'published' .. suffix)[1], 0)
+    end
+    reply[i + 2] = described
   end
   return reply
 end
 
 local function repeat_claim(claimed)
-  local jobs = {num_ready(), 0}
+  local jobs = {}
   for id, lease in string.gmatch(claimed, '(%S+) (%S+)') do
-    if lease_state(id, lease) == 'owned' then jobs[#jobs + 1] = describe(read_job(id), lease) end
+    if lease_state(id, lease) == 'owned' then
+      jobs[#jobs + 1] = read_job(id)
+      jobs[#jobs].lease = lease
+    end
   end
-  return jobs
+  return reply_with(num_ready(), 0, jobs)
 end
 
 -- From 1 ms to a second, by chance. Idle engines claim once a second, in an order that hardly changes: if the delay were always
@@ -91,19 +104,18 @@ local function must_be_alone(job)
   return job.crashes >= ALONE_FROM
 end
 
+local NOTHING = {}
 local function take(job)
-  local lease = next_serial()
-  job.attempt = job.attempt + 1
-  set_state(job.id, job.batch, 'queued', 'running', 'lease', lease, 'engine', engine, 'base',
+  job.lease, job.attempt = next_serial(), job.attempt + 1
+  set_state(job.id, job.batch, 'queued', 'running', 'lease', job.lease, 'engine', engine, 'base',
     job.n and num_checkpointed(job.id, job.n) or #job.tokens / 4,
-    'attempt', job.attempt, 'started', job.started or now)
-  if calls_begin and must_be_alone(job) then redis.call('HSET', prefix .. 'job:' .. job.id, 'unbegun', lease) end
+    'attempt', job.attempt, 'started', job.started or now, unpack(job.changes or NOTHING))
+  if calls_begin and must_be_alone(job) then redis.call('HSET', prefix .. 'job:' .. job.id, 'unbegun', job.lease) end
   if job.fingerprint then redis.call('HDEL', prefix .. 'job:' .. job.id, 'mismatch') end
-  redis.call('SADD', leases, job.id)
-  return lease
 end
 
-local jobs, claimed, alone = {0, 0}, {}, nil
+local num_queued  -- ready jobs
+local claimed, alone = {}, nil
 local num_set_aside, num_expired_of = 0, {}  -- in all; by tenant, of those that have ended
 
 local function may_take(job)
@@ -116,9 +128,8 @@ local function take_or_set_aside(job, tenant)
   local is_gone = not job.tenant  -- somebody has deleted the record
   local is_expired = is_gone or job.deadline and job.deadline <= now  -- `expire_due` has a limit
   if not is_expired and fits_this_model(job) then
-    local lease = take(job)
-    jobs[#jobs + 1] = describe(job, lease)
-    claimed[#claimed + 1] = job.id .. ' ' .. lease
+    take(job)
+    claimed[#claimed + 1] = job
     budget = budget - job.cost
     if must_be_alone(job) then alone = job.id end
     return job.cost
@@ -134,35 +145,43 @@ end
 local MAX_LOOKAHEAD, MAX_PASSED_OVER = 16, 16  -- jobs that are looked at; jobs that may pass over one first job
 local cached = ARGV[8] ~= '' and ARGV[8]
 
-local function has_cached_prompt(member)
-  return string.find(cached, beginning_of_member(member), 1, true)
+-- The first members of a ready set: those that the claim may take, and with cached prompts those that may pass over them. The
+-- second value says by rank whether a prompt is cached; nil where no job can pass over another one.
+local function read_ready(key, most)
+  local members = redis.call('ZRANGE', key, 0, most - 1 + (cached and MAX_LOOKAHEAD - 1 or 0))
+  if not cached then return members end
+  local is_cached, num_cached = {}, 0
+  for rank = 1, #members do
+    if string.find(cached, beginning_of_member(members[rank]), 1, true) then
+      is_cached[rank], num_cached = true, num_cached + 1
+      if num_cached == most and rank == most then return members end
+    end
+  end
+  return members, num_cached > 0 and is_cached or nil
 end
 
--- Returns a function that returns the job to take at members[at], for increasing `at`. A job that passes over others is moved
--- there, and its member is added to `ahead`. Only a first job that the claim may take is passed over.
-local function cached_first(members, ahead)
-  local first, num_seen = {}, 0  -- members[num_seen] and those before it pass over no other job any more
-  return function(at)
-    local id = id_of_member(members[at])
-    if first.id ~= id then first = read_job(id) end
-    if alone or not first.tenant or has_cached_prompt(members[at]) or not may_take(first) then return first end
-    for i = math.max(at, num_seen) + 1, math.min(at + MAX_LOOKAHEAD - 1, #members) do
-      if has_cached_prompt(members[i]) then
-        local job = read_job(id_of_member(members[i]))
-        first.num_passed_over = first.num_passed_over or whole_number(record(id, 'passed_over')[1], 0)
-        if job.priority ~= first.priority or first.num_passed_over >= MAX_PASSED_OVER then break end
-        if job.cost <= budget and not must_be_alone(job) then
-          first.num_passed_over = first.num_passed_over + 1
-          redis.call('HSET', prefix .. 'job:' .. id, 'passed_over', first.num_passed_over)
-          ahead[#ahead + 1] = members[i]
-          table.insert(members, at, table.remove(members, i))
-          num_seen = i
-          return job
+-- Returns a function that returns the rank of the job to take and the job: members[first], or one of the next ones. Only a
+-- first job that the claim may take is passed over; it is added to `passed_over`.
+local function cached_first(members, is_cached, passed_over)
+  local job, num_seen = {}, 0  -- members[num_seen] and those before it pass over no other job any more
+  return function(first, num_passed)
+    local id = id_of_member(members[first])
+    if job.id ~= id then job = read_job(id) end
+    if alone or not job.tenant or is_cached[first] or not may_take(job) then return first, job end
+    for rank = math.max(first, num_seen) + 1, math.min(num_passed + MAX_LOOKAHEAD, #members) do
+      if is_cached[rank] then
+        local other = read_job(id_of_member(members[rank]))
+        local num_times = job.changes and job.changes[2] or whole_number(job.fields[16], 0)
+        if other.priority ~= job.priority or num_times >= MAX_PASSED_OVER then break end
+        if other.cost <= budget and not must_be_alone(other) then
+          if not job.changes then passed_over[#passed_over + 1] = job end
+          num_seen, job.changes = rank, {'passed_over', num_times + 1}
+          return rank, other
         end
       end
-      num_seen = i
+      num_seen = rank
     end
-    return first
+    return first, job
   end
 end
 
@@ -171,39 +190,57 @@ local function serve(tenant, time, next_time)
   local most = max_jobs - #claimed
   if next_time then most = math.min(most, MAX_READ_AHEAD) end
   local key, weight = prefix .. 'ready:' .. tenant, weight_of(tenant)
-  local num_passed, num_before, cost, may_continue, ahead = 0, #claimed, 0, true, {}
-  local members = redis.call('ZRANGE', key, 0, most - 1 + (cached and MAX_LOOKAHEAD - 1 or 0))
-  local next_job = cached and cached_first(members, ahead)
-  for at = 1, math.min(most, #members) do
+  local num_before, num_passed, cost, may_continue = #claimed, 0, 0, true
+  local members, is_cached = read_ready(key, most)
+  local first = 1  -- the rank of the first job that is left
+  local ahead, is_ahead, passed_over = {}, {}, {}  -- the ranks of the jobs that went before it; jobs that were passed over
+  local next_job = is_cached and cached_first(members, is_cached, passed_over)
+  while num_passed < most and first <= #members do
     if num_passed > 0 and next_time and time + cost / weight >= next_time then break end
-    local job = next_job and next_job(at) or read_job(id_of_member(members[at]))
+    local rank, job = first, nil
+    if next_job then rank, job = next_job(first, num_passed) else job = read_job(id_of_member(members[first])) end
     may_continue = may_take(job) and not alone
     if not may_continue then break end
     num_passed = num_passed + 1
     cost = cost + take_or_set_aside(job, tenant)
+    if rank > first then
+      is_ahead[rank], ahead[#ahead + 1] = true, rank
+    else
+      repeat first = first + 1 until not is_ahead[first]
+    end
   end
   if #claimed > num_before then
     count_waiting(tenant, num_before - #claimed, 0 - cost)
-    charge(tenant, cost)
+    charge(tenant, cost, weight)
   end
-  if #ahead > 0 then redis.call('ZREM', key, unpack(ahead)) end
-  if num_passed > #ahead then redis.call('ZREMRANGEBYRANK', key, 0, num_passed - #ahead - 1) end
-  count_removed(tenant, num_passed)  -- also where somebody has deleted the set
+  local apart = {}  -- those that are not in front of the first job that is left
+  for _, rank in ipairs(ahead) do
+    if rank > first then apart[#apart + 1] = members[rank] end
+  end
+  if #apart > 0 then redis.call('ZREM', key, unpack(apart)) end
+  if first > 1 then redis.call('ZREMRANGEBYRANK', key, 0, first - 2) end
+  for _, job in ipairs(passed_over) do
+    if not job.lease then redis.call('HSET', prefix .. 'job:' .. job.id, unpack(job.changes)) end
+  end
+  num_queued = count_removed(tenant, num_passed, #members > num_passed)  -- also where somebody has deleted the set
   return may_continue
 end
 
-if redis.call('EXISTS', heartbeat) == 0 then return false end
-local previous = redis.call('HMGET', heartbeat, 'claim', 'claimed', 'alone')
-if previous[1] == claim_id then return repeat_claim(previous[2]) end
-local runs_alone = previous[3] and redis.call('SISMEMBER', leases, previous[3]) == 1
+local since, last_id, last_claimed, last_alone =
+  unpack(redis.call('HMGET', heartbeat, 'since', 'claim', 'claimed', 'alone'))
+if not since then return false end
+if last_id == claim_id then return repeat_claim(last_claimed) end
+local runs_alone = last_alone and redis.call('SISMEMBER', leases, last_alone) == 1
 
 expire_due()
 promote_due()
 local is_queue_paused = is_paused()
+num_queued = num_ready()
 local asked_jobs, is_full = max_jobs, runs_alone
-if ARGV[9] == '1' and num_ready() > 0 then max_jobs = engine_share(engine, max_jobs) end
-local may_continue = not runs_alone and not is_queue_paused and num_ready() > 0 and max_jobs > 0
-if may_continue then reserve_serials(math.min(max_jobs, num_ready())) end
+if ARGV[9] == '1' and num_queued > 0 then max_jobs = engine_share(engine, max_jobs, num_queued) end
+local num_takeable = (runs_alone or is_queue_paused) and 0 or math.min(max_jobs, num_queued)
+local may_continue = num_takeable > 0
+if may_continue then reserve_serials(num_takeable) end
 local num_passed_over = 0  -- tenants in front with so many expired jobs that the others would wait for them
 while may_continue and not alone and #claimed < max_jobs and num_set_aside < MAX_SET_ASIDE do
   local tenant, time, next_tenant, next_time =
@@ -218,10 +255,13 @@ while may_continue and not alone and #claimed < max_jobs and num_set_aside < MAX
   end
 end
 
+local ids, ids_and_leases = {}, {}
+for i, job in ipairs(claimed) do ids[i], ids_and_leases[i] = job.id, job.id .. ' ' .. job.lease end
+if #ids > 0 then redis.call('SADD', leases, unpack(ids)) end
 is_full = is_full or alone or #claimed >= asked_jobs
-redis.call('HSET', heartbeat, 'claim', claim_id, 'claimed', table.concat(claimed, ' '), 'takes_until',
+redis.call('HSET', heartbeat, 'claim', claim_id, 'claimed', table.concat(ids_and_leases, ' '), 'takes_until',
   is_full and 0 or now + TAKES_JOBS_MS)
 if alone then redis.call('HSET', heartbeat, 'alone', alone) end
-jobs[1], jobs[2] = is_queue_paused and 0 or num_ready(), num_set_aside
-if jobs[1] == 0 then redis.call('DEL', prefix .. 'wake') elseif #claimed > 0 or max_jobs <= 0 then wake(1) end
-return jobs
+local num_left = is_queue_paused and 0 or num_queued
+if num_left == 0 then redis.call('DEL', prefix .. 'wake') elseif #claimed > 0 or max_jobs <= 0 then wake(1) end
+return reply_with(num_left, num_set_aside, claimed)

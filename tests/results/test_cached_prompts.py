@@ -33,6 +33,14 @@ def test_a_job_with_a_cached_prompt_goes_before_others(queue: FullQueue, engine:
     assert engine.claim_ids(3, cached_prompts=CACHED) == ["b3"]
 
 
+def count_commands(engine: Engine, redis_client: redis.Redis, num_jobs: int, cached_prompts: list[str]) -> int:
+    """The commands of a claim, those inside of the script included."""
+    redis_client.config_resetstat()
+    assert len(engine.claim(num_jobs, cached_prompts=cached_prompts)) == num_jobs
+    stats: Any = redis_client.info("commandstats")
+    return sum(each["calls"] for name, each in stats.items() if name not in ("cmdstat_info", "cmdstat_config"))
+
+
 def test_without_cached_prompts_the_order_is_that_of_age(queue: FullQueue, engine: Engine) -> None:
     submit_mixed(queue, "b1 a1 b2 a2")
     assert engine.claim_ids(3) == ["b1", "a1", "b2"]
@@ -151,14 +159,34 @@ def test_the_jobs_that_are_looked_at_cost_no_command(
 ) -> None:
     submit_mixed(queue, " ".join(f"b{n}" for n in range(40)))
 
-    def count_commands(cached_prompts: list[str]) -> int:
-        redis_client.config_resetstat()
-        assert len(engine.claim(3, cached_prompts=cached_prompts)) == 3
-        stats: Any = redis_client.info("commandstats")
-        return sum(each["calls"] for name, each in stats.items() if name not in ("cmdstat_info", "cmdstat_config"))
+    engine.claim(1)
+    assert count_commands(engine, redis_client, 3, CACHED) <= count_commands(engine, redis_client, 3, [])
+
+
+def test_jobs_that_pass_over_others_cost_no_more_commands(
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    submit_mixed(queue, " ".join(f"b{n} a{n}" for n in range(40)))
 
     engine.claim(1)
-    assert count_commands(CACHED) == count_commands([])
+    assert count_commands(engine, redis_client, 30, CACHED) <= count_commands(engine, redis_client, 30, []) + 3
+
+
+def test_a_job_that_is_taken_in_the_claim_that_passes_it_over_keeps_the_count(queue: FullQueue, engine: Engine) -> None:
+    submit_mixed(queue, "b " + " ".join(f"a{n}" for n in range(40)))
+    claimed = engine.claim(17, cached_prompts=CACHED)
+    assert claimed[16].job_id == "b"
+    engine.release(claimed[16])
+    assert engine.claim_ids(1, cached_prompts=CACHED) == ["b"]
+
+
+def test_a_job_is_passed_over_by_its_tenants_jobs_only_so_often_in_turns_with_another_tenant(
+    queue: FullQueue, engine: Engine
+) -> None:
+    submit_mixed(queue, "b0 " + " ".join(f"a{n}" for n in range(40)), tenant="x")
+    submit_mixed(queue, " ".join(f"b{n}" for n in range(1, 40)), tenant="y")
+    claimed = [job.job_id for job in engine.claim(60, cached_prompts=CACHED) if job.tenant == "x"]
+    assert claimed.index("b0") == 16
 
 
 def test_prompts_differ_by_salt_and_beginning() -> None:

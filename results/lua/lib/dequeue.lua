@@ -23,10 +23,13 @@ local function deactivate_tenant(tenant)
   end
 end
 
--- Counts ready jobs of a tenant that the caller has removed.
-local function count_removed(tenant, num_jobs)
-  redis.call('HINCRBY', prefix .. 'counts', 'queued', 0 - num_jobs)  -- Redis 6.2 refuses "-0", which -num_jobs may be
-  if redis.call('EXISTS', prefix .. 'ready:' .. tenant) == 0 then deactivate_tenant(tenant) end
+-- Counts ready jobs of a tenant that the caller has removed, and returns the number of ready jobs of all tenants. `has_more`
+-- where the caller knows that the tenant has more of them.
+local function count_removed(tenant, num_jobs, has_more)
+  local num_left = redis.call('HINCRBY', prefix .. 'counts', 'queued', 0 - num_jobs)  -- Redis 6.2 refuses "-0"
+  if has_more or redis.call('EXISTS', prefix .. 'ready:' .. tenant) == 1 then return num_left end
+  deactivate_tenant(tenant)
+  return redis.call('EXISTS', prefix .. 'tenants') == 1 and num_left or 0
 end
 
 local function remove_ready(tenant, member)

@@ -8,8 +8,9 @@ local function weight_of(tenant)
   return weight and weight >= MIN_WEIGHT and weight <= MAX_WEIGHT and weight or 1
 end
 
-local function charge(tenant, num_tokens)
-  local time = num_tokens / weight_of(tenant)
+-- `weight` is that of the tenant where the caller has read it, else nil.
+local function charge(tenant, num_tokens, weight)
+  local time = num_tokens / (weight or weight_of(tenant))
   if not redis.call('ZADD', prefix .. 'tenants', 'XX', 'INCR', time, tenant) then
     redis.call('ZADD', prefix .. 'away', 'XX', 'INCR', time, tenant)
   end

@@ -26,13 +26,12 @@ local function apply_options(id, options)
   return due > now
 end
 
--- Creates a job. `digest` may end with `-` and the 8 digits of how the prompt begins, which become a part of the serial. Returns 'created', 'exists' (the same job is known), 'conflict' (the id belongs to another one), 'full ...',
+-- Creates a job. `digest` may end with `-` and the 8 digits of how the prompt begins, which become a part of the serial.
+-- Returns 'created', 'exists' (the same job is known), 'conflict' (the id belongs to another one), 'full ...',
 -- 'oversized ...', or 'invalid <field>'. The caller ends with `enqueue_created`.
 local function create_job(id, digest, body, cost, seed, tenant, priority, is_streamed, options_json)
-  local beginning = NO_BEGINNING
-  if string.find(digest, '^%-%x%x%x%x%x%x%x%x$', 65) then
-    digest, beginning = string.sub(digest, 1, 64), string.sub(digest, 66)
-  end
+  local beginning = #digest == 73 and string.match(digest, '^%-(%x%x%x%x%x%x%x%x)$', 65)
+  if beginning then digest = string.sub(digest, 1, 64) end
   local known = redis.call('HGET', prefix .. 'job:' .. id, 'digest')
   if known then return known == digest and 'exists' or 'conflict' end
   local invalid = invalid_argument(id, cost, seed, tenant, priority)
@@ -42,7 +41,8 @@ local function create_job(id, digest, body, cost, seed, tenant, priority, is_str
   local refusal = limit_reached(tenant, cost)
   if refusal then return refusal end
   local serial = next_serial()
-  redis.call('HSET', prefix .. 'job:' .. id, 'v', PROTOCOL, 'digest', digest, 'serial', beginning == NO_BEGINNING and serial or serial .. '-' .. beginning, 'created', now,
+  redis.call('HSET', prefix .. 'job:' .. id, 'v', PROTOCOL, 'digest', digest,
+    'serial', beginning and serial .. '-' .. beginning or serial, 'created', now,
     'tenant', tenant, 'priority', priority, 'cost', cost, 'seed', seed, 'stream', is_streamed, 'state', 'queued')
   redis.call('SET', prefix .. 'body:' .. id, body)
   local is_delayed = options ~= NO_OPTIONS and apply_options(id, options)
@@ -50,7 +50,7 @@ local function create_job(id, digest, body, cost, seed, tenant, priority, is_str
   jobs.num_jobs, jobs.num_tokens = jobs.num_jobs + 1, jobs.num_tokens + cost
   if not is_delayed then
     local ready = jobs.ready
-    ready[#ready + 1], ready[#ready + 2] = priority, new_member(id, serial, beginning)
+    ready[#ready + 1], ready[#ready + 2] = priority, new_member(id, serial, beginning or NO_BEGINNING)
   end
   return 'created'
 end

@@ -5,10 +5,11 @@
 local NO_BEGINNING = '--------'
 
 local function new_member(id, number, beginning)
-  return string.format('%016d:%s:', number, beginning) .. id
+  return (#number == 16 and number or string.format('%016d', number)) .. ':' .. beginning .. ':' .. id
 end
 
 local function ready_member(id, serial)
-  local number, beginning = string.match(serial or '', '^(%d+)%-(%x%x%x%x%x%x%x%x)$')
-  return new_member(id, tonumber(number or serial) or 0, beginning or NO_BEGINNING)
+  serial = serial or ''
+  local number, beginning = string.match(serial, '^(%d+)%-(%x%x%x%x%x%x%x%x)$')
+  return new_member(id, number or string.match(serial, '^%d+$') or '0', beginning or NO_BEGINNING)
 end
