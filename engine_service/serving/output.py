@@ -151,8 +151,13 @@ class Output:
     def _is_checkpoint_due(self, job: ServedJob, candidate: Candidate, now_s: float) -> bool:
         if job.is_alone:  # engines have died with it: each saved token shows that the job is not the cause
             return True
-        num_unsaved = len(candidate.generation.token_ids) - candidate.num_saved
-        return num_unsaved > CHECKPOINT_TOKENS - SAVE_EVERY_STEPS or now_s - job.saved_at_s >= CHECKPOINT_INTERVAL_S
+        if now_s - job.saved_at_s >= CHECKPOINT_INTERVAL_S:
+            return True
+        num_tokens, rules = len(candidate.generation.token_ids), candidate.generation.sequence.stop_rules
+        num_unsaved = num_tokens - candidate.num_saved
+        if num_unsaved <= CHECKPOINT_TOKENS - SAVE_EVERY_STEPS:
+            return False
+        return rules.max_tokens - candidate.num_saved > CHECKPOINT_TOKENS  # else it ends before it is further ahead
 
     def _new_output(self, candidate: Candidate, *, is_shown: bool) -> NewOutput | None:
         """Return the tokens that are not saved yet, with an event if they are shown, and count them as saved."""
