@@ -118,11 +118,11 @@ def reject(keys: QueueKeys, entry_id: str, job_id: str | None, raw: bytes, error
 def write(keys: QueueKeys, item: Write) -> Command:
     match item:
         case Append():
-            outputs = [
-                value for one in item.outputs for value in (*_output_arguments(one), *_event_arguments(one.event))
-            ]
-            if outputs and item.outputs[-1].event is None:
-                del outputs[-len(_NO_EVENT) :]
+            outputs: list[Argument] = []
+            for number, one in enumerate(item.outputs, 1):
+                outputs += _output_arguments(one)
+                if one.event is not None or number < len(item.outputs):
+                    outputs += _event_arguments(one.event)
             return script_command("append", keys.prefix, item.job_id, item.lease, item.fingerprint, *outputs)
         case Begin():
             return script_command("begin", keys.prefix, item.job_id, item.lease)
@@ -130,8 +130,10 @@ def write(keys: QueueKeys, item: Write) -> Command:
             error = _encode_json(item.error) if item.error else b""
             usage = (item.usage.prompt_tokens, item.usage.completion_tokens, item.usage.cached_tokens)
             reasons = " ".join([item.finish_reason, *item.finish_reasons])
+            events: list[Argument] = []
+            for event in item.events:
+                events += (_suffix(event.index), *_event_arguments(event))
             end = (item.state, reasons, *usage, error, "1" if item.is_retryable else "")
-            events = [value for one in item.events for value in (_suffix(one.index), *_event_arguments(one))]
             return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *events)
         case Release():
             outputs = [value for one in item.outputs for value in _output_arguments(one)]

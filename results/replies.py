@@ -102,11 +102,12 @@ def claim(reply: list[Any]) -> Claim:
 
 def _claimed_job(fields: list[Any]) -> ClaimedJob:
     """Return the job; a corrupt record sets `corruption`, so that the claim's other jobs are not lost."""
-    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, *more = fields
-    watched, created, protocol, tenant, priority, *others = more
-    numbers = {"seed": seed, "created": created, "v": protocol}
-    wrong = [f"{name} is {value!r:.50}" for name, value in numbers.items() if not _INTEGER.fullmatch(value or b"")]
-    wrong += [f"the checkpoint has {len(one)} bytes" for one in (tokens, *others[::2]) if len(one) % 4]
+    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published = fields[:9]
+    watched, created, protocol, tenant, priority = fields[9:14]
+    others, wrong = fields[14:], None
+    is_intact = _INTEGERS.fullmatch(b"%b %b %b" % (seed or b"", created or b"", protocol or b""))
+    if not is_intact or len(tokens) % 4 or others:
+        wrong = _corruption({"seed": seed, "created": created, "v": protocol}, [tokens, *others[::2]])
     if wrong:
         seed, created, protocol, tokens, others = 0, 0, PROTOCOL, b"", []
     return ClaimedJob(
@@ -117,19 +118,27 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
         seed=int(seed),
         cost=cost,
         crash_count=crashes,
-        token_ids=unpack_tokens(tokens),
+        token_ids=unpack_tokens(tokens) if tokens else [],
         num_published=num_published,
         is_watched=bool(watched),
         created_ms=int(created),
         protocol=int(protocol),
         tenant=(tenant or b"").decode(errors="replace"),
-        priority=int(priority) if _INTEGER.fullmatch(priority or b"") else 0,
-        corruption=", ".join(wrong) or None,
+        priority=0 if priority == b"0" or not _INTEGER.fullmatch(priority or b"") else int(priority),
+        corruption=wrong,
         others=[Checkpoint(unpack_tokens(one), count) for one, count in zip(others[::2], others[1::2], strict=True)],
     )
 
 
+def _corruption(numbers: dict[str, Any], checkpoints: list[bytes]) -> str | None:
+    """Return what is wrong with fields of a record, or None."""
+    wrong = [f"{name} is {value!r:.50}" for name, value in numbers.items() if not _INTEGER.fullmatch(value or b"")]
+    wrong += [f"the checkpoint has {len(one)} bytes" for one in checkpoints if len(one) % 4]
+    return ", ".join(wrong) or None
+
+
 _INTEGER = re.compile(rb"-?\d{1,20}")
+_INTEGERS = re.compile(rb"-?\d{1,20} -?\d{1,20} -?\d{1,20}")
 
 
 def reconciliation(reply: list[Any]) -> Reconciliation:

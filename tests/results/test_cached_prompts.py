@@ -185,7 +185,7 @@ def test_a_job_is_passed_over_by_its_tenants_jobs_only_so_often_in_turns_with_an
 ) -> None:
     submit_mixed(queue, "b0 " + " ".join(f"a{n}" for n in range(40)), tenant="x")
     submit_mixed(queue, " ".join(f"b{n}" for n in range(1, 40)), tenant="y")
-    claimed = [job.job_id for job in engine.claim(60, cached_prompts=CACHED) if job.tenant == "x"]
+    claimed = [str(job.job_id) for job in engine.claim(60, cached_prompts=CACHED) if job.tenant == "x"]
     assert claimed.index("b0") == 16
 
 
