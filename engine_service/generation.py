@@ -44,6 +44,15 @@ class Generation:
     def token_ids(self) -> list[int]:
         return self.sequence.output_token_ids
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the generation, None if none has."""
+        if self._stop_at is None:
+            return None
+        assert self._detokenizer is not None
+        text = self._detokenizer.text
+        return min((stop for stop in self._rules.stop if text.startswith(stop, self._stop_at)), key=len)
+
     def advance(self, reason: StopReason | None) -> StopReason | None:
         """Process the new tokens of the sequence. `reason` is why they are the last, None if they are not.
 

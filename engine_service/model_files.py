@@ -46,6 +46,16 @@ def eos_token_ids(path: Path) -> list[int]:
     return []
 
 
+def default_sampling(path: Path) -> dict[str, Any]:
+    """Return the sampling parameters in generation_config.json, by our names."""
+    config = _read_json(path / "generation_config.json")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    found = {name: config[name] for name in names if config.get(name) is not None}
+    if config.get("max_new_tokens") is not None:
+        found["max_tokens"] = config["max_new_tokens"]
+    return found
+
+
 def check_parallel_sizes(path: Path, tensor_parallel_size: int, pipeline_parallel_size: int) -> None:
     """Raise `ConfigurationError` when the model can't be divided by these sizes. Reads config.json; starts nothing."""
     config = _read_json(path / "config.json")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
@@ -27,9 +28,10 @@ from millrace.engine_service.core.scheduler import SchedulerStats
 from millrace.engine_service.engine import EngineMetrics, Progress
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.engine_service.generation import Generation
-from millrace.engine_service.model_files import eos_token_ids, resolve_model
+from millrace.engine_service.model_files import default_sampling, eos_token_ids, resolve_model
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
+from millrace.engine_service.vllm_arguments import translated
 from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
@@ -39,6 +41,25 @@ from millrace.results.messages import CompletionOutput
 logger = logging.getLogger("millrace.engine")
 
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
+Messages: TypeAlias = list[dict[str, Any]]
+
+CHAT_DEFAULTS = {
+    "add_generation_prompt": True,
+    "chat_template_content_format": "auto",
+    "continue_final_message": False,
+    "tools": [],
+    "chat_template_kwargs": {},
+}
+"""Arguments of vLLM's `chat` without an equal here, and the values that change nothing. None changes nothing either."""
+
+
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """When a prompt was computed, in seconds since the epoch."""
+
+    arrival_time: float
+    first_token_time: float
+    """Of the candidate that had its first token first."""
+    finished_time: float
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +73,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool = True
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache had."""
+    metrics: RequestMetrics
 
 
 class LLM:
@@ -81,13 +103,16 @@ class LLM:
         max_parallel_loading_workers: int | None = None,
         enable_prefix_caching: bool = True,
         run_ahead: bool | None = None,
+        **vllm_arguments: Any,
     ) -> None:
         """Load the model. The options are those of `millrace serve`; its --help describes them.
 
         `seed` seeds the requests that give no seed of their own. `enforce_eager` has no effect: every step runs eagerly in
-        this version. Raises `ConfigurationError` when an option or the model can't work.
+        this version. Other arguments of vLLM's `LLM` are taken where they change nothing, and otherwise refused. Raises
+        `ConfigurationError` when an option or the model can't work.
         """
         given = {name: value for name, value in locals().items() if name in EngineConfig.__struct_fields__}
+        given |= translated(vllm_arguments)
         paths = {name: str(value) for name, value in given.items() if isinstance(value, Path)}
         config = checked({**given, **paths}, EngineConfig)
         if not isinstance(seed, int):
@@ -95,6 +120,7 @@ class LLM:
         path = resolve_model(config.model)
         self._engine = build_engine(config, path, is_service=False)
         self._seeds = random.Random(seed)
+        self._default_sampling = default_sampling(path)
         try:
             self._engine.begin_start()
             with timed(logger, "tokenizer"):
@@ -125,15 +151,50 @@ class LLM:
         sleeps, and `EngineError` when a generation fails or the workers are lost for good.
         """
         given = _as_prompts(prompts)
+        all_params = _as_params(sampling_params, len(given))
         requests, candidates = [], []
-        for number, (prompt, params) in enumerate(zip(given, _as_params(sampling_params, len(given)), strict=True)):
+        for number, (prompt, params) in enumerate(zip(given, all_params, strict=True)):
             with _number_in_errors(number):
                 requests.append(_as_request(prompt))
                 token_ids, drawn_seed = self._admission.prompt_token_ids(requests[-1]), self._seeds.getrandbits(64)
                 salt = requests[-1].cache_salt
                 candidates.append(self._admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))
-        self._run([generation for some in candidates for generation in some], use_tqdm)
-        return [_output(number, *pair) for number, pair in enumerate(zip(requests, candidates, strict=True))]
+        arrival_s = time.time()
+        times = self._run([generation for some in candidates for generation in some], use_tqdm)
+        return [
+            _output(number, request, params, some, arrival_s, times)
+            for number, (request, params, some) in enumerate(zip(requests, all_params, candidates, strict=True))
+        ]
+
+    def chat(
+        self,
+        messages: Messages | SequenceOf[Messages],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **vllm_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Like `generate`, for one conversation or several. Each is a list of messages with `role` and `content`, which the
+        model's chat template makes a prompt of."""
+        for name, value in vllm_arguments.items():
+            if value is not None and value != CHAT_DEFAULTS.get(name):
+                raise InvalidRequest(name, "is not supported by chat; leave it out")
+        if not isinstance(messages, list | tuple):
+            raise InvalidRequest(
+                "messages", f"must be a list of messages, or a list of such lists, got {shown(messages)}"
+            )
+        chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts: list[Prompt] = [{"messages": list(chat) if isinstance(chat, tuple) else chat} for chat in chats]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer, of transformers' class. Raises `EngineError` if there is none."""
+        if self._tokenizer is None:
+            raise EngineError("the model has no tokenizer; name one with LLM(tokenizer=DIR)")
+        return self._tokenizer.of_transformers
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters of the model's generation_config.json, where it has some."""
+        return SamplingParams(**self._default_sampling)
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's counts: sequences running and waiting, free blocks, preemptions so far."""
@@ -169,19 +230,40 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    def _run(self, generations: list[Generation], use_tqdm: bool) -> None:
+    def _run(self, generations: list[Generation], use_tqdm: bool) -> dict[Generation, _Times]:
         from tqdm.auto import tqdm
 
         self._engine.check_workers()  # a loss since the last call is not to be blamed on these generations
+        times: dict[Generation, _Times] = {}
+        followed = {generation for generation in generations if generation.sequence.is_followed}
         for generation in generations:
+            generation.sequence.is_followed = True  # until its first token
             self._engine.add(generation)
         try:
             with tqdm(total=len(generations), desc="texts", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while self._engine.has_work:
-                    bar.update(sum(_has_ended(progress) for progress in self._engine.step()))
+                    num_ended = 0
+                    for progress in self._engine.step():
+                        generation, now_s = progress.generation, time.time()
+                        has_ended = _has_ended(progress)
+                        num_ended += has_ended
+                        if generation not in times:
+                            times[generation] = _Times(now_s)
+                            generation.sequence.is_followed = generation in followed
+                        if has_ended:
+                            times[generation].finished_s = now_s
+                    bar.update(num_ended)
         finally:
             for generation in generations:
                 self._engine.abort(generation)  # does nothing for those that have ended
+        return times
+
+
+class _Times(msgspec.Struct):
+    """Of one generation, in seconds since the epoch."""
+
+    first_token_s: float
+    finished_s: float = 0.0
 
 
 def _has_ended(progress: Progress) -> bool:
@@ -254,18 +336,33 @@ def _as_params(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
     return list(sampling_params)
 
 
-def _output(number: int, request: GenerationRequest, candidates: list[Generation]) -> RequestOutput:
+def _output(
+    number: int,
+    request: GenerationRequest,
+    params: SamplingParams,
+    candidates: list[Generation],
+    arrival_s: float,
+    times: Mapping[Generation, _Times],
+) -> RequestOutput:
     first = candidates[0].sequence
     return RequestOutput(
         request_id=str(number),
         prompt=request.prompt,
         prompt_token_ids=first.prompt_token_ids,
-        outputs=[_completion(index, generation) for index, generation in enumerate(candidates)],
+        outputs=[_completion(index, generation, params) for index, generation in enumerate(candidates)],
         num_cached_tokens=first.num_cached_tokens or 0,
+        metrics=RequestMetrics(
+            arrival_time=arrival_s,
+            first_token_time=min(times[each].first_token_s for each in candidates),
+            finished_time=max(times[each].finished_s for each in candidates),
+        ),
     )
 
 
-def _completion(index: int, generation: Generation) -> CompletionOutput:
-    text, reason = generation.final_text(), generation.finish_reason
+def _completion(index: int, generation: Generation, params: SamplingParams) -> CompletionOutput:
+    text, reason, token_ids = generation.final_text(), generation.finish_reason, generation.token_ids
     assert reason is not None
-    return CompletionOutput(index=index, text=text, token_ids=generation.token_ids, finish_reason=reason)
+    stop_reason: int | str | None = generation.stop_string
+    if reason == "stop" and stop_reason is None and token_ids and token_ids[-1] in params.stop_token_ids:
+        stop_reason = token_ids[-1]
+    return CompletionOutput(index=index, text=text, token_ids=token_ids, finish_reason=reason, stop_reason=stop_reason)

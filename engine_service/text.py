@@ -63,6 +63,11 @@ class Tokenizer:
     def _bound(self) -> TokenBound:
         return TokenBound(self._backend)  # reads the whole vocabulary
 
+    @property
+    def of_transformers(self) -> Any:
+        """The tokenizer as an object of transformers."""
+        return self._tokenizer
+
     def render_chat(self, messages: list[dict[str, Any]]) -> str:
         """Apply the model's chat template, up to the start of the assistant's turn. The text has all special tokens. Raises
         `TextError`."""

@@ -271,7 +271,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     deadline_ms: int | None = None
 
 
-class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
+class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One generated text: a candidate of a job, or of a prompt."""
 
     index: int
@@ -279,6 +279,8 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     finish_reason: str | None
     """None while the job is not done."""
+    stop_reason: int | str | None = None
+    """Only of `LLM`: the stop string, or the id in `stop_token_ids`, at which the text ended."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

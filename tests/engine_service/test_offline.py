@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,3 +202,78 @@ def test_more_candidates_than_the_pool_holds_at_once_run_one_after_the_other() -
         tight = _texts(small, 6)
     with LLM(TINY, device="cpu", dtype="float32", executor="uni", num_blocks=128) as large:
         assert _texts(large, 6) == tight
+
+
+# --- what scripts written for vLLM use ---
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("trust_remote_code", True),
+        ("quantization", "awq"),
+        ("enable_lora", True),
+        ("speculative_config", {"method": "ngram"}),
+        ("swap_space", "4"),
+        ("max_tokens", 3),
+    ],
+)
+def test_an_argument_of_vllm_that_millrace_cannot_do_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"^(swap_space_gib|" + name + r"): .* got "):
+        LLM(TINY, **{name: value})
+
+
+def test_arguments_of_vllm_that_change_nothing_are_taken() -> None:
+    arguments: dict[str, Any] = {
+        "trust_remote_code": False,
+        "swap_space": 0,
+        "disable_log_stats": True,
+        "quantization": None,
+        "enable_chunked_prefill": True,
+        "distributed_executor_backend": "uni",
+        "num_gpu_blocks_override": 64,
+    }
+    with LLM(model=str(TINY), device="cpu", **arguments) as llm:
+        assert llm.stats().pool.num_blocks == 63
+
+
+def test_a_chat_is_rendered_with_the_models_template(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "3 + 4 ="}]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    (alone,) = llm.chat(chat, params, use_tqdm=False)
+    first, second = llm.chat([chat, chat], params, add_generation_prompt=True, tools=None, use_tqdm=False)
+    (rendered,) = llm.generate([{"messages": chat}], params, use_tqdm=False)
+    assert alone.outputs[0].text == first.outputs[0].text == second.outputs[0].text == rendered.outputs[0].text
+    with pytest.raises(InvalidRequest, match=r"^tools: is not supported by chat"):
+        llm.chat(chat, params, tools=[{"type": "function"}])
+    with pytest.raises(InvalidRequest, match=r"^messages: must be a list"):
+        llm.chat("3 + 4 =")  # type: ignore[arg-type]
+
+
+def test_the_tokenizer_is_that_of_transformers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    (output,) = llm.generate(["3 + 4 ="], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert tokenizer("3 + 4 =").input_ids == output.prompt_token_ids
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert "Hi" in text
+
+
+def test_default_sampling_parameters_are_those_of_the_models_generation_config(llm: LLM) -> None:
+    assert isinstance(llm.get_default_sampling_params(), SamplingParams)
+
+
+def test_an_output_says_when_it_was_computed_and_what_has_ended_it(llm: LLM) -> None:
+    before_s = time.time()
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    (plain,) = llm.generate(["3 + 4 ="], params, use_tqdm=False)
+    times = plain.metrics
+    assert before_s <= times.arrival_time <= times.first_token_time <= times.finished_time <= time.time()
+    assert (plain.finished, plain.outputs[0].stop_reason) == (True, None)
+    stop = plain.outputs[0].text[3:5]
+    (by_string,) = llm.generate(["3 + 4 ="], msgspec.structs.replace(params, stop=["never", stop]), use_tqdm=False)
+    assert by_string.outputs[0].stop_reason == stop
+    token_id = plain.outputs[0].token_ids[1]
+    (by_token,) = llm.generate(["3 + 4 ="], msgspec.structs.replace(params, stop_token_ids=[token_id]), use_tqdm=False)
+    assert (by_token.outputs[0].finish_reason, by_token.outputs[0].stop_reason) == ("stop", token_id)

@@ -1,0 +1,79 @@
+"""The arguments of vLLM's `LLM` that ours does not have: what they mean here, or why they are refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from millrace.engine_service.errors import ConfigurationError
+from millrace.producer.checks import shown
+
+logger = logging.getLogger("millrace.engine")
+
+_RENAMED = {
+    "swap_space": "swap_space_gib",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_blocks",
+    "async_scheduling": "run_ahead",
+    "distributed_executor_backend": "executor",
+}
+"""Arguments that have another name here."""
+_WITHOUT_EFFECT = frozenset(
+    [
+        "attention_config",
+        "compilation_config",
+        "cuda_graph_sizes",
+        "disable_custom_all_reduce",
+        "disable_log_requests",
+        "disable_log_stats",
+        "enable_chunked_prefill",
+        "hf_token",
+        "max_seq_len_to_capture",
+        "optimization_level",
+        "profiler_config",
+        "scheduling_policy",
+        "use_v2_block_manager",
+        "worker_use_ray",
+    ]
+)
+"""Arguments that change how vLLM works, and not what it generates."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_local_media_path": ("",),
+    "config_format": ("auto", "hf"),
+    "convert": ("auto", "none"),
+    "cpu_offload_gb": (0,),
+    "data_parallel_size": (1,),
+    "enable_lora": (False,),
+    "enable_return_routed_experts": (False,),
+    "generation_config": ("vllm",),
+    "hf_overrides": ({},),
+    "language_model_only": (True, False),
+    "limit_mm_per_prompt": ({},),
+    "load_format": ("auto", "safetensors"),
+    "logits_processors": ([],),
+    "runner": ("auto", "generate"),
+    "skip_tokenizer_init": (False,),
+    "task": ("auto", "generate"),
+    "tokenizer_mode": ("auto", "hf", "fast"),
+    "trust_remote_code": (False,),
+}
+"""Arguments for what Millrace does not have, and the values that do not ask for it. None never does, also for arguments that
+are not named here, such as `quantization`, `revision` and `speculative_config`."""
+
+
+def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our arguments for those of vLLM. Raises `ConfigurationError` for one that Millrace cannot do, by name."""
+    found: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name in _RENAMED:
+            if value is not None:
+                found[_RENAMED[name]] = value
+        elif name in _WITHOUT_EFFECT:
+            logger.debug("%s has no effect in Millrace", name)
+        elif value is not None and not any(value == neutral for neutral in _NEUTRAL.get(name, ())):
+            known = (
+                f"must be {' or '.join(map(repr, _NEUTRAL[name]))}" if name in _NEUTRAL else "is not an argument of LLM"
+            )
+            raise ConfigurationError(f"{name}: {known}, got {shown(value)}; leave it out")
+    return found
