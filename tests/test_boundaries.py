@@ -305,10 +305,6 @@ def test_what_an_import_leaves_out(statement: str, absent: tuple[str, ...]) -> N
             "create_worker(0, 1, 1, config, '').start(lambda _: None)",
             (*COMPILER, *SHARDED),
         ),
-        (
-            "import millrace.worker.imports as imports; imports.defer_compiler(); import millrace.worker.rank",
-            ("torch._inductor", "torch.onnx"),
-        ),
     ],
 )
 def test_what_a_start_leaves_out(statement: str, absent: tuple[str, ...]) -> None:
@@ -316,29 +312,33 @@ def test_what_a_start_leaves_out(statement: str, absent: tuple[str, ...]) -> Non
     test_what_an_import_leaves_out(f"from pathlib import Path; MODEL = Path({str(model)!r}); {statement}", absent)
 
 
-def test_a_compiler_that_is_imported_late_has_its_marks() -> None:
-    """Also functions that transformers marked before, in a process in which a user compiles a model of their own."""
-    script = """
-import sys, types
-from millrace.worker.imports import defer_compiler
-defer_compiler()
+def test_a_rank_can_still_compile() -> None:
+    """transformers may need the compiler for a model, and has marked functions before."""
+    _run("""
+import millrace.worker; millrace.worker.import_modules()
 import torch
-@torch.compiler.disable
-def plain(x): return not torch.compiler.is_compiling()
-@torch._dynamo.assume_constant_result
-def constant(): return 3
-assert plain(0)
 assert "sympy" not in sys.modules
-compiled = torch.compile(lambda x: x * constant() if plain(x) else x, backend="eager")
-assert compiled(torch.ones(2)).tolist() == [3.0, 3.0]
-assert type(torch._dynamo) is types.ModuleType
-assert constant._dynamo_marked_constant
-import torch._dynamo.config
+compiled = torch.compile(torch.compiler.disable(lambda x: x + 1), backend="eager")
+assert compiled(torch.ones(2)).tolist() == [2.0, 2.0]
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2.0, 2.0]
 assert sys.modules["torch._dynamo"] is torch._dynamo
-defer_compiler()
-assert type(torch._dynamo) is types.ModuleType
-"""
-    ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+""")
+
+
+def test_a_worker_in_the_users_process_leaves_the_compiler_as_it_is() -> None:
+    _run("""
+from millrace.executor.wire.messages import WorkerConfig
+from millrace.worker import create_worker
+create_worker(0, 1, 1, WorkerConfig(model="", block_size=16, max_num_seqs=1, device="cpu"), "")
+import torch._dynamo.config
+from torch._dynamo import convert_frame
+assert convert_frame.config is torch._dynamo.config
+""")
+
+
+def _run(script: str) -> None:
+    command = [sys.executable, "-c", f"import sys\n{script}"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
 
 

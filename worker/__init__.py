@@ -19,9 +19,6 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
     `rendezvous`: "tcp://host:port" where the ranks connect to each other; ignored for one rank. Raises `ConfigError`
     for options that no device can serve.
     """
-    from millrace.worker.imports import defer_compiler
-
-    defer_compiler()
     from millrace.worker.rank import Rank
 
     return Rank(rank, world_size, epoch, config, rendezvous)
@@ -29,10 +26,9 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
 def import_modules() -> None:
     """Import what `create_worker` needs. Only for a process that is nothing but a rank."""
-    from millrace.worker.imports import defer_compiler, forgo_sharded_tensors
+    from millrace.worker.imports import import_transformers
 
-    defer_compiler()
-    forgo_sharded_tensors()
+    import_transformers()
     import millrace.worker.rank  # noqa: F401
 
     logging.getLogger("millrace.worker").info("start: imports %.2f s", process_age_s())
