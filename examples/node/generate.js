@@ -1,4 +1,5 @@
 // node examples/node/generate.js '3 + 4 =' [redis URL] [queue]     prints the answer while it is generated
+// Without a URL: that of MILLRACE_REDIS_URL, of REDIS_URL, or redis://localhost:6379.
 
 import { dirname, join } from "node:path";
 import { fileURLToPath } from "node:url";
@@ -6,7 +7,7 @@ import { fileURLToPath } from "node:url";
 import { Millrace } from "./millrace.js";
 import { Redis } from "./redis.js";
 
-const [prompt = "3 + 4 =", url = "redis://localhost:6379", queue = "default"] = process.argv.slice(2);
+const [prompt = "3 + 4 =", url, queue = "default"] = process.argv.slice(2);
 const lua = join(dirname(fileURLToPath(import.meta.url)), "../../results/lua");
 
 process.on("uncaughtException", (error) => {

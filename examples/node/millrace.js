@@ -15,7 +15,7 @@ export class Millrace {
   #lua;
   #shas = new Map();
 
-  /** `redis` has the methods `command` and `bytes` of redis.js; `lua` is the folder with the scripts, results/lua/. */
+  /** `redis` has the methods of redis.js; `lua` is the folder with the scripts, results/lua/. */
   constructor(redis, { queue = "default", lua }) {
     this.#redis = redis;
     this.#prefix = `millrace:{${queue}}:`;
@@ -44,12 +44,21 @@ export class Millrace {
    * `restart`, and all follows from the beginning.
    */
   async *stream(id, after = "0-0") {
+    const connection = await this.#redis.duplicate(); // it blocks, so no other call shares it
+    try {
+      yield* this.#follow(connection, id, after);
+    } finally {
+      connection.close();
+    }
+  }
+
+  async *#follow(connection, id, after) {
     let position = after === "0-0" ? 0 : NaN; // tokens read so far, of all candidates; NaN: not known
     let read = after === "0-0" ? [] : null; // by candidate, [tokens, characters] read so far; null: not known
     let watch = await this.#watch(id);
     while (true) {
       if (Date.now() >= watch.again) watch = await this.#watch(id);
-      const entries = await this.#entries(id, after, !watch.hasEnded);
+      const entries = await this.#entries(connection, id, after, !watch.hasEnded);
       if (!entries.length && watch.hasEnded) {
         await this.#watch(id); // throws when all have expired meanwhile; else `after` was the last one
         return;
@@ -107,10 +116,10 @@ export class Millrace {
     return { hasEnded: hasEnded(state), trimmedId, again: Date.now() + WATCH_EVERY_MS };
   }
 
-  async #entries(id, after, isWaiting) {
+  async #entries(connection, id, after, isWaiting) {
     const block = isWaiting ? ["BLOCK", BLOCK_MS] : [];
     const key = `${this.#prefix}result:${id}`;
-    const found = await this.#redis.command("XREAD", "COUNT", 100, ...block, "STREAMS", key, after);
+    const found = await connection.command("XREAD", "COUNT", 100, ...block, "STREAMS", key, after);
     return (found?.[0][1] ?? []).map(([at, flat]) => ({ id: at, ...fields(flat) }));
   }
 

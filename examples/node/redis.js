@@ -1,41 +1,43 @@
-// A minimal Redis client: one connection, one command at a time, RESP2. In production use the `redis` package from npm:
+// A minimal Redis client: pipelined commands on one connection, RESP2. In production use the `redis` package from npm:
 //
 //   const client = await createClient({ url, RESP: 2 }).connect();
-//   const withBuffers = client.withTypeMapping({ [RESP_TYPES.BLOB_STRING]: Buffer });
-//   const redis = {
-//     command: (...words) => client.sendCommand(words.map(String)),
-//     bytes: (...words) => withBuffers.sendCommand(words.map(String)),
+//   const adapt = (client) => {
+//     const withBuffers = client.withTypeMapping({ [RESP_TYPES.BLOB_STRING]: Buffer });
+//     return {
+//       command: (...words) => client.sendCommand(words.map(String)),
+//       bytes: (...words) => withBuffers.sendCommand(words.map(String)),
+//       duplicate: async () => adapt(await client.duplicate().connect()),
+//       close: () => client.close(),
+//     };
 //   };
 
 import net from "node:net";
+import tls from "node:tls";
+
+const { MILLRACE_REDIS_URL, REDIS_URL } = process.env;
+const CONNECT_LIMIT_MS = 3000;
 
 export class Redis {
+  #url;
   #socket;
   #received = Buffer.alloc(0);
-  #arrived = () => {};
+  #waiting = []; // of each command without a reply, in order: {resolve, reject}
   #failure = null;
 
-  /** redis://user:password@host:port/db, or unix:///path/to/socket */
-  static async connect(url) {
-    const { protocol, hostname, port, pathname, username, password } = new URL(url);
-    const place = protocol === "unix:" ? { path: pathname } : { host: hostname, port: Number(port || 6379) };
+  /**
+   * `url`: redis://user:password@host:port/db, rediss:// for TLS, or unix:///path/to/socket. Without it, the first of
+   * MILLRACE_REDIS_URL, REDIS_URL and redis://localhost:6379. NODE_EXTRA_CA_CERTS names certificates that Node shall trust.
+   */
+  static async connect(url = MILLRACE_REDIS_URL || REDIS_URL || "redis://localhost:6379") {
     const redis = new Redis();
-    redis.#socket = net.connect(place);
-    await new Promise((resolve, reject) => redis.#socket.once("connect", resolve).once("error", reject));
-    redis.#socket.on("data", (chunk) => {
-      redis.#received = Buffer.concat([redis.#received, chunk]);
-      redis.#arrived();
-    });
-    for (const event of ["error", "close"]) {
-      redis.#socket.on(event, (error) => {
-        redis.#failure = error || new Error("the server has closed the connection");
-        redis.#arrived();
-      });
-    }
-    const login = [username, password].filter(Boolean).map(decodeURIComponent);
-    if (login.length) await redis.command("AUTH", ...login);
-    if (protocol !== "unix:" && pathname.length > 1) await redis.command("SELECT", pathname.slice(1));
+    redis.#url = url;
+    await redis.#open();
     return redis;
+  }
+
+  /** Another connection to the same server: a command that blocks delays those after it on its connection. */
+  duplicate() {
+    return Redis.connect(this.#url);
   }
 
   /** The reply to one command, its strings as text; throws what the server answers with an error. */
@@ -43,50 +45,88 @@ export class Redis {
     return asText(await this.bytes(...words));
   }
 
-  /** The same with the strings as bytes. */
-  async bytes(...words) {
+  /** The same with the strings as bytes. Commands may be sent before the replies to earlier ones have come. */
+  bytes(...words) {
     const parts = words.map((word) => Buffer.from(String(word)));
     const bulk = parts.flatMap((part) => [Buffer.from(`$${part.length}\r\n`), part, Buffer.from("\r\n")]);
-    this.#socket.write(Buffer.concat([Buffer.from(`*${parts.length}\r\n`), ...bulk]));
-    const reply = await this.#read();
-    if (reply instanceof Error) throw reply;
-    return reply;
+    return new Promise((resolve, reject) => {
+      if (this.#failure) return reject(this.#failure);
+      this.#waiting.push({ resolve, reject });
+      this.#socket.write(Buffer.concat([Buffer.from(`*${parts.length}\r\n`), ...bulk]));
+    });
   }
 
   close() {
     this.#socket.removeAllListeners("close").end();
   }
 
-  async #read() {
-    const line = (await this.#take(this.#lineEnd.bind(this))).toString();
-    const [kind, rest] = [line[0], line.slice(1)];
-    if (kind === "+") return rest;
-    if (kind === "-") return new Error(rest);
-    if (kind === ":") return Number(rest);
-    if (Number(rest) < 0) return null;
-    if (kind === "$") {
-      const length = Number(rest);
-      return this.#take(() => (this.#received.length >= length + 2 ? length : -1));
+  async #open() {
+    const { protocol, hostname, port, pathname, username, password } = URL.canParse(this.#url) ? new URL(this.#url) : {};
+    const place = protocol === "unix:" ? { path: pathname } : { host: hostname, port: Number(port || 6379) };
+    const database = protocol === "unix:" ? "" : (pathname ?? "").slice(1);
+    if (!["redis:", "rediss:", "unix:"].includes(protocol) || !/^\d*$/.test(database)) {
+      throw new Error(`the URL must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH, got ${this.#url}`);
     }
-    const items = [];
-    for (let i = 0; i < Number(rest); i++) items.push(await this.#read());
-    return items;
+    const isTls = protocol === "rediss:";
+    const servername = isTls && !net.isIP(hostname) ? { servername: hostname } : {};
+    const socket = (this.#socket = isTls ? tls.connect({ ...place, ...servername }) : net.connect(place));
+    await new Promise((resolve, reject) => {
+      const refuse = (error) => reject(error || new Error("the server has closed the connection"));
+      socket.once(isTls ? "secureConnect" : "connect", resolve).once("error", refuse).once("close", refuse);
+      socket.setTimeout(CONNECT_LIMIT_MS, () => refuse(new Error(`no ${isTls ? "TLS" : "TCP"} connection within 3 s`)));
+    }).catch((error) => {
+      socket.destroy();
+      throw error;
+    });
+    socket.setTimeout(0);
+    socket.on("data", (chunk) => this.#receive(chunk));
+    for (const event of ["error", "close"]) {
+      socket.on(event, (error) => this.#fail(error || new Error("the server has closed the connection")));
+    }
+    const login = [username, password].filter(Boolean).map(decodeURIComponent);
+    if (login.length) await this.command("AUTH", ...login);
+    if (database) await this.command("SELECT", database);
   }
 
-  #lineEnd() {
-    return this.#received.indexOf("\r\n");
+  #receive(chunk) {
+    this.#received = Buffer.concat([this.#received, chunk]);
+    let parsed;
+    while ((parsed = parse(this.#received, 0))) {
+      const [reply, end] = parsed;
+      this.#received = this.#received.subarray(end);
+      const { resolve, reject } = this.#waiting.shift();
+      reply instanceof Error ? reject(reply) : resolve(reply);
+    }
   }
 
-  async #take(length) {
-    while (length() < 0) {
-      if (this.#failure) throw this.#failure;
-      await new Promise((resolve) => (this.#arrived = resolve));
-    }
-    const end = length();
-    const taken = this.#received.subarray(0, end);
-    this.#received = this.#received.subarray(end + 2);
-    return taken;
+  #fail(error) {
+    this.#failure ??= error;
+    for (const { reject } of this.#waiting.splice(0)) reject(this.#failure);
   }
+}
+
+/** The reply that begins at `start`, and where it ends; null while it is not complete. */
+function parse(buffer, start) {
+  const lineEnd = buffer.indexOf("\r\n", start);
+  if (lineEnd < 0) return null;
+  const line = buffer.toString("utf8", start, lineEnd);
+  const [kind, rest, next] = [line[0], line.slice(1), lineEnd + 2];
+  if (kind === "+") return [rest, next];
+  if (kind === "-") return [new Error(rest), next];
+  if (kind === ":") return [Number(rest), next];
+  const length = Number(rest);
+  if (length < 0) return [null, next];
+  const stringEnd = next + length;
+  if (kind === "$") return buffer.length < stringEnd + 2 ? null : [buffer.subarray(next, stringEnd), stringEnd + 2];
+  const items = [];
+  let end = next;
+  for (let i = 0; i < length; i++) {
+    const item = parse(buffer, end);
+    if (!item) return null;
+    items.push(item[0]);
+    end = item[1];
+  }
+  return [items, end];
 }
 
 export function asText(reply) {

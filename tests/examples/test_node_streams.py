@@ -191,6 +191,7 @@ def test_node_starts_over_where_the_place_goes_right_before_the_first_entries_ar
     server: EmbeddedServer, short: ShortStream
 ) -> None:
     script = """
+    redis.duplicate = async () => ({ command: (...words) => redis.command(...words), close: () => {} });
     const command = redis.command.bind(redis);
     redis.command = async (...words) => {
       if (words[0] === "XREAD") {

@@ -1,0 +1,89 @@
+// Types of millrace.js. docs/protocol.md describes the fields of a request.
+
+export interface Connection {
+  command(...words: unknown[]): Promise<any>;
+  bytes(...words: unknown[]): Promise<any>;
+  duplicate(): Promise<Connection>;
+  close(): void;
+}
+
+export interface Message {
+  role: string;
+  content: unknown;
+  [name: string]: unknown;
+}
+
+/** Exactly one of `prompt`, `prompt_token_ids` and `messages`. */
+export interface Request {
+  id?: string;
+  model?: string;
+  prompt?: string;
+  prompt_token_ids?: number[];
+  messages?: Message[];
+  max_tokens?: number | null;
+  min_tokens?: number;
+  temperature?: number;
+  top_p?: number;
+  top_k?: number;
+  min_p?: number;
+  seed?: number | null;
+  stop?: string | string[] | null;
+  stop_token_ids?: number[];
+  ignore_eos?: boolean;
+  skip_special_tokens?: boolean;
+  n?: number;
+  tenant?: string;
+  priority?: number;
+  stream?: boolean;
+  deadline_s?: number;
+  delay_s?: number;
+  run_at?: number;
+  max_retries?: number;
+  meta?: Record<string, unknown>;
+  cache_salt?: string;
+}
+
+export type State = "delayed" | "queued" | "running" | EndState;
+export type EndState = "finished" | "failed" | "cancelled" | "expired";
+
+export interface JobError {
+  kind: string;
+  message: string;
+  field?: string;
+}
+
+/** New output of one candidate. */
+export interface OutputEvent {
+  id: string;
+  index: number;
+  offset: number;
+  tokens: number[];
+  text: string;
+  restart?: true;
+  state?: undefined;
+}
+
+/** The last event of a job. */
+export interface EndEvent {
+  id: string;
+  state: EndState;
+  reason: string;
+  reasons?: string[];
+  error?: JobError;
+}
+
+export interface EndedJob extends EndEvent {
+  text: string;
+  texts: string[];
+}
+
+export class Millrace {
+  constructor(redis: Connection, options: { queue?: string; lua: string });
+  submit(request: Request): Promise<string>;
+  stream(id: string, after?: string): AsyncGenerator<OutputEvent | EndEvent, void, void>;
+  wait(id: string): Promise<EndedJob>;
+  state(id: string): Promise<State | null>;
+  cancel(id: string): Promise<string | null>;
+}
+
+export function hasEnded(state: string): state is EndState;
