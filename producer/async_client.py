@@ -13,7 +13,7 @@ from millrace.producer.wire import to_submission
 from millrace.results import commands, replies
 from millrace.results.connection import AsyncConnection
 from millrace.results.durability import Durability
-from millrace.results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
+from millrace.results.messages import BatchStatus, Job, Position, QueueStats, RejectedEntry, StreamEvent
 from millrace.results.reader import CompletionFollower, EventFollower
 from millrace.results.transport import AsyncTransport
 
@@ -79,7 +79,7 @@ class AsyncClient:
         reply = await self._transport.send(commands.redrive(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.redriven(job_id, self._keys.queue, reply)
 
-    async def retry_all(self) -> dict[str, str]:
+    async def retry_all(self) -> calls.Retried:
         return await self._run(calls.retry_all(self._keys))
 
     async def pause(self) -> None:
@@ -143,6 +143,9 @@ class AsyncClient:
 
     async def list_jobs(self, state: str, limit: int = 100) -> list[Job]:
         return await self._run(calls.list_jobs(self._keys, state, limit))
+
+    async def list_rejected(self, limit: int = 100) -> list[RejectedEntry]:
+        return await self._run(calls.list_rejected(self._keys, limit))
 
     async def _run(self, call: calls.Call[calls.T]) -> calls.T:
         try:

@@ -17,7 +17,7 @@ from millrace.producer.prompt_start import prompt_start
 from millrace.results import commands, replies
 from millrace.results.errors import BatchNotFound, JobNotFound
 from millrace.results.keys import QueueKeys
-from millrace.results.messages import Job
+from millrace.results.messages import Job, RejectedEntry
 from millrace.results.reader import MAX_ENTRIES, START, Deadline
 from millrace.results.scripts import Command
 from millrace.results.transport import Reply
@@ -77,13 +77,25 @@ def batch_jobs(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
     return state_by_id
 
 
-def retry_all(keys: QueueKeys) -> Call[dict[str, str]]:
-    new_ids: dict[str, str] = {}
+class Retried(dict[str, str]):
+    """The new ids of jobs that run again, by the old ones."""
+
+    left_out: list[str]
+    """Failed jobs whose requests are invalid: they would fail again."""
+
+
+def retry_all(keys: QueueKeys) -> Call[Retried]:
+    new_ids = Retried()
+    new_ids.left_out = []
     made: set[str] = set()
     after = 0
     while failed := replies.decode_list((yield [commands.dead(keys, after, CHANGED_JOBS)])[0]):
         # Without `made`, a job that always fails would be retried for ever.
         old = [job_id for job_id in failed if job_id not in made]
+        kinds = yield [commands.error_kind(keys, job_id) for job_id in old]
+        invalid = {job_id for job_id, kind in zip(old, kinds, strict=True) if kind == b"invalid_request"}
+        new_ids.left_out += invalid
+        old = [job_id for job_id in old if job_id not in invalid]
         redriven = replies.all_redriven(old, (yield [commands.redrive(keys, job_id) for job_id in old]))
         new_ids |= redriven
         made.update(redriven.values())
@@ -99,6 +111,11 @@ def list_jobs(keys: QueueKeys, state: str, limit: int) -> Call[list[Job]]:
         shown = zip(some, found[::2], found[1::2], strict=True)  # a record may have expired since
         jobs += [_with_prompt(keys, job_id, reply, body) for job_id, reply, body in shown if reply is not None]
     return jobs
+
+
+def list_rejected(keys: QueueKeys, limit: int) -> Call[list[RejectedEntry]]:
+    (reply,) = yield [commands.last_entries(keys.rejected, arguments.limit(limit))]
+    return replies.rejected_entries(reply)
 
 
 def get(keys: QueueKeys, job_id: str) -> Call[Job]:

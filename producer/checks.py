@@ -6,7 +6,7 @@ import math
 import re
 import reprlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -119,6 +119,14 @@ def optional(check: Check) -> Check:
 def only_default(check: Check, default: Any) -> Check:
     """For a field that is known but not supported yet: only its default is accepted."""
     return lambda value: check(value) or (None if value == default else "not supported yet; leave it out")
+
+
+def remedy(name: str, known: Iterable[str]) -> str:
+    """Return what to do with an unknown name: the most similar known one, or to leave it out."""
+    from difflib import get_close_matches
+
+    similar = get_close_matches(name[:60], known, 1, 0.75)
+    return f"did you mean {similar[0]}?" if similar else "leave it out"
 
 
 def shown(value: Any) -> str:

@@ -13,7 +13,7 @@ from millrace.producer.wire import to_submission
 from millrace.results import commands, replies
 from millrace.results.connection import Connection
 from millrace.results.durability import Durability
-from millrace.results.messages import BatchStatus, Job, Position, QueueStats, StreamEvent
+from millrace.results.messages import BatchStatus, Job, Position, QueueStats, RejectedEntry, StreamEvent
 from millrace.results.reader import CompletionFollower, EventFollower
 from millrace.results.transport import Transport
 
@@ -118,8 +118,11 @@ class Client:
         reply = self._transport.send(commands.redrive(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.redriven(job_id, self._keys.queue, reply)
 
-    def retry_all(self) -> dict[str, str]:
-        """Run each failed job of the queue again, once. Return the new ids by the old ones."""
+    def retry_all(self) -> calls.Retried:
+        """Run each failed job of the queue again, once, but none whose request is invalid, which would fail again.
+
+        Return a dict of the new ids by the old ones; its `left_out` has the ids of the others.
+        """
         return self._run(calls.retry_all(self._keys))
 
     def pause(self) -> None:
@@ -204,6 +207,10 @@ class Client:
         """Return at most `limit` jobs in a state: the next to start, those that run, or the last that ended. Failed jobs
         that were not run again come first."""
         return self._run(calls.list_jobs(self._keys, state, limit))
+
+    def list_rejected(self, limit: int = 100) -> list[RejectedEntry]:
+        """Return at most `limit` of the last inbox entries that could not become a job. They are kept for 7 days."""
+        return self._run(calls.list_rejected(self._keys, limit))
 
     def _run(self, call: calls.Call[calls.T]) -> calls.T:
         try:

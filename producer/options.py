@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+from millrace.producer.checks import remedy
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
@@ -60,8 +61,8 @@ def build_request(prompt: str | None, options: SubmitOptions) -> GenerationReque
         elif name in _REQUEST_NAMES:
             fields[name] = value
         else:
-            remedy = "use job_id" if name == "id" else "leave it out"
-            raise InvalidRequest(name, f"is not an argument of submit; {remedy}")
+            todo = "use job_id" if name == "id" else remedy(name, SubmitOptions.__annotations__)
+            raise InvalidRequest(name, f"is not an argument of submit; {todo}")
     if own:
         if "sampling" in fields:
             raise InvalidRequest(next(iter(own)), "cannot be combined with sampling; give one of them")

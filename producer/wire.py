@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from millrace.producer.checks import shown
+from millrace.producer.checks import remedy, shown
 from millrace.producer.errors import InvalidRequest, PayloadTooLarge
 from millrace.producer.prompt_digest import prompt_digest
 from millrace.producer.request import ID_PATTERN, GenerationRequest
@@ -236,7 +236,8 @@ def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
         name = str(error)[len(_UNKNOWN_FIELD) : -1]
         if not name:
             return InvalidRequest("body", "has a field without a name; leave it out")
-        return InvalidRequest(name, "is not a field of a request; leave it out")
+        known = [*_REQUEST_NAMES, *_SAMPLING_NAMES]
+        return InvalidRequest(name, f"is not a field of a request; {remedy(name, known)}")
     return InvalidRequest(re.split(r"[.\[]", path)[0] or "body", f"{message[0].lower()}{message[1:]}")
 
 

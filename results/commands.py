@@ -87,6 +87,10 @@ def body_start(keys: QueueKeys, job_id: str) -> Command:
     return command("GETRANGE", keys.body(job_id), 0, MAX_BODY_START - 1)
 
 
+def error_kind(keys: QueueKeys, job_id: str) -> Command:
+    return command("HGET", keys.job(job_id), "error_kind")
+
+
 def stats(keys: QueueKeys) -> Command:
     return script_command("stats", keys.prefix)
 
@@ -96,7 +100,12 @@ def list_jobs(keys: QueueKeys, in_state: str, limit: int) -> Command:
 
 
 def last_entry(stream: str) -> Command:
-    return command("XREVRANGE", stream, "+", "-", "COUNT", 1)
+    return last_entries(stream, 1)
+
+
+def last_entries(stream: str, count: int) -> Command:
+    """Read the last entries, the newest first."""
+    return command("XREVRANGE", stream, "+", "-", "COUNT", count)
 
 
 def read_stream(stream: str, after: str, count: int, block_ms: int | None) -> Command:

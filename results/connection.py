@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import ssl
 from typing import Any, TypeAlias, TypeVar, cast
 
 import redis
@@ -32,11 +34,17 @@ _AnyClient = TypeVar("_AnyClient", redis.Redis, redis.asyncio.Redis)
 
 
 def resolve_url(url: str | None) -> str:
-    """Return the given URL, otherwise that of the environment, otherwise the local server's."""
-    for candidate in (url, *map(os.environ.get, URL_VARIABLES)):
-        if candidate:
-            return candidate
-    return DEFAULT_URL
+    """Return the given URL, otherwise that of the environment, otherwise the local server's. Raises RedisUnavailable for a
+    database that is not a number, which redis-py takes for 0."""
+    candidates = (url, *map(os.environ.get, URL_VARIABLES))
+    resolved = next((candidate for candidate in candidates if candidate), DEFAULT_URL)
+    if not resolved.startswith("unix://") and not _URL_END.fullmatch(resolved.partition("?")[0].rpartition("@")[2]):
+        raise _bad_url(resolved, ValueError("the part after the host has to be the number of a database"))
+    return resolved
+
+
+_URL_END = re.compile(r"([^/]*://)?[^/]*/?\d*")
+"""A URL without its login: scheme, host and port, database."""
 
 
 def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
@@ -52,7 +60,8 @@ def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
     if plain := _cluster_url(resolved):
         return _connect_cluster(plain, max(retries, 1))
     try:
-        return _with_a_host(redis.Redis.from_url(resolved, retry=retry, **_OPTIONS))
+        options = {**_OPTIONS, **({"connection_class": _TlsConnection} if _is_tls(resolved) else {})}
+        return _with_a_host(redis.Redis.from_url(resolved, retry=retry, **options))
     except (ValueError, TypeError, AttributeError) as error:
         raise _bad_url(resolved, error) from error
 
@@ -65,14 +74,39 @@ def connect_async(url: str | None = None) -> redis.asyncio.Redis:
         if plain := _cluster_url(resolved):
             cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_ASYNC_OPTIONS)
             return cast(redis.asyncio.Redis, cluster)
-        return _with_a_host(redis.asyncio.Redis.from_url(resolved, retry=retry, **_ASYNC_OPTIONS))
+        options = {**_ASYNC_OPTIONS, **({"socket_connect_timeout": HANDSHAKE_LIMIT_S} if _is_tls(resolved) else {})}
+        return _with_a_host(redis.asyncio.Redis.from_url(resolved, retry=retry, **options))
     except (ValueError, TypeError, AttributeError) as error:
         raise _bad_url(resolved, error) from error
 
 
+HANDSHAKE_LIMIT_S = 2.0
+"""A port that does not speak TLS may wait for the rest of a handshake for ever. A user learns of it after this time."""
+
+
+class _TlsConnection(redis.SSLConnection):
+    def _wrap_socket_with_ssl(self, sock: socket.socket, *arguments: Any) -> ssl.SSLSocket:
+        sock.settimeout(HANDSHAKE_LIMIT_S)  # redis-py takes socket_timeout
+        wrapped: ssl.SSLSocket = super()._wrap_socket_with_ssl(sock, *arguments)  # type: ignore[no-untyped-call]
+        wrapped.settimeout(self.socket_timeout)
+        return wrapped
+
+
+def _is_tls(url: str) -> bool:
+    return url.startswith("rediss://")
+
+
+def is_unanswered_handshake(error: redis.TimeoutError, server: str) -> bool:
+    """Return whether a TLS handshake timed out: probably the port does not speak TLS, so another attempt does not help."""
+    return _is_tls(server) and "connecting" in str(error)
+
+
 def _with_a_host(client: _AnyClient) -> _AnyClient:
-    """Return the client. Raises ValueError for an invalid host name, which redis-py reports with the first command."""
-    str(client.connection_pool.connection_kwargs.get("host", "")).encode("idna")
+    """Return the client. Raises ValueError for an invalid host name, and TypeError for an unknown option, which redis-py
+    reports with the first command."""
+    pool = client.connection_pool
+    str(pool.connection_kwargs.get("host", "")).encode("idna")
+    pool.connection_class(**pool.connection_kwargs)
     return client
 
 
@@ -179,7 +213,7 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
     text = str(error)
     if "CERTIFICATE_VERIFY_FAILED" in text:  # redis-py wraps it in a ConnectionError
         return RedisUnavailable(f"Redis at {server} {_NOT_TRUSTED} ({text})")
-    if isinstance(error, redis.TimeoutError) and server.startswith("rediss://") and "connecting" in text:
+    if isinstance(error, redis.TimeoutError) and is_unanswered_handshake(error, server):
         return RedisUnavailable(f"Redis at {server} does not answer in time: does this port speak TLS? ({text})")
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):

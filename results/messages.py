@@ -341,6 +341,8 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool = False
     sleep_levels: dict[str, int] = {}
     """By the id of each engine alive: 0 awake, 1 asleep with its weights in host memory, 2 without them."""
+    rejected: int = 0
+    """Inbox entries that could not become a job; `list_rejected` returns the last ones."""
     was_served: bool = True
     """False when no engine has ever served the queue: its name may be mistyped."""
 
@@ -352,6 +354,18 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
         if self.is_paused:
             return "paused"
         return "asleep" if all(self.sleep_levels.values()) else None
+
+
+class RejectedEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """An inbox entry that could not become a job, not even a failed one."""
+
+    rejected_ms: int
+    """When, server time."""
+    id: str | None
+    """The id in the entry, where it belongs to another job."""
+    error: JobError
+    raw: str
+    """The beginning of the entry."""
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):

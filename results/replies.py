@@ -28,6 +28,7 @@ from millrace.results.messages import (
     Position,
     QueueStats,
     Reconciliation,
+    RejectedEntry,
     Signal,
     SignalKind,
     StreamEvent,
@@ -174,10 +175,11 @@ def inbox_entries(reply: Any) -> list[InboxEntry]:
 
 
 def queue_stats(reply: list[Any]) -> QueueStats:
-    *counts, is_paused, pairs, was_served = reply
+    *counts, is_paused, pairs, was_served, rejected = reply
     asleep = {engine_id.decode(): level for engine_id, level in zip(pairs[::2], pairs[1::2], strict=True)}
     named = dict(zip(QueueStats.__struct_fields__, counts, strict=False))
-    return QueueStats(**named, is_paused=bool(is_paused), sleep_levels=asleep, was_served=bool(was_served))
+    more = {"is_paused": bool(is_paused), "sleep_levels": asleep, "was_served": bool(was_served), "rejected": rejected}
+    return QueueStats(**named, **more)
 
 
 def signalled_engines(engine_id: str | None, queue: str, reply: list[bytes]) -> list[str]:
@@ -207,6 +209,21 @@ def batch_status(batch: str, queue: str, reply: list[int] | None) -> BatchStatus
     names = BatchStatus.__struct_fields__[1:-1]
     eta_s = None if eta_ms < 0 else eta_ms / 1000
     return BatchStatus(batch=batch, **dict(zip(names, counts, strict=True)), eta_s=eta_s)
+
+
+def rejected_entries(reply: list[Entry]) -> list[RejectedEntry]:
+    return [_rejected_entry(at, fields) for at, fields in reply]
+
+
+def _rejected_entry(at: bytes, fields: dict[bytes, bytes]) -> RejectedEntry:
+    error = fields.get(b"error", b"")
+    try:
+        decoded = _decode_error(error)
+    except msgspec.MsgspecError:  # longer than what is kept
+        decoded = JobError(kind="invalid_request", message=text(error))
+    raw = text(fields.get(b"raw", b""))
+    at_ms = int(at.partition(b"-")[0])
+    return RejectedEntry(rejected_ms=at_ms, id=text(fields.get(b"id", b"")) or None, error=decoded, raw=raw)
 
 
 def stream_entries(reply: Any) -> list[Entry]:

@@ -18,6 +18,7 @@ from millrace.results.connection import (
     borrow_async,
     connect,
     connect_async,
+    is_unanswered_handshake,
     node_of,
     node_of_async,
     server_name,
@@ -142,8 +143,8 @@ class Transport:
             if self._cache and is_script(command):
                 return self._cache.call(command)
             return self._execute(command)
-        except redis.TimeoutError:
-            if not self._sends_again:
+        except redis.TimeoutError as error:
+            if not self._sends_again or is_unanswered_handshake(error, self._server):
                 raise
         except redis.ConnectionError:  # redis-py retries all but the calls of the cache
             if not (self._sends_again and is_script(command)):
@@ -169,8 +170,8 @@ class Transport:
 
             try:
                 return send()
-            except redis.TimeoutError:
-                if not self._sends_again:
+            except redis.TimeoutError as error:
+                if not self._sends_again or is_unanswered_handshake(error, self._server):
                     raise
                 return send()
 
@@ -236,8 +237,8 @@ class AsyncTransport:
         execute: Callable[..., Awaitable[Reply]] = self._client.execute_command
         try:
             return await execute(*command)
-        except redis.TimeoutError:
-            if not self._sends_again:
+        except redis.TimeoutError as error:
+            if not self._sends_again or is_unanswered_handshake(error, self._server):
                 raise
             return await execute(*command)
 
@@ -256,8 +257,8 @@ class AsyncTransport:
 
             try:
                 return await send()
-            except redis.TimeoutError:
-                if not self._sends_again:
+            except redis.TimeoutError as error:
+                if not self._sends_again or is_unanswered_handshake(error, self._server):
                     raise
                 return await send()
 

@@ -93,10 +93,10 @@ def _check_devices(chosen: str, world_size: int, num_gpus: int | None) -> None:
     if chosen in ("mp", "external") and num_gpus is not None and num_gpus < world_size:
         raise ValueError(
             f"tensor_parallel_size x pipeline_parallel_size: needs {world_size} GPUs, this host has {num_gpus}; use "
-            "smaller sizes, or executor ray with a cluster: pip install 'millrace[ray]', `ray start`, and RAY_ADDRESS"
+            "smaller sizes, or executor ray with a cluster: in the checkout pip install '.[ray]', `ray start`, RAY_ADDRESS"
         )
     if chosen == "ray" and find_spec("ray") is None:
-        raise ValueError("executor: ray is not installed; run: pip install 'millrace[ray]'")
+        raise ValueError("executor: ray is not installed; run in the checkout: pip install '.[ray]'")
 
 
 def _is_in_placement_group() -> bool:

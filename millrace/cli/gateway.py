@@ -33,7 +33,7 @@ def add_parsers(verbs: Verbs) -> None:
 
 def run_rq(args: argparse.Namespace) -> int:
     if find_spec("rq") is None:
-        raise CommandError("the RQ gateway needs rq; run: pip install 'millrace[gateway]'")
+        raise CommandError("the RQ gateway needs rq; run in the checkout: pip install '.[gateway]'")
     from millrace.producer.rq.gateway import serve
 
     serve(args.redis, args.queues, args.to_queue or args.queue, args.max_in_flight)

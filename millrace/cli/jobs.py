@@ -51,6 +51,9 @@ def add_parsers(verbs: Verbs) -> None:
 
     ls = add_verb(verbs, "ls", "list jobs: running, next to start, and last ended")
     ls.add_argument("--state", choices=_STATES, help="only jobs in this state")
+    ls.add_argument(
+        "--rejected", action="store_true", help="the entries of the inbox that could not become jobs, the last first"
+    )
     ls.add_argument("--limit", type=counted, default=50, metavar="N", help="list at most N jobs (default: %(default)s)")
     add_json(ls)
     ls.set_defaults(run=run_ls)
@@ -129,6 +132,8 @@ def run_cancel(args: argparse.Namespace) -> int:
 
 
 def run_ls(args: argparse.Namespace) -> int:
+    if args.rejected:
+        return _list_rejected(args)
     from millrace.results.waiting import describe_obstacle
 
     with open_client(args) as client:
@@ -142,6 +147,30 @@ def run_ls(args: argparse.Namespace) -> int:
     if (obstacle := describe_obstacle(stats, args.queue)) and any(job.state == "queued" for job in jobs):
         remark(obstacle)
     return OK
+
+
+def _list_rejected(args: argparse.Namespace) -> int:
+    from millrace.results.errors import one_line
+    from millrace.results.waiting import duration
+
+    if args.state:
+        raise CommandError("ls: --rejected cannot be combined with --state", INVALID)
+    with open_client(args) as client:
+        entries = client.list_rejected(args.limit)
+    if args.json:
+        for entry in entries:
+            print_json(entry)
+        return OK
+    rows = [
+        (duration(_age_s(one.rejected_ms)), one.id or "-", f"{one_line(one.error.message)}: {one_line(one.raw, 200)}")
+        for one in entries
+    ]
+    print_table(("age", "id", "error: entry"), rows, must_cut=True)
+    return OK
+
+
+def _age_s(time_ms: int) -> float:
+    return max(0.0, time.time() - time_ms / 1000)
 
 
 def _list_jobs(client: Client, args: argparse.Namespace) -> list[Job]:
@@ -180,7 +209,7 @@ def _row(job: Job) -> tuple[str, ...]:
     shown = " -> ".join(part for part in parts if part)
     if job.error:
         shown = "error: " + one_line(job.error.message.strip().partition("\n")[0])
-    age = duration(max(0.0, time.time() - job.timings.created_ms / 1000))
+    age = duration(_age_s(job.timings.created_ms))
     engine = (job.engine if job.state == "running" else None) or "-"
     return job.id, job.state, str(job.num_tokens), age, str(job.attempt), job.tenant, engine, shown
 
@@ -201,7 +230,7 @@ def _facts(job: Job, state: str | None) -> list[str]:
     has_reason = job.finish_reason and job.finish_reason != job.state
     facts = [state or (f"{job.state} ({job.finish_reason})" if has_reason else job.state)]
     if not job.is_done:
-        facts.append(f"submitted {duration(max(0.0, time.time() - job.timings.created_ms / 1000))} ago")
+        facts.append(f"submitted {duration(_age_s(job.timings.created_ms))} ago")
         facts += [f"tenant {job.tenant}"] if job.tenant != "default" else []
         facts.append(f"prompt: {one_line(' '.join(job.prompt.split()), 60)}")
     if job.usage:

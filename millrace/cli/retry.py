@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def add_parsers(verbs: Verbs) -> None:
     retry = add_verb(verbs, "retry", "run failed, expired or cancelled jobs again, as new jobs with the same body")
     retry.add_argument("ids", nargs="*", metavar="id")
-    retry.add_argument("--all", action="store_true", help="run every failed job of the queue again")
+    retry.add_argument(
+        "--all", action="store_true", help="run every failed job of the queue again, but none whose request is invalid"
+    )
     add_json(retry)
     retry.set_defaults(run=run)
 
@@ -26,8 +28,11 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("retry: give either job ids or --all", INVALID)
     with open_client(args) as client:
         if args.all:
-            for job_id, new_id in client.retry_all().items():
+            retried = client.retry_all()
+            for job_id, new_id in retried.items():
                 _print_retried(job_id, new_id, as_json=args.json)
+            if retried.left_out:
+                remark(f"left out, since their requests are invalid and would fail again: {_some(retried.left_out)}")
         return max((_retry(client, job_id, as_json=args.json) for job_id in args.ids), default=OK)
 
 
@@ -42,6 +47,10 @@ def _retry(client: Client, job_id: str, *, as_json: bool) -> int:
         remark(message)
         return status
     return OK
+
+
+def _some(job_ids: list[str]) -> str:
+    return ", ".join(job_ids[:5]) + (f" and {len(job_ids) - 5} more" if len(job_ids) > 5 else "")
 
 
 def _print_retried(job_id: str, new_id: str, *, as_json: bool) -> None:

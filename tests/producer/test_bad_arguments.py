@@ -12,6 +12,7 @@ from numpy import array, float64, int64, ndarray
 
 from millrace import AsyncClient, Client, GenerationRequest, InvalidRequest, MillraceError, SamplingParams
 from millrace.producer.options import SubmitOptions
+from millrace.producer.wire import parse_body
 
 CONTROLS = "a\nb\r\t\x1b[31m\0\x85\u2028\u202e"
 
@@ -239,3 +240,14 @@ def test_what_json_would_change_is_refused() -> None:
             GenerationRequest(messages=[{"role": "user", "content": value}])
         check_message(caught.value)
     GenerationRequest(prompt="x", meta={"a": [1, 1.5, "é", None, True, {"b": 2**70 + 1}]})
+
+
+def test_a_mistyped_name_is_answered_with_the_one_that_was_meant() -> None:
+    with pytest.raises(InvalidRequest, match=r"^max_token: is not a field of a request; did you mean max_tokens\?$"):
+        parse_body(b'{"prompt":"x","max_token":4}')
+    with pytest.raises(
+        InvalidRequest, match=r"^max_new_tokens: is not an argument of submit; did you mean max_tokens\?$"
+    ):
+        Client("redis://127.0.0.1:1").submit("x", **cast(SubmitOptions, {"max_new_tokens": 1}))
+    with pytest.raises(InvalidRequest, match=r"^colour: is not a field of a request; leave it out$"):
+        parse_body(b'{"prompt":"x","colour":4}')

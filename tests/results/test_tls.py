@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,3 +85,17 @@ def test_a_certificate_that_is_not_trusted_is_one_line_of_every_process(
     assert (ran.status, ran.out) == (4, "")
     assert len([line for line in ran.err.splitlines() if "INFO" not in line]) == 1
     assert "?ssl_ca_certs=" in ran.err
+
+
+async def test_a_port_that_does_not_speak_tls_is_told_within_3_s() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # like Redis, it waits for the end of a line
+        url = f"rediss://127.0.0.1:{listener.getsockname()[1]}/0"
+        for call in (Client(url).stats, lambda: Client(url).get("a")):
+            began_s = time.monotonic()
+            with pytest.raises(RedisUnavailable, match=r"does this port speak TLS\?"):
+                call()
+            assert time.monotonic() - began_s < 3
+        began_s = time.monotonic()
+        with pytest.raises(RedisUnavailable, match=r"does this port speak TLS\?"):
+            await AsyncClient(url).stats()
+        assert time.monotonic() - began_s < 3

@@ -47,5 +47,7 @@ local function end_job(id, state, reason, known, ...)
   if state == 'failed' then
     redis.call('ZREMRANGEBYSCORE', prefix .. 'dead', '-inf', now - record_ms)
     redis.call('ZADD', prefix .. 'dead', now, id)
+    local kind = string.match(table.concat({...}, ' '), '"kind":"([%w_]+)"')
+    if kind then redis.call('HSET', prefix .. 'job:' .. id, 'error_kind', kind) end
   end
 end

@@ -8,4 +8,5 @@ local function add_rejected(id, raw, error)
   redis.call('XADD', key, 'MAXLEN', MAX_REJECTED, '*', 'id', string.sub(id, 1, 128), 'raw', string.sub(raw, 1, 4096),
     'error', string.sub(error, 1, 1024))
   redis.call('PEXPIRE', key, REJECTED_TTL_MS)
+  redis.call('HINCRBY', prefix .. 'counts', 'rejected', 1)
 end

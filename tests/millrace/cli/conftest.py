@@ -64,8 +64,8 @@ class EngineByHand:
         num_tokens = sum(len(event.token_ids) for event in events)
         self._write(job, Usage(prompt_tokens=3, completion_tokens=num_tokens), events=events)
 
-    def fail(self, job: ClaimedJob, message: str) -> None:
-        error = JobError(kind="internal", message=message)
+    def fail(self, job: ClaimedJob, message: str, *, kind: str = "internal") -> None:
+        error = JobError(kind=kind, message=message)
         self._write(job, Usage(prompt_tokens=3, completion_tokens=0), error=error)
 
     def _write(

@@ -29,5 +29,5 @@ def test_without_rq_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(gateway, "find_spec", lambda name: None)
     args = build_parser().parse_args(["gateway", "rq", "--queues", "a"])
-    with pytest.raises(CommandError, match=r"needs rq; run: pip install 'millrace\[gateway\]'"):
+    with pytest.raises(CommandError, match=r"needs rq; run in the checkout: pip install '\.\[gateway\]'"):
         args.run(args)

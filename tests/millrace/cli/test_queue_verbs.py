@@ -8,6 +8,8 @@ from pathlib import Path
 import redis
 
 from millrace.results.keys import QueueKeys
+from millrace.results.messages import JobError
+from millrace.results.queue import JobQueue
 from tests.millrace.cli.command import Command, Ran, python
 from tests.millrace.cli.conftest import EngineByHand
 
@@ -55,6 +57,36 @@ def test_a_job_that_cannot_be_run_again_keeps_no_other_from_it(millrace: Command
     ran = millrace("retry", "live", "a", "nobody", "b")
     assert (ran.status, ran.out) == (3, "a\ta.r1\nb\tb.r1\n")
     assert [line[:24] for line in ran.err.splitlines()] == ["millrace: job 'live' is ", "millrace: no job 'nobody"]
+
+
+def test_retrying_all_leaves_out_what_would_fail_again(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id)
+    first, second = engine.claim()
+    engine.fail(first, "no luck")
+    engine.fail(second, "the prompt is too long", kind="invalid_request")
+    ran = millrace("retry", "--all")
+    assert (ran.status, ran.out) == (0, f"{first.job_id}\t{first.job_id}.r1\n")
+    assert ran.err == (f"millrace: left out, since their requests are invalid and would fail again: {second.job_id}\n")
+    assert millrace("retry", second.job_id).out == f"{second.job_id}\t{second.job_id}.r1\n"
+
+
+def test_rejected_entries_of_the_inbox_are_seen(millrace: Command, redis_client: redis.Redis, queue_name: str) -> None:
+    queue = JobQueue(redis_client, queue_name)
+    assert "rejected\t0\n" in millrace("stats").out
+    assert millrace("ls", "--rejected") == (0, "", "")
+    for raw in (b'{"prompt":1}', b"\xff" * 9000):
+        redis_client.xadd(queue.keys.inbox, {"job": raw})
+        (entry,) = queue.read_inbox("0", 1)
+        error = JobError(kind="invalid_request", message="no " * 2000 if len(raw) > 99 else "a string", field="prompt")
+        assert queue.reject(entry.entry_id, None, raw, error) == "rejected"
+    assert "rejected\t2\n" in millrace("stats").out
+    last, first = millrace("ls", "--rejected").out.splitlines()
+    assert first.split("\t")[1:] == ["-", 'a string: {"prompt":1}']
+    assert "no no" in last and last.isprintable() is False  # the tabs between its columns
+    shown = millrace("ls", "--rejected", "--json").json_lines()[1]
+    assert (shown["id"], shown["error"]["field"], shown["raw"]) == (None, "prompt", '{"prompt":1}')
+    assert millrace("ls", "--rejected", "--state", "failed").status == 2
 
 
 def test_a_paused_queue_gives_nothing_out(millrace: Command, engine: EngineByHand) -> None:
