@@ -89,14 +89,14 @@ static struct scratch divide_scratch(const struct attention *c, int64_t vectors,
 }
 
 /* Copy a vector into padded float32. */
-static inline void widen(float *to, const void *from, int64_t offset, int64_t dim, int64_t dtype, float factor)
+static inline void widen(float *to, const void *from, int64_t offset, int64_t dim, int64_t dtype)
 {
     if (dtype == FLOAT32)
         for (int64_t d = 0; d < dim; d++)
-            to[d] = ((const float *)from)[offset + d] * factor;
+            to[d] = ((const float *)from)[offset + d];
     else
         for (int64_t d = 0; d < dim; d++)
-            to[d] = from_bf16(((const uint16_t *)from)[offset + d]) * factor;
+            to[d] = from_bf16(((const uint16_t *)from)[offset + d]);
     for (int64_t d = dim; d < padded(dim); d++)
         to[d] = 0;
 }
@@ -164,7 +164,7 @@ static inline struct vectors vectors_at(const struct attention *c, const void *p
     }
     for (int64_t i = 0; i < count; i++) {
         int64_t offset = slot_of(c, part->row, begin + i) * slot_size + kv_head * dim;
-        widen(widened + i * padded(dim), pool, offset, dim, c->pool_dtype, 1.0f);
+        widen(widened + i * padded(dim), pool, offset, dim, c->pool_dtype);
     }
     if (count < needed)
         memset(widened + count * padded(dim), 0, sizeof(float) * (needed - count) * padded(dim));
@@ -499,7 +499,7 @@ static void read_queries(const struct attention *c, const struct scratch *s, con
         struct origin from = origin_of(c, tile, q);
         int64_t offset = from.head * c->query_head_stride + from.token * c->query_token_stride;
         float *query = s->query + q * padded(c->key_dim);
-        widen(query, c->query, offset, c->key_dim, c->dtype, 1.0f);
+        widen(query, c->query, offset, c->key_dim, c->dtype);
         prepare(c, query, c->query_norm, from.position);
         for (int64_t d = 0; d < c->key_dim; d++)
             query[d] *= c->scaling;
@@ -610,11 +610,10 @@ static void write_pool(const struct attention *c, const struct scratch *s, const
         int64_t slot = slot_of(c, row_of(c, tile, i), from.position), token = from.token;
         for (int64_t head = tile->first_head; head < tile->first_head + tile->num_heads; head++) {
             int64_t to = slot * c->num_kv_heads + head;
-            widen(s->widened, c->key, head * c->key_head_stride + token * c->key_token_stride, c->key_dim, c->dtype, 1.0f);
+            widen(s->widened, c->key, head * c->key_head_stride + token * c->key_token_stride, c->key_dim, c->dtype);
             prepare(c, s->widened, c->key_norm, from.position);
             narrow(c->keys, to * c->key_dim, s->widened, c->key_dim, c->pool_dtype, 1.0f);
-            widen(s->widened, c->value, head * c->value_head_stride + token * c->value_token_stride, c->value_dim, c->dtype,
-                  1.0f);
+            widen(s->widened, c->value, head * c->value_head_stride + token * c->value_token_stride, c->value_dim, c->dtype);
             narrow(c->values, to * c->value_dim, s->widened, c->value_dim, c->pool_dtype, 1.0f);
         }
     }
@@ -668,16 +667,19 @@ static int attend(const struct attention *c)
     struct tile *tiles = malloc(sizeof(struct tile) * c->rows->query_starts[c->rows->num_rows] * c->num_kv_heads);
     if (tiles == NULL)
         return -1;
-    int64_t num_tiles = list_tiles(c, tiles), vectors = 0;
+    int64_t num_tiles = list_tiles(c, tiles), vectors = 0, products = 0;
     for (int64_t i = 0; i < num_tiles; i++)
         vectors = num_vectors(c, &tiles[i]) > vectors ? num_vectors(c, &tiles[i]) : vectors;
+    for (int64_t i = 0; i < c->rows->num_rows; i++)
+        products += (int64_t)(c->rows->query_starts[i + 1] - c->rows->query_starts[i]) * c->rows->kv_lens[i];
+    struct region region = begin_region(products * c->num_heads * (c->key_dim + c->value_dim), c->rows->num_threads);
     size_t scratch_size = (sizeof(float) * scratch_floats(c, vectors) + 63) / 64 * 64;
-    char *memory = aligned_alloc(64, scratch_size * c->rows->num_threads);
+    char *memory = aligned_alloc(64, scratch_size * region.num_threads);
     if (memory == NULL) {
         free(tiles);
         return -1;
     }
-#pragma omp parallel num_threads(c->rows->num_threads)
+#pragma omp parallel num_threads(region.num_threads)
     {
         struct scratch s = divide_scratch(c, vectors, (float *)(memory + scratch_size * omp_get_thread_num()));
 #pragma omp for schedule(static)
@@ -688,6 +690,7 @@ static int attend(const struct attention *c)
         for (int64_t i = 0; i < num_tiles; i++)
             attend_tile(c, &s, &tiles[i]);
     }
+    end_region(region);
     free(tiles);
     free(memory);
     return 0;

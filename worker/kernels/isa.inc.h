@@ -6,6 +6,7 @@
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -22,6 +23,7 @@ PUSH_TARGET(TARGET)
 #endif
 
 #include "simd.h"
+#include "regions.inc.h"
 #include "attention.inc.h"
 #include "sampling.inc.h"
 #include "linear.inc.h"

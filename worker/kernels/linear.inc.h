@@ -18,8 +18,7 @@ enum {
     SPAN_INPUTS = 384,         /* even. Sums of more would lose digits, and a span of a panel stays in the cache */
     BLOCK_INPUTS = 256 * 1024, /* entries of the rows that pass a panel: they stay in the second-level cache */
     BLOCK_ROWS = 32 * TILE_ROWS,
-    AHEAD = 512,            /* floats of the panel that are fetched before their use */
-    SMALL_WORK = 64 * 1024, /* multiplications that are not worth a second thread */
+    AHEAD = 512, /* floats of the panel that are fetched before their use */
 };
 
 /* How the products of a tile are made. */
@@ -154,43 +153,11 @@ static void write_outputs(const struct linear *c, const float *sums, int64_t row
             output_bf16[i] = to_bf16(c->accumulates ? from_bf16(output_bf16[i]) + sums[i] : sums[i]);
 }
 
-/* --- argmax of the outputs, which are not stored --- */
-
-/* What a thread knows of a row: lane by lane the largest output, the first id that has it, and whether one is NaN. */
-struct leader {
-    vf best;
-    vi ids, has_nan;
-};
-
 static void compare_outputs(struct leader *leader, const float *sums, int64_t first_output, int64_t num_outputs)
 {
     vi ids = first_ints() + (int32_t)first_output;
-    for (int v = 0; v < PANEL_VECTORS; v++, ids += LANES) {
-        vi exists = ids < (int32_t)num_outputs;
-        vf x = load(sums + v * LANES);
-        vi is_better = (x > leader->best) & exists; /* not >=: of equal outputs the first wins */
-        leader->best = pick(is_better, x, leader->best);
-        leader->ids = pick_int(is_better, ids, leader->ids);
-        leader->has_nan |= (x != x) & exists;
-    }
-}
-
-/* Find the row's largest output in the threads' parts. */
-static void find_leader(const struct leader *leaders, int64_t num_parts, int64_t stride, float *peak, int64_t *token_id)
-{
-    int is_nan = 0;
-    *peak = -INFINITY;
-    *token_id = 0;
-    for (int64_t part = 0; part < num_parts; part++, leaders += stride) {
-        is_nan |= any_lane(leaders->has_nan);
-        for (int lane = 0; lane < LANES; lane++)
-            if (leaders->best[lane] > *peak || (leaders->best[lane] == *peak && leaders->ids[lane] < *token_id)) {
-                *peak = leaders->best[lane];
-                *token_id = leaders->ids[lane];
-            }
-    }
-    if (is_nan)
-        *peak = NAN;
+    for (int v = 0; v < PANEL_VECTORS; v++, ids += LANES)
+        compare(leader, load(sums + v * LANES), ids, ids < (int32_t)num_outputs);
 }
 
 /* --- the calls --- */
@@ -284,14 +251,9 @@ static int prepare_rows(const struct linear *c, struct rows *rows, char **copy)
             memcpy(to, (const char *)c->input + row * c->num_inputs * size, c->num_inputs * size);
             memset(to + c->num_inputs * size, 0, size);
         } else
-            widen((float *)to, c->input, row * c->num_inputs, c->num_inputs, c->input_dtype, 1.0f);
+            widen((float *)to, c->input, row * c->num_inputs, c->num_inputs, c->input_dtype);
     }
     return 0;
-}
-
-static int useful_threads(const struct linear *c)
-{
-    return c->num_rows * c->num_outputs * c->num_inputs < SMALL_WORK ? 1 : c->num_threads;
 }
 
 /* Return how many rows pass a panel at a time. */
@@ -313,7 +275,8 @@ static int linear(const struct linear *c)
     if (prepare_rows(c, &rows, &copy) != 0)
         return -1;
     int64_t block = block_rows(c), panels = num_panels(c), units = (c->num_rows + block - 1) / block * panels;
-#pragma omp parallel num_threads(useful_threads(c))
+    struct region region = begin_region(c->num_rows * c->num_outputs * c->num_inputs, c->num_threads);
+#pragma omp parallel num_threads(region.num_threads)
     {
         float sums[BLOCK_ROWS * PANEL_OUTPUTS];
 #pragma omp for schedule(static)
@@ -322,6 +285,7 @@ static int linear(const struct linear *c)
             compute_panel(c, rows, first, smaller(block, c->num_rows - first), unit % panels, sums, NULL);
         }
     }
+    end_region(region);
     free(copy);
     return 0;
 }
@@ -330,7 +294,8 @@ static int linear_argmax(const struct linear *c)
 {
     struct rows rows;
     char *copy;
-    int num_threads = useful_threads(c);
+    struct region region = begin_region(c->num_rows * c->num_outputs * c->num_inputs, c->num_threads);
+    int num_threads = region.num_threads;
     struct leader *leaders = aligned_alloc(sizeof(vf), (num_threads * c->num_rows + 1) * sizeof(struct leader));
     if (!leaders || prepare_rows(c, &rows, &copy) != 0) {
         free(leaders);
@@ -350,6 +315,7 @@ static int linear_argmax(const struct linear *c)
                 compute_panel(c, rows, first, count, panel, sums, own);
         }
     }
+    end_region(region);
     for (int64_t row = 0; row < c->num_rows; row++)
         find_leader(leaders + row, num_threads, c->num_rows, c->peaks + row, c->token_ids + row);
     free(copy);

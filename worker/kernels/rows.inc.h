@@ -1,22 +1,13 @@
 /* What a model computes row by row between its linear layers: norms and gated activations. */
 
-enum {
-    CHUNK = 256,               /* entries that are widened at a time; a multiple of LANES */
-    LARGEST_SERIAL = 16 * 1024 /* entries that are not worth a second thread */
-};
-
-static int threads_for(int64_t entries, int64_t num_threads)
-{
-    return entries < LARGEST_SERIAL ? 1 : num_threads;
-}
+enum { CHUNK = 256 }; /* entries that are widened at a time; a multiple of LANES */
 
 /* Return `size` entries as floats: where they lie, or as a copy in `widened`. */
 static inline const float *floats_at(const void *from, int64_t offset, int64_t size, int64_t dtype, float *widened)
 {
     if (dtype == FLOAT32)
         return (const float *)from + offset;
-    for (int64_t i = 0; i < size; i++)
-        widened[i] = from_bf16(((const uint16_t *)from)[offset + i]);
+    widen(widened, from, offset, size, dtype);
     return widened;
 }
 
@@ -46,7 +37,8 @@ static float sum_of_squares(const void *from, int64_t offset, int64_t size, int6
 
 static void norm(const struct norm *c)
 {
-#pragma omp parallel for num_threads(threads_for(c->num_rows * c->size, c->num_threads)) schedule(static)
+    struct region region = begin_region(4 * c->num_rows * c->size, c->num_threads);
+#pragma omp parallel for num_threads(region.num_threads) schedule(static)
     for (int64_t row = 0; row < c->num_rows; row++) {
         int64_t offset = row * c->size;
         float factor = 1.0f / sqrtf(sum_of_squares(c->input, offset, c->size, c->dtype) / c->size + c->epsilon);
@@ -59,6 +51,7 @@ static void norm(const struct norm *c)
                 put(c->output, offset + i, c->adds ? item(c->output, offset + i, c->dtype) + normed : normed, c->dtype);
             }
     }
+    end_region(region);
 }
 
 /* SiLU, or GELU with tanh (Hendrycks, Gimpel: Gaussian Error Linear Units, 2016). (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)). */
@@ -86,7 +79,8 @@ static inline void gate_chunk(float *outputs, const float *gates, const float *v
 
 static void gate(const struct gate *c)
 {
-#pragma omp parallel for num_threads(threads_for(c->num_rows * c->size, c->num_threads)) schedule(static)
+    struct region region = begin_region(4 * c->num_rows * c->size, c->num_threads);
+#pragma omp parallel for num_threads(region.num_threads) schedule(static)
     for (int64_t row = 0; row < c->num_rows; row++)
         for (int64_t first = 0; first < c->size; first += CHUNK) {
             float gates[CHUNK], values[CHUNK], outputs[CHUNK];
@@ -94,10 +88,7 @@ static void gate(const struct gate *c)
             int64_t from = row * 2 * c->size + first, to = row * c->size + first;
             gate_chunk(outputs, floats_at(c->input, from, count, c->dtype, gates),
                        floats_at(c->input, from + c->size, count, c->dtype, values), count, c->activation);
-            if (c->dtype == FLOAT32)
-                memcpy((float *)c->output + to, outputs, count * sizeof(float));
-            else
-                for (int64_t i = 0; i < count; i++)
-                    put(c->output, to + i, outputs[i], c->dtype);
+            narrow(c->output, to, outputs, count, c->dtype, 1.0f);
         }
+    end_region(region);
 }

@@ -33,48 +33,62 @@ static inline float item(const void *from, int64_t offset, int64_t dtype)
     return dtype == FLOAT32 ? ((const float *)from)[offset] : from_bf16(((const uint16_t *)from)[offset]);
 }
 
-static inline __attribute__((always_inline)) void argmax_row(const void *logits, int64_t first, const int64_t dtype,
-                                                             int64_t vocab_size, float *peak, int64_t *token_id)
+/* What is known of a row: lane by lane the largest number, the first id that has it, and whether one is NaN. */
+struct leader {
+    vf best;
+    vi ids, has_nan;
+};
+
+static inline void compare(struct leader *leader, vf x, vi ids, vi exists)
 {
-    vf best = splat(-INFINITY);
-    vi best_ids = {0}, ids = first_ints(), has_nan = {0};
-    int64_t i = 0;
-    for (; i + LANES <= vocab_size; i += LANES, ids += LANES) {
-        vf x = load_item(logits, first + i, dtype);
-        vi is_better = x > best; /* not >=: of equal logits the first wins */
-        best = pick(is_better, x, best);
-        best_ids = pick_int(is_better, ids, best_ids);
-        has_nan |= x != x;
-    }
-    *peak = best[0];
-    *token_id = best_ids[0];
-    int is_nan = any_lane(has_nan);
-    for (int lane = 1; lane < LANES; lane++)
-        if (best[lane] > *peak || (best[lane] == *peak && best_ids[lane] < *token_id)) {
-            *peak = best[lane];
-            *token_id = best_ids[lane];
-        }
-    for (; i < vocab_size; i++) {
-        float x = item(logits, first + i, dtype);
-        is_nan |= x != x;
-        if (x > *peak) {
-            *peak = x;
-            *token_id = i;
-        }
+    vi is_better = (x > leader->best) & exists; /* not >=: of equal numbers the first wins */
+    leader->best = pick(is_better, x, leader->best);
+    leader->ids = pick_int(is_better, ids, leader->ids);
+    leader->has_nan |= (x != x) & exists;
+}
+
+/* Find the row's largest number in the threads' parts. */
+static void find_leader(const struct leader *leaders, int64_t num_parts, int64_t stride, float *peak, int64_t *token_id)
+{
+    int is_nan = 0;
+    *peak = -INFINITY;
+    *token_id = 0;
+    for (int64_t part = 0; part < num_parts; part++, leaders += stride) {
+        is_nan |= any_lane(leaders->has_nan);
+        for (int lane = 0; lane < LANES; lane++)
+            if (leaders->best[lane] > *peak || (leaders->best[lane] == *peak && leaders->ids[lane] < *token_id)) {
+                *peak = leaders->best[lane];
+                *token_id = leaders->ids[lane];
+            }
     }
     if (is_nan)
         *peak = NAN;
 }
 
+static inline __attribute__((always_inline)) void argmax_row(const void *logits, int64_t first, const int64_t dtype,
+                                                             int64_t vocab_size, float *peak, int64_t *token_id)
+{
+    struct leader leader = {splat(-INFINITY), {0}, {0}};
+    vi ids = first_ints(), all = ids >= 0;
+    int64_t i = 0;
+    for (; i + LANES <= vocab_size; i += LANES, ids += LANES)
+        compare(&leader, load_item(logits, first + i, dtype), ids, all);
+    for (; i < vocab_size; i++, ids += 1) /* the first lane has the id i */
+        compare(&leader, splat(item(logits, first + i, dtype)), ids, first_ints() < 1);
+    find_leader(&leader, 1, 0, peak, token_id);
+}
+
 static void argmax(const void *logits, int64_t dtype, int64_t num_rows, int64_t vocab_size, float *peaks,
                    int64_t *token_ids, int64_t num_threads)
 {
-#pragma omp parallel for schedule(static) num_threads(num_threads)
+    struct region region = begin_region(4 * num_rows * vocab_size, smaller(num_rows, num_threads));
+#pragma omp parallel for schedule(static) num_threads(region.num_threads)
     for (int64_t row = 0; row < num_rows; row++)
         if (dtype == FLOAT32)
             argmax_row(logits, row * vocab_size, FLOAT32, vocab_size, peaks + row, token_ids + row);
         else
             argmax_row(logits, row * vocab_size, BFLOAT16, vocab_size, peaks + row, token_ids + row);
+    end_region(region);
 }
 
 /* --- floors of top_k and top_p --- */
@@ -325,7 +339,7 @@ static int draw(const struct draws *c)
 {
     size_t per_thread = (sizeof(float) * 2 + sizeof(struct entry)) * c->vocab_size;
     int is_out_of_memory = 0;
-#pragma omp parallel num_threads(c->num_threads)
+#pragma omp parallel num_threads(smaller(c->num_rows, c->num_threads))
     {
         struct draw_scratch s;
         s.scaled = malloc(per_thread);
