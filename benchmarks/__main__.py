@@ -1,4 +1,4 @@
-"""Run benchmarks against a private Redis, print a table, and write JSON. Run it in the root of a checkout.
+"""Run benchmarks against a private Redis, and write JSON. Run it in the root of a checkout.
 
 parts:
   queue        the queue protocol alone, against Redis Streams and RQ
@@ -22,10 +22,8 @@ import argparse
 import json
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import (
     checkpoints,
@@ -41,7 +39,6 @@ from benchmarks import (
     step_times,
     through_redis,
 )
-from benchmarks.compare import flat
 from benchmarks.environment import ROOT, describe
 from benchmarks.options import Options
 from millrace.embedded import EmbeddedServer
@@ -80,17 +77,8 @@ def main() -> None:
             chosen = (options.quick, limit_s, options.workload, options.engine)
             result[name] = part.measure(Options(server.url, num_rounds, *chosen))
             options.out.write_text(json.dumps(result, indent=2) + "\n")  # a later part may fail
-    _show(result, options.out)
-
-
-def _show(result: dict[str, Any], out: Path) -> None:
-    table = Table("figure", "value", title=f"Millrace on {result['machine']}")
-    for part in filter(PARTS.__contains__, result):
-        for name, value in flat(result[part]):
-            table.add_row(f"{part}: {name}", str(value))
-    console = Console()
-    console.print(table)
-    console.print(f"wrote {out}")
+    Console().print_json(data=result)
+    print(f"wrote {options.out}")
 
 
 def _parse() -> argparse.Namespace:

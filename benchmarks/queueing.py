@@ -8,10 +8,9 @@ from __future__ import annotations
 import itertools
 import logging
 import statistics
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -103,7 +102,7 @@ def _claim_and_finish(url: str, queue: str, limit: int | None = None) -> float:
         claim_s += time.perf_counter() - begin_s
         if not jobs:
             break
-        engine.jobs.write([_finish(job, 10) for job in jobs])
+        engine.jobs.write([_finish(job) for job in jobs])
         num_done += len(jobs)
     return claim_s
 
@@ -124,39 +123,33 @@ class _Engine:
         return claim.jobs if claim else []
 
 
-def _finish(job: ClaimedJob, num_tokens: int) -> Finish:
-    return Finish(
-        job_id=job.job_id,
-        lease=job.lease,
-        state="finished",
-        finish_reason="stop",
-        usage=Usage(prompt_tokens=10, completion_tokens=num_tokens),
-        events=[Event(offset=0, token_ids=list(range(num_tokens)), text="ten tokens of text")],
-    )
+def _finish(job: ClaimedJob) -> Finish:
+    usage = Usage(prompt_tokens=10, completion_tokens=10)
+    events = [Event(offset=0, token_ids=list(range(10)), text="ten tokens of text")]
+    end: dict[str, Any] = {"state": "finished", "finish_reason": "stop", "usage": usage, "events": events}
+    return Finish(job_id=job.job_id, lease=job.lease, **end)
 
 
 def _first_claim(url: str) -> Figures:
     """Measure the median time from `submit` until a waiting engine has the job."""
     queue, waits_s = _new_queue(), []
     engine = _Engine(url, queue)
-    with Client(url, queue=queue) as client:
+    with Client(url, queue=queue) as client, ThreadPoolExecutor(1) as pool:
         for _ in range(50):
-            claimed: list[float] = []
-            waiting = threading.Thread(target=_wait_and_claim, args=(engine, claimed))
-            waiting.start()
+            claimed = pool.submit(_wait_and_claim, engine)
             time.sleep(0.01)  # until the thread blocks
             begin_s = time.perf_counter()
             client.submit(PAYLOAD)
-            waiting.join()
-            waits_s.append(claimed[0] - begin_s)
+            waits_s.append(claimed.result() - begin_s)
     return {"submit_to_first_claim_ms": statistics.median(waits_s) * 1000}
 
 
-def _wait_and_claim(engine: _Engine, claimed: list[float]) -> None:
-    while not claimed:
+def _wait_and_claim(engine: _Engine) -> float:
+    """Return the time of the claim."""
+    while True:
         engine.jobs.wait_for_signal(engine.id, 1.0, include_wake=True)
         if engine.claim(1):
-            claimed.append(time.perf_counter())
+            return time.perf_counter()
 
 
 def _long_queue(url: str, num_jobs: int, num_rounds: int) -> Figures:
@@ -196,9 +189,9 @@ def _streams_baseline(url: str) -> Figures:
 
 
 def _streams_add(client: redis.Redis, stream: str) -> None:
-    for num_jobs in _batches():
+    for first in range(0, NUM_JOBS, BATCH):
         with client.pipeline(transaction=False) as pipe:
-            for _ in range(num_jobs):
+            for _ in range(first, min(first + BATCH, NUM_JOBS)):
                 pipe.xadd(stream, {"job": PAYLOAD})
             pipe.execute()
 
@@ -226,9 +219,9 @@ def _rq_queue(url: str) -> rq.Queue:
 
 
 def _rq_enqueue(queue: rq.Queue) -> None:
-    for num_jobs in _batches():
-        data = [rq.Queue.prepare_data("bench.generate", kwargs={"prompt": PAYLOAD}) for _ in range(num_jobs)]
-        queue.enqueue_many(data)
+    data = [rq.Queue.prepare_data("bench.generate", kwargs={"prompt": PAYLOAD}) for _ in range(NUM_JOBS)]
+    for first in range(0, NUM_JOBS, BATCH):
+        queue.enqueue_many(data[first : first + BATCH])
 
 
 def _rq_work(url: str) -> float:
@@ -243,12 +236,6 @@ def _rq_work(url: str) -> float:
     queue.connection.unlink(*(f"rq:{kind}:{job_id}" for kind in ("job", "results") for job_id in ids))
     queue.connection.close()
     return NUM_RQ_RUN / work_s
-
-
-def _batches() -> Iterator[int]:
-    """Yield the sizes of the batches into which `submit_many` divides NUM_JOBS jobs."""
-    for first in range(0, NUM_JOBS, BATCH):
-        yield min(BATCH, NUM_JOBS - first)
 
 
 def _new_queue() -> str:

@@ -80,14 +80,6 @@ the true median with 95 % confidence (with fewer than 6 rounds: the range of all
 """
 
 
-class Source(NamedTuple):
-    """The newest figures of one part on one machine."""
-
-    path: Path
-    result: Figures
-    figures: Figures
-
-
 def main() -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
@@ -105,22 +97,22 @@ def write(results: Path, page: Path) -> int:
     for old in plots.glob("*.png"):
         old.unlink()
     lines = [INTRODUCTION]
-    for name, sources in by_machine.items():
-        lines += _machine(name, sources, plots)
+    for name, newest in by_machine.items():
+        lines += _machine(name, newest, plots)
     if not by_machine:
         lines.append("Nothing has been measured yet.")
     page.write_text("\n".join(lines).rstrip() + "\n")
     return len(by_machine)
 
 
-def _newest(results: Path) -> dict[str, dict[str, Source]]:
-    """Return the sources by machine and part."""
-    read = [(path, json.loads(path.read_text())) for path in sorted(results.glob("*.json"))]
-    found: dict[str, dict[str, Source]] = {}
-    for path, result in sorted(read, key=lambda pair: str(pair[1].get("created"))):
+def _newest(results: Path) -> dict[str, dict[str, Figures]]:
+    """Return the newest results by machine and part, with the names of their files."""
+    read = [json.loads(path.read_text()) | {"file": path.name} for path in sorted(results.glob("*.json"))]
+    found: dict[str, dict[str, Figures]] = {}
+    for result in sorted(read, key=lambda result: str(result.get("created"))):
         for part in SECTIONS:
             if result.get(part) and not result.get("is_quick"):
-                found.setdefault(_machine_name(result["machine"]), {})[part] = Source(path, result, result[part])
+                found.setdefault(_machine_name(result["machine"]), {})[part] = result
     return found
 
 
@@ -129,15 +121,15 @@ def _machine_name(machine: Figures) -> str:
     return f"{machine['cpu']}, {machine['usable_cores']} cores ({sets}), {machine['memory_gib']:.0f} GiB"
 
 
-def _machine(name: str, sources: Mapping[str, Source], plots: Path) -> Iterator[str]:
+def _machine(name: str, results: Mapping[str, Figures], plots: Path) -> Iterator[str]:
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     yield f"## {name}\n"
     heads = ("part", "file", "commit", "date", "measured rates of the machine", "versions")
-    yield from _table(heads, ((part, *_origin(source)) for part, source in sources.items()))
+    yield from _table(heads, ((part, *_origin(result, part)) for part, result in results.items()))
     for part, section in SECTIONS.items():
-        if part not in sources:
+        if part not in results:
             continue
-        figures = sources[part].figures
+        figures = results[part][part]
         yield f"### {section.title}\n"
         if part in PLOTS:
             PLOTS[part](figures).savefig(plots / f"{slug}-{part}.png")
@@ -151,15 +143,14 @@ def _machine(name: str, sources: Mapping[str, Source], plots: Path) -> Iterator[
         yield from _table([name.replace("_", " ") for name in (*section.keys, *columns)], rows)
 
 
-def _origin(source: Source) -> Iterator[str]:
-    result = source.result
-    yield source.path.name
+def _origin(result: Figures, part: str) -> Iterator[str]:
+    yield result["file"]
     yield (result["commit"] or "unknown")[:12] + (" and changes" if result["is_dirty"] else "")
     yield result["created"][:10]
     rates = result.get("rates", {})
     units = {"read_gb_per_s": "GB/s read", "float32_gflops": "GFLOP/s float32", "bfloat16_gflops": "GFLOP/s bfloat16"}
     yield ", ".join(f"{rates[name]:g} {unit}" for name, unit in units.items() if name in rates)
-    versions = [leaf.get("versions", {}).items() for _, leaf in _leaves(source.figures)]
+    versions = [leaf.get("versions", {}).items() for _, leaf in _leaves(result[part])]
     yield ", ".join(sorted({f"{name} {version}" for one in versions for name, version in one}))
 
 
