@@ -170,10 +170,16 @@ def parse_body(raw: bytes) -> GenerationRequest:
         if not_finite := _NOT_FINITE.search(raw):
             raise InvalidRequest(not_finite[1].decode(), "must be a finite number; NaN is not JSON") from error
         raise InvalidRequest("body", f"is not valid JSON in UTF-8: {_reason(raw, error)}") from error
-    _check_depth(raw)
-    _refuse_repeated_names(raw)
+    if not _is_canonical(flat, raw):
+        _check_depth(raw)
+        _refuse_repeated_names(raw)
     sampling = SamplingParams(**{name: getattr(flat, name) for name in _SAMPLING_NAMES})
     return GenerationRequest(sampling=sampling, **{name: getattr(flat, name) for name in _REQUEST_NAMES})
+
+
+def _is_canonical(flat: Any, raw: bytes) -> bool:
+    """Return whether `canonical_body` could have written this body: then no name is repeated, and nothing is deep."""
+    return flat.messages is None and flat.meta is None and _encoder.encode(flat) == raw
 
 
 def _reason(raw: bytes, error: Exception) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 import msgspec
@@ -120,8 +119,10 @@ class Admission:
             rule = f"the context of {limit} must hold an output token too; shorten it"
             raise InvalidRequest(field, f"has {at_least}{num_tokens} tokens, and {rule}")
 
-    def _check_vocabulary(self, field: str, token_ids: Iterable[int]) -> None:
+    def _check_vocabulary(self, field: str, token_ids: SequenceOf[int]) -> None:
         size = self._facts.vocab_size
+        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
+            return
         for token_id in token_ids:
             if not 0 <= token_id < size:
                 raise InvalidRequest(field, f"token id {token_id} is outside the vocabulary of {size}")

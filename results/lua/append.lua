@@ -36,8 +36,9 @@ end
 
 allow_writes_without_memory()
 local id, lease = ARGV[1], ARGV[2]
-if lease_state(id, lease) ~= 'owned' then return refuse_stale_write() end
-redis.call('HSET', prefix .. 'job:' .. id, 'fingerprint', ARGV[3])
+local state, _, fingerprint = lease_state(id, lease)
+if state ~= 'owned' then return refuse_stale_write() end
+if fingerprint ~= ARGV[3] then redis.call('HSET', prefix .. 'job:' .. id, 'fingerprint', ARGV[3]) end
 local published
 for i = 4, #ARGV, 7 do
   local suffix, event_offset = ARGV[i], tonumber(ARGV[i + 3])

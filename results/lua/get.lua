@@ -6,7 +6,7 @@
 --       meta (JSON), batch, the job that it redrives, the job that redrives it, retries, deadline, when it is due, engine,
 --       tenant, tokens in the checkpoints; then for each candidate from the second on the trimmed part of it: its text and
 --       its tokens
--- include: queue record trimmed_outputs
+-- include: queue record candidates trimmed_outputs
 
 local id = ARGV[1]
 local f = record(id, 'state', 'attempt', 'created', 'started', 'ended', 'trimmed', 'meta', 'batch', 'redrive_of',
