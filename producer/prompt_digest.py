@@ -17,13 +17,14 @@ def prompt_digest(body: bytes) -> str | None:
     It is a hint: equal prompts have equal digests when their clients write JSON in one way.
     """
     for key in _KEYS:
-        start = body.find(key, 0, _MAX_BODY) + len(key)
-        if start >= len(key):
+        at = body.find(key, 0, _MAX_BODY)
+        if at >= 0:
+            start = at + len(key)
             break
     else:
         return None
-    end = start + _NUM_BYTES
-    if end > min(len(body), _MAX_BODY):
+    beginning = body[start : min(start + _NUM_BYTES, _MAX_BODY)]
+    if len(beginning) < _NUM_BYTES:
         return None
     salt = _SALT.match(body, 0, _MAX_BODY) if body.startswith(_SALT_KEY) else None
-    return "%08x" % crc32(body[start:end], crc32(salt[0]) if salt else 0)  # noqa: UP031  # twice as fast as an f-string
+    return crc32(beginning, crc32(salt[0]) if salt else 0).to_bytes(4).hex()

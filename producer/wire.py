@@ -60,14 +60,14 @@ def to_submission(request: GenerationRequest, *, batch: str | None = None) -> Su
     body = canonical_body(request)
     if len(body) > MAX_BODY_BYTES:
         raise PayloadTooLarge(len(body), MAX_BODY_BYTES)
-    seed = request.sampling.seed
+    seed, drawn = request.sampling.seed, os.urandom(24)  # one call of the system for id and seed
     return Submission(
-        job_id=JobId(request.id or os.urandom(16).hex()),
+        job_id=JobId(request.id or drawn[:16].hex()),
         body=body,
         digest=sha256(body).hexdigest(),
         prompt_digest=prompt_digest(body),
         cost=estimate_cost(request),
-        seed=_random_seed() if seed is None else seed,
+        seed=int.from_bytes(drawn[16:], "little") >> 1 if seed is None else seed,
         tenant=request.tenant,
         priority=request.priority,
         is_streamed=request.stream,
@@ -147,10 +147,6 @@ def estimate_cost(request: GenerationRequest) -> int:
         num_bytes = BYTES_PER_TOKEN * len(request.prompt_token_ids or [])
     sampling = request.sampling
     return -(-num_bytes // BYTES_PER_TOKEN) + (sampling.max_tokens or DEFAULT_COST_TOKENS) * sampling.n
-
-
-def _random_seed() -> int:
-    return int.from_bytes(os.urandom(8), "little") >> 1
 
 
 # --- in ------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,8 @@ end
 local function create_job(id, digest, body, cost, seed, tenant, priority, is_streamed, options_json)
   local beginning = #digest == 73 and string.match(digest, '^%-(%x%x%x%x%x%x%x%x)$', 65)
   if beginning then digest = string.sub(digest, 1, 64) end
-  local known = redis.call('HGET', prefix .. 'job:' .. id, 'digest')
+  local key = prefix .. 'job:' .. id
+  local known = redis.call('HGET', key, 'digest')
   if known then return known == digest and 'exists' or 'conflict' end
   local invalid = invalid_argument(id, cost, seed, tenant, priority)
   if invalid then return 'invalid ' .. invalid end
@@ -41,7 +42,7 @@ local function create_job(id, digest, body, cost, seed, tenant, priority, is_str
   local refusal = limit_reached(tenant, cost)
   if refusal then return refusal end
   local serial = next_serial()
-  redis.call('HSET', prefix .. 'job:' .. id, 'v', PROTOCOL, 'digest', digest,
+  redis.call('HSET', key, 'v', PROTOCOL, 'digest', digest,
     'serial', beginning and serial .. '-' .. beginning or serial, 'created', now,
     'tenant', tenant, 'priority', priority, 'cost', cost, 'seed', seed, 'stream', is_streamed, 'state', 'queued')
   redis.call('SET', prefix .. 'body:' .. id, body)
