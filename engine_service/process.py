@@ -179,7 +179,7 @@ class _Serving:
             sleep_level=lambda: engine.sleep_level,
         )
         capacity = Capacity(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)
-        prefixes = CachedPrefixes(lambda block_hash: engine.scheduler.pool.is_cached(block_hash))
+        prefixes = CachedPrefixes(lambda block_hash: engine.scheduler.pool.cache.contains(block_hash))
         self.service = Service(
             engine,
             capacity,

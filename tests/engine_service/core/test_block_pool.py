@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from millrace.engine_service.core.block_hash import extend_hashes, root_hash
-from millrace.engine_service.core.block_pool import IN_HOST_TIER, BlockEvent, BlockPool
+from millrace.engine_service.core.block_pool import BlockPool
 from millrace.engine_service.core.host_tier import BlockKey, HostTier
+from millrace.engine_service.core.prefix_cache import IN_HOST_TIER, BlockEvent
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import NULL_BLOCK
 
@@ -27,7 +28,7 @@ def hashes_of(token_ids: list[int], salt: str = "") -> list[bytes]:
 def fill(pool: BlockPool, token_ids: list[int]) -> list[int]:
     """Blocks for these tokens, the full ones to be found."""
     block_ids = pool.allocate(pool.layout.num_columns(len(token_ids)) * pool.layout.num_groups)
-    pool.register(block_ids, hashes_of(token_ids))
+    pool.cache.register(block_ids, hashes_of(token_ids))
     return block_ids
 
 
@@ -51,11 +52,11 @@ def test_reserved_blocks_are_for_sequences_that_run_and_not_for_prompts_that_sta
     for start in range(10):
         token_ids = [start] * 3 * SIZE
         table = pool.allocate(3)
-        pool.register(table, hashes_of(token_ids))
+        pool.cache.register(table, hashes_of(token_ids))
         assert max(table) <= 4  # the cached prompts make way
         pool.free(table)
         pool.check_integrity([])
-    assert pool.find(hashes_of([9] * 3 * SIZE))
+    assert pool.cache.find(hashes_of([9] * 3 * SIZE))
     table = pool.allocate(8)
     assert sorted(table) == [1, 2, 3, 4, 5, 6, 7, 8]
     assert not pool.can_allocate(1)
@@ -95,10 +96,10 @@ def test_another_process_makes_the_same_hashes() -> None:
 def test_a_prompt_finds_the_full_blocks_of_its_longest_known_beginning() -> None:
     pool = BlockPool(11, KVLayout(SIZE))
     table = fill(pool, list(range(10)))
-    assert pool.find(hashes_of(list(range(10)))) == table[:2]
-    assert pool.find(hashes_of([*range(8), 99, 98, 97, 96])) == table[:2]
-    assert pool.find(hashes_of([*range(4), 99, 98, 97, 96, 8, 9])) == table[:1]
-    assert pool.find(hashes_of([99, *range(1, 10)])) == []
+    assert pool.cache.find(hashes_of(list(range(10)))) == table[:2]
+    assert pool.cache.find(hashes_of([*range(8), 99, 98, 97, 96])) == table[:2]
+    assert pool.cache.find(hashes_of([*range(4), 99, 98, 97, 96, 8, 9])) == table[:1]
+    assert pool.cache.find(hashes_of([99, *range(1, 10)])) == []
 
 
 def test_a_block_without_users_stays_cached_until_its_place_is_needed() -> None:
@@ -106,9 +107,9 @@ def test_a_block_without_users_stays_cached_until_its_place_is_needed() -> None:
     table = fill(pool, list(range(8)))
     pool.free(table)
     assert pool.num_free == 4
-    assert pool.find(hashes_of(list(range(8)))) == table
+    assert pool.cache.find(hashes_of(list(range(8)))) == table
     pool.allocate(3)  # two that cache nothing, and the end of the sequence
-    assert pool.find(hashes_of(list(range(8)))) == table[:1]
+    assert pool.cache.find(hashes_of(list(range(8)))) == table[:1]
 
 
 def test_the_sequence_that_was_freed_first_is_evicted_first_and_each_from_its_end() -> None:
@@ -143,7 +144,7 @@ def test_sharing_a_block_keeps_it_until_its_last_user_has_gone() -> None:
 def test_of_two_blocks_with_the_same_tokens_the_first_is_found() -> None:
     pool = BlockPool(6, KVLayout(SIZE))
     first, second = fill(pool, [1] * 4), fill(pool, [1] * 4)
-    assert pool.find(hashes_of([1] * 4)) == first
+    assert pool.cache.find(hashes_of([1] * 4)) == first
     pool.free(second)
     assert pool.allocate(1) == second, "it caches nothing"
 
@@ -153,7 +154,7 @@ def test_a_reset_forgets_what_is_cached_and_leaves_blocks_with_their_users() -> 
     used, free = fill(pool, [1] * 4), fill(pool, [2] * 4)
     pool.free(free)
     pool.reset_cache()
-    assert pool.find(hashes_of([1] * 4)) == pool.find(hashes_of([2] * 4)) == []
+    assert pool.cache.find(hashes_of([1] * 4)) == pool.cache.find(hashes_of([2] * 4)) == []
     pool.check_integrity([used])
 
 
@@ -161,7 +162,7 @@ def test_what_was_not_computed_is_taken_out_of_the_cache() -> None:
     pool = BlockPool(6, KVLayout(SIZE))
     table = fill(pool, list(range(8)))
     pool.unregister(table[1:])
-    assert pool.find(hashes_of(list(range(8)))) == table[:1]
+    assert pool.cache.find(hashes_of(list(range(8)))) == table[:1]
     pool.free(table)
     pool.unregister(table[:1])
     pool.check_integrity([])
@@ -174,9 +175,9 @@ def test_a_block_is_not_lost_from_the_host_tier_while_the_pool_makes_space_for_i
     pool.free(fill(pool, [1] * 8))
     pool.free(fill(pool, [2] * 8))  # the first ones move to the host tier, and fill it
     pool.host.take_swaps()
-    assert pool.find(first) == [IN_HOST_TIER] * 2
-    table = pool.share(pool.find(first), first)
-    assert pool.find(first) == table and pool.find(second) == []
+    assert pool.cache.find(first) == [IN_HOST_TIER] * 2
+    table = pool.share(pool.cache.find(first), first)
+    assert pool.cache.find(first) == table and pool.cache.find(second) == []
     swaps = pool.host.take_swaps()
     assert [device for _, device in swaps.swap_in] == table and swaps.swap_out == []
     pool.check_integrity([table])
@@ -187,10 +188,10 @@ def test_events_say_what_was_stored_removed_and_cleared() -> None:
     first, second = hashes_of(list(range(8)))
     pool.free(fill(pool, list(range(8))))
     pool.allocate(1)
-    assert pool.take_events() == [BlockEvent("stored", [first, second]), BlockEvent("removed", [second])]
+    assert pool.cache.take_events() == [BlockEvent("stored", [first, second]), BlockEvent("removed", [second])]
     pool.reset_cache()
-    assert pool.take_events() == [BlockEvent("cleared")]
-    assert pool.take_events() == []
+    assert pool.cache.take_events() == [BlockEvent("cleared")]
+    assert pool.cache.take_events() == []
 
 
 # --- any order -----------------------------------------------------------------------------------------------------
@@ -219,9 +220,9 @@ def test_a_hit_has_all_blocks_of_a_full_group_and_the_visible_ones_of_a_window()
     pool = BlockPool(12, HYBRID)
     table = fill(pool, list(range(20)))
     pool.free(table)
-    assert pool.find(hashes_of(list(range(8)))) == table[:4]
-    assert pool.find(hashes_of(list(range(12)))) == [table[0], 0, *table[2:6]]
-    assert pool.find(hashes_of([*range(16), 99, 98, 97, 96])) == [table[0], 0, table[2], 0, *table[4:8]]
+    assert pool.cache.find(hashes_of(list(range(8)))) == table[:4]
+    assert pool.cache.find(hashes_of(list(range(12)))) == [table[0], 0, *table[2:6]]
+    assert pool.cache.find(hashes_of([*range(16), 99, 98, 97, 96])) == [table[0], 0, table[2], 0, *table[4:8]]
 
 
 def test_a_hit_ends_where_a_window_misses_a_block() -> None:
@@ -230,30 +231,30 @@ def test_a_hit_ends_where_a_window_misses_a_block() -> None:
     pool.free(table)
     hashes = hashes_of(list(range(20)))
     pool.unregister([table[2 * 3 + 1]])
-    assert pool.find(hashes) == [table[0], 0, *table[2:6]]
+    assert pool.cache.find(hashes) == [table[0], 0, *table[2:6]]
     pool.unregister([table[2 * 1 + 1]])
-    assert pool.find(hashes) == table[:2]
+    assert pool.cache.find(hashes) == table[:2]
     pool.unregister([table[0]])
-    assert pool.find(hashes) == []
+    assert pool.cache.find(hashes) == []
 
 
 def test_a_window_alone_needs_only_what_it_sees() -> None:
     pool = BlockPool(6, KVLayout(SIZE, (SIZE + 1,)))
     table = fill(pool, list(range(20)))
     pool.unregister(table[:3])
-    assert pool.find(hashes_of(list(range(20)))) == [0, 0, 0, 0, table[4]]
-    assert pool.find(hashes_of(list(range(16)))) == [0, 0, 0, table[3]]
-    assert pool.find(hashes_of(list(range(12)))) == []
+    assert pool.cache.find(hashes_of(list(range(20)))) == [0, 0, 0, 0, table[4]]
+    assert pool.cache.find(hashes_of(list(range(16)))) == [0, 0, 0, table[3]]
+    assert pool.cache.find(hashes_of(list(range(12)))) == []
 
 
 def test_groups_do_not_find_blocks_of_each_other() -> None:
     pool = BlockPool(12, KVLayout(SIZE, (None, None)))
     table = fill(pool, list(range(8)))
     pool.unregister([table[2]])
-    assert pool.find(hashes_of(list(range(8)))) == table[:2]
+    assert pool.cache.find(hashes_of(list(range(8)))) == table[:2]
     second = pool.allocate(4)
-    assert pool.register(second, hashes_of(list(range(8)))) == [second[2]]
-    assert pool.find(hashes_of(list(range(8)))) == [table[0], table[1], second[2], table[3]]
+    assert pool.cache.register(second, hashes_of(list(range(8)))) == [second[2]]
+    assert pool.cache.find(hashes_of(list(range(8)))) == [table[0], table[1], second[2], table[3]]
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -290,13 +291,13 @@ class PoolMachine(RuleBasedStateMachine):
     def admit(self, blocks: list[int], rest: int) -> None:
         token_ids = [block for block in blocks for _ in range(SIZE)] + [7] * rest
         hashes = hashes_of(token_ids)
-        hits = self.pool.find(hashes)
+        hits = self.pool.cache.find(hashes)
         missing = self.layout.num_columns(len(token_ids)) * self.layout.num_groups - len(hits)
         if not self.pool.can_allocate(missing + self.pool.num_free_among(hits)):
             return
         num_hits = len(hits)
         table = self.pool.share(hits, hashes) + self.pool.allocate(missing)
-        self.pool.register(table, hashes)
+        self.pool.cache.register(table, hashes)
         self.run_plan()
         keys = self.keys_of(hashes)
         for block_id, key in zip(table[:num_hits], keys, strict=False):
@@ -326,7 +327,7 @@ class PoolMachine(RuleBasedStateMachine):
         token_ids, table = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
         if by_hash:
             self.pool.unregister_hashes(hashes_of(token_ids))
-            assert self.pool.find(hashes_of(token_ids)) == []
+            assert self.pool.cache.find(hashes_of(token_ids)) == []
         else:
             self.pool.unregister(table)
         self.pool.free(table)
@@ -356,7 +357,7 @@ class PoolMachine(RuleBasedStateMachine):
             for entry, block in enumerate(table)
         }
         for token_ids, table in self.sequences:
-            hits = self.pool.find(hashes_of(token_ids))
+            hits = self.pool.cache.find(hashes_of(token_ids))
             num_hit_tokens = self.layout.num_tokens_in(hits)
             for entry, block in enumerate(hits):
                 column, group = divmod(entry, num_groups)

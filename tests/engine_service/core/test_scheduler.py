@@ -147,7 +147,7 @@ class Bench:
             msgspec.structs.replace(result, token_ids=[NO_TOKEN, *result.token_ids[1:]], failures=[failure])
         )
         computed = failed.block_hashes[failed.num_hit_columns :]
-        assert not any(self.scheduler.pool.is_cached(block_hash) for block_hash in computed)
+        assert not any(self.scheduler.pool.cache.contains(block_hash) for block_hash in computed)
         return failed
 
     def lose_step(self) -> list[Sequence]:
@@ -378,12 +378,10 @@ def preempted_first(sequences: list[Sequence]) -> int:
     for sequence in sequences:
         bench.scheduler.add(sequence)
     while True:
-        running = set(bench.scheduler._running.values())
+        running = set(bench.scheduler._running)
         bench.step()
         if bench.scheduler.stats().num_preemptions:
-            first = next(
-                each for each in sequences if each in running and each not in bench.scheduler._running.values()
-            )
+            first = next(each for each in sequences if each in running and each not in bench.scheduler._running)
             bench.run()
             assert_undisturbed(sequences)
             return first.seq_id

@@ -1,0 +1,144 @@
+"""The running sequences and the blocks that they hold."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from millrace.engine_service.core.block_pool import BlockPool
+from millrace.engine_service.core.sequence import Sequence
+from millrace.executor.wire.messages import NULL_BLOCK, SeqId
+
+
+class RunningSequences:
+    """Owns the running sequences, in the order of admission, and gives them the blocks of the pool.
+
+    A running sequence is a member of a micro-batch, so it has a decode row in each of its steps, or it is ready for a row of
+    another kind (a chunk of its prompt, or its first decode row after a pause), or its last row is in flight.
+    """
+
+    def __init__(self, pool: BlockPool, *, is_sharing: bool) -> None:
+        """`is_sharing`: whether sequences that begin alike share blocks."""
+        self.pool = pool
+        self.is_sharing = is_sharing
+        self._sequences: dict[SeqId, Sequence] = {}
+        self.ready: dict[SeqId, Sequence] = {}
+        """Those that wait for a row."""
+        self.finished: list[SeqId] = []
+        """Sequences that the next plan tells the workers to forget."""
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._sequences.values())
+
+    def __reversed__(self) -> Iterator[Sequence]:
+        return reversed(self._sequences.values())
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return self._sequences.get(sequence.seq_id) is sequence
+
+    # --- admission ---
+
+    def find_blocks(self, sequence: Sequence) -> list[int]:
+        """Return the cached blocks that the sequence begins with. At least one token is left to compute."""
+        if not self._is_caching:
+            return []
+        most = (sequence.num_tokens - 1) // self.pool.layout.block_size
+        return self.pool.cache.find(sequence.hash_blocks(self.pool.layout.block_size)[:most])
+
+    def can_admit(self, sequence: Sequence, hit_blocks: list[int]) -> bool:
+        """Whether its known tokens fit now, and one more, so that it is not preempted at once."""
+        num_hits = len(hit_blocks) - hit_blocks.count(NULL_BLOCK)
+        num_missing = self.pool.layout.num_blocks(sequence.num_tokens + 1) - num_hits
+        return self.pool.can_allocate(num_missing + self.pool.num_free_among(hit_blocks))
+
+    def admit(self, sequence: Sequence, hit_blocks: list[int]) -> set[int]:
+        """Begin with cached blocks. Return those that the host tier had: the next step swaps them in."""
+        table = self.pool.share(hit_blocks, sequence.block_hashes)
+        self._add(sequence, table, self.pool.layout.num_tokens_in(table))
+        return set(table) - set(hit_blocks)
+
+    def fork(self, sequence: Sequence, source: Sequence) -> list[tuple[int, int]]:
+        """Begin with the table of another sequence, which has computed the same tokens. Share its full blocks. Return
+        (source, destination) of the block that is not full, by group: it has to be copied."""
+        num_tokens, layout = sequence.num_tokens, self.pool.layout
+        num_full = num_tokens // layout.block_size * layout.num_groups
+        full, partial = source.block_ids[:num_full], source.block_ids[num_full:]
+        copies = self.pool.allocate(len(partial))
+        self._add(sequence, self.pool.share(full, sequence.block_hashes) + copies, num_tokens)
+        return list(zip(partial, copies, strict=True))
+
+    def _add(self, sequence: Sequence, table: list[int], num_hit_tokens: int) -> None:
+        self._sequences[sequence.seq_id] = self.ready[sequence.seq_id] = sequence
+        self.pool.cache.count_query(sequence.num_tokens, num_hit_tokens)
+        sequence.admit(table, num_hit_tokens, self.pool.layout.block_size)
+
+    # --- blocks ---
+
+    @property
+    def _is_caching(self) -> bool:
+        return self.is_sharing or self.pool.host.num_blocks > 0
+
+    def num_missing_blocks(self, sequence: Sequence, budget: int) -> int:
+        """Return how many blocks the sequence needs for a row of at most `budget` tokens."""
+        num_tokens = sequence.num_computed + min(budget, sequence.num_uncomputed)
+        layout = self.pool.layout
+        return layout.num_columns(num_tokens) * layout.num_groups - len(sequence.block_ids)
+
+    def register_blocks(self, sequence: Sequence, num_tokens: int, registered: list[int]) -> None:
+        """Cache the blocks that the first `num_tokens` fill, without pending tokens. Append those that were not cached
+        before to `registered`."""
+        block_size = self.pool.layout.block_size
+        start, end = sequence.num_registered_columns, min(num_tokens, sequence.num_tokens) // block_size
+        if self._is_caching and start < end:
+            hashes = sequence.hash_blocks(block_size)
+            registered += self.pool.cache.register(sequence.block_ids, hashes[start:end], start)
+            sequence.num_registered_columns = end
+
+    def choose_victim(self) -> Sequence:
+        """Return the sequence to preempt: of the lowest priority, then of the tenant with most blocks, then the youngest."""
+        lowest = min(sequence.priority for sequence in self)
+        blocks_of: Counter[str] = Counter()
+        for sequence in self:
+            blocks_of[sequence.tenant] += self.pool.layout.num_blocks(sequence.num_computed)
+        candidates = [sequence for sequence in reversed(self) if sequence.priority == lowest]
+        return max(candidates, key=lambda each: blocks_of[each.tenant])
+
+    # --- the end ---
+
+    def release(self, sequence: Sequence) -> None:
+        """Remove a sequence, and free its blocks. It keeps its tokens."""
+        del self._sequences[sequence.seq_id]
+        self.ready.pop(sequence.seq_id, None)
+        self.forget_at_workers(sequence)
+        self.pool.free(sequence.reset())
+
+    def forget_at_workers(self, sequence: Sequence) -> None:
+        """Tell the workers with the next plan that the sequence has no more rows, as far as they know it."""
+        if sequence.is_known_to_workers:
+            sequence.is_known_to_workers = False
+            self.finished.append(sequence.seq_id)
+
+    def take_finished(self) -> list[SeqId]:
+        finished, self.finished = self.finished, []
+        return finished
+
+    # --- inspection ---
+
+    def check_integrity(self) -> None:
+        """Assert that each block has the users that it counts, that a block in two tables holds the same tokens in both,
+        and that the tables cover the computed tokens."""
+        self.pool.check_integrity(sequence.block_ids for sequence in self)
+        layout = self.pool.layout
+        content: dict[int, tuple[int, bytes]] = {}
+        for sequence in self:
+            num_held = len(sequence.block_ids) - sequence.block_ids.count(NULL_BLOCK)
+            num_tokens = layout.num_tokens_in(sequence.block_ids)
+            assert sequence.num_computed <= num_tokens and num_held <= layout.num_blocks(num_tokens), sequence
+            for entry, block_id in enumerate(sequence.block_ids):
+                if self.pool.num_users(block_id) > 1:
+                    column, group = divmod(entry, layout.num_groups)
+                    held = (group, sequence.hash_blocks(layout.block_size)[column])
+                    assert content.setdefault(block_id, held) == held, f"block {block_id} is shared wrongly"
