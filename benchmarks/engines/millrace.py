@@ -37,6 +37,7 @@ class Offline(runner.Engine):
         return {
             "prefill_tokens": stats.pool.num_queried_tokens - stats.pool.num_hit_tokens,
             "preemptions": stats.num_preemptions,
+            "swapped_in_blocks": stats.pool.num_swapped_in,
             "steps": executor.num_steps,
             "plan_bytes": executor.plan_bytes,
         }
