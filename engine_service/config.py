@@ -14,6 +14,7 @@ import msgspec
 from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.errors import ConfigurationError
 from millrace.executor.launch.select import NAMES as EXECUTORS
+from millrace.executor.logs import FORMATS as LOG_FORMATS
 from millrace.executor.wire.messages import WorkerConfig
 from millrace.producer.checks import shown
 from millrace.results.keys import QUEUE_PATTERN
@@ -44,6 +45,7 @@ _CHOICES = {
     "executor": EXECUTORS,
     "kv_cache_dtype": ("auto", "float32", "bfloat16"),
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
+    "log_format": LOG_FORMATS,
 }
 _PATTERNS = {
     "device": (r"auto|cpu|cuda(:\d{1,3})?", "must be auto, cpu, cuda or cuda:N"),
@@ -82,6 +84,7 @@ _HELP = {
     "metrics_port": ("PORT", "port that serves /metrics and /health over HTTP; 0 takes a free one (default: off)"),
     "metrics_host": ("ADDRESS", "address that serves /metrics and /health"),
     "log_level": (None, "least severe messages that are logged"),
+    "log_format": (None, "text lines, or one JSON object a line"),
 }
 """By option: how the help calls its value, and what it says."""
 
@@ -171,6 +174,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     heartbeat: float = 10.0
     inter_token_latency: float = 0.1
     log_level: str = "INFO"
+    log_format: str = "text"
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
 

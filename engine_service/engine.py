@@ -16,6 +16,7 @@ from millrace.engine_service.generation import Generation
 from millrace.engine_service.worker_group import FailedSequence, Failure, WorkerGroup, no_longer_fits
 from millrace.executor.base import Executor, StepFuture
 from millrace.executor.errors import Asleep, ExecutorError, WorkerError
+from millrace.executor.histogram import STEP_BOUNDS_S, Histogram
 from millrace.executor.metrics import ExecutorMetrics
 from millrace.executor.wire.messages import ModelFacts, SeqId, StepPlan
 
@@ -42,6 +43,8 @@ class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     executor: ExecutorMetrics
     scheduler: SchedulerStats
+    inter_token_s: Histogram
+    """From one token of a sequence to the next, where each is of the step after the last one."""
     pool_use: float
     """Share of the KV pool's blocks that sequences hold, 0 to 1."""
     token_budget: int
@@ -59,6 +62,9 @@ class Engine:
         self._run_ahead = config.run_ahead
         self._in_flight: deque[tuple[StepPlan, StepFuture]] = deque()
         """Steps that were sent to the workers and have no result yet, oldest first."""
+        self._inter_token_s = Histogram(STEP_BOUNDS_S)
+        self._result_s: dict[int, float] = {}
+        """By micro-batch: when its last result came."""
         self._pending_updates: list[Progress] = []
         """Changes from outside of `step`, which returns them with its own."""
         self._deepest_sleep = 0
@@ -217,6 +223,7 @@ class Engine:
             self._in_flight.popleft()
             self._step_limits = None
             self._workers.count_good_step()
+            self._record_intervals(plan)
             progress = [self._apply(advance) for advance in self.scheduler.apply(result)]
             self._mark_idle()
             return progress
@@ -244,6 +251,14 @@ class Engine:
         """Exclude the time without work from the host's time."""
         if not self._in_flight and not self.scheduler.has_work:
             self._executor.mark_idle()
+
+    def _record_intervals(self, plan: StepPlan) -> None:
+        """Count the time since the last step of the micro-batch once for each row that has a token of both steps."""
+        now_s = time.monotonic()
+        num_decodes = plan.num_tokens - sum(row.num_tokens for row in plan.rows)
+        if num_decodes:
+            self._inter_token_s.add(now_s - self._result_s[plan.micro_batch], num_decodes)
+        self._result_s[plan.micro_batch] = now_s
 
     def _set_step_limits(self, plan: StepPlan) -> None:
         now_s = time.monotonic()
@@ -315,6 +330,7 @@ class Engine:
         return EngineMetrics(
             executor=self._executor.stats(),
             scheduler=scheduler,
+            inter_token_s=self._inter_token_s.copy(),
             pool_use=1 - scheduler.pool.num_free / max(1, self.scheduler.pool.num_blocks - 1),
             token_budget=self.scheduler.token_budget.tokens,
             sleep_level=self.sleep_level,

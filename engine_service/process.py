@@ -21,6 +21,7 @@ from millrace.engine_service.model_files import eos_token_ids, fingerprint, reso
 from millrace.engine_service.observe.endpoint import Endpoint
 from millrace.engine_service.observe.health import Health
 from millrace.engine_service.observe.metrics import MetricsCollector
+from millrace.engine_service.observe.status import Figures, StatusLog
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.serving.capacity import Capacity
 from millrace.engine_service.serving.inbox import Inbox
@@ -32,10 +33,12 @@ from millrace.engine_service.serving.prefixes import CachedPrefixes
 from millrace.engine_service.serving.service import Service
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.launch.external import become_rank, die_with_rank_0, is_torchrun_rank
+from millrace.executor.logs import FORMAT_VARIABLE, set_up_logs
 from millrace.executor.phases import process_age_s, timed
 from millrace.executor.wire.failures import EXIT_CONFIGURATION, EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY
 from millrace.results.connection import connect
 from millrace.results.errors import QueueError
+from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
 from millrace.results.writer import Writer
 
@@ -55,13 +58,17 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, _stop_starting)
         signal.signal(signal.SIGINT, _stop_starting)
         config = parse(argv)
-        logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        os.environ[FORMAT_VARIABLE] = config.log_format
+        set_up_logs(config.log_level)
         logger.info("start: imports and options %.2f s", process_age_s())
         if config.executor in ("auto", "external") and is_torchrun_rank(os.environ):
             _become_rank(config, sys.argv[1:] if argv is None else argv)
         return _Process(config).run()
     except (ConfigurationError, QueueError, EngineDead) as error:
-        print(f"millrace serve: {error}", file=sys.stderr)
+        if os.environ.get(FORMAT_VARIABLE) == "json":
+            logger.critical("%s", error)
+        else:
+            print(f"millrace serve: {error}", file=sys.stderr)
         if isinstance(error, EngineDead):
             return _EXIT_BY_CAUSE.get(error.cause, EXIT_WORKERS_LOST)
         return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_REDIS
@@ -131,7 +138,8 @@ class _Process:
         serving = _Serving(config, self._engine, self._health, admission, mark, self._connect)
         serving.start()
         engine_id = serving.leases.engine_id
-        self._metrics_collector.watch(serving.service, engine=engine_id, model=config.model_name, queue=config.queue)
+        names = {"engine": engine_id, "model": config.model_name, "queue": config.queue}
+        self._metrics_collector.watch(serving.service, serving.leases, **names)
         logger.info("engine %s serves %s on queue %s", engine_id, config.model_name, config.queue)
         logger.info("start: ready after %.2f s", process_age_s())
         try:
@@ -169,7 +177,10 @@ class _Serving:
         self._config = config
         self._engine = engine
         self._health = health
-        self._writer = Writer(connect(), on_stale=lambda job_id, lease: self.service.post(Lost(job_id, lease)))
+        outage = Outage()
+        self._writer = Writer(
+            connect(), on_stale=lambda job_id, lease: self.service.post(Lost(job_id, lease)), outage=outage
+        )
         self.leases = Leases(
             connect(),
             new_engine_id(),
@@ -177,6 +188,7 @@ class _Serving:
             pending=self._writer.pending,
             on_news=lambda news: self.service.post_reconciliation(news),
             sleep_level=lambda: engine.sleep_level,
+            outage=outage,
         )
         capacity = Capacity(_max_open_jobs(config), engine.scheduler.pool.capacity_tokens)
         prefixes = CachedPrefixes(lambda block_hash: engine.scheduler.pool.cache.contains(block_hash))
@@ -198,8 +210,10 @@ class _Serving:
             fingerprint=mark,
             post=self.service.post,
             cached_prompts=prefixes.current,
+            outage=outage,
         )
-        self._inbox = Inbox(connect())
+        self._inbox = Inbox(connect(), outage)
+        self._status_log = StatusLog(self._figures)
 
     def start(self) -> None:
         self.leases.start()
@@ -208,12 +222,13 @@ class _Serving:
         self._inbox.start()
         threads = [*self._intake.threads, self._inbox.thread, self.leases.thread, self._writer.thread]
         self._health.watch(self.leases, threads)
+        self._status_log.start()
 
     def run(self) -> None:
         """Serve until a signal, then finish the running jobs."""
         try:
             self.service.serve()
-            logger.info("draining")
+            logger.info("draining: no jobs are claimed any more")
             self._stop_intake()
             self.service.finish_running(self._config.drain_grace)
         except KeyboardInterrupt:  # by `_drain_on_signal`
@@ -227,7 +242,20 @@ class _Serving:
         if not is_all_written:
             logger.error("Redis did not take the last writes; another engine will recover their jobs")
         self.leases.stop()
+        self._status_log.stop()
         return is_all_written
+
+    def _figures(self) -> Figures:
+        metrics, jobs = self._engine.metrics(), self.service.metrics()
+        return Figures(
+            num_running=metrics.scheduler.num_running,
+            num_waiting=metrics.scheduler.num_waiting,
+            kv_use=metrics.pool_use,
+            num_generated_tokens=metrics.executor.num_tokens,
+            num_prompt_tokens=jobs.num_prompt_tokens,
+            num_finished=jobs.num_by_outcome["finished"],
+            num_failed=jobs.num_by_outcome["failed"],
+        )
 
     def _stop_intake(self) -> None:
         self._health.let_threads_end()

@@ -113,7 +113,7 @@ class WorkerGroup:
                 self._bring_up(self._executor.restart)
             else:
                 self._grow_after_s = GROW_AFTER_S
-                logger.warning("all %s ranks are back", _format_sizes(self._full_sizes))
+                logger.info("all %s ranks are back", _format_sizes(self._full_sizes))
         return self._begin_epoch()
 
     def count_good_step(self) -> None:

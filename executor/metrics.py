@@ -1,25 +1,12 @@
-"""The metrics of an executor: counts, and percentiles over the last steps and calls."""
+"""The metrics of an executor: counts and histograms."""
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import msgspec
 
-_WINDOW = 1024
-"""Number of samples that percentiles are computed from: the newest."""
-
-
-class Percentiles(msgspec.Struct, frozen=True):
-    """Of the last samples, in seconds; all 0 before the first."""
-
-    p50: float = 0.0
-    p95: float = 0.0
-    p99: float = 0.0
-    count: int = 0
-    """Of all samples so far; so is the next field."""
-    sum_s: float = 0.0
+from millrace.executor.histogram import STEP_BOUNDS_S, Histogram
 
 
 class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,14 +31,14 @@ class ExecutorMetrics(msgspec.Struct, frozen=True, kw_only=True):
     requests_per_s: float
     """Over the time from the first request to the last reply; so is the next field."""
     tokens_per_s: float
-    latency_s: Percentiles
+    latency_s: Histogram
     """From sending a step or a call to its last needed reply."""
-    step_s: Percentiles
+    step_s: Histogram
     """Duration of a step: from sending it, or from the reply before it where steps overlap, to its reply."""
-    host_s: Percentiles
+    host_s: Histogram
     """From a reply to sending the next step when no other step was in flight, so the workers waited for the host. Time
     without work, asleep or in recovery does not count."""
-    rpc_s: Percentiles
+    rpc_s: Histogram
     """Latency of a step minus the time that its worker reports: the cost of the transport."""
     plan_bytes: int
     """Payload of all step plans so far. 0 where the worker is in this process; so is the next field."""
@@ -82,7 +69,7 @@ class Recorder:
         self.device_bytes: list[int | None] = []
         self.device_total_bytes: list[int | None] = []
         self.device_utilization: list[float | None] = []
-        self.latency_s, self.step_s, self.host_s, self.rpc_s = Samples(), Samples(), Samples(), Samples()
+        self.latency_s, self.step_s, self.host_s, self.rpc_s = (Histogram(STEP_BOUNDS_S) for _ in range(4))
         self._first_s: float | None = None
         self._last_s = 0.0
         self._step_ended_s: float | None = None
@@ -142,27 +129,6 @@ class Recorder:
 
 
 def _snapshot(value: Any) -> Any:
-    if isinstance(value, Samples):
-        return value.percentiles()
+    if isinstance(value, Histogram):
+        return value.copy()
     return list(value) if isinstance(value, list) else value
-
-
-class Samples:
-    """Owns the last samples of one duration, and the count and sum of all."""
-
-    def __init__(self) -> None:
-        self._samples: deque[float] = deque(maxlen=_WINDOW)
-        self._count = 0
-        self._sum_s = 0.0
-
-    def add(self, value: float) -> None:
-        self._count += 1
-        self._sum_s += value
-        self._samples.append(value)
-
-    def percentiles(self) -> Percentiles:
-        if not self._samples:
-            return Percentiles()
-        ordered = sorted(self._samples)
-        p50, p95, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.95, 0.99))
-        return Percentiles(p50, p95, p99, self._count, self._sum_s)

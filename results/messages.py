@@ -201,6 +201,16 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
 Write = Append | Begin | Finish | Release
 
 
+class Recovery(msgspec.Struct, frozen=True):
+    """What `recover` has done with the jobs of one dead engine."""
+
+    engine_id: EngineId
+    num_jobs: int
+    """All jobs, also those that failed."""
+    failed: list[JobId]
+    """Jobs with which too many engines have died."""
+
+
 class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
     """The reply to a heartbeat: what changed for the jobs that the engine holds."""
 
@@ -338,6 +348,8 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     """Writes refused because the job was no longer the writer's."""
     waiting_tokens: int = 0
     """Expected tokens of the queued and the delayed jobs."""
+    oldest_queued_ms: int = 0
+    """Age of the oldest queued job; 0 without one."""
     is_paused: bool = False
     sleep_levels: dict[str, int] = {}
     """By the id of each engine alive: 0 awake, 1 asleep with its weights in host memory, 2 without them."""

@@ -23,6 +23,7 @@ from millrace.results.messages import (
     Lease,
     QueueStats,
     Reconciliation,
+    Recovery,
     Signal,
     Submission,
     Write,
@@ -133,9 +134,13 @@ class JobQueue:
         """Remove the engine, and return its remaining jobs to the queue. Returns their number."""
         return int(self._run("deregister", engine_id))
 
-    def recover(self, max_jobs: int = 256) -> int:
-        """Recover jobs of dead engines; returns their number. Call again while it is `max_jobs`."""
-        return int(self._run("recover", max_jobs))
+    def recover(self, max_jobs: int = 256) -> list[Recovery]:
+        """Recover jobs of dead engines. Call again while it returns `max_jobs` jobs."""
+        return replies.recoveries(self._run("recover", max_jobs))
+
+    def stats(self) -> QueueStats:
+        """Return the counts of the queue."""
+        return replies.queue_stats(self._transport.send(commands.stats(self.keys)))
 
     def wait_for_signal(
         self, engine_id: EngineId, timeout_s: float, *, include_wake: bool

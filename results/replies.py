@@ -20,6 +20,7 @@ from millrace.results.messages import (
     Claim,
     ClaimedJob,
     CompletionOutput,
+    EngineId,
     InboxEntry,
     Job,
     JobError,
@@ -28,6 +29,7 @@ from millrace.results.messages import (
     Position,
     QueueStats,
     Reconciliation,
+    Recovery,
     RejectedEntry,
     Signal,
     SignalKind,
@@ -172,6 +174,13 @@ def signal(reply: tuple[bytes, bytes] | None, wake_key: str) -> Signal | Literal
 
 def inbox_entries(reply: Any) -> list[InboxEntry]:
     return [InboxEntry(entry_id=at.decode(), raw=raw, num_bytes=num_bytes) for at, num_bytes, raw in reply]
+
+
+def recoveries(reply: list[list[Any]]) -> list[Recovery]:
+    return [
+        Recovery(EngineId(text(engine)), num_jobs, [JobId(each) for each in decode_list(failed)])
+        for engine, num_jobs, *failed in reply
+    ]
 
 
 def queue_stats(reply: list[Any]) -> QueueStats:

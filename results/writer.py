@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from millrace.results.errors import QueueError
 from millrace.results.messages import Append, Event, Finish, JobId, Lease, Release, Write
+from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
 
 log = logging.getLogger(__name__)
@@ -27,10 +28,16 @@ class Writer:
     """
 
     def __init__(
-        self, queue: JobQueue, on_stale: Callable[[JobId, Lease], None], *, max_pending_bytes: int = 64 * 1024 * 1024
+        self,
+        queue: JobQueue,
+        on_stale: Callable[[JobId, Lease], None],
+        *,
+        max_pending_bytes: int = 64 * 1024 * 1024,
+        outage: Outage | None = None,
     ) -> None:
         self._queue = queue
         self._on_stale = on_stale
+        self._outage = outage or Outage()
         self._max_pending_bytes = max_pending_bytes
         self._changed = threading.Condition()
         # Below: guarded by _changed.
@@ -115,9 +122,11 @@ class Writer:
         backoff_s = 0.05
         while True:
             try:
-                return self._queue.write(batch)
+                outcomes = self._queue.write(batch)
+                self._outage.note_success()
+                return outcomes
             except QueueError as error:
-                log.warning("%d results wait to be written, next try in %.2f s: %s", len(batch), backoff_s, error)
+                self._outage.note_failure(error)
             except Exception:  # our bug: it must not end the thread, which has more to write
                 log.exception("%d results wait to be written, next try in %.2f s", len(batch), backoff_s)
             with self._changed:

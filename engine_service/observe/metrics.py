@@ -1,20 +1,27 @@
-"""The names and meanings of the Prometheus metrics, and where their values come from."""
+"""The names and meanings of the Prometheus metrics, and where their values come from.
+
+Metrics with a meaning that vLLM has too have its names, with `millrace_` for `vllm:`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TypeAlias
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
 from millrace.engine_service.engine import Engine, EngineMetrics
 from millrace.engine_service.observe.health import Health
 from millrace.engine_service.serving.job_table import JobMetrics
+from millrace.engine_service.serving.leases import Leases
 from millrace.engine_service.serving.service import Service
-from millrace.executor.metrics import ExecutorMetrics, Percentiles
+from millrace.executor.histogram import Histogram
+from millrace.executor.metrics import ExecutorMetrics
+from millrace.results.messages import QueueStats
 
-Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily | SummaryMetricFamily
+Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily | HistogramMetricFamily
 
 
 class MetricsCollector(Collector):
@@ -24,11 +31,12 @@ class MetricsCollector(Collector):
         self._engine = engine
         self._health = health
         self._service: Service | None = None
+        self._leases: Leases | None = None
         self._names: dict[str, str] = {}
 
-    def watch(self, service: Service, **names: str) -> None:
-        """Add the figures of the service. `names` are the labels of the metric `millrace_engine`."""
-        self._service = service
+    def watch(self, service: Service, leases: Leases, **names: str) -> None:
+        """Add the figures of the service and of its queue. `names` are the labels of the metric `millrace_engine`."""
+        self._service, self._leases = service, leases
         self._names = names
 
     def collect(self) -> Iterator[Family]:
@@ -41,6 +49,24 @@ class MetricsCollector(Collector):
         if self._service is not None:
             yield InfoMetricFamily("millrace_engine", "The engine and what it serves.", self._names)
             yield from _jobs(self._service.metrics())
+        if self._leases is not None and (stats := self._leases.queue_stats) is not None:
+            yield from _queue(stats, self._names["queue"])
+
+
+def _queue(stats: QueueStats, queue: str) -> Iterator[Family]:
+    """All engines of a queue report the same, as of their last heartbeat."""
+    for name, meaning, value in (
+        ("queue_ready_jobs", "Jobs that wait for an engine.", stats.queued),
+        ("queue_delayed_jobs", "Jobs that wait for a time: delayed ones and retries.", stats.delayed),
+        ("queue_running_jobs", "Jobs that engines hold.", stats.running),
+        ("queue_tokens", "Expected tokens of the ready and the delayed jobs.", stats.waiting_tokens),
+        ("queue_oldest_job_seconds", "Age of the oldest ready job, 0 without one.", stats.oldest_queued_ms / 1000),
+        ("queue_engines", "Engines with a heartbeat.", stats.engines),
+        ("queue_paused", "1 while the queue is paused, else 0.", stats.is_paused),
+    ):
+        family = GaugeMetricFamily(f"millrace_{name}", meaning, labels=["queue"])
+        family.add_metric([queue], value)
+        yield family
 
 
 def _jobs(metrics: JobMetrics) -> Iterator[Family]:
@@ -53,15 +79,25 @@ def _jobs(metrics: JobMetrics) -> Iterator[Family]:
         ended.add_metric([outcome], number)
     yield ended
     yield _gauge("jobs_open", "Jobs that this engine holds now.", metrics.num_open)
-    yield _summary("job_seconds", "From a job's arrival in this engine to when it left.", metrics.job_s)
+    yield _counter(
+        "prompt_tokens", "Prompt tokens of the jobs whose first token was sampled.", metrics.num_prompt_tokens
+    )
+    for name, meaning, of in (
+        ("request_queue_time_seconds", "From when a job could run until an engine had it.", metrics.queue_s),
+        ("time_to_first_token_seconds", "From when a job could run to its first token.", metrics.first_token_s),
+        ("e2e_request_latency_seconds", "From when a job could run until it had finished.", metrics.end_to_end_s),
+        ("request_prompt_tokens", "Prompt tokens of a finished job.", metrics.prompt_tokens),
+        ("request_generation_tokens", "Output tokens of a finished job, of all candidates.", metrics.output_tokens),
+    ):
+        yield _histogram(name, meaning, of)
 
 
 def _engine(metrics: EngineMetrics) -> Iterator[Family]:
     scheduler, executor = metrics.scheduler, metrics.executor
     yield _gauge("sleep_level", "0: awake, 1: asleep, weights in host memory, 2: without them.", metrics.sleep_level)
-    yield _gauge("sequences_running", "Sequences in the batch.", scheduler.num_running)
-    yield _gauge("sequences_waiting", "Sequences that wait for space in the batch.", scheduler.num_waiting)
-    yield _counter("preemptions", "Sequences preempted because KV blocks ran out.", scheduler.num_preemptions)
+    yield _gauge("num_requests_running", "Sequences in the batch.", scheduler.num_running)
+    yield _gauge("num_requests_waiting", "Sequences that wait for space in the batch.", scheduler.num_waiting)
+    yield _counter("num_preemptions", "Sequences preempted because KV blocks ran out.", scheduler.num_preemptions)
     yield _counter("prefix_cache_queries", "Known tokens of the sequences admitted.", scheduler.pool.num_queried_tokens)
     yield _counter("prefix_cache_hits", "Of those, found in the prefix cache.", scheduler.pool.num_hit_tokens)
     yield _gauge(
@@ -71,13 +107,15 @@ def _engine(metrics: EngineMetrics) -> Iterator[Family]:
     yield _counter("swapped_out_blocks", "KV blocks copied to the host tier.", scheduler.pool.num_swapped_out)
     yield _counter("swapped_in_blocks", "KV blocks copied back from the host tier.", scheduler.pool.num_swapped_in)
     yield _gauge("kv_pool_blocks", "Size of the KV pool in blocks.", executor.num_blocks)
-    yield _gauge("kv_pool_used_ratio", "Share of the KV pool's blocks that sequences hold, 0 to 1.", metrics.pool_use)
+    yield _gauge("kv_cache_usage_perc", "Share of the KV pool's blocks that sequences hold, 0 to 1.", metrics.pool_use)
+    interval = "From one token of a sequence to the next."
+    yield _histogram("inter_token_latency_seconds", interval, metrics.inter_token_s)
     budget = "Most tokens in a step; less than configured after the device ran out of memory."
     yield _gauge("step_budget_tokens", budget, metrics.token_budget)
 
 
 def _executor(metrics: ExecutorMetrics) -> Iterator[Family]:
-    yield _counter("generated_tokens", "Tokens sampled; its rate is the throughput.", metrics.num_tokens)
+    yield _counter("generation_tokens", "Tokens sampled; its rate is the throughput.", metrics.num_tokens)
     yield _counter("executor_steps", "Steps sent to the workers.", metrics.num_steps)
     yield _counter("executor_requests", "Steps and calls sent to the workers.", metrics.num_requests)
     yield _counter("executor_requests_completed", "Of those, answered with a result.", metrics.num_completed)
@@ -86,10 +124,11 @@ def _executor(metrics: ExecutorMetrics) -> Iterator[Family]:
     yield _counter("executor_reply_bytes", "Payload of all replies to steps.", metrics.reply_bytes)
     yield _counter("executor_stale_replies", "Late replies, and foreign messages.", metrics.num_stale_replies)
     latency = "From the sending of a step or call to its last needed reply."
-    yield _summary("executor_latency_seconds", latency, metrics.latency_s)
-    yield _summary("step_seconds", "Duration of a step, with sending and reply.", metrics.step_s)
-    yield _summary("host_seconds", "From the reply of a step to the sending of the next: workers idle.", metrics.host_s)
-    yield _summary("rpc_seconds", "Transfer of a step to the worker and back, without computation.", metrics.rpc_s)
+    yield _histogram("executor_latency_seconds", latency, metrics.latency_s)
+    yield _histogram("step_seconds", "Duration of a step, with sending and reply.", metrics.step_s)
+    idle = "From the reply of a step to the sending of the next: workers idle."
+    yield _histogram("host_seconds", idle, metrics.host_s)
+    yield _histogram("rpc_seconds", "Transfer of a step to the worker and back, without computation.", metrics.rpc_s)
 
 
 def _workers(metrics: ExecutorMetrics) -> Iterator[Family]:
@@ -124,9 +163,7 @@ def _by_rank(name: str, meaning: str, values: Sequence[float | None]) -> GaugeMe
     return family
 
 
-def _summary(name: str, meaning: str, of: Percentiles) -> SummaryMetricFamily:
-    """The quantiles are of the last samples, count and sum of all."""
-    family = SummaryMetricFamily(f"millrace_{name}", meaning, count_value=of.count, sum_value=of.sum_s)
-    for quantile, value in (("0.5", of.p50), ("0.95", of.p95), ("0.99", of.p99)):
-        family.add_sample(family.name, {"quantile": quantile}, value if of.count else float("nan"))
-    return family
+def _histogram(name: str, meaning: str, of: Histogram) -> HistogramMetricFamily:
+    bounds = [*map(str, map(float, of.bounds)), "+Inf"]
+    buckets = list(zip(bounds, accumulate(of.counts), strict=True))
+    return HistogramMetricFamily(f"millrace_{name}", meaning, buckets=buckets, sum_value=of.total)

@@ -16,6 +16,7 @@ from millrace.producer import InvalidRequest, PayloadTooLarge
 from millrace.producer.wire import MAX_BODY_BYTES, parse_body, refusal, to_submission, usable_id
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import InboxEntry, JobError, Submission
+from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
 from millrace.results.replies import Outcome
 
@@ -56,8 +57,9 @@ class _TenantLimits:
 class Inbox:
     """Owns the thread that empties the inbox."""
 
-    def __init__(self, queue: JobQueue) -> None:
+    def __init__(self, queue: JobQueue, outage: Outage | None = None) -> None:
         self._queue = queue
+        self._outage = outage or Outage()
         self._seen = _FIRST
         """The last entry that was tried since the last full pass. Entries up to it stay because of limits."""
         self._rest_until_s = 0.0
@@ -83,8 +85,9 @@ class Inbox:
                     self._stopping.wait(_PAUSE_S)
                 elif not self._take_all():
                     self._stopping.wait(_RETRY_S)
+                self._outage.note_success()
             except QueueError as error:
-                logger.warning("%s; trying again", error)
+                self._outage.note_failure(error)
                 self._stopping.wait(_RETRY_S)
             except Exception:  # our bug: it must not end the thread
                 logger.exception("trying again")

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Callable
 
-from millrace.engine_service.generation import Generation
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.serving.capacity import Capacity, ClaimBudget
 from millrace.engine_service.serving.jobs import (
@@ -33,6 +32,7 @@ from millrace.producer.checks import shown
 from millrace.producer.wire import parse_body
 from millrace.results.errors import QueueError
 from millrace.results.messages import PROTOCOL, Claim, ClaimedJob, JobError, Signal
+from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
 
 logger = logging.getLogger("millrace.engine")
@@ -61,6 +61,7 @@ class Intake:
         fingerprint: str,
         post: Callable[[EngineEvent], None],
         cached_prompts: Callable[[], list[str]] = list,
+        outage: Outage | None = None,
     ) -> None:
         self._leases = leases
         self._capacity = capacity
@@ -69,6 +70,7 @@ class Intake:
         self._fingerprint = fingerprint
         self._post = post
         self._cached_prompts = cached_prompts
+        self._outage = outage or Outage()
         self._claim_number = 1
         self._is_fair = True
         """Whether the next claim leaves to other engines their part."""
@@ -95,8 +97,9 @@ class Intake:
         while not self._stopping.is_set():
             try:
                 action(queue)
+                self._outage.note_success()
             except QueueError as error:
-                logger.warning("%s; trying again", error)
+                self._outage.note_failure(error)
                 self._stopping.wait(_RETRY_S)
             except Exception:  # our bug: it must not end the thread
                 logger.exception("trying again")
@@ -154,7 +157,7 @@ class Intake:
             message = f"the job's record was changed and cannot be run: {claimed.corruption}"
             return Refused(claimed, JobError(kind="invalid_request", message=message))
         try:
-            return Arrived(ServedJob(claimed, self._build(claimed)))
+            return Arrived(self._build(claimed))
         except InvalidRequest as error:
             kind = "model_mismatch" if error.field == "model" else "invalid_request"
             return Refused(claimed, JobError(kind=kind, message=str(error), field=error.field))
@@ -162,7 +165,7 @@ class Intake:
             logger.exception("job %s could not be admitted", claimed.job_id)
             return Refused(claimed, JobError(kind="internal", message=f"{type(error).__name__}: {shown(str(error))}"))
 
-    def _build(self, claimed: ClaimedJob) -> list[Generation]:
+    def _build(self, claimed: ClaimedJob) -> ServedJob:
         request = parse_body(claimed.body)
         if request.model is not None and request.model != self._model_name:
             message = (
@@ -173,7 +176,7 @@ class Intake:
         if n != num_candidates:
             rule = "submit it with the same n in the request and in the options"
             raise InvalidRequest("n", f"is {n} in the request, but the job's record has {num_candidates}; {rule}")
-        return self._admission.admit(
+        generations = self._admission.admit(
             self._admission.prompt_token_ids(request),
             request.sampling,
             drawn_seed=claimed.seed,
@@ -183,6 +186,8 @@ class Intake:
             tenant=claimed.tenant,
             priority=claimed.priority,
         )
+        delayed_s = claimed.created_ms / 1000 + (request.delay_s or 0.0)
+        return ServedJob(claimed, generations, max(delayed_s, request.run_at or 0.0))
 
     # --- signals ---
 

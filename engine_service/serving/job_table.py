@@ -10,12 +10,16 @@ import msgspec
 
 from millrace.engine_service.serving.capacity import Capacity
 from millrace.engine_service.serving.jobs import Candidate, PendingJob, ServedJob, is_alone
-from millrace.executor.metrics import Percentiles, Samples
+from millrace.executor.histogram import Histogram
 from millrace.executor.wire.messages import SeqId
 from millrace.results.messages import ClaimedJob, JobId, Lease
 
 Outcome = Literal["finished", "failed", "cancelled", "expired", "released", "lost"]
 """How a job left this engine: it ended, went back to the queue ("released"), or went to another engine ("lost")."""
+
+
+_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 150, 300, 600, 1800, 3600, 10800, 43200, 86400)
+_BOUNDS_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
 class JobMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,8 +28,16 @@ class JobMetrics(msgspec.Struct, frozen=True, kw_only=True):
     num_open: int
     num_by_outcome: dict[Outcome, int]
     """A job that fails and is tried again counts each time."""
-    job_s: Percentiles
-    """From a job's arrival in the engine until it left."""
+    num_prompt_tokens: int
+    """Of the jobs whose first token this engine has sampled."""
+    queue_s: Histogram
+    """From when a job could run until this engine had it, in the first attempt; so is the next field."""
+    first_token_s: Histogram
+    """From when a job could run until its first token."""
+    end_to_end_s: Histogram
+    """From when a job could run until it has finished; so are the next fields."""
+    prompt_tokens: Histogram
+    output_tokens: Histogram
 
 
 class JobTable:
@@ -42,7 +54,9 @@ class JobTable:
         self.pending: dict[JobId, PendingJob] = {}
         """Large jobs until they are prepared."""
         self._num_by_outcome: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
-        self._job_s = Samples()
+        self._num_prompt_tokens = 0
+        self._queue_s, self._first_token_s, self._end_to_end_s = (Histogram(_BOUNDS_S) for _ in range(3))
+        self._prompt_tokens, self._output_tokens = Histogram(_BOUNDS_TOKENS), Histogram(_BOUNDS_TOKENS)
 
     def __repr__(self) -> str:
         return f"JobTable({len(self.served)} served, {len(self.pending)} pending)"
@@ -51,7 +65,12 @@ class JobTable:
         return JobMetrics(
             num_open=len(self.served) + len(self.pending),
             num_by_outcome=dict(self._num_by_outcome),
-            job_s=self._job_s.percentiles(),
+            num_prompt_tokens=self._num_prompt_tokens,
+            queue_s=self._queue_s.copy(),
+            first_token_s=self._first_token_s.copy(),
+            end_to_end_s=self._end_to_end_s.copy(),
+            prompt_tokens=self._prompt_tokens.copy(),
+            output_tokens=self._output_tokens.copy(),
         )
 
     def add(self, job: ServedJob) -> None:
@@ -59,10 +78,20 @@ class JobTable:
         self.served[job.job_id] = job
         for candidate in job.candidates:
             self.by_sequence[candidate.generation.sequence.seq_id] = job, candidate
-        job.arrived_s = job.saved_at_s = time.monotonic()
+        job.saved_at_s = time.monotonic()
+        if job.awaits_first_token:
+            self._queue_s.add(_since(job.due_s))
+
+    def note_first_token(self, job: ServedJob) -> None:
+        job.note_first_token()
+        self._first_token_s.add(_since(job.due_s))
+        self._num_prompt_tokens += job.generations[0].sequence.num_prompt_tokens
 
     def remove(self, job: ServedJob, outcome: Outcome) -> None:
-        self._job_s.add(time.monotonic() - job.arrived_s)
+        if outcome == "finished":
+            self._end_to_end_s.add(_since(job.due_s))
+            self._prompt_tokens.add(job.generations[0].sequence.num_prompt_tokens)
+            self._output_tokens.add(sum(len(generation.token_ids) for generation in job.generations))
         del self.served[job.job_id]
         for candidate in job.candidates:
             del self.by_sequence[candidate.generation.sequence.seq_id]
@@ -90,3 +119,8 @@ class JobTable:
         self._num_by_outcome[outcome] += 1
         self._on_over(job_id, lease)  # before the capacity: the next claim says how many leases are held
         self._capacity.close(num_candidates, is_alone=is_alone)
+
+
+def _since(time_s: float) -> float:
+    """Return the seconds since a time by the clock of Redis, which may be ahead of this host's."""
+    return max(0.0, time.time() - time_s)

@@ -30,10 +30,22 @@ class Candidate:
 class ServedJob:
     """Owns the candidates of one job. They run side by side, and the job ends with the last of them."""
 
-    __slots__ = ("arrived_s", "candidates", "cost", "is_alone", "job_id", "lease", "prompt_digest", "saved_at_s")
+    __slots__ = (
+        "awaits_first_token",
+        "candidates",
+        "cost",
+        "due_s",
+        "is_alone",
+        "is_first_followed",
+        "job_id",
+        "lease",
+        "prompt_digest",
+        "saved_at_s",
+    )
 
-    def __init__(self, claimed: ClaimedJob, generations: list[Generation]) -> None:
-        """`generations`: one for each candidate of the record."""
+    def __init__(self, claimed: ClaimedJob, generations: list[Generation], due_s: float | None = None) -> None:
+        """`generations`: one for each candidate of the record. `due_s`: since when it could run, in seconds since the epoch
+        by the clock of Redis; None: since its submission."""
         self.job_id = claimed.job_id
         self.lease = claimed.lease
         self.cost = claimed.cost
@@ -47,7 +59,12 @@ class ServedJob:
         if claimed.is_watched or any(one.num_published for one in checkpoints):
             self.watch()
         self.saved_at_s = 0.0
-        self.arrived_s = 0.0
+        self.due_s = claimed.created_ms / 1000 if due_s is None else due_s
+        self.awaits_first_token = claimed.attempt <= 1 and not any(one.token_ids for one in checkpoints)
+        """Whether no token of the job exists yet, also not of an earlier attempt."""
+        first = generations[0].sequence
+        self.is_first_followed = first.is_followed
+        first.is_followed |= self.awaits_first_token
 
     @property
     def is_watched(self) -> bool:
@@ -58,6 +75,10 @@ class ServedJob:
         """Mark the job as read live."""
         for generation in self.generations:
             generation.sequence.is_watched = generation.sequence.is_followed = True
+
+    def note_first_token(self) -> None:
+        self.awaits_first_token = False
+        self.generations[0].sequence.is_followed = self.is_first_followed or self.is_watched
 
     def __repr__(self) -> str:
         return f"ServedJob({self.job_id}, lease {self.lease}, {self.generations})"

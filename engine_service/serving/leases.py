@@ -13,7 +13,8 @@ from functools import partial
 
 from millrace.results.connection import is_outage
 from millrace.results.errors import QueueError, RedisUnavailable
-from millrace.results.messages import Claim, EngineId, JobId, Lease, Reconciliation
+from millrace.results.messages import Claim, EngineId, JobId, Lease, QueueStats, Reconciliation
+from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
 
 logger = logging.getLogger("millrace.engine")
@@ -43,6 +44,7 @@ class Leases:
         pending: Callable[[], dict[JobId, Lease]],
         on_news: Callable[[Reconciliation], None],
         sleep_level: Callable[[], int],
+        outage: Outage | None = None,
     ) -> None:
         """`pending` returns the leases whose last writes are not in Redis yet. `on_news` is called with what each heartbeat
         returns. `sleep_level` returns the level that heartbeats report."""
@@ -52,6 +54,9 @@ class Leases:
         self._pending = pending
         self._on_news = on_news
         self._sleep_level = sleep_level
+        self._outage = outage or Outage()
+        self.queue_stats: QueueStats | None = None
+        """As of the last heartbeat."""
         self._held: dict[JobId, Lease] = {}
         self._table = threading.Lock()
         """Guards `_held`."""
@@ -150,8 +155,11 @@ class Leases:
                 self._next_beat_s = self._next_beat_after(self._beat())
                 if time.monotonic() >= self._recover_from_s:
                     self._recover()
+                with self._calls:
+                    self.queue_stats = self._queue.stats()
+                self._outage.note_success()
             except QueueError as error:
-                logger.warning("heartbeat failed: %s", error)
+                self._outage.note_failure(error)
             except Exception:  # our bug: without heartbeats this engine would lose all its jobs
                 logger.exception("heartbeat failed")
 
@@ -161,12 +169,15 @@ class Leases:
         return time.monotonic() + min(self._ttl_ms / 4, news.next_lapse_ms + 1) / 1000
 
     def _recover(self) -> None:
-        recovered = _RECOVER_AT_ONCE
-        while recovered == _RECOVER_AT_ONCE:
+        num_jobs = _RECOVER_AT_ONCE
+        while num_jobs == _RECOVER_AT_ONCE:
             with self._calls:  # a call at the same time would need a second connection, which a full server refuses
-                recovered = self._queue.recover(_RECOVER_AT_ONCE)
-            if recovered:
-                logger.warning("recovered %d jobs of dead engines", recovered)
+                recoveries = self._queue.recover(_RECOVER_AT_ONCE)
+            num_jobs = sum(one.num_jobs for one in recoveries)
+            for one in recoveries:
+                logger.warning("recovered %d jobs of engine %s, which has no heartbeat", one.num_jobs, one.engine_id)
+                for job_id in one.failed:
+                    logger.warning("job %s failed: crashed: too many engines have died with it", job_id)
 
     def _beat(self) -> Reconciliation:
         with self._calls:

@@ -38,6 +38,7 @@ logger = logging.getLogger("millrace.engine")
 
 _IDLE_S = 1.0
 _FULL_WRITER_S = 0.1
+_DRAIN_REPORT_S = 5.0
 _SAVE_EVERY_S = 0.1
 """How often the jobs that nobody reads are looked at, or every `SAVE_EVERY_STEPS` steps."""
 
@@ -67,6 +68,8 @@ class Service:
         self._jobs = JobTable(capacity, on_over)
         self._events: queue.SimpleQueue[EngineEvent | None] = queue.SimpleQueue()
         self._is_draining = self._is_drain_urgent = False
+        self._lost: list[JobId] = []
+        """Jobs that other engines have taken, for the log."""
         self._num_unsaved_steps = 0
         self._saved_at_s = 0.0
         self._reset_number = 0
@@ -117,12 +120,24 @@ class Service:
 
     def finish_running(self, grace_s: float) -> None:
         """Release the jobs that have not started, and run the others for at most this time."""
-        deadline_s = time.monotonic() + grace_s
+        began_s = report_s = time.monotonic()
         self._process_events()
         self._release_pending()
         self._release(job for job in self._jobs.served.values() if not _has_started(job))
-        while self._jobs.served and not self._is_drain_urgent and time.monotonic() < deadline_s:
+        num_jobs = len(self._jobs.served)
+        logger.info("draining: %d jobs run and have %g s to end; the others go back to the queue", num_jobs, grace_s)
+        while self._jobs.served and not self._is_drain_urgent and (now_s := time.monotonic()) < began_s + grace_s:
+            if now_s >= report_s + _DRAIN_REPORT_S:
+                report_s = now_s
+                logger.info("draining: %d jobs still run after %.0f s", len(self._jobs.served), now_s - began_s)
             self._run_once()
+        num_left = len(self._jobs.served)
+        logger.info(
+            "drained in %.1f s: %d jobs have ended, %d go back to the queue",
+            time.monotonic() - began_s,
+            num_jobs - num_left,
+            num_left,
+        )
 
     def release_all(self) -> None:
         """Give all jobs back to the queue with their output so far. Works after the engine has died, too."""
@@ -165,6 +180,8 @@ class Service:
         if found is None:
             return  # the failure of another candidate has ended the job in this step
         job, candidate = found
+        if job.awaits_first_token and progress.failure is None:
+            self._jobs.note_first_token(job)
         if progress.failure is not None:
             self._fail(job, progress.failure)
         elif progress.finish_reason is None:
@@ -181,6 +198,7 @@ class Service:
             self._output.release(job, DEFER_MS)  # for an engine with all its ranks, perhaps this one later
             self._jobs.remove(job, "released")
         else:
+            logger.warning("job %s failed: %s: %s", job.job_id, failure.kind, failure.message)
             self._output.fail(job, JobError(kind=failure.kind, message=failure.message))
             self._jobs.remove(job, "failed")
 
@@ -198,6 +216,9 @@ class Service:
         """Handle the posted events. If there is nothing to compute, wait for an event and check the workers."""
         is_idle = not self._engine.has_work and not self._is_draining
         self._handle(self._drain_events(_IDLE_S if is_idle else None))
+        if self._lost:
+            logger.warning("%d jobs belong to other engines now, such as %s", len(self._lost), self._lost[0])
+            self._lost.clear()
         if is_idle and not self._engine.has_work:
             self._engine.check_workers()
 
@@ -220,6 +241,7 @@ class Service:
                 case Arrived(job):
                     self._start(job)
                 case Refused(claimed, error):
+                    logger.warning("job %s failed: %s: %s", claimed.job_id, error.kind, error.message)
                     self._output.refuse(claimed, error)
                     self._jobs.remove_unserved(claimed, "failed")
                 case Deferred(claimed):
@@ -292,7 +314,7 @@ class Service:
     def _drop_lost(self, job_id: JobId, lease: Lease | None) -> None:
         """Drop a job and write nothing. `lease` is the lost one; None: whichever is held."""
         if (job := self._jobs.served.get(job_id)) is not None and lease in (None, job.lease):
-            logger.warning("job %s is not ours any more", job_id)
+            self._lost.append(job_id)
             self._stop_candidates(job)
             self._jobs.remove(job, "lost")
         if (pending := self._jobs.pending.get(job_id)) is not None and lease in (None, pending.claimed.lease):

@@ -25,6 +25,7 @@ from millrace.executor.launch.devices import num_visible_gpus
 from millrace.executor.launch.process import python_path
 from millrace.executor.launch.ray_cluster import LocalRay, does_answer, is_joined, known_address
 from millrace.executor.launch.ray_rank import RankActor, RayRank
+from millrace.executor.logs import FORMAT_VARIABLE
 from millrace.executor.rank.serve import RankOptions
 from millrace.executor.remote import RemoteExecutor
 from millrace.executor.wire.channel import Channel
@@ -169,7 +170,9 @@ class RayExecutor(RemoteExecutor):
             num_cpus=resources["CPU"],
             num_gpus=resources.get("GPU", 0),
             scheduling_strategy=place,
-            runtime_env={"env_vars": {"PYTHONPATH": python_path()}},
+            runtime_env={
+                "env_vars": {"PYTHONPATH": python_path(), FORMAT_VARIABLE: os.environ.get(FORMAT_VARIABLE, "text")}
+            },
         )
         return actor_class.remote()
 

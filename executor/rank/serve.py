@@ -28,6 +28,7 @@ from typing import TypeAlias
 import msgspec
 import zmq
 
+from millrace.executor.logs import set_up_logs
 from millrace.executor.rank.heartbeat import Heartbeat
 from millrace.executor.rank.worker import Worker
 from millrace.executor.wire.channel import Keys
@@ -102,7 +103,7 @@ def run_rank(
     options: RankOptions, create_worker: CreateWorker, import_modules: Callable[[], None] = lambda: None
 ) -> int:
     """Like `serve_rank`, for a process whose launcher watches it."""
-    logging.basicConfig(level=options.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs(options.log_level)
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     connection = _Connection(options)
     try:

@@ -46,7 +46,8 @@ _CLOSE_LIMIT_S = 15.0
 def serve(redis_url: str | None, rq_queues: Sequence[str], to_queue: str, max_in_flight: int) -> None:
     """Run a gateway until SIGTERM, SIGINT or RQ's shutdown command. Raises RedisUnavailable or ServerUnsuitable when it
     cannot start."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.INFO, format=line, datefmt="%Y-%m-%dT%H:%M:%S%z")
     client = connect(redis_url)
     try:
         gateway = Gateway(client, connect(redis_url, blocking=True), list(rq_queues), to_queue, max_in_flight)

@@ -8,13 +8,15 @@
 -- by something else: `false_starts` counts those deaths. They have a limit too, since the engine may die of reading the prompt.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 most jobs to recover in this call
--- Returns the number of jobs recovered; call again while it is the most
+-- Returns for each dead engine with jobs an array: its id, the number of jobs recovered, then the ids of those that failed; call
+--       again while the numbers add up to the most
 -- include: queue settings record work checkpoints end_job give_back
 
 allow_writes_without_memory()
 local QUARANTINED_FROM = 5
 local MAX_FALSE_STARTS = 20
 local num_left = tonumber(ARGV[1])
+local recovered, num_recovered = {}, 0
 
 local function quarantine_reason(crashes, false_starts)
   if crashes >= QUARANTINED_FROM then
@@ -24,6 +26,7 @@ local function quarantine_reason(crashes, false_starts)
   end
 end
 
+-- Returns whether the job has failed.
 local function recover_job(id, engine)
   local fields = record(id, 'engine', 'state', 'base', 'crashes', 'cancel', 'lease', 'unbegun', 'false_starts', 'n')
   if fields[1] ~= engine or fields[2] ~= 'running' then
@@ -41,18 +44,25 @@ local function recover_job(id, engine)
   end
   redis.call('HSET', prefix .. 'job:' .. id, 'crashes', crashes, 'false_starts', false_starts)
   local reason = quarantine_reason(crashes, false_starts)
-  if not reason or fields[5] then return give_back(id, engine, 0) end
+  if not reason or fields[5] then
+    give_back(id, engine, 0)
+    return false
+  end
   redis.call('SREM', prefix .. 'leases:' .. engine, id)
   redis.call('HDEL', prefix .. 'job:' .. id, 'lease', 'engine', 'unbegun')
   end_job(id, 'failed', 'error', nil, 'error', '{"kind":"crashed","message":"' .. reason .. '; it is not tried again"}')
+  return true
 end
 
-local num_recovered = 0
 for _, engine in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do
   if redis.call('EXISTS', prefix .. 'engine:' .. engine) == 0 then
     local leases = prefix .. 'leases:' .. engine
     local ids = num_left > 0 and redis.call('SRANDMEMBER', leases, num_left) or {}
-    for _, id in ipairs(ids) do recover_job(id, engine) end
+    local recovery = {engine, #ids}
+    for _, id in ipairs(ids) do
+      if recover_job(id, engine) then recovery[#recovery + 1] = id end
+    end
+    if #ids > 0 then recovered[#recovered + 1] = recovery end
     num_left, num_recovered = num_left - #ids, num_recovered + #ids
     if redis.call('EXISTS', leases) == 0 then
       redis.call('DEL', prefix .. 'signals:' .. engine)
@@ -61,4 +71,4 @@ for _, engine in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do
   end
 end
 wake(num_recovered)
-return num_recovered
+return recovered

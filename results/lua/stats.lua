@@ -1,10 +1,28 @@
 -- Counts the jobs of a queue. No transition.
 -- KEYS  1 the queue's prefix
 -- Returns an array: queued, delayed, running, engines alive, finished, failed, cancelled, expired, generated tokens,
---       stale writes, the expected tokens of the queued and delayed jobs, 1 when paused or 0, and an array: for each engine
---       alive its id and its sleep level, 0 (awake) to 2; 1 when an engine has ever served the queue, or
---       0; last the number of inbox entries that were rejected
--- include: queue work
+--       stale writes, the expected tokens of the queued and delayed jobs, the age of the oldest queued job in ms or 0, 1 when
+--       paused or 0, and an array: for each engine alive its id and its sleep level, 0 (awake) to 2; 1 when an engine
+--       has ever served the queue, or 0; last the number of inbox entries that were rejected
+-- include: queue clock record work dequeue
+
+-- A tenant's jobs of one priority are sorted by age, so the first ones of all tenants and priorities are enough.
+local MAX_LOOKED_AT = 64
+local function oldest_age_ms()
+  local age_ms, num_left = 0, MAX_LOOKED_AT
+  for _, tenant in ipairs(redis.call('ZRANGE', prefix .. 'tenants', 0, MAX_LOOKED_AT - 1)) do
+    local least = '-inf'
+    while least and num_left > 0 do
+      num_left = num_left - 1
+      local member, priority =
+        unpack(redis.call('ZRANGE', prefix .. 'ready:' .. tenant, least, '+inf', 'BYSCORE', 'LIMIT', 0, 1, 'WITHSCORES'))
+      local created_ms = member and record(id_of_member(member), 'created')[1]
+      age_ms = math.max(age_ms, now - (tonumber(created_ms or now) or now))
+      least = priority and '(' .. priority
+    end
+  end
+  return age_ms
+end
 
 local num_running, engines = 0, {}
 for _, engine in ipairs(redis.call('ZRANGE', prefix .. 'engines', 0, -1)) do
@@ -20,8 +38,9 @@ for i, count in ipairs(redis.call('HMGET', prefix .. 'counts', unpack(names))) d
   reply[4 + i] = tonumber(count or 0)
 end
 reply[11] = tonumber(redis.call('HGET', prefix .. 'waiting', ':tokens') or 0)
-reply[12] = is_paused() and 1 or 0
-reply[13] = engines
+reply[12] = oldest_age_ms()
+reply[13] = is_paused() and 1 or 0
+reply[14] = engines
 local more = redis.call('HMGET', prefix .. 'counts', 'served', 'rejected')
-reply[14], reply[15] = (#engines > 0 or more[1]) and 1 or 0, tonumber(more[2] or 0)
+reply[15], reply[16] = (#engines > 0 or more[1]) and 1 or 0, tonumber(more[2] or 0)
 return reply

@@ -64,7 +64,7 @@ class ChaosEngine(EngineProcess):
 
     def num_dropped(self) -> int:
         """Return how many jobs it has dropped so far because they belong to another engine."""
-        return self.text().count("is not ours any more")
+        return sum(map(int, re.findall(r"(\d+) jobs belong to other engines now", self.text())))
 
     def num_refused(self) -> int:
         """Return, once it has drained, in how many of its leases a write was refused, because the lease was old."""

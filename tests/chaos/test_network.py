@@ -80,7 +80,7 @@ def test_cut_off_for_longer_than_a_socket_waits(place: Place) -> None:
     place.submit(make_jobs(12, max_tokens=900))
     wait_until(lambda: place.num_tokens_kept() > 12 * 64)
     proxy.blackhole(*BOTH)
-    wait_until(lambda: "heartbeat failed" in lonely.text(), 60.0)
+    wait_until(lambda: "outage, seen by" in lonely.text(), 60.0)
     proxy.heal()
     place.wait_all()
     place.check(ALL, lonely)

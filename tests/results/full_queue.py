@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace.results import commands, replies
-from millrace.results.messages import BatchStatus, Position, QueueStats
+from millrace.results.messages import BatchStatus, Position
 from millrace.results.queue import JobQueue
 from millrace.results.scripts import Command
 from millrace.results.transport import Reply
@@ -25,9 +25,6 @@ class FullQueue(JobQueue):
 
     def batch_status(self, batch: str) -> BatchStatus:
         return replies.batch_status(batch, self.keys.queue, self._send(commands.batch_status(self.keys, batch)))
-
-    def stats(self) -> QueueStats:
-        return replies.queue_stats(self._send(commands.stats(self.keys)))
 
     def _send(self, command: Command) -> Reply:
         return self._transport.send(command)

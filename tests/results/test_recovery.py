@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 
 from millrace.results.connection import connect
-from millrace.results.messages import Event
+from millrace.results.messages import Event, Recovery
 from tests.results.engines import Engine, submission, submit
 from tests.results.full_queue import FullQueue
 
@@ -14,7 +14,7 @@ def test_the_jobs_of_a_dead_engine_go_back_to_the_front(queue: FullQueue, engine
     doomed.claim(1)
     submit(queue, "c")
     doomed.die()
-    assert queue.recover() == 1
+    assert queue.recover() == [Recovery(doomed.id, 1, [])]
     assert engine.claim_ids() == ["a", "b", "c"]
     assert queue.stats().engines == 1
 
@@ -22,7 +22,7 @@ def test_the_jobs_of_a_dead_engine_go_back_to_the_front(queue: FullQueue, engine
 def test_the_jobs_of_a_living_engine_stay_where_they_are(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a")
     engine.claim(1)
-    assert queue.recover() == 0
+    assert queue.recover() == []
     assert queue.stats().running == 1
 
 
@@ -30,7 +30,7 @@ def test_a_heartbeat_that_runs_out_is_a_death(queue: FullQueue, engine: Engine) 
     submit(queue, "a")
     engine.claim(1)
     engine.beat(ttl_ms=1)
-    while queue.recover() == 0:
+    while not queue.recover():
         pass
     assert engine.beat().lost == ["a"]
 
@@ -70,7 +70,7 @@ def test_an_engine_that_was_only_slow_goes_on(queue: FullQueue) -> None:
     job = slow.claim_one()
     slow.die()
     assert slow.beat().lost == []
-    assert queue.recover() == 0
+    assert queue.recover() == []
     assert slow.finish(job) == "ok"
 
 
@@ -90,7 +90,7 @@ def test_recovery_comes_in_batches(queue: FullQueue) -> None:
     for engine in doomed:
         engine.claim(8)
         engine.die()
-    assert [queue.recover(10) for _ in range(4)] == [10, 10, 4, 0]
+    assert [sum(one.num_jobs for one in queue.recover(10)) for _ in range(4)] == [10, 10, 4, 0]
     assert queue.stats().queued == 25
     assert queue.stats().engines == 0
 
@@ -104,7 +104,7 @@ def test_two_reapers_take_each_job_back_once(queue: FullQueue, redis_url: str, q
 
     def reap() -> None:
         own = FullQueue(connect(redis_url), queue_name)
-        while count := own.recover(7):
+        while count := sum(one.num_jobs for one in own.recover(7)):
             counts.append(count)
         own.close()
 

@@ -1,0 +1,32 @@
+"""What the log says of an outage."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from millrace.results.errors import RedisUnavailable
+from millrace.results.outage import Outage
+
+
+def call(name: str, target: Callable[..., None], *arguments: object) -> None:
+    thread = threading.Thread(target=target, args=arguments, name=name)
+    thread.start()
+    thread.join()
+
+
+def test_an_outage_has_one_line_at_its_begin_and_one_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    outage = Outage()
+    for _ in range(2):
+        call("claim", outage.note_success)
+        for thread in ("claim", "writer", "claim"):
+            call(thread, outage.note_failure, RedisUnavailable("refused"))
+        call("claim", outage.note_success)
+        assert caplog.messages[-1] == "outage, seen by claim: refused; trying again", "the writer still fails"
+        call("writer", outage.note_success)
+        assert caplog.messages[-1].startswith("the outage is over after ")
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
