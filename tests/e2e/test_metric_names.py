@@ -1,14 +1,20 @@
-"""The names of an engine's metrics follow the rules of Prometheus."""
+"""The names of an engine's metrics follow the rules of Prometheus, and those in `deploy/` and docs/monitoring.md exist."""
 
 from __future__ import annotations
 
+import json
 import re
+from itertools import chain
 
+import promql_parser
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from millrace import Client
 from tests.e2e.conftest import Service
+from tests.e2e.engines import wait_until
 from tests.e2e.test_metrics import fetch, run_a_few
+from tests.processes import ROOT
 
 
 def test_names_follow_the_rules_of_prometheus(service: Service, shared_client: Client) -> None:
@@ -18,7 +24,7 @@ def test_names_follow_the_rules_of_prometheus(service: Service, shared_client: C
     for family in text_string_to_metric_families(page):
         if family.name.startswith("process_"):
             continue
-        assert re.fullmatch(r"millrace_[a-z_]+", family.name)
+        assert re.fullmatch(r"millrace_[a-z0-9_]+", family.name)
         assert family.documentation.endswith("."), family
         assert len(re.findall(rf"^# HELP {family.name}(?:_total)? ", page, re.MULTILINE)) == 1
         assert not re.search(r"_(ms|percent|s|kb)$", family.name)
@@ -28,3 +34,23 @@ def test_names_follow_the_rules_of_prometheus(service: Service, shared_client: C
     _, open_metrics = fetch(engine, "/metrics", accept="application/openmetrics-text; version=1.0.0")
     assert open_metrics.endswith("# EOF\n")
     assert fetch(engine, "/")[0] == 404
+
+
+def test_alerts_and_dashboard_are_valid_and_use_what_an_engine_has(service: Service, shared_client: Client) -> None:
+    wait_until(lambda: "millrace_queue_ready_jobs" in fetch(service.engine, "/metrics")[1])
+    _, page = fetch(service.engine, "/metrics")
+    families = list(text_string_to_metric_families(page))
+    names = {family.name for family in families} | {each.name for family in families for each in family.samples}
+    groups = yaml.safe_load((ROOT / "deploy/alerts.yml").read_text())["groups"]
+    panels = json.loads((ROOT / "deploy/grafana-dashboard.json").read_text())["panels"]
+    expressions = [rule["expr"] for group in groups for rule in group["rules"]]
+    expressions += [
+        one["expr"].replace("$__rate_interval", "5m") for one in chain(*(each["targets"] for each in panels))
+    ]
+    for expression in expressions:
+        promql_parser.parse(expression)
+        assert set(re.findall(r"millrace_\w+", expression)) <= names, expression
+    text = (ROOT / "docs/monitoring.md").read_text()
+    optional = {"millrace_queue_", "millrace_device_utilization_ratio"}
+    assert set(re.findall(r"millrace_\w+", text)) - optional <= names
+    assert {rule["alert"] for group in groups for rule in group["rules"]} <= set(re.findall(r"Millrace\w+", text))
