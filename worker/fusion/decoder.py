@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from millrace.worker.attention.compiled import LayerAttention, step_rows
 from millrace.worker.fusion.structure import AttentionParts, DecoderParts, LayerParts, MLPParts, Norm
+from millrace.worker.host_memory import release_freed_memory
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels.library import Kernels
 from millrace.worker.kernels.rows import GatedActivation, RowNorm
@@ -88,6 +89,7 @@ class LayerWeights:
             else ModuleMLP(parts.mlp, dtype)
         )
         self.mlp_norm = row_norm(parts.mlp_norm) if parts.mlp_norm else None
+        release_freed_memory()  # the unpacked weights, or the heap grows by as much again
 
 
 def _pack(

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from millrace.worker.attention.interface import STEP_KEYWORD
@@ -25,6 +27,16 @@ PROBE_TOKENS = 2
 SUPPORTED_OPTIONS = frozenset({"scaling", "sliding_window", "softcap"})
 IGNORED_OPTIONS = frozenset({"dropout", "position_ids", "position_embeddings", "is_causal"})
 """Some models pass these; they have no effect on causal attention in inference."""
+
+
+class _WithoutProducts(TorchFunctionMode):
+    """Inside, linear layers return zeros, since they would take most of the time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.linear:
+            inputs, weight = args[:2]
+            return inputs.new_zeros(*inputs.shape[:-1], weight.shape[0])
+        return func(*args, **(kwargs or {}))
 
 
 class ProbeStep:
@@ -67,7 +79,7 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
     probe = ProbeStep()
     positions = torch.arange(PROBE_TOKENS, device=model.device).unsqueeze(0)
     try:
-        with torch.inference_mode(), _shapes_only(model):
+        with torch.inference_mode(), _on_meta(model), _WithoutProducts():
             model(
                 **_inputs(model),
                 position_ids=positions,
@@ -90,7 +102,7 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
 
 
 @contextlib.contextmanager
-def _shapes_only(model: PreTrainedModel) -> Iterator[None]:
+def _on_meta(model: PreTrainedModel) -> Iterator[None]:
     """On the meta device, avoid what needs values: rotary frequencies by position, and grouped products of experts."""
     if model.device.type != "meta":
         yield
