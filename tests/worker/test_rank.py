@@ -221,11 +221,9 @@ def test_a_preempted_sequence_returns_in_the_plan_that_ends_it(model: Path) -> N
 def test_copied_blocks_hold_the_same_keys_and_values(model: Path) -> None:
     worker = start_worker(model)
     first = run(worker, 1, [prefill(blocks=(3, 1))], new=[new()])[0]
-    expected = run(worker, 2, [], num_decodes=1)[0]
-    # A second sequence starts from copies of the first one's blocks, through a chain: 3 -> 10 -> 11.
-    row = StepRow(SeqId(1), 5, 1, [11, 12])
-    changes: dict[str, Any] = {"new": [new(1, PROMPT + first)], "copy": [(3, 10), (10, 11), (1, 12)]}
-    actual = run(worker, 3, [row], paused=[0], **changes)[0]
+    expected = run(worker, 2, [], num_decodes=1, copy=[(3, 11), (1, 12)])[0]
+    # A second sequence starts from copies of the first one's blocks, which were made after the step.
+    actual = run(worker, 3, [StepRow(SeqId(1), 5, 1, [11, 12])], paused=[0], new=[new(1, PROMPT + first)])[0]
     assert actual == expected
 
 
