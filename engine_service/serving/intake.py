@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from millrace.engine_service.serving.admission import Admission
@@ -40,6 +41,8 @@ logger = logging.getLogger("millrace.engine")
 MAX_JOBS_PER_CLAIM = 128
 LARGE_BODY_BYTES = 4096
 """A larger body is parsed and tokenized in the `prepare` thread. 128 of this size take the claim thread up to 0.5 s."""
+_GATHER_S = 0.005
+"""How long admitted jobs of one claim wait for the next ones, so that an idle engine's first step has many of them."""
 _BLOCK_S = 1.0
 _FAIR_WAIT_S = 0.2
 """Time for other engines to claim their part of the ready jobs, before this engine takes what is left."""
@@ -135,17 +138,33 @@ class Intake:
             is_fair=self._is_fair,
         )
         self._claim_number += 1
-        for claimed in claim.jobs:
-            is_large = len(claimed.body) > LARGE_BODY_BYTES
-            num_candidates = len(claimed.checkpoints)
-            self._capacity.open(claimed.cost, num_candidates, is_alone=is_alone(claimed), is_large=is_large)
-            if is_large:
-                job = PendingJob(claimed)
-                self._post(Preparing(job))
-                self._preparation.put(job)
-            else:
-                self._post(self._admit(claimed))
+        self._take(claim.jobs)
         return claim
+
+    def _take(self, jobs: list[ClaimedJob]) -> None:
+        """Admit the jobs and post them, in order."""
+        waiting: list[EngineEvent] = []
+
+        def post() -> None:
+            for event in waiting:
+                self._post(event)
+            waiting.clear()
+
+        posted_s = time.monotonic()
+        try:
+            for claimed in jobs:
+                is_large = len(claimed.body) > LARGE_BODY_BYTES
+                num_candidates = len(claimed.checkpoints)
+                self._capacity.open(claimed.cost, num_candidates, is_alone=is_alone(claimed), is_large=is_large)
+                pending = PendingJob(claimed) if is_large else None
+                waiting.append(Preparing(pending) if pending else self._admit(claimed))
+                if pending or time.monotonic() - posted_s >= _GATHER_S:
+                    post()
+                    posted_s = time.monotonic()
+                if pending:
+                    self._preparation.put(pending)  # after `Preparing`: its result follows it
+        finally:
+            post()
 
     def _prepare(self, job: PendingJob) -> None:
         self._post(Prepared(job, self._admit(job.claimed)))

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import pytest
 import redis
 
 from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.engine import Engine
+from millrace.engine_service.generation import Generation
 from millrace.engine_service.observe.health import Health
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.serving.capacity import Capacity
@@ -100,6 +102,25 @@ def parts(connect_queue: Connect, engine: Engine, monkeypatch: pytest.MonkeyPatc
     parts = Parts(connect_queue, engine)
     yield parts
     parts.stop()
+
+
+@pytest.mark.parametrize(("gather_s", "num_posted"), [(60.0, [0, 0, 0]), (0.0, [0, 1, 2])])
+def test_the_jobs_of_a_claim_are_posted_together_unless_they_take_long(
+    gather_s: float, num_posted: list[int], parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the first step of an idle engine does not have the first job alone."""
+    found, admit = [], Admission.admit
+
+    def count(*arguments: Any, **options: Any) -> list[Generation]:
+        found.append(parts.events.qsize())
+        return admit(*arguments, **options)
+
+    monkeypatch.setattr("millrace.engine_service.serving.intake._GATHER_S", gather_s)
+    monkeypatch.setattr(Admission, "admit", count)
+    submit(parts.lease_queue, "a", "b", "c", body=BODY)
+    parts.intake.start()
+    assert [parts.events.get(timeout=10).job.job_id for _ in range(3)] == ["a", "b", "c"]  # type: ignore[union-attr]
+    assert found == num_posted
 
 
 CLAIM, HEARTBEAT, READ = (script_command(name, "")[:2] for name in ("claim", "heartbeat", "inbox"))
