@@ -135,6 +135,11 @@ static void prepare(const struct attention *c, float *restrict vector, const flo
     }
 }
 
+static inline int64_t row_of(const struct attention *c, const struct tile *tile, int64_t member)
+{
+    return c->rows->order[tile->first_row + (tile->num_rows > 1 ? member : 0)];
+}
+
 /* Return the slot of a sequence's position, counted over all blocks. */
 static inline int64_t slot_of(const struct attention *c, int64_t row, int64_t position)
 {
@@ -172,9 +177,11 @@ static inline struct vectors vectors_at(const struct attention *c, const void *p
 }
 
 /* Prefetch a share of the vectors at a position and behind it in its block: that of one of the part's heads. With all heads
- * in a part the shares are in the order of the memory, which the hardware's prefetcher recognizes. */
-static inline void prefetch(const struct attention *c, const void *pool, int64_t dim, const struct tile *tile,
-                            const struct part *part, int64_t head, int64_t position)
+ * in a part the shares are in the order of the memory, which the hardware's prefetcher recognizes.
+ * GCC removes calls of functions that only prefetch, for they seem to have no effect. So they are always inlined. */
+static inline __attribute__((always_inline)) void prefetch(const struct attention *c, const void *pool, int64_t dim,
+                                                           const struct tile *tile, const struct part *part,
+                                                           int64_t head, int64_t position)
 {
     if (position >= part->end)
         return;
@@ -278,6 +285,28 @@ static inline void score_lanes(const float *turned, const float *keys, int64_t d
     }
 }
 
+/* While the rows of a tile attend to their common positions, which is bound by arithmetic, prefetch a share of what each
+ * row has of its own, which is bound by memory. A step is LANE_KEYS common keys of a head. */
+static inline __attribute__((always_inline)) void prefetch_own(const struct attention *c, const struct tile *tile,
+                                                               int64_t head, int64_t position)
+{
+    int64_t steps_per_row = tile->num_heads * tile->common / (tile->num_rows * LANE_KEYS);
+    int64_t step = (head * tile->common + position) / LANE_KEYS, member = step / steps_per_row;
+    if (member >= tile->num_rows || tile->num_heads < c->num_kv_heads)
+        return;
+    int64_t row = row_of(c, tile, member), item_size = c->pool_dtype == FLOAT32 ? 4 : 2;
+    int64_t key_size = c->num_kv_heads * c->key_dim * item_size, value_size = c->num_kv_heads * c->value_dim * item_size;
+    int64_t count = smaller(c->rows->kv_lens[row] - tile->common, tile->common / 8); /* what memory delivers meanwhile */
+    int64_t from = count * (step % steps_per_row) / steps_per_row, to = count * (step % steps_per_row + 1) / steps_per_row;
+    for (int64_t i = from; i < to; i++) {
+        int64_t slot = slot_of(c, row, tile->common + i);
+        for (int64_t byte = 0; byte < key_size; byte += 64)
+            __builtin_prefetch((const char *)c->keys + slot * key_size + byte, 0, 2);
+        for (int64_t byte = 0; byte < value_size; byte += 64)
+            __builtin_prefetch((const char *)c->values + slot * value_size + byte, 0, 2);
+    }
+}
+
 /* Fill the scores with the products of the part's query vectors and keys. */
 static void score_keys(const struct attention *c, const struct scratch *s, const struct tile *tile,
                        const struct part *part)
@@ -295,9 +324,12 @@ static void score_keys(const struct attention *c, const struct scratch *s, const
             else
                 prefetch(c, c->values, c->value_dim, tile, part, head, part->begin);
             if (queries > ROW_VECTORS)
-                for (int64_t key = 0; key < count; key += LANE_KEYS)
+                for (int64_t key = 0; key < count; key += LANE_KEYS) {
+                    if (tile->num_rows > 1 && part->num_members > 1)
+                        prefetch_own(c, tile, head, part->begin + k + key);
                     score_lanes(s->turned, (const float *)keys.first + key * keys.distance, keys.distance, dim,
                                 padded(queries), s->scores + (k + key) * padded(queries));
+                }
             else if (keys.dtype == FLOAT32)
                 score_vectors(s->query + q * dim, queries, keys, dim, FLOAT32, s->scores + q * SPAN + k);
             else
@@ -465,11 +497,6 @@ static void add_values(const struct attention *c, const struct scratch *s, const
             else
                 add_vectors(sums, in_rows, num_queries, values, count, dim, BFLOAT16);
         }
-}
-
-static inline int64_t row_of(const struct attention *c, const struct tile *tile, int64_t member)
-{
-    return c->rows->order[tile->first_row + (tile->num_rows > 1 ? member : 0)];
 }
 
 /* Where a member or a query vector comes from: its token among the T, its position, and its head among the Hq. */

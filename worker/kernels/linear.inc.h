@@ -141,16 +141,13 @@ static __attribute__((noinline)) void add_tile(struct rows rows, const char *inp
 static void write_outputs(const struct linear *c, const float *sums, int64_t row, int64_t first_output)
 {
     int64_t at = row * c->num_outputs + first_output, num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
-    float *output = (float *)c->output + at;
-    uint16_t *output_bf16 = (uint16_t *)c->output + at;
     if (c->output_dtype == FLOAT32 && !c->accumulates && num_outputs == PANEL_OUTPUTS)
-        memcpy(output, sums, PANEL_OUTPUTS * sizeof(float));
-    else if (c->output_dtype == FLOAT32)
-        for (int64_t i = 0; i < num_outputs; i++)
-            output[i] = c->accumulates ? output[i] + sums[i] : sums[i];
+        memcpy((float *)c->output + at, sums, PANEL_OUTPUTS * sizeof(float));
+    else if (!c->accumulates)
+        narrow(c->output, at, sums, num_outputs, c->output_dtype, 1.0f);
     else
         for (int64_t i = 0; i < num_outputs; i++)
-            output_bf16[i] = to_bf16(c->accumulates ? from_bf16(output_bf16[i]) + sums[i] : sums[i]);
+            put(c->output, at + i, item(c->output, at + i, c->output_dtype) + sums[i], c->output_dtype);
 }
 
 static void compare_outputs(struct leader *leader, const float *sums, int64_t first_output, int64_t num_outputs)

@@ -2,34 +2,24 @@
 
 enum { CHUNK = 256 }; /* entries that are widened at a time; a multiple of LANES */
 
-/* Return `size` entries as floats: where they lie, or as a copy in `widened`. */
+/* Return `size` entries as floats: where they lie, or as a copy in `widened`, padded with zeros to a multiple of LANES. */
 static inline const float *floats_at(const void *from, int64_t offset, int64_t size, int64_t dtype, float *widened)
 {
-    if (dtype == FLOAT32)
+    if (dtype == FLOAT32 && size % LANES == 0)
         return (const float *)from + offset;
     widen(widened, from, offset, size, dtype);
     return widened;
-}
-
-static inline void put(void *to, int64_t at, float number, int64_t dtype)
-{
-    if (dtype == FLOAT32)
-        ((float *)to)[at] = number;
-    else
-        ((uint16_t *)to)[at] = to_bf16(number);
 }
 
 static float sum_of_squares(const void *from, int64_t offset, int64_t size, int64_t dtype)
 {
     float widened[CHUNK], total = 0;
     for (int64_t first = 0; first < size; first += CHUNK) {
-        int64_t count = smaller(CHUNK, size - first), i = 0;
+        int64_t count = smaller(CHUNK, size - first);
         const float *chunk = floats_at(from, offset + first, count, dtype, widened);
         vf squares = {0};
-        for (; i + LANES <= count; i += LANES)
+        for (int64_t i = 0; i < count; i += LANES)
             squares += load(chunk + i) * load(chunk + i);
-        for (; i < count; i++)
-            total += chunk[i] * chunk[i];
         total += sum_of_lanes(squares);
     }
     return total;
@@ -61,22 +51,6 @@ static inline vf activated(vf x, int64_t activation)
     return x / (splat(1.0f) + v_exp(-u));
 }
 
-/* Compute `count` outputs from gates and values. */
-static inline void gate_chunk(float *outputs, const float *gates, const float *values, int64_t count,
-                              int64_t activation)
-{
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES)
-        store(outputs + i, activated(load(gates + i), activation) * load(values + i));
-    if (i < count) {
-        float rest[2][LANES] = {{0}, {0}};
-        memcpy(rest[0], gates + i, (count - i) * sizeof(float));
-        memcpy(rest[1], values + i, (count - i) * sizeof(float));
-        store(rest[0], activated(load(rest[0]), activation) * load(rest[1]));
-        memcpy(outputs + i, rest[0], (count - i) * sizeof(float));
-    }
-}
-
 static void gate(const struct gate *c)
 {
     struct region region = begin_region(4 * c->num_rows * c->size, c->num_threads);
@@ -86,8 +60,10 @@ static void gate(const struct gate *c)
             float gates[CHUNK], values[CHUNK], outputs[CHUNK];
             int64_t count = smaller(CHUNK, c->size - first);
             int64_t from = row * 2 * c->size + first, to = row * c->size + first;
-            gate_chunk(outputs, floats_at(c->input, from, count, c->dtype, gates),
-                       floats_at(c->input, from + c->size, count, c->dtype, values), count, c->activation);
+            const float *gate = floats_at(c->input, from, count, c->dtype, gates);
+            const float *value = floats_at(c->input, from + c->size, count, c->dtype, values);
+            for (int64_t i = 0; i < count; i += LANES)
+                store(outputs + i, activated(load(gate + i), c->activation) * load(value + i));
             narrow(c->output, to, outputs, count, c->dtype, 1.0f);
         }
     end_region(region);

@@ -26,12 +26,20 @@ static inline vi pick_int(vi mask, vi a, vi b)
     return (mask & a) | (~mask & b);
 }
 
-/* --- argmax --- */
-
 static inline float item(const void *from, int64_t offset, int64_t dtype)
 {
     return dtype == FLOAT32 ? ((const float *)from)[offset] : from_bf16(((const uint16_t *)from)[offset]);
 }
+
+static inline void put(void *to, int64_t at, float number, int64_t dtype)
+{
+    if (dtype == FLOAT32)
+        ((float *)to)[at] = number;
+    else
+        ((uint16_t *)to)[at] = to_bf16(number);
+}
+
+/* --- argmax --- */
 
 /* What is known of a row: lane by lane the largest number, the first id that has it, and whether one is NaN. */
 struct leader {
@@ -215,14 +223,7 @@ static float lowest_top_p_floor(int64_t vocab_size, double top_p, double total)
 
 /* --- draws --- */
 
-static inline uint64_t mix64(uint64_t bits)
-{
-    bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;
-    bits = (bits ^ bits >> 27) * 0x94D049BB133111EBu;
-    return bits ^ bits >> 31;
-}
-
-static inline vu v_mix64(vu bits)
+static inline vu mix64(vu bits)
 {
     bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9u;
     bits = (bits ^ bits >> 27) * 0x94D049BB133111EBu;
@@ -234,7 +235,7 @@ static const uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15u;
 /* Return the scaled logit minus the logarithm of the token's exponential variate, rounded as counter_rng.py does. */
 static float score_token(float scaled, uint64_t row_key, int64_t token_id)
 {
-    uint64_t bits = mix64(row_key + (uint64_t)(token_id + 1) * GOLDEN_GAMMA);
+    uint64_t bits = mix64((vu){0} + (row_key + (uint64_t)(token_id + 1) * GOLDEN_GAMMA))[0];
     float uniform = ((float)(int64_t)(bits >> 11) + 0.5f) * 0x1p-53f;
     uniform = uniform < 1.0f - 0x1p-24f ? uniform : 1.0f - 0x1p-24f;
     return scaled - logf(-log1pf(-uniform));
@@ -243,7 +244,7 @@ static float score_token(float scaled, uint64_t row_key, int64_t token_id)
 /* Return the upper 31 bits of LANES tokens' random bits as floats in [0, 2^31], beginning with the increments given. */
 static inline vf uniforms(uint64_t state, const vu *increments)
 {
-    vi low = (vi)v_mix64(increments[0] + state), high = (vi)v_mix64(increments[1] + state);
+    vi low = (vi)mix64(increments[0] + state), high = (vi)mix64(increments[1] + state);
 #if LANES == 16
     vi upper = SHUFFLE(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 #elif LANES == 8
