@@ -15,40 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from millrace.worker.attention.compiled import LayerAttention, step_rows
-from millrace.worker.fusion.structure import AttentionParts, DecoderParts, LayerParts, MLPParts, Norm
+from millrace.worker.fusion.mlp import MLP, make_mlp
+from millrace.worker.fusion.structure import AttentionParts, DecoderParts, LayerParts, Norm
+from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.host_memory import release_freed_memory
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels.library import Kernels
-from millrace.worker.kernels.rows import GatedActivation, RowNorm
+from millrace.worker.kernels.rows import RowNorm
 from millrace.worker.kernels.sampling import argmax
 from millrace.worker.kv_pool import KVPool
-from millrace.worker.linear.choice import pack_linear
-from millrace.worker.linear.modules import use_packed_linear
+from millrace.worker.linear.modules import pack_modules
 from millrace.worker.linear.packed import CompiledLinear, PackedLinear
-
-MLP_TOKENS = 256
-"""Tokens that pass an MLP at a time, so that its intermediate results stay in the CPU's cache."""
-
-
-class Workspace:
-    """Owns the buffers of a forward pass. They grow to the largest step."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._buffers: dict[str, Tensor] = {}
-        self._rows: dict[str, Tensor] = {}
-        """What was returned last. In steady decode the number of rows stays."""
-
-    def rows(self, name: str, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a buffer [num_rows, width] with any contents, of the model's dtype if `dtype` is None."""
-        rows = self._rows.get(name)
-        if rows is not None and rows.shape == (num_rows, width):
-            return rows
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape[0] < num_rows or buffer.shape[1] != width:
-            buffer = self._buffers[name] = torch.empty(-(-num_rows // 64) * 64, width, dtype=dtype or self.dtype)
-        rows = self._rows[name] = buffer[:num_rows]
-        return rows
 
 
 class DecoderWeights:
@@ -62,7 +39,7 @@ class DecoderWeights:
         self.norm = RowNorm(kernels, parts.norm.weights, parts.norm.epsilon, dtype)
         is_tied = parts.head.weight is parts.embedding.weight
         is_plain = type(parts.embedding) is nn.Embedding
-        self.head = _pack([parts.head], dtype, torch.float32, keeps=is_tied and not is_plain)
+        self.head = pack_modules([parts.head], dtype, torch.float32, keeps=is_tied and not is_plain)
         self.embedding: nn.Embedding | CompiledLinear = parts.embedding
         """The head if both have the same weights, which are in memory once then."""
         if is_tied and is_plain and isinstance(self.head, CompiledLinear):
@@ -79,71 +56,13 @@ class LayerWeights:
 
         self.attention: AttentionParts = parts.attention
         self.input_norm = row_norm(parts.input_norm)
-        self.projections = _pack(parts.attention.projections, dtype)
-        self.output = _pack([parts.attention.output], dtype)
+        self.projections = pack_modules(parts.attention.projections, dtype)
+        self.output = pack_modules([parts.attention.output], dtype)
         self.attention_norm = row_norm(parts.attention_norm) if parts.attention_norm else None
         self.mlp_input_norm = row_norm(parts.mlp_input_norm)
-        self.mlp = (
-            GatedMLP(parts.mlp, workspace, kernels, dtype)
-            if isinstance(parts.mlp, MLPParts)
-            else ModuleMLP(parts.mlp, dtype)
-        )
+        self.mlp = make_mlp(parts.mlp, workspace, kernels, dtype)
         self.mlp_norm = row_norm(parts.mlp_norm) if parts.mlp_norm else None
         release_freed_memory()  # the unpacked weights, or the heap grows by as much again
-
-
-def _pack(
-    linears: list[nn.Linear], dtype: torch.dtype, output_dtype: torch.dtype | None = None, *, keeps: bool = False
-) -> PackedLinear:
-    """Return one layer for several. Unless it `keeps` them, the modules get the packed weights instead of their own, so that
-    nothing is in memory twice."""
-    packed = pack_linear(
-        [each.weight for each in linears], [each.bias for each in linears], dtype=dtype, output_dtype=output_dtype
-    )
-    if not keeps:
-        first, *others = linears
-        first.weight = nn.Parameter(packed.weights, requires_grad=False)
-        for each in others:
-            each.weight = nn.Parameter(torch.empty(0, dtype=each.weight.dtype), requires_grad=False)
-    return packed
-
-
-class GatedMLP:
-    """An MLP whose gate and value are one projection."""
-
-    def __init__(self, parts: MLPParts, workspace: Workspace, kernels: Kernels, dtype: torch.dtype) -> None:
-        self._workspace = workspace
-        self._projections = _pack(parts.projections, dtype)
-        self._output = _pack([parts.output], dtype)
-        self._activation = GatedActivation(kernels, parts.activation, self._output.num_inputs, dtype)
-
-    def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
-        """Write the results for inputs [T, H] to the outputs [T, H], or add them."""
-        if inputs.shape[0] > MLP_TOKENS:
-            for rows, results in zip(inputs.split(MLP_TOKENS), outputs.split(MLP_TOKENS), strict=True):
-                self.into(rows, results, accumulate=accumulate)
-            return
-        gates = self._workspace.rows("gates", inputs.shape[0], self._projections.num_outputs)
-        activated = self._workspace.rows("activated", inputs.shape[0], self._output.num_inputs)
-        self._projections.into(inputs, gates)
-        self._activation.into(gates, activated)
-        self._output.into(activated, outputs, accumulate=accumulate)
-
-
-class ModuleMLP:
-    """transformers' own module, such as a mixture of experts."""
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._module = module
-        use_packed_linear(module, dtype)
-
-    def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
-        result = self._module(inputs.unsqueeze(0))
-        result = (result[0] if isinstance(result, tuple) else result)[0]
-        if accumulate:
-            outputs += result
-        else:
-            outputs.copy_(result)
 
 
 class FusedDecoder:
@@ -208,9 +127,7 @@ class FusedDecoder:
             return torch.index_select(embedding.weight, 0, input_ids, out=hidden)
         return hidden.copy_(embedding(input_ids))
 
-    def _add(
-        self, block: PackedLinear | GatedMLP | ModuleMLP, norm: RowNorm | None, inputs: Tensor, hidden: Tensor
-    ) -> None:
+    def _add(self, block: PackedLinear | MLP, norm: RowNorm | None, inputs: Tensor, hidden: Tensor) -> None:
         """Add a block's output, or its norm, to the hidden states [T, H]."""
         if norm is None:
             block.into(inputs, hidden, accumulate=True)

@@ -72,10 +72,28 @@ class MLPParts:
 
 
 @dataclass(frozen=True)
+class ExpertsParts:
+    """A mixture of experts."""
+
+    router: nn.Linear
+    experts: list[MLPParts]
+    num_chosen: int
+    is_normalized: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    module: nn.Module
+    """Has the weights of all experts in two tensors, of which those of `experts` are views."""
+
+    def replace_stacked_weights(self) -> None:
+        """Let the module hold the layers of the single experts instead."""
+        self.module.gate_up_proj = self.module.down_proj = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.module.own = nn.ModuleList(linear for each in self.experts for linear in (*each.projections, each.output))
+
+
+@dataclass(frozen=True)
 class LayerParts:
     attention: AttentionParts
-    mlp: MLPParts | nn.Module
-    """A module is run as it is, such as a mixture of experts."""
+    mlp: MLPParts | ExpertsParts | nn.Module
+    """A module is run as it is."""
     input_norm: Norm
     attention_norm: Norm | None
     """Of the attention's output."""
@@ -163,18 +181,49 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
     )
 
 
-def _read_mlp(mlp: Any) -> MLPParts | nn.Module:
+def _read_mlp(mlp: Any) -> MLPParts | ExpertsParts | nn.Module:
     is_merged = hasattr(mlp, "gate_up_proj")
     if not isinstance(getattr(mlp, "down_proj", None), nn.Linear) or not (is_merged or hasattr(mlp, "gate_proj")):
         assert isinstance(mlp, nn.Module)
-        return mlp
+        return _read_experts(mlp) or mlp
     projections = [mlp.gate_up_proj] if is_merged else [mlp.gate_proj, mlp.up_proj]
     _require_linear(*projections, mlp.down_proj)
     function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-    for name, ours in ACTIVATIONS.items():
-        if type(function) is type(ACT2FN[name]):
-            return MLPParts(projections, mlp.down_proj, ours)
-    raise NotRecognised(f"its activation is {type(function).__name__}")
+    activation = _activation_name(function)
+    if activation is None:
+        raise NotRecognised(f"its activation is {type(function).__name__}")
+    return MLPParts(projections, mlp.down_proj, activation)
+
+
+def _read_experts(block: Any) -> ExpertsParts | None:
+    """Read a router and stacked experts. None for a module with other parameters."""
+    if {name for name, _ in block.named_parameters()} != {"gate.weight", "experts.gate_up_proj", "experts.down_proj"}:
+        return None
+    router, experts = block.gate, block.experts
+    activation, num_chosen = _activation_name(getattr(experts, "act_fn", None)), getattr(router, "top_k", None)
+    if activation is None or not isinstance(num_chosen, int):
+        return None
+    return ExpertsParts(
+        router=_as_linear(router.weight),
+        experts=[
+            MLPParts([_as_linear(gate_up)], _as_linear(down), activation)
+            for gate_up, down in zip(experts.gate_up_proj, experts.down_proj, strict=True)
+        ],
+        num_chosen=num_chosen,
+        is_normalized=getattr(router, "norm_topk_prob", True),
+        module=experts,
+    )
+
+
+def _as_linear(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(1, 1, bias=False)
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def _activation_name(function: object) -> str | None:
+    return next((ours for name, ours in ACTIVATIONS.items() if type(function) is type(ACT2FN[name])), None)
 
 
 def _read_norm(module: Any) -> Norm:

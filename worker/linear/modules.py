@@ -1,4 +1,4 @@
-"""Gives the linear layers of modules that run as they are packed weights."""
+"""Packs the linear layers of modules: several as one, or each for itself in modules that run as they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from millrace.worker.kernels.library import DTYPES
 from millrace.worker.linear.choice import pack_linear
-from millrace.worker.linear.packed import TorchLinear
+from millrace.worker.linear.packed import PackedLinear, TorchLinear
 
 
 @torch.no_grad()
@@ -38,6 +38,22 @@ def use_packed_linear(model: nn.Module, dtype: torch.dtype) -> Counter[str]:
         if module.weight not in shared:
             module.weight = nn.Parameter(packed.weights, requires_grad=False)
     return kinds
+
+
+def pack_modules(
+    linears: list[nn.Linear], dtype: torch.dtype, output_dtype: torch.dtype | None = None, *, keeps: bool = False
+) -> PackedLinear:
+    """Return one layer for several. Unless it `keeps` them, the modules get the packed weights instead of their own, so that
+    nothing is in memory twice."""
+    packed = pack_linear(
+        [each.weight for each in linears], [each.bias for each in linears], dtype=dtype, output_dtype=output_dtype
+    )
+    if not keeps:
+        first, *others = linears
+        first.weight = nn.Parameter(packed.weights, requires_grad=False)
+        for each in others:
+            each.weight = nn.Parameter(torch.empty(0, dtype=each.weight.dtype), requires_grad=False)
+    return packed
 
 
 def _shared_weights(model: nn.Module) -> set[Tensor]:

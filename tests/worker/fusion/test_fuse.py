@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from millrace.worker.fusion.decoder import DecoderWeights
+from millrace.worker.fusion.mlp import Experts
 from millrace.worker.fusion.structure import NotRecognised, read_structure
 from millrace.worker.kernels.library import find_kernels
 from tests.worker.driver import Driver, Request, start_worker
@@ -67,6 +68,39 @@ def test_more_families_are_recognised_and_match_transformers(name: str, tmp_path
     requests, decoder = run(tmp_path)
     assert decoder is not None
     check_against_transformers(tmp_path, requests)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_a_token_passes_its_experts_whatever_the_others_choose(name: str, tmp_path: Path) -> None:
+    base, overrides = MORE[name]
+    torch.manual_seed(0)
+    make_model(base, tmp_path, **overrides)
+    worker = start_worker(tmp_path)
+    assert worker._model.decoder is not None
+    mixture = worker._model.decoder.layers[0].mlp
+    assert isinstance(mixture, Experts)
+    inputs = torch.randn(600, 64)
+    together, added, alone = torch.empty(600, 64), torch.ones(600, 64), torch.empty(1, 64)
+    mixture.into(inputs, together)
+    for row in range(0, 600, 37):
+        mixture.into(inputs[row : row + 1], alone)
+        assert torch.equal(alone[0], together[row])
+    mixture.into(inputs, added, accumulate=True)
+    assert torch.equal(added, together + 1)
+
+
+def test_experts_are_in_memory_once_and_wake_up_as_they_were(tmp_path: Path) -> None:
+    base, overrides = MORE["mixtral"]
+    torch.manual_seed(0)
+    make_model(base, tmp_path, **overrides)
+    worker = start_worker(tmp_path)
+    experts = worker._model.module.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.numel() == experts.down_proj.numel() == 0
+    expected = [request.output for request in Driver(worker, seed=1).run(prompts(1), 4)]
+    for level in (1, 2):
+        worker.sleep(level)
+        worker.wake_up(["weights", "kv_cache"], 1)
+        assert [request.output for request in Driver(worker, seed=1).run(prompts(1), 4)] == expected
 
 
 def test_an_unknown_structure_runs_through_the_modules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,110 @@
+"""The MLPs of a decoder's layers: a gated MLP, a mixture of them, or transformers' own module.
+
+Shapes: T tokens, H hidden size, E experts, C experts chosen for each token.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from millrace.worker.fusion.structure import ExpertsParts, MLPParts
+from millrace.worker.fusion.workspace import Workspace
+from millrace.worker.kernels.library import Kernels
+from millrace.worker.kernels.rows import GatedActivation
+from millrace.worker.linear.modules import pack_modules, use_packed_linear
+
+MLP_TOKENS = 256
+"""Tokens that pass an MLP at a time, so that its intermediate results stay in the CPU's cache."""
+
+
+def make_mlp(
+    parts: MLPParts | ExpertsParts | nn.Module, workspace: Workspace, kernels: Kernels, dtype: torch.dtype
+) -> MLP:
+    """Return what computes an MLP. Packs its weights."""
+    if isinstance(parts, MLPParts):
+        return GatedMLP(parts, workspace, kernels, dtype)
+    if isinstance(parts, ExpertsParts):
+        return Experts(parts, workspace, kernels, dtype)
+    return ModuleMLP(parts, dtype)
+
+
+class GatedMLP:
+    """An MLP whose gate and value are one projection."""
+
+    def __init__(self, parts: MLPParts, workspace: Workspace, kernels: Kernels, dtype: torch.dtype) -> None:
+        self._workspace = workspace
+        self._projections = pack_modules(parts.projections, dtype)
+        self._output = pack_modules([parts.output], dtype)
+        self._activation = GatedActivation(kernels, parts.activation, self._output.num_inputs, dtype)
+
+    def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
+        """Write the results for inputs [T, H] to the outputs [T, H], or add them."""
+        if inputs.shape[0] > MLP_TOKENS:
+            for rows, results in zip(inputs.split(MLP_TOKENS), outputs.split(MLP_TOKENS), strict=True):
+                self.into(rows, results, accumulate=accumulate)
+            return
+        gates = self._workspace.rows("gates", inputs.shape[0], self._projections.num_outputs)
+        activated = self._workspace.rows("activated", inputs.shape[0], self._output.num_inputs)
+        self._projections.into(inputs, gates)
+        self._activation.into(gates, activated)
+        self._output.into(activated, outputs, accumulate=accumulate)
+
+
+class Experts:
+    """A mixture of MLPs: a router chooses some of them for each token, and weights their results."""
+
+    def __init__(self, parts: ExpertsParts, workspace: Workspace, kernels: Kernels, dtype: torch.dtype) -> None:
+        self._router = pack_modules([parts.router], dtype, keeps=True)
+        self._experts = [GatedMLP(each, workspace, kernels, dtype) for each in parts.experts]
+        self._num_chosen, self._is_normalized = parts.num_chosen, parts.is_normalized
+        parts.replace_stacked_weights()
+
+    def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
+        """As that of `GatedMLP`. The tokens of one expert pass it together. The result of a token does not depend on the
+        others: the order of each sum is that of the token's own choice."""
+        weights, chosen = self._choose(inputs)
+        order = chosen.flatten().argsort(stable=True)  # [T * C], by expert
+        grouped = inputs.index_select(0, order // self._num_chosen)
+        results = torch.empty_like(grouped)
+        counts = chosen.flatten().bincount(minlength=len(self._experts)).tolist()
+        for expert, rows, rows_out in zip(self._experts, grouped.split(counts), results.split(counts), strict=True):
+            if rows.shape[0]:
+                expert.into(rows, rows_out)
+        by_token = grouped.index_copy_(0, order, results).view(-1, self._num_chosen, inputs.shape[1])
+        by_token *= weights.unsqueeze(-1)
+        total, *others = by_token.unbind(1)
+        for each in others:
+            total += each
+        if accumulate:
+            outputs += total
+        else:
+            outputs.copy_(total)
+
+    def _choose(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights [T, C] and the ids [T, C] of each token's experts."""
+        weights, chosen = self._router.forward(inputs).softmax(-1, dtype=torch.float32).topk(self._num_chosen)
+        if self._is_normalized:
+            weights /= weights.sum(-1, keepdim=True)
+        return weights.to(inputs.dtype), chosen
+
+
+class ModuleMLP:
+    """transformers' own module, for a structure that is not known."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._module = module
+        use_packed_linear(module, dtype)
+
+    def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
+        result = self._module(inputs.unsqueeze(0))
+        result = (result[0] if isinstance(result, tuple) else result)[0]
+        if accumulate:
+            outputs += result
+        else:
+            outputs.copy_(result)
+
+
+MLP: TypeAlias = GatedMLP | Experts | ModuleMLP

@@ -1,0 +1,27 @@
+"""The buffers of a forward pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Workspace:
+    """Owns the buffers of a forward pass. They grow to the largest step."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._buffers: dict[str, Tensor] = {}
+        self._rows: dict[str, Tensor] = {}
+        """What was returned last. In steady decode the number of rows stays."""
+
+    def rows(self, name: str, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a buffer [num_rows, width] with any contents, of the model's dtype if `dtype` is None."""
+        rows = self._rows.get(name)
+        if rows is not None and rows.shape == (num_rows, width):
+            return rows
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape[0] < num_rows or buffer.shape[1] != width:
+            buffer = self._buffers[name] = torch.empty(-(-num_rows // 64) * 64, width, dtype=dtype or self.dtype)
+        rows = self._rows[name] = buffer[:num_rows]
+        return rows
