@@ -22,8 +22,6 @@ MAX_SLOTS = 256
 
 
 class LlamaServer(runner.Engine):
-    packages = ("llama-cpp-python",)
-
     def __init__(self, path: Path, workload: Workload) -> None:
         num_slots = min(len(workload.requests), MAX_SLOTS)
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -47,6 +45,10 @@ class LlamaServer(runner.Engine):
 
     def generate(self, requests: Sequence[Request]) -> list[int]:
         return list(self._threads.map(self._complete, requests))
+
+    def facts(self) -> runner.Figures:
+        (sources,) = (HOME / "llamacpp").glob("llama_cpp_python-*.tar.gz")
+        return {"versions": {"llama-cpp-python": sources.name.removesuffix(".tar.gz").partition("-")[2]}}
 
     def _complete(self, request: Request) -> int:
         asked = {"prompt": request.prompt, "n_predict": request.num_output, "ignore_eos": True}
