@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Unpack
 
 from millrace.producer import arguments, calls
-from millrace.producer.batches import SubmitCall, submitted
+from millrace.producer.batches import SubmitCall, Submitted, submitted
 from millrace.producer.options import SubmitOptions, build_request
 from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import to_submission
@@ -56,14 +56,17 @@ class AsyncClient:
 
     async def submit_many(
         self, requests: Iterable[GenerationRequest], *, batch: str | None = None, durability: Durability = "memory"
-    ) -> list[str]:
+    ) -> Submitted:
         call = SubmitCall(self._keys, requests, batch, durability)
         while to_send := call.next_commands():
             if call.confirmation:
                 call.feed(*await self._transport.send_together(to_send, call.confirmation))
             else:
                 call.feed([await self._transport.send(command) for command in to_send])
-        return call.end()
+        job_ids = call.end()
+        known = await self._run(calls.look_up(self._keys, call.known_ids))
+        job_ids.known = {job_id: state for job_id, (state, _) in known.items()}
+        return job_ids
 
     async def cancel(self, job_id: str) -> str:
         reply = await self._transport.send(commands.cancel(self._keys, arguments.job_id(self._keys, job_id)))

@@ -51,6 +51,13 @@ def submitted(job: Submission, outcome: Outcome) -> str:
     raise QueueFull(outcome.name, outcome.limit, [], [job.job_id])
 
 
+class Submitted(list[str]):
+    """The ids of the jobs of one call of `submit_many`, in order."""
+
+    known: dict[str, str]
+    """By id the state of each job that the queue had before this call: it is not submitted again, whatever its state."""
+
+
 class SubmitCall:
     """Owns the state of one call of `submit_many`: what to send next, and the outcome of what was sent.
 
@@ -63,7 +70,9 @@ class SubmitCall:
     def __init__(
         self, keys: QueueKeys, requests: Iterable[GenerationRequest], batch: str | None, durability: str
     ) -> None:
-        self.job_ids: list[str] = []
+        self.job_ids = Submitted()
+        self.known_ids: list[str] = []
+        """Of the jobs that the queue had before."""
         self.confirmation = confirmation(arguments.durability(durability))
         """To send after the commands, on the same connection. None: nothing to confirm."""
         self._keys = keys
@@ -101,6 +110,8 @@ class SubmitCall:
                 self._invalid.append((index, invalid))
                 continue
             self.job_ids.append(job_id)
+            if outcome.kind == "exists":
+                self.known_ids.append(job_id)
             (self._conflicting if outcome.kind == "conflict" else self._accepted).append(job_id)
         self._num_answered += len(job_ids)
         if self.confirmation:
@@ -109,7 +120,7 @@ class SubmitCall:
             first = next(iter(refused.values()))
             raise QueueFull(first.name, first.limit, self._accepted, list(refused))
 
-    def end(self) -> list[str]:
+    def end(self) -> Submitted:
         """Return the ids of all jobs, in order. Raises the error of the first request that could not be sent, InvalidRequest
         for a job that the server refused, or JobConflict for ids of other jobs."""
         self._raise_stop_error()

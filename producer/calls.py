@@ -63,6 +63,16 @@ def cancel_batch(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
     return outcomes
 
 
+def look_up(keys: QueueKeys, job_ids: Iterable[str]) -> Call[dict[str, tuple[str, str | None]]]:
+    """Return the state and the batch of each job that the queue knows, by id."""
+    found: dict[str, tuple[str, str | None]] = {}
+    for some in batched(job_ids, CHANGED_JOBS):
+        for job_id, (state, batch) in zip(some, (yield [commands.look_up(keys, one) for one in some]), strict=True):
+            if state:
+                found[job_id] = replies.text(state), replies.text(batch) if batch else None
+    return found
+
+
 def batch_jobs(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
     arguments.batch(keys, batch)
     state_by_id: dict[str, str] = {}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Self, Unpack
 
 from millrace.producer import arguments, calls
-from millrace.producer.batches import SubmitCall, submitted
+from millrace.producer.batches import SubmitCall, Submitted, submitted
 from millrace.producer.options import SubmitOptions, build_request
 from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import to_submission
@@ -75,11 +75,11 @@ class Client:
 
     def submit_many(
         self, requests: Iterable[GenerationRequest], *, batch: str | None = None, durability: Durability = "memory"
-    ) -> list[str]:
+    ) -> Submitted:
         """Submit jobs, a few hundred in one round trip, and return their ids in order.
 
         `batch` is a name for `batch_status` and `cancel_batch`. Any call may add jobs to a batch. A job that the queue
-        already knows stays in its first batch.
+        already knows stays in its first batch. It is not submitted again: `known` of the result has its state.
 
         Raises InvalidRequest with the index of a request that cannot be sent. Of a list or tuple, no job is submitted then.
         Of another iterable, which may be endless, the jobs before it are in the queue, and the error has their ids. The same
@@ -94,7 +94,10 @@ class Client:
                 call.feed(*self._transport.send_together(to_send, call.confirmation))
             else:
                 call.feed([self._transport.send(command) for command in to_send])
-        return call.end()
+        job_ids = call.end()
+        known = self._run(calls.look_up(self._keys, call.known_ids))
+        job_ids.known = {job_id: state for job_id, (state, _) in known.items()}
+        return job_ids
 
     def cancel(self, job_id: str) -> str:
         """Cancel a job. Return "cancelled" if it had not begun, "cancelling" if its engine was notified, or the state in

@@ -87,6 +87,10 @@ def body_start(keys: QueueKeys, job_id: str) -> Command:
     return command("GETRANGE", keys.body(job_id), 0, MAX_BODY_START - 1)
 
 
+def look_up(keys: QueueKeys, job_id: str) -> Command:
+    return command("HMGET", keys.job(job_id), "state", "batch")
+
+
 def error_kind(keys: QueueKeys, job_id: str) -> Command:
     return command("HGET", keys.job(job_id), "error_kind")
 

@@ -33,12 +33,21 @@ def print_id(job_id: str, *, as_json: bool) -> None:
 
 def print_job(job: Job, **more: Any) -> None:
     """Print a job as JSON, with `more` fields. `outputs` is left out where it would repeat the only text."""
+    print_json({**job_fields(job), **more})
+
+
+def job_fields(job: Job) -> dict[str, Any]:
     import msgspec
 
-    fields = {**msgspec.structs.asdict(job), **more}
+    fields = msgspec.structs.asdict(job)
     if len(job.outputs) == 1:
         del fields["outputs"]
-    print_json(fields)
+    return fields
+
+
+def some_ids(job_ids: Sequence[str], separator: str = ", ") -> str:
+    """Return the first five of some ids, and how many follow."""
+    return separator.join(job_ids[:5]) + (f" and {len(job_ids) - 5} more" if len(job_ids) > 5 else "")
 
 
 def print_outputs(job: Job, first: int = 0) -> None:
@@ -100,16 +109,23 @@ def progress_bar(*, has_terminal: bool | None = None) -> Progress:
         BarColumn,
         MofNCompleteColumn,
         Progress,
+        ProgressColumn,
+        Task,
         TextColumn,
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
+    from rich.text import Text
+
+    class RateColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{task.finished_speed or task.speed or 0:,.1f}/s")
 
     console = Console(stderr=True)
     if has_terminal is None:
         has_terminal = console.is_terminal and not sys.stdout.isatty()
     columns = (
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()),
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn()),
         *(TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()),
     )
     return Progress(*columns, console=console, disable=not has_terminal, redirect_stdout=False)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.exits import OK, CommandError
-from millrace.cli.options import Verbs, add_json, add_verb, open_client
-from millrace.cli.output import print_json, print_table
+from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_client
+from millrace.cli.output import job_fields, print_job, print_json, print_table, remark
 from millrace.cli.values import counted
 
 if TYPE_CHECKING:
-    from millrace.results.messages import QueueStats
+    from millrace.results.messages import Job, QueueStats
 
 _SLEEP_STATES = ("awake", "asleep, weights in host memory", "asleep, weights dropped")
 """By sleep level."""
@@ -39,6 +41,11 @@ def add_parsers(verbs: Verbs) -> None:
     status.add_argument("batch")
     add_json(status)
     status.set_defaults(run=run_batch_status)
+
+    results = add_verb(whats, "results", "print the jobs of a batch that have ended, one JSON object each")
+    results.add_argument("batch")
+    results.add_argument("-o", "--output", metavar="FILE", help="write them into this file, at the end in one go")
+    results.set_defaults(run=run_batch_results)
 
     pause = add_verb(verbs, "pause", "stop starting jobs; running jobs finish, and new jobs are accepted")
     pause.set_defaults(run=run_pause, is_paused=True)
@@ -99,6 +106,34 @@ def run_batch_status(args: argparse.Namespace) -> int:
         rows.append(("time left", duration(status.eta_s)))
     print_table(("jobs", "count"), rows)
     return OK
+
+
+def run_batch_results(args: argparse.Namespace) -> int:
+    from millrace.results.messages import TERMINAL_STATES
+
+    with open_client(args) as client:
+        states = client.batch_jobs(args.batch)
+        ended = [job_id for job_id, state in states.items() if state in TERMINAL_STATES]
+        jobs = client.as_completed(ended)
+        if args.output:
+            _write_jobs(args.output, jobs)
+        else:
+            for job in jobs:
+                print_job(job)
+    if len(ended) < len(states):
+        wait = command_line(args, "wait", "--batch", args.batch)
+        remark(f"{len(states) - len(ended)} of {len(states)} jobs have not ended; to wait for them: {wait}")
+    return OK
+
+
+def _write_jobs(path: str, jobs: Iterable[Job]) -> None:
+    """Write a file that is complete or not there."""
+    import msgspec
+
+    part = f"{path}.part"
+    with open(part, "wb") as file:
+        file.writelines(msgspec.json.encode(job_fields(job)) + b"\n" for job in jobs)
+    os.replace(part, path)
 
 
 def run_pause(args: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from itertools import islice
 
 from millrace.cli.output import remark
 from millrace.producer import Client, GenerationRequest, InvalidRequest
-from millrace.producer.calls import READ_JOBS, batched, get_many
+from millrace.producer.calls import READ_JOBS, batched, get_many, look_up
 from millrace.results.connection import Connection
 from millrace.results.errors import QueueFull
 from millrace.results.messages import Job
@@ -34,6 +34,10 @@ class ReconnectingClient(Client):
         """Give up an outage, too, when this time is over."""
         if timeout_s is not None:
             self._reconnecting.ends_s = time.monotonic() + timeout_s
+
+    def look_up(self, job_ids: Iterable[str]) -> dict[str, tuple[str, str | None]]:
+        """Return the state and the batch of each job that the queue knows, by id."""
+        return self._run(look_up(self._keys, job_ids))
 
     def run_all(
         self, requests: Iterable[GenerationRequest], *, batch: str, max_open: int, check: Callable[[], None]

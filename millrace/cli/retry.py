@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.exits import INVALID, OK, CommandError, as_exit
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
-from millrace.cli.output import print_json, remark
+from millrace.cli.output import print_json, remark, some_ids
 
 if TYPE_CHECKING:
     from millrace.producer import Client
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
             for job_id, new_id in retried.items():
                 _print_retried(job_id, new_id, as_json=args.json)
             if retried.left_out:
-                remark(f"left out, since their requests are invalid and would fail again: {_some(retried.left_out)}")
+                remark(f"left out, since their requests are invalid and would fail again: {some_ids(retried.left_out)}")
         return max((_retry(client, job_id, as_json=args.json) for job_id in args.ids), default=OK)
 
 
@@ -47,10 +47,6 @@ def _retry(client: Client, job_id: str, *, as_json: bool) -> int:
         remark(message)
         return status
     return OK
-
-
-def _some(job_ids: list[str]) -> str:
-    return ", ".join(job_ids[:5]) + (f" and {len(job_ids) - 5} more" if len(job_ids) > 5 else "")
 
 
 def _print_retried(job_id: str, new_id: str, *, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.jobs import follow
+from millrace.cli.known_jobs import report_known
 from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
 from millrace.cli.output import print_id
 from millrace.cli.values import integer, json_object, moment, number
@@ -123,6 +124,7 @@ def _call_options(args: argparse.Namespace) -> dict[str, Any]:
 def _submit_prompt(args: argparse.Namespace) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     with open_reconnecting_client(args) as client:
+        known = client.look_up([args.id]) if args.id and not args.wait and not args.stream else {}
         job_id = client.submit(
             prompt=prompt, job_id=args.id, stream=args.stream, **_call_options(args), **given_options(args)
         )
@@ -130,6 +132,7 @@ def _submit_prompt(args: argparse.Namespace) -> int:
             return follow(client, args, job_id)
         if args.wait:
             return wait_for_job(client, args, job_id)
+        report_known(args, known, 0)
         warn_if_never_served(client, args.queue)
         print_id(job_id, as_json=args.json)
     return OK

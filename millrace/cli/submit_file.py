@@ -1,6 +1,7 @@
 """`millrace submit --file`: read jobs line by line, submit them in batches, and wait for them with --wait.
 
-An invalid line is reported with its number; the other lines are submitted. Memory holds one batch, and with --wait all ids.
+An invalid line is reported with its number; the other lines are submitted. Memory holds one batch, the ids of known jobs,
+and with --wait all ids.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
+from millrace.cli.known_jobs import report_known
 from millrace.cli.output import print_id, progress_bar, remark
 from millrace.cli.reconnecting_client import ReconnectingClient
 from millrace.cli.wait import wait_for_jobs
 from millrace.cli.wait_report import resumable, resume_with, warn_if_never_served
-from millrace.producer import Client, GenerationRequest, InvalidRequest
+from millrace.producer import GenerationRequest, InvalidRequest
 from millrace.producer.options import build_request
 from millrace.producer.wire import parse_body
 from millrace.results.errors import JobConflict, QueueFull
@@ -34,6 +36,7 @@ class Line(NamedTuple):
     number: int
     """From 1, as an editor counts."""
     request: GenerationRequest
+    has_own_id: bool
 
     @property
     def job_id(self) -> str:
@@ -52,7 +55,7 @@ def submit_file(
     client.submit_many([], **call_options)  # checks call_options
     submission = _Submission(client, options, call_options)
     with resumable(submission.hint), _open(args.file) as file, progress_bar() as bar:
-        task = bar.add_task("submitted", total=None)
+        task = bar.add_task("submitted", total=_count_lines(file))
         ids: list[str] = []
         for job_id in submission.submit(file):
             bar.advance(task)
@@ -60,6 +63,7 @@ def submit_file(
                 ids.append(job_id)
             else:
                 print_id(job_id, as_json=args.json)
+    report_known(args, submission.known, submission.num_submitted - len(submission.known))
     status = OK
     if args.wait:
         how_to_resume = resume_with(args, "wait", "--batch", args.batch) if args.batch else submission.hint()[1]
@@ -75,10 +79,12 @@ def submit_file(
 class _Submission:
     """Submits one file, and owns the counts of its lines."""
 
-    def __init__(self, client: Client, options: dict[str, Any], call_options: dict[str, Any]) -> None:
+    def __init__(self, client: ReconnectingClient, options: dict[str, Any], call_options: dict[str, Any]) -> None:
         self._client = client
         self._call_options = call_options
         self._options = options
+        self.known: dict[str, tuple[str, str | None]] = {}
+        """State and batch of the submitted jobs that the queue has had before."""
         self.num_submitted = 0
         self.num_refused = 0
         self._last_line = 0
@@ -97,8 +103,11 @@ class _Submission:
         """Yield the ids of the jobs in the queue. At a limit, raise CommandError with the lines that are not submitted."""
         lines = self._requests(file)
         while batch := list(islice(lines, _BATCH_LINES)):
+            known = self._client.look_up(line.job_id for line in batch if line.has_own_id)
             for job_id in self._submit_batch(batch, lines):
                 self.num_submitted += 1
+                if job_id in known:
+                    self.known[job_id] = known[job_id]
                 yield job_id
             self._last_line = batch[-1].number
 
@@ -106,15 +115,14 @@ class _Submission:
         for number, text in enumerate(file, start=1):
             if text.strip():
                 try:
-                    yield Line(number, self._read(text))
+                    request = parse_body(self._filled(text))
+                    has_own_id = request.id is not None
+                    self._can_repeat = self._can_repeat and has_own_id
+                    if not has_own_id:  # every request gets an id here, so that its outcome can be found
+                        request = msgspec.structs.replace(request, id=uuid.uuid4().hex)
+                    yield Line(number, request, has_own_id)
                 except InvalidRequest as error:
                     self._refuse(number, error)
-
-    def _read(self, text: bytes) -> GenerationRequest:
-        """Return the request of a line. Every request gets an id here, so that its outcome can be found."""
-        request = parse_body(self._filled(text))
-        self._can_repeat = self._can_repeat and request.id is not None
-        return request if request.id else msgspec.structs.replace(request, id=uuid.uuid4().hex)
 
     def _filled(self, text: bytes) -> bytes:
         """Add the options that the line leaves out. The rest of its text stays unchanged, for error messages."""
@@ -192,6 +200,15 @@ def _not_submitted(left: list[int], last_sent: int) -> str:
     in_between = [f"line {number}" for number in left if number < last_sent]
     rest = [f"all from line {number} on" for number in left if number > last_sent]
     return ", ".join([*in_between, *rest[:1]])
+
+
+def _count_lines(file: IO[bytes]) -> int | None:
+    """Return the number of lines of a file, for the progress bar; None for a pipe."""
+    if not file.seekable():
+        return None
+    num_lines = sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    file.seek(0)
+    return num_lines
 
 
 @contextmanager

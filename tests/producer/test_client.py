@@ -300,3 +300,12 @@ def test_records_that_expire_while_they_are_waited_for_are_not_found(
     with pytest.raises(JobNotFound):
         waiting.result()
     assert engine.claim_ids() == []
+
+
+def test_submitting_again_returns_the_states_of_known_jobs(client: Client, engine: Engine) -> None:
+    requests = [GenerationRequest(id=job_id, prompt="x") for job_id in ("a", "b", "c")]
+    assert client.submit_many(requests[:2]).known == {}
+    engine.finish(engine.claim_one())
+    submitted = client.submit_many(requests)
+    assert submitted == ["a", "b", "c"]
+    assert submitted.known == {"a": "finished", "b": "queued"}

@@ -15,8 +15,9 @@ from millrace import QueueFull
 from millrace.cli.exits import CommandError
 from millrace.cli.reconnecting_client import ReconnectingClient
 from millrace.cli.submit_file import _Submission, submit_file
+from millrace.producer.batches import Submitted
 from millrace.results.messages import ClaimedJob
-from tests.millrace.cli.command import Command, started
+from tests.millrace.cli.command import Command, run_main, started
 from tests.millrace.cli.conftest import EngineByHand
 from tests.processes import LIMIT_S
 
@@ -120,7 +121,7 @@ class DrainedClient(ReconnectingClient):
         for name, value in limits.items():
             self._transport.send(("HSET", self._keys.settings, name, str(value)))
 
-    def submit_many(self, *arguments: Any, **options: Any) -> list[str]:
+    def submit_many(self, *arguments: Any, **options: Any) -> Submitted:
         self.num_calls += 1
         try:
             return super().submit_many(*arguments, **options)
@@ -215,6 +216,44 @@ def test_the_same_file_twice_is_the_same_jobs(millrace: Command, tmp_path: Path)
     for _ in range(2):
         assert millrace("submit", "--file", str(file)).out.split() == ["a", "b"]
     assert millrace("stats", "--json").json_lines()[0]["queued"] == 2
+
+
+def test_submitting_again_says_what_is_new_and_what_became_of_the_others(
+    millrace: Command, engine: EngineByHand, tmp_path: Path
+) -> None:
+    lines = [{"id": job_id, "prompt": "x"} for job_id in "abcd"]
+    assert millrace("submit", "--file", str(write_lines(tmp_path / "jobs", *lines[:3])), "--batch", "one").err == ""
+    jobs = {str(job.job_id): job for job in engine.claim()}
+    engine.finish(jobs["a"], "text")
+    engine.fail(jobs["b"], "no luck")
+    all_lines = write_lines(tmp_path / "jobs", *lines, {"id": "a", "prompt": "other"}, {"prompt": "no id"})
+    ran = millrace("submit", "--file", str(all_lines), "--batch", "two")
+    assert ran.status == 2
+    refused, counts, lost, other_batch, _ = ran.err.splitlines()
+    assert refused.startswith("millrace: line 5: id: already taken")
+    assert counts == "millrace: jobs: 2 new, 3 in the queue already (1 finished, 1 failed, 1 running)"
+    again = f"millrace retry b {' '.join(millrace.place[2:])}"
+    assert lost.startswith(f"millrace: not run again, since they have ended without a result: b; to run them: {again}")
+    assert other_batch == "millrace: not in batch 'two', since a job stays in its first batch (one): a, b, c"
+    ran = millrace("submit", "x", "--id", "b")
+    assert (ran.status, ran.out) == (0, "b\n")
+    assert "jobs: 0 new, 1 in the queue already (1 failed)" in ran.err
+
+
+def test_the_results_of_a_batch_are_printed_or_written(millrace: Command, engine: EngineByHand, tmp_path: Path) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id, "--batch", "both")
+    for job in engine.claim():
+        if job.job_id == "a":
+            engine.finish(job, "text")
+    output = tmp_path / "out.jsonl"
+    printed = run_main("batch", "results", *millrace.place, "both")
+    ran = run_main("batch", "results", *millrace.place, "both", "-o", str(output))
+    assert (printed.status, ran.status, ran.out) == (0, 0, "")
+    assert output.read_text() == printed.out
+    assert [(job["id"], job["text"]) for job in printed.json_lines()] == [("a", "text")]
+    assert printed.err.startswith("millrace: 1 of 2 jobs have not ended; to wait for them: millrace wait --batch both")
+    assert run_main("batch", "results", *millrace.place, "none").status == 3
 
 
 def test_options_fill_what_a_line_leaves_out(millrace: Command, engine: EngineByHand) -> None:
