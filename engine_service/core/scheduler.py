@@ -1,9 +1,9 @@
-"""Decide what each step computes: decodes first, then prompts in chunks, under one token budget."""
+"""The sequences of an engine, and its steps from the plan to the result."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
@@ -14,6 +14,7 @@ from millrace.engine_service.core.planned_step import PlannedStep
 from millrace.engine_service.core.prefill_pace import PrefillPace
 from millrace.engine_service.core.running_sequences import RunningSequences
 from millrace.engine_service.core.sequence import Sequence, StopReason
+from millrace.engine_service.core.step_planner import StepPlanner
 from millrace.engine_service.core.token_budget import TokenBudget
 from millrace.engine_service.core.waiting_queue import WaitingQueue
 from millrace.executor.wire.messages import (
@@ -22,7 +23,6 @@ from millrace.executor.wire.messages import (
     StepId,
     StepPlan,
     StepResult,
-    StepRow,
 )
 
 
@@ -83,7 +83,9 @@ class Scheduler:
         self._in_flight: deque[PlannedStep] = deque()
         """The oldest step first."""
         self._last_step_id = 0
-        self._num_preemptions = 0
+        self._planner = StepPlanner(
+            self._running, self._waiting, self._pace, self._is_in_flight, max_num_seqs=config.max_num_seqs
+        )
 
     def __repr__(self) -> str:
         return f"Scheduler({len(self._running)} running, {len(self._waiting)} waiting, {self.pool})"
@@ -219,7 +221,7 @@ class Scheduler:
         """Whether the pool can hold the whole sequence, to its last token, when nothing else uses it."""
         return sequence.num_prompt_tokens + sequence.stop_rules.max_tokens <= self.pool.longest_sequence
 
-    # --- choosing sequences ---
+    # --- plans ---
 
     def _open_micro_batches(self, num_stages: int, run_ahead: bool) -> Iterator[MicroBatch]:
         """Yield the micro-batches that can have another step, beginning after that of the last step."""
@@ -245,12 +247,9 @@ class Scheduler:
             max_rows = max(1, -(-(len(self._running) + num_admissible) // num_stages))
         step = PlannedStep(StepId(self._last_step_id + 1), micro_batch, self.token_budget.tokens, max_rows)
         if suspect is not None:
-            self._schedule_alone(suspect, step)
+            self._planner.plan_alone(suspect, step)
         else:
-            self._schedule_decodes(step)
-            self._limit_prompts(step)
-            self._schedule_ready(step, run_ahead=run_ahead)
-            self._admit_waiting(step)
+            self._planner.plan(step, run_ahead=run_ahead)
         return self._complete(step)
 
     def _complete(self, step: PlannedStep) -> StepPlan | None:
@@ -286,142 +285,14 @@ class Scheduler:
             copy=step.copy,
         )
 
-    def _schedule_decodes(self, step: PlannedStep) -> None:
-        """Let the decode rows of the micro-batch go on, as many as the step can take."""
-        micro_batch = step.micro_batch
-        due, pool, num_groups = micro_batch.take_due(), self.pool, self.pool.layout.num_groups
-        for sequence in due:
-            if sequence.num_decode_rows_left == 0:
-                sequence.leave_clock()
-                self._running.forget_at_workers(sequence)
-        for sequence in micro_batch.members[min(step.budget, step.max_rows) :]:
-            self._pause(sequence, micro_batch)
-        for sequence in due:
-            if sequence.clock is micro_batch and self._ensure_blocks(sequence, num_groups, step):
-                block_ids = pool.allocate(num_groups)
-                sequence.block_ids += block_ids
-                for block_id in block_ids:
-                    step.new_blocks.append((sequence, block_id))
-                micro_batch.set_due(sequence)
-        step.budget -= len(micro_batch.members)
-        step.max_rows -= len(micro_batch.members)
-
-    def _limit_prompts(self, step: PlannedStep) -> None:
-        """Keep the step short if somebody reads the output of one of its decode rows."""
-        has_prompts = bool(self._running.ready or self._waiting)
-        if has_prompts and any(sequence.is_watched for sequence in step.micro_batch.members):
-            step.budget = self._pace.limit(step.budget)
-
-    def _schedule_ready(self, step: PlannedStep, *, run_ahead: bool) -> None:
-        """Plan the running sequences without a decode row that goes on: paused ones, then prompts."""
-        ready = [each for each in self._running.ready.values() if run_ahead or not each.num_pending]
-        for sequence in sorted(ready, key=lambda each: each.num_uncomputed > 1):
-            if step.is_full:
-                break
-            is_ready = sequence.seq_id in self._running.ready  # not if an earlier one has preempted it
-            if is_ready and self._ensure_blocks(
-                sequence, self._running.num_missing_blocks(sequence, step.budget), step
-            ):
-                self._add_row(sequence, step)
-        for sequence, _ in step.added:  # until here a row could be dropped again
-            self._share_row(sequence, step)
-
-    def _admit_waiting(self, step: PlannedStep) -> None:
-        """Admit in the order of the queue, but for prefixes. If the next one lacks blocks, no other one overtakes it."""
-        while self._waiting and not step.is_full and not step.is_short_of_blocks:
-            if len(self._running) >= self._max_num_seqs:
-                return
-            sequence, hit_blocks = self._waiting.choose(self._running.find_blocks, self._is_in_flight)
-            if self._is_in_flight(sequence):
-                return
-            source = self._find_source(sequence, step)
-            if source is not None and self.pool.can_allocate(self.pool.layout.num_groups):
-                self._fork(sequence, source, step)
-            elif self._running.can_admit(sequence, hit_blocks):
-                self._admit(sequence, hit_blocks, step)
-            else:
-                return
-
-    def _schedule_alone(self, sequence: Sequence, step: PlannedStep) -> None:
-        for member in step.micro_batch.members:
-            self._pause(member, step.micro_batch)
-        if sequence in self._waiting:
-            while not self._running.can_admit(sequence, hit_blocks := self._running.find_blocks(sequence)):
-                self._preempt(next(reversed(self._running)), step)
-            self._admit(sequence, hit_blocks, step)
-            return
-        if sequence.clock is not None:
-            self._pause(sequence, step.micro_batch)
-        if self._ensure_blocks(sequence, self._running.num_missing_blocks(sequence, step.budget), step):
-            self._add_row(sequence, step)
-            self._share_row(sequence, step)
-
-    def _pause(self, sequence: Sequence, micro_batch: MicroBatch) -> None:
-        micro_batch.pause(sequence)
-        self._running.ready[sequence.seq_id] = sequence
-
     def _is_in_flight(self, sequence: Sequence) -> bool:
         return bool(self._in_flight) and sequence.last_step >= self._in_flight[0].step_id
 
-    # --- blocks and rows ---
-
-    def _ensure_blocks(self, sequence: Sequence, num_blocks: int, step: PlannedStep) -> bool:
-        """Preempt other sequences until the pool has the blocks that this one needs for the step. Return False when it was
-        preempted itself. Before that, give back the blocks that its windows have passed."""
-        pool, num_computed = self.pool, sequence.num_computed
-        self._running.register_blocks(sequence, num_computed, step.registered)
-        pool.free_hidden(sequence.block_ids, num_computed)
-        while not pool.can_allocate(num_blocks):
-            step.is_short_of_blocks = True
-            victim = self._running.choose_victim()
-            self._preempt(victim, step)
-            if victim is sequence:
-                return False
-        return True
-
-    def _preempt(self, sequence: Sequence, step: PlannedStep) -> None:
-        """Put it back to the head of the queue. It keeps its tokens, the pending ones too, and loses its keys and values."""
-        step.drop(sequence)
-        self._requeue(sequence)
-        self._num_preemptions += 1
+    # --- results ---
 
     def _requeue(self, sequence: Sequence) -> None:
         self._running.release(sequence)
         self._waiting.push(sequence, is_first=True)
-
-    def _admit(self, sequence: Sequence, hit_blocks: list[int], step: PlannedStep) -> None:
-        self._waiting.remove(sequence)
-        step.registered += self._running.admit(sequence, hit_blocks)
-        step.new.append(sequence.as_new())
-        self._add_row(sequence, step, list(sequence.block_ids))
-        self._share_row(sequence, step)
-
-    def _find_source(self, sequence: Sequence, step: PlannedStep) -> Sequence | None:
-        """Return a sequence with the same tokens, of which the step computes the last one."""
-        return step.sources.get(sequence.content(self.pool.layout.block_size)) if step.sources else None
-
-    def _fork(self, sequence: Sequence, source: Sequence, step: PlannedStep) -> None:
-        """Admit a sequence with the tokens of another one, which takes its first token from the same logits."""
-        self._waiting.remove(sequence)
-        step.copy += self._running.fork(sequence, source)
-        step.new.append(sequence.as_new())
-        row = StepRow(sequence.seq_id, sequence.num_tokens, 0, list(sequence.block_ids))
-        step.add_fork(sequence, row, source)
-        sequence.schedule(0, [], step.step_id)
-
-    def _share_row(self, sequence: Sequence, step: PlannedStep) -> None:
-        """Let other sequences use what the last row of a sequence computes."""
-        self._running.register_blocks(sequence, sequence.num_computed, step.registered)
-        if self._running.is_sharing and sequence.num_computed == sequence.num_tokens:
-            step.sources.setdefault(sequence.content(self.pool.layout.block_size), sequence)
-
-    def _add_row(self, sequence: Sequence, step: PlannedStep, hit_blocks: Iterable[int] = ()) -> None:
-        num_tokens = min(step.budget, sequence.num_uncomputed)
-        blocks = self.pool.allocate(self._running.num_missing_blocks(sequence, step.budget))
-        step.add(sequence, StepRow(sequence.seq_id, sequence.num_computed, num_tokens, [*hit_blocks, *blocks]))
-        sequence.schedule(num_tokens, blocks, step.step_id)
-
-    # --- results ---
 
     def _fail(self, sequence: Sequence, failure: RowFailure) -> Advance:
         sequence.num_registered_columns = len(sequence.block_ids)
@@ -434,7 +305,7 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_preemptions=self._num_preemptions,
+            num_preemptions=self._planner.num_preemptions,
             pool=self.pool.stats(),
         )
 
