@@ -181,7 +181,7 @@ def _list_jobs(client: Client, args: argparse.Namespace) -> list[Job]:
     return jobs
 
 
-_HEADINGS = ("id", "state", "tokens", "age", "attempt", "tenant", "engine", "prompt -> text, or error")
+_HEADINGS = ("id", "state", "tokens", "age", "attempt", "tenant", "engine", "prompt -> text")
 
 
 def _columns(jobs: list[Job]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -195,7 +195,7 @@ def _columns(jobs: list[Job]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         values = {row[column] for row in rows}
         width = 2 + max(map(len, (heading, *values)))
         is_last = column == len(_HEADINGS) - 1
-        if is_last or column < 4 or (not values <= {"", "-", "1", "default"} and width <= num_left):
+        if is_last or column < 4 or (not values <= {"-", "0", "1", "default"} and width <= num_left):
             shown.append(column)
             num_left -= width
     return tuple(_HEADINGS[column] for column in shown), [tuple(row[column] for column in shown) for row in rows]
