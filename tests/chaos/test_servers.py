@@ -64,7 +64,7 @@ def test_a_cluster(queue_name: str, tmp_path: Path, undisturbed: Undisturbed) ->
 
 
 def test_the_least_rights_of_the_readme(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """No command is refused to an engine that has only the rights from the README."""
+    """No command is refused to an engine that has only the rights from docs/deployment.md."""
     with EmbeddedServer(appendonly=True) as server, Place(server, "default", tmp_path, undisturbed) as place:
         user = "ACL SETUSER engine"
         Transport(place.redis).send((*user.split(), *RULES[user].split()))

@@ -14,7 +14,7 @@ from tests.e2e.conftest import StartEngine
 from tests.e2e.engines import LIMIT_S, ROOT, TINY, EngineProcess
 from tests.millrace.cli.command import python
 
-README = (ROOT / "README.md").read_text()
+DEPLOYMENT = (ROOT / "docs" / "deployment.md").read_text()
 
 
 @pytest.mark.faults
@@ -108,7 +108,7 @@ def test_an_engine_that_is_stopped_while_it_imports_ends_with_0(
 
 
 def test_every_status_is_in_the_help_and_in_the_readme() -> None:
-    table = README.split("## Operating an engine")[1].split("**Metrics")[0]
+    table = DEPLOYMENT.split("## Exit statuses")[1].split("## Metrics")[0]
     help_text = " ".join(python("-m", "millrace", "serve", "--help").out.split("Exit status:")[1].split())
     for status in (0, 1, 2, 4, 6, 7, 8):
         assert f"| {status} |" in table

@@ -1,4 +1,4 @@
-"""The users that the README gives least rights: each can do its part, and nothing else."""
+"""The users that docs/deployment.md gives least rights: each can do its part, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from millrace.results.queue import JobQueue
 from millrace.results.transport import Transport
 from tests.results.engines import Engine
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+DEPLOYMENT = (Path(__file__).resolve().parents[2] / "docs" / "deployment.md").read_text()
 pytestmark = pytest.mark.new_redis  # the rules name its commands
 
-RULES = dict(re.findall(r"^(ACL SETUSER (?:producer|engine|reader)) (.*)$", README, re.MULTILINE))
+RULES = dict(re.findall(r"^(ACL SETUSER (?:producer|engine|reader)) (.*)$", DEPLOYMENT, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")

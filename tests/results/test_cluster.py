@@ -25,7 +25,7 @@ from tests.results.engines import Engine
 
 pytestmark = pytest.mark.new_redis  # its way of configuring nodes
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+DEPLOYMENT = (Path(__file__).resolve().parents[2] / "docs" / "deployment.md").read_text()
 OPTIONS = {"cluster-enabled": "yes", "cluster-node-timeout": "2000", "appendfsync": "always"}
 HALVES = ((0, 8191), (8192, 16383))
 
@@ -143,8 +143,8 @@ async def test_the_same_under_asyncio(cluster: list[redis.Redis]) -> None:
 
 
 def test_the_users_of_the_readme_need_two_rules_more(cluster: list[redis.Redis]) -> None:
-    users = re.findall(r"^ACL SETUSER (\w+) (.*)$", README, re.MULTILINE)
-    (more,) = re.findall(r"On a cluster add `(.*?)`", README)
+    users = re.findall(r"^ACL SETUSER (\w+) (.*)$", DEPLOYMENT, re.MULTILINE)
+    (more,) = re.findall(r"On a cluster add `(.*?)`", DEPLOYMENT)
     for node in cluster:
         for user, rules in users:
             Transport(node).send(("ACL", "SETUSER", user, *rules.split(), *more.split()))
