@@ -18,7 +18,7 @@ enum {
     SPAN_INPUTS = 384,         /* even. Sums of more would lose digits, and a span of a panel stays in the cache */
     BLOCK_INPUTS = 256 * 1024, /* entries of the rows that pass a panel: they stay in the second-level cache */
     BLOCK_ROWS = 32 * TILE_ROWS,
-    AHEAD = 512, /* floats of the panel that are fetched before their use */
+    AHEAD = 9216, /* floats from a weight to the one that is prefetched: about a span, which comes while tiles compute */
 };
 
 /* How the products of a tile are made. */
@@ -80,7 +80,7 @@ static inline __attribute__((always_inline)) void add_span(const char *input, in
 #pragma GCC unroll 8
         for (int v = 0; v < PANEL_VECTORS; v++) {
             weights[v] = load(line + v * LANES);
-            __builtin_prefetch(line + AHEAD + v * LANES);
+            __builtin_prefetch(line + AHEAD + v * LANES, 0, 2);
             halves[v] = (vf)((vi)weights[v] << 16);
         }
         if (products != WIDENED) {
