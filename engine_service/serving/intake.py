@@ -31,7 +31,7 @@ from millrace.engine_service.serving.preparation import Preparation
 from millrace.producer import InvalidRequest
 from millrace.producer.checks import shown
 from millrace.producer.wire import parse_body
-from millrace.results.errors import QueueError
+from millrace.results.errors import QueueError, one_line
 from millrace.results.messages import PROTOCOL, Claim, ClaimedJob, JobError, Signal
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
@@ -182,7 +182,7 @@ class Intake:
             return Refused(claimed, JobError(kind=kind, message=str(error), field=error.field))
         except BaseException as error:  # one job's bug, or panic of the tokenizer, must not stop others
             logger.exception("job %s could not be admitted", claimed.job_id)
-            return Refused(claimed, JobError(kind="internal", message=f"{type(error).__name__}: {shown(str(error))}"))
+            return Refused(claimed, JobError(kind="internal", message=one_line(f"{type(error).__name__}: {error}")))
 
     def _build(self, claimed: ClaimedJob) -> ServedJob:
         request = parse_body(claimed.body)

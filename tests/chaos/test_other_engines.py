@@ -86,7 +86,7 @@ def test_a_job_that_kills_engines_fails_alone(place: Place) -> None:
 def test_a_machine_that_dies_again_and_again_fails_nobody(place: Place) -> None:
     """Every engine dies after 20 steps, before the usual checkpoints. The tokens that each job gets when it runs alone show
     that the jobs are not the cause."""
-    ids = place.submit(make_jobs(2, max_tokens=60))
+    ids = place.submit(make_jobs(2, max_tokens=100))
     num_deaths, engine = 0, place.launch(faults={"dies_after_steps": 20})
     while not set(place.states().values()) <= TERMINAL_STATES:
         if engine.has_ended:

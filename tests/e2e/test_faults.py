@@ -46,4 +46,4 @@ def test_sigterm_while_redis_is_away_ends_in_time_and_says_so(tmp_path: Path) ->
             )
         server.kill()
         assert engine.terminate(limit_s=45) == 4
-        assert "recovered by another engine" in engine.text()
+        assert "another engine will recover their jobs" in engine.text()
