@@ -24,7 +24,7 @@ def build_wheel(folder: Path, **variables: str) -> Path:
     tree = copy_tree(folder / "tree")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     command = [*build, "-w", str(folder), str(tree)]
-    ran = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr
     (wheel,) = folder.glob("*.whl")
     return wheel
