@@ -133,8 +133,9 @@ def _attribute_docs(kind: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for field, following in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            is_described = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            found[field.target.id] = _one_line(following.value.value) if is_described else ""
+            found[field.target.id] = ""
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+                found[field.target.id] = _one_line(str(following.value.value))
     return found
 
 
