@@ -1,32 +1,43 @@
-"""Logs an outage of Redis once, however many threads notice it."""
+"""Logs an outage of Redis once, however many threads notice it, and again if it goes on for another reason."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Callable
 
 logger = logging.getLogger("millrace.results")
+
+SETTLED_S = 5.0
+"""After this time another reason is logged too."""
 
 
 class Outage:
     """Owns which threads cannot use Redis now. Logs when the first one fails and when the last one succeeds again."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._failing: set[str] = set()
         self._since_s = 0.0
+        self._reason, self._reason_s = "", 0.0
+        """The last reason logged, and when."""
 
     def note_failure(self, error: Exception) -> None:
         """A call of this thread has failed and will be repeated."""
         name = threading.current_thread().name
+        reason, now_s = str(error), self._clock()
         with self._lock:
-            has_begun = not self._failing
+            if not self._failing:
+                self._since_s, self._reason = now_s, ""
             self._failing.add(name)
-            if has_begun:
-                self._since_s = time.monotonic()
-        level = logging.WARNING if has_begun else logging.DEBUG
-        logger.log(level, "outage, seen by %s: %s; trying again", name, error)
+            # The first reason may be that of the moment, such as a connection that was closed.
+            is_new = not self._reason or (reason != self._reason and now_s >= self._reason_s + SETTLED_S)
+            if is_new:
+                self._reason, self._reason_s = reason, now_s
+        level = logging.WARNING if is_new else logging.DEBUG
+        logger.log(level, "outage, seen by %s: %s; trying again", name, reason)
 
     def note_success(self) -> None:
         """A call of this thread has succeeded. Costs next to nothing without an outage."""
@@ -36,4 +47,4 @@ class Outage:
             self._failing.remove(name)
             has_ended = not self._failing
         if has_ended:
-            logger.info("the outage is over after %.1f s", time.monotonic() - self._since_s)
+            logger.info("the outage is over after %.1f s", self._clock() - self._since_s)

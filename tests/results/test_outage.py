@@ -30,3 +30,14 @@ def test_an_outage_has_one_line_at_its_begin_and_one_at_its_end(caplog: pytest.L
         call("writer", outage.note_success)
         assert caplog.messages[-1].startswith("the outage is over after ")
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
+
+
+def test_an_outage_that_goes_on_for_another_reason_has_one_more_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    clock = [0.0]
+    outage = Outage(lambda: clock[0])
+    for clock[0], reason in ((0.0, "closed"), (1.0, "read-only"), (6.0, "read-only"), (20.0, "read-only")):
+        outage.note_failure(RedisUnavailable(reason))
+    outage.note_success()
+    assert [message.split(";")[0].rpartition(": ")[2] for message in caplog.messages[:-1]] == ["closed", "read-only"]
+    assert caplog.messages[-1] == "the outage is over after 20.0 s"
