@@ -1,37 +1,43 @@
 # One image for every role: `serve` (the engine), `gateway rq`, and the client verbs.
-FROM python:3.12-slim AS build
+#
+#   docker build .                                                                        for NVIDIA GPUs
+#   docker build --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cpu .           for CPUs: several GB smaller
+ARG PYTHON=3.11
 
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+FROM python:${PYTHON}-slim AS build
+
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-RUN python -m venv /opt/millrace
 WORKDIR /src
-
-# The largest layer first; it is built anew only when the pins change.
-COPY constraints.txt ./
-RUN /opt/millrace/bin/pip install --constraint constraints.txt torch
-
 COPY . .
-RUN /opt/millrace/bin/pip install --constraint constraints.txt '.[engine,gateway]'
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 # Elsewhere the compiled kernels are optional; an image must have them.
-RUN ls /opt/millrace/lib/python*/site-packages/millrace/worker/kernels/_library*.so
+RUN python -m zipfile --list /wheels/millrace-*.whl | grep --quiet "millrace/worker/kernels/_library"
+# What the wheel needs, without the wheel: this file stays the same, and with it a layer, while only our code changes.
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    print(*p['dependencies'], *p['optional-dependencies']['engine'], sep='\n')" > /wheels/requirements.txt
 
 
-FROM python:3.12-slim
+FROM python:${PYTHON}-slim
 
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PYTHONUNBUFFERED=1
 # The compiled kernels need it; not every build of torch brings it under this name.
 RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
-RUN useradd --create-home --uid 10001 millrace \
-    && install -d -o millrace -g millrace /models /home/millrace/.cache/huggingface
-COPY --from=build /opt/millrace /opt/millrace
 
-ENV PATH=/opt/millrace/bin:$PATH PYTHONUNBUFFERED=1
+# The layers from the largest, which changes least often, to the smallest: torch, the other packages, our code.
+COPY constraints.txt /tmp/
+ARG TORCH_INDEX=https://pypi.org/simple
+RUN pip install --constraint /tmp/constraints.txt --extra-index-url "${TORCH_INDEX}" torch
+COPY --from=build /wheels/requirements.txt /tmp/
+RUN pip install --constraint /tmp/constraints.txt --requirement /tmp/requirements.txt
+COPY --chmod=755 deploy/hold-if-invalid.sh /usr/local/bin/hold-if-invalid
+RUN useradd --create-home --uid 10001 millrace \
+    && install -d -o millrace -g millrace /models /home/millrace/.cache/huggingface \
+    && install -d -m 1777 /run/millrace-devices
+RUN --mount=type=bind,from=build,source=/wheels,target=/wheels pip install --no-deps /wheels/millrace-*.whl
+
 USER millrace
 WORKDIR /home/millrace
 STOPSIGNAL SIGTERM
-
-# An engine that lives has a heartbeat in Redis. A model may take minutes to load.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
-    CMD ["millrace", "stats", "--min-engines", "1"]
-
+# No HEALTHCHECK: it depends on the role. docker-compose.yml has one for each.
 ENTRYPOINT ["millrace"]
 CMD ["--help"]

@@ -60,7 +60,11 @@ _HELP = {
     "tokenizer": ("DIR", "directory of the tokenizer (default: the model's directory)"),
     "queue": ("NAME", "queue to take jobs from"),
     "redis": ("URL", "Redis server (default: $MILLRACE_REDIS_URL, else $REDIS_URL, else localhost)"),
-    "device": ("DEVICE", "where to compute: auto, cpu, cuda or cuda:N"),
+    "device": (
+        "DEVICE",
+        "auto (where there are GPUs, those that no other engine has locked), cpu, cuda or cuda:N",
+    ),
+    "device_locks": ("DIR", "directory of the locks of --device auto, shared by the engines of this host"),
     "dtype": (None, "number format of weights and activations; auto chooses by model and device"),
     "executor": (None, "how the ranks run: in one process, in processes on this host, on Ray, under torchrun"),
     "tensor_parallel_size": ("N", "number of ranks that divide each layer"),
@@ -172,6 +176,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     redis: str | None = None
     drain_grace: float = 25.0
     heartbeat: float = 10.0
+    device_locks: str = "/tmp/millrace-devices"
     inter_token_latency: float = 0.1
     log_level: str = "INFO"
     log_format: str = "text"

@@ -79,6 +79,11 @@ class Engine:
 
     # --- start, sleep, shutdown ---
 
+    @property
+    def has_local_ranks(self) -> bool:
+        """Whether this process starts the ranks, or the one rank, on this host."""
+        return self._executor.name in ("mp", "uni")
+
     def begin_start(self) -> None:
         """Let the workers begin before `start`; see `Executor.begin_start`."""
         self._executor.begin_start()

@@ -32,6 +32,7 @@ from millrace.engine_service.serving.output import Output
 from millrace.engine_service.serving.prefixes import CachedPrefixes
 from millrace.engine_service.serving.service import Service
 from millrace.engine_service.text import Tokenizer
+from millrace.executor.launch.devices import lock_free_gpus
 from millrace.executor.launch.external import become_rank, die_with_rank_0, is_torchrun_rank
 from millrace.executor.logs import FORMAT_VARIABLE, set_up_logs
 from millrace.executor.phases import process_age_s, timed
@@ -121,14 +122,24 @@ class _Process:
         """Start the workers, and meanwhile load the tokenizer and open the connections."""
         for warning in self._connect().check_server():
             logger.warning("redis: %s", warning)
+        self._endpoint = self._open_endpoint()
+        self._choose_devices()
         self._engine.begin_start()
         with timed(logger, "tokenizer"):
             tokenizer = Tokenizer(self._tokenizer_path)
-        self._endpoint = self._open_endpoint()
         with timed(logger, "workers"):
             facts = self._engine.start()
         die_with_rank_0()
         return Admission(facts, tokenizer, eos_token_ids(self._path))
+
+    def _choose_devices(self) -> None:
+        config = self._config
+        if config.device != "auto" or not self._engine.has_local_ranks:
+            return
+        try:
+            lock_free_gpus(config.tensor_parallel_size * config.pipeline_parallel_size, Path(config.device_locks))
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
 
     def _serve(self, admission: Admission) -> bool:
         """Serve until a signal. Return whether Redis has taken every write."""

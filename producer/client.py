@@ -21,9 +21,10 @@ from millrace.results.transport import Transport
 class Client:
     """Submits jobs to a queue and reads them. Connects on first use. Several threads may use one Client.
 
-    `url` is any URL that redis-py knows, or redis+cluster://. Without it, the first of MILLRACE_REDIS_URL, REDIS_URL and
-    redis://localhost:6379/0 is used. A `redis.Redis` or `redis.RedisCluster` can be given instead. It needs a socket_timeout
-    of at least 10 s, and neither decode_responses nor protocol 3 (otherwise QueueError); closing the Client leaves it open.
+    `url` is any URL that redis-py knows, or redis+cluster://. Without it, the first of these is used: MILLRACE_REDIS_URL,
+    the text of the file that MILLRACE_REDIS_URL_FILE names, REDIS_URL, redis://localhost:6379/0. A `redis.Redis` or
+    `redis.RedisCluster` can be given instead. It needs a socket_timeout of at least 10 s, and neither decode_responses nor
+    protocol 3 (otherwise QueueError); closing the Client leaves it open.
 
     Every method raises RedisUnavailable when the server cannot be reached or cannot serve the call now, and InvalidRequest
     for an argument of a wrong type. If a server does not answer, the client asks a second time and gives up after 20 s, also

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import ssl
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import redis
@@ -35,12 +36,25 @@ _AnyClient = TypeVar("_AnyClient", redis.Redis, redis.asyncio.Redis)
 
 def resolve_url(url: str | None) -> str:
     """Return the given URL, otherwise that of the environment, otherwise the local server's. Raises RedisUnavailable for a
-    database that is not a number, which redis-py takes for 0."""
-    candidates = (url, *map(os.environ.get, URL_VARIABLES))
-    resolved = next((candidate for candidate in candidates if candidate), DEFAULT_URL)
+    file that cannot be read, and for a database that is not a number, which redis-py takes for 0."""
+    resolved = url or next(filter(None, map(_from_environment, URL_VARIABLES)), DEFAULT_URL)
     if not resolved.startswith("unix://") and not _URL_END.fullmatch(resolved.partition("?")[0].rpartition("@")[2]):
         raise _bad_url(resolved, ValueError("the part after the host has to be the number of a database"))
     return resolved
+
+
+def _from_environment(variable: str) -> str | None:
+    """Return the URL of a variable, or of the file that the same variable with _FILE names, such as a container's secret."""
+    file = os.environ.get(f"{variable}_FILE")
+    if (url := os.environ.get(variable)) or not file:
+        return url
+    try:
+        url = Path(file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise RedisUnavailable(f"{variable}_FILE: {file!r} cannot be read: {error}") from error
+    if not url:
+        raise RedisUnavailable(f"{variable}_FILE: {file!r} is empty; it must contain the URL of the Redis")
+    return url
 
 
 _URL_END = re.compile(r"([^/]*://)?[^/]*/?\d*")

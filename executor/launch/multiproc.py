@@ -42,6 +42,7 @@ class MultiprocExecutor(RemoteExecutor):
             self._lost_devices.clear()  # all ranks run again
 
     def begin_start(self) -> None:
+        self._devices = visible_devices(self.world_size)  # they may have been chosen meanwhile
         try:
             self._launch_all()
         except (OSError, zmq.ZMQError):

@@ -18,8 +18,8 @@ from millrace.cli.exits import INTERRUPTED, INVALID, OTHER, as_exit
 
 _DESCRIPTION = "Turn a Redis that you already run into an LLM generation service."
 _EPILOG = """\
-The server is the first of: --redis, MILLRACE_REDIS_URL, REDIS_URL,
-redis://localhost:6379/0.
+The server is the first of: --redis, MILLRACE_REDIS_URL, the text of the file
+that MILLRACE_REDIS_URL_FILE names, REDIS_URL, redis://localhost:6379/0.
 
 Exit status: 0 success, 1 a job or the program failed, 2 the command or a
 request is not valid, 3 no such job, batch or engine, 4 the Redis server cannot

@@ -28,15 +28,22 @@ def add_parsers(verbs: Verbs) -> None:
         metavar="N",
         help="hold at most N RQ jobs at a time (default: %(default)s)",
     )
+    rq.add_argument(
+        "--check", action="store_true", help="only report whether such a gateway runs on this host: exit status 0, or 1"
+    )
     rq.set_defaults(run=run_rq)
 
 
 def run_rq(args: argparse.Namespace) -> int:
     if find_spec("rq") is None:
         raise CommandError("the RQ gateway needs rq; run in the checkout: pip install '.[gateway]'")
-    from millrace.producer.rq.gateway import serve
+    from millrace.producer.rq.gateway import is_running_here, serve
 
-    serve(args.redis, args.queues, args.to_queue or args.queue, args.max_in_flight)
+    to_queue = args.to_queue or args.queue
+    if not args.check:
+        serve(args.redis, args.queues, to_queue, args.max_in_flight)
+    elif not is_running_here(args.redis, args.queues, to_queue):
+        raise CommandError("no gateway on this host serves these queues")
     return OK
 
 

@@ -57,13 +57,28 @@ def serve(redis_url: str | None, rq_queues: Sequence[str], to_queue: str, max_in
         raise as_unavailable(error, server_name(client)) or error from error
 
 
+def is_running_here(redis_url: str | None, rq_queues: Sequence[str], to_queue: str) -> bool:
+    """Return whether a gateway on this host has sent a heartbeat for each of the queues just now."""
+    client = connect(redis_url)
+    try:
+        sources = [SourceQueue(client, Queue(name, connection=client), to_queue, "") for name in rq_queues]
+        return all(any(name.startswith(_name_start()) for name in source.living()) for source in sources)
+    except redis.RedisError as error:
+        raise as_unavailable(error, server_name(client)) or error from error
+
+
+def _name_start() -> str:
+    """Return how the names of all gateways on this host begin."""
+    return f"millrace-{socket.gethostname()}-"
+
+
 class Gateway:
     """Owns the parts of one gateway, and its threads."""
 
     def __init__(
         self, client: redis.Redis, blocking_client: redis.Redis, rq_queues: list[str], to_queue: str, max_in_flight: int
     ) -> None:
-        self.name = f"millrace-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.name = f"{_name_start()}{os.getpid()}-{secrets.token_hex(3)}"
         self._blocking_client = blocking_client
         self._stopping = threading.Event()
         self._stop_requests: queue.SimpleQueue[None] = queue.SimpleQueue()  # unlike an Event, safe in a signal handler

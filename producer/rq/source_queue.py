@@ -55,6 +55,13 @@ class SourceQueue:
         """Renew this gateway's heartbeat."""
         self._heartbeat([self._alive], [self._gateway])
 
+    def living(self) -> list[str]:
+        """Return the names of the gateways whose heartbeat is not older than the limit."""
+        seconds, microseconds = self._connection.time()
+        limit_ms = seconds * 1000 + microseconds // 1000 - GATEWAY_TTL_MS
+        found = cast("list[bytes]", self._connection.zrangebyscore(self._alive, limit_ms, "+inf"))
+        return [text(name) for name in found]
+
     def take_over(self) -> tuple[str, list[bytes]] | None:
         """Take over jobs, up to 256, of one gateway that has died or signed off. Return its name and the ids; None when
         there is no such gateway."""

@@ -1,8 +1,10 @@
-"""docker-compose.yml follows the specification's schema, and our parsers accept every command in it."""
+"""The compose files follow the specification's schema, and our parsers accept every command in them."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +15,16 @@ import yaml
 
 from millrace.cli import build_parser
 from millrace.engine_service.config import parse
+from tests.processes import LIMIT_S, ROOT, LoggedProcess
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 COMPOSE: dict[str, Any] = yaml.safe_load(COMPOSE_FILE.read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = sorted(name for name, service in SERVICES.items() if service["image"].startswith("millrace:"))
 ENGINES = ("engine", "engine-cpu")
+SECRETS_FILE = ROOT / "deploy" / "secrets.yml"
+SECRETS: dict[str, Any] = yaml.safe_load(SECRETS_FILE.read_text())
+HOLD = ROOT / "deploy" / "hold-if-invalid.sh"
 
 
 def with_defaults(text: str) -> str:
@@ -37,8 +42,9 @@ def seconds(duration: str) -> float:
     return int(match[1]) * {"s": 1, "m": 60}[match[2]]
 
 
-def test_it_follows_the_compose_specification() -> None:
-    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(COMPOSE_FILE)]
+def test_they_follow_the_compose_specification() -> None:
+    files = (str(COMPOSE_FILE), str(SECRETS_FILE))
+    check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *files]
     ran = subprocess.run(check, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
@@ -58,10 +64,11 @@ def test_every_command_parses_with_our_own_parser(name: str) -> None:
         assert build_parser().parse_args([verb, *arguments]).run
 
 
-def test_the_gateways_health_check_parses_with_our_own_parser() -> None:
+def test_the_gateways_health_check_asks_for_that_gateway() -> None:
     kind, program, *arguments = SERVICES["gateway"]["healthcheck"]["test"]
     assert (kind, program) == ("CMD", "millrace")
-    assert build_parser().parse_args(arguments).queue == "default"
+    assert arguments == [*command_of("gateway"), "--check"]
+    assert build_parser().parse_args(arguments).check
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -81,7 +88,8 @@ def test_ours_start_after_redis_is_healthy_and_know_where_it_is(name: str) -> No
 @pytest.mark.parametrize("name", ENGINES)
 def test_nothing_keeps_an_engine_from_being_scaled(name: str) -> None:
     assert not {"container_name", "hostname", "ports", "network_mode"} & SERVICES[name].keys()
-    assert all(volume.endswith(":ro") or volume.startswith("huggingface:") for volume in SERVICES[name]["volumes"])
+    shared = ("huggingface:", "device-locks:")
+    assert all(volume.endswith(":ro") or volume.startswith(shared) for volume in SERVICES[name]["volumes"])
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -90,10 +98,16 @@ def test_an_engine_may_drain_before_it_is_killed(name: str) -> None:
     assert seconds(SERVICES[name]["stop_grace_period"]) >= config.drain_grace + 10
 
 
-def test_only_the_gpu_engine_reserves_a_gpu() -> None:
+def test_the_gpu_engine_sees_all_gpus_and_takes_a_free_one() -> None:
     (device,) = SERVICES["engine"]["deploy"]["resources"]["reservations"]["devices"]
-    assert device["capabilities"] == ["gpu"]
-    assert parse(command_of("engine")[1:]).device == "cuda"
+    assert device["count"] == "all"
+    assert {"gpu", "utility"} <= set(device["capabilities"]), "utility has nvidia-smi"
+    config = parse(command_of("engine")[1:])
+    assert config.device == "auto"
+    assert f"device-locks:{config.device_locks}" in SERVICES["engine"]["volumes"], "replicas share the locks"
+    assert "device-locks" in COMPOSE["volumes"]
+    assert f"1777 {config.device_locks}" in (ROOT / "Dockerfile").read_text(), "the volume takes the folder's rights"
+    assert SERVICES["engine"]["shm_size"] == "2gb"
     assert "deploy" not in SERVICES["engine-cpu"]
     assert parse(command_of("engine-cpu")[1:]).device == "cpu"
 
@@ -109,3 +123,56 @@ def test_redis_is_reachable_from_this_host_only_and_keeps_its_data() -> None:
     assert [with_defaults(port) for port in redis["ports"]] == ["127.0.0.1:6379:6379"]
     assert redis["volumes"] == ["redis-data:/data"]
     assert "healthcheck" in redis
+
+
+def test_the_cpu_engine_has_an_image_of_its_own_without_cuda() -> None:
+    service = SERVICES["engine-cpu"]
+    assert service["build"]["args"] == {"TORCH_INDEX": "https://download.pytorch.org/whl/cpu"}
+    assert service["image"] != SERVICES["engine"]["image"]
+
+
+def hold(folder: Path, program: str) -> LoggedProcess:
+    """Run a shell program as the entry point of our services runs `millrace`."""
+    (file := folder / "millrace").write_text(f"#!/bin/sh\n{program}\n")
+    file.chmod(0o755)
+    name, *words = SERVICES["engine"]["entrypoint"]
+    assert name == HOLD.stem
+    return LoggedProcess(folder / "log", [str(HOLD), *words], {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"})
+
+
+@pytest.mark.parametrize("status", [0, 1, 4, 8])
+def test_a_container_ends_as_its_command_does(status: int, tmp_path: Path) -> None:
+    with hold(tmp_path, f"exit {status}") as container:
+        assert container.process.wait(LIMIT_S) == status
+
+
+def test_a_container_whose_command_is_invalid_waits_instead_of_being_restarted(tmp_path: Path) -> None:
+    assert all(SERVICES[name]["restart"] == "unless-stopped" for name in OURS)
+    with hold(tmp_path, "echo model: is missing; exit 2") as container:
+        container.wait_for_log(
+            "model: is missing\nexit status 2: this container waits to be stopped; correct its command"
+        )
+        assert container.terminate() == -signal.SIGTERM
+
+
+def test_a_container_that_is_stopped_lets_its_command_drain(tmp_path: Path) -> None:
+    program = "trap 'echo draining; sleep 0.2; exit 4' TERM; echo up; while :; do sleep 0.05; done"
+    with hold(tmp_path, program) as container:
+        container.wait_for_log("up")
+        assert container.terminate() == 4
+        assert "draining" in container.text()
+
+
+def test_secrets_come_from_files_and_every_service_reads_its_own() -> None:
+    def files(service: str) -> set[str]:
+        environment = SECRETS["services"][service]["environment"]
+        return {value.removeprefix("/run/secrets/") for value in environment.values() if value}
+
+    assert SECRETS["services"].keys() == SERVICES.keys()
+    for name in OURS:
+        service = SECRETS["services"][name]
+        assert files(name) == set(service["secrets"]) <= SECRETS["secrets"].keys()
+        assert service["environment"]["MILLRACE_REDIS_URL"] == "", "else it would come first"
+    assert "requirepass" in SECRETS["services"]["redis"]["command"][-1]
+    before = " ".join(command_of("redis")[1:])
+    assert f"valkey-server {before} --requirepass" in SECRETS["services"]["redis"]["command"][-1]

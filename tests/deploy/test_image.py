@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
 from tests.deploy.conftest import build_wheel
 from tests.processes import FOLDERS as LINKED
-from tests.processes import ROOT
+from tests.processes import LIMIT_S, ROOT
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -23,6 +25,7 @@ def instructions(stage: str) -> list[tuple[str, str]]:
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines) if word.isupper()]
 
 
+BUILD_STAGE = instructions(DOCKERFILE[: DOCKERFILE.rindex("\nFROM ")])
 FINAL_STAGE = instructions(DOCKERFILE[DOCKERFILE.rindex("\nFROM ") :])
 
 
@@ -35,23 +38,60 @@ def test_the_process_does_not_run_as_root() -> None:
 def test_the_image_is_the_command() -> None:
     final = dict(FINAL_STAGE)
     assert final["ENTRYPOINT"] == '["millrace"]'
-    assert "millrace" in final["HEALTHCHECK"]
+    assert "HEALTHCHECK" not in final, "it depends on the role"
     assert final["STOPSIGNAL"] == "SIGTERM"
 
 
 def test_the_image_has_the_compiled_kernels() -> None:
-    build = instructions(DOCKERFILE[: DOCKERFILE.rindex("\nFROM ")])
-    runs = [rest for word, rest in build if word == "RUN"]
+    runs = [rest for word, rest in BUILD_STAGE if word == "RUN"]
+    run_last = [rest for word, rest in FINAL_STAGE if word == "RUN"][-1]
+    assert "--no-deps /wheels/millrace-*.whl" in run_last, "the wheel that was checked"
     assert any("install" in run and " gcc " in run for run in runs), "a compiler"
-    assert any("kernels/_library*.so" in run for run in runs), "a check that they were built"
+    assert any("grep --quiet" in run and "kernels/_library" in run for run in runs), "a check that they were built"
     assert any("libgomp1" in rest for word, rest in FINAL_STAGE if word == "RUN"), "what they need at run time"
+
+
+def test_torch_the_other_packages_and_our_code_are_layers_of_their_own() -> None:
+    installs = [rest for word, rest in FINAL_STAGE if word == "RUN" and "pip install" in rest]
+    assert len(installs) == 3
+    torch, packages, code = installs
+    assert torch.endswith('--extra-index-url "${TORCH_INDEX}" torch')
+    assert "--requirement /tmp/requirements.txt" in packages
+    assert "--no-deps" in code
+    between = [rest for word, rest in FINAL_STAGE if word == "COPY"]
+    assert not [rest for rest in between if rest.startswith(". ")], "a change of our code would build them all again"
+
+
+def test_the_requirements_file_has_what_the_wheel_needs(tmp_path: Path) -> None:
+    (line,) = [rest for word, rest in BUILD_STAGE if word == "RUN" and "requirements.txt" in rest]
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    command = line.replace("/wheels/", f"{tmp_path}/").replace("python ", f"{sys.executable} ", 1)
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True, timeout=LIMIT_S)
+    engine = PROJECT["project"]["optional-dependencies"]["engine"]
+    assert (tmp_path / "requirements.txt").read_text().split("\n")[:-1] == PROJECT["project"]["dependencies"] + engine
+
+
+def test_the_images_python_is_the_tested_one() -> None:
+    version = re.search(r"^ARG PYTHON=(.+)$", DOCKERFILE, re.MULTILINE)
+    assert version is not None
+    assert f"tested with Python {version[1]} on Linux" in (ROOT / "README.md").read_text()
+    assert f"(Python {version[1]}, Linux)" in (ROOT / "constraints.txt").read_text()
+    assert re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE) == ["python:${PYTHON}-slim"] * 2
 
 
 def test_the_build_context_holds_every_package_and_nothing_private() -> None:
     lines = (ROOT / ".dockerignore").read_text().split()
     allowed = {line.removeprefix("!") for line in lines if line.startswith("!")}
     assert lines[0] == "*"
-    assert allowed == {*FOLDERS, "src", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+    assert allowed == {
+        *FOLDERS,
+        "src",
+        "deploy/hold-if-invalid.sh",
+        "pyproject.toml",
+        "constraints.txt",
+        "README.md",
+        "LICENSE",
+    }
 
 
 def test_every_folder_with_modules_is_a_declared_package() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from millrace.embedded import EmbeddedServer
@@ -18,6 +20,30 @@ def test_the_given_url_comes_before_the_environment(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("MILLRACE_REDIS_URL", "redis://a")
     assert resolve_url(None) == "redis://a"
     assert resolve_url("redis://c") == "redis://c"
+
+
+def test_the_url_may_stand_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file := tmp_path / "url").write_text("redis://:secret@a\n")
+    monkeypatch.setenv("MILLRACE_REDIS_URL", "")
+    monkeypatch.setenv("MILLRACE_REDIS_URL_FILE", str(file))
+    monkeypatch.setenv("REDIS_URL", "redis://b")
+    assert resolve_url(None) == "redis://:secret@a"
+    monkeypatch.setenv("MILLRACE_REDIS_URL", "redis://c")
+    assert resolve_url(None) == "redis://c"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(None, "cannot be read: .*No such file"), (b"\n", "is empty"), (b"\xff", "cannot be read")]
+)
+def test_a_file_without_a_url_is_an_error(
+    content: bytes | None, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if content is not None:
+        (tmp_path / "url").write_bytes(content)
+    monkeypatch.delenv("MILLRACE_REDIS_URL", raising=False)
+    monkeypatch.setenv("MILLRACE_REDIS_URL_FILE", str(tmp_path / "url"))
+    with pytest.raises(RedisUnavailable, match=f"^MILLRACE_REDIS_URL_FILE: .*{reason}"):
+        resolve_url(None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from rq.serializers import JSONSerializer
 from rq.suspension import resume, suspend
 
 from millrace import Client
+from millrace.cli import main
 from millrace.producer.rq import payload as rq_payload
 from millrace.producer.rq.worker_entry import WORKER_TTL_S
 from millrace.results.keys import QueueKeys
@@ -143,6 +145,23 @@ def test_rq_tells_the_truth_at_every_moment(
         assert result.worker_name == gateway.name
         assert gateway.terminate() == 0
     assert Worker.all(queue=rq_queue) == []
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_health_check_asks_for_the_gateway_of_this_host(
+    rq_queue: Queue, queue_name: str, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = ["gateway", "rq", "--redis", redis_url, "--queues", rq_queue.name, "--to-queue", queue_name]
+    assert main([*place, "--check"]) == 1, "the engine lives, and no gateway"
+    with GatewayProcess(tmp_path / "log", redis_url, rq_queue.name, queue_name) as gateway:
+        gateway.wait_until_serving()
+        assert main([*place, "--check"]) == 0
+        assert main([*place, "--queues", f"{rq_queue.name},other", "--check"]) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr("millrace.producer.rq.gateway.socket.gethostname", lambda: "another-host")
+            assert main([*place, "--check"]) == 1
+        gateway.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: main([*place, "--check"]) == 1, what="the end of the heartbeat's time")
 
 
 def test_jobs_wait_in_front_of_a_full_queue_and_are_not_failed(

@@ -1,0 +1,17 @@
+#!/bin/sh
+# Runs a command, here `millrace ...`, for a container that is always restarted.
+#
+# Exit status 2 means that an option or the model is invalid, so that another start would end the same way. A restart policy
+# does not know exit statuses: instead of ending, the container then waits until it is stopped. Any other status is passed on.
+"$@" &
+child=$!
+trap 'kill -TERM "$child"' TERM INT
+wait "$child"
+status=$?
+while kill -0 "$child" 2>/dev/null; do # a signal has ended the wait, and not the command
+  wait "$child"
+  status=$?
+done
+[ "$status" -eq 2 ] || exit "$status"
+echo "exit status 2: this container waits to be stopped; correct its command, then run \`docker compose up\` again" >&2
+exec sleep infinity
