@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.timing import best_s
-from millrace.executor.wire.messages import RowSampling
+from millrace.executor.wire.messages import LogitsSettings, NewSequence, RowSampling, SeqId
 from millrace.worker.attention.select import choose_attention
 from millrace.worker.input_batch import SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool, LayerSpec
@@ -32,6 +32,8 @@ MATRIX_ROWS = (1, 32, 256)
 HEAD = (32, 288)
 """Rows and inputs of the head, whose largest outputs are computed."""
 SAMPLED_ROWS, QUICK_SAMPLED_ROWS, VOCAB_SIZE = 256, 8, 32_000
+NUM_TOKENS = 300
+"""Of each sequence with penalties, half of them in the prompt."""
 
 
 Case = tuple[str, str, float, Callable[[], object]]
@@ -105,15 +107,21 @@ def _linear_cases() -> Iterator[Case]:
 
 def _sampling_cases(num_rows: int) -> Iterator[Case]:
     logits = 2 * torch.randn(num_rows, VOCAB_SIZE)
-    for name, temperature in (("argmax", 0.0), ("draw", 0.8)):
-        rows = _sampling_rows(num_rows, temperature)
+    for name, temperature, processors in (
+        ("argmax", 0.0, None),
+        ("draw", 0.8, None),
+        ("penalties", 0.0, LogitsSettings(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1)),
+    ):
+        rows = _sampling_rows(num_rows, temperature, processors)
         yield f"{name}_{num_rows}x{VOCAB_SIZE}", "gb_per_s", logits.nbytes, partial(sample, logits, rows)
 
 
-def _sampling_rows(num_rows: int, temperature: float) -> Any:
-    table = SamplingTable(num_rows)
+def _sampling_rows(num_rows: int, temperature: float, processors: LogitsSettings | None = None) -> Any:
+    table = SamplingTable(num_rows, torch.device("cpu"))
+    token_ids = torch.randint(VOCAB_SIZE, (NUM_TOKENS,)).tolist()
     for slot in range(num_rows):
-        table.set(slot, RowSampling(temperature, 0, 0.95, 0.0, slot, 0, 0, []))
+        sampling = RowSampling(temperature, 0, 0.95, 0.0, slot, 0, 0, [], processors)
+        table.add(slot, NewSequence(SeqId(slot), token_ids, NUM_TOKENS // 2, sampling))
     return table.rows(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
 
 

@@ -134,8 +134,16 @@ class InputBatch:
     tokens are on the host."""
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int, device: torch.device
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        num_groups: int,
+        device: torch.device,
+        *,
+        samples: bool = True,
     ) -> None:
+        """`samples`: whether this rank draws the tokens. Others receive them."""
         self._block_size = block_size
         self._num_groups = num_groups
         self._device = device
@@ -148,7 +156,8 @@ class InputBatch:
         )
         """[S, P * G], see `KVLayout`. Blocks that the engine has taken back are still there."""
         self._prompt_lens = torch.zeros(max_num_seqs, dtype=torch.int64)
-        self._sampling = SamplingTable(max_num_seqs)
+        self._samples = samples
+        self._sampling = SamplingTable(max_num_seqs, device)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         """The token sampled last by slot, NO_TOKEN once a row of the sequence has failed."""
 
@@ -180,6 +189,8 @@ class InputBatch:
         sequences that had failed before."""
         token_ids = token_ids.masked_fill(self._last_tokens[rows.slots] == NO_TOKEN, NO_TOKEN)
         self._last_tokens[rows.slots] = token_ids
+        if rows.sampling.processors is not None:
+            rows.sampling.processors.record(token_ids)
         return token_ids
 
     # --- differences ---
@@ -190,7 +201,7 @@ class InputBatch:
         for seq_id in plan.finished:
             if (known := self._sequences.pop(seq_id, None)) is not None:
                 self._free_slots.append(known.slot)
-                self._sampling.clear(known.slot)
+                self._sampling.remove(known.slot)
                 leaving.append(known)
         others = [*plan.paused, *(row.seq_id for row in plan.rows)]
         leaving += [self._sequences[seq_id] for seq_id in others if seq_id in self._sequences]
@@ -210,7 +221,8 @@ class InputBatch:
             self._sequences[each.seq_id] = SequenceState(list(each.token_ids), each.num_prompt_tokens, slot)
             self._tables[slot] = NULL_BLOCK
             self._prompt_lens[slot] = each.num_prompt_tokens
-            self._sampling.set(slot, each.sampling)
+            if self._samples:
+                self._sampling.add(slot, each)
         if new:
             slots = torch.tensor([self._sequences[each.seq_id].slot for each in new])
             self._last_tokens[self._to_device(slots)] = 0

@@ -70,7 +70,8 @@ class LaunchedStep:
 class Runner:
     """Owns what a step changes: the sequences on this rank and the contents of the KV pool."""
 
-    def __init__(self, model: RankModel, pool: KVPool, max_num_seqs: int) -> None:
+    def __init__(self, model: RankModel, pool: KVPool, max_num_seqs: int, *, samples: bool = True) -> None:
+        """`samples`: whether this rank draws the tokens."""
         self._model = model.module
         self._attention = model.attention
         self._pool = pool
@@ -78,7 +79,12 @@ class Runner:
         """Computes the forward pass. None: the model's modules do."""
         self._device = self._model.device
         self._sequences = InputBatch(
-            max_num_seqs, model.facts.max_model_len, pool.block_size, pool.num_groups, self._device
+            max_num_seqs,
+            model.facts.max_model_len,
+            pool.block_size,
+            pool.num_groups,
+            self._device,
+            samples=samples,
         )
         self._launched: deque[LaunchedStep] = deque()
         self._has_failed = False

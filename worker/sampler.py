@@ -30,9 +30,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     largest logit is NaN or infinite; -inf means that no id was allowed. May change the logits in place."""
     kernels = _kernels_for(logits)
     logits = (logits.float() if kernels is None else logits).contiguous()
-    if rows.forbidden:
-        indices, token_ids = torch.tensor(rows.forbidden, device=logits.device).unbind(1)
-        logits[indices, token_ids] = float("-inf")
+    if rows.processors is not None:
+        logits = rows.processors.apply(logits)
     if kernels is None:
         peaks, token_ids = logits.max(dim=-1)
         _draw_in_parts(logits, peaks, token_ids, rows)

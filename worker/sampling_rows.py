@@ -11,8 +11,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from millrace.executor.wire.messages import RowSampling
+from millrace.executor.wire.messages import NewSequence
 from millrace.worker.counter_rng import candidate_stream
+from millrace.worker.processors.pipeline import LogitsProcessors, StepProcessors
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class SamplingRows:
     min_p: Tensor  # [M] float32, 0: off
     streams: Tensor  # [M] int64, the random numbers of a candidate
     output_positions: Tensor  # [M] int64
-    forbidden: list[tuple[int, int]]
-    """(row, token id) pairs that cannot be drawn yet."""
+    processors: StepProcessors | None
+    """None if no row's logits are changed before the draw."""
 
     @property
     def num_rows(self) -> int:
@@ -35,10 +36,10 @@ class SamplingRows:
     @property
     def is_plain_greedy(self) -> bool:
         """Whether every row takes the largest logit of all."""
-        return not self.forbidden and not bool(self.temperatures.any())
+        return self.processors is None and not bool(self.temperatures.any())
 
     def select(self, rows: Tensor) -> SamplingRows:
-        """Return the settings of these rows [N], none of them with forbidden tokens."""
+        """Return the settings of these rows [N] for the draw, without the processors."""
         return SamplingRows(
             self.temperatures[rows],
             self.top_k[rows],
@@ -46,22 +47,21 @@ class SamplingRows:
             self.min_p[rows],
             self.streams[rows],
             self.output_positions[rows],
-            [],
+            None,
         )
 
 
 class SamplingTable:
-    """Owns the settings of the running sequences by slot, on the host."""
+    """Owns the settings of the running sequences by slot, on the host, and their logits processors."""
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, device: torch.device) -> None:
         self._rows = _greedy_rows(num_slots).select(torch.arange(num_slots))  # a copy
-        self._min_tokens: dict[int, RowSampling] = {}
-        """The settings with `min_tokens`, by slot."""
+        self._processors = LogitsProcessors(device)
         self._drawn: set[int] = set()
         """The slots with a temperature."""
 
-    def set(self, slot: int, sampling: RowSampling) -> None:
-        rows = self._rows
+    def add(self, slot: int, new: NewSequence) -> None:
+        rows, sampling = self._rows, new.sampling
         rows.temperatures[slot] = sampling.temperature
         rows.top_k[slot] = sampling.top_k
         rows.top_p[slot] = sampling.top_p
@@ -69,12 +69,11 @@ class SamplingTable:
         rows.streams[slot] = candidate_stream(sampling.seed, sampling.candidate)
         if sampling.temperature > 0:
             self._drawn.add(slot)
-        if sampling.min_tokens and sampling.end_token_ids:
-            self._min_tokens[slot] = sampling
+        self._processors.add(slot, new)
 
-    def clear(self, slot: int) -> None:
-        """Forget the settings of a sequence that has ended."""
-        self._min_tokens.pop(slot, None)
+    def remove(self, slot: int) -> None:
+        """Forget a sequence that has ended."""
+        self._processors.remove(slot)
         self._drawn.discard(slot)
 
     def grow(self) -> None:
@@ -84,19 +83,9 @@ class SamplingTable:
 
     def rows(self, slots: Tensor, output_positions: Tensor) -> SamplingRows:
         """Return the settings of rows whose sequences have these slots [M]."""
-        forbidden = self._forbidden(slots, output_positions)
+        processors = self._processors.of_step(slots, output_positions)
         settings = self._rows.select(slots) if self._drawn else _greedy_rows(len(output_positions))
-        return replace(settings, output_positions=output_positions, forbidden=forbidden)
-
-    def _forbidden(self, slots: Tensor, output_positions: Tensor) -> list[tuple[int, int]]:
-        if not self._min_tokens:
-            return []
-        pairs: list[tuple[int, int]] = []
-        for row, (slot, position) in enumerate(zip(slots.tolist(), output_positions.tolist(), strict=True)):
-            sampling = self._min_tokens.get(slot)
-            if sampling is not None and position < sampling.min_tokens:
-                pairs += [(row, token_id) for token_id in sampling.end_token_ids]
-        return pairs
+        return replace(settings, output_positions=output_positions, processors=processors)
 
 
 @lru_cache(maxsize=4)
@@ -109,5 +98,5 @@ def _greedy_rows(num_rows: int) -> SamplingRows:
         min_p=torch.zeros(num_rows),
         streams=torch.zeros(num_rows, dtype=torch.int64),
         output_positions=torch.zeros(num_rows, dtype=torch.int64),  # of no use here
-        forbidden=[],
+        processors=None,
     )

@@ -154,11 +154,33 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 
 # --- a step --------------------------------------------------------------------------------------------------------
+
+
+class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
+    """How many tokens may follow the start marker of thinking before the end marker has to come."""
+
+    budget: int
+    start_id: int
+    end_id: int
+
+
+class LogitsSettings(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What changes the logits of one sequence before the draw. All ids are in the vocabulary, and in no list twice."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    """None: all."""
+    bad_words: list[list[int]] = []
+    """Lists of ids, none of them empty. The last id is excluded where the output ends with those before it."""
+    thinking: ThinkingLimit | None = None
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True):
@@ -180,6 +202,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     """The ids in `end_token_ids` cannot be drawn before the output has this many tokens."""
     end_token_ids: list[int]
     """Ids that would end the sequence (EOS unless ignored, stop ids); empty when min_tokens is 0."""
+    processors: LogitsSettings | None = None
+    """None: no other processor than that of min_tokens changes the logits."""
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):

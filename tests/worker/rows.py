@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from millrace.executor.wire.messages import NULL_BLOCK, RowSampling
+from millrace.executor.wire.messages import NULL_BLOCK, NewSequence, RowSampling, SeqId
 from millrace.worker.input_batch import SampledRows, StepBatch
 from millrace.worker.sampling_rows import SamplingRows, SamplingTable
 
@@ -15,9 +15,9 @@ Row = tuple[RowSampling, int]
 
 
 def sampling_rows(rows: list[Row]) -> SamplingRows:
-    table = SamplingTable(len(rows))
+    table = SamplingTable(len(rows), torch.device("cpu"))
     for slot, (sampling, _) in enumerate(rows):
-        table.set(slot, sampling)
+        table.add(slot, NewSequence(SeqId(slot), [], 0, sampling))
     return table.rows(torch.arange(len(rows)), torch.tensor([position for _, position in rows]))
 
 

@@ -46,7 +46,7 @@ class ParallelRunner(Runner):
     """Owns what a `Runner` owns, and the tokens that this stage has to receive from the last stage."""
 
     def __init__(self, model: RankModel, pool: KVPool, max_num_seqs: int, topology: Topology, peers: Peers) -> None:
-        super().__init__(model, pool, max_num_seqs)
+        super().__init__(model, pool, max_num_seqs, samples=topology.is_last_stage)
         self._topology = topology
         self._peers = peers
         self._sampler = VocabParallelSampler(self._model.config.vocab_size, topology, peers)

@@ -1,0 +1,48 @@
+"""The logits processors written out plainly, for one row, in vLLM's order."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.executor.wire.messages import LogitsSettings, RowSampling, ThinkingLimit
+
+Row = NDArray[np.float32]
+MINUS_INFINITY = np.float32("-inf")
+
+
+def processed(logits: Row, sampling: RowSampling, prompt: list[int], output: list[int]) -> Row:
+    settings = sampling.processors or LogitsSettings()
+    row = logits.astype(np.float32)
+    if settings.allowed_token_ids is not None:
+        for token_id in range(len(row)):
+            if token_id not in settings.allowed_token_ids:
+                row[token_id] = MINUS_INFINITY
+    for word in settings.bad_words:
+        *before, last = word
+        if not before or output[-len(before) :] == before:
+            row[last] = MINUS_INFINITY
+    if len(output) < sampling.min_tokens:
+        for token_id in sampling.end_token_ids:
+            row[token_id] = MINUS_INFINITY
+    for token_id, bias in settings.logit_bias.items():
+        row[token_id] += np.float32(bias)
+    counts = Counter(output)
+    for token_id in {*prompt, *output}:
+        penalty = np.float32(settings.repetition_penalty)
+        row[token_id] = row[token_id] / penalty if row[token_id] > 0 else row[token_id] * penalty
+    for token_id, count in counts.items():
+        row[token_id] -= np.float32(settings.frequency_penalty) * np.float32(count)
+        row[token_id] -= np.float32(settings.presence_penalty)
+    if settings.thinking is not None and has_to_end(prompt + output, settings.thinking):
+        row[settings.thinking.end_id] = 1e9
+    return row
+
+
+def has_to_end(token_ids: list[int], limit: ThinkingLimit) -> bool:
+    """Whether the text thinks, and has as many tokens of thoughts as it may have."""
+    last_end = max((i for i, token_id in enumerate(token_ids) if token_id == limit.end_id), default=-1)
+    thoughts = token_ids[last_end + 1 :]
+    return limit.start_id in thoughts and len(thoughts) - thoughts.index(limit.start_id) - 1 >= limit.budget
