@@ -51,8 +51,7 @@ def write(model: Path, target: Path) -> None:
             tensor = (tensor.astype(np.uint32) << 16).view(np.float32)
         elif tensor.dtype == np.uint16:
             tensor, kind = np.ascontiguousarray(tensor).view(np.uint8), gguf.GGMLQuantizationType.BF16
-        name = names.get_name(name, (".weight",)) + ".weight"
-        writer.add_tensor(name, np.ascontiguousarray(tensor), raw_dtype=kind)
+        writer.add_tensor(names.get_name(name, (".weight",)), np.ascontiguousarray(tensor), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
