@@ -30,6 +30,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_model_len": (2, _MAX_COUNT),
     "max_num_seqs": (1, 2**16),
     "max_num_batched_tokens": (1, 2**24),
+    "max_logprobs": (-1, _MAX_COUNT),
     "block_size": (1, 2**16),
     "num_blocks": (2, _MAX_COUNT),
     "swap_space_gib": (0, 2**20),
@@ -73,6 +74,7 @@ _HELP = {
     "max_model_len": ("TOKENS", "longest prompt and output together (default: the model's limit)"),
     "max_num_seqs": ("N", "most sequences in one step"),
     "max_num_batched_tokens": ("TOKENS", "most tokens in one step"),
+    "max_logprobs": ("N", "most log-probabilities that a job can have for each token; -1 for the whole vocabulary"),
     "block_size": ("TOKENS", "size of one KV block in tokens"),
     "num_blocks": ("N", "size of the KV pool in blocks (default: what the memory holds)"),
     "kv_cache_memory": ("BYTES", "size of the KV pool in bytes, such as 512M or 4GiB (default: what the memory holds)"),
@@ -116,6 +118,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_logprobs: int = 20
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_memory: int | str | None = None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
 from millrace.engine_service.core.sequence import Sequence, StopReason
+from millrace.engine_service.logprob_records import MAX_BEFORE, read_record
 from millrace.engine_service.stop_strings import StopStrings
 from millrace.engine_service.text import Detokenizer, Tokenizer
+from millrace.executor.wire.messages import record_bytes
+from millrace.results.logprobs import Entry, encode_token
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,11 +26,20 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
 class Generation:
     """Owns the text of one sequence. Decodes token by token for stop strings and readers, otherwise once at the end."""
 
-    def __init__(self, sequence: Sequence, rules: TextRules, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        rules: TextRules,
+        tokenizer: Tokenizer | None,
+        logprobs: SequenceOf[bytes] = (),
+    ) -> None:
+        """`logprobs`: the JSON of each output token of an earlier attempt, see `results.logprobs`, if it is wanted."""
         assert tokenizer is not None or not rules.is_text_wanted
         self.sequence = sequence
         self._rules = rules
         self._tokenizer = tokenizer
+        self._logprobs = list(logprobs)
+        """Of the first output tokens."""
         self._detokenizer: Detokenizer | None = None
         self._stops = StopStrings(rules.stop) if rules.stop else None
         self._stop_state = 0
@@ -92,6 +105,47 @@ class Generation:
             assert self._detokenizer is not None
             return self._detokenizer.text[: self._stop_at]
         return self._whole_text()
+
+    # --- log-probabilities ---
+
+    def logprobs_between(self, start: int, end: int) -> list[bytes]:
+        """Return the JSON of each of the output tokens [start, end); nothing where none is wanted."""
+        if self.sequence.logprobs is None:
+            return []
+        for index in range(len(self._logprobs), end):
+            self._logprobs.append(encode_token(self.entries(index)))
+        return self._logprobs[start:end]
+
+    def entries(self, index: int) -> list[Entry]:
+        """Return the log-probabilities of an output token that was sampled here."""
+        sequence = self.sequence
+        assert sequence.logprobs is not None
+        before = self.token_ids[max(0, index - MAX_BEFORE) : index]
+        if index < MAX_BEFORE:
+            before = (sequence.prompt_token_ids[-MAX_BEFORE:] + before)[-MAX_BEFORE:]
+        record = sequence.logprobs[index - sequence.num_resumed]
+        return read_record(record, before, self.token_ids[index], self._tokenizer_of_entries)
+
+    def prompt_entries(self) -> list[list[Entry]] | None:
+        """Return the log-probabilities of the prompt's tokens but the first. None: not wanted, or not computed yet."""
+        sequence = self.sequence
+        if sequence.prompt_logprobs is None or sequence.must_score_prompt:
+            return None
+        size = record_bytes(sequence.sampling.prompt_logprobs or 0)
+        prompt, records = sequence.prompt_token_ids, bytes(sequence.prompt_logprobs)
+        return [
+            read_record(
+                records[(at - 1) * size : at * size],
+                prompt[max(0, at - MAX_BEFORE) : at],
+                prompt[at],
+                self._tokenizer_of_entries,
+            )
+            for at in range(1, len(prompt))
+        ]
+
+    @property
+    def _tokenizer_of_entries(self) -> Tokenizer | None:
+        return self._tokenizer if self._rules.is_text_wanted else None
 
     def _whole_text(self) -> str:
         output = self.token_ids

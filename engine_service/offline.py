@@ -36,6 +36,7 @@ from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 from millrace.producer.checks import shown
+from millrace.results.logprobs import TokenLogprobs, as_logprobs, cumulative
 from millrace.results.messages import CompletionOutput
 
 logger = logging.getLogger("millrace.engine")
@@ -73,6 +74,8 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool = True
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache had."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each token of the prompt, None for the first one; None where they are not wanted."""
     metrics: RequestMetrics
 
 
@@ -90,6 +93,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2048,
+        max_logprobs: int = 20,
         block_size: int = 16,
         num_blocks: int | None = None,
         kv_cache_memory: int | str | None = None,
@@ -131,7 +135,7 @@ class LLM:
         except BaseException:
             self._engine.shutdown()
             raise
-        self._admission = Admission(facts, self._tokenizer, eos_token_ids(path))
+        self._admission = Admission(facts, self._tokenizer, eos_token_ids(path), config.max_logprobs)
 
     def __repr__(self) -> str:
         return f"LLM({self._engine})"
@@ -344,13 +348,14 @@ def _output(
     arrival_s: float,
     times: Mapping[Generation, _Times],
 ) -> RequestOutput:
-    first = candidates[0].sequence
+    first, prompt_entries = candidates[0].sequence, candidates[0].prompt_entries()
     return RequestOutput(
         request_id=str(number),
         prompt=request.prompt,
         prompt_token_ids=first.prompt_token_ids,
         outputs=[_completion(index, generation, params) for index, generation in enumerate(candidates)],
         num_cached_tokens=first.num_cached_tokens or 0,
+        prompt_logprobs=None if prompt_entries is None else [None, *map(as_logprobs, prompt_entries)],
         metrics=RequestMetrics(
             arrival_time=arrival_s,
             first_token_time=min(times[each].first_token_s for each in candidates),
@@ -365,4 +370,15 @@ def _completion(index: int, generation: Generation, params: SamplingParams) -> C
     stop_reason: int | str | None = generation.stop_string
     if reason == "stop" and stop_reason is None and token_ids and token_ids[-1] in params.stop_token_ids:
         stop_reason = token_ids[-1]
-    return CompletionOutput(index=index, text=text, token_ids=token_ids, finish_reason=reason, stop_reason=stop_reason)
+    logprobs = None
+    if generation.sequence.logprobs is not None:
+        logprobs = [as_logprobs(generation.entries(number)) for number in range(len(token_ids))]
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=token_ids,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        logprobs=logprobs,
+        cumulative_logprob=None if logprobs is None else cumulative(logprobs),
+    )

@@ -130,7 +130,7 @@ class _Process:
         with timed(logger, "workers"):
             facts = self._engine.start()
         die_with_rank_0()
-        return Admission(facts, tokenizer, eos_token_ids(self._path))
+        return Admission(facts, tokenizer, eos_token_ids(self._path), self._config.max_logprobs)
 
     def _choose_devices(self) -> None:
         config = self._config

@@ -47,6 +47,8 @@ class Tokenizer:
         self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._texts: dict[int, str] = {}
+        """What each token adds after a letter."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text, by default with the special tokens that the tokenizer adds to a plain prompt."""
@@ -80,6 +82,29 @@ class Tokenizer:
     def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool) -> str:
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def text_of(self, token_id: int, before: SequenceOf[int]) -> str:
+        """Return what one token adds to a text that ends with the tokens `before`. A character of several tokens belongs to
+        the last one, and the others add nothing. Special tokens have a text, too."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._added_text(self._letter, token_id)
+        if not text.endswith(_INCOMPLETE):
+            return text
+        for count in range(1, len(before) + 1):
+            added = self._added_text([*self._letter, *before[-count:]], token_id)
+            if not added.endswith(_INCOMPLETE):
+                return added
+        return ""
+
+    def _added_text(self, before: list[int], token_id: int) -> str:
+        start = self.decode(before, skip_special_tokens=False).rstrip(_INCOMPLETE)
+        return self.decode([*before, token_id], skip_special_tokens=False).removeprefix(start)
+
+    @cached_property
+    def _letter(self) -> list[int]:
+        """One token of text. Some decoders drop the space in front of the first token of a text."""
+        return self.encode("a", add_special_tokens=False)[-1:]
 
     def decode_output(self, prompt: list[int], output: list[int], *, skip_special_tokens: bool) -> str:
         """Return what `output` adds to the text of `prompt`, decoded at once."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         ServerUnsuitable,
         WaitTimeout,
     )
+    from millrace.results.logprobs import Logprob
     from millrace.results.messages import (
         BatchStatus,
         CompletionOutput,
@@ -69,6 +70,7 @@ __all__ = [
     "JobConflict",
     "JobError",
     "JobNotFound",
+    "Logprob",
     "MillraceError",
     "NotDurable",
     "PayloadTooLarge",
@@ -91,6 +93,7 @@ __all__ = [
 _MODULES = (
     "millrace.results.errors",
     "millrace.results.messages",
+    "millrace.results.logprobs",
     "millrace.producer",
     "millrace.engine_service.offline",
 )

@@ -43,6 +43,8 @@ class SubmitOptions(TypedDict, total=False):
     detokenize: bool
     skip_special_tokens: bool
     n: int
+    logprobs: int | None
+    prompt_logprobs: int | None
 
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)

@@ -60,12 +60,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     n: int = 1
     """Number of texts, the candidates. Each has random numbers of its own: it does not depend on how many there are."""
 
+    logprobs: int | None = None
+    """For each output token its log-probability, and those of this many most likely tokens. 0: only its own. -1: all
+    tokens of the vocabulary. None: none. At most the engine's max_logprobs."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. The prompt is computed even where it is cached."""
+
     # Known and checked, but not supported yet: any other value than the default is refused.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     spaces_between_special_tokens: bool = True
     logit_bias: dict[str, float] | None = None

@@ -15,6 +15,8 @@ from typing import Any, Literal, NewType, get_args
 
 import msgspec
 
+from millrace.results.logprobs import TokenLogprobs
+
 JobId = NewType("JobId", str)
 EngineId = NewType("EngineId", str)
 """One run of an engine service: a restarted engine has another id."""
@@ -291,6 +293,10 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """None while the job is not done."""
     stop_reason: int | str | None = None
     """Only of `LLM`: the stop string, or the id in `stop_token_ids`, at which the text ended."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`; None where they are not wanted."""
+    cumulative_logprob: float | None = None
+    """The log-probability of all tokens together."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

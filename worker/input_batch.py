@@ -4,7 +4,8 @@ The decode rows that go on are kept as tensors, so a step of such rows alone cos
 there are. Other rows are listed in the plan.
 
 Shapes: S slots, R rows of the step, D of them decode rows that go on, T tokens of all rows one after the other, G groups of
-layers, P blocks of one group in the longest row's block table, M rows that yield a token.
+layers, P blocks of one group in the longest row's block table, M rows that yield a token, N prompt tokens with a wanted
+log-probability.
 
     row 0: decode  row 1: decode  row 2: a prompt's chunk
     input_ids       b9             c2             a4 a5 a6 a7
@@ -24,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from millrace.executor.wire.messages import NO_TOKEN, NULL_BLOCK, NewSequence, SeqId, StepPlan
+from millrace.executor.wire.messages import NO_TOKEN, NULL_BLOCK, NewSequence, SeqId, StepPlan, StepRow
 from millrace.worker.errors import PlanError
 from millrace.worker.kv_pool import num_blocks_for
+from millrace.worker.logprobs import ScoredTokens
 from millrace.worker.sampling_rows import SamplingRows, SamplingTable
 
 
@@ -38,15 +40,17 @@ class StepBatch:
     positions: Tensor  # [1, T]
     token_blocks: Tensor  # [T, G] int32, the block of each token
     block_tables: Tensor  # [G, R, P] int32, block 0 past a row's end, and maybe before its window
-    sample_indices: Tensor  # [M]
+    sample_indices: Tensor  # [M + N], the tokens whose logits are needed: first those of the rows that yield a token
     query_starts: list[int]
     """R + 1 offsets into the T tokens."""
     kv_lens: list[int]
     """Per row: tokens of its sequence in the KV pool after this step."""
     sampled: SampledRows
     block_size: int
-    has_forks: bool = False
-    """Whether some tokens have more than one entry in `sample_indices`."""
+    prompts: ScoredTokens | None = None
+    """The tokens of prompts whose log-probabilities are wanted. None: none."""
+    is_permuted: bool = False
+    """Whether `sample_indices` may be of another order than the tokens, or have some twice."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """What an attention implementation computes once per step and uses in every layer."""
 
@@ -68,6 +72,8 @@ class SampledRows:
     seq_ids: list[SeqId]
     slots: Tensor  # [M]
     sampling: SamplingRows
+    scored: ScoredTokens | None = None
+    """The sampled tokens whose log-probabilities are wanted. None: none."""
 
 
 @dataclass(slots=True)
@@ -79,6 +85,8 @@ class SequenceState:
     num_prompt_tokens: int
     slot: int
     """Its row in the tensors that have one for each sequence."""
+    prompt_logprobs: int | None = None
+    """See `RowSampling`."""
     num_blocks: int = 0
     micro_batch: int | None = None
     """Set while its decode row goes on."""
@@ -123,6 +131,10 @@ class ListedRows:
     sampled_slots: list[int] = field(default_factory=list)
     sampled_ends: list[int] = field(default_factory=list)
     sample_offsets: list[int] = field(default_factory=list)
+    scored_offsets: list[int] = field(default_factory=list)
+    """Of the tokens behind which a scored token of the prompt comes; the next two describe those."""
+    scored_ids: list[int] = field(default_factory=list)
+    scored_parts: list[tuple[int, int]] = field(default_factory=list)
 
 
 def _no_rows() -> DecodeRows:
@@ -218,7 +230,9 @@ class InputBatch:
         for each in new:
             assert each.seq_id not in self._sequences, f"sequence {each.seq_id} exists already"
             slot = self._take_slot()
-            self._sequences[each.seq_id] = SequenceState(list(each.token_ids), each.num_prompt_tokens, slot)
+            self._sequences[each.seq_id] = SequenceState(
+                list(each.token_ids), each.num_prompt_tokens, slot, each.sampling.prompt_logprobs
+            )
             self._tables[slot] = NULL_BLOCK
             self._prompt_lens[slot] = each.num_prompt_tokens
             if self._samples:
@@ -259,21 +273,25 @@ class InputBatch:
         row_slots = _extended(decodes.slots, listed.slots)
         sampled_slots = _extended(decodes.slots, listed.sampled_slots)
         output_positions = _extended(ends, listed.sampled_ends) - self._prompt_lens[sampled_slots]
+        sampling = self._sampling.rows(sampled_slots, output_positions)
+        logit_offsets = [count + i for i in listed.sample_offsets + listed.scored_offsets]
         batch = StepBatch(
             input_ids=self._input_ids(token_slots, count, listed.token_ids).unsqueeze(0),
             positions=self._to_device(positions.unsqueeze(0)),
             token_blocks=self._to_device(blocks),
             block_tables=self._to_device(tables[:, :width].index_select(0, row_slots).movedim(2, 0).contiguous()),
-            sample_indices=self._to_device(_extended(torch.arange(count), [count + i for i in listed.sample_offsets])),
+            sample_indices=self._to_device(_extended(torch.arange(count), logit_offsets)),
             query_starts=list(range(count)) + [count + offset for offset in listed.offsets],
             kv_lens=kv_lens,
             sampled=SampledRows(
                 decodes.seq_ids + listed.sampled_ids,
                 self._to_device(sampled_slots),
-                self._sampling.rows(sampled_slots, output_positions),
+                sampling,
+                self._scored_rows(sampling.logprobs) if sampling.logprobs else None,
             ),
             block_size=self._block_size,
-            has_forks=any(row.num_tokens == 0 for row in plan.rows),
+            prompts=self._scored_prompts(listed, len(sampled_slots)) if listed.scored_parts else None,
+            is_permuted=bool(listed.scored_parts) or any(row.num_tokens == 0 for row in plan.rows),
         )
         decodes.advance(listed.sampled_ids, listed.sampled_slots, listed.sampled_ends)
         return batch
@@ -293,6 +311,8 @@ class InputBatch:
                 # Behind the known tokens only the device knows the token that was sampled last.
                 listed.token_ids += state.token_ids[row.start : end] if end <= num_known else [NO_TOKEN]
                 listed.offsets.append(len(listed.positions))
+                if state.prompt_logprobs is not None:
+                    self._list_scored(state, row, listed)
             if end >= num_known:
                 state.micro_batch = plan.micro_batch
                 listed.sampled_ids.append(row.seq_id)
@@ -300,6 +320,24 @@ class InputBatch:
                 listed.sampled_ends.append(end)
                 listed.sample_offsets.append(len(listed.positions) - 1)  # of a fork: that of the row before it
         return listed
+
+    def _list_scored(self, state: SequenceState, row: StepRow, listed: ListedRows) -> None:
+        """List the prompt's tokens that come behind those of a row."""
+        token_ids = state.token_ids[row.start + 1 : min(row.start + row.num_tokens + 1, state.num_prompt_tokens)]
+        if token_ids and state.prompt_logprobs is not None:
+            first = len(listed.positions) - row.num_tokens
+            listed.scored_offsets += range(first, first + len(token_ids))
+            listed.scored_ids += token_ids
+            listed.scored_parts.append((len(token_ids), state.prompt_logprobs))
+
+    def _scored_rows(self, logprobs: tuple[tuple[int, int], ...]) -> ScoredTokens:
+        rows = torch.tensor([row for row, _ in logprobs])
+        return ScoredTokens(self._to_device(rows), [(1, num_ids) for _, num_ids in logprobs])
+
+    def _scored_prompts(self, listed: ListedRows, num_sampled: int) -> ScoredTokens:
+        rows = torch.arange(num_sampled, num_sampled + len(listed.scored_ids))
+        token_ids = self._to_device(torch.tensor(listed.scored_ids))
+        return ScoredTokens(self._to_device(rows), listed.scored_parts, token_ids)
 
     def _input_ids(self, token_slots: Tensor, num_decodes: int, listed_ids: list[int]) -> Tensor:  # [T]
         sampled = self._last_tokens[self._to_device(token_slots)].clamp_(min=0)  # a failed row computes anything

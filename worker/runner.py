@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,10 +28,31 @@ from millrace.worker.errors import PlanError, StepSkipped
 from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.input_batch import InputBatch, SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool
+from millrace.worker.logprobs import ScoredTokens, head_logits
 from millrace.worker.rank_model import RankModel
 from millrace.worker.sampler import sample, without_failed
+from millrace.worker.sampling_rows import SamplingRows
 
 logger = logging.getLogger("millrace.worker")
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step yields. Log-probabilities are records, see `ScoredTokens`; None where none are wanted."""
+
+    token_ids: Tensor  # [M]
+    logprobs: Tensor | None = None
+    prompt_logprobs: Tensor | None = None
+
+    def to_host(self) -> StepOutput:
+        """Start the copy to the host."""
+        return StepOutput(*(_to_host(each) for each in (self.token_ids, self.logprobs, self.prompt_logprobs)))  # type: ignore[arg-type]
+
+
+def _to_host(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -40,8 +61,10 @@ class LaunchedStep:
 
     plan: StepPlan
     rows: SampledRows | None
-    """None if this rank returns no tokens."""
-    token_ids: Tensor | None  # [M], on the host, filled when `done` has happened
+    """None if this rank samples no tokens."""
+    prompts: ScoredTokens | None
+    output: StepOutput | None
+    """On the host, filled when `done` has happened. None if this rank returns no tokens."""
     done: torch.cuda.Event | None
     """None on a CPU, which has computed the step already."""
     began: torch.cuda.Event | None
@@ -57,14 +80,24 @@ class LaunchedStep:
         if self.done is not None and self.began is not None:
             self.done.synchronize()
             device_s = self.began.elapsed_time(self.done) / 1000
-        token_ids = self.token_ids.tolist() if self.token_ids is not None else []
-        failures = [self._failure(index) for index, token_id in enumerate(token_ids) if token_id == NO_TOKEN]
-        return StepResult(self.plan.step_id, self.plan.epoch, token_ids, failures, device_s)
+        rows, prompts, output = self.rows, self.prompts, self.output
+        if rows is None or output is None:
+            return StepResult(self.plan.step_id, self.plan.epoch, [], device_s=device_s)
+        token_ids = output.token_ids.tolist()
+        return StepResult(
+            self.plan.step_id,
+            self.plan.epoch,
+            token_ids,
+            [_failure(rows, index) for index, token_id in enumerate(token_ids) if token_id == NO_TOKEN],
+            device_s,
+            rows.scored.pack(output.logprobs) if rows.scored and output.logprobs is not None else [],
+            prompts.pack(output.prompt_logprobs) if prompts and output.prompt_logprobs is not None else [],
+        )
 
-    def _failure(self, index: int) -> RowFailure:
-        assert self.rows is not None
-        position = int(self.rows.sampling.output_positions[index])
-        return RowFailure(self.rows.seq_ids[index], "nan_logits", f"no finite logit at output {position} or before it")
+
+def _failure(rows: SampledRows, index: int) -> RowFailure:
+    position = int(rows.sampling.output_positions[index])
+    return RowFailure(rows.seq_ids[index], "nan_logits", f"no finite logit at output {position} or before it")
 
 
 class Runner:
@@ -138,23 +171,55 @@ class Runner:
             self._pool.host.swap_in(plan.swap_in)
         batch = self._sequences.update(plan)
         began_s, began = time.perf_counter(), self._record_event()
-        token_ids = self._sample(plan, batch) if batch is not None else None
+        output = self._sample(plan, batch) if batch is not None else None
         self._pool.copy_blocks(plan.copy)
-        rows = batch.sampled if batch is not None and token_ids is not None else None
-        if token_ids is not None and token_ids.is_cuda:
-            token_ids = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True).copy_(
-                token_ids, non_blocking=True
-            )
-        return LaunchedStep(plan, rows, token_ids, self._record_event(), began, time.perf_counter() - began_s)
+        rows, prompts = (batch.sampled, batch.prompts) if batch is not None and output is not None else (None, None)
+        output = output.to_host() if output is not None else None
+        return LaunchedStep(plan, rows, prompts, output, self._record_event(), began, time.perf_counter() - began_s)
 
-    def _sample(self, plan: StepPlan, batch: StepBatch) -> Tensor | None:
-        """Run the batch. Return its tokens, or None if another rank samples them."""
-        sampling = batch.sampled.sampling
-        if self.decoder is not None and sampling.is_plain_greedy:
+    def _sample(self, plan: StepPlan, batch: StepBatch) -> StepOutput | None:
+        """Run the batch. Return what it yields, or None if another rank samples."""
+        if batch.prompts is not None:
+            return self._sample_and_score_prompts(batch, batch.prompts)
+        sampled = batch.sampled
+        if self.decoder is not None and sampled.sampling.is_plain_greedy and sampled.scored is None:
             token_ids = without_failed(*self.decoder.most_likely(self.decoder.run(batch)))
+            return StepOutput(self._sequences.record(sampled, token_ids))
+        return self._sample_from(self.compute_logits(batch), sampled)
+
+    def _sample_and_score_prompts(self, batch: StepBatch, prompts: ScoredTokens) -> StepOutput:
+        if self.decoder is not None:
+            hidden = self.decoder.run(batch)
         else:
-            token_ids = sample(self.compute_logits(batch), sampling)
-        return self._sequences.record(batch.sampled, token_ids)
+            hidden = self._compute_hidden(batch)[0, batch.sample_indices]
+        output = self._sample_from(self._head_logits(hidden[: len(batch.sampled.seq_ids)]), batch.sampled)
+        hidden = hidden[prompts.rows]
+        assert prompts.token_ids is not None
+        records = prompts.records(lambda part: self._all_logits(self._head_logits(hidden[part])), prompts.token_ids)
+        return replace(output, prompt_logprobs=records)
+
+    def _sample_from(self, logits: Tensor, rows: SampledRows) -> StepOutput:
+        """Draw one token for each row of logits [M, V], and record it."""
+        if rows.scored is None:
+            return StepOutput(self._sequences.record(rows, self._draw(logits, rows.sampling)))
+        raw = self._all_logits(logits[rows.scored.rows])  # the sampler may change the logits
+        token_ids = self._sequences.record(rows, self._draw(logits, rows.sampling))
+        records = rows.scored.records(raw.__getitem__, token_ids[rows.scored.rows].clamp(min=0))
+        return StepOutput(token_ids, records)
+
+    def _draw(self, logits: Tensor, rows: SamplingRows) -> Tensor:  # [M]
+        return sample(logits, rows)
+
+    def _all_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits of all ids, where this rank has those of a part."""
+        return logits
+
+    def _head_logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden) if self.decoder is not None else head_logits(self._model, hidden)
+
+    def _compute_hidden(self, batch: StepBatch) -> Tensor:  # [1, T, H]
+        hidden: Tensor = self._model.base_model(**self._forward_arguments(batch)).last_hidden_state
+        return hidden
 
     def _record_event(self) -> torch.cuda.Event | None:
         """Note the present end of the device's queue of work; None on a CPU."""

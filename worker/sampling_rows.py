@@ -28,6 +28,8 @@ class SamplingRows:
     output_positions: Tensor  # [M] int64
     processors: StepProcessors | None
     """None if no row's logits are changed before the draw."""
+    logprobs: tuple[tuple[int, int], ...] = ()
+    """(row, number of most likely ids) of the rows whose log-probabilities are wanted."""
 
     @property
     def num_rows(self) -> int:
@@ -59,6 +61,8 @@ class SamplingTable:
         self._processors = LogitsProcessors(device)
         self._drawn: set[int] = set()
         """The slots with a temperature."""
+        self._logprobs: dict[int, int] = {}
+        """By slot: the number of most likely ids whose log-probabilities are wanted."""
 
     def add(self, slot: int, new: NewSequence) -> None:
         rows, sampling = self._rows, new.sampling
@@ -70,11 +74,14 @@ class SamplingTable:
         if sampling.temperature > 0:
             self._drawn.add(slot)
         self._processors.add(slot, new)
+        if sampling.logprobs is not None:
+            self._logprobs[slot] = sampling.logprobs
 
     def remove(self, slot: int) -> None:
         """Forget a sequence that has ended."""
         self._processors.remove(slot)
         self._drawn.discard(slot)
+        self._logprobs.pop(slot, None)
 
     def grow(self) -> None:
         """Double the number of slots."""
@@ -85,7 +92,12 @@ class SamplingTable:
         """Return the settings of rows whose sequences have these slots [M]."""
         processors = self._processors.of_step(slots, output_positions)
         settings = self._rows.select(slots) if self._drawn else _greedy_rows(len(output_positions))
-        return replace(settings, output_positions=output_positions, processors=processors)
+        logprobs = self._wanted_logprobs(slots) if self._logprobs else ()
+        return replace(settings, output_positions=output_positions, processors=processors, logprobs=logprobs)
+
+    def _wanted_logprobs(self, slots: Tensor) -> tuple[tuple[int, int], ...]:
+        counts = map(self._logprobs.get, slots.tolist())
+        return tuple((row, count) for row, count in enumerate(counts) if count is not None)
 
 
 @lru_cache(maxsize=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from millrace.engine_service.core.host_tier import Swaps
 from millrace.engine_service.core.micro_batch import MicroBatch
 from millrace.engine_service.core.sequence import Sequence
-from millrace.executor.wire.messages import NewSequence, SeqId, StepId, StepRow
+from millrace.executor.wire.messages import NO_TOKEN, NewSequence, SeqId, StepId, StepResult, StepRow
 
 
 class PlannedStep:
@@ -60,6 +60,19 @@ class PlannedStep:
         self.added.insert(place, (sequence, row))
         self.budget -= 1
         self.max_rows -= 1
+
+    def keep_logprobs(self, result: StepResult) -> None:
+        """Give the sequences their log-probabilities. May be repeated before the tokens are appended."""
+        records = iter(result.logprobs)
+        for sequence, token_id in zip(self.sampled, result.token_ids, strict=True):
+            if sequence.logprobs is not None:
+                record = next(records)
+                if token_id != NO_TOKEN and not sequence.has_ended:
+                    sequence.keep_logprobs(record)
+        records = iter(result.prompt_logprobs)
+        for sequence, row in self.added:
+            if sequence.prompt_logprobs is not None and row.start < sequence.num_prompt_tokens - 1:
+                sequence.keep_prompt_logprobs(row.start, next(records))
 
     def drop(self, sequence: Sequence) -> None:
         """Remove a preempted sequence from the plan, if it is there."""

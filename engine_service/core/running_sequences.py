@@ -43,7 +43,7 @@ class RunningSequences:
 
     def find_blocks(self, sequence: Sequence) -> list[int]:
         """Return the cached blocks that the sequence begins with. At least one token is left to compute."""
-        if not self._is_caching:
+        if not self._is_caching or sequence.must_score_prompt:
             return []
         most = (sequence.num_tokens - 1) // self.pool.layout.block_size
         return self.pool.cache.find(sequence.hash_blocks(self.pool.layout.block_size)[:most])

@@ -152,6 +152,8 @@ class Scheduler:
         self._pace.measure(step.num_decodes, step.num_prompt_tokens, result.device_s)
         layout = self.pool.layout
         self.pool.host.recompute_s = self._pace.token_s * layout.block_size / layout.num_groups
+        if result.logprobs or result.prompt_logprobs:
+            step.keep_logprobs(result)
         advances: list[Advance] = []
         failures = iter(result.failures)
         for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from millrace.engine_service.core.block_hash import extend_hashes, root_hash
-from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId
+from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, record_bytes
 
 StopReason = Literal["stop", "length"]
 
@@ -70,6 +70,9 @@ class Sequence:
         "is_watched",
         "is_followed",
         "has_ended",
+        "logprobs",
+        "prompt_logprobs",
+        "num_resumed",
     )
 
     def __init__(
@@ -125,6 +128,12 @@ class Sequence:
         """Whether each new token is reported, and not only the end."""
         self.has_ended = False
         """Whether the scheduler has dropped it. Tokens of steps in flight are not for it any more."""
+        self.num_resumed = len(self.output_token_ids)
+        """Output tokens of an earlier attempt."""
+        self.logprobs: list[bytes] | None = None if sampling.logprobs is None else []
+        """The records, see `record_bytes`, of the other output tokens. None: not wanted."""
+        self.prompt_logprobs: bytearray | None = None if sampling.prompt_logprobs is None else bytearray()
+        """The records of the prompt's first tokens, without the very first. None: not wanted."""
 
     def __repr__(self) -> str:
         outputs = f"{len(self.output_token_ids)}/{self.stop_rules.max_tokens}"
@@ -164,6 +173,15 @@ class Sequence:
     def num_decode_rows_left(self) -> int:
         """How many more rows may yield a token, when all known tokens are computed."""
         return self.num_prompt_tokens + self.stop_rules.max_tokens - self.num_computed - 1
+
+    @property
+    def must_score_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are missing. Then all of it is computed, also where the pool has it."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_record_bytes
+
+    @property
+    def num_prompt_record_bytes(self) -> int:
+        return (self.num_prompt_tokens - 1) * record_bytes(self.sampling.prompt_logprobs or 0)
 
     def hash_blocks(self, block_size: int) -> list[bytes]:
         """Return the hashes of all blocks that the known tokens fill."""
@@ -237,6 +255,18 @@ class Sequence:
         if token_id in rules.end_token_ids or len(outputs) >= rules.max_tokens:
             return self.finish_reason()
         return None
+
+    def keep_logprobs(self, record: bytes) -> None:
+        """Keep the record of the token that `append` adds next. May be repeated before it does."""
+        assert self.logprobs is not None
+        del self.logprobs[len(self.output_token_ids) - self.num_resumed :]
+        self.logprobs.append(record)
+
+    def keep_prompt_logprobs(self, start: int, records: bytes) -> None:
+        """Keep the records of the tokens behind those from position `start` on. May be repeated."""
+        assert self.prompt_logprobs is not None
+        offset = start * record_bytes(self.sampling.prompt_logprobs or 0)
+        self.prompt_logprobs[offset : offset + len(records)] = records
 
     def reset(self) -> list[int]:
         """Discard the computed state but keep the tokens. Return the blocks, for the caller to free."""

@@ -145,7 +145,9 @@ class StepPlanner:
 
     def _find_source(self, sequence: Sequence, step: PlannedStep) -> Sequence | None:
         """Return a sequence with the same tokens, of which the step computes the last one."""
-        return step.sources.get(sequence.content(self._running.pool.layout.block_size)) if step.sources else None
+        if not step.sources or sequence.must_score_prompt:
+            return None
+        return step.sources.get(sequence.content(self._running.pool.layout.block_size))
 
     def _fork(self, sequence: Sequence, source: Sequence, step: PlannedStep) -> None:
         """Admit a sequence with the tokens of another one, which takes its first token from the same logits."""

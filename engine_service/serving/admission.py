@@ -22,11 +22,14 @@ class Admission:
     Safe to use from several threads.
     """
 
-    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None, eos_token_ids: list[int]) -> None:
+    def __init__(
+        self, facts: ModelFacts, tokenizer: Tokenizer | None, eos_token_ids: list[int], max_logprobs: int = 20
+    ) -> None:
         self._facts = facts
         self._tokenizer = tokenizer
         # Others cannot be sampled, and the worker cannot mask them for `min_tokens`. Some configurations name such.
         self._eos_token_ids = frozenset(each for each in eos_token_ids if 0 <= each < facts.vocab_size)
+        self._max_logprobs = facts.vocab_size if max_logprobs == -1 else max_logprobs
         self._seq_ids = itertools.count(1)
 
     def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
@@ -47,6 +50,7 @@ class Admission:
         *,
         drawn_seed: int,
         outputs: SequenceOf[list[int]] = (),
+        logprobs: SequenceOf[list[bytes]] = (),
         crash_count: int = 0,
         cache_salt: str | None = None,
         tenant: str = "",
@@ -54,32 +58,58 @@ class Admission:
     ) -> list[Generation]:
         """Return a generation for each candidate, ready for the engine.
 
-        `drawn_seed` is used if the request has no seed. `outputs` (the tokens of each candidate) and `crash_count` come from
-        an earlier attempt.
+        `drawn_seed` is used if the request has no seed. `outputs` and `logprobs` (the tokens of each candidate, and their
+        JSON) and `crash_count` come from an earlier attempt.
         Only generations with the same `cache_salt` share cached blocks. `priority` is that of a job: lower numbers first.
-        Raises `InvalidRequest` if a stop token id is not in the vocabulary.
+        Raises `InvalidRequest` if a stop token id is not in the vocabulary, or too many log-probabilities are wanted.
         """
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
         end_token_ids = frozenset(sampling.stop_token_ids) | eos_token_ids
         stop_rules = self._stop_rules(sampling, len(prompt_token_ids), end_token_ids)
         text_rules = self._text_rules(sampling)
-        row_sampling = _row_sampling(sampling, drawn_seed if sampling.seed is None else sampling.seed, end_token_ids)
-        generations = []
-        for candidate in range(sampling.n):
+        row_sampling = _row_sampling(
+            sampling,
+            drawn_seed if sampling.seed is None else sampling.seed,
+            end_token_ids,
+            self._num_logprobs("logprobs", sampling.logprobs),
+            self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
+        )
+
+        def make(candidate: int, output: list[int], known: list[bytes]) -> Generation:
+            only_first = {} if candidate == 0 else {"candidate": candidate, "prompt_logprobs": None}
             sequence = Sequence(
                 SeqId(next(self._seq_ids)),
                 prompt_token_ids,
-                msgspec.structs.replace(row_sampling, candidate=candidate) if candidate else row_sampling,
+                msgspec.structs.replace(row_sampling, **only_first) if only_first else row_sampling,
                 stop_rules,
-                output_token_ids=outputs[candidate] if outputs else None,
+                output_token_ids=output,
                 crash_count=crash_count,
                 cache_salt=cache_salt or "",
                 tenant=tenant,
                 priority=-priority,
             )
-            generations.append(Generation(sequence, text_rules, self._tokenizer))
+            return Generation(sequence, text_rules, self._tokenizer, known)
+
+        generations = []
+        for candidate in range(sampling.n):
+            output, known = outputs[candidate] if outputs else [], logprobs[candidate] if logprobs else []
+            generation = make(candidate, output, known)
+            if generation.finish_reason is not None and generation.sequence.must_score_prompt:
+                # The prompt has to be computed again, and with it the last token.
+                generation = make(candidate, output[:-1], known[:-1])
+            generations.append(generation)
         return generations
+
+    def _num_logprobs(self, field: str, given: int | None) -> int | None:
+        count = self._facts.vocab_size if given == -1 else given
+        if count is not None and count > self._max_logprobs:
+            asked = "the whole vocabulary" if given == -1 else str(given)
+            remedy = f"ask for less, or start the engine with --max-logprobs {given}"
+            raise InvalidRequest(
+                field, f"asks for {asked}, but the engine gives at most {self._max_logprobs}; {remedy}"
+            )
+        return None if count is None else min(count, self._facts.vocab_size)
 
     def _encode(self, request: GenerationRequest) -> list[int]:
         is_chat = request.prompt is None
@@ -128,7 +158,13 @@ class Admission:
                 raise InvalidRequest(field, f"token id {token_id} is outside the vocabulary of {size}")
 
 
-def _row_sampling(sampling: SamplingParams, seed: int, end_token_ids: frozenset[int]) -> RowSampling:
+def _row_sampling(
+    sampling: SamplingParams,
+    seed: int,
+    end_token_ids: frozenset[int],
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+) -> RowSampling:
     return RowSampling(
         temperature=0.0 if sampling.is_greedy else sampling.temperature,
         top_k=max(0, sampling.top_k),
@@ -138,4 +174,6 @@ def _row_sampling(sampling: SamplingParams, seed: int, end_token_ids: frozenset[
         candidate=0,
         min_tokens=sampling.min_tokens,
         end_token_ids=sorted(end_token_ids) if sampling.min_tokens else [],
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )

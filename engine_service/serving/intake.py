@@ -191,6 +191,9 @@ class Intake:
                 f"this queue serves {shown(self._model_name)}, not {shown(request.model)}; use the queue of that model"
             )
             raise InvalidRequest("model", message)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(request.sampling, name) is not None:
+                raise InvalidRequest(name, "is supported by LLM only; leave it out")
         n, num_candidates = request.sampling.n, len(claimed.checkpoints)
         if n != num_candidates:
             rule = "submit it with the same n in the request and in the options"

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import sys
 import time
 import zlib
@@ -42,6 +43,12 @@ def next_token(last_token: int, position: int, candidate: int = 0) -> int:
     return 1 + (last_token * 31 + position * 7 + candidate * 13) % (VOCAB_SIZE - 1)
 
 
+def record(token_id: int, num_alternatives: int) -> bytes:
+    """Return the log-probability record of a token, see `record_bytes`. Each token has one of its own."""
+    alternatives = [value for rank in range(num_alternatives) for value in (token_id + rank, -(token_id + rank) / 1024)]
+    return struct.pack("<fI" + "If" * num_alternatives, -token_id / 1024, 1, *alternatives)
+
+
 class OutOfMemoryError(RuntimeError):
     """Has the name of torch's class."""
 
@@ -53,7 +60,7 @@ class _Sequence:
         self.token_ids = list(new.token_ids)
         self.known = new.token_ids
         """Tokens that came with the plan."""
-        self.candidate = new.sampling.candidate
+        self.num_prompt_tokens, self.sampling = new.num_prompt_tokens, new.sampling
         self.num_computed: int | None = None
         """None before its first row, which begins behind what the prefix cache has."""
         self.blocks: list[int] = []
@@ -155,7 +162,23 @@ class StubWorker:
             if (source, offset) in self._slots
         }
         self._decodes[plan.micro_batch] = list(sampled)
-        return StepResult(plan.step_id, plan.epoch, list(sampled.values()))
+        return StepResult(
+            plan.step_id,
+            plan.epoch,
+            list(sampled.values()),
+            logprobs=[
+                record(token_id, count)
+                for seq_id, token_id in sampled.items()
+                if (count := self._sequences[seq_id].sampling.logprobs) is not None
+            ],
+            prompt_logprobs=[records for row in plan.rows if (records := self._score_prompt(row))],
+        )
+
+    def _score_prompt(self, row: StepRow) -> bytes:
+        sequence = self._sequences[row.seq_id]
+        count, end = sequence.sampling.prompt_logprobs, min(row.start + row.num_tokens + 1, sequence.num_prompt_tokens)
+        scored = [] if count is None else sequence.token_ids[row.start + 1 : end]
+        return b"".join(record(token_id, count or 0) for token_id in scored)
 
     def _update(self, plan: StepPlan) -> list[StepRow]:
         """Apply the differences and return all rows."""
@@ -245,7 +268,7 @@ class StubWorker:
         sequence.num_computed = end
         if end < len(sequence.token_ids):
             return None
-        candidate = sequence.candidate if "candidates-differ" in self._faults else 0
+        candidate = sequence.sampling.candidate if "candidates-differ" in self._faults else 0
         sequence.token_ids.append(next_token(sequence.token_ids[-1], end, candidate))
         return sequence.token_ids[-1]
 

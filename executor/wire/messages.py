@@ -204,6 +204,11 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     """Ids that would end the sequence (EOS unless ignored, stop ids); empty when min_tokens is 0."""
     processors: LogitsSettings | None = None
     """None: no other processor than that of min_tokens changes the logits."""
+    logprobs: int | None = None
+    """Number of most likely ids whose log-probabilities are wanted beside that of each sampled one. None: no
+    log-probabilities at all."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first."""
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -277,6 +282,13 @@ NO_TOKEN = -1
 """Takes the place of a token where a row could not be computed."""
 
 
+def record_bytes(num_alternatives: int) -> int:
+    """Return the size of a log-probability record: of a token the log-probability (float32) and its rank (uint32, 1 is the
+    most likely id), then of each of the most likely ids, in this order, the id (uint32) and the log-probability (float32).
+    All are little-endian, and of the softmax of the model's own logits."""
+    return 8 * (1 + num_alternatives)
+
+
 class RowFailure(msgspec.Struct, frozen=True, array_like=True):
     """One row that could not be computed. The other rows of the step have results."""
 
@@ -296,6 +308,11 @@ class StepResult(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """One for each `NO_TOKEN`, in the same order."""
     device_s: float = 0.0
     """Time from the start of the forward pass to the sampled ids, measured by the worker."""
+    logprobs: list[bytes] = []
+    """One record, see `record_bytes`, for each sampled token whose sequence wants them; meaningless for `NO_TOKEN`."""
+    prompt_logprobs: list[bytes] = []
+    """The records of the tokens behind those that a row of the plan feeds, as far as they are of the prompt, for each row
+    with such tokens whose sequence wants them."""
 
 
 # --- calls ---------------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_a_bad_job_that_bypassed_the_clients_checks_fails_alone(
         ("id", {"prompt": "x", "job_id": "has space"}),
         ("id", {"prompt": "x", "job_id": "x" * 129}),
         ("body", {"prompt": "x" * (1 << 20)}),
-        ("logprobs", {"prompt": "x", "logprobs": 3}),
+        ("logprobs", {"prompt": "x", "logprobs": -3}),
         ("deadline_s", {"prompt": "x", "deadline_s": -3.0}),
         ("delay_s", {"prompt": "x", "delay_s": -1.0}),
         ("priority", {"prompt": "x", "priority": 0.5}),

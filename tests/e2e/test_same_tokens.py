@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from millrace import LLM, SamplingParams
 from millrace.engine_service.core.scheduler import SchedulerStats
@@ -20,6 +19,7 @@ from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import StepPlan
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.rank import Rank
+from millrace.worker.runner import StepOutput
 from tests.e2e.engines import TINY
 
 SHARED = "Add the numbers, one step after the other, and write the sum at the end of the line: 12 + 7 = "
@@ -123,7 +123,7 @@ def run_out_of_memory(engine: Engine) -> None:
     assert runner is not None
     run = runner._sample
 
-    def fail(plan: StepPlan, batch: StepBatch) -> Tensor | None:
+    def fail(plan: StepPlan, batch: StepBatch) -> StepOutput | None:
         if not plan.swap_in:
             return run(plan, batch)
         runner._sample = run  # type: ignore[method-assign]

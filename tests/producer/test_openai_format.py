@@ -72,7 +72,7 @@ def test_fields_that_change_nothing_are_taken(body: dict[str, Any]) -> None:
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"prompt": "p"}, "messages"),
         (COMPLETIONS, {"prompt": "p", "echo": True}, "echo"),
-        (COMPLETIONS, {"prompt": "p", "logprobs": 0}, "logprobs"),
+        (COMPLETIONS, {"prompt": "p", "logprobs": -2}, "logprobs"),
         (COMPLETIONS, {"prompt": "p", "max_completion_tokens": 3}, "max_completion_tokens"),
         (COMPLETIONS, {"prompt": "p", "max_token": 3}, "max_token"),
         (COMPLETIONS, {"prompt": ["p", "q"]}, "prompt"),

@@ -60,7 +60,7 @@ def test_the_edges_of_every_range_are_taken() -> None:
         {"n": 64},
         {"n": 2, "temperature": 1e-5},
         {"n": 1, "temperature": 0},
-        {"n": 1, "logprobs": None, "presence_penalty": 0, "repetition_penalty": 1},
+        {"n": 1, "logprobs": None, "prompt_logprobs": -1, "presence_penalty": 0, "repetition_penalty": 1},
     ):
         SamplingParams(**fields)
 
@@ -74,6 +74,7 @@ def test_the_edges_of_every_range_are_taken() -> None:
         *[("top_p", value) for value in (0, 1.01, -1, math.nan, None)],
         *[("top_k", value) for value in (-2, 1.0, None, 2**40)],
         *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
+        *[(name, value) for name in ("logprobs", "prompt_logprobs") for value in (-2, 1.5, True, "5", 2**31, [1])],
         *[("n", value) for value in (0, -1, 65, 2**31, 1.0, "2", True, None)],
         *[("repetition_penalty", value) for value in (0, math.inf, math.nan, 10**400)],
         *[("seed", value) for value in (2**63, -(2**63) - 1, "1", 1.0)],
@@ -97,8 +98,6 @@ def test_a_value_out_of_its_range_is_refused_by_name(field: str, value: Any) -> 
         ("presence_penalty", 0.5, 2.1),
         ("frequency_penalty", -0.5, math.nan),
         ("repetition_penalty", 1.1, 0.0),
-        ("logprobs", 5, -2),
-        ("prompt_logprobs", 0, 1.5),
         ("include_stop_str_in_output", True, 1),
         ("spaces_between_special_tokens", False, 0),
         ("logit_bias", {"5": 1.0}, [1]),

@@ -192,7 +192,7 @@ MALFORMED: list[tuple[bytes, str]] = [
     (b'{"prompt":"x","run_at":-1' + b"0" * 400 + b"}", "run_at"),
     (b'{"prompt":"x","stop":[""]}', "stop"),
     (b'{"prompt":"x","stop":[1]}', "stop"),
-    (b'{"prompt":"x","logprobs":5}', "logprobs"),
+    (b'{"prompt":"x","logprobs":-5}', "logprobs"),
     (b'{"prompt":"x","id":"a b"}', "id"),
     (b'{"prompt":"x","id":""}', "id"),
     (b'{"prompt":"x","id":"a:b"}', "id"),

@@ -28,6 +28,7 @@ from millrace.executor.wire.messages import (
     StepResult,
     StepRow,
     WorkerConfig,
+    record_bytes,
 )
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.rank import Rank
@@ -54,6 +55,10 @@ class Request:
     output: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     """Per output token, the logits [V] that it was drawn from."""
+    records: list[bytes] = field(default_factory=list)
+    """Per output token its log-probability record, if the request wants them."""
+    prompt_records: bytearray = field(default_factory=bytearray)
+    """The records of the prompt's tokens but the first."""
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     is_known: bool = False
@@ -158,7 +163,10 @@ class Driver:
             new_blocks,
             copy=copy,
         )
-        self._apply(self.execute(plan), sampled)
+        result = self.execute(plan)
+        by_id = {request.seq_id: request for request in running}
+        self._keep_prompt_records(result, [(by_id[row.seq_id], row) for row in rows])
+        self._apply(result, sampled)
 
     def _row(self, request: Request) -> StepRow:
         start = request.num_computed
@@ -212,10 +220,23 @@ class Driver:
         request.is_known = request.goes_on = False
         return request.seq_id
 
+    def _keep_prompt_records(self, result: StepResult, rows: list[tuple[Request, StepRow]]) -> None:
+        wanted = [
+            (request, row, record_bytes(request.sampling.prompt_logprobs))
+            for request, row in rows
+            if request.sampling.prompt_logprobs is not None and row.start < len(request.prompt) - 1
+        ]
+        for (request, row, size), records in zip(wanted, result.prompt_logprobs, strict=True):
+            assert len(records) == size * min(row.num_tokens, len(request.prompt) - 1 - row.start)
+            request.prompt_records[row.start * size : row.start * size + len(records)] = records
+
     def _apply(self, result: StepResult, sampled: list[Request]) -> None:
         by_id = {request.seq_id: request for request in sampled}
         for failure in result.failures:
             by_id[failure.seq_id].failure = failure.kind
+        scored = [request for request in sampled if request.sampling.logprobs is not None]
+        for request, record in zip(scored, result.logprobs, strict=True):
+            request.records.append(record)
         for request, token_id in zip(sampled, result.token_ids, strict=True):
             if token_id != NO_TOKEN:
                 request.output.append(token_id)

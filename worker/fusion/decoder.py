@@ -5,8 +5,8 @@ transformers' modules take about 15 operations of torch a layer. Here a layer is
     norm, projections, attention (with norms of heads, rotation and the KV pool), output + residual,
     norm, projections, activation, output + residual
 
-Shapes: T tokens of the step, M rows that yield a token, H hidden size, W outputs of the attention's projections, Hq query
-heads, Dv size of a value head, I intermediate size, V token ids.
+Shapes: T tokens of the step, M tokens whose logits are needed, H hidden size, W outputs of the attention's projections,
+Hq query heads, Dv size of a value head, I intermediate size, V token ids.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class FusedDecoder:
         self._workspace = weights.workspace
 
     def run(self, batch: StepBatch) -> Tensor:  # [M, H]
-        """Fill the batch's slots of the KV pool, and return the last hidden states of the rows that yield a token. They are
-        valid until the next call."""
+        """Fill the batch's slots of the KV pool, and return the last hidden states of the tokens whose logits are needed.
+        They are valid until the next call."""
         workspace, num_sampled = self._workspace, batch.sample_indices.shape[0]
         rows = step_rows(batch, self._block_size)
         hidden = self._embed(batch.input_ids[0])
@@ -90,7 +90,7 @@ class FusedDecoder:
             layer.projections.into(normed, projected)
             attended = workspace.rows("attended", num_tokens, layer.output.num_inputs)
             attention.run(projected, attended, rows)
-            if layer is self._weights.layers[-1] and (num_sampled < num_tokens or batch.has_forks):
+            if layer is self._weights.layers[-1] and (num_sampled < num_tokens or batch.is_permuted):
                 # Nobody reads the other rows.
                 if num_sampled == 0:
                     return hidden[:0]

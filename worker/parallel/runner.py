@@ -29,7 +29,8 @@ from millrace.worker.parallel.sampler import VocabParallelSampler
 from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.parallel.topology import Topology
 from millrace.worker.rank_model import RankModel
-from millrace.worker.runner import LaunchedStep, Runner
+from millrace.worker.runner import LaunchedStep, Runner, StepOutput
+from millrace.worker.sampling_rows import SamplingRows
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class ParallelRunner(Runner):
         """Run this rank's part of one step. Only the output rank's result has tokens."""
         self._receive_tokens_for(plan)
         launched = super()._launch(plan)
-        return launched if self._topology.is_output_rank else replace(launched, token_ids=None)
+        return launched if self._topology.is_output_rank else replace(launched, output=None)
 
     def finish(self) -> None:
         while self._pending:
@@ -66,19 +67,21 @@ class ParallelRunner(Runner):
         if self._stage_input is not None:
             self._stage_input.received = None
 
-    def _sample(self, plan: StepPlan, batch: StepBatch) -> Tensor | None:
+    def _sample(self, plan: StepPlan, batch: StepBatch) -> StepOutput | None:
         if not self._topology.is_last_stage:
             self._peers.send(self._compute_hidden(batch), self._topology.stage + 1)
             self._start_receiving(plan.micro_batch, batch.sampled)
             return None
-        sampled = self._sampler.sample(self.compute_logits(batch), batch.sampled.sampling)
-        token_ids = self._sequences.record(batch.sampled, sampled)
-        self._send_tokens(token_ids)
-        return token_ids
+        output = super()._sample(plan, batch)
+        assert output is not None
+        self._send_tokens(output.token_ids)
+        return output
 
-    def _compute_hidden(self, batch: StepBatch) -> Tensor:  # [1, T, H]
-        hidden: Tensor = self._model.base_model(**self._forward_arguments(batch)).last_hidden_state
-        return hidden
+    def _draw(self, logits: Tensor, rows: SamplingRows) -> Tensor:
+        return self._sampler.sample(logits, rows)
+
+    def _all_logits(self, logits: Tensor) -> Tensor:
+        return self._sampler.gather(logits)
 
     def _inputs(self, batch: StepBatch) -> dict[str, Tensor]:
         if self._stage_input is None:

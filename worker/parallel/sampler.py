@@ -34,10 +34,12 @@ class VocabParallelSampler:
             return torch.empty(0, dtype=torch.int64, device=logits.device)
         if self._tp_size == 1:
             return sample(logits, rows)
-        return self._argmax(logits) if rows.is_plain_greedy else sample(self._gather(logits), rows)
+        return self._argmax(logits) if rows.is_plain_greedy else sample(self.gather(logits), rows)
 
-    def _gather(self, logits: Tensor) -> Tensor:
+    def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all ranks [M, V]."""
+        if self._tp_size == 1:
+            return logits
         padded = F.pad(logits, (0, self._width - logits.shape[1]))
         return torch.cat(self._peers.all_gather(padded), dim=-1)[:, : self._vocab_size]
 

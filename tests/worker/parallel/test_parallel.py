@@ -25,6 +25,7 @@ from millrace.worker.linear.packed import PackedLinear
 from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, Driver, Request, execute, start_worker
+from tests.worker.logprobs import WANTED, check_logprobs, with_logprobs
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
 from tests.worker.parallel.ranks import RankFailed, RankProcesses
 
@@ -82,6 +83,16 @@ def prompts() -> list[list[int]]:
     source = random.Random(1)
     given = {length: [source.randrange(VOCAB_SIZE - 3) for _ in range(length)] for length in LENGTHS}
     return [given[length] for length in (*LENGTHS, *FORKED)]
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_ranks_together_give_the_log_probabilities_of_one_rank(
+    sizes: tuple[int, int], processes: RankProcesses, models: dict[str, Path]
+) -> None:
+    sampling = [with_logprobs(each, *wanted) for each, wanted in zip(SAMPLING, WANTED, strict=True)]
+    different = [[*prompt[:-1], number] for number, prompt in enumerate(prompts())]
+    with processes.group(models["qwen2"], *sizes) as group:
+        check_logprobs(models["qwen2"], Driver(group, 1).run(different, MAX_TOKENS, sampling))
 
 
 def generate(worker: Any, seed: int = 1) -> list[list[int]]:

@@ -1,0 +1,64 @@
+"""The log-probabilities of a token and of the likely ones in its place: as an object, and as JSON in Redis.
+
+In JSON a token is a list of `[id, logprob, rank, text or null]`: the token itself, then the most likely ones in their order,
+without the token itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+Entry = tuple[int, float, int, str | None]
+"""Token id, log-probability, rank (1 is the most likely id) and text."""
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """The natural logarithm of a token's probability, by the model's own logits: before temperature and all filters."""
+
+    logprob: float
+    rank: int | None = None
+    """1: no other token is more likely."""
+    decoded_token: str | None = None
+    """The text of the token. None without detokenization. Empty where a character is not complete: the token that
+    completes it has all of it."""
+
+
+TokenLogprobs = dict[int, Logprob]
+"""By token id: first the token itself, then the most likely ones in their order."""
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(list[list[Entry] | None]).decode
+
+
+def encode_token(entries: Sequence[Entry]) -> bytes:
+    """Return the JSON of one token."""
+    return _encode([(token_id, round(max(LOWEST, value), 6), rank, text) for token_id, value, rank, text in entries])
+
+
+def join_tokens(tokens: Iterable[bytes]) -> bytes:
+    """Return the JSON list of tokens."""
+    return b"[%b]" % b",".join(tokens)
+
+
+def decode_tokens(raw: bytes) -> list[TokenLogprobs]:
+    """Return the tokens of a JSON list."""
+    return [as_logprobs(entries or ()) for entries in _decode(raw)]
+
+
+def decode_prompt(raw: bytes) -> list[TokenLogprobs | None]:
+    """Return the tokens of a prompt; None for the first one."""
+    return [None if entries is None else as_logprobs(entries) for entries in _decode(raw)]
+
+
+def as_logprobs(entries: Iterable[Entry]) -> TokenLogprobs:
+    return {token_id: Logprob(value, rank, text) for token_id, value, rank, text in entries}
+
+
+def cumulative(tokens: Iterable[TokenLogprobs]) -> float:
+    """Return the log-probability of a whole text."""
+    return sum(next(iter(token.values())).logprob for token in tokens)
