@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,13 +44,7 @@ logger = logging.getLogger("millrace.engine")
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 Messages: TypeAlias = list[dict[str, Any]]
 
-CHAT_DEFAULTS = {
-    "add_generation_prompt": True,
-    "chat_template_content_format": "auto",
-    "continue_final_message": False,
-    "tools": [],
-    "chat_template_kwargs": {},
-}
+_WITHOUT_EFFECT = {"chat_template_content_format": ("auto", "string"), "lora_request": (), "tokenization_kwargs": ({},)}
 """Arguments of vLLM's `chat` without an equal here, and the values that change nothing. None changes nothing either."""
 
 
@@ -155,40 +149,72 @@ class LLM:
         sleeps, and `EngineError` when a generation fails or the workers are lost for good.
         """
         given = _as_prompts(prompts)
-        all_params = _as_params(sampling_params, len(given))
-        requests, candidates = [], []
-        for number, (prompt, params) in enumerate(zip(given, all_params, strict=True)):
-            with _number_in_errors(number):
-                requests.append(_as_request(prompt))
-                token_ids, drawn_seed = self._admission.prompt_token_ids(requests[-1]), self._seeds.getrandbits(64)
-                salt = requests[-1].cache_salt
-                candidates.append(self._admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))
-        arrival_s = time.time()
-        times = self._run([generation for some in candidates for generation in some], use_tqdm)
-        return [
-            _output(number, request, params, some, arrival_s, times)
-            for number, (request, params, some) in enumerate(zip(requests, all_params, candidates, strict=True))
-        ]
+        return self._generate(given, _as_request, _as_params(sampling_params, len(given)), use_tqdm, self._admission)
 
     def chat(
         self,
         messages: Messages | SequenceOf[Messages],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Like `generate`, for one conversation or several. Each is a list of messages with `role` and `content`, which the
-        model's chat template makes a prompt of."""
+        model's chat template makes a prompt of, or `chat_template`, a text in Jinja.
+
+        The other arguments are those of a request. The outputs are raw: `LLM` parses no tool calls."""
         for name, value in vllm_arguments.items():
-            if value is not None and value != CHAT_DEFAULTS.get(name):
+            if value is not None and value not in _WITHOUT_EFFECT.get(name, ()):
                 raise InvalidRequest(name, "is not supported by chat; leave it out")
         if not isinstance(messages, list | tuple):
             raise InvalidRequest(
                 "messages", f"must be a list of messages, or a list of such lists, got {shown(messages)}"
             )
         chats = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts: list[Prompt] = [{"messages": list(chat) if isinstance(chat, tuple) else chat} for chat in chats]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        admission = self._admission
+        if chat_template is not None:
+            if type(chat_template) is not str:
+                raise InvalidRequest("chat_template", f"must be a text in Jinja, got {shown(chat_template)}")
+            admission = admission.with_template(chat_template)
+
+        def as_request(chat: Any) -> GenerationRequest:
+            return GenerationRequest(
+                messages=list(chat) if isinstance(chat, tuple) else chat,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+
+        params = _as_params(sampling_params, len(chats))
+        return self._generate(chats, as_request, params, use_tqdm, admission)
+
+    def _generate(
+        self,
+        prompts: SequenceOf[Any],
+        as_request: Callable[[Any], GenerationRequest],
+        all_params: list[SamplingParams],
+        use_tqdm: bool,
+        admission: Admission,
+    ) -> list[RequestOutput]:
+        requests, candidates = [], []
+        for number, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
+            with _number_in_errors(number):
+                requests.append(as_request(prompt))
+                token_ids, drawn_seed = admission.prompt_token_ids(requests[-1]), self._seeds.getrandbits(64)
+                salt = requests[-1].cache_salt
+                candidates.append(admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))
+        arrival_s = time.time()
+        times = self._run([generation for some in candidates for generation in some], use_tqdm)
+        return [
+            _output(number, request, params, some, arrival_s, times)
+            for number, (request, params, some) in enumerate(zip(requests, all_params, candidates, strict=True))
+        ]
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer, of transformers' class. Raises `EngineError` if there is none."""

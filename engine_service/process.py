@@ -14,6 +14,7 @@ from typing import NoReturn
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from millrace.engine_service.build import build_engine
+from millrace.engine_service.chat.renderer import ProcessRenderer
 from millrace.engine_service.config import ServeConfig, parse
 from millrace.engine_service.engine import Engine
 from millrace.engine_service.errors import ConfigurationError, EngineDead
@@ -107,12 +108,15 @@ class _Process:
         self._health = Health(self._engine)
         self._metrics_collector = MetricsCollector(self._engine, self._health)
         self._endpoint: Endpoint | None = None
+        self._renderer: ProcessRenderer | None = None
 
     def run(self) -> int:
         try:
             is_all_written = self._serve(self._start())
         finally:
             self._engine.shutdown()
+            if self._renderer is not None:
+                self._renderer.close()
             if self._endpoint is not None:
                 self._endpoint.close()
         logger.info("done")
@@ -127,10 +131,12 @@ class _Process:
         self._engine.begin_start()
         with timed(logger, "tokenizer"):
             tokenizer = Tokenizer(self._tokenizer_path)
+        self._renderer = ProcessRenderer(tokenizer.chat_template)
         with timed(logger, "workers"):
             facts = self._engine.start()
         die_with_rank_0()
-        return Admission(facts, tokenizer, eos_token_ids(self._path), self._config.max_logprobs)
+        limit = self._config.max_logprobs
+        return Admission(facts, tokenizer, eos_token_ids(self._path), limit, renderer=self._renderer)
 
     def _choose_devices(self) -> None:
         config = self._config

@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from millrace.engine_service.errors import ConfigurationError, EngineError
+from millrace.engine_service.chat.template import ChatTemplate
+from millrace.engine_service.errors import ConfigurationError
 from millrace.engine_service.token_bound import TokenBound
 
 _INCOMPLETE = "�"
@@ -16,12 +17,7 @@ _INCOMPLETE = "�"
 
 _NUM_CONTEXT_TOKENS = 6
 """Prompt tokens decoded in front of the output: some decoders treat the first token of a text differently."""
-_MAX_REASON_CHARS = 300
 _REMEDY = "name a local directory with a tokenizer.json"
-
-
-class TextError(EngineError):
-    """Raised when the chat template can't render a chat; the message is for the sender."""
 
 
 class Tokenizer:
@@ -70,14 +66,12 @@ class Tokenizer:
         """The tokenizer as an object of transformers."""
         return self._tokenizer
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
-        """Apply the model's chat template, up to the start of the assistant's turn. The text has all special tokens. Raises
-        `TextError`."""
-        try:
-            return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # a template is a program of the model's author: it can raise anything
-            reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
-            raise TextError(f"the model's chat template can't render these messages: {reason}") from error
+    @property
+    def chat_template(self) -> ChatTemplate:
+        """The model's chat templates; without any in the model's files, each chat is an error."""
+        found = self._tokenizer.chat_template
+        sources = found if isinstance(found, dict) else {"default": found} if found else {}
+        return ChatTemplate(sources, self._tokenizer.special_tokens_map)
 
     def decode(self, token_ids: SequenceOf[int], *, skip_special_tokens: bool) -> str:
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

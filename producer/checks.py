@@ -101,6 +101,17 @@ def mapping(value: Any) -> str | None:
     return None if type(value) is dict else f"must be an object, got {shown(value)}"
 
 
+def json_value(value: Any) -> str | None:
+    """Check that JSON returns the value unchanged: it turns NaN into null, a tuple into a list, and a date into a string."""
+    try:
+        is_same = bool(msgspec.json.decode(msgspec.json.encode(value)) == value)
+    except RecursionError:
+        return "is nested too deeply"
+    except Exception as error:  # also from an object's own comparison
+        return f"cannot be written as JSON: {error}"
+    return None if is_same else "has what JSON cannot hold, such as NaN, bytes, a tuple or a key that is not a string"
+
+
 def matching(pattern: str) -> Check:
     compiled = re.compile(pattern)
 
@@ -125,6 +136,8 @@ def remedy(name: str, known: Iterable[str]) -> str:
     """Return what to do with an unknown name: the most similar known one, or to leave it out."""
     from difflib import get_close_matches
 
+    if name == "chat_template":
+        return "the operator of the engine chooses the template; leave it out"
     similar = get_close_matches(name[:60], known, 1, 0.75)
     return f"did you mean {similar[0]}?" if similar else "leave it out"
 

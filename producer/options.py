@@ -17,6 +17,12 @@ class SubmitOptions(TypedDict, total=False):
     """`GenerationRequest.id`."""
     prompt_token_ids: list[int] | None
     messages: list[dict[str, Any]] | None
+    tools: list[dict[str, Any]] | None
+    tool_choice: str | dict[str, Any]
+    parallel_tool_calls: bool
+    add_generation_prompt: bool
+    continue_final_message: bool
+    chat_template_kwargs: dict[str, Any] | None
     model: str | None
     tenant: str
     priority: int

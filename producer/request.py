@@ -6,11 +6,13 @@ from typing import Any
 
 import msgspec
 
+from millrace.producer.chat import chat, template_kwargs, tool_choice, tools
 from millrace.producer.checks import (
     Check,
     boolean,
     check_fields,
     integer,
+    json_value,
     mapping,
     matching,
     number,
@@ -46,6 +48,18 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     prompt_token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     """A chat for the model's chat template: objects with `role` and `content`."""
+    tools: list[dict[str, Any]] | None = None
+    """The functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name": ...}}."""
+    tool_choice: str | dict[str, Any] = "auto"
+    """"auto": the model may call `tools`. "none": it does not get them."""
+    parallel_tool_calls: bool = True
+    """False: only the first tool call of an output counts."""
+    add_generation_prompt: bool = True
+    """Whether the chat template ends the prompt with the beginning of the assistant's message."""
+    continue_final_message: bool = False
+    """Whether the output continues the text of the last message; needs `add_generation_prompt` to be false."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables for the chat template, such as {"enable_thinking": false}. At most 16 KiB as JSON."""
     sampling: SamplingParams = SamplingParams()
     tenant: str = "default"
     """The account that the job belongs to. Tenants share the engines fairly."""
@@ -75,6 +89,22 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         if num_prompts != 1:
             given = "none" if num_prompts == 0 else "more than one"
             raise InvalidRequest("prompt", f"give exactly one of prompt, prompt_token_ids and messages, got {given}")
+        if self.messages is None:
+            for name, default in _CHAT_DEFAULTS:
+                if (value := getattr(self, name)) != default and value not in ([], {}):
+                    raise InvalidRequest(name, "needs messages; leave it out for a prompt")
+        elif self.continue_final_message:
+            self._check_continuation(self.messages[-1])
+        for name in ("tools", "chat_template_kwargs"):
+            if not getattr(self, name):
+                msgspec.structs.force_setattr(self, name, None)  # an empty one means the same
+
+    def _check_continuation(self, last_message: dict[str, Any]) -> None:
+        name = "continue_final_message"
+        if self.add_generation_prompt:
+            raise InvalidRequest(name, "cannot be combined with add_generation_prompt; set that one to false")
+        if not last_message.get("content"):
+            raise InvalidRequest(name, "needs a last message with content")
 
     def _check_times(self) -> None:
         for name in ("deadline_s", "delay_s", "run_at"):
@@ -90,39 +120,13 @@ def _prompt_ids(value: Any) -> str | None:
     return token_ids(value) or (None if value else "must not be empty")
 
 
-def _chat(value: Any) -> str | None:
-    if type(value) is not list or not value:
-        return f"must be a list of objects with role and content that is not empty, got {shown(value)}"
-    for i, message in enumerate(value):
-        if type(message) is not dict or not all(type(key) is str for key in message):
-            return f"item {i} must be an object, got {shown(message)}"
-        if wrong := text(message.get("role")):
-            return f"item {i}: role {wrong}"
-        if "content" not in message:
-            return f"item {i} has no content"
-        if not all(type(part) is str for part in message.values()) and (wrong := _json(message)):
-            return f"item {i} {wrong}"
-    return None
-
-
 def _meta(value: Any) -> str | None:
-    if wrong := mapping(value) or _json(value):
+    if wrong := mapping(value) or json_value(value):
         return wrong
     num_bytes = len(msgspec.json.encode(value))
     return (
         f"has {num_bytes} bytes as JSON; at most {MAX_META_BYTES} are allowed" if num_bytes > MAX_META_BYTES else None
     )
-
-
-def _json(value: Any) -> str | None:
-    """Check that JSON returns the value unchanged: it turns NaN into null, a tuple into a list, and a date into a string."""
-    try:
-        is_same = bool(msgspec.json.decode(msgspec.json.encode(value)) == value)
-    except RecursionError:
-        return "is nested too deeply"
-    except Exception as error:  # also from an object's own comparison
-        return f"cannot be written as JSON: {error}"
-    return None if is_same else "has what JSON cannot hold, such as NaN, bytes, a tuple or a key that is not a string"
 
 
 def _sampling(value: Any) -> str | None:
@@ -134,7 +138,13 @@ _RULES: dict[str, Check] = {
     "model": optional(text),
     "prompt": optional(text),
     "prompt_token_ids": optional(_prompt_ids),
-    "messages": optional(_chat),
+    "messages": optional(chat),
+    "tools": optional(tools),
+    "tool_choice": tool_choice,
+    "parallel_tool_calls": boolean,
+    "add_generation_prompt": boolean,
+    "continue_final_message": boolean,
+    "chat_template_kwargs": optional(template_kwargs),
     "sampling": _sampling,
     "tenant": matching(TENANT_PATTERN),
     "priority": integer(-(2**31), 2**31 - 1),
@@ -148,3 +158,9 @@ _RULES: dict[str, Check] = {
 }
 
 _CHECKS = [(field.name, field.default, _RULES[field.name]) for field in msgspec.structs.fields(GenerationRequest)]
+_CHAT_FIELDS = (
+    *("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message"),
+    "chat_template_kwargs",
+)
+_CHAT_DEFAULTS = [(name, default) for name, default, _ in _CHECKS if name in _CHAT_FIELDS]
+"""Of the fields that need messages."""

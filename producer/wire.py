@@ -143,6 +143,8 @@ def estimate_cost(request: GenerationRequest) -> int:
         num_bytes = len(request.prompt) if request.prompt.isascii() else len(request.prompt.encode())
     elif request.messages is not None:
         num_bytes = len(_encoder.encode(request.messages))
+        if request.tools is not None:
+            num_bytes += len(_encoder.encode(request.tools))
     else:
         num_bytes = BYTES_PER_TOKEN * len(request.prompt_token_ids or [])
     sampling = request.sampling

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
+from millrace.engine_service.chat.renderer import LIMIT_S, QUICK_S, Renderer, SlowTemplate
+from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.generation import Generation, TextRules
-from millrace.engine_service.text import TextError, Tokenizer
+from millrace.engine_service.text import Tokenizer
 from millrace.executor.wire.messages import ModelFacts, RowSampling, SeqId
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 
@@ -23,22 +26,39 @@ class Admission:
     """
 
     def __init__(
-        self, facts: ModelFacts, tokenizer: Tokenizer | None, eos_token_ids: list[int], max_logprobs: int = 20
+        self,
+        facts: ModelFacts,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: list[int],
+        max_logprobs: int = 20,
+        *,
+        renderer: Renderer | None = None,
     ) -> None:
+        """`renderer`: for the chats; None: one of this process, without limits."""
         self._facts = facts
         self._tokenizer = tokenizer
+        self._renderer = renderer or (Renderer(tokenizer.chat_template) if tokenizer else None)
         # Others cannot be sampled, and the worker cannot mask them for `min_tokens`. Some configurations name such.
         self._eos_token_ids = frozenset(each for each in eos_token_ids if 0 <= each < facts.vocab_size)
         self._max_logprobs = facts.vocab_size if max_logprobs == -1 else max_logprobs
         self._seq_ids = itertools.count(1)
 
-    def prompt_token_ids(self, request: GenerationRequest) -> list[int]:
+    def with_template(self, source: str) -> Admission:
+        """Return the same admission with another chat template."""
+        changed = copy.copy(self)
+        if self._renderer is not None:
+            variables = self._renderer.template.variables
+            changed._renderer = Renderer(ChatTemplate({"default": source}, variables))
+        return changed
+
+    def prompt_token_ids(self, request: GenerationRequest, *, is_quick: bool = False) -> list[int]:
         """Return the ids of the prompt, prompt_token_ids or messages of the request.
 
         Raises `InvalidRequest`, also when they do not fit into the context; without tokenizing, where that is sure before.
+        `is_quick`: raises `SlowTemplate` for a chat that takes longer than `QUICK_S`.
         """
         if request.prompt_token_ids is None:
-            return self._encode(request)
+            return self._encode(request, is_quick)
         self._check_fits("prompt_token_ids", len(request.prompt_token_ids))
         self._check_vocabulary("prompt_token_ids", request.prompt_token_ids)
         return list(request.prompt_token_ids)
@@ -111,15 +131,12 @@ class Admission:
             )
         return None if count is None else min(count, self._facts.vocab_size)
 
-    def _encode(self, request: GenerationRequest) -> list[int]:
+    def _encode(self, request: GenerationRequest, is_quick: bool) -> list[int]:
         is_chat = request.prompt is None
         field = "messages" if is_chat else "prompt"
         if self._tokenizer is None:
             raise InvalidRequest(field, "the engine's model has no tokenizer; send prompt_token_ids")
-        try:
-            text = request.prompt or self._tokenizer.render_chat(list(request.messages or []))
-        except TextError as error:
-            raise InvalidRequest(field, str(error)) from error
+        text = request.prompt or self._render(request, is_quick)
         if len(text) >= self._facts.max_model_len:  # the bound of a shorter text refuses nothing
             self._check_fits(field, self._tokenizer.min_num_tokens(text), "at least ")
         token_ids = self._tokenizer.encode(text, add_special_tokens=not is_chat)
@@ -127,6 +144,22 @@ class Admission:
             raise InvalidRequest(field, "is empty; give at least one token")
         self._check_fits(field, len(token_ids))
         return token_ids
+
+    def _render(self, request: GenerationRequest, is_quick: bool) -> str:
+        assert self._renderer is not None
+        chat = Chat(
+            messages=request.messages or [],
+            tools=None if request.tool_choice == "none" else request.tools,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            chat_template_kwargs=request.chat_template_kwargs or {},
+        )
+        try:
+            return self._renderer.render(chat, QUICK_S if is_quick else LIMIT_S)
+        except TextError as error:
+            if is_quick and isinstance(error, SlowTemplate):
+                raise
+            raise InvalidRequest("messages", str(error)) from error
 
     def _stop_rules(self, sampling: SamplingParams, num_prompt_tokens: int, end_token_ids: frozenset[int]) -> StopRules:
         max_tokens = self._facts.max_model_len - num_prompt_tokens

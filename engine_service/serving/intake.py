@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from millrace.engine_service.chat.renderer import SlowTemplate
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.serving.capacity import Capacity, ClaimBudget
 from millrace.engine_service.serving.jobs import (
@@ -40,7 +41,8 @@ logger = logging.getLogger("millrace.engine")
 
 MAX_JOBS_PER_CLAIM = 128
 LARGE_BODY_BYTES = 4096
-"""A larger body is parsed and tokenized in the `prepare` thread. 128 of this size take the claim thread up to 0.5 s."""
+"""A larger body is parsed and tokenized in the `prepare` thread, and so is a slow chat. 128 bodies of this size take the
+claim thread up to 0.5 s."""
 _GATHER_S = 0.005
 """How long admitted jobs of one claim wait for the next ones, so that an idle engine's first step has many of them."""
 _BLOCK_S = 1.0
@@ -48,6 +50,7 @@ _FAIR_WAIT_S = 0.2
 """Time for other engines to claim their part of the ready jobs, before this engine takes what is left."""
 _RETRY_S = 0.5
 _STOP_S = 3.0
+_MAX_SLOW_TENANTS = 1000
 
 
 class Intake:
@@ -77,6 +80,8 @@ class Intake:
         self._claim_number = 1
         self._is_fair = True
         """Whether the next claim leaves to other engines their part."""
+        self._slow_tenants: set[str] = set()
+        """Tenants with a chat that was too slow for the claim thread: it admits no other chat of them."""
         self._stopping = threading.Event()
         self._preparation = Preparation(self._prepare)
         self.threads = [
@@ -153,11 +158,11 @@ class Intake:
         posted_s = time.monotonic()
         try:
             for claimed in jobs:
-                is_large = len(claimed.body) > LARGE_BODY_BYTES
-                num_candidates = len(claimed.checkpoints)
+                outcome = self._admit_quickly(claimed)
+                pending = outcome if isinstance(outcome, PendingJob) else None
+                num_candidates, is_large = len(claimed.checkpoints), pending is not None
                 self._capacity.open(claimed.cost, num_candidates, is_alone=is_alone(claimed), is_large=is_large)
-                pending = PendingJob(claimed) if is_large else None
-                waiting.append(Preparing(pending) if pending else self._admit(claimed))
+                waiting.append(Preparing(outcome) if isinstance(outcome, PendingJob) else outcome)
                 if pending or time.monotonic() - posted_s >= _GATHER_S:
                     post()
                     posted_s = time.monotonic()
@@ -169,14 +174,29 @@ class Intake:
     def _prepare(self, job: PendingJob) -> None:
         self._post(Prepared(job, self._admit(job.claimed)))
 
-    def _admit(self, claimed: ClaimedJob) -> Arrived | Refused | Deferred:
+    def _admit_quickly(self, claimed: ClaimedJob) -> Arrived | Refused | Deferred | PendingJob:
+        """Return a `PendingJob` for what takes long: the `prepare` thread admits it."""
+        is_slow_chat = claimed.tenant in self._slow_tenants and b'"messages":' in claimed.body
+        if len(claimed.body) > LARGE_BODY_BYTES or is_slow_chat:
+            return PendingJob(claimed)
+        try:
+            return self._admit(claimed, is_quick=True)
+        except SlowTemplate:
+            if len(self._slow_tenants) >= _MAX_SLOW_TENANTS:
+                self._slow_tenants.clear()
+            self._slow_tenants.add(claimed.tenant)
+            return PendingJob(claimed)
+
+    def _admit(self, claimed: ClaimedJob, *, is_quick: bool = False) -> Arrived | Refused | Deferred:
         if claimed.protocol > PROTOCOL:
             return Deferred(claimed)
         if claimed.corruption:
             message = f"the job's record was changed and cannot be run: {claimed.corruption}"
             return Refused(claimed, JobError(kind="invalid_request", message=message))
         try:
-            return Arrived(self._build(claimed))
+            return Arrived(self._build(claimed, is_quick))
+        except SlowTemplate:
+            raise
         except InvalidRequest as error:
             kind = "model_mismatch" if error.field == "model" else "invalid_request"
             return Refused(claimed, JobError(kind=kind, message=str(error), field=error.field))
@@ -184,7 +204,7 @@ class Intake:
             logger.exception("job %s could not be admitted", claimed.job_id)
             return Refused(claimed, JobError(kind="internal", message=one_line(f"{type(error).__name__}: {error}")))
 
-    def _build(self, claimed: ClaimedJob) -> ServedJob:
+    def _build(self, claimed: ClaimedJob, is_quick: bool) -> ServedJob:
         request = parse_body(claimed.body)
         if request.model is not None and request.model != self._model_name:
             message = (
@@ -199,7 +219,7 @@ class Intake:
             rule = "submit it with the same n in the request and in the options"
             raise InvalidRequest("n", f"is {n} in the request, but the job's record has {num_candidates}; {rule}")
         generations = self._admission.admit(
-            self._admission.prompt_token_ids(request),
+            self._admission.prompt_token_ids(request, is_quick=is_quick),
             request.sampling,
             drawn_seed=claimed.seed,
             outputs=[checkpoint.token_ids for checkpoint in claimed.checkpoints],

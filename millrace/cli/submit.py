@@ -12,7 +12,7 @@ from millrace.cli.jobs import follow
 from millrace.cli.known_jobs import report_known
 from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
 from millrace.cli.output import print_id
-from millrace.cli.values import integer, json_object, moment, number
+from millrace.cli.values import integer, json_list, json_object, moment, number
 from millrace.cli.wait import add_timeout, wait_for_job
 from millrace.cli.wait_report import warn_if_never_served
 
@@ -47,6 +47,16 @@ _QUEUE: tuple[_Option, ...] = (
     ("--max-retries", integer, "N", "how often to try again after a temporary failure"),
     ("--meta", json_object, "JSON", "a JSON object of your own to keep with the job, such as '{\"customer\": 7}'"),
 )
+_CHAT: tuple[_Option, ...] = (
+    ("--tools", json_list, "JSON", "the functions that the model may call, as a JSON list in OpenAI's form"),
+    ("--tool-choice", str, "CHOICE", "auto: the model may call the tools; none: it does not get them (default: auto)"),
+    (
+        "--chat-template-kwargs",
+        json_object,
+        "JSON",
+        "variables for the model's chat template, such as '{\"enable_thinking\": false}'",
+    ),
+)
 _LISTS: tuple[_Option, ...] = (
     ("--stop", str, "TEXT", "end before this text; can be repeated"),
     ("--stop-token-ids", integer, "ID", "end at this token; can be repeated"),
@@ -57,6 +67,12 @@ def add_parsers(verbs: Verbs) -> None:
     submit = add_verb(verbs, "submit", "submit jobs")
     what = submit.add_mutually_exclusive_group(required=True)
     what.add_argument("prompt", nargs="?", help="the text to continue; - reads it from stdin")
+    what.add_argument(
+        "--messages",
+        type=json_list,
+        metavar="JSON",
+        help="a chat instead of a prompt: a JSON list of messages with role and content; the model's template renders it",
+    )
     what.add_argument(
         "--file",
         metavar="JSONL",
@@ -71,6 +87,12 @@ def add_parsers(verbs: Verbs) -> None:
         sampling.add_argument(option, type=kind, metavar=metavar, action="append", help=text)
     sampling.add_argument(
         "--ignore-eos", action="store_true", default=None, help="continue after an end-of-sequence token"
+    )
+    chat = submit.add_argument_group("a chat")
+    for option, kind, metavar, text in _CHAT:
+        chat.add_argument(option, type=kind, metavar=metavar, help=text)
+    chat.add_argument(
+        "--continue-final-message", action="store_true", default=None, help="continue the text of the last message"
     )
     place = submit.add_argument_group("the job's place in the queue")
     for option, kind, metavar, text in _QUEUE:
@@ -111,8 +133,9 @@ def run(args: argparse.Namespace) -> int:
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the request that the command line sets."""
-    options = [option.removeprefix("--").replace("-", "_") for option, *_ in (*_SAMPLING, *_LISTS, *_QUEUE)]
-    values = {name: getattr(args, name) for name in ("model", *options, "ignore_eos")}
+    options = [option.removeprefix("--").replace("-", "_") for option, *_ in (*_SAMPLING, *_LISTS, *_CHAT, *_QUEUE)]
+    values = {name: getattr(args, name) for name in ("model", *options, "ignore_eos", "continue_final_message")}
+    values["add_generation_prompt"] = False if args.continue_final_message else None
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -125,9 +148,8 @@ def _submit_prompt(args: argparse.Namespace) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     with open_reconnecting_client(args) as client:
         known = client.look_up([args.id]) if args.id and not args.wait and not args.stream else {}
-        job_id = client.submit(
-            prompt=prompt, job_id=args.id, stream=args.stream, **_call_options(args), **given_options(args)
-        )
+        options = {"messages": args.messages, **given_options(args)}
+        job_id = client.submit(prompt=prompt, job_id=args.id, stream=args.stream, **_call_options(args), **options)
         if args.stream:
             return follow(client, args, job_id)
         if args.wait:

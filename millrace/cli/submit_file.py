@@ -51,7 +51,7 @@ def submit_file(
 
     `call_options` are further arguments of `submit_many`. Raises InvalidRequest for invalid `options` or `call_options`.
     """
-    build_request("any", {"max_tokens": None, **options})  # type: ignore[typeddict-item]  # a line may set max_tokens
+    check_options(options)
     client.submit_many([], **call_options)  # checks call_options
     submission = _Submission(client, options, call_options)
     with resumable(submission.hint), _open(args.file) as file, progress_bar() as bar:
@@ -74,6 +74,14 @@ def submit_file(
         remark(f"jobs submitted: {submission.num_submitted}, lines refused: {submission.num_refused}")
         return INVALID
     return status
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Raise InvalidRequest for options with which no line can be a request."""
+    is_chat = options.keys() & {"tools", "tool_choice", "chat_template_kwargs", "continue_final_message"}
+    any_chat = {"messages": [{"role": "user", "content": "any"}]} if is_chat else {}
+    fields: Any = {"max_tokens": None, **any_chat, **options}  # a line may set max_tokens
+    build_request(None if is_chat else "any", fields)
 
 
 class _Submission:

@@ -51,10 +51,24 @@ def moment(text: str) -> float:
 
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object. The request checks its content."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
+    value = _json(text)
     if type(value) is not dict:
         raise ArgumentTypeError(f"""must be a JSON object, as '{{"customer": 7}}', got {text[:60]!r}""")
     return value
+
+
+def json_list(text: str) -> list[Any]:
+    """A JSON list. The request checks its content."""
+    value = _json(text)
+    if type(value) is not list:
+        raise ArgumentTypeError(
+            f"""must be a JSON list, as '[{{"role": "user", "content": "Hi"}}]', got {text[:60]!r}"""
+        )
+    return value
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

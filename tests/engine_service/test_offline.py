@@ -244,10 +244,32 @@ def test_a_chat_is_rendered_with_the_models_template(llm: LLM) -> None:
     first, second = llm.chat([chat, chat], params, add_generation_prompt=True, tools=None, use_tqdm=False)
     (rendered,) = llm.generate([{"messages": chat}], params, use_tqdm=False)
     assert alone.outputs[0].text == first.outputs[0].text == second.outputs[0].text == rendered.outputs[0].text
-    with pytest.raises(InvalidRequest, match=r"^tools: is not supported by chat"):
+    with pytest.raises(InvalidRequest, match=r"^tools: item 0 must be .* \(prompt number 0\)"):
         llm.chat(chat, params, tools=[{"type": "function"}])
+    with pytest.raises(InvalidRequest, match=r"^lora_request: is not supported by chat"):
+        llm.chat(chat, params, lora_request=object())
     with pytest.raises(InvalidRequest, match=r"^messages: must be a list"):
         llm.chat("3 + 4 =")  # type: ignore[arg-type]
+
+
+def test_a_chat_is_continued_and_has_a_template_and_variables_of_its_own(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "3 + 4 ="}, {"role": "assistant", "content": "3 + 4"}]
+    params = SamplingParams(temperature=0, max_tokens=4)
+    kwargs: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True, "use_tqdm": False}
+    (continued,) = llm.chat(chat, params, **kwargs)
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    assert continued.prompt_token_ids == tokenizer(text, add_special_tokens=False).input_ids
+    source = "{{ tools[0].function.name }}: {{ messages[0].content }}{{ end }}"
+    tool = {"type": "function", "function": {"name": "add"}}
+    (other,) = llm.chat(
+        chat, params, chat_template=source, tools=[tool], chat_template_kwargs={"end": "!"}, use_tqdm=False
+    )
+    assert tokenizer.decode(other.prompt_token_ids) == "add: 3 + 4 =!"
+    with pytest.raises(InvalidRequest, match=r"^messages: the model's chat template can't render these messages: no"):
+        llm.chat(chat, params, chat_template="{{ raise_exception('no') }}", use_tqdm=False)
+    with pytest.raises(InvalidRequest, match=r"^chat_template: must be a text in Jinja, got 1"):
+        llm.chat(chat, params, chat_template=1)  # type: ignore[arg-type]
 
 
 def test_the_tokenizer_is_that_of_transformers(llm: LLM) -> None:

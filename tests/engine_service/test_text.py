@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.errors import ConfigurationError
 from millrace.engine_service.generation import Generation, TextRules
-from millrace.engine_service.text import Detokenizer, TextError, Tokenizer
+from millrace.engine_service.text import Detokenizer, Tokenizer
 from millrace.executor.wire.messages import SeqId
 from tests.engine_service.core.sequences import GREEDY
 
@@ -188,21 +188,6 @@ def test_the_token_that_ends_a_sequence_is_no_text(tokenizer: Tokenizer) -> None
     assert feed(one, word + end) == "stop"
     assert one.final_text() == "word"
     assert one.token_ids == word + end
-
-
-def test_a_chat_template_that_can_not_render_says_so(tokenizer: Tokenizer) -> None:
-    with pytest.raises(TextError, match="chat template"):
-        tokenizer.render_chat([{"role": object()}])
-
-
-def test_a_broken_chat_template_costs_chats_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((TINY / name).read_bytes())
-    (tmp_path / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content")
-    broken = Tokenizer(tmp_path)
-    with pytest.raises(TextError, match="chat template"):
-        broken.render_chat([{"role": "user", "content": "hello"}])
-    assert broken.encode("3 + 4 =")
 
 
 def test_a_tokenizer_that_panics_when_it_is_loaded_is_named(tmp_path: Path) -> None:

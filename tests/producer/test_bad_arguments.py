@@ -99,6 +99,12 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "model": (str, NoneType),
     "prompt_token_ids": (list, NoneType),
     "messages": (list, NoneType),
+    "tools": (list, NoneType),
+    "tool_choice": (),
+    "parallel_tool_calls": (bool,),
+    "add_generation_prompt": (bool,),
+    "continue_final_message": (bool,),
+    "chat_template_kwargs": (dict, NoneType),
     "tenant": (str,),
     "priority": (int,),
     "stream": (bool,),
@@ -123,9 +129,13 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "skip_special_tokens": (bool,),
     "n": (int,),
 }
+CHAT_FIELDS = list(FIELDS)[list(FIELDS).index("tools") : list(FIELDS).index("tenant")]
 
 
 def submit_with(name: str) -> Call:
+    if name in CHAT_FIELDS:
+        chat = [{"role": "user", "content": "x"}]
+        return lambda client, value: client.submit(messages=chat, **{name: value})
     prompt = None if name in ("prompt_token_ids", "messages") else "x"
     return lambda client, value: client.submit(prompt, **{name: value})
 

@@ -283,7 +283,8 @@ def test_a_repeated_name_among_very_many_is_found_at_once() -> None:
 
 
 def test_the_limit_of_nesting_is_the_same_for_every_caller_and_every_parser() -> None:
-    bodies = [b'{"prompt":"x","meta":' + nested(63) + b"}", b'{"messages":[' + message(nested(61)) + b"]}"]
+    own_field = b'{"role":"user","content":"x","own":' + nested(61) + b"}"
+    bodies = [b'{"prompt":"x","meta":' + nested(63) + b"}", b'{"messages":[' + own_field + b"]}"]
     brackets_in_text = b'{"prompt":"' + b'[{\\"' * 1000 + b'"}'
 
     def parse_far_down(depth: int) -> None:

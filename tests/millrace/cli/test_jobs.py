@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -36,6 +37,23 @@ def test_the_options_reach_the_request(millrace: Command, engine: EngineByHand) 
     assert job.seed == 7
     for part in ('"prompt":"from stdin"', '"temperature":0.5', '"top_k":3', '"stop":["a","b"]', '"ignore_eos":true'):
         assert part in job.body.decode()
+
+
+def test_a_chat_is_submitted_with_its_tools_and_variables(millrace: Command, engine: EngineByHand) -> None:
+    messages = '[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hel"}]'
+    tools = '[{"type":"function","function":{"name":"f"}}]'
+    options = ("--tools", tools, "--tool-choice", "auto", "--chat-template-kwargs", '{"a":1}')
+    assert millrace("submit", "--messages", messages, *options, "--continue-final-message").status == 0
+    (job,) = engine.claim()
+    assert json.loads(job.body) == {
+        "messages": json.loads(messages),
+        "tools": json.loads(tools),
+        "chat_template_kwargs": {"a": 1},
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
+    assert "tools: needs messages" in millrace("submit", "x", "--tools", tools).err
+    assert "must be a JSON list" in millrace("submit", "--messages", "{}").err
 
 
 def test_what_an_engine_wrote_is_shown(millrace: Command, engine: EngineByHand) -> None:

@@ -1,0 +1,115 @@
+"""A process that renders chats for an engine, within limits of time and memory.
+
+    engine -> process   the ChatTemplate, once; then for each chat a Task
+    process -> engine   for each Task a Rendered
+
+Messages are MessagePack behind their length in 4 bytes. The process ends when the engine closes the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import socket
+import struct
+import sys
+from types import FrameType
+
+import msgspec
+
+from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError, compile_template, render
+
+MAX_MEMORY_BYTES = 512 * 1024 * 1024
+_MAX_REASON_CHARS = 300
+_LENGTH = struct.Struct("<I")
+
+
+class Task(msgspec.Struct, frozen=True):
+    """Render this chat with at most this CPU time."""
+
+    chat: Chat
+    limit_s: float
+
+
+class Rendered(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Exactly one field is set; `is_slow`: the time was over."""
+
+    text: str | None = None
+    error: str | None = None
+    is_slow: bool = False
+
+
+class _TimeOver(BaseException):
+    """Raised in a template by the timer. No `except Exception` of Jinja stops it."""
+
+
+def send(channel: socket.socket, message: msgspec.Struct) -> None:
+    raw = msgspec.msgpack.encode(message)
+    channel.sendall(_LENGTH.pack(len(raw)) + raw)
+
+
+def receive(channel: socket.socket) -> bytes | None:
+    """Return the next message, or None at the end."""
+    header = _read(channel, _LENGTH.size)
+    return _read(channel, _LENGTH.unpack(header)[0]) if header else None
+
+
+def _read(channel: socket.socket, num_bytes: int) -> bytes | None:
+    raw = bytearray()
+    while len(raw) < num_bytes:
+        piece = channel.recv(num_bytes - len(raw))
+        if not piece:
+            return None
+        raw += piece
+    return bytes(raw)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine
+    signal.signal(signal.SIGPROF, _raise_time_over)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    if (raw := receive(channel)) is None:
+        return
+    template = msgspec.msgpack.decode(raw, type=ChatTemplate)
+    for source in template.sources.values():
+        with contextlib.suppress(Exception):  # each chat reports it
+            compile_template(source)
+    decoder = msgspec.msgpack.Decoder(Task)
+    while (raw := receive(channel)) is not None:
+        send(channel, _answer(template, decoder.decode(raw)))
+
+
+def _answer(template: ChatTemplate, task: Task) -> Rendered:
+    try:
+        try:
+            # The second signal ends the process: the first one cannot interrupt a long call of C.
+            signal.setitimer(signal.ITIMER_VIRTUAL, 2 * task.limit_s + 0.1)
+            signal.setitimer(signal.ITIMER_PROF, task.limit_s, task.limit_s)
+            return Rendered(text=render(template, task.chat).encode(errors="replace").decode())
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    except _TimeOver:
+        signal.setitimer(signal.ITIMER_PROF, 0)  # it may have interrupted the `finally`
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        return Rendered(is_slow=True)
+    except MemoryError:
+        return Rendered(error=f"it needs more than {MAX_MEMORY_BYTES // 2**20} MiB of memory")
+    except TextError as error:
+        return Rendered(error=reason_of(error))
+    except Exception as error:  # a template is a program of the model's author: it can raise anything
+        return Rendered(error=reason_of(error))
+
+
+def reason_of(error: BaseException) -> str:
+    return " ".join(str(error).split())[:_MAX_REASON_CHARS] or type(error).__name__
+
+
+def _raise_time_over(number: int, frame: FrameType | None) -> None:
+    raise _TimeOver
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Render a chat with the model's chat template, a program in Jinja. Results are those of transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, ClassVar, NoReturn
+
+import jinja2.ext
+import msgspec
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from millrace.engine_service.errors import EngineError
+
+MAX_TEXT_CHARS = 4 * 1024 * 1024
+"""Four times the largest request: a template that makes more of it does not end."""
+
+_END_OF_MESSAGE = "\ue000END_OF_MESSAGE "
+"""Marks where the last message ends, to cut off there what the template adds. A template may strip the space."""
+
+
+class TextError(EngineError):
+    """Raised when the chat template can't render a chat; the message is for the sender."""
+
+
+class ChatTemplate(msgspec.Struct, frozen=True):
+    """The chat templates of a model."""
+
+    sources: dict[str, str]
+    """By name: "default", and perhaps "tool_use" for chats with tools."""
+    variables: dict[str, Any] = {}
+    """What every chat has besides its own variables: the special tokens, such as `bos_token`."""
+
+    def source(self, *, has_tools: bool) -> str:
+        """Return the template for a chat. Raises `TextError` if there is none."""
+        for name in ("tool_use", "default") if has_tools else ("default",):
+            if name in self.sources:
+                return self.sources[name]
+        raise TextError("the model has no chat template; send a prompt, or name a tokenizer that has a template")
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a template makes a prompt of. The fields are those of a request."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+def render(template: ChatTemplate, chat: Chat) -> str:
+    """Return the prompt of a chat, with all special tokens. Raises what the template raises, and `TextError`."""
+    compiled = compile_template(template.source(has_tools=chat.tools is not None))
+    messages = [_plain(message) for message in chat.messages]
+    if chat.continue_final_message:
+        messages[-1]["content"] += _END_OF_MESSAGE
+    variables = {
+        **template.variables,
+        "documents": None,
+        **chat.chat_template_kwargs,
+        "messages": messages,
+        "tools": chat.tools,
+        "add_generation_prompt": chat.add_generation_prompt,
+    }
+    pieces, num_chars = [], 0
+    for piece in compiled.generate(variables):
+        pieces.append(piece)
+        num_chars += len(piece)
+        if num_chars > MAX_TEXT_CHARS:
+            raise TextError(f"the text has more than {MAX_TEXT_CHARS:,} characters")
+    text = "".join(pieces)
+    return _cut_behind_last_message(text) if chat.continue_final_message else text
+
+
+@lru_cache(maxsize=8)
+def compile_template(source: str) -> jinja2.Template:
+    """Return the template as a program. Raises jinja2's `TemplateSyntaxError`."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(source)
+
+
+class _Generation(jinja2.ext.Extension):
+    """The block {% generation %}, which marks the assistant's text for training. It prints its content."""
+
+    tags: ClassVar = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own filter, this one does not escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TextError(str(message))
+
+
+def _plain(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message in the form that templates know: null left out, text parts joined, arguments as objects."""
+    found = {name: value for name, value in message.items() if value is not None}
+    if isinstance(found.get("content"), list):
+        found["content"] = "\n".join(part["text"] for part in found["content"])
+    reasoning = next((found[name] for name in ("reasoning_content", "reasoning", "thinking") if name in found), None)
+    if reasoning is not None:
+        found = {"thinking": reasoning, **found, "reasoning_content": reasoning}
+    if calls := found.pop("tool_calls", None):
+        found["tool_calls"] = [{**call, "function": _with_object(call["function"])} for call in calls]
+    return found
+
+
+def _with_object(function: dict[str, Any]) -> dict[str, Any]:
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # the template gets what else a model wrote as it is
+            arguments = json.loads(arguments)
+    return {**function, "arguments": arguments}
+
+
+def _cut_behind_last_message(text: str) -> str:
+    at = text.rfind(_END_OF_MESSAGE.strip())
+    if at < 0:
+        raise TextError("the template leaves out the last message, so it cannot be continued")
+    return text[:at] if text.startswith(_END_OF_MESSAGE, at) else text[:at].rstrip()
