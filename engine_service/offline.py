@@ -44,7 +44,11 @@ logger = logging.getLogger("millrace.engine")
 Prompt: TypeAlias = str | list[int] | Mapping[str, Any]
 Messages: TypeAlias = list[dict[str, Any]]
 
-_WITHOUT_EFFECT = {"chat_template_content_format": ("auto", "string"), "lora_request": (), "tokenization_kwargs": ({},)}
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    "chat_template_content_format": ("auto", "string"),
+    "lora_request": (),
+    "tokenization_kwargs": ({},),
+}
 """Arguments of vLLM's `chat` without an equal here, and the values that change nothing. None changes nothing either."""
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2.ext
 import msgspec
@@ -90,7 +90,7 @@ def compile_template(source: str) -> jinja2.Template:
 class _Generation(jinja2.ext.Extension):
     """The block {% generation %}, which marks the assistant's text for training. It prints its content."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
