@@ -123,6 +123,7 @@ class LLM:
         self._engine = build_engine(config, path, is_service=False)
         self._seeds = random.Random(seed)
         self._default_sampling = default_sampling(path)
+        self._uses_models_defaults = vllm_arguments.get("generation_config") == "auto"
         try:
             self._engine.begin_start()
             with timed(logger, "tokenizer"):
@@ -153,7 +154,7 @@ class LLM:
         sleeps, and `EngineError` when a generation fails or the workers are lost for good.
         """
         given = _as_prompts(prompts)
-        return self._generate(given, _as_request, _as_params(sampling_params, len(given)), use_tqdm, self._admission)
+        return self._generate(given, _as_request, self._params(sampling_params, len(given)), use_tqdm, self._admission)
 
     def chat(
         self,
@@ -195,8 +196,13 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
 
-        params = _as_params(sampling_params, len(chats))
+        params = self._params(sampling_params, len(chats))
         return self._generate(chats, as_request, params, use_tqdm, admission)
+
+    def _params(self, sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
+        if sampling_params is None and self._uses_models_defaults:
+            sampling_params = self.get_default_sampling_params()
+        return _as_params(sampling_params, num_prompts)
 
     def _generate(
         self,

@@ -60,7 +60,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Whether the output continues the text of the last message; needs `add_generation_prompt` to be false."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, such as {"enable_thinking": false}. At most 16 KiB as JSON."""
-    sampling: SamplingParams = SamplingParams()
+    sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
     tenant: str = "default"
     """The account that the job belongs to. Tenants share the engines fairly."""
     priority: int = 0

@@ -34,8 +34,8 @@ MAX_STOP_CHARS = 4096
 """In all stop strings of a request together. What is not shown yet, and what a search costs, grows with them."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Checked when it is created. Raises InvalidRequest, a ValueError, which names the field."""
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """Checked when it is created and when a field is set. Raises InvalidRequest, a ValueError, which names the field."""
 
     max_tokens: int | None = 16
     """Maximum number of tokens to generate. None: as many as the context holds."""
@@ -96,6 +96,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _set(self, "stop_token_ids", [])
         check_fields(self, _CHECKS)
         self._check_together()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        checked = msgspec.structs.replace(self, **{name: value})
+        for field in self.__struct_fields__:
+            _set(self, field, getattr(checked, field))
 
     def _check_together(self) -> None:
         if self.seed == -1:

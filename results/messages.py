@@ -232,11 +232,12 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
     """Of the last requested reset of the prefix cache; grows with each request. 0: there was none."""
 
 
-SignalKind = Literal["cancel", "watch", "expire"]
+SignalKind = Literal["cancel", "watch", "expire", "mismatch", "mismatch_failed"]
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True):
-    """A notice to the engine that runs a job, sooner than the reply to its next heartbeat."""
+    """A notice to the engine that runs a job, sooner than the reply to its next heartbeat. "mismatch" and "mismatch_failed"
+    are for the log of an engine that could not continue a job of another model: it waits for another one, or has failed."""
 
     kind: SignalKind
     job_id: JobId

@@ -49,6 +49,7 @@ _BLOCK_S = 1.0
 _FAIR_WAIT_S = 0.2
 """Time for other engines to claim their part of the ready jobs, before this engine takes what is left."""
 _RETRY_S = 0.5
+_MISMATCH = "was begun by engines with another model, tokenizer or dtype"
 _STOP_S = 3.0
 _MAX_SLOW_TENANTS = 1000
 
@@ -241,6 +242,12 @@ class Intake:
                 self._post(Abort(job_id, "expired"))
             case Signal(kind="watch", job_id=job_id):
                 self._post(Watch(job_id))
+            case Signal(kind="mismatch", job_id=job_id):
+                logger.warning("job %s %s; it waits for an engine with the same ones", job_id, _MISMATCH)
+            case Signal(kind="mismatch_failed", job_id=job_id):
+                logger.warning(
+                    "job %s failed: fingerprint_mismatch: %s, and no engine with those came", job_id, _MISMATCH
+                )
             case "beat":
                 self._leases.beat_soon()
             case "wake" if self._capacity.is_shut:  # meant for an awake engine: a heartbeat wakes another one

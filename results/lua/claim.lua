@@ -14,7 +14,7 @@
 --       candidate from the second on its checkpoint and its tokens published
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, and
 --       later failed, where the output is another model's
--- include: queue clock settings serial record lease work candidates checkpoints dequeue fair_share state end_job due engine_share
+-- include: queue clock settings serial record lease work signals candidates checkpoints dequeue fair_share state end_job due engine_share
 
 allow_writes_without_memory()
 local MAX_JOBS = 2000  -- so that the arguments of a command fit on Lua's stack
@@ -89,11 +89,13 @@ local function fits_this_model(job)
     job.tokens = ''
     return true
   end
-  redis.call('HSETNX', key, 'mismatch', now)
+  local is_new = redis.call('HSETNX', key, 'mismatch', now) == 1
   if now - whole_number(redis.call('HGET', key, 'mismatch'), 0) < setting('mismatch_wait_ms', 600000) then
     set_state(job.id, job.batch, 'queued', 'delayed')
     redis.call('ZADD', prefix .. 'delayed', now + set_aside_ms(), job.id)
+    if is_new then signal(engine, 'mismatch', job.id) end
   else
+    signal(engine, 'mismatch_failed', job.id)
     end_job(job.id, 'failed', 'error', nil, 'error', '{"kind":"fingerprint_mismatch","message":"the output so far is of '
       .. 'another model, tokenizer or dtype than this queue\'s engines have; submit the job again under a new id"}')
   end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from array import array
 from collections.abc import Iterator
@@ -284,6 +285,14 @@ def test_the_tokenizer_is_that_of_transformers(llm: LLM) -> None:
 
 def test_default_sampling_parameters_are_those_of_the_models_generation_config(llm: LLM) -> None:
     assert isinstance(llm.get_default_sampling_params(), SamplingParams)
+
+
+def test_the_models_sampling_parameters_are_used_when_they_are_asked_for_and_none_are_given(tmp_path: Path) -> None:
+    model = shutil.copytree(TINY, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"max_new_tokens": 3, "temperature": 0.5}')
+    with LLM(model, device="cpu", executor="uni", num_blocks=8, generation_config="auto") as llm:
+        outputs = [llm.generate(["A story"], params, use_tqdm=False)[0] for params in (None, SamplingParams())]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 16]
 
 
 def test_an_output_says_when_it_was_computed_and_what_has_ended_it(llm: LLM) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from millrace.producer import InvalidRequest, SamplingParams
+from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 
 
 def test_the_defaults_are_vllms() -> None:
@@ -123,12 +123,19 @@ def test_fields_that_contradict_each_other_are_refused() -> None:
     assert SamplingParams(min_tokens=20, max_tokens=None).min_tokens == 20
 
 
-def test_params_cannot_be_changed_behind_their_checks() -> None:
-    with pytest.raises(AttributeError):
-        SamplingParams().max_tokens = 0  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("temperature", [0, 0.0, 9e-6])
 def test_several_texts_of_greedy_sampling_are_refused_by_the_name_of_n(temperature: float) -> None:
     with pytest.raises(InvalidRequest, match=r"^n: is 2, but at temperature 0 all texts are the same"):
         SamplingParams(n=2, temperature=temperature)
+
+
+def test_a_field_that_is_set_is_checked_like_one_that_is_given() -> None:
+    params = SamplingParams(temperature=0)
+    params.max_tokens, params.stop = 20, "end"
+    assert params == SamplingParams(temperature=0, max_tokens=20, stop=["end"])
+    with pytest.raises(InvalidRequest, match=r"^max_tokens: must be an integer from 1 to .*, got 0$"):
+        params.max_tokens = 0
+    with pytest.raises(InvalidRequest, match=r"^min_tokens: is 30, more than max_tokens, 20$"):
+        params.min_tokens = 30
+    assert params == SamplingParams(temperature=0, max_tokens=20, stop=["end"])
+    assert GenerationRequest(prompt="a").sampling == SamplingParams()

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import redis
 
+from millrace.results.messages import JobId, Signal
 from millrace.results.queue import JobQueue
-from tests.results.engines import Engine, submit
+from tests.results.engines import FINGERPRINT, Engine, submit
 
 
-def half_done(queue: JobQueue, *, is_published: bool) -> None:
+def half_done(queue: JobQueue, *, is_published: bool, fingerprint: str = FINGERPRINT) -> None:
     """Job "a" with three tokens of one model, queued again."""
     submit(queue, "a")
-    engine = Engine(queue, "first")
+    engine = Engine(queue, "first", fingerprint=fingerprint)
     job = engine.claim_one()
     if is_published:
         engine.show(job, 0, [1, 2], "xy")
@@ -38,6 +39,7 @@ def test_what_was_seen_waits_for_an_engine_with_its_model(queue: JobQueue, engin
     other = Engine(queue, "other", fingerprint="model-b")
     assert other.claim_ids() == ["b"]
     assert queue.get("a").state == "delayed"
+    assert queue.wait_for_signal(other.id, 1, include_wake=False) == Signal(kind="mismatch", job_id=JobId("a"))
     got: list[str] = []
     while not got:
         got = engine.claim_ids()
@@ -49,11 +51,14 @@ def test_what_no_engine_can_go_on_with_fails_in_the_end_and_keeps_its_text(
 ) -> None:
     redis_client.hset(queue.keys.settings, "mismatch_wait_ms", 0)
     half_done(queue, is_published=True)
-    assert Engine(queue, "other", fingerprint="model-b").claim_ids() == []
+    other = Engine(queue, "other", fingerprint="model-b")
+    assert other.claim_ids() == []
     job = queue.get("a")
     assert (job.state, job.text, job.token_ids) == ("failed", "xy", [1, 2])
     assert job.error is not None
     assert job.error.kind == "fingerprint_mismatch"
+    expected = Signal(kind="mismatch_failed", job_id=JobId("a"))
+    assert queue.wait_for_signal(other.id, 1, include_wake=False) == expected
 
 
 def test_it_is_put_off_for_another_time_each_time(queue: JobQueue, redis_client: redis.Redis) -> None:

@@ -33,6 +33,7 @@ from millrace.results.transport import Reply
 from tests.processes import wait_until
 from tests.results.engines import FINGERPRINT, submission, submit
 from tests.results.full_queue import FullQueue
+from tests.results.test_fingerprint import half_done
 
 BODY = b'{"prompt_token_ids":[1,2,3],"max_tokens":2}'
 
@@ -121,6 +122,18 @@ def test_the_jobs_of_a_claim_are_posted_together_unless_they_take_long(
     parts.intake.start()
     assert [parts.events.get(timeout=10).job.job_id for _ in range(3)] == ["a", "b", "c"]  # type: ignore[union-attr]
     assert found == num_posted
+
+
+def test_a_job_of_another_model_is_logged_when_it_begins_to_wait_and_when_it_fails(
+    parts: Parts, redis_client: redis.Redis, caplog: pytest.LogCaptureFixture
+) -> None:
+    half_done(parts.lease_queue, is_published=True, fingerprint="of another model")
+    parts.intake.start()
+    wait_until(lambda: "it waits for an engine with the same ones" in caplog.text)
+    assert "job a was begun by engines with another model, tokenizer or dtype; it waits" in caplog.text
+    redis_client.hset(parts.lease_queue.keys.settings, "mismatch_wait_ms", 0)
+    wait_until(lambda: "job a failed: fingerprint_mismatch: was begun by engines with another model" in caplog.text)
+    assert caplog.text.count("it waits") == 1
 
 
 CLAIM, HEARTBEAT, READ = (script_command(name, "")[:2] for name in ("claim", "heartbeat", "inbox"))
