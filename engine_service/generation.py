@@ -21,6 +21,9 @@ class TextRules(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     is_text_wanted: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop: bool = False
+    """Whether the text has the stop string or token that ends it."""
 
 
 class Generation:
@@ -77,11 +80,11 @@ class Generation:
         return self.finish_reason
 
     def num_settled(self) -> int:
-        """Return how many tokens have final text: no stop string can begin in it any more."""
+        """Return how many tokens have final text: no stop string that is left out can begin in it any more."""
         if not self._rules.is_text_wanted:
             return len(self.token_ids)
         detokenizer = self._start_decoding()
-        held_back = self._stops.max_length - 1 if self._stops is not None else 0
+        held_back = self._stops.max_length - 1 if self._stops is not None and not self._rules.include_stop else 0
         return bisect_right(detokenizer.ends, len(detokenizer.text) - held_back)
 
     def text_between(self, start: int, end: int) -> str:
@@ -98,12 +101,13 @@ class Generation:
         return self.final_text()[self._start_decoding().end_of(start) :] if self._rules.is_text_wanted else ""
 
     def final_text(self) -> str:
-        """Return the text of the finished generation, without the stop string or token that ended it."""
+        """Return the text of the finished generation, up to the stop string or token that ended it."""
         if not self._rules.is_text_wanted:
             return ""
         if self._stop_at is not None:
-            assert self._detokenizer is not None
-            return self._detokenizer.text[: self._stop_at]
+            assert self._detokenizer is not None and self.stop_string is not None
+            end = self._stop_at + (len(self.stop_string) if self._rules.include_stop else 0)
+            return self._detokenizer.text[:end]
         return self._whole_text()
 
     # --- log-probabilities ---
@@ -149,30 +153,37 @@ class Generation:
 
     def _whole_text(self) -> str:
         output = self.token_ids
-        if self._ended_by_token():
+        if self._leaves_out_last():
             output = output[:-1]
+        if not self._rules.spaces_between_special_tokens:
+            self._start_decoding()  # only token by token is it known where they follow one another
         if self._detokenizer is not None and len(self._detokenizer.ends) == len(output):
             return self._detokenizer.flush()
         assert self._tokenizer is not None
         prompt, skip = self.sequence.prompt_token_ids, self._rules.skip_special_tokens
         return self._tokenizer.decode_output(prompt, output, skip_special_tokens=skip)
 
-    def _ended_by_token(self) -> bool:
-        return self.finish_reason == "stop" and self._stop_at is None
+    def _leaves_out_last(self) -> bool:
+        """Whether the text is without that of the last token, a stop token."""
+        return self.finish_reason == "stop" and self._stop_at is None and not self._rules.include_stop
 
     def _start_decoding(self) -> Detokenizer:
         """Decode all tokens so far, unless that has been done, and from now on each new token."""
         if self._detokenizer is None:
             assert self._tokenizer is not None
-            prompt, skip = self.sequence.prompt_token_ids, self._rules.skip_special_tokens
-            self._detokenizer = Detokenizer(self._tokenizer, prompt, skip_special_tokens=skip)
+            self._detokenizer = Detokenizer(
+                self._tokenizer,
+                self.sequence.prompt_token_ids,
+                skip_special_tokens=self._rules.skip_special_tokens,
+                spaces_between_special_tokens=self._rules.spaces_between_special_tokens,
+            )
             self._decode_new(self._detokenizer)
         return self._detokenizer
 
     def _decode_new(self, detokenizer: Detokenizer) -> None:
         output = self.token_ids
         while len(detokenizer.ends) < len(output):
-            if len(detokenizer.ends) == len(output) - 1 and self._ended_by_token():
+            if len(detokenizer.ends) == len(output) - 1 and self._leaves_out_last():
                 return  # the token that ends a sequence has no text
             self._feed(detokenizer, output[len(detokenizer.ends)])
             if self._stop_at is not None:

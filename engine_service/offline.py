@@ -216,7 +216,8 @@ class LLM:
         for number, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
             with _number_in_errors(number):
                 requests.append(as_request(prompt))
-                token_ids, drawn_seed = admission.prompt_token_ids(requests[-1]), self._seeds.getrandbits(64)
+                token_ids = admission.prompt_token_ids(requests[-1], params.truncate_prompt_tokens)
+                drawn_seed = self._seeds.getrandbits(64)
                 salt = requests[-1].cache_salt
                 candidates.append(admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))
         arrival_s = time.time()

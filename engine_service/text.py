@@ -17,6 +17,12 @@ _INCOMPLETE = "�"
 
 _NUM_CONTEXT_TOKENS = 6
 """Prompt tokens decoded in front of the output: some decoders treat the first token of a text differently."""
+_THINKING_MARKERS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
+)
 _REMEDY = "name a local directory with a tokenizer.json"
 
 
@@ -46,12 +52,36 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         """What each token adds after a letter."""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text, by default with the special tokens that the tokenizer adds to a plain prompt."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None) -> list[int]:
+        """Return the ids of a text, by default with the special tokens that the tokenizer adds to a plain prompt.
+
+        `num_kept` cuts off the begin of a longer text; the special tokens stay, and count.
+        """
         texts = [_without_surrogates(text)]
         # Unlike `encode`, this releases the GIL, and it computes no offsets.
-        ids: list[int] = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)[0].ids
-        return ids
+        adds_now = add_special_tokens and num_kept is None
+        encoding = self._backend.encode_batch_fast(texts, add_special_tokens=adds_now)[0]
+        if num_kept is None:
+            return list(encoding.ids)
+        if add_special_tokens:
+            num_special = self._backend.num_special_tokens_to_add(False)
+            encoding.truncate(max(0, num_kept - num_special), direction="left")
+            encoding = self._backend.post_process(encoding)
+        return list(encoding.ids[-num_kept:])
+
+    @cached_property
+    def thinking_markers(self) -> tuple[int, int] | None:
+        """The ids of the tokens before and after the model's thoughts. None if the vocabulary has no such tokens."""
+        for markers in _THINKING_MARKERS:
+            start_id, end_id = map(self._backend.token_to_id, markers)
+            if start_id is not None and end_id is not None:
+                return start_id, end_id
+        return None
+
+    @cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """The tokens that were added to the model's vocabulary, such as the special ones."""
+        return {token_id: token.content for token_id, token in self._backend.get_added_tokens_decoder().items()}
 
     def min_num_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens, without tokenizing; 0 if this tokenizer has none."""
@@ -117,9 +147,18 @@ class Detokenizer:
     alone, so a resumed generation that feeds its old tokens again has exactly the same text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._joins_special_tokens = not skip_special_tokens and not spaces_between_special_tokens
+        self._is_last_special = False
         self._ids = prompt_token_ids[-_NUM_CONTEXT_TOKENS:]
         self._window_start = 0
         self._num_settled = len(self._ids)
@@ -135,6 +174,12 @@ class Detokenizer:
             self.ends.append(len(self.text))  # it adds no text, and many of them must not make the window grow
             return
         self._ids.append(token_id)
+        if self._joins_special_tokens and self._is_joined(token_id):
+            self.text += self._tokenizer.added_tokens[token_id]
+            self._window_start, self._num_settled = len(self._ids) - 1, len(self._ids)
+            self._settled_text = self._decode(self._ids[self._window_start :])
+            self.ends.append(len(self.text))
+            return
         window_text = self._decode(self._ids[self._window_start :])
         if len(window_text) > len(self._settled_text) and not window_text.endswith(_INCOMPLETE):
             self.text += window_text[len(self._settled_text) :]
@@ -142,6 +187,11 @@ class Detokenizer:
             self._num_settled = len(self._ids)
             self._settled_text = self._decode(self._ids[self._window_start :])
         self.ends.append(len(self.text))
+
+    def _is_joined(self, token_id: int) -> bool:
+        """Whether this token and the one before it are special."""
+        was_special, self._is_last_special = self._is_last_special, token_id in self._tokenizer.added_tokens
+        return was_special and self._is_last_special
 
     def end_of(self, num_tokens: int) -> int:
         """Return the length of the text of the first `num_tokens` output tokens."""

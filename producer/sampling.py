@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from millrace.producer.checks import (
     number,
     only_default,
     optional,
+    shown,
     texts,
     token_ids,
 )
@@ -29,9 +31,14 @@ GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
 """Lower temperatures that are not greedy are raised to this, because a division by them would overflow."""
 MAX_CANDIDATES = 64
-MAX_STOP_STRINGS = 128
-MAX_STOP_CHARS = 4096
-"""In all stop strings of a request together. What is not shown yet, and what a search costs, grows with them."""
+MAX_STRINGS = 128
+MAX_CHARS = 4096
+"""Of stop strings and of bad words: how many a request may have, and how long they may be together. What a step costs grows
+with them."""
+MAX_IDS = 1024
+"""Of logit_bias and allowed_token_ids."""
+MAX_BIAS = 1e8
+"""Far above any logit, and far below the logit of a token that the thinking budget forces."""
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -56,6 +63,27 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     detokenize: bool = True
     """False: only token ids, no text."""
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    """False: no space between special tokens that follow one another. It matters if skip_special_tokens is false."""
+    include_stop_str_in_output: bool = False
+    """True: the text keeps the stop string, or the text of the stop token, that ends it."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last tokens of the prompt, at most this many. -1: as many as the context can hold."""
+
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the output has."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens for each time that the output has them."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens that the prompt or the output has; negative ones are multiplied by it."""
+    logit_bias: dict[Any, float] | None = None
+    """Numbers to add to the logits of token ids. The keys are strings after construction."""
+    allowed_token_ids: list[int] | None = None
+    """Only these tokens are generated."""
+    bad_words: list[str] | None = None
+    """Words whose last token is not generated where the output ends with the tokens before it."""
+    thinking_token_budget: int | None = None
+    """Most tokens between the model's thinking markers, such as <think> and </think>. None or -1: no limit."""
 
     n: int = 1
     """Number of texts, the candidates. Each has random numbers of its own: it does not depend on how many there are."""
@@ -67,16 +95,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The same for each token of the prompt but the first. The prompt is computed even where it is cached."""
 
     # Known and checked, but not supported yet: any other value than the default is refused.
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-    spaces_between_special_tokens: bool = True
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     structured_outputs: dict[str, Any] | None = None
-    thinking_token_budget: int | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -94,6 +113,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _set(self, "stop", None)
         if self.stop_token_ids is None:
             _set(self, "stop_token_ids", [])
+        for name in ("logit_bias", "bad_words"):
+            if (value := getattr(self, name)) is not None and type(value) in (list, dict) and not value:
+                _set(self, name, None)
         check_fields(self, _CHECKS)
         self._check_together()
 
@@ -103,8 +125,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _set(self, field, getattr(checked, field))
 
     def _check_together(self) -> None:
-        if self.seed == -1:
-            _set(self, "seed", None)
+        for name in ("seed", "thinking_token_budget"):
+            if getattr(self, name) == -1:
+                _set(self, name, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
         if self.n > 1 and self.is_greedy:
@@ -116,20 +139,64 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
             log.warning("temperature %g is raised to %g; use 0 for greedy", self.temperature, MIN_TEMPERATURE)
             _set(self, "temperature", MIN_TEMPERATURE)
-        if len(self.stop_token_ids) > 1:
-            _set(self, "stop_token_ids", list(dict.fromkeys(self.stop_token_ids)))
+        for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+            if (given := getattr(self, name)) and len(given) > 1:
+                _set(self, name, list(dict.fromkeys(given)))
+        if self.logit_bias is not None:
+            _set(self, "logit_bias", {str(token_id): float(bias) for token_id, bias in self.logit_bias.items()})
 
 
 _set = msgspec.structs.force_setattr
 
 
-def _stop_strings(value: Any) -> str | None:
-    if type(value) is list and len(value) > MAX_STOP_STRINGS:
-        return f"has {len(value)} strings, at most {MAX_STOP_STRINGS} are taken"
+def _few_strings(value: Any) -> str | None:
+    if type(value) is list and len(value) > MAX_STRINGS:
+        return f"has {len(value)} strings, at most {MAX_STRINGS} are taken"
     if wrong := texts(value):
         return wrong
     num_chars = sum(map(len, value))
-    return None if num_chars <= MAX_STOP_CHARS else f"has {num_chars} characters, at most {MAX_STOP_CHARS} are taken"
+    return None if num_chars <= MAX_CHARS else f"has {num_chars} characters, at most {MAX_CHARS} are taken"
+
+
+def _bad_words(value: Any) -> str | None:
+    if wrong := _few_strings(value):
+        return wrong
+    blank = next((i for i, word in enumerate(value) if not word.strip()), None)
+    return None if blank is None else f"item {blank} is blank, got {shown(value[blank])}"
+
+
+def _few_ids(value: Any) -> str | None:
+    if type(value) is list and not 0 < len(value) <= MAX_IDS:
+        return f"has {len(value)} token ids, give 1 to {MAX_IDS}"
+    return token_ids(value)
+
+
+def _logit_bias(value: Any) -> str | None:
+    if wrong := mapping(value):
+        return wrong
+    if len(value) > MAX_IDS:
+        return f"has {len(value)} token ids, at most {MAX_IDS} are taken"
+    for key, bias in value.items():
+        if not _is_token_id(key):
+            return f"must have token ids from 0 to {MAX_TOKEN_ID} as keys, has {shown(key)}"
+        if wrong := _BIAS(bias):
+            return f"of token id {key} {wrong}"
+    return None if len(set(map(str, value))) == len(value) else "has a token id twice, as a number and as a string"
+
+
+def _is_token_id(key: Any) -> bool:
+    if type(key) is str:
+        return re.fullmatch("0|[1-9][0-9]{0,9}", key) is not None and int(key) <= MAX_TOKEN_ID
+    return type(key) is int and 0 <= key <= MAX_TOKEN_ID
+
+
+_BIAS = number(-MAX_BIAS, MAX_BIAS)
+
+
+def _truncation(value: Any) -> str | None:
+    if type(value) is int and (value == -1 or 1 <= value <= MAX_COUNT):
+        return None
+    return f"must be -1 or an integer from 1 to {MAX_COUNT}, got {shown(value)}"
 
 
 _RULES: dict[str, Check] = {
@@ -140,7 +207,7 @@ _RULES: dict[str, Check] = {
     "top_k": integer(-1, MAX_TOKEN_ID),
     "min_p": number(0.0, 1.0),
     "seed": optional(integer(-(2**63), 2**63 - 1)),
-    "stop": optional(_stop_strings),
+    "stop": optional(_few_strings),
     "stop_token_ids": token_ids,
     "ignore_eos": boolean,
     "detokenize": boolean,
@@ -148,19 +215,20 @@ _RULES: dict[str, Check] = {
     "n": integer(1, MAX_CANDIDATES),
     "presence_penalty": number(-2.0, 2.0),
     "frequency_penalty": number(-2.0, 2.0),
-    "repetition_penalty": number(0.0, float("inf"), above_low=True),
+    "repetition_penalty": number(1e-9, 1e9),
     "logprobs": optional(integer(-1, MAX_COUNT)),
     "prompt_logprobs": optional(integer(-1, MAX_COUNT)),
     "include_stop_str_in_output": boolean,
     "spaces_between_special_tokens": boolean,
-    "logit_bias": optional(mapping),
-    "allowed_token_ids": optional(token_ids),
-    "bad_words": optional(texts),
+    "truncate_prompt_tokens": optional(_truncation),
+    "logit_bias": optional(_logit_bias),
+    "allowed_token_ids": optional(_few_ids),
+    "bad_words": optional(_bad_words),
     "structured_outputs": optional(mapping),
-    "thinking_token_budget": optional(integer(0, MAX_COUNT)),
+    "thinking_token_budget": optional(integer(-1, MAX_COUNT)),
 }
 
-_NOT_YET = SamplingParams.__struct_fields__[SamplingParams.__struct_fields__.index("presence_penalty") :]
+_NOT_YET = SamplingParams.__struct_fields__[SamplingParams.__struct_fields__.index("structured_outputs") :]
 
 
 def _check_of(field: msgspec.structs.FieldInfo) -> Check:

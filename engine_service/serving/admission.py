@@ -13,8 +13,9 @@ from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.generation import Generation, TextRules
 from millrace.engine_service.text import Tokenizer
-from millrace.executor.wire.messages import ModelFacts, RowSampling, SeqId
+from millrace.executor.wire.messages import LogitsSettings, ModelFacts, RowSampling, SeqId, ThinkingLimit
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
+from millrace.producer.checks import shown
 
 _SEED_MASK = 2**64 - 1
 
@@ -51,17 +52,22 @@ class Admission:
             changed._renderer = Renderer(ChatTemplate({"default": source}, variables))
         return changed
 
-    def prompt_token_ids(self, request: GenerationRequest, *, is_quick: bool = False) -> list[int]:
-        """Return the ids of the prompt, prompt_token_ids or messages of the request.
+    def prompt_token_ids(
+        self, request: GenerationRequest, truncate_to: int | None = None, *, is_quick: bool = False
+    ) -> list[int]:
+        """Return the ids of the prompt, prompt_token_ids or messages of the request: the last `truncate_to`, as in
+        `SamplingParams.truncate_prompt_tokens`.
 
         Raises `InvalidRequest`, also when they do not fit into the context; without tokenizing, where that is sure before.
         `is_quick`: raises `SlowTemplate` for a chat that takes longer than `QUICK_S`.
         """
+        num_kept = self._num_kept(truncate_to)
         if request.prompt_token_ids is None:
-            return self._encode(request, is_quick)
-        self._check_fits("prompt_token_ids", len(request.prompt_token_ids))
-        self._check_vocabulary("prompt_token_ids", request.prompt_token_ids)
-        return list(request.prompt_token_ids)
+            return self._encode(request, num_kept, is_quick)
+        token_ids = request.prompt_token_ids[-(num_kept or 0) :]
+        self._check_fits("prompt_token_ids", len(token_ids))
+        self._check_vocabulary("prompt_token_ids", token_ids)
+        return token_ids
 
     def admit(
         self,
@@ -81,7 +87,8 @@ class Admission:
         `drawn_seed` is used if the request has no seed. `outputs` and `logprobs` (the tokens of each candidate, and their
         JSON) and `crash_count` come from an earlier attempt.
         Only generations with the same `cache_salt` share cached blocks. `priority` is that of a job: lower numbers first.
-        Raises `InvalidRequest` if a stop token id is not in the vocabulary, or too many log-probabilities are wanted.
+        Raises `InvalidRequest` for what this model or its tokenizer cannot do, such as an id outside the vocabulary, and if too
+        many log-probabilities are wanted.
         """
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
@@ -94,6 +101,7 @@ class Admission:
             end_token_ids,
             self._num_logprobs("logprobs", sampling.logprobs),
             self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
+            self._logits_settings(sampling, end_token_ids),
         )
 
         def make(candidate: int, output: list[int], known: list[bytes]) -> Generation:
@@ -131,15 +139,23 @@ class Admission:
             )
         return None if count is None else min(count, self._facts.vocab_size)
 
-    def _encode(self, request: GenerationRequest, is_quick: bool) -> list[int]:
+    def _num_kept(self, truncate_to: int | None) -> int | None:
+        """Return how many tokens of the prompt are kept at most, None for all."""
+        limit = self._facts.max_model_len - 1
+        if truncate_to is not None and truncate_to > limit:
+            rule = f"the context holds {limit} prompt tokens and an output token; give at most {limit}, or -1"
+            raise InvalidRequest("truncate_prompt_tokens", f"is {truncate_to}, but {rule}")
+        return limit if truncate_to == -1 else truncate_to
+
+    def _encode(self, request: GenerationRequest, num_kept: int | None, is_quick: bool) -> list[int]:
         is_chat = request.prompt is None
         field = "messages" if is_chat else "prompt"
         if self._tokenizer is None:
             raise InvalidRequest(field, "the engine's model has no tokenizer; send prompt_token_ids")
         text = request.prompt or self._render(request, is_quick)
-        if len(text) >= self._facts.max_model_len:  # the bound of a shorter text refuses nothing
+        if num_kept is None and len(text) >= self._facts.max_model_len:  # the bound of a shorter text refuses nothing
             self._check_fits(field, self._tokenizer.min_num_tokens(text), "at least ")
-        token_ids = self._tokenizer.encode(text, add_special_tokens=not is_chat)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=not is_chat, num_kept=num_kept)
         if not token_ids:
             raise InvalidRequest(field, "is empty; give at least one token")
         self._check_fits(field, len(token_ids))
@@ -174,7 +190,63 @@ class Admission:
             stop=tuple(sampling.stop_strings),
             is_text_wanted=sampling.detokenize and self._tokenizer is not None,
             skip_special_tokens=sampling.skip_special_tokens,
+            spaces_between_special_tokens=sampling.spaces_between_special_tokens,
+            include_stop=sampling.include_stop_str_in_output,
         )
+
+    # --- what changes the logits ---
+
+    def _logits_settings(self, sampling: SamplingParams, end_token_ids: frozenset[int]) -> LogitsSettings | None:
+        """Return None if nothing does."""
+        bias = {int(token_id): value for token_id, value in (sampling.logit_bias or {}).items()}
+        self._check_vocabulary("logit_bias", list(bias))
+        self._check_vocabulary("allowed_token_ids", sampling.allowed_token_ids or ())
+        settings = LogitsSettings(
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=bias,
+            allowed_token_ids=sampling.allowed_token_ids,
+            bad_words=self._bad_words(sampling.bad_words),
+            thinking=self._thinking_limit(sampling.thinking_token_budget),
+        )
+        if sampling.allowed_token_ids is not None:
+            excluded = {ids[0] for ids in settings.bad_words if len(ids) == 1}
+            excluded |= end_token_ids if sampling.min_tokens else set()
+            if excluded.issuperset(sampling.allowed_token_ids):
+                raise InvalidRequest("allowed_token_ids", "leaves no token: min_tokens or bad_words exclude them all")
+        return settings if settings != LogitsSettings() else None
+
+    def _bad_words(self, words: list[str] | None) -> list[list[int]]:
+        """Return the ids of the words at the beginning of a text, and within a text if they differ."""
+        if not words:
+            return []
+        if self._tokenizer is None:
+            raise InvalidRequest("bad_words", "the engine's model has no tokenizer; use logit_bias")
+        found: list[list[int]] = []
+        for word in words:
+            first, within = (
+                self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False) for space in ("", " ")
+            )
+            if not first:
+                raise InvalidRequest("bad_words", f"{shown(word)} has no tokens; leave it out")
+            found.append(first)
+            # One that is longer begins with a space of its own, and would exclude what `first` excludes already.
+            if within and within[0] != first[0] and len(within) == len(first):
+                found.append(within)
+        for ids in found:
+            self._check_vocabulary("bad_words", ids)
+        return found
+
+    def _thinking_limit(self, budget: int | None) -> ThinkingLimit | None:
+        if budget is None:
+            return None
+        markers = self._tokenizer.thinking_markers if self._tokenizer is not None else None
+        if markers is None:
+            rule = "the engine's model has no tokens that mark thinking, such as <think> and </think>; leave it out"
+            raise InvalidRequest("thinking_token_budget", rule)
+        self._check_vocabulary("thinking_token_budget", markers)
+        return ThinkingLimit(budget, *markers)
 
     def _check_fits(self, field: str, num_tokens: int, at_least: str = "") -> None:
         limit = self._facts.max_model_len
@@ -197,6 +269,7 @@ def _row_sampling(
     end_token_ids: frozenset[int],
     logprobs: int | None,
     prompt_logprobs: int | None,
+    processors: LogitsSettings | None,
 ) -> RowSampling:
     return RowSampling(
         temperature=0.0 if sampling.is_greedy else sampling.temperature,
@@ -209,4 +282,5 @@ def _row_sampling(
         end_token_ids=sorted(end_token_ids) if sampling.min_tokens else [],
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        processors=processors,
     )

@@ -220,7 +220,7 @@ class Intake:
             rule = "submit it with the same n in the request and in the options"
             raise InvalidRequest("n", f"is {n} in the request, but the job's record has {num_candidates}; {rule}")
         generations = self._admission.admit(
-            self._admission.prompt_token_ids(request, is_quick=is_quick),
+            self._admission.prompt_token_ids(request, request.sampling.truncate_prompt_tokens, is_quick=is_quick),
             request.sampling,
             drawn_seed=claimed.seed,
             outputs=[checkpoint.token_ids for checkpoint in claimed.checkpoints],

@@ -32,6 +32,17 @@ _SAMPLING: tuple[_Option, ...] = (
     ("--n", integer, "N", "generate N texts, the candidates of the job"),
     ("--min-p", number, "P", "drop tokens less likely than P times the likeliest token"),
     ("--seed", integer, "N", "the same seed gives the same text"),
+    ("--presence-penalty", number, "X", "make tokens that the text has less likely, -2 to 2"),
+    ("--frequency-penalty", number, "X", "the same, for each time that the text has them"),
+    ("--repetition-penalty", number, "X", "divide the logits of tokens that the prompt or the text has (1: off)"),
+    ("--logit-bias", json_object, "JSON", "numbers to add to the logits of token ids, such as '{\"42\": -100}'"),
+    ("--thinking-token-budget", integer, "N", "end the model's thinking after N tokens"),
+    (
+        "--truncate-prompt-tokens",
+        integer,
+        "N",
+        "keep only the last N tokens of the prompt; -1: what fits into the context",
+    ),
 )
 _QUEUE: tuple[_Option, ...] = (
     ("--tenant", str, "NAME", "the account that the job belongs to"),
@@ -60,6 +71,14 @@ _CHAT: tuple[_Option, ...] = (
 _LISTS: tuple[_Option, ...] = (
     ("--stop", str, "TEXT", "end before this text; can be repeated"),
     ("--stop-token-ids", integer, "ID", "end at this token; can be repeated"),
+    ("--bad-words", str, "TEXT", "do not generate this text; can be repeated"),
+    ("--allowed-token-ids", integer, "ID", "generate no other tokens than this one; can be repeated"),
+)
+_FLAGS = (
+    ("--ignore-eos", "continue after an end-of-sequence token"),
+    ("--include-stop-str-in-output", "let the text have the stop string that ends it"),
+    ("--no-skip-special-tokens", "let the text have special tokens"),
+    ("--no-spaces-between-special-tokens", "put no spaces between special tokens that follow one another"),
 )
 
 
@@ -85,9 +104,11 @@ def add_parsers(verbs: Verbs) -> None:
         sampling.add_argument(option, type=kind, metavar=metavar, help=text)
     for option, kind, metavar, text in _LISTS:
         sampling.add_argument(option, type=kind, metavar=metavar, action="append", help=text)
-    sampling.add_argument(
-        "--ignore-eos", action="store_true", default=None, help="continue after an end-of-sequence token"
-    )
+    for option, text in _FLAGS:
+        is_off = option.startswith("--no-")
+        sampling.add_argument(
+            option, dest=_field(option), action="store_false" if is_off else "store_true", default=None, help=text
+        )
     chat = submit.add_argument_group("a chat")
     for option, kind, metavar, text in _CHAT:
         chat.add_argument(option, type=kind, metavar=metavar, help=text)
@@ -133,10 +154,14 @@ def run(args: argparse.Namespace) -> int:
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the request that the command line sets."""
-    options = [option.removeprefix("--").replace("-", "_") for option, *_ in (*_SAMPLING, *_LISTS, *_CHAT, *_QUEUE)]
-    values = {name: getattr(args, name) for name in ("model", *options, "ignore_eos", "continue_final_message")}
+    options = [_field(option) for option, *_ in (*_SAMPLING, *_LISTS, *_FLAGS, *_CHAT, *_QUEUE)]
+    values = {name: getattr(args, name) for name in ("model", *options, "continue_final_message")}
     values["add_generation_prompt"] = False if args.continue_final_message else None
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _field(option: str) -> str:
+    return option.removeprefix("--").removeprefix("no-").replace("-", "_")
 
 
 def _call_options(args: argparse.Namespace) -> dict[str, Any]:

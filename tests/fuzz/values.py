@@ -12,6 +12,8 @@ FIELDS = (
     *("run_at", "meta", "max_retries", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
     *("stop", "stop_token_ids", "ignore_eos", "detokenize", "skip_special_tokens", "n", "logprobs", "logit_bias"),
     *("tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
+    *("thinking_token_budget", "truncate_prompt_tokens", "include_stop_str_in_output", "spaces_between_special_tokens"),
 )
 
 ODD_CHARACTERS = "\x00\n\r\t\x1b[31m\x7f\x85\u2028\u2029\u202e\ufeff\U0001f600\u00e9'\"\\`{}$"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
+from millrace.producer.checks import shown
 
 
 def test_the_defaults_are_vllms() -> None:
@@ -61,6 +62,15 @@ def test_the_edges_of_every_range_are_taken() -> None:
         {"n": 2, "temperature": 1e-5},
         {"n": 1, "temperature": 0},
         {"n": 1, "logprobs": None, "prompt_logprobs": -1, "presence_penalty": 0, "repetition_penalty": 1},
+        {"presence_penalty": -2, "frequency_penalty": 2.0, "repetition_penalty": 1e-9},
+        {"repetition_penalty": 1e9},
+        {"logit_bias": dict.fromkeys(range(1024), 100000000.0)},
+        {"logit_bias": {"0": -1e8, str(2**31 - 1): 0}},
+        {"allowed_token_ids": list(range(1024))},
+        {"bad_words": ["a" * 32] * 128},
+        {"thinking_token_budget": 0},
+        {"truncate_prompt_tokens": -1},
+        {"truncate_prompt_tokens": 1},
     ):
         SamplingParams(**fields)
 
@@ -76,13 +86,30 @@ def test_the_edges_of_every_range_are_taken() -> None:
         *[("min_p", value) for value in (-0.1, 1.1, math.nan)],
         *[(name, value) for name in ("logprobs", "prompt_logprobs") for value in (-2, 1.5, True, "5", 2**31, [1])],
         *[("n", value) for value in (0, -1, 65, 2**31, 1.0, "2", True, None)],
-        *[("repetition_penalty", value) for value in (0, math.inf, math.nan, 10**400)],
+        *[("presence_penalty", value) for value in (-2.01, 2.01, math.nan, "1", True, None)],
+        *[("frequency_penalty", value) for value in (-2.01, 2.01, math.inf, None)],
+        *[("repetition_penalty", value) for value in (0, -1, 1e-300, 1e300, math.inf, math.nan, 10**400, None)],
+        *[("logit_bias", value) for value in ([1], "5", {"x": 1}, {"05": 1}, {"-1": 1}, {-1: 1}, {2**31: 1}, {1.0: 1})],
+        *[
+            ("logit_bias", value)
+            for value in ({10**5000: 1}, {True: 1}, {5: "1"}, {5: None}, {5: math.nan}, {5: 1.1e8})
+        ],
+        *[("logit_bias", value) for value in ({5: 1, "5": 2}, dict.fromkeys(range(1025), 1.0))],
+        *[("allowed_token_ids", value) for value in ([], [-1], [2**31], ["1"], [True], (1,), list(range(1025)))],
+        *[
+            ("bad_words", value)
+            for value in ([""], [" "], ["a", "\t"], "a", [1], ["\ud800"], ["a"] * 129, ["a" * 4097])
+        ],
+        *[("thinking_token_budget", value) for value in (-2, 1.0, "1", True, 2**31)],
+        *[("truncate_prompt_tokens", value) for value in (0, -2, 1.0, "1", True, 2**31)],
+        *[("include_stop_str_in_output", value) for value in (1, None, "yes")],
+        *[("spaces_between_special_tokens", value) for value in (0, None)],
         *[("seed", value) for value in (2**63, -(2**63) - 1, "1", 1.0)],
         *[("stop", value) for value in ("", [""], [1], 5, ["a", None], ["\ud800"])],
         *[("stop_token_ids", value) for value in ([-1], [2**31], ["1"], [True], (1,), "1")],
         *[(name, "yes") for name in ("ignore_eos", "detokenize", "skip_special_tokens")],
     ],
-    ids=lambda value: repr(value)[:40] if value != 10**4000 else "too large to print",
+    ids=lambda value: shown(value)[:40],
 )
 def test_a_value_out_of_its_range_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=rf"^{field}: ") as caught:
@@ -95,16 +122,7 @@ def test_a_value_out_of_its_range_is_refused_by_name(field: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("field", "value", "wrong"),
     [
-        ("presence_penalty", 0.5, 2.1),
-        ("frequency_penalty", -0.5, math.nan),
-        ("repetition_penalty", 1.1, 0.0),
-        ("include_stop_str_in_output", True, 1),
-        ("spaces_between_special_tokens", False, 0),
-        ("logit_bias", {"5": 1.0}, [1]),
-        ("allowed_token_ids", [1, 2], [-1]),
-        ("bad_words", ["x"], [""]),
         ("structured_outputs", {"regex": "a"}, "regex"),
-        ("thinking_token_budget", 100, -1),
     ],
 )
 def test_what_does_not_work_yet_is_checked_and_refused(field: str, value: Any, wrong: Any) -> None:
@@ -121,6 +139,14 @@ def test_fields_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"stop: .*detokenize"):
         SamplingParams(stop="x", detokenize=False)
     assert SamplingParams(min_tokens=20, max_tokens=None).min_tokens == 20
+
+
+def test_values_with_one_meaning_have_one_form() -> None:
+    assert SamplingParams(logit_bias={7: 1, "3": 2.5}).logit_bias == {"7": 1.0, "3": 2.5}
+    assert SamplingParams(allowed_token_ids=[3, 1, 3]).allowed_token_ids == [3, 1]
+    assert SamplingParams(bad_words=["a", "b", "a"]).bad_words == ["a", "b"]
+    nothing = SamplingParams(logit_bias={}, bad_words=[], thinking_token_budget=-1)
+    assert nothing == SamplingParams()
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 9e-6])

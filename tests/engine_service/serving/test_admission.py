@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.wire.kv_layout import KVLayout
-from millrace.executor.wire.messages import ModelFacts
+from millrace.executor.wire.messages import LogitsSettings, ModelFacts, ThinkingLimit
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 
 TINY = Path(__file__).resolve().parents[3] / "examples" / "tiny_model"
@@ -70,3 +73,97 @@ def test_an_eos_token_outside_the_vocabulary_is_ignored() -> None:
     admission = Admission(FACTS, None, [2, 512, -1])
     (generation,) = admission.admit([1], SamplingParams(min_tokens=3), drawn_seed=0)
     assert generation.sequence.sampling.end_token_ids == [2]
+
+
+# --- what changes the logits ---------------------------------------------------------------------------------------
+
+
+def settings_of(admission: Admission, **fields: Any) -> LogitsSettings | None:
+    (generation,) = admission.admit([1], SamplingParams(**fields), drawn_seed=0)
+    return generation.sequence.sampling.processors
+
+
+@pytest.fixture
+def thinking(tmp_path: Path) -> Admission:
+    """With a tokenizer that has `<think>` as 512 and `</think>` as 513."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(tmp_path)
+    return Admission(msgspec.structs.replace(FACTS, vocab_size=514), Tokenizer(tmp_path), [])
+
+
+def test_a_request_that_changes_no_logits_has_no_settings(admission: Admission) -> None:
+    assert settings_of(admission, min_tokens=2, repetition_penalty=1, frequency_penalty=0, logit_bias={}) is None
+
+
+def test_the_settings_have_token_ids(admission: Admission) -> None:
+    settings = settings_of(admission, presence_penalty=1, logit_bias={"5": 2}, allowed_token_ids=[5, 6, 5])
+    assert settings == LogitsSettings(presence_penalty=1.0, logit_bias={5: 2.0}, allowed_token_ids=[5, 6])
+
+
+def test_a_bad_word_is_excluded_at_the_beginning_of_a_text_and_within_it(admission: Admission) -> None:
+    tokenizer = Tokenizer(TINY)
+    settings = settings_of(admission, bad_words=["the", " fox"])
+    assert settings is not None
+    plain, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in ("the", " the"))
+    assert settings.bad_words[0] == plain
+    assert (spaced in settings.bad_words) == (spaced[0] != plain[0] and len(spaced) == len(plain))
+    assert tokenizer.encode("fox", add_special_tokens=False) in settings.bad_words
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {512: 1}}, r"^logit_bias: token id 512 is outside the vocabulary of 512"),
+        ({"allowed_token_ids": [1, 10**6]}, r"^allowed_token_ids: token id 1000000 is outside the vocabulary"),
+        ({"thinking_token_budget": 5}, r"^thinking_token_budget: .*model has no tokens that mark thinking"),
+        ({"min_tokens": 1, "stop_token_ids": [7], "allowed_token_ids": [7]}, r"^allowed_token_ids: leaves no token"),
+        ({"bad_words": ["a"], "allowed_token_ids": ["a"]}, r"^allowed_token_ids: leaves no token"),
+    ],
+)
+def test_what_the_model_can_not_do_is_refused_by_name(
+    admission: Admission, fields: dict[str, Any], message: str
+) -> None:
+    if fields.get("allowed_token_ids") == ["a"]:
+        fields = fields | {"allowed_token_ids": Tokenizer(TINY).encode("a", add_special_tokens=False)}
+    with pytest.raises(InvalidRequest, match=message):
+        settings_of(admission, **fields)
+
+
+def test_bad_words_need_a_tokenizer() -> None:
+    with pytest.raises(InvalidRequest, match=r"^bad_words: the engine's model has no tokenizer; use logit_bias"):
+        settings_of(Admission(FACTS, None, []), bad_words=["a"])
+
+
+def test_a_thinking_budget_has_the_markers_of_the_tokenizer(thinking: Admission) -> None:
+    assert settings_of(thinking, thinking_token_budget=5) == LogitsSettings(thinking=ThinkingLimit(5, 512, 513))
+
+
+# --- prompts that are cut off ---------------------------------------------------------------------------------------
+
+
+def test_the_last_tokens_of_a_prompt_are_kept_and_the_special_tokens_before_it(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    begin = tokenizer.all_special_tokens[0]
+    special_tokens = [(begin, tokenizer.convert_tokens_to_ids(begin))]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(f"{begin} $A", special_tokens=special_tokens)
+    tokenizer.save_pretrained(tmp_path)
+    admission, request = Admission(FACTS, Tokenizer(tmp_path), []), GenerationRequest(prompt="one two three")
+    whole = admission.prompt_token_ids(request)
+    assert whole[0] == special_tokens[0][1]
+    assert admission.prompt_token_ids(request, 4) == [whole[0], *whole[-3:]]
+    assert admission.prompt_token_ids(request, 100) == admission.prompt_token_ids(request, -1) == whole
+    assert admission.prompt_token_ids(request, 1) == [whole[0]]
+
+
+def test_the_last_tokens_of_ids_and_of_a_chat_are_kept(admission: Admission) -> None:
+    assert admission.prompt_token_ids(GenerationRequest(prompt_token_ids=[4, 5, 6]), 2) == [5, 6]
+    long_one = GenerationRequest(prompt_token_ids=[5] * 5000)
+    assert len(admission.prompt_token_ids(long_one, -1)) == 999
+    chat = GenerationRequest(messages=[{"role": "user", "content": "Hello"}])
+    assert admission.prompt_token_ids(chat, 3) == admission.prompt_token_ids(chat)[-3:]
+
+
+def test_a_truncation_to_more_than_the_context_is_refused(admission: Admission) -> None:
+    with pytest.raises(InvalidRequest, match=r"^truncate_prompt_tokens: is 1000, but the context holds 999 prompt"):
+        admission.prompt_token_ids(GenerationRequest(prompt="a"), 1000)
