@@ -48,6 +48,16 @@ class SubmitOptions(TypedDict, total=False):
     ignore_eos: bool
     detokenize: bool
     skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    include_stop_str_in_output: bool
+    truncate_prompt_tokens: int | None
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[Any, float] | None
+    allowed_token_ids: list[int] | None
+    bad_words: list[str] | None
+    thinking_token_budget: int | None
     n: int
     logprobs: int | None
     prompt_logprobs: int | None

@@ -87,8 +87,8 @@ class Admission:
         `drawn_seed` is used if the request has no seed. `outputs` and `logprobs` (the tokens of each candidate, and their
         JSON) and `crash_count` come from an earlier attempt.
         Only generations with the same `cache_salt` share cached blocks. `priority` is that of a job: lower numbers first.
-        Raises `InvalidRequest` for what this model or its tokenizer cannot do, such as an id outside the vocabulary, and if too
-        many log-probabilities are wanted.
+        Raises `InvalidRequest` for what this model or its tokenizer cannot do, such as an id outside the vocabulary, and if
+        too many log-probabilities are wanted.
         """
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
