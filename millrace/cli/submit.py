@@ -154,8 +154,10 @@ def run(args: argparse.Namespace) -> int:
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the request that the command line sets."""
-    options = [_field(option) for option, *_ in (*_SAMPLING, *_LISTS, *_FLAGS, *_CHAT, *_QUEUE)]
-    values = {name: getattr(args, name) for name in ("model", *options, "continue_final_message")}
+    options = [option for option, *_ in (*_SAMPLING, *_LISTS, *_CHAT, *_QUEUE)]
+    options += [option for option, _ in _FLAGS]
+    names = ("model", *map(_field, options), "continue_final_message")
+    values = {name: getattr(args, name) for name in names}
     values["add_generation_prompt"] = False if args.continue_final_message else None
     return {name: value for name, value in values.items() if value is not None}
 

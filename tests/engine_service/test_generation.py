@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -68,7 +69,7 @@ def test_the_text_of_a_stop_token_is_kept_where_that_was_requested(include_stop:
 def spaced(tmp_path: Path) -> Tokenizer:
     """A tokenizer that puts a space between all tokens: a, b, and the special ones <x> and <y>."""
     backend = Backend(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend)
+    wrapped: Any = PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
     wrapped.add_special_tokens({"additional_special_tokens": ["<x>", "<y>"]})
     wrapped.save_pretrained(tmp_path)
     return Tokenizer(tmp_path)

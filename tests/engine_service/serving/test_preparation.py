@@ -158,9 +158,9 @@ class Gate:
         self.num_held = 0
         admission.prompt_token_ids = self.hold  # type: ignore[method-assign]
 
-    def hold(self, request: GenerationRequest, *, is_quick: bool = False) -> list[int]:
+    def hold(self, request: GenerationRequest, truncate_to: int | None = None, *, is_quick: bool = False) -> list[int]:
         if len(request.prompt_token_ids or []) < LARGE_BODY_BYTES:
-            return self._prompt_token_ids(request, is_quick=is_quick)
+            return self._prompt_token_ids(request, truncate_to, is_quick=is_quick)
         self.num_held += 1
         assert self._is_open.wait(60)
         return [1, 2, 3]
