@@ -26,7 +26,17 @@ NOTE = "`make docs` writes this page.\n"
 GROUPS = {
     "Clients": ("Client", "AsyncClient"),
     "Requests": ("GenerationRequest", "SamplingParams"),
-    "Results": ("Job", "CompletionOutput", "Usage", "JobError", "StreamEvent", "Position", "BatchStatus", "QueueStats"),
+    "Results": (
+        "Job",
+        "CompletionOutput",
+        "ToolCall",
+        "Usage",
+        "JobError",
+        "StreamEvent",
+        "Position",
+        "BatchStatus",
+        "QueueStats",
+    ),
     "Without a queue": ("LLM", "RequestOutput"),
 }
 """The public names by heading. All others are errors."""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from millrace.engine_service.chat.output_format import REASONING_PARSERS, TOOL_CALL_PARSERS
 from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.errors import ConfigurationError
 from millrace.executor.launch.select import NAMES as EXECUTORS
@@ -45,6 +46,8 @@ _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "executor": EXECUTORS,
     "kv_cache_dtype": ("auto", "float32", "bfloat16"),
+    "tool_call_parser": TOOL_CALL_PARSERS,
+    "reasoning_parser": REASONING_PARSERS,
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
     "log_format": LOG_FORMATS,
 }
@@ -81,6 +84,8 @@ _HELP = {
     "kv_cache_dtype": (None, "number format of the KV pool; auto takes that of the activations"),
     "swap_space_gib": ("GIB", "host memory of each rank for KV blocks that do not fit on its GPU; 0 for none"),
     "gpu_memory_utilization": ("SHARE", "share of a GPU's memory that the engine may use, above 0 and up to 1"),
+    "tool_call_parser": (None, "how tool calls are read from the outputs of chats; auto chooses by the chat template"),
+    "reasoning_parser": (None, "how reasoning is kept apart from content in them; auto chooses by the chat template"),
     "drain_grace": ("SECONDS", "time that running jobs get to finish after SIGTERM"),
     "inter_token_latency": (
         "SECONDS",
@@ -177,6 +182,8 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     served_model_name: str | None = None
     queue: str = "default"
     redis: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     drain_grace: float = 25.0
     heartbeat: float = 10.0
     device_locks: str = "/tmp/millrace-devices"

@@ -110,6 +110,18 @@ class Generation:
             return self._detokenizer.text[:end]
         return self._whole_text()
 
+    def final_text_with(self, special_token_ids: frozenset[int]) -> str:
+        """Return the text of the finished generation with these special tokens, also where the text leaves them out."""
+        text, output = self.final_text(), self.token_ids
+        if not self._rules.skip_special_tokens or special_token_ids.isdisjoint(output):
+            return text
+        assert self._tokenizer is not None
+        hidden = self._tokenizer.special_token_ids - special_token_ids
+        shown = [each for each in (output[:-1] if self._leaves_out_last() else output) if each not in hidden]
+        whole = self._tokenizer.decode_output(self.sequence.prompt_token_ids, shown, skip_special_tokens=False)
+        cut = "" if self._detokenizer is None else self._detokenizer.flush()[len(text) :]
+        return whole[: len(whole) - len(cut)] if whole.endswith(cut) else text
+
     # --- log-probabilities ---
 
     def logprobs_between(self, start: int, end: int) -> list[bytes]:

@@ -14,6 +14,8 @@ from typing import NoReturn
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from millrace.engine_service.build import build_engine
+from millrace.engine_service.chat.output_format import output_format
+from millrace.engine_service.chat.outputs import ChatOutputs
 from millrace.engine_service.chat.renderer import ProcessRenderer
 from millrace.engine_service.config import ServeConfig, parse
 from millrace.engine_service.engine import Engine
@@ -135,8 +137,17 @@ class _Process:
         with timed(logger, "workers"):
             facts = self._engine.start()
         die_with_rank_0()
-        limit = self._config.max_logprobs
-        return Admission(facts, tokenizer, eos_token_ids(self._path), limit, renderer=self._renderer)
+        config, template = self._config, tokenizer.chat_template
+        form = output_format(template, config.tool_call_parser, config.reasoning_parser)
+        logger.info("chats: tool calls are read as %s, reasoning as %s", form.tool_calls, form.reasoning)
+        return Admission(
+            facts,
+            tokenizer,
+            eos_token_ids(self._path),
+            config.max_logprobs,
+            renderer=self._renderer,
+            chat_outputs=ChatOutputs(form, tokenizer),
+        )
 
     def _choose_devices(self) -> None:
         config = self._config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +52,12 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._texts: dict[int, str] = {}
         """What each token adds after a letter."""
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those texts that are special tokens."""
+        return self.special_token_ids.intersection(
+            token_id for text in texts if (token_id := self._backend.token_to_id(text)) is not None
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None) -> list[int]:
         """Return the ids of a text, by default with the special tokens that the tokenizer adds to a plain prompt.

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         QueueStats,
         RejectedEntry,
         StreamEvent,
+        ToolCall,
         Usage,
     )
 
@@ -85,6 +86,7 @@ __all__ = [
     "SamplingParams",
     "ServerUnsuitable",
     "StreamEvent",
+    "ToolCall",
     "Usage",
     "WaitTimeout",
     "__version__",

@@ -14,25 +14,28 @@ from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
 from millrace.results.errors import one_line
-from millrace.results.messages import Job, JobError
+from millrace.results.messages import CompletionOutput, Job, JobError
 
 Url = Literal["/v1/completions", "/v1/chat/completions"]
 URLS: tuple[Url, Url] = ("/v1/completions", "/v1/chat/completions")
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
 _REQUEST_NAMES = frozenset({"priority", "cache_salt"})
+_CHAT_NAMES = frozenset(
+    {
+        *("tools", "tool_choice", "parallel_tool_calls"),
+        *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    }
+)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (False,),
-    "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (True, False),
     "stream": (False,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_logprobs": (0,),
 }
 """Fields without an equal here, and the values with which they change nothing. null changes nothing in any field."""
@@ -97,7 +100,7 @@ def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
             continue
         if name in _SAMPLING_NAMES:
             sampling[name] = value
-        elif name in _REQUEST_NAMES:
+        elif name in _REQUEST_NAMES or (is_chat and name in _CHAT_NAMES):
             fields[name] = value
         elif name in _NEUTRAL:
             raise InvalidRequest(name, f"is not supported with the value {shown(value)}; leave it out")
@@ -167,7 +170,9 @@ def _result(call: Call, job: Job) -> dict[str, Any]:
     for output in job.outputs:
         choice: dict[str, Any] = {"index": output.index, "logprobs": None, "finish_reason": output.finish_reason}
         if is_chat:
-            choice["message"] = {"role": "assistant", "content": output.text, "refusal": None}
+            choice["message"] = _message(output)
+            if output.tool_calls and output.finish_reason == "stop":
+                choice["finish_reason"] = "tool_calls"
         else:
             choice["text"] = output.text
         choices.append(choice)
@@ -186,3 +191,12 @@ def _result(call: Call, job: Job) -> dict[str, Any]:
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
     }
+
+
+def _message(output: CompletionOutput) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": output.content, "refusal": None}
+    if output.reasoning is not None:
+        message["reasoning_content"] = output.reasoning
+    if output.tool_calls:
+        message["tool_calls"] = msgspec.to_builtins(output.tool_calls)
+    return message

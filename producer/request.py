@@ -98,6 +98,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         for name in ("tools", "chat_template_kwargs"):
             if not getattr(self, name):
                 msgspec.structs.force_setattr(self, name, None)  # an empty one means the same
+        if self.tools is None:  # without tools these mean nothing
+            msgspec.structs.force_setattr(self, "tool_choice", "auto")
+            msgspec.structs.force_setattr(self, "parallel_tool_calls", True)
 
     def _check_continuation(self, last_message: dict[str, Any]) -> None:
         name = "continue_final_message"

@@ -146,7 +146,8 @@ def write(keys: QueueKeys, item: Write) -> Command:
             events: list[Argument] = []
             for event in item.events:
                 events += (_suffix(event.index), *_event_arguments(event))
-            end = (item.state, reasons, *usage, error, "1" if item.is_retryable else "")
+            chat = _encode_json(item.chat) if item.chat else b""
+            end = (item.state, reasons, *usage, error, "1" if item.is_retryable else "", chat)
             return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *events)
         case Release():
             outputs = [value for one in item.outputs for value in _output_arguments(one)]

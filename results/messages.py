@@ -54,6 +54,30 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Of the prompt tokens, those whose keys and values the engine's prefix cache had."""
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """The function that a model calls."""
+
+    name: str
+    arguments: str
+    """A JSON object. The model has written it: it may not fit the function."""
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """A call of a tool in the output of a chat, in OpenAI's form."""
+
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
+class ChatOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the text of a chat consists of."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+
+
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """A new job: its body, and what the queue has to know about it."""
 
@@ -187,6 +211,8 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """Of each candidate, where there are several."""
     error: JobError | None = None
     is_retryable: bool = False
+    chat: list[ChatOutput | None] = []
+    """Of each candidate; None, or an empty list: the text is the content."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,6 +324,11 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     """One for each of `token_ids`; None where they are not wanted."""
     cumulative_logprob: float | None = None
     """The log-probability of all tokens together."""
+    content: str | None = None
+    """The text without reasoning and tool calls; None where nothing is left, and in `LLM`."""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+    """Of a chat with `tools`."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -332,6 +363,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Output tokens so far, of all candidates. A running job's grow every second, or every 64 tokens."""
     prompt: str = ""
     """How the prompt begins; only of `get` and `list_jobs`."""
+    content: str | None = None
+    """The text without reasoning and tool calls; None where nothing is left. Of candidate 0, as are the next two."""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+    """What the model calls, of a chat with `tools`."""
 
     @property
     def is_done(self) -> bool:

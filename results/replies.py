@@ -16,6 +16,7 @@ from millrace.results.messages import (
     PROTOCOL,
     TERMINAL_STATES,
     BatchStatus,
+    ChatOutput,
     Checkpoint,
     Claim,
     ClaimedJob,
@@ -40,6 +41,7 @@ from millrace.results.messages import (
 from millrace.results.tokens import unpack_tokens
 
 _decode_error = msgspec.json.Decoder(JobError).decode
+_decode_chat = msgspec.json.Decoder(list[ChatOutput | None]).decode
 _decode_meta = msgspec.json.Decoder(dict[str, Any]).decode
 _decode_token_ids = msgspec.json.Decoder(list[int]).decode
 
@@ -268,10 +270,9 @@ def _job(job_id: str, reply: list[Any]) -> Job:
     reason, error = terminal.get(b"reason"), terminal.get(b"error")
     finish_reason = reason.decode() if reason else None
     reasons = terminal[b"reasons"].decode().split() if b"reasons" in terminal else [finish_reason] * len(texts)
+    chat = _decode_chat(terminal[b"chat"]) if b"chat" in terminal else [None] * len(texts)
     outputs = [
-        CompletionOutput(
-            index=index, text="".join(texts[index]), token_ids=token_ids[index], finish_reason=reasons[index]
-        )
+        _output(index, "".join(texts[index]), token_ids[index], reasons[index], chat[index])
         for index in range(len(texts))
     ]
     return Job(
@@ -281,6 +282,9 @@ def _job(job_id: str, reply: list[Any]) -> Job:
         token_ids=outputs[0].token_ids,
         outputs=outputs,
         finish_reason=finish_reason,
+        content=outputs[0].content,
+        reasoning=outputs[0].reasoning,
+        tool_calls=outputs[0].tool_calls,
         usage=_usage(terminal),
         error=_decode_error(error) if error else None,
         timings=Timings(
@@ -300,6 +304,21 @@ def _job(job_id: str, reply: list[Any]) -> Job:
         engine=text(engine) or None,
         tenant=text(tenant) or "default",
         num_tokens=max(num_tokens, sum(map(len, token_ids.values()))),
+    )
+
+
+def _output(
+    index: int, text: str, token_ids: list[int], finish_reason: str | None, chat: ChatOutput | None
+) -> CompletionOutput:
+    parts = chat or ChatOutput(content=text)
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        content=parts.content,
+        reasoning=parts.reasoning,
+        tool_calls=parts.tool_calls,
     )
 
 

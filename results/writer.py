@@ -164,7 +164,7 @@ def _size(write: Write) -> int:
             for output in write.outputs:
                 num_bytes += 8 * len(output.token_ids) + _event_size(output.event)
         case Finish():
-            num_bytes += sum(map(_event_size, write.events))
+            num_bytes += sum(map(_event_size, write.events)) * (2 if write.chat else 1)
     return num_bytes
 
 

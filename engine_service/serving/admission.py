@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
+from millrace.engine_service.chat.outputs import ChatOutputs, ChatReader
 from millrace.engine_service.chat.renderer import LIMIT_S, QUICK_S, Renderer, SlowTemplate
 from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError
 from millrace.engine_service.core.sequence import Sequence, StopRules
@@ -34,10 +35,13 @@ class Admission:
         max_logprobs: int = 20,
         *,
         renderer: Renderer | None = None,
+        chat_outputs: ChatOutputs | None = None,
     ) -> None:
-        """`renderer`: for the chats; None: one of this process, without limits."""
+        """`renderer`: for the prompts of chats; None: one of this process, without limits. `chat_outputs`: for the outputs;
+        None: they are plain text."""
         self._facts = facts
         self._tokenizer = tokenizer
+        self._chat_outputs = chat_outputs
         self._renderer = renderer or (Renderer(tokenizer.chat_template) if tokenizer else None)
         # Others cannot be sampled, and the worker cannot mask them for `min_tokens`. Some configurations name such.
         self._eos_token_ids = frozenset(each for each in eos_token_ids if 0 <= each < facts.vocab_size)
@@ -68,6 +72,10 @@ class Admission:
         self._check_fits("prompt_token_ids", len(token_ids))
         self._check_vocabulary("prompt_token_ids", token_ids)
         return token_ids
+
+    def chat_reader(self, request: GenerationRequest, prompt_token_ids: list[int]) -> ChatReader | None:
+        """Return what reads the outputs of a chat; None for plain text."""
+        return None if self._chat_outputs is None else self._chat_outputs.reader(request, prompt_token_ids)
 
     def admit(
         self,

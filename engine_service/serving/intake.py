@@ -219,8 +219,10 @@ class Intake:
         if n != num_candidates:
             rule = "submit it with the same n in the request and in the options"
             raise InvalidRequest("n", f"is {n} in the request, but the job's record has {num_candidates}; {rule}")
+        num_kept = request.sampling.truncate_prompt_tokens
+        prompt_token_ids = self._admission.prompt_token_ids(request, num_kept, is_quick=is_quick)
         generations = self._admission.admit(
-            self._admission.prompt_token_ids(request, request.sampling.truncate_prompt_tokens, is_quick=is_quick),
+            prompt_token_ids,
             request.sampling,
             drawn_seed=claimed.seed,
             outputs=[checkpoint.token_ids for checkpoint in claimed.checkpoints],
@@ -230,7 +232,8 @@ class Intake:
             priority=claimed.priority,
         )
         delayed_s = claimed.created_ms / 1000 + (request.delay_s or 0.0)
-        return ServedJob(claimed, generations, max(delayed_s, request.run_at or 0.0))
+        chat = self._admission.chat_reader(request, prompt_token_ids)
+        return ServedJob(claimed, generations, max(delayed_s, request.run_at or 0.0), chat)
 
     # --- signals ---
 

@@ -6,10 +6,11 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from millrace.engine_service.chat.outputs import ChatReader
 from millrace.engine_service.core.crash_policy import ALONE_AFTER_CRASHES
 from millrace.engine_service.generation import Generation
 from millrace.producer.prompt_digest import prompt_digest
-from millrace.results.messages import Checkpoint, ClaimedJob, JobError, JobId, Lease
+from millrace.results.messages import ChatOutput, Checkpoint, ClaimedJob, JobError, JobId, Lease
 
 
 class Candidate:
@@ -33,6 +34,7 @@ class ServedJob:
     __slots__ = (
         "awaits_first_token",
         "candidates",
+        "chat",
         "cost",
         "due_s",
         "is_alone",
@@ -43,12 +45,19 @@ class ServedJob:
         "saved_at_s",
     )
 
-    def __init__(self, claimed: ClaimedJob, generations: list[Generation], due_s: float | None = None) -> None:
+    def __init__(
+        self,
+        claimed: ClaimedJob,
+        generations: list[Generation],
+        due_s: float | None = None,
+        chat: ChatReader | None = None,
+    ) -> None:
         """`generations`: one for each candidate of the record. `due_s`: since when it could run, in seconds since the epoch
-        by the clock of Redis; None: since its submission."""
+        by the clock of Redis; None: since its submission. `chat` reads the outputs; None: they are plain text."""
         self.job_id = claimed.job_id
         self.lease = claimed.lease
         self.cost = claimed.cost
+        self.chat = chat
         self.prompt_digest = prompt_digest(claimed.body)
         self.is_alone = is_alone(claimed)
         checkpoints = claimed.checkpoints
@@ -86,6 +95,13 @@ class ServedJob:
     @property
     def generations(self) -> list[Generation]:
         return [candidate.generation for candidate in self.candidates]
+
+    def chat_outputs(self) -> list[ChatOutput | None]:
+        """Return what the outputs of a chat consist of; empty where all of them are plain text."""
+        if self.chat is None:
+            return []
+        outputs = [self.chat.read(self.job_id, index, each) for index, each in enumerate(self.generations)]
+        return outputs if any(outputs) else []
 
     @property
     def has_ended(self) -> bool:

@@ -144,6 +144,7 @@ class Output:
                 usage=usage,
                 events=[event for one in job.candidates if (event := self._last_event(one))],
                 finish_reasons=reasons if len(reasons) > 1 else [],
+                chat=job.chat_outputs(),
                 error=error,
             )
         )

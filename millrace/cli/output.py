@@ -32,7 +32,8 @@ def print_id(job_id: str, *, as_json: bool) -> None:
 
 
 def print_job(job: Job, **more: Any) -> None:
-    """Print a job as JSON, with `more` fields. `outputs` is left out where it would repeat the only text."""
+    """Print a job as JSON, with `more` fields. `outputs` and `content` are left out where they would repeat the
+    text."""
     print_json({**job_fields(job), **more})
 
 
@@ -42,6 +43,8 @@ def job_fields(job: Job) -> dict[str, Any]:
     fields = msgspec.structs.asdict(job)
     if len(job.outputs) == 1:
         del fields["outputs"]
+    if job.content == job.text:
+        del fields["content"]
     return fields
 
 

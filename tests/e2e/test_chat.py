@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from millrace import Client
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionMessageFunctionToolCall
+
+from millrace import Client, Job
 from tests.e2e.conftest import StartEngine
-from tests.e2e.engines import LIMIT_S
+from tests.e2e.echo_worker import TEMPLATE
+from tests.e2e.engines import LIMIT_S, ROOT, EngineProcess
 from tests.engine_service.chat.models import TINY, model_with_template
 
 LOOPS = (
@@ -45,3 +55,180 @@ def test_a_template_that_loops_or_raises_fails_its_chat_and_disturbs_no_other_jo
     assert client.wait(client.submit(messages=chat, max_tokens=16, temperature=0.0), LIMIT_S).text.strip() == (
         "20 + 22 = 42"
     )
+
+
+CALL = '{"name": "add", "arguments": {"a": 3, "b": 4}}'
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture
+def start_echo(redis_url: str, queue_name: str, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """Return a function that starts an engine whose model repeats the last user message. Its template has these marks, and
+    its tokenizer these special tokens."""
+    with ExitStack() as stack:
+
+        def start(marks: str, special_tokens: tuple[str, ...] = (), *options: str) -> None:
+            model = model_with_template(tmp_path / "model", f"{{# {marks} #}}{TEMPLATE}", special_tokens)
+            log, module = tmp_path / "engine.log", "tests.e2e.echo_worker"
+            engine = EngineProcess(log, redis_url, queue_name, *options, model=model, module=module)
+            stack.enter_context(engine).wait_until_serving()
+
+        yield start
+
+
+def chat_of(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def call_of(job: Job) -> tuple[str, dict[str, int]]:
+    (call,) = job.tool_calls
+    return call.function.name, json.loads(call.function.arguments)
+
+
+ADD = ("add", {"a": 3, "b": 4})
+
+
+def test_reasoning_content_and_calls_are_split_and_text_and_stream_stay_raw(
+    client: Client, start_echo: Callable[..., None]
+) -> None:
+    start_echo("<tool_call> </think>")
+    text = f"<think>\nThree and four.\n</think>\n\nI add.<tool_call>{CALL}</tool_call>"
+    options: dict[str, Any] = {"messages": chat_of(text), "max_tokens": None, "tools": TOOLS}
+    job_id = client.submit(**options, stream=True)
+    assert "".join(event.text for event in client.stream(job_id)) == text
+    job = client.get(job_id)
+    assert (job.text, job.content, job.reasoning) == (text, "I add.", "Three and four.")
+    assert (call_of(job), job.finish_reason) == (ADD, "stop")
+    assert job.tool_calls[0].id.startswith("call_")
+    assert (job.outputs[0].content, job.outputs[0].tool_calls) == (job.content, job.tool_calls)
+
+    both = f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>"
+    other = [
+        client.wait(client.submit(**{**options, **fields}), LIMIT_S)
+        for fields in (
+            {"tool_choice": "none"},
+            {"tools": None},
+            {"messages": chat_of("I add.")},
+            {"messages": chat_of("Hm</think>Seven"), "chat_template_kwargs": {"opens_reasoning": True}},
+            {"max_tokens": 60},
+            {"messages": chat_of(both), "n": 2},
+            {"messages": chat_of(both), "parallel_tool_calls": False},
+            {"stop": ["</tool_call>"]},
+        )
+    ]
+    rest = text.partition("</think>\n\n")[2]
+    assert [(job.content, job.reasoning, len(job.tool_calls)) for job in other] == [
+        (rest, "Three and four.", 0),
+        (rest, "Three and four.", 0),
+        ("I add.", None, 0),
+        ("Seven", "Hm", 0),
+        (other[4].text.partition("</think>\n\n")[2], "Three and four.", 0),
+        (None, None, 2),
+        (None, None, 1),
+        ("I add.", "Three and four.", 1),
+    ]
+    ids = [call.id for output in other[5].outputs for call in output.tool_calls]
+    assert len(set(ids)) == 4
+
+
+@pytest.mark.parametrize(
+    ("marks", "text", "parser"),
+    [
+        ("[TOOL_CALLS]", f"Well.[TOOL_CALLS][{CALL}]", "auto"),
+        ("<|python_tag|>", f"Well.<|python_tag|>{CALL}", "auto"),
+        ("<tool_call> </tool_call>", f"Well.<tool_call>{CALL}</tool_call>", "hermes"),
+    ],
+)
+def test_marks_that_are_special_tokens_are_read_though_the_text_leaves_them_out(
+    marks: str, text: str, parser: str, client: Client, start_echo: Callable[..., None]
+) -> None:
+    special = tuple(marks.split())
+    start_echo(marks, special, "--tool-call-parser", parser)
+    options: dict[str, Any] = {"messages": chat_of(text), "max_tokens": None, "tools": TOOLS}
+    raw = text
+    for mark in special:
+        raw = raw.replace(mark, "")
+    for fields in ({}, {"stop": ["never"]}, {"n": 2}, {"stream": True}):
+        job = client.wait(client.submit(**options, **fields), LIMIT_S)
+        assert (job.text, job.content, call_of(job)) == (raw, "Well.", ADD)
+    shown = client.wait(client.submit(**options, skip_special_tokens=False), LIMIT_S)
+    assert (shown.content, call_of(shown)) == ("Well.", ADD)
+    assert shown.text.startswith(text)
+    (broken, mark) = f"Well.{special[0]}{{broken", special[0]
+    job = client.wait(client.submit(**{**options, "messages": chat_of(broken)}), LIMIT_S)
+    assert (job.content, job.text, job.tool_calls) == (broken.replace(mark, ""), broken.replace(mark, ""), [])
+
+
+def test_parsers_can_be_turned_off(client: Client, start_echo: Callable[..., None]) -> None:
+    start_echo("<tool_call> </think>", (), "--tool-call-parser", "none", "--reasoning-parser", "none")
+    text = f"<think>\nHm.\n</think>\n\n<tool_call>{CALL}</tool_call>"
+    job = client.wait(client.submit(messages=chat_of(text), max_tokens=None, tools=TOOLS), LIMIT_S)
+    assert (job.text, job.content, job.reasoning, job.tool_calls) == (text, text, None, [])
+
+
+def test_the_example_calls_functions_until_the_model_answers(
+    client: Client, start_echo: Callable[..., None], redis_url: str, queue_name: str
+) -> None:
+    start_echo("<tool_call>")
+    example = [sys.executable, str(ROOT / "examples" / "tools.py"), "--redis", redis_url, "--queue", queue_name]
+    for call, result in ((CALL, "7"), ('{"name": "sub"}', '{"error": "KeyError: \'sub\'"}')):
+        question = f"<tool_call>{call}</tool_call>"
+        ran = subprocess.run([*example, question], capture_output=True, text=True, timeout=LIMIT_S)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        assert ran.stdout.splitlines()[-1] == result
+    assert client.stats().finished == 4
+
+
+def test_a_file_of_chats_is_answered_in_the_form_that_openais_own_types_read(
+    start_echo: Callable[..., None], redis_url: str, queue_name: str, tmp_path: Path
+) -> None:
+    start_echo("<tool_call> </think>", (), "--served-model-name", "tiny")
+    call = f"<tool_call>{CALL}</tool_call>"
+    bodies: dict[str, dict[str, Any]] = {
+        "call": {"messages": chat_of(f"<think>Hm.</think>{call}"), "tools": TOOLS, "tool_choice": "auto", "n": 2},
+        "first": {"messages": chat_of(call + call), "tools": TOOLS, "parallel_tool_calls": False},
+        "none": {"messages": chat_of(call), "tools": TOOLS, "tool_choice": "none"},
+        "cut": {"messages": chat_of(call), "tools": TOOLS, "max_tokens": 5},
+        "opened": {"messages": chat_of("Hm</think>7"), "chat_template_kwargs": {"opens_reasoning": True}},
+        "required": {"messages": chat_of("7"), "tools": TOOLS, "tool_choice": "required"},
+    }
+    line = {"method": "POST", "url": "/v1/chat/completions"}
+    (tmp_path / "in.jsonl").write_text(
+        "".join(
+            json.dumps({"custom_id": name, **line, "body": {"model": "tiny", **body}}) + "\n"
+            for name, body in bodies.items()
+        )
+    )
+    files = ("-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl"))
+    where = ("--redis", redis_url, "--queue", queue_name)
+    ran = subprocess.run(
+        [sys.executable, "-m", "millrace", "run-batch", *where, *files], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert ran.returncode == 1, ran.stderr
+    output = (tmp_path / "out.jsonl").read_text()
+    answers = {(one := json.loads(each))["custom_id"]: one["response"] for each in output.splitlines()}
+    assert answers["required"]["status_code"] == 400
+    assert answers.pop("required")["body"]["error"]["param"] == "tool_choice"
+    found = {name: ChatCompletion.model_validate(answer["body"], strict=True) for name, answer in answers.items()}
+    summary = {
+        name: [
+            (choice.finish_reason, choice.message.content, len(choice.message.tool_calls or []))
+            for choice in one.choices
+        ]
+        for name, one in found.items()
+    }
+    assert summary == {
+        "call": [("tool_calls", None, 1)] * 2,
+        "first": [("tool_calls", None, 1)],
+        "none": [("stop", call, 0)],
+        "cut": [("length", summary["cut"][0][1], 0)],
+        "opened": [("stop", "7", 0)],
+    }
+    tool_call = found["first"].choices[0].message.tool_calls
+    assert tool_call is not None
+    assert isinstance(tool_call[0], ChatCompletionMessageFunctionToolCall)
+    assert (tool_call[0].function.name, json.loads(tool_call[0].function.arguments)) == ADD
+    assert [answers[name]["body"]["choices"][0]["message"].get("reasoning_content") for name in ("call", "opened")] == [
+        "Hm.",
+        "Hm",
+    ]

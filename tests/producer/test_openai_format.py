@@ -115,7 +115,10 @@ def test_a_broken_line_is_refused(raw: bytes, field: str) -> None:
 def ended(
     state: str = "finished", error: JobError | None = None, *, num_outputs: int = 1, has_result: bool = True
 ) -> Job:
-    outputs = [CompletionOutput(index=i, text=f"t{i}", token_ids=[1], finish_reason="stop") for i in range(num_outputs)]
+    outputs = [
+        CompletionOutput(index=i, text=f"t{i}", token_ids=[1], finish_reason="stop", content=f"t{i}")
+        for i in range(num_outputs)
+    ]
     return Job(
         id="j",
         state=state,

@@ -34,9 +34,9 @@ def test_each_candidate_has_its_own_output_and_its_own_end(queue: FullQueue, eng
     assert engine.finish(claimed, *ends, reason="length", reasons=["length", "stop", "length"], usage=usage) == "ok"
     job = queue.get("a")
     assert job.outputs == [
-        CompletionOutput(index=0, text="xxx", token_ids=[1, 2, 3], finish_reason="length"),
-        CompletionOutput(index=1, text="v", token_ids=[9, 9], finish_reason="stop"),
-        CompletionOutput(index=2, text="yz", token_ids=[1, 2], finish_reason="length"),
+        CompletionOutput(index=0, text="xxx", token_ids=[1, 2, 3], finish_reason="length", content="xxx"),
+        CompletionOutput(index=1, text="v", token_ids=[9, 9], finish_reason="stop", content="v"),
+        CompletionOutput(index=2, text="yz", token_ids=[1, 2], finish_reason="length", content="yz"),
     ]
     assert (job.finish_reason, job.usage) == ("length", usage)
     assert queue.stats().generated_tokens == 7

@@ -15,7 +15,7 @@ end
 local END_FIELDS = {'published', 'trimmed', 'state', 'batch', 'deadline', 'meta', 'tenant', 'cost', 'fingerprint', 'n'}
 
 -- Ends a job that the caller has removed from ready, delayed or leases. `known` are the END_FIELDS where the caller has read
--- them, else nil; `...` are more fields of the terminal entry: prompt_tokens, completion_tokens, cached_tokens, reasons, error.
+-- them, else nil; `...` are more fields of the terminal entry: prompt_tokens, completion_tokens, cached_tokens, error, chat, reasons.
 local function end_job(id, state, reason, known, ...)
   local published, trimmed, from, batch, deadline, meta, tenant, cost, fingerprint, n =
     unpack(known or record(id, unpack(END_FIELDS)))

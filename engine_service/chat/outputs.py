@@ -1,0 +1,75 @@
+"""Read the outputs of chats: what of a job's text is reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from millrace.engine_service.chat.output_format import OutputFormat, Parts
+from millrace.engine_service.generation import Generation
+from millrace.engine_service.text import Tokenizer
+from millrace.producer import GenerationRequest
+from millrace.results.messages import ChatOutput, FunctionCall, ToolCall
+
+_NUM_TAIL_TOKENS = 16
+"""Tokens at the end of a prompt in which a template may open the reasoning."""
+
+
+class ChatOutputs:
+    """Owns the output format of one model. Safe to use from several threads."""
+
+    def __init__(self, form: OutputFormat, tokenizer: Tokenizer) -> None:
+        self._form = form
+        self._tokenizer = tokenizer
+        self._special_marks = tokenizer.special_ids_of(form.marks)
+
+    def reader(self, request: GenerationRequest, prompt_token_ids: list[int]) -> ChatReader | None:
+        """Return the reader for the outputs of a request; None where the text is all there is."""
+        has_tools = request.tools is not None and request.tool_choice != "none" and self._form.tool_calls is not None
+        if request.messages is None or not request.sampling.detokenize or not (has_tools or self._form.reasoning):
+            return None
+        if request.continue_final_message:
+            prompt = str(request.messages[-1]["content"])
+        else:
+            prompt = self._tokenizer.decode(prompt_token_ids[-_NUM_TAIL_TOKENS:], skip_special_tokens=False)
+        begins = self._form.begins_in_reasoning(prompt)
+        return ChatReader(self._form, self._special_marks, begins, has_tools, request.parallel_tool_calls)
+
+
+class ChatReader:
+    """Reads the outputs of one job."""
+
+    __slots__ = ("_begins_in_reasoning", "_form", "_has_tools", "_is_parallel", "_special_marks")
+
+    def __init__(
+        self,
+        form: OutputFormat,
+        special_marks: frozenset[int],
+        begins_in_reasoning: bool,
+        has_tools: bool,
+        is_parallel: bool,
+    ) -> None:
+        self._form = form
+        self._special_marks = special_marks
+        self._begins_in_reasoning = begins_in_reasoning
+        self._has_tools = has_tools
+        self._is_parallel = is_parallel
+
+    def read(self, job_id: str, index: int, generation: Generation) -> ChatOutput | None:
+        """Return the parts of a candidate's output; None where the whole text is content."""
+        text = generation.final_text_with(self._special_marks)
+        parts = self._form.split(text, begins_in_reasoning=self._begins_in_reasoning, has_tools=self._has_tools)
+        if parts == Parts(text, None, []):
+            return None
+        calls = [
+            ToolCall(
+                id=self._call_id(f"{job_id}:{index}:{number}"),
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for number, call in enumerate(parts.tool_calls if self._is_parallel else parts.tool_calls[:1])
+        ]
+        return ChatOutput(content=parts.content, reasoning=parts.reasoning, tool_calls=calls)
+
+    def _call_id(self, name: str) -> str:
+        """Return an id that another attempt of the job gives too. Templates of Mistral want 9 letters or digits."""
+        digits = blake2b(name.encode(), digest_size=12).hexdigest()
+        return digits[:9] if self._form.tool_calls == "mistral" else f"call_{digits}"

@@ -1,0 +1,236 @@
+"""What becomes of an output: reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from millrace.engine_service.chat.output_format import OutputFormat, Parts, ToolCall, output_format
+from millrace.engine_service.chat.template import Chat, ChatTemplate, render
+from tests.engine_service.chat.models import FAMILIES, template_of
+
+FORMATS = {family: output_format(template_of(family)) for family in FAMILIES}
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[THINK]")
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(), each, max_size=3),
+    max_leaves=5,
+)
+_text = st.text(st.characters(codec="utf-8"))
+_call = st.tuples(
+    st.from_regex(r"[A-Za-z0-9_.-]{1,20}", fullmatch=True),
+    st.dictionaries(_text | st.sampled_from(MARKS), _json, max_size=3),
+)
+_plain = st.text(st.characters(codec="utf-8", exclude_characters="<[{"), min_size=1).filter(
+    lambda text: text == text.strip()
+)
+
+
+def test_a_family_is_recognized_by_the_marks_in_its_template() -> None:
+    assert {
+        "hermes": OutputFormat("hermes", "qwen3"),
+        "llama3": OutputFormat("llama3_json", None),
+        "mistral": OutputFormat("mistral", None),
+    } == FORMATS
+    assert output_format(ChatTemplate({"default": "{{ messages }}"})) == OutputFormat(None, None)
+    assert output_format(ChatTemplate({}), "hermes", "deepseek_r1") == OutputFormat("hermes", "deepseek_r1")
+    assert output_format(template_of("hermes"), "none", "none") == OutputFormat(None, None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    family=st.sampled_from(FAMILIES),
+    calls=st.lists(_call, min_size=1, max_size=3),
+    content=st.none() | _plain,
+    reasoning=st.none() | _plain,
+)
+def test_calls_that_a_template_writes_are_read_back(
+    family: str, calls: list[tuple[str, dict[str, Any]]], content: str | None, reasoning: str | None
+) -> None:
+    if family == "llama3":
+        calls = calls[:1]
+    message = {
+        "role": "assistant",
+        "content": content if family == "hermes" else None,
+        "reasoning_content": reasoning if family == "hermes" else None,
+        "tool_calls": [
+            {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in calls
+        ],
+    }
+    user = {"role": "user", "content": "?"}
+    prompt = render(template_of(family), Chat(messages=[user]))
+    whole = render(template_of(family), Chat(messages=[user, message], add_generation_prompt=False))
+    assert whole.startswith(prompt)
+    output = whole[len(prompt) :].strip().removesuffix("<|im_end|>").removesuffix("<|eot_id|>").removesuffix("</s>")
+    parts = FORMATS[family].split(output)
+    assert [(call.name, json.loads(call.arguments)) for call in parts.tool_calls] == calls
+    assert parts.content == message["content"]
+    assert parts.reasoning == message["reasoning_content"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    format_=st.sampled_from([*FORMATS.values(), OutputFormat("mistral", "mistral"), OutputFormat("hermes", None)]),
+    pieces=st.lists(st.sampled_from([*MARKS, '{"name": "f", "arguments": {"a": 1}}', "{", "[", "]", "f", "\n", ";"])),
+    begins=st.booleans(),
+)
+def test_whatever_a_model_writes_is_no_error_and_no_text_is_lost(
+    format_: OutputFormat, pieces: list[str], begins: bool
+) -> None:
+    text = "".join(pieces)
+    parts = format_.split(text, begins_in_reasoning=begins)
+    found = (parts.content or "") + (parts.reasoning or "")
+    assert found.count("f") + len(parts.tool_calls) == text.count("f")
+    if not parts.tool_calls and not parts.reasoning and format_.reasoning is None:
+        assert parts.content == text
+    for call in parts.tool_calls:
+        assert call.name == "f"
+        assert isinstance(json.loads(call.arguments), dict)
+
+
+CALL = '{"name": "f", "arguments": {"a": 1}}'
+F = ToolCall("f", '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"<tool_call>\n{CALL}\n</tool_call>", None, [F]),
+        (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", None, [F, F]),
+        (f"I look.\n<tool_call>{CALL}</tool_call> done", "I look.\n done", [F]),
+        (f"<tool_call>{CALL}", None, [F]),
+        ('<tool_call>{"name": "f"}</tool_call>', None, [ToolCall("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": null}</tool_call>', None, [ToolCall("f", "{}")]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', None, [F]),
+        (f"<tool_call>broken</tool_call><tool_call>{CALL}</tool_call>", "<tool_call>broken</tool_call>", [F]),
+        ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>', None, [
+            ToolCall("f", '{"a": "</tool_call>"}')
+        ]),
+    ],
+)  # fmt: skip
+def test_calls_between_tags(text: str, content: str | None, calls: list[ToolCall]) -> None:
+    assert FORMATS["hermes"].split(text) == Parts(content, None, calls)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "f", "arguments": {"a": 1}',
+        '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
+        '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
+        f"<tool_call>{CALL} and more</tool_call>",
+        f"<tool_call>[{CALL}]</tool_call>",
+        "<tool_call>" + '{"a":' * 100_000,
+        "<tool_call>",
+    ],
+)
+def test_a_call_that_cannot_be_read_stays_content(text: str) -> None:
+    assert FORMATS["hermes"].split(text) == Parts(text, None, [])
+
+
+def test_half_a_surrogate_pair_in_arguments_stays_escaped() -> None:
+    (call,) = FORMATS["hermes"].split('<tool_call>{"name": "f", "arguments": {"a": "\\ud800é"}}</tool_call>').tool_calls
+    assert call.arguments == '{"a": "\\ud800\\u00e9"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('{"name": "f", "parameters": {"a": 1}}', None, [F]),
+        ('\n <|python_tag|>{"name": "f", "parameters": {"a": 1}}', None, [F]),
+        ('Wait. <|python_tag|>{"name": "f", "arguments": {"a": 1}}\n', "Wait.", [F]),
+        (f"{CALL}; {CALL}", None, [F, F]),
+        (f"{CALL}\n{CALL}", None, [F, F]),
+        ('{"name": "f"}', None, [ToolCall("f", "{}")]),
+        (f"{CALL} and more", f"{CALL} and more", []),
+        (f"So: {CALL}", f"So: {CALL}", []),
+        ('{"town": "Rome"}', '{"town": "Rome"}', []),
+        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        ("", "", []),
+    ],
+)
+def test_calls_of_llama(text: str, content: str | None, calls: list[ToolCall]) -> None:
+    assert FORMATS["llama3"].split(text) == Parts(content, None, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"[TOOL_CALLS][{CALL}]", None, [F]),
+        (f"[TOOL_CALLS] [{CALL}, {CALL}]\n", None, [F, F]),
+        (f"Wait.[TOOL_CALLS]{CALL}", "Wait.", [F]),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}', None, [F]),
+        ('[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]f[CALL_ID]x1[ARGS]{"a": 1}', None, [F, F]),
+        ('[TOOL_CALLS]f{"a": 1} more', "more", [F]),
+        ("[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+        (f"[TOOL_CALLS][{CALL}, 1]", f"[TOOL_CALLS][{CALL}, 1]", []),
+        ("[TOOL_CALLS]f", "[TOOL_CALLS]f", []),
+        ("[1, 2]", "[1, 2]", []),
+    ],
+)
+def test_calls_of_mistral(text: str, content: str | None, calls: list[ToolCall]) -> None:
+    assert FORMATS["mistral"].split(text) == Parts(content, None, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "begins", "reasoning", "content"),
+    [
+        ("<think>\nHm.\n</think>\n\nSeven.", False, "Hm.", "Seven."),
+        ("Hm.\n</think>\n\nSeven.", True, "Hm.", "Seven."),
+        ("Hm.\n</think>\n\nSeven.", False, None, "Hm.\n</think>\n\nSeven."),
+        ("<think>\n\n</think>\n\nSeven.", False, None, "Seven."),
+        ("<think>Hm", False, "Hm", None),
+        ("Hm", True, "Hm", None),
+        ("Hm", False, None, "Hm"),
+        ("Seven. <think>Hm</think>", False, None, "Seven. <think>Hm</think>"),
+        ("<think>Hm</think>", False, "Hm", None),
+    ],
+)
+def test_reasoning_is_kept_apart(text: str, begins: bool, reasoning: str | None, content: str | None) -> None:
+    assert FORMATS["hermes"].split(text, begins_in_reasoning=begins) == Parts(content, reasoning, [])
+    assert OutputFormat("hermes", None).split(text) == Parts(text, None, [])
+
+
+def test_a_call_counts_after_the_reasoning_and_not_in_it() -> None:
+    text = f"<think>I say <tool_call>{CALL}</tool_call></think><tool_call>{CALL}</tool_call>"
+    assert FORMATS["hermes"].split(text) == Parts(None, f"I say <tool_call>{CALL}</tool_call>", [F])
+
+
+def test_without_tools_a_call_is_content() -> None:
+    text = f"<tool_call>{CALL}</tool_call>"
+    assert FORMATS["hermes"].split(text, has_tools=False) == Parts(text, None, [])
+
+
+@pytest.mark.parametrize(
+    ("parser", "prompt", "begins"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", False),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", True),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("qwen3", "assistant\n<think>\nSo far", True),
+        ("deepseek_r1", "<|Assistant|>", True),
+        ("deepseek_r1", "<|Assistant|><think></think>", False),
+        ("mistral", "[INST]a[/INST]", False),
+    ],
+)
+def test_the_prompt_may_open_the_reasoning(parser: str, prompt: str, begins: bool) -> None:
+    assert OutputFormat(None, parser).begins_in_reasoning(prompt) is begins
+
+
+@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"name": "', '<tool_call>{"a":[', CALL + " "])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_long_malformed_output_is_read_in_a_moment(family: str, unit: str) -> None:
+    """The engine reads it between two steps. In quadratic time this test would take longer than it may."""
+    text = unit * (2_000_000 // len(unit))
+    for begin in ("", "[TOOL_CALLS]", "<|python_tag|>"):
+        FORMATS[family].split(begin + text)
