@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard worker/kernels/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "millrace needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	# torch first and alone: pip takes the build that fits this machine, and nothing later changes it.
+	@# torch first and alone: pip takes the build that fits this machine, and nothing later changes it.
 	$(PIP) install --quiet --constraint constraints.txt torch
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[engine,gateway,embedded,ray,dev]'
 	@touch $@

@@ -106,3 +106,63 @@ def test_programs_run(document: str, program: str, service: dict[str, str]) -> N
         [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, **service}, timeout=LIMIT_S, capture_output=True
     )
     assert ran.returncode == 0, ran.stderr.decode()
+
+
+RUN_ELSEWHERE = {
+    "make demo": "tests/millrace/cli/test_demo.py",
+    "make test": "all of them",
+    "pip install": "tests/deploy/test_wheel.py",
+    "torchrun": "tests/e2e/test_ranks.py",
+    "source_of": "tests/results/test_protocol_page.py",
+}
+"""Commands of shell blocks that other tests run."""
+SERVERS = {"millrace serve": "serves", "millrace gateway rq": "RQ queues"}
+"""Commands that run until they are stopped, and what they log when they are ready."""
+REDIS_CLI = f"""#!{sys.executable}
+import os, sys, redis
+print(redis.Redis.from_url(os.environ["MILLRACE_REDIS_URL"]).execute_command(*sys.argv[1:]))
+"""
+
+
+def shell_blocks() -> list[tuple[str, str]]:
+    """Return the shell blocks with the lines that no other test runs."""
+    found = []
+    for name, text in blocks("sh"):
+        lines = [line for line in text.splitlines() if not any(word in line for word in RUN_ELSEWHERE)]
+        if "source_of" not in text and any(shlex.split(line, comments=True) for line in lines):
+            found.append((name, "\n".join(lines)))
+    return found
+
+
+@pytest.fixture
+def shell_folder(tmp_path: Path) -> Path:
+    """A folder with the files that the documents name, and a `redis-cli` that uses the test's server."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    body = '{"model": "tiny_model", "prompt": "3 + 4 =", "max_tokens": 4}'
+    line = f'{{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {body}}}\n'
+    (tmp_path / "in.jsonl").write_text(line)
+    (tmp_path / "jobs.jsonl").write_text('{"prompt": "3 + 4 =", "max_tokens": 4}\n')
+    (tmp_path / "bin").mkdir()
+    (client := tmp_path / "bin" / "redis-cli").write_text(REDIS_CLI)
+    client.chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("document", "block"), shell_blocks(), ids=lambda value: value[:24])
+def test_shell_commands_run(document: str, block: str, service: dict[str, str], shell_folder: Path) -> None:
+    url, programs = service["MILLRACE_REDIS_URL"], f"{shell_folder}/bin{os.pathsep}{Path(sys.executable).parent}"
+    environment = {**os.environ, **service, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    block = block.replace("redis://localhost:6379/0", url).replace("DIR_OR_ID", "examples/tiny_model")
+    block = block.replace("millrace run-batch", "rm -f out.jsonl; millrace run-batch")  # one after the other
+    for server, ready in SERVERS.items():
+        if server in block:
+            command = ["bash", "-euo", "pipefail", "-c", block.replace(server, f"exec {server}")]
+            with LoggedProcess(shell_folder / "log", command, environment, shell_folder) as process:
+                process.wait_for_log(ready)
+                assert process.terminate() == 0
+            return
+    command = ["bash", "-euo", "pipefail", "-c", block]
+    ran = subprocess.run(command, cwd=shell_folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout or ran.stderr

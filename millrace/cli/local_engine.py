@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Self
 
 from millrace.cli.exits import NO_REDIS, CommandError
+from millrace.cli.output import remark
 from millrace.cli.serve import engine_command, require_engine
 
 _STOP_GRACE_S = 10.0
 _LAST_LINES = 30
+_WAITS = "device: waiting"
 
 
 class ChildProcess:
@@ -43,9 +45,11 @@ class ChildProcess:
                 start_new_session=True,  # the verb handles Ctrl-C and ends its processes in order
                 preexec_fn=functools.partial(die_with_parent, os.getpid()),  # there is one thread
             )
+        self._output = self._log.open(errors="replace")
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._output.close()
         self._process.terminate()
         try:
             self._process.wait(_STOP_GRACE_S)
@@ -54,8 +58,12 @@ class ChildProcess:
             self._process.wait()
 
     def has_ended(self) -> bool:
-        """Return whether the process has ended with success. Raises CommandError with its last output if it failed."""
+        """Return whether the process has ended with success. Raises CommandError with its last output if it failed. A line
+        about its wait for a device, which has no limit, is shown."""
         status = self._process.poll()
+        for line in self._output:
+            if _WAITS in line:
+                remark(f"the {self._name}: {line[line.index(_WAITS) :].rstrip()}")
         if status:
             lines = self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
             raise CommandError("\n".join([f"the {self._name} ended with status {status}; its last output:", *lines]))

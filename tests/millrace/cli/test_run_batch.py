@@ -17,6 +17,7 @@ import redis
 
 from millrace.cli import batch_files
 from millrace.cli.exits import INTERRUPTED, INVALID, OK, OTHER
+from millrace.executor.launch.devices import lock_free_gpus
 from millrace.results.keys import QueueKeys
 from tests.millrace.cli.command import Command, run_main, started
 from tests.millrace.cli.conftest import EngineByHand
@@ -99,6 +100,23 @@ def test_an_engine_of_its_own_answers_both_kinds_of_calls(files: Files) -> None:
     assert answers["sum"]["usage"]["completion_tokens"] <= 3
     assert answers["long"]["error"]["param"] == "prompt"
     assert not files.state.exists()
+
+
+def test_an_engine_of_its_own_that_waits_for_a_gpu_is_shown(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a0")
+    lock_free_gpus(1, tmp_path / "locks")
+    files.write([call("a")])
+    options = ("--model", str(TINY), "--", "--device-locks", str(tmp_path / "locks"))
+    with started("-P", "-m", "millrace", "run-batch", *files.arguments, *options) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "device" in line)
+        assert line.startswith(
+            "millrace: the engine: device: waiting for 1 of 1 GPUs; other engines hold the locks in "
+        )
+        process.send_signal(signal.SIGINT)
+        process.communicate()
 
 
 def test_a_model_that_is_not_there_ends_the_command_with_the_engines_reason(files: Files) -> None:
