@@ -61,9 +61,13 @@ class PrefixCache:
         """Return the number of blocks on the device that can be found."""
         return sum(map(len, self._cached))
 
-    def find(self, hashes: Sequence[bytes]) -> list[int]:
+    def find(self, hashes: Sequence[bytes], longer_than: int = 0) -> list[int]:
         """Return the table of the longest beginning of these columns of which all blocks are cached that the next token
-        attends to; the others are `NULL_BLOCK`. A block of the host tier is `IN_HOST_TIER`."""
+        attends to; the others are `NULL_BLOCK`. A block of the host tier is `IN_HOST_TIER`. A table that cannot have more
+        than `longer_than` blocks may be returned empty: then one column is looked up instead of all."""
+        needed = longer_than // self._layout.num_groups
+        if longer_than and not self._is_held_at(hashes, needed):
+            return []
         num_columns = self._num_cached_columns(hashes)
         num_tokens = num_columns * self._layout.block_size
         first = [0] * self._layout.num_groups
@@ -75,6 +79,11 @@ class PrefixCache:
             for column, block_hash in enumerate(hashes[:num_columns])
             for first_column, cached in groups
         ]
+
+    def _is_held_at(self, hashes: Sequence[bytes], column: int) -> bool:
+        """Whether the groups that see all positions have a column. If not, no table reaches behind it."""
+        held = (each for window, each in zip(self._layout.windows, self._held, strict=True) if window is None)
+        return column < len(hashes) and all(hashes[column] in each for each in held)
 
     def _num_cached_columns(self, hashes: Sequence[bytes]) -> int:
         for window, held in zip(self._layout.windows, self._held, strict=True):

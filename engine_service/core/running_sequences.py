@@ -41,12 +41,13 @@ class RunningSequences:
 
     # --- admission ---
 
-    def find_blocks(self, sequence: Sequence) -> list[int]:
-        """Return the cached blocks that the sequence begins with. At least one token is left to compute."""
+    def find_blocks(self, sequence: Sequence, longer_than: int = 0) -> list[int]:
+        """Return the cached blocks that the sequence begins with, or maybe none if they are no more than `longer_than`. At
+        least one token is left to compute."""
         if not self._is_caching or sequence.must_score_prompt:
             return []
         most = (sequence.num_tokens - 1) // self.pool.layout.block_size
-        return self.pool.cache.find(sequence.hash_blocks(self.pool.layout.block_size)[:most])
+        return self.pool.cache.find(sequence.hash_blocks(self.pool.layout.block_size)[:most], longer_than)
 
     def can_admit(self, sequence: Sequence, hit_blocks: list[int]) -> bool:
         """Whether its known tokens fit now, and one more, so that it is not preempted at once."""

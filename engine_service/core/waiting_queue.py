@@ -47,7 +47,7 @@ class WaitingQueue:
             self.num_blocks -= sequence.num_waiting_blocks
 
     def choose(
-        self, find_blocks: Callable[[Sequence], list[int]], is_in_flight: Callable[[Sequence], bool]
+        self, find_blocks: Callable[[Sequence, int], list[int]], is_in_flight: Callable[[Sequence], bool]
     ) -> tuple[Sequence, list[int]]:
         """Return the sequence to admit next, and its cached blocks. It stays in the queue.
 
@@ -56,12 +56,12 @@ class WaitingQueue:
         overtake no other.
         """
         first, *others = islice(self, _MAX_LOOKAHEAD)
-        chosen, hit_blocks = first, find_blocks(first)
+        chosen, hit_blocks = first, find_blocks(first, 0)
         if first.num_passed_over < _MAX_PASSED_OVER:
             for sequence in others:
                 if (sequence.tenant, sequence.priority) != (first.tenant, first.priority):
                     break
-                found = find_blocks(sequence)
+                found = find_blocks(sequence, len(hit_blocks))
                 if len(found) > len(hit_blocks) and not is_in_flight(sequence):
                     chosen, hit_blocks = sequence, found
         first.num_passed_over += chosen is not first

@@ -102,6 +102,17 @@ def test_a_prompt_finds_the_full_blocks_of_its_longest_known_beginning() -> None
     assert pool.cache.find(hashes_of([99, *range(1, 10)])) == []
 
 
+def test_a_search_for_more_blocks_than_some_finds_them_if_there_are_more() -> None:
+    pool = BlockPool(11, KVLayout(SIZE))
+    table = fill(pool, list(range(12)))
+    for tokens in ([*range(12), 99, 98, 97, 96], [*range(8), 99, 98, 97, 96, 95], [*range(8)]):
+        found = pool.cache.find(hashes_of(tokens))
+        assert found == table[: len(found)] != []
+        for longer_than in range(5):
+            again = pool.cache.find(hashes_of(tokens), longer_than)
+            assert again == found if len(found) > longer_than else len(again) <= longer_than
+
+
 def test_a_block_without_users_stays_cached_until_its_place_is_needed() -> None:
     pool = BlockPool(5, KVLayout(SIZE))
     table = fill(pool, list(range(8)))
