@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from typing import Literal
@@ -63,7 +64,8 @@ class RankModel:
         self._read()
         if self._device.type == "cpu":
             kernels = find_kernels()
-            if kernels is not None and self._peers is None and isinstance(self.attention, CompiledAttention):
+            is_divided_by_layers = self._topology.pp_size > 1
+            if kernels is not None and not is_divided_by_layers and isinstance(self.attention, CompiledAttention):
                 self._fuse(kernels)
             if self.decoder is None:
                 self._pack_modules()
@@ -114,7 +116,7 @@ class RankModel:
     def _fuse(self, kernels: Kernels) -> None:
         is_rejected = False
         try:
-            with timed(logger, "fuse and pack"):
+            with timed(logger, "fuse and pack"), self._peers.dry_run() if self._peers else contextlib.nullcontext():
                 self.decoder = fuse(
                     self.module, self._specs, self.facts.max_model_len, self.attention, kernels, self._dtype
                 )

@@ -183,7 +183,7 @@ class Runner:
             return self._sample_and_score_prompts(batch, batch.prompts)
         sampled = batch.sampled
         if self.decoder is not None and sampled.sampling.is_plain_greedy and sampled.scored is None:
-            token_ids = without_failed(*self.decoder.most_likely(self.decoder.run(batch)))
+            token_ids = self._draw_greedily(*self.decoder.most_likely(self.decoder.run(batch)))
             return StepOutput(self._sequences.record(sampled, token_ids))
         return self._sample_from(self.compute_logits(batch), sampled)
 
@@ -206,6 +206,10 @@ class Runner:
         token_ids = self._sequences.record(rows, self._draw(logits, rows.sampling))
         records = rows.scored.records(raw.__getitem__, token_ids[rows.scored.rows].clamp(min=0))
         return StepOutput(token_ids, records)
+
+    def _draw_greedily(self, peaks: Tensor, token_ids: Tensor) -> Tensor:  # [M]
+        """Return the ids [M] of the largest logits [M]."""
+        return without_failed(peaks, token_ids)
 
     def _draw(self, logits: Tensor, rows: SamplingRows) -> Tensor:  # [M]
         return sample(logits, rows)

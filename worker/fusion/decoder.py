@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from millrace.worker.attention.compiled import LayerAttention, step_rows
 from millrace.worker.fusion.mlp import MLP, make_mlp
-from millrace.worker.fusion.structure import AttentionParts, DecoderParts, LayerParts, Norm
+from millrace.worker.fusion.structure import AttentionParts, DecoderParts, LayerParts, MLPParts, Norm, own_part
 from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.host_memory import release_freed_memory
 from millrace.worker.input_batch import StepBatch
@@ -26,6 +26,7 @@ from millrace.worker.kernels.sampling import argmax
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.linear.modules import pack_modules
 from millrace.worker.linear.packed import CompiledLinear, PackedLinear
+from millrace.worker.parallel.layers import RowParallelLinear, VocabParallelEmbedding
 
 
 class DecoderWeights:
@@ -37,12 +38,12 @@ class DecoderWeights:
         self.workspace = Workspace(dtype)
         self.layers = [LayerWeights(layer, self.workspace, kernels, dtype) for layer in parts.layers]
         self.norm = RowNorm(kernels, parts.norm.weights, parts.norm.epsilon, dtype)
-        is_tied = parts.head.weight is parts.embedding.weight
+        is_tied = parts.head.weight is own_part(parts.embedding).weight
         is_plain = type(parts.embedding) is nn.Embedding
         self.head = pack_modules([parts.head], dtype, torch.float32, keeps=is_tied and not is_plain)
-        self.embedding: nn.Embedding | CompiledLinear = parts.embedding
-        """The head if both have the same weights, which are in memory once then."""
-        if is_tied and is_plain and isinstance(self.head, CompiledLinear):
+        self.embedding: nn.Embedding | VocabParallelEmbedding | CompiledLinear = parts.embedding
+        """The head if both have the same weights, which are in memory once then. Ranks that divide the ids keep both."""
+        if is_tied and type(parts.embedding) is nn.Embedding and isinstance(self.head, CompiledLinear):
             self.embedding, parts.embedding.weight = self.head, parts.head.weight
         self.logit_softcap = parts.logit_softcap
 
@@ -62,6 +63,7 @@ class LayerWeights:
         self.mlp_input_norm = row_norm(parts.mlp_input_norm)
         self.mlp = make_mlp(parts.mlp, workspace, kernels, dtype)
         self.mlp_norm = row_norm(parts.mlp_norm) if parts.mlp_norm else None
+        self.divided_mlp = parts.mlp.divided if isinstance(parts.mlp, MLPParts) else None
         release_freed_memory()  # the unpacked weights, or the heap grows by as much again
 
 
@@ -96,9 +98,9 @@ class FusedDecoder:
                     return hidden[:0]
                 hidden, attended = (each.index_select(0, batch.sample_indices) for each in (hidden, attended))
                 normed = workspace.rows("normed", num_sampled, hidden_size)
-            self._add(layer.output, layer.attention_norm, attended, hidden)
+            self._add(layer.output, layer.attention.divided, layer.attention_norm, attended, hidden)
             layer.mlp_input_norm.into(hidden, normed)
-            self._add(layer.mlp, layer.mlp_norm, normed, hidden)
+            self._add(layer.mlp, layer.divided_mlp, layer.mlp_norm, normed, hidden)
         self._weights.norm.into(hidden, normed)
         return normed
 
@@ -127,14 +129,26 @@ class FusedDecoder:
             return torch.index_select(embedding.weight, 0, input_ids, out=hidden)
         return hidden.copy_(embedding(input_ids))
 
-    def _add(self, block: PackedLinear | MLP, norm: RowNorm | None, inputs: Tensor, hidden: Tensor) -> None:
-        """Add a block's output, or its norm, to the hidden states [T, H]."""
-        if norm is None:
+    def _add(
+        self,
+        block: PackedLinear | MLP,
+        divided: RowParallelLinear | None,
+        norm: RowNorm | None,
+        inputs: Tensor,
+        hidden: Tensor,
+    ) -> None:
+        """Add a block's output, or its norm, to the hidden states [T, H]. If the block is divided, sum it over the ranks."""
+        if norm is None and divided is None:
             block.into(inputs, hidden, accumulate=True)
             return
         outputs = self._workspace.rows("outputs", *hidden.shape)
         block.into(inputs, outputs)
-        norm.into(outputs, hidden, adds=True)
+        if divided is not None:
+            outputs = divided.join(outputs)
+        if norm is not None:
+            norm.into(outputs, hidden, adds=True)
+        else:
+            hidden += outputs
 
 
 def _attention(parts: AttentionParts, pool: KVPool, kernels: Kernels, dtype: torch.dtype) -> LayerAttention:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
 from millrace.worker.kv_pool import LayerSpec
+from millrace.worker.parallel.layers import RowParallelLinear, VocabParallelEmbedding
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Our name of an activation by its name in transformers."""
@@ -54,6 +55,8 @@ class AttentionParts:
     projections: list[nn.Linear]
     """Of query, key and value, or one of all three."""
     output: nn.Linear
+    divided: RowParallelLinear | None
+    """Sums the outputs over the ranks that divide the heads; None if this rank has all."""
     num_heads: int
     head_norms: tuple[Norm, Norm] | None
     """Of each query head and each key head."""
@@ -69,6 +72,8 @@ class MLPParts:
     """Of gate and value, or one of both."""
     output: nn.Linear
     activation: str
+    divided: RowParallelLinear | None = None
+    """As in `AttentionParts`, for the inner width."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class DecoderParts:
-    embedding: nn.Embedding
+    embedding: nn.Embedding | VocabParallelEmbedding
     layers: list[LayerParts]
     norm: Norm
     head: nn.Linear
@@ -118,7 +123,7 @@ def read_structure(model: PreTrainedModel, specs: list[LayerSpec], num_positions
     _require(type(head) is nn.Linear, "it has no lm_head")
     _require_unshared(model)
     _require_children(decoder, {"embed_tokens", "layers", "norm", "rotary_emb"}, allowed={"rotary_emb_local"})
-    _require(isinstance(decoder.embed_tokens, nn.Embedding), "its embedding is no nn.Embedding")
+    _require(isinstance(own_part(decoder.embed_tokens), nn.Embedding), "its embedding is no nn.Embedding")
     _require(len(decoder.layers) == len(specs), "it has layers without attention")
     tables: dict[str | None, Rotary] = {}
     layers = [
@@ -133,6 +138,18 @@ def read_structure(model: PreTrainedModel, specs: list[LayerSpec], num_positions
         head=head,
         logit_softcap=getattr(model.config, "final_logit_softcapping", None),
     )
+
+
+def own_part(module: Any) -> Any:
+    """Return this rank's part of a divided linear layer or embedding; another module as it is."""
+    return module.own if isinstance(module, RowParallelLinear | VocabParallelEmbedding) else module
+
+
+def _read_divided(module: Any) -> RowParallelLinear | None:
+    if not isinstance(module, RowParallelLinear):
+        return None
+    _require(module.input_is_parallel, "a divided layer of it has whole inputs")
+    return module
 
 
 def _read_layer(layer: Any, spec: LayerSpec, rotary: Rotary) -> LayerParts:
@@ -160,18 +177,20 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
     projections = [attention.qkv_proj] if is_merged else [attention.q_proj, attention.k_proj, attention.v_proj]
     required = {"o_proj", *(("qkv_proj",) if is_merged else ("q_proj", "k_proj", "v_proj"))}
     _require_children(attention, required, allowed=_ATTENTION_CHILDREN)
-    _require_linear(*projections, attention.o_proj)
+    output = own_part(attention.o_proj)
+    _require_linear(*projections, output)
     _require(spec.key_dim == spec.value_dim, "its keys and values differ in size")
-    num_heads = attention.o_proj.in_features // spec.value_dim
+    num_heads = output.weight.shape[1] // spec.value_dim
     num_outputs = (num_heads + 2 * spec.num_kv_heads) * spec.key_dim
-    _require(sum(each.out_features for each in projections) == num_outputs, "its projections have other sizes")
+    _require(sum(each.weight.shape[0] for each in projections) == num_outputs, "its projections have other sizes")
     _require(2 * rotary.cosines.shape[1] <= spec.key_dim, "its rotary embedding is larger than its heads")
     norms = [_read_norm(getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     _require(all(norm.weights.shape == (spec.key_dim,) for norm in norms), "it norms whole queries")
     _require(len({norm.epsilon for norm in norms}) <= 1 and len(norms) in (0, 2), "it norms queries or keys alone")
     return AttentionParts(
         projections=projections,
-        output=attention.o_proj,
+        output=output,
+        divided=_read_divided(attention.o_proj),
         num_heads=num_heads,
         head_norms=(norms[0], norms[1]) if norms else None,
         rotary=rotary,
@@ -183,16 +202,17 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
 
 def _read_mlp(mlp: Any) -> MLPParts | ExpertsParts | nn.Module:
     is_merged = hasattr(mlp, "gate_up_proj")
-    if not isinstance(getattr(mlp, "down_proj", None), nn.Linear) or not (is_merged or hasattr(mlp, "gate_proj")):
+    output = own_part(getattr(mlp, "down_proj", None))
+    if not isinstance(output, nn.Linear) or not (is_merged or hasattr(mlp, "gate_proj")):
         assert isinstance(mlp, nn.Module)
         return _read_experts(mlp) or mlp
     projections = [mlp.gate_up_proj] if is_merged else [mlp.gate_proj, mlp.up_proj]
-    _require_linear(*projections, mlp.down_proj)
+    _require_linear(*projections, output)
     function = getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
     activation = _activation_name(function)
     if activation is None:
         raise NotRecognised(f"its activation is {type(function).__name__}")
-    return MLPParts(projections, mlp.down_proj, activation)
+    return MLPParts(projections, output, activation, _read_divided(mlp.down_proj))
 
 
 def _read_experts(block: Any) -> ExpertsParts | None:
@@ -283,7 +303,7 @@ def _require_children(module: nn.Module, required: set[str], allowed: set[str] |
 def _require_unshared(model: PreTrainedModel) -> None:
     """No weight has two modules, except those of an embedding that is the head too."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    uses.pop(id(model.get_input_embeddings().weight))
+    uses.pop(id(own_part(model.get_input_embeddings()).weight))
     _require(max(uses.values()) == 1, "its layers share weights")
 
 

@@ -22,11 +22,16 @@ class RowParallelLinear(nn.Module):
         self.bias: Tensor | None = linear.bias  # added once, to the sum
         linear.register_parameter("bias", None)
         self._peers = peers
+        self.input_is_parallel = input_is_parallel
         width, tp_rank = linear.weight.shape[1], peers.topology.tp_rank
         self._own_inputs = slice(None) if input_is_parallel else slice(tp_rank * width, (tp_rank + 1) * width)
 
     def forward(self, inputs: Tensor) -> Tensor:  # [..., I / n] or [..., I] -> [..., O]
-        outputs = self._peers.all_reduce(self.own(inputs[..., self._own_inputs]))
+        return self.join(self.own(inputs[..., self._own_inputs]))
+
+    def join(self, outputs: Tensor) -> Tensor:
+        """Return the layer's outputs from those of the rank's own part, which are overwritten."""
+        self._peers.all_reduce(outputs)
         return outputs if self.bias is None else outputs + self.bias
 
 

@@ -77,6 +77,9 @@ class ParallelRunner(Runner):
         self._send_tokens(output.token_ids)
         return output
 
+    def _draw_greedily(self, peaks: Tensor, token_ids: Tensor) -> Tensor:
+        return self._sampler.merge(peaks, token_ids)
+
     def _draw(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         return self._sampler.sample(logits, rows)
 

@@ -34,7 +34,7 @@ class VocabParallelSampler:
             return torch.empty(0, dtype=torch.int64, device=logits.device)
         if self._tp_size == 1:
             return sample(logits, rows)
-        return self._argmax(logits) if rows.is_plain_greedy else sample(self.gather(logits), rows)
+        return self.merge(*logits.max(dim=-1)) if rows.is_plain_greedy else sample(self.gather(logits), rows)
 
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all ranks [M, V]."""
@@ -43,11 +43,12 @@ class VocabParallelSampler:
         padded = F.pad(logits, (0, self._width - logits.shape[1]))
         return torch.cat(self._peers.all_gather(padded), dim=-1)[:, : self._vocab_size]
 
-    def _argmax(self, logits: Tensor) -> Tensor:
-        """Draw greedily from the best id of each rank instead of all logits: two numbers per row and rank. A float64
-        holds a float32 and an id exactly. As on one rank, the lowest of equal ids wins, and a NaN is the largest
+    def merge(self, peaks: Tensor, own_ids: Tensor) -> Tensor:
+        """Draw greedily from the largest logit [M] of each rank and its id [M] there: two numbers per row and rank. A
+        float64 holds a float32 and an id exactly. As on one rank, the lowest of equal ids wins, and a NaN is the largest
         value."""
-        peaks, own_ids = logits.max(dim=-1)
+        if len(peaks) == 0:
+            return own_ids
         best = torch.stack([peaks.double(), (own_ids + self._first_id).double()])  # [2, M]
         all_peaks, all_ids = torch.stack(self._peers.all_gather(best)).unbind(1)  # [n, M]
         peaks, winners = all_peaks.max(dim=0)

@@ -206,8 +206,40 @@ def unpacked_linear_layers(rank: Rank) -> list[str]:
 
 @pytest.mark.skipif(find_kernels() is None, reason="there are no compiled kernels")
 def test_divided_layers_are_packed(processes: RankProcesses, models: dict[str, Path]) -> None:
+    with processes.group(models["llama"], 2, 2) as group:
+        assert group.call("inspect", unpacked_linear_layers) == [[]] * 4
+
+
+def blocks_that_are_summed(rank: Rank) -> int | None:
+    """How many blocks of the fused forward pass are divided; None without one."""
+    decoder = rank._model.decoder
+    if decoder is None:
+        return None
+    return sum((layer.attention.divided is not None) + (layer.divided_mlp is not None) for layer in decoder.layers)
+
+
+@pytest.mark.skipif(find_kernels() is None, reason="there are no compiled kernels")
+@pytest.mark.parametrize("arch", CONFIGS)
+def test_divided_layers_run_in_the_fused_forward_pass(
+    arch: str, processes: RankProcesses, models: dict[str, Path]
+) -> None:
+    with processes.group(models[arch], 2, 1) as group:
+        first, second = group.call("inspect", blocks_that_are_summed)
+    assert first == second == 2 * build_model(arch).config.num_hidden_layers
+
+
+@pytest.mark.skipif(find_kernels() is None, reason="there are no compiled kernels")
+def test_ranks_that_compute_in_other_ways_are_refused(processes: RankProcesses, models: dict[str, Path]) -> None:
     with processes.group(models["llama"], 2, 1) as group:
-        assert group.call("inspect", unpacked_linear_layers) == [[], []]
+        group.call("inspect", drop_decoder_of_the_last_rank)
+        with pytest.raises(RankFailed, match="only some ranks") as failed:
+            group.call("initialize_cache", 8, 0)
+    assert failed.value.kind == "ConfigError"
+
+
+def drop_decoder_of_the_last_rank(rank: Rank) -> None:
+    if rank._topology.tp_rank == rank._topology.tp_size - 1:
+        rank._model.decoder = None
 
 
 def test_each_rank_holds_its_part_of_the_weights(processes: RankProcesses, models: dict[str, Path]) -> None:
