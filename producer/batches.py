@@ -103,16 +103,15 @@ class SubmitCall:
         job_ids = [job.job_id for batch in self._sent for job in batch]
         refused: dict[str, Outcome] = {}
         for index, (job_id, outcome) in enumerate(zip(job_ids, outcomes, strict=True), start=self._num_answered):
-            if outcome.kind == "full":
+            if outcome.kind in ("created", "exists", "conflict"):
+                self.job_ids.append(job_id)
+                (self._conflicting if outcome.kind == "conflict" else self._accepted).append(job_id)
+                if outcome.kind == "exists":
+                    self.known_ids.append(job_id)
+            elif outcome.kind == "full":
                 refused[job_id] = outcome
-                continue
-            if invalid := refusal(job_id, outcome):
+            elif invalid := refusal(job_id, outcome):
                 self._invalid.append((index, invalid))
-                continue
-            self.job_ids.append(job_id)
-            if outcome.kind == "exists":
-                self.known_ids.append(job_id)
-            (self._conflicting if outcome.kind == "conflict" else self._accepted).append(job_id)
         self._num_answered += len(job_ids)
         if self.confirmation:
             check_confirmed(self._durability, confirmed, self._accepted)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from zlib import crc32
 
-_MAX_BODY, _NUM_BYTES = 1024, 256
-_KEYS = (b'"prompt":', b'"messages":', b'"prompt_token_ids":')
-_SALT_KEY = b'{"cache_salt":"'
-_SALT = re.compile(re.escape(_SALT_KEY) + rb'[^"]*"')
+_MAX_BODY = 1024
+_BEGINNING = re.compile(rb'"(?:prompt|messages|prompt_token_ids)":(.{256})', re.DOTALL)
+_SALT = re.compile(rb'{"cache_salt":"[^"]*"')
 
 
 def prompt_digest(body: bytes) -> str | None:
@@ -16,15 +15,8 @@ def prompt_digest(body: bytes) -> str | None:
 
     It is a hint: equal prompts have equal digests when their clients write JSON in one way.
     """
-    for key in _KEYS:
-        at = body.find(key, 0, _MAX_BODY)
-        if at >= 0:
-            start = at + len(key)
-            break
-    else:
+    beginning = _BEGINNING.search(body, 0, _MAX_BODY)
+    if beginning is None:
         return None
-    beginning = body[start : min(start + _NUM_BYTES, _MAX_BODY)]
-    if len(beginning) < _NUM_BYTES:
-        return None
-    salt = _SALT.match(body, 0, _MAX_BODY) if body.startswith(_SALT_KEY) else None
-    return crc32(beginning, crc32(salt[0]) if salt else 0).to_bytes(4).hex()
+    salt = _SALT.match(body, 0, _MAX_BODY)
+    return crc32(beginning[1], crc32(salt[0]) if salt else 0).to_bytes(4).hex()

@@ -36,10 +36,10 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 def submit(keys: QueueKeys, submissions: Iterable[Submission]) -> Command:
-    arguments: list[Argument] = []
+    arguments: list[str | bytes] = []
     for submission in submissions:
         arguments += _job_arguments(submission)
-    return script_command("submit", keys.prefix, *arguments)
+    return script_command("submit", keys.prefix) + tuple(arguments)
 
 
 def _command_of(script: str) -> Callable[[QueueKeys, str], Command]:
@@ -160,11 +160,11 @@ def wait_for_signal(keys: QueueKeys, engine_id: EngineId, timeout_s: float, incl
     return command("BLPOP", *lists, max(timeout_s, 0.001))  # 0 would wait without end
 
 
-def _job_arguments(job: Submission) -> tuple[Argument, ...]:
+def _job_arguments(job: Submission) -> Command:
     streamed = "1" if job.is_streamed else ""
     digest = f"{job.digest}-{job.prompt_digest}" if job.prompt_digest else job.digest
-    head = (job.job_id, digest, job.body, job.cost, job.seed, job.tenant, job.priority, streamed)
-    return (*head, _options(job))
+    numbers = str(job.cost), str(job.seed), job.tenant, str(job.priority)
+    return (job.job_id, digest, job.body, *numbers, streamed, _options(job))
 
 
 def _options(job: Submission) -> bytes:

@@ -1,10 +1,11 @@
-"""Single script calls on connections that are kept between calls, which is faster than redis-py's pool."""
+"""Script calls on connections that are kept between calls, which is faster than redis-py's pool and its pipelines."""
 
 from __future__ import annotations
 
 import os
+import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import hiredis
@@ -21,7 +22,7 @@ reply that took longer than this, the next call does not poll."""
 
 
 class ConnectionCache:
-    """Owns connections of a client's pool between single calls. Thread-safe.
+    """Owns connections of a client's pool between calls. Thread-safe.
 
     To take a connection from redis-py's pool and release it takes as long as a script. So connections are kept here until
     `release_idle`. The pool opens, closes and counts them.
@@ -32,21 +33,19 @@ class ConnectionCache:
         self._idle: list[_Connection] = []  # its append and pop are atomic
         self._may_spin = True
 
-    def call(self, command: Command) -> object:
-        """Send a command of `script_command` once, and return the reply. Raises as redis-py does."""
+    def call(self, commands: Sequence[Command]) -> list[object]:
+        """Send commands of `script_command` together, once, and return their replies. The error of a command takes the place
+        of its reply. Raises as redis-py does when the connection fails."""
         connection = self._take()
         try:
-            connection.send_packed_command([_pack(command)])
-            reply = self._read(connection)
-        except redis.ResponseError:  # a reply too
-            self._idle.append(connection)
-            raise
+            connection.send_packed_command([b"".join(map(_pack, commands))])
+            replies = [self._reply_to_one(connection)] if len(commands) == 1 else [_reply(connection) for _ in commands]
         except BaseException:
             connection.disconnect()  # its next reply would be read as another call's
             self._pool.release(connection)
             raise
         self._idle.append(connection)
-        return reply
+        return replies
 
     def release_idle(self) -> None:
         """Release the connections that no call uses to the pool."""
@@ -65,11 +64,21 @@ class ConnectionCache:
         except IndexError:
             return None
 
-    def _read(self, connection: _Connection) -> object:
+    def _reply_to_one(self, connection: _Connection) -> object:
         begin_s = time.perf_counter()
         if self._may_spin:
-            while not connection.can_read() and time.perf_counter() - begin_s < SPIN_S:
+            poller = select.poll()  # redis-py's `can_read` takes several times as long
+            poller.register(connection._sock, select.POLLIN)
+            while not poller.poll(0) and time.perf_counter() - begin_s < SPIN_S:
                 os.sched_yield()
-        reply = connection.read_response()
+        reply = _reply(connection)
         self._may_spin = time.perf_counter() - begin_s < SPIN_S
         return reply
+
+
+def _reply(connection: _Connection) -> object:
+    """Return the next reply, or the error that takes its place."""
+    try:
+        return connection.read_response()
+    except redis.ResponseError as error:
+        return error

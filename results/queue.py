@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
@@ -186,8 +186,9 @@ def find_queues(url: str | None) -> Iterator[tuple[str, QueueStats]]:
 def _rounds(writes: Sequence[Write], indices: Iterable[int]) -> list[list[int]]:
     """Group the indices of writes so that no group, which is one pipeline, has two writes of one job."""
     rounds: defaultdict[int, list[int]] = defaultdict(list)
-    num_seen: Counter[JobId] = Counter()
+    num_seen: dict[JobId, int] = {}
     for i in indices:
-        rounds[num_seen[writes[i].job_id]].append(i)
-        num_seen[writes[i].job_id] += 1
+        number = num_seen.get(writes[i].job_id, 0)
+        rounds[number].append(i)
+        num_seen[writes[i].job_id] = number + 1
     return list(rounds.values())

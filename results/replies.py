@@ -107,10 +107,10 @@ def claim(reply: list[Any]) -> Claim:
 
 def _claimed_job(fields: list[Any]) -> ClaimedJob:
     """Return the job; a corrupt record sets `corruption`, so that the claim's other jobs are not lost."""
-    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published = fields[:9]
-    watched, created, protocol, tenant, priority = fields[9:14]
-    others, wrong = fields[14:], None
-    is_intact = _INTEGERS.fullmatch(b"%b %b %b" % (seed or b"", created or b"", protocol or b""))
+    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, protocol = fields[:12]
+    tenant, priority, *others = fields[12:]
+    wrong = None
+    is_intact = seed and created and protocol and _INTEGERS.fullmatch(b" ".join((seed, created, protocol)))
     if not is_intact or len(tokens) % 4 or others:
         wrong = _corruption({"seed": seed, "created": created, "v": protocol}, [tokens, *others[::2]])
     if wrong:
@@ -131,7 +131,7 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
         tenant=(tenant or b"").decode(errors="replace"),
         priority=0 if priority == b"0" or not _INTEGER.fullmatch(priority or b"") else int(priority),
         corruption=wrong,
-        others=[Checkpoint(unpack_tokens(one), count) for one, count in zip(others[::2], others[1::2], strict=True)],
+        others=list(map(Checkpoint, map(unpack_tokens, others[::2]), others[1::2])) if others else [],
     )
 
 

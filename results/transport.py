@@ -139,15 +139,16 @@ class Transport:
             self._client.close()
 
     def _call(self, command: Command) -> Reply:
+        is_cached = self._cache is not None and is_script(command)
         try:
-            if self._cache and is_script(command):
-                return self._cache.call(command)
+            if self._cache and is_cached:
+                (reply,) = self._cache.call([command])
+                if isinstance(reply, redis.ResponseError):
+                    raise reply
+                return reply
             return self._execute(command)
-        except redis.TimeoutError as error:
-            if not self._sends_again or is_unanswered_handshake(error, self._server):
-                raise
-        except redis.ConnectionError:  # redis-py retries all but the calls of the cache
-            if not (self._sends_again and is_script(command)):
+        except (redis.TimeoutError, redis.ConnectionError) as error:
+            if not self._may_send_again(error, is_cached):
                 raise
         return self._execute(command)
 
@@ -160,20 +161,28 @@ class Transport:
             self._call(("SCRIPT LOAD", source))
 
     def _pipeline(self, commands: Sequence[Command], node: redis.Redis | None = None) -> list[Reply]:
+        is_cached = self._cache is not None and node is None and all(map(is_script, commands))
+        try:
+            if self._cache and is_cached:
+                return self._cache.call(commands)
+            return self._execute_together(commands, node)
+        except (redis.TimeoutError, redis.ConnectionError) as error:
+            if not self._may_send_again(error, is_cached):
+                raise
+        return self._execute_together(commands, node)
+
+    def _execute_together(self, commands: Sequence[Command], node: redis.Redis | None) -> list[Reply]:
         with (node or self._pooled()).pipeline(transaction=False) as pipe:
             enqueue: Callable[..., Any] = pipe.execute_command
+            for command in commands:
+                enqueue(*command)
+            return pipe.execute(raise_on_error=False)
 
-            def send() -> list[Reply]:
-                for command in commands:
-                    enqueue(*command)
-                return pipe.execute(raise_on_error=False)
-
-            try:
-                return send()
-            except redis.TimeoutError as error:
-                if not self._sends_again or is_unanswered_handshake(error, self._server):
-                    raise
-                return send()
+    def _may_send_again(self, error: redis.TimeoutError | redis.ConnectionError, is_cached: bool) -> bool:
+        """redis-py itself sends again after a lost connection, but not for the cache."""
+        if isinstance(error, redis.TimeoutError):
+            return self._sends_again and not is_unanswered_handshake(error, self._server)
+        return self._sends_again and is_cached
 
     def _pooled(self) -> redis.Redis:
         """Return the client after the cache has released its connections, so that no second one is opened."""
