@@ -49,8 +49,10 @@ for i = 4, #ARGV, 7 do
       return redis.error_reply('ERR the event shows tokens that the checkpoint does not hold')
     end
     published = published or record(id, 'published')[1]
-    published = publish(id, published, suffix, event_offset, ARGV[i + 4], ARGV[i + 5], ARGV[i + 6])
+    local changes
+    published, changes = publish(id, published, suffix, event_offset, ARGV[i + 4], ARGV[i + 5], ARGV[i + 6])
     if not published then return refuse_stale_write() end
+    if changes then redis.call('HSET', prefix .. 'job:' .. id, unpack(changes)) end
   end
 end
 if published then trim_stream(id) end

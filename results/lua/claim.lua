@@ -72,12 +72,6 @@ local function repeat_claim(claimed)
   return reply_with(num_ready(), 0, jobs)
 end
 
--- From 1 ms to a second, by chance. Idle engines claim once a second, in an order that hardly changes: if the delay were always
--- a second too, the engine that cannot continue the job would be the first to claim it each time.
-local function set_aside_ms()
-  return 2 ^ (clock[2] % 11)
-end
-
 -- A checkpoint of another model is dropped while nobody has seen any of it; otherwise the job waits for an engine that can
 -- continue it.
 local function fits_this_model(job)
@@ -92,7 +86,9 @@ local function fits_this_model(job)
   local is_new = redis.call('HSETNX', key, 'mismatch', now) == 1
   if now - whole_number(redis.call('HGET', key, 'mismatch'), 0) < setting('mismatch_wait_ms', 600000) then
     set_state(job.id, job.batch, 'queued', 'delayed')
-    redis.call('ZADD', prefix .. 'delayed', now + set_aside_ms(), job.id)
+    -- From 1 ms to a second, by chance. Idle engines claim once a second, in an order that hardly changes: if the delay were
+    -- always a second too, the engine that cannot continue the job would be the first to claim it each time.
+    redis.call('ZADD', prefix .. 'delayed', now + 2 ^ (clock[2] % 11), job.id)
     if is_new then signal(engine, 'mismatch', job.id) end
   else
     signal(engine, 'mismatch_failed', job.id)
@@ -154,7 +150,7 @@ local function read_ready(key, most)
   if not cached then return members end
   local is_cached, num_cached = {}, 0
   for rank = 1, #members do
-    if string.find(cached, beginning_of_member(members[rank]), 1, true) then
+    if string.find(cached, string.sub(members[rank], 18, 25), 1, true) then
       is_cached[rank], num_cached = true, num_cached + 1
       if num_cached == most and rank == most then return members end
     end

@@ -44,11 +44,13 @@ for i = 11, #ARGV > 15 and #ARGV or 0, 5 do  -- of several events none is writte
   if tonumber(ARGV[i + 1]) > whole_number(own, 0) then return refuse_stale_write() end
 end
 for i = 11, #ARGV, 5 do
-  known[1] = publish(id, known[1], ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4])
+  known[1], known.changes = publish(id, known[1], ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 3], ARGV[i + 4])
   if not known[1] then return refuse_stale_write() end
+  if known.changes and i + 5 < #ARGV then redis.call('HSET', prefix .. 'job:' .. id, unpack(known.changes)) end
 end
 redis.call('SREM', prefix .. 'leases:' .. engine, id)
-charge(tenant, ARGV[5] + ARGV[6] - whole_number(cost, 0))
+known.settings = redis.call('HMGET', prefix .. 'settings', 'result_ttl_ms', 'record_ttl_ms', 'weight:' .. tenant)
+charge(tenant, ARGV[5] + ARGV[6] - whole_number(cost, 0), valid_weight(known.settings[3]))
 redis.call('HINCRBY', prefix .. 'counts', 'generated_tokens', ARGV[6])
 local details = {'prompt_tokens', ARGV[5], 'completion_tokens', ARGV[6], 'cached_tokens', ARGV[7]}
 if ARGV[8] ~= '' then details[7], details[8] = 'error', ARGV[8] end

@@ -100,6 +100,7 @@ def test_every_field_of_the_record_is_on_the_page() -> None:
         "cost",
         "seed",
         "stream",
+        "published",
         "lease",
         "engine",
         "base",

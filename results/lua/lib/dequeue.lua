@@ -5,31 +5,22 @@ local function id_of_member(member)
   return string.sub(member, 27)
 end
 
-local function beginning_of_member(member)
-  return string.sub(member, 18, 25)
-end
-
--- The tenant has no ready jobs any more. Its virtual time is kept while others have some; after the last one, all start again
--- at 0.
-local function deactivate_tenant(tenant)
-  local key, away = prefix .. 'tenants', prefix .. 'away'
-  local time = redis.call('ZSCORE', key, tenant)
-  redis.call('ZREM', key, tenant)
-  if redis.call('EXISTS', key) == 0 then
-    redis.call('DEL', away)
-    redis.call('HSET', prefix .. 'counts', 'queued', 0)
-  elseif time then
-    redis.call('ZADD', away, time, tenant)
-  end
-end
-
 -- Counts ready jobs of a tenant that the caller has removed, and returns the number of ready jobs of all tenants. `has_more`
--- where the caller knows that the tenant has more of them.
+-- where the caller knows that the tenant has more of them. Without any, its virtual time is kept while others have some; after
+-- the last tenant, all start again at 0.
 local function count_removed(tenant, num_jobs, has_more)
   local num_left = redis.call('HINCRBY', prefix .. 'counts', 'queued', 0 - num_jobs)  -- Redis 6.2 refuses "-0"
   if has_more or redis.call('EXISTS', prefix .. 'ready:' .. tenant) == 1 then return num_left end
-  deactivate_tenant(tenant)
-  return redis.call('EXISTS', prefix .. 'tenants') == 1 and num_left or 0
+  local key, away = prefix .. 'tenants', prefix .. 'away'
+  local time = redis.call('ZSCORE', key, tenant)
+  redis.call('ZREM', key, tenant)
+  if redis.call('EXISTS', key) == 1 then
+    if time then redis.call('ZADD', away, time, tenant) end
+    return num_left
+  end
+  redis.call('DEL', away)
+  redis.call('HSET', prefix .. 'counts', 'queued', 0)
+  return 0
 end
 
 local function remove_ready(tenant, member)

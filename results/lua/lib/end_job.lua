@@ -15,15 +15,16 @@ end
 local END_FIELDS = {'published', 'trimmed', 'state', 'batch', 'deadline', 'meta', 'tenant', 'cost', 'fingerprint', 'n'}
 
 -- Ends a job that the caller has removed from ready, delayed or leases. `known` are the END_FIELDS where the caller has read
--- them, else nil; `...` are more fields of the terminal entry: prompt_tokens, completion_tokens, cached_tokens, error, chat, reasons.
+-- them, else nil; with them come `settings`, the two times, and `changes`, more fields of the record to set, or nil. `...` are
+-- more fields of the terminal entry: prompt_tokens, completion_tokens, cached_tokens, error, chat, reasons.
 local function end_job(id, state, reason, known, ...)
   local published, trimmed, from, batch, deadline, meta, tenant, cost, fingerprint, n =
     unpack(known or record(id, unpack(END_FIELDS)))
-  local times = redis.call('HMGET', prefix .. 'settings', 'result_ttl_ms', 'record_ttl_ms')
+  local times = known and known.settings or redis.call('HMGET', prefix .. 'settings', 'result_ttl_ms', 'record_ttl_ms')
   local keep_ms = whole_number(times[1], 86400000)
   local record_ms = math.max(keep_ms, whole_number(times[2], keep_ms))
   redis.call('XADD', prefix .. 'result:' .. id, '*', 'state', state, 'reason', reason, 'offset', whole_number(published, 0), ...)
-  set_state(id, batch, from, state, 'ended', now)
+  set_state(id, batch, from, state, 'ended', now, unpack(known and known.changes or {}))
   redis.call('PEXPIRE', prefix .. 'job:' .. id, record_ms)
   redis.call('PEXPIRE', prefix .. 'body:' .. id, record_ms)
   redis.call('PEXPIRE', prefix .. 'result:' .. id, keep_ms)

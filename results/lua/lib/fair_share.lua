@@ -3,9 +3,13 @@
 -- include: queue
 
 local MIN_WEIGHT, MAX_WEIGHT = 1e-6, 1e6  -- virtual times stay numbers that can be added
-local function weight_of(tenant)
-  local weight = tonumber(redis.call('HGET', prefix .. 'settings', 'weight:' .. tenant))
+local function valid_weight(text)
+  local weight = tonumber(text or nil)
   return weight and weight >= MIN_WEIGHT and weight <= MAX_WEIGHT and weight or 1
+end
+
+local function weight_of(tenant)
+  return valid_weight(redis.call('HGET', prefix .. 'settings', 'weight:' .. tenant))
 end
 
 -- `weight` is that of the tenant where the caller has read it, else nil.

@@ -14,21 +14,20 @@ local function extend_checkpoint(id, suffix, offset, tokens)
 end
 
 -- Publishes an event once: an event that starts before the candidate's published tokens is known already. `published` is that
--- field of the record, the tokens of all candidates in events. Returns its new value; nil when the event would leave a gap.
+-- field of the record, the tokens of all candidates in events. Returns its new value, nil when the event would leave a gap;
+-- then the fields of the record that the caller has to set, with their values, nil where there are none.
 local function publish(id, published, suffix, offset, num_tokens, token_ids, text)
   published = whole_number(published, 0)
-  local job = prefix .. 'job:' .. id
-  local own = suffix == '' and published or whole_number(redis.call('HGET', job, 'published' .. suffix), 0)
+  local own = suffix == '' and published
+    or whole_number(redis.call('HGET', prefix .. 'job:' .. id, 'published' .. suffix), 0)
   if offset > own then return nil end
   if offset < own then return published end
   if suffix == '' then
     redis.call('XADD', prefix .. 'result:' .. id, '*', 'offset', offset, 'count', num_tokens, 'tokens', token_ids,
       'text', text)
-    redis.call('HSET', job, 'published', offset + num_tokens)
-  else
-    redis.call('XADD', prefix .. 'result:' .. id, '*', 'offset', offset, 'count', num_tokens, 'tokens', token_ids,
-      'text', text, 'index', string.sub(suffix, 2), 'position', published)
-    redis.call('HSET', job, 'published', published + num_tokens, 'published' .. suffix, offset + num_tokens)
+    return offset + num_tokens, {'published', offset + num_tokens}
   end
-  return published + num_tokens
+  redis.call('XADD', prefix .. 'result:' .. id, '*', 'offset', offset, 'count', num_tokens, 'tokens', token_ids,
+    'text', text, 'index', string.sub(suffix, 2), 'position', published)
+  return published + num_tokens, {'published', published + num_tokens, 'published' .. suffix, offset + num_tokens}
 end
