@@ -56,7 +56,7 @@ def test_every_field_of_a_request_is_on_the_page() -> None:
     assert [name for name in names if f"`{name}`" not in PAGE] == []
 
 
-REQUEST = PAGE.split("## The request")[1].split("These names are reserved")[0]
+REQUEST = PAGE.split("## The request")[1].split("\n## ")[0]
 REQUEST_FIELDS = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", REQUEST, re.MULTILINE))
 
 
