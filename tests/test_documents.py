@@ -156,7 +156,7 @@ def test_shell_commands_run(document: str, block: str, service: dict[str, str], 
     block = block.replace("redis://localhost:6379/0", url).replace("DIR_OR_ID", "examples/tiny_model")
     block = block.replace("millrace run-batch", "rm -f out.jsonl; millrace run-batch")  # one after the other
     for server, ready in SERVERS.items():
-        if server in block:
+        if f"\n{server}" in f"\n{block}":  # not in a comment
             command = ["bash", "-euo", "pipefail", "-c", block.replace(server, f"exec {server}")]
             with LoggedProcess(shell_folder / "log", command, environment, shell_folder) as process:
                 process.wait_for_log(ready)
