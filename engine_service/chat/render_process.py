@@ -69,7 +69,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine
     signal.signal(signal.SIGPROF, _raise_time_over)
     channel = socket.socket(fileno=int(sys.argv[1]))
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     if (raw := receive(channel)) is None:
         return
     template = msgspec.msgpack.decode(raw, type=ChatTemplate)

@@ -9,8 +9,13 @@ export interface Connection {
 
 export interface Message {
   role: string;
-  content: unknown;
+  content?: unknown;
   [name: string]: unknown;
+}
+
+export interface Tool {
+  type: "function";
+  function: { name: string; description?: string; parameters?: Record<string, unknown> };
 }
 
 /** Exactly one of `prompt`, `prompt_token_ids` and `messages`. */
@@ -20,6 +25,12 @@ export interface Request {
   prompt?: string;
   prompt_token_ids?: number[];
   messages?: Message[];
+  tools?: Tool[];
+  tool_choice?: "auto" | "none";
+  parallel_tool_calls?: boolean;
+  add_generation_prompt?: boolean;
+  continue_final_message?: boolean;
+  chat_template_kwargs?: Record<string, unknown>;
   max_tokens?: number | null;
   min_tokens?: number;
   temperature?: number;
@@ -63,13 +74,21 @@ export interface OutputEvent {
   state?: undefined;
 }
 
-/** The last event of a job. */
+/** What the text of a chat consists of. */
+export interface ChatOutput {
+  content?: string;
+  reasoning?: string;
+  tool_calls?: { id: string; type: "function"; function: { name: string; arguments: string } }[];
+}
+
+/** The last event of a job. `chat` has an element for each candidate; without it, or with null, the text is the content. */
 export interface EndEvent {
   id: string;
   state: EndState;
   reason: string;
   reasons?: string[];
   error?: JobError;
+  chat?: (ChatOutput | null)[];
 }
 
 export interface EndedJob extends EndEvent {

@@ -39,7 +39,7 @@ export class Millrace {
   }
 
   /**
-   * Yields {id, index, offset, tokens, text} as they come, and last {id, state, reason, reasons, error}. `index` is the
+   * Yields {id, index, offset, tokens, text} as they come, and last {id, state, reason, reasons, error, chat}. `index` is the
    * candidate. To go on after an event give its id as `after`. Where the stream has lost that place, the first event has
    * `restart`, and all follows from the beginning.
    */
@@ -88,7 +88,7 @@ export class Millrace {
     }
   }
 
-  /** The job when it has ended: {state, reason, reasons, error, text, texts}. `texts` are those of the candidates. */
+  /** The job when it has ended: {state, reason, reasons, error, chat, text, texts}. `texts` are those of the candidates. */
   async wait(id) {
     const texts = [""];
     for await (const event of this.stream(id)) {
@@ -170,8 +170,9 @@ export class Millrace {
 
 export const hasEnded = (state) => TERMINAL.has(state);
 
-function toEvent({ id, index = 0, offset, tokens, text, state, reason, reasons, error }) {
-  if (state) return { id, state, reason, reasons: reasons?.split(" "), error: error && JSON.parse(error) };
+function toEvent({ id, index = 0, offset, tokens, text, state, reason, reasons, error, chat }) {
+  const parsed = (json) => json && JSON.parse(json);
+  if (state) return { id, state, reason, reasons: reasons?.split(" "), error: parsed(error), chat: parsed(chat) };
   return { id, index: Number(index), offset: Number(offset), tokens: JSON.parse(tokens), text };
 }
 
@@ -194,9 +195,9 @@ function canonical(request) {
   return JSON.stringify(sorted(request));
 }
 
-function cost({ prompt, prompt_token_ids, messages, max_tokens = 16, n = 1 }) {
-  const numBytes = (text) => Buffer.byteLength(text, "utf8");
-  const promptCost = prompt_token_ids?.length ?? Math.ceil(numBytes(prompt ?? JSON.stringify(messages ?? "")) / 4);
+function cost({ prompt, prompt_token_ids, messages, tools, max_tokens = 16, n = 1 }) {
+  const text = prompt ?? JSON.stringify(messages ?? "") + (tools?.length ? JSON.stringify(tools) : "");
+  const promptCost = prompt_token_ids?.length ?? Math.ceil(Buffer.byteLength(text, "utf8") / 4);
   return promptCost + (max_tokens ?? 1024) * n;
 }
 

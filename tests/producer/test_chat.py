@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.producer import GenerationRequest, InvalidRequest
+from millrace.producer.prompt_digest import prompt_digest
 from millrace.producer.wire import canonical_body, estimate_cost, parse_body
 from tests.engine_service.chat.models import WEATHER
 
@@ -132,3 +133,12 @@ def test_no_tools_and_no_variables_are_equal_on_the_wire_to_those_not_given() ->
 def test_tools_count_in_the_cost() -> None:
     plain = estimate_cost(GenerationRequest(messages=[USER]))
     assert estimate_cost(GenerationRequest(messages=[USER], tools=[WEATHER])) > plain + 40
+
+
+def test_chats_that_begin_alike_have_one_digest_whatever_stands_before_them() -> None:
+    messages = [{"role": "system", "content": "You answer in one word. " * 20}, USER]
+    plain = prompt_digest(canonical_body(GenerationRequest(messages=messages)))
+    fields: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": False}, "tools": [WEATHER]}
+    assert plain is not None
+    assert prompt_digest(canonical_body(GenerationRequest(messages=messages, **fields))) == plain
+    assert prompt_digest(canonical_body(GenerationRequest(messages=messages[::-1]))) != plain
