@@ -1,7 +1,7 @@
 """Imports transformers without what a rank never uses, which would take as long again. Only for a process of our own.
 
 transformers' model code imports torch's compiler (`torch._dynamo`, with sympy) only to mark functions for it, and torch's
-sharded tensors only for its own way to divide a model.
+sharded tensors only for its own way to divide a model. It renders chat templates with jinja2, which the engine service does.
 """
 
 from __future__ import annotations
@@ -16,17 +16,24 @@ import torch
 import torch.distributed
 
 _COMPILER = "torch._dynamo"
+_TEMPLATES = "jinja2"
 
 
 def import_transformers() -> None:
-    """Import transformers' model code as on a torch without `torch.distributed`, and with the compiler replaced."""
+    """Import transformers' model code as on a torch without `torch.distributed`, without jinja2, and with the compiler
+    replaced."""
     if _COMPILER not in sys.modules:
         _replace_compiler()
+    hides_templates = _TEMPLATES not in sys.modules
+    if hides_templates:
+        sys.modules[_TEMPLATES] = None  # type: ignore[assignment]  # as if it were not installed
     is_available, torch.distributed.is_available = torch.distributed.is_available, lambda: False
     try:
         import transformers.modeling_utils  # noqa: F401
     finally:
         torch.distributed.is_available = is_available
+        if hides_templates:
+            del sys.modules[_TEMPLATES]
 
 
 def _replace_compiler() -> None:
