@@ -239,7 +239,7 @@ class Admission:
             if not first:
                 raise InvalidRequest("bad_words", f"{shown(word)} has no tokens; leave it out")
             found.append(first)
-            # One that is longer begins with a space of its own, and would exclude what `first` excludes already.
+            # vLLM's rule: only if the space makes other tokens of the same number.
             if within and within[0] != first[0] and len(within) == len(first):
                 found.append(within)
         for ids in found:

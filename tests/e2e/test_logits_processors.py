@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +86,50 @@ def test_in_processes_of_their_own(options: dict[str, Any], expected: list[list[
     assert generate(**options)[0] == expected
 
 
+# --- the thinking budget --------------------------------------------------------------------------------------------
+
+START, END = 0, 2
+"""Ids of the tiny model's special tokens that get the names of thinking markers."""
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("thinker")
+    for file in TINY.iterdir():
+        if file.suffix in (".json", ".jinja"):
+            text = file.read_text().replace("<|pad|>", "<think>").replace("<|system|>", "</think>")
+            (path / file.name).write_text(text)
+        else:
+            (path / file.name).symlink_to(file.resolve())
+    return path
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_thinking_ends_where_its_budget_does(thinker: Path, run_ahead: bool) -> None:
+    """In the prompt and in the output. The bias makes the model think again and again."""
+    thoughts = {"temperature": 0.9, "seed": 1, "max_tokens": 20, "ignore_eos": True, "logit_bias": {END: -100.0}}
+    unlimited = SamplingParams(**thoughts)
+    budgets = [SamplingParams(**thoughts, thinking_token_budget=budget) for budget in (0, 5, 7, 50)]
+    again = {**thoughts, "logit_bias": {START: 100.0, END: -100.0}}
+    with LLM(thinker, device="cpu", dtype="float32", run_ahead=run_ahead) as llm:
+        prompts = ["3 + 4 =<think>a b", "3 + 4 =", *["3 + 4 =<think>"] * 4, "3 + 4 ="]
+        params = [budgets[1], budgets[1], *budgets, SamplingParams(**again, thinking_token_budget=2)]
+        outputs = llm.generate([*prompts, "3 + 4 =<think>"], [*params, unlimited], use_tqdm=False)
+    begun, none, *in_output, repeated, free = [output.outputs[0].token_ids for output in outputs]
+    assert begun.index(END) == 5 - (len(outputs[0].prompt_token_ids) - len(outputs[2].prompt_token_ids))
+    assert END not in none
+    assert END not in free
+    for tokens, budget in zip(in_output, (0, 5, 7), strict=False):
+        assert tokens.index(END) == budget
+        assert tokens[:budget] == free[:budget]
+        assert tokens.count(END) == 1
+    assert in_output[-1] == free
+    assert repeated == [START, START, START, END] * 5
+
+
+# --- through the queue ----------------------------------------------------------------------------------------------
+
+
 def submit_all(client: Client) -> list[str]:
     requests = [GenerationRequest(prompt=PROMPT, sampling=params, stream=True) for params in PARAMS]
     return list(client.submit_many(requests))
@@ -96,7 +141,20 @@ def tokens_of(client: Client, job_ids: list[str]) -> list[list[int]]:
 
 def test_through_the_queue(start_engine: StartEngine, client: Client, expected: list[list[int]]) -> None:
     start_engine()
-    assert tokens_of(client, submit_all(client)) == expected
+    job_ids = submit_all(client)
+    ended = client.submit(prompt="3 + 4 =", temperature=0, stop="7", include_stop_str_in_output=True)
+    cut = client.submit(prompt=PROMPT, truncate_prompt_tokens=4, temperature=0)
+    outside = client.submit(prompt=PROMPT, logit_bias={99_999: 1.0})
+    thoughtless = client.submit(prompt=PROMPT, thinking_token_budget=3)
+    assert tokens_of(client, job_ids) == expected
+    assert client.wait(ended, LIMIT_S).text == " 7"
+    usage = client.wait(cut, LIMIT_S).usage
+    assert usage is not None
+    assert usage.prompt_tokens == 4
+    for job_id, field in ((outside, "logit_bias"), (thoughtless, "thinking_token_budget")):
+        error = client.wait(job_id, LIMIT_S).error
+        assert error is not None
+        assert (error.kind, error.field) == ("invalid_request", field)
 
 
 @pytest.mark.faults

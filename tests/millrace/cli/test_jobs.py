@@ -39,6 +39,26 @@ def test_the_options_reach_the_request(millrace: Command, engine: EngineByHand) 
         assert part in job.body.decode()
 
 
+def test_the_parameters_of_logits_and_text_reach_the_request(millrace: Command, engine: EngineByHand) -> None:
+    fields = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"42": -100.0},
+        "thinking_token_budget": 9,
+        "truncate_prompt_tokens": -1,
+    }
+    options = [part for name, value in fields.items() for part in (f"--{name.replace('_', '-')}", json.dumps(value))]
+    options += ["--bad-words", "a", "--bad-words", "b", "--allowed-token-ids", "5", "--include-stop-str-in-output"]
+    options += ["--no-skip-special-tokens", "--no-spaces-between-special-tokens"]
+    assert millrace("submit", "x", *options).status == 0
+    (job,) = engine.claim()
+    flags = {"include_stop_str_in_output": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
+    lists = {"bad_words": ["a", "b"], "allowed_token_ids": [5]}
+    assert json.loads(job.body) == {"prompt": "x", **fields, **lists, **flags}
+    assert "logit_bias: of token id 5 must be a number" in millrace("submit", "x", "--logit-bias", '{"5":"1"}').err
+
+
 def test_a_chat_is_submitted_with_its_tools_and_variables(millrace: Command, engine: EngineByHand) -> None:
     messages = '[{"role":"user","content":"Hi"},{"role":"assistant","content":"Hel"}]'
     tools = '[{"type":"function","function":{"name":"f"}}]'
