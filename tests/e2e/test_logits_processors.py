@@ -107,7 +107,13 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_thinking_ends_where_its_budget_does(thinker: Path, run_ahead: bool) -> None:
     """In the prompt and in the output. The bias makes the model think again and again."""
-    thoughts = {"temperature": 0.9, "seed": 1, "max_tokens": 20, "ignore_eos": True, "logit_bias": {END: -100.0}}
+    thoughts: dict[str, Any] = {
+        "temperature": 0.9,
+        "seed": 1,
+        "max_tokens": 20,
+        "ignore_eos": True,
+        "logit_bias": {END: -100.0},
+    }
     unlimited = SamplingParams(**thoughts)
     budgets = [SamplingParams(**thoughts, thinking_token_budget=budget) for budget in (0, 5, 7, 50)]
     again = {**thoughts, "logit_bias": {START: 100.0, END: -100.0}}
