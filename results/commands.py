@@ -133,9 +133,12 @@ def write(keys: QueueKeys, item: Write) -> Command:
         case Append():
             outputs: list[Argument] = []
             for number, one in enumerate(item.outputs, 1):
+                is_last, event_logprobs = number == len(item.outputs), one.event and one.event.logprobs
                 outputs += _output_arguments(one)
-                if one.event is not None or number < len(item.outputs):
+                if one.event is not None or one.logprobs or not is_last:
                     outputs += _event_arguments(one.event)
+                if one.logprobs or event_logprobs or not is_last:
+                    outputs += (_lines(one.logprobs), event_logprobs or "")
             return script_command("append", keys.prefix, item.job_id, item.lease, item.fingerprint, *outputs)
         case Begin():
             return script_command("begin", keys.prefix, item.job_id, item.lease)
@@ -145,12 +148,13 @@ def write(keys: QueueKeys, item: Write) -> Command:
             reasons = " ".join([item.finish_reason, *item.finish_reasons])
             events: list[Argument] = []
             for event in item.events:
-                events += (_suffix(event.index), *_event_arguments(event))
-            chat = _encode_json(item.chat) if item.chat else b""
-            end = (item.state, reasons, *usage, error, "1" if item.is_retryable else "", chat)
+                events += (_suffix(event.index), *_event_arguments(event), event.logprobs or "")
+            retryable, chat = "1" if item.is_retryable else "", _encode_json(item.chat) if item.chat else b""
+            age_ms = "" if item.first_token_age_ms is None else item.first_token_age_ms
+            end = (item.state, reasons, *usage, error, retryable, chat, age_ms, item.prompt_logprobs or "")
             return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *events)
         case Release():
-            outputs = [value for one in item.outputs for value in _output_arguments(one)]
+            outputs = [value for one in item.outputs for value in (*_output_arguments(one), _lines(one.logprobs))]
             release = (item.job_id, item.lease, item.fingerprint, item.delay_ms)
             return script_command("release", keys.prefix, *release, *outputs)
 
@@ -186,6 +190,10 @@ def _options(job: Submission) -> bytes:
 
 def _output_arguments(output: NewOutput) -> tuple[Argument, ...]:
     return _suffix(output.index), output.offset, pack_tokens(output.token_ids)
+
+
+def _lines(logprobs: list[bytes]) -> bytes:
+    return b"".join(line + b"\n" for line in logprobs)
 
 
 def _suffix(index: int | None) -> str:

@@ -8,6 +8,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     body:<id>              string  the request, raw JSON                         submit               like the record
     meta:<id>              string  the submitter's own JSON object               submit               like the record
     tokens:<id>            string  checkpoint: token ids, uint32 little-endian   append               until the end *
+    logprobs:<id>          string  their log-probabilities, a JSON line each     append               like the tokens
     result:<id>            stream  events, then one terminal entry               append, finish       result TTL after end
     text:<id>              string  text of events that the stream has lost       append               like the result
     watched:<id>           string  somebody reads the job live                   watch                as long as requested
@@ -34,7 +35,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
 
     * or like the result, when the stream has lost events
 
-Of several candidates each has tokens:<id>:<index> and text:<id>:<index>.
+Of several candidates each has tokens:<id>:<index>, logprobs:<id>:<index> and text:<id>:<index>.
 """
 
 from __future__ import annotations

@@ -143,6 +143,8 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong with a record that was changed so that the job cannot run: the job fails with this message."""
     others: list[Checkpoint] = []
     """Of the candidates from the second on."""
+    logprobs: list[list[bytes]] = []
+    """Of each candidate the JSON of each token in its checkpoint, see `results.logprobs`. Empty without any."""
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
@@ -166,6 +168,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     text: str
     index: int | None = None
+    logprobs: bytes | None = None
+    """The JSON list of the tokens, see `results.logprobs`, where they are wanted."""
 
 
 class NewOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,6 +179,8 @@ class NewOutput(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     event: Event | None = None
     index: int | None = None
+    logprobs: list[bytes] = []
+    """The JSON of each token, where they are wanted."""
 
 
 class Append(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,6 +219,10 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     is_retryable: bool = False
     chat: list[ChatOutput | None] = []
     """Of each candidate; None, or an empty list: the text is the content."""
+    first_token_age_ms: int | None = None
+    """How long ago the first token came; None where this engine has not sampled it."""
+    prompt_logprobs: bytes | None = None
+    """The JSON list of the prompt's tokens, see `results.logprobs`, where they are wanted."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
@@ -297,6 +307,8 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     is_restart: bool = False
     """Set when the entries after `after` were trimmed from the stream: this event starts at offset 0 and replaces all that
     was read before, of every candidate."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`; None where they are not wanted, and in the terminal event."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -304,6 +316,8 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
     created_ms: int
     started_ms: int | None = None
+    first_token_ms: int | None = None
+    """Known at the end; None also where an earlier attempt has sampled it."""
     ended_ms: int | None = None
     due_ms: int | None = None
     """When a delayed job may begin."""
@@ -368,6 +382,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str | None = None
     tool_calls: list[ToolCall] = []
     """What the model calls, of a chat with `tools`."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each token of the prompt, None for the first one; None where they are not wanted, and before the end."""
 
     @property
     def is_done(self) -> bool:

@@ -132,6 +132,7 @@ class EventFollower:
 
     def _take_trimmed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
         first_text, first_tokens, trimmed_id, *others = answers[0]
+        logprobs = replies.split_off_logprobs(others)
         if not trimmed_id:
             raise QueueError(f"the stream of job {self._job_id!r} has lost entries; call get for its output")
         self._must_fill = False
@@ -151,6 +152,7 @@ class EventFollower:
                     text=text.decode()[num_chars:],
                     index=index,
                     is_restart=is_restart and not events,
+                    logprobs=replies.first_logprobs(logprobs, index, len(token_ids))[num_tokens:] or None,
                 )
                 events.append(event)
                 read[index] = len(token_ids), num_chars + len(event.text)

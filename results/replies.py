@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from millrace.results.errors import BatchNotFound, CannotRedrive, EngineNotFound, JobNotFound, QueueError
+from millrace.results.logprobs import TokenLogprobs, cumulative, decode_prompt, decode_tokens, join_tokens
 from millrace.results.messages import (
     PROTOCOL,
     TERMINAL_STATES,
@@ -109,7 +110,7 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
     """Return the job; a corrupt record sets `corruption`, so that the claim's other jobs are not lost."""
     job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, protocol = fields[:12]
     tenant, priority, *others = fields[12:]
-    wrong = None
+    wrong, logprobs = None, split_off_logprobs(others) if others else []
     is_intact = seed and created and protocol and _INTEGERS.fullmatch(b" ".join((seed, created, protocol)))
     if not is_intact or len(tokens) % 4 or others:
         wrong = _corruption({"seed": seed, "created": created, "v": protocol}, [tokens, *others[::2]])
@@ -132,7 +133,18 @@ def _claimed_job(fields: list[Any]) -> ClaimedJob:
         priority=0 if priority == b"0" or not _INTEGER.fullmatch(priority or b"") else int(priority),
         corruption=wrong,
         others=list(map(Checkpoint, map(unpack_tokens, others[::2]), others[1::2])) if others else [],
+        logprobs=logprobs,
     )
+
+
+def split_off_logprobs(others: list[Any]) -> list[list[bytes]]:
+    """Remove the log-probabilities from the end of a list of pairs, and return those of each candidate."""
+    return [lines.splitlines() for lines in others.pop()] if len(others) % 2 else []
+
+
+def first_logprobs(lines: list[list[bytes]], index: int, count: int) -> list[TokenLogprobs]:
+    """Return those of the first tokens of a candidate; an empty list without any."""
+    return decode_tokens(join_tokens(lines[index][:count])) if lines else []
 
 
 def _corruption(numbers: dict[str, Any], checkpoints: list[bytes]) -> str | None:
@@ -255,9 +267,11 @@ def job(job_id: str, queue: str, reply: list[Any] | None) -> Job:
 def _job(job_id: str, reply: list[Any]) -> Job:
     state, attempt, created, started, ended, old_text, old_tokens, entries, *details = reply
     meta, batch, redrive_of, redriven_as, num_retries, deadline, due, engine, tenant, num_tokens, *others = details
+    old_logprobs = split_off_logprobs(others)
     trimmed = [old_text, old_tokens, *others]
     texts = {index: [one.decode()] for index, one in enumerate(trimmed[::2])}
     token_ids = {index: unpack_tokens(one) for index, one in enumerate(trimmed[1::2])}
+    logprobs = {index: first_logprobs(old_logprobs, index, len(token_ids[index])) for index in token_ids}
     terminal: dict[bytes, bytes] = {}
     for _, flat in entries:
         fields = dict(zip(flat[::2], flat[1::2], strict=True))
@@ -267,12 +281,14 @@ def _job(job_id: str, reply: list[Any]) -> Job:
             index = int(fields.get(b"index", 0))
             texts[index].append(fields[b"text"].decode())
             token_ids[index] += _decode_token_ids(fields[b"tokens"])
+            if b"logprobs" in fields:
+                logprobs[index] += decode_tokens(fields[b"logprobs"])
     reason, error = terminal.get(b"reason"), terminal.get(b"error")
     finish_reason = reason.decode() if reason else None
     reasons = terminal[b"reasons"].decode().split() if b"reasons" in terminal else [finish_reason] * len(texts)
     chat = _decode_chat(terminal[b"chat"]) if b"chat" in terminal else [None] * len(texts)
     outputs = [
-        _output(index, "".join(texts[index]), token_ids[index], reasons[index], chat[index])
+        _output(index, "".join(texts[index]), token_ids[index], reasons[index], chat[index], logprobs[index])
         for index in range(len(texts))
     ]
     return Job(
@@ -290,6 +306,7 @@ def _job(job_id: str, reply: list[Any]) -> Job:
         timings=Timings(
             created_ms=int(created),
             started_ms=_time(started),
+            first_token_ms=_time(terminal.get(b"first_token", b"")),
             ended_ms=_time(ended),
             due_ms=_time(due),
             deadline_ms=_time(deadline),
@@ -304,11 +321,17 @@ def _job(job_id: str, reply: list[Any]) -> Job:
         engine=text(engine) or None,
         tenant=text(tenant) or "default",
         num_tokens=max(num_tokens, sum(map(len, token_ids.values()))),
+        prompt_logprobs=decode_prompt(prompt) if (prompt := terminal.get(b"prompt_logprobs")) else None,
     )
 
 
 def _output(
-    index: int, text: str, token_ids: list[int], finish_reason: str | None, chat: ChatOutput | None
+    index: int,
+    text: str,
+    token_ids: list[int],
+    finish_reason: str | None,
+    chat: ChatOutput | None,
+    logprobs: list[TokenLogprobs],
 ) -> CompletionOutput:
     parts = chat or ChatOutput(content=text)
     return CompletionOutput(
@@ -319,6 +342,8 @@ def _output(
         content=parts.content,
         reasoning=parts.reasoning,
         tool_calls=parts.tool_calls,
+        logprobs=logprobs or None,
+        cumulative_logprob=cumulative(logprobs) if logprobs else None,
     )
 
 
@@ -338,7 +363,9 @@ def stream_event(entry: Entry) -> StreamEvent:
         return StreamEvent(id=at, offset=offset, token_ids=[], text="", state=state.decode())
     token_ids = _decode_token_ids(fields[b"tokens"])
     index = int(fields.get(b"index", 0))
-    return StreamEvent(id=at, offset=offset, token_ids=token_ids, text=fields[b"text"].decode(), index=index)
+    logprobs = decode_tokens(fields[b"logprobs"]) if b"logprobs" in fields else None
+    text = fields[b"text"].decode()
+    return StreamEvent(id=at, offset=offset, token_ids=token_ids, text=text, index=index, logprobs=logprobs)
 
 
 def position_of(entry: Entry) -> int:

@@ -162,11 +162,12 @@ def _size(write: Write) -> int:
     match write:
         case Append() | Release():
             for output in write.outputs:
-                num_bytes += 8 * len(output.token_ids) + _event_size(output.event)
+                num_bytes += 8 * len(output.token_ids) + sum(map(len, output.logprobs)) + _event_size(output.event)
         case Finish():
             num_bytes += sum(map(_event_size, write.events)) * (2 if write.chat else 1)
+            num_bytes += len(write.prompt_logprobs or "")
     return num_bytes
 
 
 def _event_size(event: Event | None) -> int:
-    return 0 if event is None else 8 * len(event.token_ids) + len(event.text)
+    return 0 if event is None else 8 * len(event.token_ids) + len(event.text) + len(event.logprobs or "")

@@ -212,20 +212,21 @@ class Intake:
                 f"this queue serves {shown(self._model_name)}, not {shown(request.model)}; use the queue of that model"
             )
             raise InvalidRequest("model", message)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(request.sampling, name) is not None:
-                raise InvalidRequest(name, "is supported by LLM only; leave it out")
         n, num_candidates = request.sampling.n, len(claimed.checkpoints)
         if n != num_candidates:
             rule = "submit it with the same n in the request and in the options"
             raise InvalidRequest("n", f"is {n} in the request, but the job's record has {num_candidates}; {rule}")
         num_kept = request.sampling.truncate_prompt_tokens
         prompt_token_ids = self._admission.prompt_token_ids(request, num_kept, is_quick=is_quick)
+        counts = [len(checkpoint.token_ids) for checkpoint in claimed.checkpoints]
+        if request.sampling.logprobs is not None and list(map(len, claimed.logprobs or [[]] * n)) != counts:
+            raise InvalidRequest("logprobs", "are missing in the job's checkpoint; submit the job again under a new id")
         generations = self._admission.admit(
             prompt_token_ids,
             request.sampling,
             drawn_seed=claimed.seed,
             outputs=[checkpoint.token_ids for checkpoint in claimed.checkpoints],
+            logprobs=claimed.logprobs,
             crash_count=claimed.crash_count,
             cache_salt=request.cache_salt,
             tenant=claimed.tenant,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -37,6 +38,7 @@ class ServedJob:
         "chat",
         "cost",
         "due_s",
+        "first_token_s",
         "is_alone",
         "is_first_followed",
         "job_id",
@@ -71,6 +73,8 @@ class ServedJob:
         self.due_s = claimed.created_ms / 1000 if due_s is None else due_s
         self.awaits_first_token = claimed.attempt <= 1 and not any(one.token_ids for one in checkpoints)
         """Whether no token of the job exists yet, also not of an earlier attempt."""
+        self.first_token_s: float | None = None
+        """When its first token came, by the monotonic clock."""
         first = generations[0].sequence
         self.is_first_followed = first.is_followed
         first.is_followed |= self.awaits_first_token
@@ -86,8 +90,12 @@ class ServedJob:
             generation.sequence.is_watched = generation.sequence.is_followed = True
 
     def note_first_token(self) -> None:
-        self.awaits_first_token = False
+        self.awaits_first_token, self.first_token_s = False, time.monotonic()
         self.generations[0].sequence.is_followed = self.is_first_followed or self.is_watched
+
+    def first_token_age_ms(self) -> int | None:
+        """Return how long ago the first token came; None where an earlier attempt had it, or none has come."""
+        return None if self.first_token_s is None else int((time.monotonic() - self.first_token_s) * 1000)
 
     def __repr__(self) -> str:
         return f"ServedJob({self.job_id}, lease {self.lease}, {self.generations})"

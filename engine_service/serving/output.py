@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from millrace.engine_service.serving.jobs import Candidate, ServedJob
+from millrace.results.logprobs import encode_token, join_tokens
 from millrace.results.messages import (
     Append,
     Begin,
@@ -143,6 +144,8 @@ class Output:
                 finish_reason=reason,
                 usage=usage,
                 events=[event for one in job.candidates if (event := self._last_event(one))],
+                first_token_age_ms=job.first_token_age_ms(),
+                prompt_logprobs=_prompt_logprobs(job) if state != "failed" else None,
                 finish_reasons=reasons if len(reasons) > 1 else [],
                 chat=job.chat_outputs(),
                 error=error,
@@ -169,7 +172,13 @@ class Output:
         candidate.num_saved = len(token_ids)
         if event is not None:
             candidate.num_published = event.offset + len(event.token_ids)
-        return NewOutput(offset=offset, token_ids=token_ids[offset:], event=event, index=candidate.index)
+        return NewOutput(
+            offset=offset,
+            token_ids=token_ids[offset:],
+            event=event,
+            index=candidate.index,
+            logprobs=candidate.generation.logprobs_between(offset, len(token_ids)),
+        )
 
     def _next_event(self, candidate: Candidate) -> Event | None:
         generation, start = candidate.generation, candidate.num_published
@@ -178,13 +187,26 @@ class Output:
         end = generation.num_settled()
         if end <= start:
             return None
-        text = generation.text_between(start, end)
-        return Event(offset=start, token_ids=generation.token_ids[start:end], text=text, index=candidate.index)
+        return _event(candidate, end, generation.text_between(start, end))
 
     def _last_event(self, candidate: Candidate) -> Event | None:
-        start = candidate.num_published
-        token_ids = candidate.generation.token_ids[start:]
-        if not token_ids:
-            return None
-        text = candidate.generation.final_text_after(start)
-        return Event(offset=start, token_ids=token_ids, text=text, index=candidate.index)
+        start, end = candidate.num_published, len(candidate.generation.token_ids)
+        return _event(candidate, end, candidate.generation.final_text_after(start)) if start < end else None
+
+
+def _event(candidate: Candidate, end: int, text: str) -> Event:
+    """Return the event with the tokens from the last published one up to `end`."""
+    generation, start = candidate.generation, candidate.num_published
+    logprobs = generation.logprobs_between(start, end)
+    return Event(
+        offset=start,
+        token_ids=generation.token_ids[start:end],
+        text=text,
+        index=candidate.index,
+        logprobs=join_tokens(logprobs) if logprobs else None,
+    )
+
+
+def _prompt_logprobs(job: ServedJob) -> bytes | None:
+    entries = job.generations[0].prompt_entries()
+    return None if entries is None else join_tokens([b"null", *map(encode_token, entries)])

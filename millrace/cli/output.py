@@ -32,7 +32,7 @@ def print_id(job_id: str, *, as_json: bool) -> None:
 
 
 def print_job(job: Job, **more: Any) -> None:
-    """Print a job as JSON, with `more` fields. `outputs` and `content` are left out where they would repeat the
+    """Print a job as JSON, with `more` fields. `outputs` and `content` are left out where they would only repeat the
     text."""
     print_json({**job_fields(job), **more})
 
@@ -41,7 +41,7 @@ def job_fields(job: Job) -> dict[str, Any]:
     import msgspec
 
     fields = msgspec.structs.asdict(job)
-    if len(job.outputs) == 1:
+    if len(job.outputs) == 1 and job.outputs[0].logprobs is None:
         del fields["outputs"]
     if job.content == job.text:
         del fields["content"]

@@ -43,6 +43,13 @@ _SAMPLING: tuple[_Option, ...] = (
         "N",
         "keep only the last N tokens of the prompt; -1: what fits into the context",
     ),
+    (
+        "--logprobs",
+        integer,
+        "N",
+        "keep the log-probabilities of each token and of the N likeliest ones; get --json has them",
+    ),
+    ("--prompt-logprobs", integer, "N", "the same for the tokens of the prompt"),
 )
 _QUEUE: tuple[_Option, ...] = (
     ("--tenant", str, "NAME", "the account that the job belongs to"),

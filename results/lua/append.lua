@@ -1,14 +1,14 @@
 -- Keeps output of a running job, and publishes an event of it: running -> running. Safe to repeat.
 -- KEYS  1 the queue's prefix
--- ARGV  1 job id, 2 lease, 3 fingerprint of the engine's model, then for each candidate with new output 7 values: "" for the
---       only candidate of a job, ":<index>" for one of several, offset of the first token, tokens (4 bytes each); and of its
---       event the offset, the number of tokens, the token ids (JSON), the text. Without an event these 4 are "", or left out
---       of the last candidate
+-- ARGV  1 job id, 2 lease, 3 fingerprint of the engine's model, then for each candidate with new output 9 values: "" for the
+--       only candidate of a job, ":<index>" for one of several, offset of the first token, tokens (4 bytes each); of its
+--       event the offset, the number of tokens, the token ids (JSON), the text; and where log-probabilities are wanted, those
+--       of the tokens (a line of JSON each) and of the event (a JSON list). What does not apply is "", or left out at the end
 -- Returns "ok" or "stale" (the lease is not, or no longer, the job's; or the server has lost earlier output)
 -- include: queue settings record lease output
 
--- A long stream loses its older half: the text of each candidate moves to text:<id>; the token ids are in the checkpoints
--- already.
+-- A long stream loses its older half: the text of each candidate moves to text:<id>; the token ids and the log-probabilities are
+-- in the checkpoints already.
 local function trim_stream(id)
   local key = prefix .. 'result:' .. id
   local max_events = setting('max_events', 8192)
@@ -18,12 +18,13 @@ local function trim_stream(id)
   local trimmed, num_tokens, last_id = {}, 0, nil  -- by suffix
   for _, entry in ipairs(redis.call('XRANGE', key, '-', '+', 'COUNT', num_events - num_kept)) do
     -- offset, its value, count, its value, tokens, their value, text, its value; then with several candidates: index, its
-    -- value, position, its value
+    -- value, position, its value; then maybe logprobs
     local fields = entry[2]
-    local suffix = fields[10] and ':' .. fields[10] or ''
+    local is_one_of_several = fields[9] == 'index'
+    local suffix = is_one_of_several and ':' .. fields[10] or ''
     local part = trimmed[suffix] or {texts = {}}
     part.texts[#part.texts + 1], part.num_tokens = fields[8], fields[2] + fields[4]
-    trimmed[suffix], last_id, num_tokens = part, entry[1], (fields[12] or fields[2]) + fields[4]
+    trimmed[suffix], last_id, num_tokens = part, entry[1], fields[is_one_of_several and 12 or 2] + fields[4]
   end
   redis.call('XTRIM', key, 'MAXLEN', num_kept)
   local job = prefix .. 'job:' .. id
@@ -40,9 +41,9 @@ local state, _, fingerprint = lease_state(id, lease)
 if state ~= 'owned' then return refuse_stale_write() end
 if fingerprint ~= ARGV[3] then redis.call('HSET', prefix .. 'job:' .. id, 'fingerprint', ARGV[3]) end
 local published
-for i = 4, #ARGV, 7 do
+for i = 4, #ARGV, 9 do
   local suffix, event_offset = ARGV[i], tonumber(ARGV[i + 3])
-  local num_known = extend_checkpoint(id, suffix, tonumber(ARGV[i + 1]), ARGV[i + 2])
+  local num_known = extend_checkpoint(id, suffix, tonumber(ARGV[i + 1]), ARGV[i + 2], ARGV[i + 7])
   if not num_known then return refuse_stale_write() end
   if event_offset then
     if event_offset + ARGV[i + 4] > num_known then
@@ -50,7 +51,8 @@ for i = 4, #ARGV, 7 do
     end
     published = published or record(id, 'published')[1]
     local changes
-    published, changes = publish(id, published, suffix, event_offset, ARGV[i + 4], ARGV[i + 5], ARGV[i + 6])
+    published, changes =
+      publish(id, published, suffix, event_offset, ARGV[i + 4], ARGV[i + 5], ARGV[i + 6], ARGV[i + 8])
     if not published then return refuse_stale_write() end
     if changes then redis.call('HSET', prefix .. 'job:' .. id, unpack(changes)) end
   end

@@ -11,7 +11,8 @@
 -- Returns nil when the engine's heartbeat has expired, else an array: jobs still ready (0 while the queue is paused), jobs set
 --       aside, then for each job an array: id, lease, attempt, body, seed, cost, crashes, checkpoint (4 bytes a token),
 --       tokens published, 1 when watched or 0, created ms, the record's protocol version, tenant, priority, then for each
---       candidate from the second on its checkpoint and its tokens published
+--       candidate from the second on its checkpoint and its tokens published, then, if there are log-probabilities in the
+--       checkpoints, an array with those of each candidate, a line of JSON for each token
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, and
 --       later failed, where the output is another model's
 -- include: queue clock settings serial record lease work signals candidates checkpoints dequeue fair_share state end_job due engine_share
@@ -28,16 +29,26 @@ local MAX_SET_ASIDE = 256  -- jobs that one claim sets aside,
 local MAX_EXPIRED_OF_ONE = 16  -- and those of one tenant whose deadline has passed, when other tenants wait
 local MAX_READ_AHEAD = 4  -- jobs of one tenant, when other tenants wait
 
+local NOTHING = {}
+
+-- The tokens and the log-probabilities; false for each one that does not exist.
+local function read_checkpoint(name)
+  return redis.call('MGET', prefix .. 'tokens:' .. name, prefix .. 'logprobs:' .. name)
+end
+
 -- A fingerprint is written with the first tokens: without one there is no checkpoint to read. `fields` has what is needed once:
 -- with more than 16 names, `lease` and `changes` among them, the table takes twice the memory, and a claim of many jobs 13 %
 -- more time.
 local function read_job(id)
   local f = record(id, 'tenant', 'cost', 'crashes', 'fingerprint', 'published', 'attempt', 'seed', 'created', 'stream',
     'started', 'batch', 'v', 'deadline', 'n', 'priority', 'passed_over')
-  return {id = id, tenant = f[1], cost = whole_number(f[2], 0), crashes = whole_number(f[3], 0),
+  local saved = f[4] and read_checkpoint(id) or NOTHING
+  local job = {id = id, tenant = f[1], cost = whole_number(f[2], 0), crashes = whole_number(f[3], 0),
     fingerprint = f[4], published = whole_number(f[5], 0), attempt = whole_number(f[6], 0),
     started = f[10], batch = f[11], deadline = tonumber(f[13] or nil), n = f[14], priority = f[15], fields = f,
-    tokens = f[4] and redis.call('GET', prefix .. 'tokens:' .. id) or ''}
+    tokens = saved[1] or ''}
+  if saved[2] then job.logprobs = saved[2] end
+  return job
 end
 
 -- The reply. One command reads all bodies, and whether somebody reads the jobs live.
@@ -51,11 +62,14 @@ local function reply_with(num_left, num_set_aside, jobs)
     local f = job.fields  -- 7 is the seed, 8 created, 9 whether it is streamed, 12 the protocol's version
     local described = {job.id, job.lease, job.attempt, found[2 * i - 1], f[7], job.cost, job.crashes, job.tokens,
       job.published, (f[9] == '1' or found[2 * i]) and 1 or 0, f[8], f[12], job.tenant, job.priority}
-    for index, suffix in ipairs(job.n and suffixes(job.n) or {}) do
-      local at = index == 1 and 8 or #described + 1
-      described[at] = redis.call('GET', prefix .. 'tokens:' .. job.id .. suffix) or ''
+    local logprobs, has_logprobs = {job.logprobs}, job.logprobs
+    for index, suffix in ipairs(job.n and suffixes(job.n) or NOTHING) do
+      local at, saved = index == 1 and 8 or #described + 1, read_checkpoint(job.id .. suffix)
+      described[at] = saved[1] or ''
       described[at + 1] = whole_number(record(job.id, 'published' .. suffix)[1], 0)
+      logprobs[index], has_logprobs = saved[2] or '', has_logprobs or saved[2]
     end
+    if has_logprobs then described[#described + 1] = logprobs end
     reply[i + 2] = described
   end
   return reply
@@ -78,9 +92,9 @@ local function fits_this_model(job)
   if not job.fingerprint or job.fingerprint == fingerprint then return true end
   local key = prefix .. 'job:' .. job.id
   if job.published == 0 then
-    for _, suffix in ipairs(suffixes(job.n)) do redis.call('DEL', prefix .. 'tokens:' .. job.id .. suffix) end
+    for _, suffix in ipairs(suffixes(job.n)) do redis.call('DEL', prefix .. 'tokens:' .. job.id .. suffix, prefix .. 'logprobs:' .. job.id .. suffix) end
     redis.call('HDEL', key, 'fingerprint')
-    job.tokens = ''
+    job.tokens, job.logprobs = '', nil
     return true
   end
   local is_new = redis.call('HSETNX', key, 'mismatch', now) == 1
@@ -102,7 +116,6 @@ local function must_be_alone(job)
   return job.crashes >= ALONE_FROM
 end
 
-local NOTHING = {}
 local function take(job)
   job.lease, job.attempt = next_serial(), job.attempt + 1
   set_state(job.id, job.batch, 'queued', 'running', 'lease', job.lease, 'engine', engine, 'base',

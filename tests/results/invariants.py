@@ -90,13 +90,20 @@ class _Check:
             assert entries[-1]["state"] == record["state"]
             assert int(entries[-1]["offset"]) == sum(ends.values()), f"{job_id}: offset of the end"
             has_lost = bool(int(record.get("trimmed", 0)))
-            kept = {name for name in self._all if name.partition(":")[0] == "tokens" and name.split(":")[1] == job_id}
+            kept = {
+                name
+                for name in self._all
+                if name.partition(":")[0] in ("tokens", "logprobs") and name.split(":")[1] == job_id
+            }
             assert has_lost or not kept, f"{job_id} has ended, and its checkpoints are still there"
             assert self._client.ttl(self._keys.job(job_id)) > 0, f"{job_id} stays for ever"
         else:
             for index, end in ends.items():
                 key = self._keys.tokens(job_id) + (f":{index}" if index is not None else "")
-                assert end <= self._client.strlen(key) / 4, f"{job_id}: visible but not kept"
+                num_kept = self._client.strlen(key) / 4
+                assert end <= num_kept, f"{job_id}: visible but not kept"
+                lines = self._client.get(key.replace(":tokens:", ":logprobs:"))
+                assert lines is None or lines.count(b"\n") == num_kept, f"{job_id}: log-probabilities of other tokens"
             assert self._client.ttl(self._keys.job(job_id)) == -1, f"{job_id} expires before its end"
 
     def _check_owners(self) -> None:

@@ -1,0 +1,86 @@
+"""Log-probabilities of jobs: through Redis, and on another engine after the first one has died."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from millrace import Client, Job, SamplingParams
+from millrace.engine_service.text import Tokenizer
+from tests.e2e.conftest import Service, StartEngine
+from tests.e2e.engines import LIMIT_S, TINY, wait_until
+from tests.e2e.test_logprobs import PARAMS, PROMPTS, check_output, check_token, forward
+from tests.millrace.cli.command import run_main
+
+
+def check_job(job: Job, prompt: str, params: SamplingParams) -> None:
+    assert (job.state, len(job.outputs)) == ("finished", params.n)
+    ids = Tokenizer(TINY).encode(prompt)
+    for output in job.outputs:
+        check_output(ids, output, params.logprobs)
+    if params.prompt_logprobs is None:
+        assert job.prompt_logprobs is None
+        return
+    assert job.prompt_logprobs is not None and len(job.prompt_logprobs) == len(ids)
+    for token_id, found, expected in zip(ids[1:], job.prompt_logprobs[1:], forward(ids), strict=False):
+        assert found is not None
+        check_token(found, token_id, expected, params.prompt_logprobs)
+
+
+def test_jobs_with_and_without_them_share_a_batch(start_engine: StartEngine, client: Client) -> None:
+    start_engine("--num-blocks", "40", "--block-size", "4", "--dtype", "float32")
+    wanted = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
+    ids = [client.submit(prompt=prompt, sampling=params) for prompt, params in wanted]
+    for job_id, (prompt, params) in zip(ids, wanted, strict=True):
+        check_job(client.wait(job_id, LIMIT_S), prompt, params)
+
+
+def test_a_stream_has_one_entry_for_each_token_also_before_a_stop_string(shared_client: Client) -> None:
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 30, "ignore_eos": True, "logprobs": 2}
+    text = shared_client.wait(shared_client.submit("20 + 22 =", **options), LIMIT_S).text
+    job_id = shared_client.submit("20 + 22 =", stream=True, stop=text[8:10], **options)
+    events = [event for event in shared_client.stream(job_id) if event.state is None]
+    assert len(events) > 1
+    for event in events:
+        assert event.logprobs is not None
+        assert [next(iter(found)) for found in event.logprobs] == event.token_ids
+    job = shared_client.get(job_id)
+    assert job.outputs[0].logprobs == [found for event in events for found in event.logprobs or []]
+    assert job.timings.first_token_ms is not None
+
+
+def test_more_than_the_engine_gives_fails_the_job_by_name(shared_client: Client) -> None:
+    job = shared_client.wait(shared_client.submit("1 + 1 =", logprobs=21), LIMIT_S)
+    assert job.error is not None
+    assert (job.state, job.error.kind, job.error.field) == ("failed", "invalid_request", "logprobs")
+
+
+def test_the_command_shows_them(service: Service, redis_url: str) -> None:
+    options = ("--redis", redis_url, "--queue", service.queue)
+    ran = run_main("submit", *options, "--logprobs", "1", "--prompt-logprobs", "0", "--wait", "--json", "1 + 1 =")
+    job = json.loads(ran.out)
+    assert len(job["outputs"][0]["logprobs"]) == len(job["token_ids"])
+    assert job["prompt_logprobs"][0] is None and len(job["prompt_logprobs"]) == job["usage"]["prompt_tokens"]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("streamed", [True, False])
+def test_after_the_death_of_an_engine_no_token_lacks_them(
+    start_engine: StartEngine, client: Client, streamed: bool
+) -> None:
+    first = start_engine("--dtype", "float32")
+    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, logprobs=3, prompt_logprobs=1)
+    several = SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=700, ignore_eos=True, logprobs=0)
+    ids = [client.submit(prompt=PROMPTS[0], sampling=one, stream=streamed) for one in (params, several)]
+    wait_until(lambda: client.get(ids[1]).num_tokens >= 150)
+    os.kill(first.process.pid, signal.SIGKILL)
+    assert {client.get(job_id).state for job_id in ids} == {"running"}
+    start_engine("--dtype", "float32")
+    for job_id, one in zip(ids, (params, several), strict=True):
+        job = client.wait(job_id, LIMIT_S)
+        assert job.attempt == 2
+        check_job(job, PROMPTS[0], one)
