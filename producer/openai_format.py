@@ -5,6 +5,7 @@ A line of a batch file is `{"custom_id": ..., "method": "POST", "url": ..., "bod
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
 from millrace.results.errors import one_line
+from millrace.results.logprobs import Logprob, TokenLogprobs
 from millrace.results.messages import CompletionOutput, Job, JobError
 
 Url = Literal["/v1/completions", "/v1/chat/completions"]
@@ -36,7 +38,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (True, False),
     "stream": (False,),
     "suffix": ("",),
-    "top_logprobs": (0,),
 }
 """Fields without an equal here, and the values with which they change nothing. null changes nothing in any field."""
 _WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
@@ -58,6 +59,8 @@ class Call(msgspec.Struct, frozen=True):
     custom_id: str
     url: Url
     model: str
+    num_top: int | None = None
+    """For how many of the most likely tokens the answer has log-probabilities; -1: all. None: it has none at all."""
 
 
 _line_decoder = msgspec.json.Decoder(BatchLine)
@@ -80,7 +83,8 @@ def parse_line(raw: bytes) -> tuple[Call, GenerationRequest]:
     model = line.body.get("model")
     if type(model) is not str or not model:
         raise InvalidRequest("model", f"must be the name of the model, got {shown(model)}")
-    return Call(line.custom_id, url, model), to_request(url, line.body)
+    request = to_request(url, line.body)
+    return Call(line.custom_id, url, model, request.sampling.logprobs), request
 
 
 def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
@@ -95,6 +99,8 @@ def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
     fields |= {"messages": given.pop("messages")} if is_chat else _prompt(given.pop("prompt"))
     if is_chat and "max_completion_tokens" in given:
         given["max_tokens"] = given.pop("max_completion_tokens")
+    if is_chat:
+        sampling |= _chat_logprobs(given.pop("logprobs", False), given.pop("top_logprobs", None))
     for name, value in given.items():
         if name in _WITHOUT_EFFECT or _is_neutral(name, value):
             continue
@@ -111,6 +117,16 @@ def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
 
 def _is_neutral(name: str, value: Any) -> bool:
     return any(type(value) is type(neutral) and value == neutral for neutral in _NEUTRAL.get(name, ()))
+
+
+def _chat_logprobs(is_wanted: Any, num_top: Any) -> dict[str, int]:
+    if type(is_wanted) is not bool:
+        raise InvalidRequest("logprobs", f"must be true or false in a chat, got {shown(is_wanted)}")
+    if num_top is not None and (type(num_top) is not int or num_top < 0):
+        raise InvalidRequest("top_logprobs", f"must be an integer of at least 0, got {shown(num_top)}")
+    if num_top and not is_wanted:
+        raise InvalidRequest("top_logprobs", "needs logprobs; set logprobs to true")
+    return {"logprobs": num_top or 0} if is_wanted else {}
 
 
 def _prompt(value: Any) -> dict[str, Any]:
@@ -168,7 +184,12 @@ def _result(call: Call, job: Job) -> dict[str, Any]:
     is_chat = call.url == "/v1/chat/completions"
     choices: list[dict[str, Any]] = []
     for output in job.outputs:
-        choice: dict[str, Any] = {"index": output.index, "logprobs": None, "finish_reason": output.finish_reason}
+        logprobs = None
+        if output.logprobs is not None and call.num_top is not None:
+            logprobs = (_chat_tokens if is_chat else _completion_tokens)(output.logprobs, call.num_top)
+        choice: dict[str, Any] = {"index": output.index, "logprobs": logprobs, "finish_reason": output.finish_reason}
+        if job.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = job.prompt_logprobs
         if is_chat:
             choice["message"] = _message(output)
             if output.tool_calls and output.finish_reason == "stop":
@@ -200,3 +221,36 @@ def _message(output: CompletionOutput) -> dict[str, Any]:
     if output.tool_calls:
         message["tool_calls"] = msgspec.to_builtins(output.tool_calls)
     return message
+
+
+def _chat_tokens(tokens: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
+    def described(token_id: int, one: Logprob) -> dict[str, Any]:
+        text = _text_of(token_id, one)
+        return {"token": text, "logprob": one.logprob, "bytes": list(text.encode())}
+
+    content = []
+    for token in tokens:
+        top = [described(*each) for each in _most_likely(token, num_top)]
+        content.append({**described(*next(iter(token.items()))), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _completion_tokens(tokens: list[TokenLogprobs], num_top: int) -> dict[str, Any]:
+    own = [next(iter(token.items())) for token in tokens]
+    texts = [_text_of(*each) for each in own]
+    top = [{_text_of(*each): each[1].logprob for each in reversed(_most_likely(token, num_top))} for token in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [one.logprob for _, one in own],
+        "top_logprobs": top if num_top else None,
+        "text_offset": [0, *itertools.accumulate(map(len, texts))][: len(texts)],
+    }
+
+
+def _most_likely(token: TokenLogprobs, num_top: int) -> list[tuple[int, Logprob]]:
+    ordered = sorted(token.items(), key=lambda each: -each[1].logprob)
+    return ordered if num_top < 0 else ordered[:num_top]
+
+
+def _text_of(token_id: int, one: Logprob) -> str:
+    return f"token_id:{token_id}" if one.decoded_token is None else one.decoded_token

@@ -6,9 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
 
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 from millrace.producer.openai_format import Call, ended_line, parse_line, refused_line
+from millrace.results.logprobs import Logprob, TokenLogprobs
 from millrace.results.messages import CompletionOutput, Job, JobError, Timings, Usage
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -65,7 +68,14 @@ def test_fields_that_change_nothing_are_taken(body: dict[str, Any]) -> None:
     ("url", "body", "field"),
     [
         (CHAT, {"messages": MESSAGES, "stream": True}, "stream"),
-        (CHAT, {"messages": MESSAGES, "logprobs": True}, "logprobs"),
+        *[(CHAT, {"messages": MESSAGES, "logprobs": value}, "logprobs") for value in (1, "true", [True])],
+        *[
+            (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": value}, "top_logprobs")
+            for value in (-1, "2", True, 1.0)
+        ],
+        (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+        (COMPLETIONS, {"prompt": "p", "logprobs": True}, "logprobs"),
+        (COMPLETIONS, {"prompt": "p", "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"messages": MESSAGES, "prompt": "p"}, "prompt"),
@@ -113,10 +123,16 @@ def test_a_broken_line_is_refused(raw: bytes, field: str) -> None:
 
 
 def ended(
-    state: str = "finished", error: JobError | None = None, *, num_outputs: int = 1, has_result: bool = True
+    state: str = "finished",
+    error: JobError | None = None,
+    *,
+    num_outputs: int = 1,
+    has_result: bool = True,
+    logprobs: list[TokenLogprobs] | None = None,
 ) -> Job:
+    """`logprobs`: also those of the prompt, behind its first token."""
     outputs = [
-        CompletionOutput(index=i, text=f"t{i}", token_ids=[1], finish_reason="stop", content=f"t{i}")
+        CompletionOutput(index=i, text=f"t{i}", token_ids=[1], finish_reason="stop", content=f"t{i}", logprobs=logprobs)
         for i in range(num_outputs)
     ]
     return Job(
@@ -130,6 +146,7 @@ def ended(
         error=error,
         timings=Timings(created_ms=1000, ended_ms=9000),
         has_result=has_result,
+        prompt_logprobs=None if logprobs is None else [None, *logprobs],
     )
 
 
@@ -157,6 +174,45 @@ def test_a_chat_is_answered_in_openais_form() -> None:
 def test_a_completion_is_answered_in_openais_form() -> None:
     body = ended_line("r-1", known(COMPLETIONS), ended())["response"]["body"]
     assert (body["id"], body["object"], body["choices"][0]["text"]) == ("cmpl-j", "text_completion", "t0")
+
+
+SCORED: list[TokenLogprobs] = [
+    {7: Logprob(-0.5, 1, " h"), 8: Logprob(-1.5, 2, "é")},
+    {9: Logprob(-4.0, 5, ""), 7: Logprob(-0.25, 1, " h"), 8: Logprob(-2.0, 2, "é")},
+    {8: Logprob(-0.75, 1, "é"), 9: Logprob(-9999.0, 3, "")},
+]
+
+
+def test_log_probabilities_of_a_chat_have_openais_form() -> None:
+    assert parsed(CHAT, {"messages": MESSAGES, "logprobs": True}).sampling.logprobs == 0
+    assert parsed(CHAT, {"messages": MESSAGES, "logprobs": False, "top_logprobs": 0}).sampling.logprobs is None
+    call, request = parse_line(line(CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}))
+    assert request.sampling.logprobs == 2
+    body = ended_line("r-1", call, ended(logprobs=SCORED))["response"]["body"]
+    content = body["choices"][0]["logprobs"]["content"]
+    assert [(one["token"], one["logprob"], one["bytes"]) for one in content] == [
+        (" h", -0.5, [32, 104]),
+        ("", -4.0, []),
+        ("é", -0.75, [195, 169]),
+    ]
+    assert [[each["token"] for each in one["top_logprobs"]] for one in content] == [[" h", "é"], [" h", "é"], ["é", ""]]
+    (choice,) = ChatCompletion.model_validate_json(msgspec.json.encode(body), strict=True).choices
+    assert choice.logprobs is not None
+    assert choice.logprobs.model_dump() == body["choices"][0]["logprobs"]
+
+
+def test_log_probabilities_of_a_completion_have_openais_older_form() -> None:
+    call, request = parse_line(line(COMPLETIONS, {"prompt": "p", "logprobs": 2, "prompt_logprobs": 1}))
+    assert (request.sampling.logprobs, request.sampling.prompt_logprobs) == (2, 1)
+    body = ended_line("r-1", call, ended(logprobs=SCORED))["response"]["body"]
+    assert body["choices"][0]["logprobs"] == {
+        "tokens": [" h", "", "é"],
+        "token_logprobs": [-0.5, -4.0, -0.75],
+        "top_logprobs": [{" h": -0.5, "é": -1.5}, {" h": -0.25, "é": -2.0}, {"é": -0.75, "": -9999.0}],
+        "text_offset": [0, 2, 2],
+    }
+    assert body["choices"][0]["prompt_logprobs"] == [None, *SCORED]
+    Completion.model_validate_json(msgspec.json.encode(body), strict=True)
 
 
 @pytest.mark.parametrize(
