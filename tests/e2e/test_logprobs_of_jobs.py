@@ -12,9 +12,9 @@ import pytest
 from millrace import Client, Job, SamplingParams
 from millrace.engine_service.text import Tokenizer
 from tests.e2e.conftest import Service, StartEngine
-from tests.e2e.engines import LIMIT_S, TINY, wait_until
+from tests.e2e.engines import LIMIT_S, ROOT, TINY, wait_until
 from tests.e2e.test_logprobs import PARAMS, PROMPTS, check_output, check_token, forward
-from tests.millrace.cli.command import run_main
+from tests.millrace.cli.command import python, run_main
 
 
 def check_job(job: Job, prompt: str, params: SamplingParams) -> None:
@@ -65,6 +65,15 @@ def test_the_command_shows_them(service: Service, redis_url: str) -> None:
     job = json.loads(ran.out)
     assert len(job["outputs"][0]["logprobs"]) == len(job["token_ids"])
     assert job["prompt_logprobs"][0] is None and len(job["prompt_logprobs"]) == job["usage"]["prompt_tokens"]
+
+
+def test_the_example_shows_the_probability_of_each_token(service: Service, redis_url: str) -> None:
+    options = ("--redis", redis_url, "--queue", service.queue)
+    ran = python(str(ROOT / "examples" / "logprobs.py"), "3 + 4 =", *options)
+    assert ran.status == 0, ran.err
+    lines = ran.out.splitlines()
+    assert [line.partition(" 1")[0] for line in lines[:2]] == ["' '", "'7'"]
+    assert {line.count("%") for line in lines} == {3}
 
 
 @pytest.mark.faults
