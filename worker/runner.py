@@ -97,7 +97,8 @@ class LaunchedStep:
 
 def _failure(rows: SampledRows, index: int) -> RowFailure:
     position = int(rows.sampling.output_positions[index])
-    return RowFailure(rows.seq_ids[index], "nan_logits", f"no finite logit at output {position} or before it")
+    message = f"no finite logit, or no token that is allowed, at output {position} or before it"
+    return RowFailure(rows.seq_ids[index], "nan_logits", message)
 
 
 class Runner:

@@ -42,6 +42,16 @@ export interface Request {
   stop_token_ids?: number[];
   ignore_eos?: boolean;
   skip_special_tokens?: boolean;
+  spaces_between_special_tokens?: boolean;
+  include_stop_str_in_output?: boolean;
+  truncate_prompt_tokens?: number | null;
+  presence_penalty?: number;
+  frequency_penalty?: number;
+  repetition_penalty?: number;
+  logit_bias?: Record<string, number> | null;
+  allowed_token_ids?: number[] | null;
+  bad_words?: string[] | null;
+  thinking_token_budget?: number | null;
   n?: number;
   tenant?: string;
   priority?: number;
