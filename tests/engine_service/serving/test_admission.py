@@ -167,3 +167,16 @@ def test_the_last_tokens_of_ids_and_of_a_chat_are_kept(admission: Admission) -> 
 def test_a_truncation_to_more_than_the_context_is_refused(admission: Admission) -> None:
     with pytest.raises(InvalidRequest, match=r"^truncate_prompt_tokens: is 1000, but the context holds 999 prompt"):
         admission.prompt_token_ids(GenerationRequest(prompt="a"), 1000)
+
+
+def test_a_finished_checkpoint_without_the_prompts_log_probabilities_computes_its_last_token_again(
+    admission: Admission,
+) -> None:
+    params = SamplingParams(max_tokens=3, logprobs=0, prompt_logprobs=0, n=2)
+    known = [[b"a", b"b", b"c"], [b"d", b"e", b"f"]]
+    first, second = admission.admit([1, 2, 3], params, drawn_seed=1, outputs=[[4, 5, 6], [7, 8, 9]], logprobs=known)
+    assert (first.finish_reason, first.token_ids) == (None, [4, 5])
+    assert first.logprobs_between(0, 2) == [b"a", b"b"]
+    assert (second.finish_reason, second.token_ids) == ("length", [7, 8, 9])
+    assert second.logprobs_between(1, 3) == [b"e", b"f"]
+    assert (first.sequence.must_score_prompt, second.sequence.must_score_prompt) == (True, False)
