@@ -29,6 +29,12 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     """Known tokens of the sequences that were admitted since the start."""
     num_hit_tokens: int
     """Of those, the tokens that were not computed again."""
+    num_stored: int
+    """Blocks that a prompt could find from then on, since the start."""
+    num_removed: int
+    """Of those, the blocks that were evicted, because their place was needed or their step failed."""
+    num_cleared: int
+    """Times that all were forgotten."""
     num_host_blocks: int
     """Size of the host tier, 0 without one."""
     num_host_cached: int
@@ -50,7 +56,6 @@ class BlockPool:
         *,
         host: HostTier | None = None,
         num_reserved: int = 0,
-        record_events: bool = False,
     ) -> None:
         """`num_reserved`: blocks that are allocated only when no other block is free. They are for sequences that run, and
         not for prompts that stay cached: the memory of a block that was never written is not taken on a CPU."""
@@ -68,7 +73,7 @@ class BlockPool:
         """The first of the reserved blocks, which are no part of the list."""
         for block in self._blocks[1 : self._next_reserved]:
             block.insert_before(self._free)
-        self.cache = PrefixCache(self._blocks, layout, self.host, record_events=record_events)
+        self.cache = PrefixCache(self._blocks, layout, self.host)
 
     def __repr__(self) -> str:
         return f"BlockPool({self.num_free} of {self.num_blocks - 1} blocks free, {self.layout.block_size} tokens each)"
@@ -195,6 +200,9 @@ class BlockPool:
             num_cached=len(self.cache),
             num_queried_tokens=self.cache.num_queried_tokens,
             num_hit_tokens=self.cache.num_hit_tokens,
+            num_stored=self.cache.num_stored,
+            num_removed=self.cache.num_removed,
+            num_cleared=self.cache.num_cleared,
             num_host_blocks=self.host.num_blocks,
             num_host_cached=self.host.num_cached,
             num_swapped_out=self.host.num_swapped_out,

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Literal
-
-import msgspec
 
 from millrace.engine_service.core.block import Block
 from millrace.engine_service.core.host_tier import HostTier
@@ -17,15 +14,6 @@ IN_HOST_TIER = -1
 """Stands for a block that is in the host tier and not on the device."""
 
 _OF_HOST_TIER = Block(IN_HOST_TIER)
-
-
-class BlockEvent(msgspec.Struct, frozen=True):
-    """A change of what is cached."""
-
-    kind: Literal["stored", "removed", "cleared"]
-    hashes: list[bytes] = []
-    """Empty for "cleared"."""
-    group: int = 0
 
 
 class _Held:
@@ -41,9 +29,9 @@ class _Held:
 
 
 class PrefixCache:
-    """Owns the blocks that can be found, by group of layers and hash, and the counts of hits."""
+    """Owns the blocks that can be found, by group of layers and hash, and the counts of hits and changes."""
 
-    def __init__(self, blocks: list[Block], layout: KVLayout, host: HostTier, *, record_events: bool = False) -> None:
+    def __init__(self, blocks: list[Block], layout: KVLayout, host: HostTier) -> None:
         """`blocks`: all blocks of the pool, by id."""
         self._blocks = blocks
         self._layout = layout
@@ -54,8 +42,9 @@ class PrefixCache:
             _Held(host, group, cached) if host.num_blocks else cached for group, cached in enumerate(self._cached)
         ]
         """By group: the hashes that can be found."""
-        self._events: list[BlockEvent] | None = [] if record_events else None
         self.num_queried_tokens = self.num_hit_tokens = 0
+        self.num_stored = self.num_removed = self.num_cleared = 0
+        """Blocks that could be found from then on, and no longer because their place was needed; resets of the cache."""
 
     def __len__(self) -> int:
         """Return the number of blocks on the device that can be found."""
@@ -123,22 +112,19 @@ class PrefixCache:
         registered: list[int] = []
         num_groups = len(self._cached)
         for group, cached in enumerate(self._cached):
-            stored = []
             for block_id, block_hash in zip(table[first * num_groups + group :: num_groups], hashes, strict=False):
                 block = self._blocks[block_id]
                 if block.block_hash is None and block_hash not in cached and block_id != NULL_BLOCK:
                     block.block_hash, block.group = block_hash, group
                     cached[block_hash] = block
-                    stored.append(block_id)
-            if stored:
-                self._record("stored", stored)
-                registered += stored
+                    registered.append(block_id)
+        self.num_stored += len(registered)
         return registered
 
     def remove(self, block: Block) -> None:
         """Let a block be found no longer."""
         assert block.block_hash is not None
-        self._record("removed", [block.block_id])
+        self.num_removed += 1
         del self._cached[block.group][block.block_hash]
         block.block_hash = None
 
@@ -147,18 +133,7 @@ class PrefixCache:
             for block in cached.values():
                 block.block_hash = None
             cached.clear()
-        if self._events is not None:
-            self._events = [BlockEvent("cleared")]
-
-    def take_events(self) -> list[BlockEvent]:
-        """Return what has changed since the last call, oldest first; nothing unless `record_events` was asked for."""
-        events, self._events = self._events or [], None if self._events is None else []
-        return events
-
-    def _record(self, kind: Literal["stored", "removed"], block_ids: list[int]) -> None:
-        if self._events is not None:
-            hashes = [self._blocks[block_id].block_hash or b"" for block_id in block_ids]
-            self._events.append(BlockEvent(kind, hashes, self._blocks[block_ids[0]].group))
+        self.num_cleared += 1
 
     def check_integrity(self) -> None:
         """Check that hashes lead to their blocks."""

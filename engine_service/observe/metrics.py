@@ -100,6 +100,11 @@ def _engine(metrics: EngineMetrics) -> Iterator[Family]:
     yield _counter("num_preemptions", "Sequences preempted because KV blocks ran out.", scheduler.num_preemptions)
     yield _counter("prefix_cache_queries", "Known tokens of the sequences admitted.", scheduler.pool.num_queried_tokens)
     yield _counter("prefix_cache_hits", "Of those, found in the prefix cache.", scheduler.pool.num_hit_tokens)
+    yield _counter(
+        "prefix_cache_stored_blocks", "KV blocks that a prompt could find from then on.", scheduler.pool.num_stored
+    )
+    yield _counter("prefix_cache_removed_blocks", "Of those, evicted or dropped.", scheduler.pool.num_removed)
+    yield _counter("prefix_cache_resets", "Times that the prefix cache was reset.", scheduler.pool.num_cleared)
     yield _gauge(
         "host_tier_blocks", "Size of the host tier in KV blocks, 0 without one.", scheduler.pool.num_host_blocks
     )

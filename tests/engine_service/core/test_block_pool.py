@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from millrace.engine_service.core.block_hash import extend_hashes, root_hash
 from millrace.engine_service.core.block_pool import BlockPool
 from millrace.engine_service.core.host_tier import BlockKey, HostTier
-from millrace.engine_service.core.prefix_cache import IN_HOST_TIER, BlockEvent
+from millrace.engine_service.core.prefix_cache import IN_HOST_TIER
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import NULL_BLOCK
 
@@ -194,15 +194,16 @@ def test_a_block_is_not_lost_from_the_host_tier_while_the_pool_makes_space_for_i
     pool.check_integrity([table])
 
 
-def test_events_say_what_was_stored_removed_and_cleared() -> None:
-    pool = BlockPool(3, KVLayout(SIZE), record_events=True)
+def test_what_was_stored_removed_and_cleared_is_counted() -> None:
+    pool = BlockPool(3, KVLayout(SIZE))
     first, second = hashes_of(list(range(8)))
     pool.free(fill(pool, list(range(8))))
     pool.allocate(1)
-    assert pool.cache.take_events() == [BlockEvent("stored", [first, second]), BlockEvent("removed", [second])]
+    assert pool.cache.contains(first) and not pool.cache.contains(second)
+    assert (pool.stats().num_stored, pool.stats().num_removed, pool.stats().num_cleared) == (2, 1, 0)
     pool.reset_cache()
-    assert pool.cache.take_events() == [BlockEvent("cleared")]
-    assert pool.cache.take_events() == []
+    assert not pool.cache.contains(first)
+    assert (pool.stats().num_stored, pool.stats().num_removed, pool.stats().num_cleared) == (2, 1, 1)
 
 
 # --- any order -----------------------------------------------------------------------------------------------------
