@@ -20,22 +20,26 @@ MAX_COUNT = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
 
 
-def check_fields(made: msgspec.Struct, checks: Sequence[tuple[str, Any, Check]]) -> None:
-    """Check the fields of a new object, given as (name, default, check). Raises InvalidRequest.
+def check_fields(made: msgspec.Struct, checks: Sequence[tuple[str, Any, Check]]) -> list[str]:
+    """Check the fields of a new object, given as (name, default, check). Return the names of those that were checked. Raises
+    InvalidRequest.
 
     Fields that have their default are not checked: most fields of most requests. Values with one meaning get one form, so
     that they are equal on the wire: a default that was given explicitly, and an integer for a number.
     """
+    checked: list[str] = []
     for name, default, check in checks:
         value = getattr(made, name)
         if value is default:
             continue
+        checked.append(name)
         if wrong := check(value):
             raise InvalidRequest(name, wrong)
         if value == default:
             msgspec.structs.force_setattr(made, name, default)
         elif type(default) is float:
             msgspec.structs.force_setattr(made, name, float(value))
+    return checked
 
 
 def integer(low: int, high: int) -> Check:

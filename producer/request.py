@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -34,6 +35,16 @@ MAX_RETRIES = 100
 MAX_META_BYTES = 16 * 1024
 
 
+_DEFAULT_SAMPLING = SamplingParams()
+
+
+def _default_sampling() -> SamplingParams:
+    """Return a copy, since its fields can be set. To make a new one would check all fields again."""
+    made = copy(_DEFAULT_SAMPLING)
+    msgspec.structs.force_setattr(made, "stop_token_ids", [])
+    return made
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One generation: exactly one of prompt, prompt_token_ids and messages, and the sampling parameters.
 
@@ -60,7 +71,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Whether the output continues the text of the last message; needs `add_generation_prompt` to be false."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, such as {"enable_thinking": false}. At most 16 KiB as JSON."""
-    sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    sampling: SamplingParams = msgspec.field(default_factory=_default_sampling)
     tenant: str = "default"
     """The account that the job belongs to. Tenants share the engines fairly."""
     priority: int = 0
@@ -82,13 +93,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """How often the job is tried again after a temporary failure, with growing delays."""
 
     def __post_init__(self) -> None:
-        check_fields(self, _CHECKS)
-        if self.delay_s is not None or self.run_at is not None or self.deadline_s is not None:
-            self._check_times()
+        given = check_fields(self, _CHECKS)
         num_prompts = (self.prompt is not None) + (self.prompt_token_ids is not None) + (self.messages is not None)
         if num_prompts != 1:
-            given = "none" if num_prompts == 0 else "more than one"
-            raise InvalidRequest("prompt", f"give exactly one of prompt, prompt_token_ids and messages, got {given}")
+            amount = "none" if num_prompts == 0 else "more than one"
+            raise InvalidRequest("prompt", f"give exactly one of prompt, prompt_token_ids and messages, got {amount}")
+        if not _TIMES.isdisjoint(given):
+            self._check_times()
+        if not _CHAT_FIELDS.isdisjoint(given):
+            self._check_chat()
+
+    def _check_chat(self) -> None:
         if self.messages is None:
             for name, default in _CHAT_DEFAULTS:
                 if (value := getattr(self, name)) != default and value not in ([], {}):
@@ -161,9 +176,10 @@ _RULES: dict[str, Check] = {
 }
 
 _CHECKS = [(field.name, field.default, _RULES[field.name]) for field in msgspec.structs.fields(GenerationRequest)]
-_CHAT_FIELDS = (
+_CHAT_FIELDS = {
     *("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message"),
     "chat_template_kwargs",
-)
+}
 _CHAT_DEFAULTS = [(name, default) for name, default, _ in _CHECKS if name in _CHAT_FIELDS]
 """Of the fields that need messages."""
+_TIMES = {"deadline_s", "delay_s", "run_at"}
