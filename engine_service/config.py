@@ -84,8 +84,14 @@ _HELP = {
     "kv_cache_dtype": (None, "number format of the KV pool; auto takes that of the activations"),
     "swap_space_gib": ("GIB", "host memory of each rank for KV blocks that do not fit on its GPU; 0 for none"),
     "gpu_memory_utilization": ("SHARE", "share of a GPU's memory that the engine may use, above 0 and up to 1"),
-    "tool_call_parser": (None, "how tool calls are read from the outputs of chats; auto chooses by the chat template"),
-    "reasoning_parser": (None, "how reasoning is kept apart from content in them; auto chooses by the chat template"),
+    "tool_call_parser": (
+        "NAME",
+        "how tool calls are read from the outputs of chats: hermes, llama3_json, mistral, none; auto: by the chat template",
+    ),
+    "reasoning_parser": (
+        "NAME",
+        "how reasoning is read from them: deepseek_r1, qwen3, mistral, none; auto: by the chat template",
+    ),
     "drain_grace": ("SECONDS", "time that running jobs get to finish after SIGTERM"),
     "inter_token_latency": (
         "SECONDS",
