@@ -113,8 +113,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _set(self, "stop", None)
         if self.stop_token_ids is None:
             _set(self, "stop_token_ids", [])
-        for name in ("logit_bias", "bad_words"):
-            if (value := getattr(self, name)) is not None and type(value) in (list, dict) and not value:
+        for name, kind in (("logit_bias", dict), ("bad_words", list)):
+            if type(value := getattr(self, name)) is kind and not value:
                 _set(self, name, None)
         check_fields(self, _CHECKS)
         self._check_together()

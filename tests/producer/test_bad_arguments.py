@@ -127,7 +127,19 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "ignore_eos": (bool,),
     "detokenize": (bool,),
     "skip_special_tokens": (bool,),
+    "spaces_between_special_tokens": (bool,),
+    "include_stop_str_in_output": (bool,),
+    "truncate_prompt_tokens": (int, NoneType),
+    "presence_penalty": NUMBER,
+    "frequency_penalty": NUMBER,
+    "repetition_penalty": NUMBER,
+    "logit_bias": (dict, NoneType),
+    "allowed_token_ids": (list, NoneType),
+    "bad_words": (list, NoneType),
+    "thinking_token_budget": (int, NoneType),
     "n": (int,),
+    "logprobs": (int, NoneType),
+    "prompt_logprobs": (int, NoneType),
 }
 CHAT_FIELDS = list(FIELDS)[list(FIELDS).index("tools") : list(FIELDS).index("tenant")]
 
