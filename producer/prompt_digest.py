@@ -6,7 +6,7 @@ import re
 from zlib import crc32
 
 _MAX_BODY = 1024
-_BEGINNING = re.compile(rb'"(?:prompt|messages|prompt_token_ids)":(.{256})', re.DOTALL)
+_NUM_BYTES = 256
 _SALT = re.compile(rb'{"cache_salt":"[^"]*"')
 
 
@@ -15,8 +15,11 @@ def prompt_digest(body: bytes) -> str | None:
 
     It is a hint: equal prompts have equal digests when their clients write JSON in one way.
     """
-    beginning = _BEGINNING.search(body, 0, _MAX_BODY)
-    if beginning is None:
+    field = body.find(b'"prompt', 0, _MAX_BODY)  # or prompt_token_ids
+    if field < 0:
+        field = body.find(b'"messages"', 0, _MAX_BODY)
+    start = body.find(b":", field) + 1
+    if field < 0 or min(len(body), _MAX_BODY) < start + _NUM_BYTES:
         return None
-    salt = _SALT.match(body, 0, _MAX_BODY)
-    return crc32(beginning[1], crc32(salt[0]) if salt else 0).to_bytes(4).hex()
+    salt = _SALT.match(body) if body.startswith(b'{"cache_salt"') else None
+    return crc32(body[start : start + _NUM_BYTES], crc32(salt[0]) if salt else 0).to_bytes(4).hex()

@@ -10,6 +10,7 @@ import msgspec
 from millrace.producer.chat import chat, template_kwargs, tool_choice, tools
 from millrace.producer.checks import (
     Check,
+    FieldChecks,
     boolean,
     check_fields,
     integer,
@@ -175,11 +176,11 @@ _RULES: dict[str, Check] = {
     "max_retries": integer(0, MAX_RETRIES),
 }
 
-_CHECKS = [(field.name, field.default, _RULES[field.name]) for field in msgspec.structs.fields(GenerationRequest)]
+_CHECKS = FieldChecks(GenerationRequest, _RULES)
 _CHAT_FIELDS = {
     *("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message"),
     "chat_template_kwargs",
 }
-_CHAT_DEFAULTS = [(name, default) for name, default, _ in _CHECKS if name in _CHAT_FIELDS]
+_CHAT_DEFAULTS = [(name, default) for name, default, _ in _CHECKS.rows if name in _CHAT_FIELDS]
 """Of the fields that need messages."""
 _TIMES = {"deadline_s", "delay_s", "run_at"}

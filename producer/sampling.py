@@ -12,6 +12,7 @@ from millrace.producer.checks import (
     MAX_COUNT,
     MAX_TOKEN_ID,
     Check,
+    FieldChecks,
     boolean,
     check_fields,
     integer,
@@ -224,16 +225,8 @@ _RULES: dict[str, Check] = {
     "logit_bias": optional(_logit_bias),
     "allowed_token_ids": optional(_few_ids),
     "bad_words": optional(_bad_words),
-    "structured_outputs": optional(mapping),
+    "structured_outputs": only_default(optional(mapping), None),  # not supported yet
     "thinking_token_budget": optional(integer(-1, MAX_COUNT)),
 }
 
-_NOT_YET = SamplingParams.__struct_fields__[SamplingParams.__struct_fields__.index("structured_outputs") :]
-
-
-def _check_of(field: msgspec.structs.FieldInfo) -> Check:
-    rule = _RULES[field.name]
-    return only_default(rule, field.default) if field.name in _NOT_YET else rule
-
-
-_CHECKS = [(field.name, field.default, _check_of(field)) for field in msgspec.structs.fields(SamplingParams)]
+_CHECKS = FieldChecks(SamplingParams, _RULES)

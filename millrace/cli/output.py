@@ -45,6 +45,8 @@ def job_fields(job: Job) -> dict[str, Any]:
         del fields["outputs"]
     if job.content == job.text:
         del fields["content"]
+    if not job.prompt:  # it was not read
+        del fields["prompt"]
     return fields
 
 
