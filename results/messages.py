@@ -323,6 +323,30 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """When a delayed job may begin."""
     deadline_ms: int | None = None
 
+    @property
+    def queued_s(self) -> float | None:
+        """From the submission to the first attempt, with the delay of a delayed job."""
+        return _seconds(self.created_ms, self.started_ms)
+
+    @property
+    def prefill_s(self) -> float | None:
+        """From the first attempt to the first token."""
+        return _seconds(self.started_ms, self.first_token_ms)
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the first token to the end."""
+        return _seconds(self.first_token_ms, self.ended_ms)
+
+    @property
+    def total_s(self) -> float | None:
+        """From the submission to the end."""
+        return _seconds(self.created_ms, self.ended_ms)
+
+
+def _seconds(begin_ms: int | None, end_ms: int | None) -> float | None:
+    return None if begin_ms is None or end_ms is None else max(0, end_ms - begin_ms) / 1000
+
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One generated text: a candidate of a job, or of a prompt."""
@@ -359,6 +383,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None
     error: JobError | None
     timings: Timings
+    """Times such as `started_ms` and `first_token_ms`, and durations: `queued_s`, `prefill_s`, `decode_s`, `total_s`."""
     attempt: int = 0
     num_retries: int = 0
     """Attempts after retryable failures so far."""

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import redis
@@ -20,7 +21,7 @@ from millrace.producer.rq.runs import EXECUTION_TTL_S, RENEWAL_INTERVAL_S, Gatew
 from millrace.producer.rq.source_queue import GATEWAY_TTL_MS, SourceQueue
 from millrace.producer.rq.worker_entry import WorkerEntry
 from millrace.results.errors import one_line
-from millrace.results.messages import TERMINAL_STATES, Job
+from millrace.results.messages import TERMINAL_STATES, CompletionOutput, Job
 
 logger = logging.getLogger("millrace.gateway")
 
@@ -160,11 +161,22 @@ class Monitor:
 
 def _end_of(run: GatewayRun, job: Job) -> RunEnd:
     if job.state == "finished":
-        value = {"text": job.text, "token_ids": job.token_ids, "finish_reason": job.finish_reason}
-        if len(job.outputs) > 1:
-            value["outputs"] = msgspec.to_builtins(job.outputs)
+        outputs = [_fields_of(output) for output in job.outputs]
+        value = {name: each for name, each in outputs[0].items() if name != "index"}
+        if len(outputs) > 1:
+            value["outputs"] = outputs
+        if job.prompt_logprobs is not None:
+            value["prompt_logprobs"] = msgspec.to_builtins(job.prompt_logprobs)
         return RunEnd(run, "finished", {**value, "usage": msgspec.to_builtins(job.usage)})
     if job.state == "cancelled" and run.is_stopping:
         return RunEnd(run, "stopped", reason="stopped by RQ's stop-job command")
     why = f": {job.error.kind}: {job.error.message}" if job.error else ""
     return RunEnd(run, "failed", reason=job.state + why)
+
+
+def _fields_of(output: CompletionOutput) -> dict[str, Any]:
+    """Return the fields that are set. `content` is left out where it would repeat the text."""
+    fields: dict[str, Any] = msgspec.to_builtins(output)
+    if output.content == output.text:
+        del fields["content"]
+    return fields

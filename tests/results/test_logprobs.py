@@ -126,6 +126,7 @@ def test_those_of_the_prompt_and_the_time_of_the_first_token_are_in_the_terminal
 ) -> None:
     submit(queue, "a")
     job = engine.claim_one()
+    submit(queue, "b")
     finish = finish_of(job, Event(offset=0, token_ids=[1], text="x"), usage=Usage(prompt_tokens=3, completion_tokens=1))
     prompt = join_tokens([b"null", *lines(4, 5)])
     assert queue.write([msgspec.structs.replace(finish, prompt_logprobs=prompt, first_token_age_ms=0)]) == ["ok"]
@@ -135,6 +136,10 @@ def test_those_of_the_prompt_and_the_time_of_the_first_token_are_in_the_terminal
     started, first, ended = done.timings.started_ms, done.timings.first_token_ms, done.timings.ended_ms
     assert started is not None and first is not None and ended is not None
     assert started <= first <= ended
+    timings = done.timings
+    parts = (timings.queued_s, timings.prefill_s, timings.decode_s)
+    assert timings.total_s == (ended - timings.created_ms) / 1000 == pytest.approx(sum(part or 0 for part in parts))
+    assert queue.get("b").timings.queued_s is None
 
 
 def test_a_job_without_them_has_no_key_and_no_field(

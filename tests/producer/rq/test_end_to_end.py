@@ -52,6 +52,15 @@ def test_a_chat_is_answered(generate: Queue) -> None:
     assert value_of(job)["text"].strip() == "20 + 22 = 42"
 
 
+def test_log_probabilities_come_back(generate: Queue) -> None:
+    job = generate.enqueue("millrace.generate", "3 + 4 =", max_tokens=3, logprobs=1, prompt_logprobs=0)
+    wait_for("finished", job)
+    value = value_of(job)
+    assert len(value["logprobs"]) == len(value["token_ids"])
+    assert len(value["prompt_logprobs"]) == value["usage"]["prompt_tokens"]
+    assert "content" not in value
+
+
 def test_what_only_the_model_can_refuse_fails_with_its_reason(generate: Queue) -> None:
     job = generate.enqueue("millrace.generate", "word " * 2000, max_tokens=8)
     wait_for("failed", job)
