@@ -43,7 +43,8 @@ class Undisturbed:
         prompts = [request.prompt or list(request.prompt_token_ids or []) for request in new]
         params = [request.sampling for request in new]
         for request, found in zip(new, self._llm.generate(prompts, params, use_tqdm=False), strict=True):
-            self._outputs[_key(request)] = found.outputs
+            # A job has the parts of its text too. Without tools and reasoning all of it is content.
+            self._outputs[_key(request)] = [msgspec.structs.replace(one, content=one.text) for one in found.outputs]
         return {job_id: self._outputs[_key(request)] for job_id, request in by_id.items()}
 
 
