@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from millrace.engine_service.chat.output_format import REASONING_PARSERS, TOOL_CALL_PARSERS
+from millrace.engine_service.chat.output_format import REASONING_PARSERS, THINKING_MARKS, TOOL_CALL_PARSERS
 from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.errors import ConfigurationError
 from millrace.executor.launch.select import NAMES as EXECUTORS
@@ -90,7 +90,7 @@ _HELP = {
     ),
     "reasoning_parser": (
         "NAME",
-        "how reasoning is read from them: deepseek_r1, qwen3, mistral, none; auto: by the chat template",
+        f"how reasoning is read from them: {', '.join(THINKING_MARKS)}, none; auto: by the chat template",
     ),
     "drain_grace": ("SECONDS", "time that running jobs get to finish after SIGTERM"),
     "inter_token_latency": (

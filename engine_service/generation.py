@@ -48,6 +48,7 @@ class Generation:
         self._stop_state = 0
         self._stop_at: int | None = None
         """Where in the text the stop string begins that has ended the generation."""
+        self._final_text: str | None = None
         self.finish_reason: StopReason | None = sequence.finish_reason()
         if rules.stop:
             sequence.is_followed = True
@@ -102,13 +103,9 @@ class Generation:
 
     def final_text(self) -> str:
         """Return the text of the finished generation, up to the stop string or token that ended it."""
-        if not self._rules.is_text_wanted:
-            return ""
-        if self._stop_at is not None:
-            assert self._detokenizer is not None and self.stop_string is not None
-            end = self._stop_at + (len(self.stop_string) if self._rules.include_stop else 0)
-            return self._detokenizer.text[:end]
-        return self._whole_text()
+        if self._final_text is None:
+            self._final_text = self._decode_whole() if self._rules.is_text_wanted else ""
+        return self._final_text
 
     def final_text_with(self, special_token_ids: frozenset[int]) -> str:
         """Return the text of the finished generation with these special tokens, also where the text leaves them out."""
@@ -163,7 +160,11 @@ class Generation:
     def _tokenizer_of_entries(self) -> Tokenizer | None:
         return self._tokenizer if self._rules.is_text_wanted else None
 
-    def _whole_text(self) -> str:
+    def _decode_whole(self) -> str:
+        if self._stop_at is not None:
+            assert self._detokenizer is not None and self.stop_string is not None
+            end = self._stop_at + (len(self.stop_string) if self._rules.include_stop else 0)
+            return self._detokenizer.text[:end]
         output = self.token_ids
         if self._leaves_out_last():
             output = output[:-1]

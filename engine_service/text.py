@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from millrace.engine_service.chat.output_format import THINKING_MARKS
 from millrace.engine_service.chat.template import ChatTemplate
 from millrace.engine_service.errors import ConfigurationError
 from millrace.engine_service.token_bound import TokenBound
@@ -18,12 +19,6 @@ _INCOMPLETE = "�"
 
 _NUM_CONTEXT_TOKENS = 6
 """Prompt tokens decoded in front of the output: some decoders treat the first token of a text differently."""
-_THINKING_MARKERS = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<seed:think>", "</seed:think>"),
-)
 _REMEDY = "name a local directory with a tokenizer.json"
 
 
@@ -77,10 +72,10 @@ class Tokenizer:
         return list(encoding.ids[-num_kept:])
 
     @cached_property
-    def thinking_markers(self) -> tuple[int, int] | None:
+    def thinking_mark_ids(self) -> tuple[int, int] | None:
         """The ids of the tokens before and after the model's thoughts. None if the vocabulary has no such tokens."""
-        for markers in _THINKING_MARKERS:
-            start_id, end_id = map(self._backend.token_to_id, markers)
+        for marks in THINKING_MARKS.values():
+            start_id, end_id = map(self._backend.token_to_id, marks)
             if start_id is not None and end_id is not None:
                 return start_id, end_id
         return None

@@ -63,7 +63,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     tools: list[dict[str, Any]] | None = None
     """The functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name": ...}}."""
     tool_choice: str | dict[str, Any] = "auto"
-    """"auto": the model may call `tools`. "none": it does not get them."""
+    """"auto": the model may call `tools`. "none": the prompt has them, and calls stay text."""
     parallel_tool_calls: bool = True
     """False: only the first tool call of an output counts."""
     add_generation_prompt: bool = True

@@ -11,11 +11,17 @@ from typing import Any, NamedTuple, NoReturn
 
 from millrace.engine_service.chat.template import ChatTemplate
 
+THINKING_MARKS = {
+    "qwen3": ("<think>", "</think>"),
+    "deepseek_r1": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+    "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|>"),
+}
+"""The marks before and after reasoning, by parser. "auto" takes the first parser whose second mark the template has."""
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
-REASONING_PARSERS = ("auto", "none", "deepseek_r1", "qwen3", "mistral")
+REASONING_PARSERS = ("auto", "none", *THINKING_MARKS)
 
-_TAG_MARKS = ("<think>", "</think>")
-_THINK_MARKS = {"deepseek_r1": _TAG_MARKS, "qwen3": _TAG_MARKS, "mistral": ("[THINK]", "[/THINK]")}
 _HERMES, _HERMES_END = "<tool_call>", "</tool_call>"
 _LLAMA = "<|python_tag|>"
 _MISTRAL, _MISTRAL_ARGS, _MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -52,13 +58,13 @@ class OutputFormat(NamedTuple):
         """All marks. A tokenizer may have them as special tokens, which a text leaves out."""
         families = {"hermes": (_HERMES, _HERMES_END), "llama3_json": (_LLAMA,)}
         families["mistral"] = (_MISTRAL, _MISTRAL_ARGS, _MISTRAL_ID)
-        return families.get(self.tool_calls or "", ()) + _THINK_MARKS.get(self.reasoning or "", ())
+        return families.get(self.tool_calls or "", ()) + THINKING_MARKS.get(self.reasoning or "", ())
 
     def begins_in_reasoning(self, prompt: str) -> bool:
         """Return whether the output continues reasoning: the end of the prompt, or its last message, opens it."""
         if self.reasoning is None:
             return False
-        begin, end = _THINK_MARKS[self.reasoning]
+        begin, end = THINKING_MARKS[self.reasoning]
         opened, closed = prompt.rfind(begin), prompt.rfind(end)
         return opened > closed or (self.reasoning == "deepseek_r1" and closed < 0)
 
@@ -66,7 +72,7 @@ class OutputFormat(NamedTuple):
         """Return the parts of an output. Takes time in proportion to its length."""
         reasoning = None
         if self.reasoning is not None:
-            reasoning, text = _split_reasoning(text, *_THINK_MARKS[self.reasoning], begins_in_reasoning)
+            reasoning, text = _split_reasoning(text, *THINKING_MARKS[self.reasoning], begins_in_reasoning)
         calls: list[ToolCall] = []
         if has_tools and self.tool_calls is not None:
             calls, text = _SPLITTERS[self.tool_calls](text)
@@ -84,8 +90,7 @@ def output_format(template: ChatTemplate, tool_calls: str = "auto", reasoning: s
         families["llama3_json"] = _LLAMA in source or has_headers
         tool_calls = next((name for name, is_family in families.items() if is_family), "none")
     if reasoning == "auto":
-        marks = {"qwen3": "</think>", "mistral": "[/THINK]"}
-        reasoning = next((name for name, mark in marks.items() if mark in source), "none")
+        reasoning = next((name for name, (_, end) in THINKING_MARKS.items() if end in source), "none")
     return OutputFormat(*(None if name == "none" else name for name in (tool_calls, reasoning)))
 
 

@@ -173,7 +173,7 @@ class Admission:
         assert self._renderer is not None
         chat = Chat(
             messages=request.messages or [],
-            tools=None if request.tool_choice == "none" else request.tools,
+            tools=request.tools,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
             chat_template_kwargs=request.chat_template_kwargs or {},
@@ -249,12 +249,12 @@ class Admission:
     def _thinking_limit(self, budget: int | None) -> ThinkingLimit | None:
         if budget is None:
             return None
-        markers = self._tokenizer.thinking_markers if self._tokenizer is not None else None
-        if markers is None:
+        mark_ids = self._tokenizer.thinking_mark_ids if self._tokenizer is not None else None
+        if mark_ids is None:
             rule = "the engine's model has no tokens that mark thinking, such as <think> and </think>; leave it out"
             raise InvalidRequest("thinking_token_budget", rule)
-        self._check_vocabulary("thinking_token_budget", markers)
-        return ThinkingLimit(budget, *markers)
+        self._check_vocabulary("thinking_token_budget", mark_ids)
+        return ThinkingLimit(budget, *mark_ids)
 
     def _check_fits(self, field: str, num_tokens: int, at_least: str = "") -> None:
         limit = self._facts.max_model_len

@@ -190,6 +190,23 @@ def test_the_token_that_ends_a_sequence_is_no_text(tokenizer: Tokenizer) -> None
     assert one.token_ids == word + end
 
 
+def test_the_last_event_and_a_chats_parts_need_one_decoding(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = generation(tokenizer)
+    feed(one, tokenizer.encode("some words"))
+    decoded: list[list[int]] = []
+    decode = Tokenizer.decode_output
+
+    def counted(self: Tokenizer, prompt: list[int], output: list[int], **options: bool) -> str:
+        decoded.append(output)
+        return decode(self, prompt, output, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode_output", counted)
+    assert one.final_text_after(0) == one.final_text_with(frozenset({511})) == one.final_text() == "some words"
+    assert len(decoded) == 1
+
+
 def test_a_tokenizer_that_panics_when_it_is_loaded_is_named(tmp_path: Path) -> None:
     content = json.loads((TINY / "tokenizer.json").read_bytes())
     content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}

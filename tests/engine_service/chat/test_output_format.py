@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.engine_service.chat.output_format import OutputFormat, Parts, ToolCall, output_format
+from millrace.engine_service.chat.output_format import THINKING_MARKS, OutputFormat, Parts, ToolCall, output_format
 from millrace.engine_service.chat.template import Chat, ChatTemplate, render
-from tests.engine_service.chat.models import FAMILIES, template_of
+from millrace.engine_service.text import Tokenizer
+from tests.engine_service.chat.models import FAMILIES, model_with_template, template_of
 
 FORMATS = {family: output_format(template_of(family)) for family in FAMILIES}
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "[THINK]")
@@ -199,6 +201,14 @@ def test_calls_of_mistral(text: str, content: str | None, calls: list[ToolCall])
 def test_reasoning_is_kept_apart(text: str, begins: bool, reasoning: str | None, content: str | None) -> None:
     assert FORMATS["hermes"].split(text, begins_in_reasoning=begins) == Parts(content, reasoning, [])
     assert OutputFormat("hermes", None).split(text) == Parts(text, None, [])
+
+
+@pytest.mark.parametrize("marks", dict.fromkeys(THINKING_MARKS.values()))
+def test_marks_that_a_thinking_budget_knows_are_reasoning_too(marks: tuple[str, str], tmp_path: Path) -> None:
+    source, (begin, end) = "{{ messages }}{# <think> [THINK] " + marks[1] + " #}", marks
+    assert output_format(ChatTemplate({"default": source})).split(f"{begin}Hm{end}7") == Parts("7", "Hm", [])
+    tokenizer = Tokenizer(model_with_template(tmp_path / "model", source, marks))
+    assert tokenizer.thinking_mark_ids == tuple(min(tokenizer.special_ids_of([mark])) for mark in marks)
 
 
 def test_a_call_counts_after_the_reasoning_and_not_in_it() -> None:

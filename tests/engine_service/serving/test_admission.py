@@ -15,6 +15,7 @@ from millrace.engine_service.text import Tokenizer
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import LogitsSettings, ModelFacts, ThinkingLimit
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
+from tests.engine_service.chat.models import WEATHER, model_with_template, source_of
 
 TINY = Path(__file__).resolve().parents[3] / "examples" / "tiny_model"
 FACTS = ModelFacts(
@@ -162,6 +163,14 @@ def test_the_last_tokens_of_ids_and_of_a_chat_are_kept(admission: Admission) -> 
     assert len(admission.prompt_token_ids(long_one, -1)) == 999
     chat = GenerationRequest(messages=[{"role": "user", "content": "Hello"}])
     assert admission.prompt_token_ids(chat, 3) == admission.prompt_token_ids(chat)[-3:]
+
+
+def test_a_chat_that_must_not_call_tools_has_them_in_its_prompt_as_with_vllm(tmp_path: Path) -> None:
+    model = model_with_template(tmp_path / "model", source_of("hermes"))
+    admission = Admission(FACTS, Tokenizer(model), [])
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "tools": [WEATHER]}
+    allowed, forbidden = (GenerationRequest(**fields, tool_choice=choice) for choice in ("auto", "none"))
+    assert admission.prompt_token_ids(forbidden) == admission.prompt_token_ids(allowed)
 
 
 def test_a_truncation_to_more_than_the_context_is_refused(admission: Admission) -> None:
