@@ -25,7 +25,7 @@ DOCS = Path(__file__).resolve().parent
 NOTE = "`make docs` writes this page.\n"
 GROUPS = {
     "Clients": ("Client", "AsyncClient"),
-    "Requests": ("GenerationRequest", "SamplingParams"),
+    "Requests": ("GenerationRequest", "SamplingParams", "StructuredOutputs"),
     "Results": (
         "Job",
         "CompletionOutput",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         InvalidRequest,
         PayloadTooLarge,
         SamplingParams,
+        StructuredOutputs,
     )
     from millrace.results.errors import (
         BatchNotFound,
@@ -86,6 +87,7 @@ __all__ = [
     "SamplingParams",
     "ServerUnsuitable",
     "StreamEvent",
+    "StructuredOutputs",
     "ToolCall",
     "Usage",
     "WaitTimeout",

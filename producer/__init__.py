@@ -7,5 +7,14 @@ from millrace.producer.client import Client
 from millrace.producer.errors import InvalidRequest, PayloadTooLarge
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
+from millrace.producer.structured import StructuredOutputs
 
-__all__ = ["AsyncClient", "Client", "GenerationRequest", "InvalidRequest", "PayloadTooLarge", "SamplingParams"]
+__all__ = [
+    "AsyncClient",
+    "Client",
+    "GenerationRequest",
+    "InvalidRequest",
+    "PayloadTooLarge",
+    "SamplingParams",
+    "StructuredOutputs",
+]

@@ -141,9 +141,19 @@ def optional(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
-def only_default(check: Check, default: Any) -> Check:
-    """For a field that is known but not supported yet: only its default is accepted."""
-    return lambda value: check(value) or (None if value == default else "not supported yet; leave it out")
+def is_deeper(body: bytes, max_depth: int) -> bool:
+    """Return whether a text, which must be JSON, has more than `max_depth` levels of objects and lists."""
+    if body.count(b"[") + body.count(b"{") <= max_depth:
+        return False  # the usual case
+    brackets = _STRING.sub(b"", body).translate(_BRACKETS_ALIKE, delete=_NO_BRACKETS)
+    for _ in range(max_depth):
+        brackets = brackets.replace(b"[]", b"")  # removes the innermost level
+    return bool(brackets)
+
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_BRACKETS_ALIKE = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def remedy(name: str, known: Iterable[str]) -> str:

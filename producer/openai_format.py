@@ -22,7 +22,7 @@ Url = Literal["/v1/completions", "/v1/chat/completions"]
 URLS: tuple[Url, Url] = ("/v1/completions", "/v1/chat/completions")
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
-_REQUEST_NAMES = frozenset({"priority", "cache_salt"})
+_REQUEST_NAMES = frozenset({"priority", "cache_salt", "response_format"})
 _CHAT_NAMES = frozenset(
     {
         *("tools", "tool_choice", "parallel_tool_calls"),
@@ -33,7 +33,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (False,),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (True, False),
     "stream": (False,),

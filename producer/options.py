@@ -8,6 +8,7 @@ from millrace.producer.checks import remedy
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
+from millrace.producer.structured import StructuredOutputs
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -23,6 +24,7 @@ class SubmitOptions(TypedDict, total=False):
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template_kwargs: dict[str, Any] | None
+    response_format: dict[str, Any] | None
     model: str | None
     tenant: str
     priority: int
@@ -61,6 +63,7 @@ class SubmitOptions(TypedDict, total=False):
     n: int
     logprobs: int | None
     prompt_logprobs: int | None
+    structured_outputs: StructuredOutputs | dict[str, Any] | None
 
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)

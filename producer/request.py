@@ -25,6 +25,7 @@ from millrace.producer.checks import (
 )
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.sampling import SamplingParams
+from millrace.producer.structured import from_response_format
 from millrace.results.messages import DEFAULT_RETRIES
 
 ID_PATTERN = r"[A-Za-z0-9._-]{1,128}"
@@ -72,6 +73,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Whether the output continues the text of the last message; needs `add_generation_prompt` to be false."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template, such as {"enable_thinking": false}. At most 16 KiB as JSON."""
+    response_format: dict[str, Any] | None = None
+    """The form of the output as OpenAI's API names it. It becomes `SamplingParams.structured_outputs`."""
     sampling: SamplingParams = msgspec.field(default_factory=_default_sampling)
     tenant: str = "default"
     """The account that the job belongs to. Tenants share the engines fairly."""
@@ -99,10 +102,22 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         if num_prompts != 1:
             amount = "none" if num_prompts == 0 else "more than one"
             raise InvalidRequest("prompt", f"give exactly one of prompt, prompt_token_ids and messages, got {amount}")
+        if self.response_format is not None:
+            self._take_response_format(self.response_format)
         if not _TIMES.isdisjoint(given):
             self._check_times()
         if not _CHAT_FIELDS.isdisjoint(given):
             self._check_chat()
+
+    def _take_response_format(self, response_format: dict[str, Any]) -> None:
+        wanted = from_response_format(response_format)
+        if wanted is not None:
+            if self.sampling.structured_outputs is not None:
+                raise InvalidRequest("response_format", "cannot be combined with structured_outputs; give one of them")
+            msgspec.structs.force_setattr(
+                self, "sampling", msgspec.structs.replace(self.sampling, structured_outputs=wanted)
+            )
+        msgspec.structs.force_setattr(self, "response_format", None)
 
     def _check_chat(self) -> None:
         if self.messages is None:
@@ -164,6 +179,7 @@ _RULES: dict[str, Check] = {
     "add_generation_prompt": boolean,
     "continue_final_message": boolean,
     "chat_template_kwargs": optional(template_kwargs),
+    "response_format": optional(mapping),
     "sampling": _sampling,
     "tenant": matching(TENANT_PATTERN),
     "priority": integer(-(2**31), 2**31 - 1),

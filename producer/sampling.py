@@ -18,13 +18,13 @@ from millrace.producer.checks import (
     integer,
     mapping,
     number,
-    only_default,
     optional,
     shown,
     texts,
     token_ids,
 )
 from millrace.producer.errors import InvalidRequest
+from millrace.producer.structured import StructuredOutputs, structured_outputs
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +95,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first. The prompt is computed even where it is cached."""
 
-    # Known and checked, but not supported yet: any other value than the default is refused.
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """The form of the output, such as a JSON schema. A dict with one of the fields of StructuredOutputs works too."""
 
     @property
     def is_greedy(self) -> bool:
@@ -114,6 +114,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             _set(self, "stop", None)
         if self.stop_token_ids is None:
             _set(self, "stop_token_ids", [])
+        if self.structured_outputs is not None:
+            _set(self, "structured_outputs", structured_outputs(self.structured_outputs))
         for name, kind in (("logit_bias", dict), ("bad_words", list)):
             if type(value := getattr(self, name)) is kind and not value:
                 _set(self, name, None)
@@ -225,7 +227,7 @@ _RULES: dict[str, Check] = {
     "logit_bias": optional(_logit_bias),
     "allowed_token_ids": optional(_few_ids),
     "bad_words": optional(_bad_words),
-    "structured_outputs": only_default(optional(mapping), None),  # not supported yet
+    "structured_outputs": lambda value: None,  # checked before
     "thinking_token_budget": optional(integer(-1, MAX_COUNT)),
 }
 

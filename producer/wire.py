@@ -18,11 +18,12 @@ from typing import Any
 
 import msgspec
 
-from millrace.producer.checks import remedy, shown
+from millrace.producer.checks import is_deeper, remedy, shown
 from millrace.producer.errors import InvalidRequest, PayloadTooLarge
 from millrace.producer.prompt_digest import prompt_digest
 from millrace.producer.request import ID_PATTERN, GenerationRequest
 from millrace.producer.sampling import SamplingParams
+from millrace.producer.structured import unknown_form
 from millrace.results.messages import DEFAULT_RETRIES, JobId, Submission
 from millrace.results.replies import Outcome
 
@@ -96,18 +97,8 @@ def canonical_body(request: GenerationRequest) -> bytes:
 
 def _check_depth(body: bytes) -> None:
     """Raise InvalidRequest if a body, which must be JSON, is nested deeper than MAX_DEPTH."""
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return  # the usual case
-    brackets = _STRING.sub(b"", body).translate(_BRACKETS_ALIKE, delete=_NO_BRACKETS)
-    for _ in range(MAX_DEPTH):
-        brackets = brackets.replace(b"[]", b"")  # removes the innermost level
-    if brackets:
+    if is_deeper(body, MAX_DEPTH):
         raise _too_deep()
-
-
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
-_BRACKETS_ALIKE = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def _too_deep() -> InvalidRequest:
@@ -236,6 +227,8 @@ def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
         return error.__cause__
     message, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
+    if path == "structured_outputs" and message.startswith(_UNKNOWN_FIELD):
+        return unknown_form(message[len(_UNKNOWN_FIELD) : -1])
     if str(error).startswith(_UNKNOWN_FIELD):
         name = str(error)[len(_UNKNOWN_FIELD) : -1]
         if not name:

@@ -98,6 +98,8 @@ class Admission:
         Raises `InvalidRequest` for what this model or its tokenizer cannot do, such as an id outside the vocabulary, and if
         too many log-probabilities are wanted.
         """
+        if sampling.structured_outputs is not None:
+            raise InvalidRequest("structured_outputs", "is not supported by this engine yet; leave it out")
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
         end_token_ids = frozenset(sampling.stop_token_ids) | eos_token_ids

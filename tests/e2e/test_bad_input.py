@@ -43,7 +43,7 @@ BAD_BODIES: dict[str, tuple[str, bytes]] = {
     "max_tokens of 0": ("max_tokens", b'{"id":"ID","prompt":"x","max_tokens":0}'),
     "negative max_tokens": ("max_tokens", b'{"id":"ID","prompt":"x","max_tokens":-1}'),
     "max_tokens of 2^63": ("max_tokens", b'{"id":"ID","prompt":"x","max_tokens":9223372036854775808}'),
-    "a field that does not work yet": ("structured_outputs", b'{"id":"ID","prompt":"x","structured_outputs":{"a":1}}'),
+    "an unknown form": ("structured_outputs", b'{"id":"ID","prompt":"x","structured_outputs":{"a":1}}'),
     "a penalty out of range": ("presence_penalty", b'{"id":"ID","prompt":"x","presence_penalty":2.5}'),
     "a bias of no token": ("logit_bias", b'{"id":"ID","prompt":"x","logit_bias":{"word":1}}'),
     "a bias outside the vocabulary": ("logit_bias", b'{"id":"ID","prompt":"x","logit_bias":{"99999":1}}'),

@@ -140,6 +140,8 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "n": (int,),
     "logprobs": (int, NoneType),
     "prompt_logprobs": (int, NoneType),
+    "structured_outputs": (dict, NoneType),
+    "response_format": (dict, NoneType),
 }
 CHAT_FIELDS = list(FIELDS)[list(FIELDS).index("tools") : list(FIELDS).index("tenant")]
 

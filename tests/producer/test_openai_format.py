@@ -9,7 +9,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
-from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
+from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams, StructuredOutputs
 from millrace.producer.openai_format import Call, ended_line, parse_line, refused_line
 from millrace.results.logprobs import Logprob, TokenLogprobs
 from millrace.results.messages import CompletionOutput, Job, JobError, Timings, Usage
@@ -41,6 +41,14 @@ def test_a_chat_generates_to_the_end_of_the_context_unless_it_says_otherwise() -
     )
     for name in ("max_tokens", "max_completion_tokens"):
         assert parsed(CHAT, {"messages": MESSAGES, name: 7}).sampling.max_tokens == 7
+
+
+def test_a_response_format_is_the_form_of_the_output() -> None:
+    schema = {"type": "object", "properties": {"z": {}, "a": {}}}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+    sampling = SamplingParams(max_tokens=None, structured_outputs=StructuredOutputs(json=schema))
+    expected = GenerationRequest(messages=MESSAGES, model="m", sampling=sampling)
+    assert parsed(CHAT, {"messages": MESSAGES, "response_format": form}) == expected
 
 
 @pytest.mark.parametrize("prompt", ["p", ["p"]])
@@ -76,7 +84,7 @@ def test_fields_that_change_nothing_are_taken(body: dict[str, Any]) -> None:
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         (COMPLETIONS, {"prompt": "p", "logprobs": True}, "logprobs"),
         (COMPLETIONS, {"prompt": "p", "top_logprobs": 2}, "top_logprobs"),
-        (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format"),
         (CHAT, {"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"messages": MESSAGES, "prompt": "p"}, "prompt"),
         (CHAT, {"messages": []}, "messages"),

@@ -119,20 +119,6 @@ def test_a_value_out_of_its_range_is_refused_by_name(field: str, value: Any) -> 
     assert len(str(caught.value)) < 250
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "wrong"),
-    [
-        ("structured_outputs", {"regex": "a"}, "regex"),
-    ],
-)
-def test_what_does_not_work_yet_is_checked_and_refused(field: str, value: Any, wrong: Any) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{field}: not supported yet; leave it out"):
-        SamplingParams(**{field: value})
-    with pytest.raises(InvalidRequest, match=f"^{field}: ") as caught:
-        SamplingParams(**{field: wrong})
-    assert "not supported" not in str(caught.value)
-
-
 def test_fields_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"min_tokens: .* more than max_tokens"):
         SamplingParams(min_tokens=20)

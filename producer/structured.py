@@ -1,0 +1,158 @@
+"""What the form of an output must be: a JSON schema, a regular expression, a choice, a grammar, or structural tags."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Literal
+
+import msgspec
+
+from millrace.producer.checks import is_deeper, json_value, remedy, shown, text, texts
+from millrace.producer.errors import InvalidRequest
+
+MAX_BYTES = 256 * 1024
+"""Of a schema, a regular expression, the choices, a grammar, or structural tags."""
+MAX_DEPTH = 64
+"""Levels of objects and lists in a schema."""
+
+Form = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
+_FORMS: tuple[Form, ...] = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_FIELD = "structured_outputs"
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The form of an output. Exactly one field is given. Raises InvalidRequest, a ValueError."""
+
+    json: Any = None
+    """A JSON schema: an object, a boolean, or one of them as a JSON string. A compact string after construction."""
+    regex: str | None = None
+    """A regular expression that the whole output matches, in the syntax of Rust's crate `regex`, without anchors."""
+    choice: list[str] | None = None
+    """The strings of which the output is one."""
+    grammar: str | None = None
+    """A context-free grammar in llguidance's variant of the Lark syntax."""
+    json_object: bool | None = None
+    """True: any JSON object."""
+    structural_tag: Any = None
+    """{"structures": [{"begin": ..., "schema": ..., "end": ...}], "triggers": [...]}: text is free up to a trigger; from
+    there on it is the `begin` of a structure, JSON of its schema, and its `end`. A compact string after construction."""
+
+    @property
+    def form(self) -> Form:
+        """The name of the field that is given."""
+        return next(name for name in _FORMS if getattr(self, name) is not None)
+
+    def __post_init__(self) -> None:
+        if self.json_object is False:
+            _set(self, "json_object", None)
+        given = [name for name in _FORMS if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise InvalidRequest(_FIELD, f"give exactly one of {', '.join(_FORMS)}, got {found}")
+        (form,) = given
+        value = getattr(self, form)
+        if form in ("json", "structural_tag"):
+            _set(self, form, (_normalized_text if type(value) is str else _normalized)(form, value))
+        elif form == "choice":
+            _require(form, texts(value) or (None if value else "must not be empty"))
+            _set(self, form, list(dict.fromkeys(value)))
+        elif form == "json_object":
+            _require(form, None if value is True else f"must be true, got {shown(value)}")
+        else:
+            _require(form, text(value))
+        value = getattr(self, form)
+        num_bytes = (
+            0 if value is True else sum(len(part.encode()) for part in ([value] if type(value) is str else value))
+        )
+        if num_bytes > MAX_BYTES:
+            raise InvalidRequest(_FIELD, f"{form} has {num_bytes} bytes, at most {MAX_BYTES} are allowed")
+
+
+def structured_outputs(value: Any) -> StructuredOutputs:
+    """Return the object for a dict of its fields, or the object itself. Raises InvalidRequest."""
+    if isinstance(value, StructuredOutputs):
+        return value
+    if type(value) is not dict:
+        raise InvalidRequest(_FIELD, f"must be an object with one of {', '.join(_FORMS)}, got {shown(value)}")
+    if unknown := next((name for name in value if name not in _FORMS), None):
+        raise unknown_form(unknown)
+    return StructuredOutputs(**value)
+
+
+def unknown_form(name: Any) -> InvalidRequest:
+    what = remedy(name, _FORMS) if type(name) is str else "leave it out"
+    return InvalidRequest(_FIELD, f"{shown(name)} is none of {', '.join(_FORMS)}; {what}")
+
+
+def from_response_format(value: Any) -> StructuredOutputs | None:
+    """Return what OpenAI's `response_format` asks for; None for text. Raises InvalidRequest."""
+    kind = value.get("type") if type(value) is dict else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs(json_object=True)
+    try:
+        if kind == "json_schema":
+            named = value.get("json_schema")
+            if type(named) is not dict or named.get("schema") is None:
+                raise InvalidRequest(_FIELD, f'json_schema must be {{"name": ..., "schema": ...}}, got {shown(named)}')
+            return StructuredOutputs(json=named["schema"])
+        if kind == "structural_tag":
+            return StructuredOutputs(structural_tag={name: value[name] for name in value if name != "type"})
+    except InvalidRequest as error:
+        raise InvalidRequest("response_format", error.message) from error
+    rule = "must be an object of the type text, json_object, json_schema or structural_tag"
+    raise InvalidRequest("response_format", f"{rule}, got {shown(value)}")
+
+
+@lru_cache(maxsize=32)
+def _normalized_text(form: Form, value: str) -> str:
+    _require(form, text(value))
+    try:
+        return _normalized(form, msgspec.json.decode(value))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(_FIELD, f"{form} is not valid JSON: {error}") from error
+
+
+def _normalized(form: Form, value: Any) -> str:
+    """Return a schema or structural tags as compact JSON. The keys keep their order, which is that of the output."""
+    if form == "json":
+        is_schema = type(value) in (dict, bool)
+        _require(form, None if is_schema else f"must be a JSON schema, an object or a boolean, got {shown(value)}")
+    else:
+        _require(form, _structural_tag(value))
+    _require(form, json_value(value))
+    found = msgspec.json.encode(value)
+    if is_deeper(found, MAX_DEPTH):
+        raise InvalidRequest(_FIELD, f"{form} is nested too deeply; at most {MAX_DEPTH} levels are allowed")
+    return found.decode()
+
+
+def _structural_tag(value: Any) -> str | None:
+    if type(value) is not dict or value.keys() != {"structures", "triggers"}:
+        return f"must be an object with structures and triggers, got {shown(value)}"
+    structures, triggers = value["structures"], value["triggers"]
+    if wrong := texts(triggers) or (None if triggers else "must not be empty"):
+        return f"triggers {wrong}"
+    if type(structures) is not list or not structures:
+        return f"structures must be a list that is not empty, got {shown(structures)}"
+    for i, structure in enumerate(structures):
+        if type(structure) is not dict or structure.keys() != {"begin", "schema", "end"}:
+            return f"structures: item {i} must be an object with begin, schema and end, got {shown(structure)}"
+        if wrong := text(structure["begin"]):
+            return f"structures: item {i}: begin {wrong}"
+        if not structure["begin"].startswith(tuple(triggers)):
+            return f"structures: item {i}: begin must start with one of the triggers, got {shown(structure['begin'])}"
+        if type(structure["end"]) is not str:
+            return f"structures: item {i}: end must be a string, got {shown(structure['end'])}"
+        if type(structure["schema"]) not in (dict, bool):
+            return f"structures: item {i}: schema must be an object or a boolean, got {shown(structure['schema'])}"
+    return None
+
+
+def _require(form: Form, wrong: str | None) -> None:
+    if wrong:
+        raise InvalidRequest(_FIELD, f"{form} {wrong}")
+
+
+_set = msgspec.structs.force_setattr
