@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import subprocess
 import sys
@@ -13,19 +12,27 @@ import msgspec
 from millrace.engine_service.chat import render_process
 from millrace.engine_service.chat.render_process import Rendered, Task
 from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError, render
+from millrace.engine_service.errors import EngineError
 
-QUICK_S = 0.05
-"""CPU time of a chat in the claim thread. Usual chats need less than 1 ms; the others are rendered in `prepare`."""
-LIMIT_S = 1.0
+_QUICK_S = 0.05
+"""CPU time of a quick rendering. Usual chats need less than 1 ms."""
+_LIMIT_S = 1.0
 """CPU time of any chat."""
-_ANSWER_S = 30.0
-"""How long a process may take for an answer, also on a machine that is too busy."""
+_ANSWER_S = 1.0
+"""How long a process may take for its answer besides that: more, and it hangs, or the machine is too busy."""
+_BUSY_ANSWER_S = 30.0
+"""The same for a new process, where nobody waits but chats like this one."""
 
 _decode = msgspec.msgpack.Decoder(Rendered).decode
 
 
-class SlowTemplate(TextError):
-    """Raised when the template was stopped at its limit of CPU time."""
+class NotQuick(EngineError):
+    """Raised by a quick rendering that takes too long. The chat can be rendered without haste."""
+
+    def __init__(self, *, is_slow_template: bool) -> None:
+        """`is_slow_template`: the template has used its CPU time; otherwise the process gave no answer."""
+        super().__init__("the chat cannot be rendered quickly")
+        self.is_slow_template = is_slow_template
 
 
 class Renderer:
@@ -34,8 +41,8 @@ class Renderer:
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
 
-    def render(self, chat: Chat, limit_s: float) -> str:
-        """Return the prompt of a chat. Raises `TextError`."""
+    def render(self, chat: Chat, *, is_quick: bool = False) -> str:
+        """Return the prompt of a chat. Raises `TextError`, and `NotQuick` if `is_quick`."""
         try:
             return render(self.template, chat)
         except Exception as error:  # a template is a program of the model's author: it can raise anything
@@ -45,7 +52,7 @@ class Renderer:
 class ProcessRenderer(Renderer):
     """Owns the processes that render: as many as threads that render at the same time. Safe to use from several threads.
 
-    The first chat starts a process. One that exceeds a limit and cannot be interrupted is replaced at the next chat.
+    The first chat starts a process. One that cannot be interrupted, or does not answer, is replaced.
     """
 
     def __init__(self, template: ChatTemplate) -> None:
@@ -53,30 +60,53 @@ class ProcessRenderer(Renderer):
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
 
-    def render(self, chat: Chat, limit_s: float) -> str:
-        """Return the prompt of a chat. Raises `SlowTemplate` above `limit_s` of CPU time, and `TextError`."""
-        process = self._take()
+    def render(self, chat: Chat, *, is_quick: bool = False) -> str:
+        """As `Renderer.render`. Raises `EngineError`, too, if no process answers. `is_quick`: waits about 1 s at most."""
+        task = Task(chat, _QUICK_S if is_quick else _LIMIT_S)
         try:
-            rendered = process.render(Task(chat, limit_s))
-        except BaseException:
-            process.close()
-            raise
-        if rendered is None:
-            process.close()
-        else:
-            with self._lock:
-                self._idle.append(process)
-        if rendered is None or rendered.is_slow:
+            rendered = self._run(task, task.limit_s + _ANSWER_S)
+            if is_quick and rendered.is_slow:
+                raise NotQuick(is_slow_template=True)
+        except TimeoutError as error:
+            self.close()  # the other ones may hang, too
+            if is_quick:
+                raise NotQuick(is_slow_template=False) from error
+            rendered = self._run_once_more(task)
+        if rendered.is_slow:
             rule = "shorten them, or leave out chat_template_kwargs"
-            raise SlowTemplate(f"the model's chat template takes more than {limit_s:g} s for these messages; {rule}")
+            raise TextError(f"the model's chat template takes more than {_LIMIT_S:g} s for these messages; {rule}")
         if rendered.text is None:
             raise _failure(rendered.error or "")
         return rendered.text
 
     def close(self) -> None:
         """End the processes that render nothing now. Those that do end with this process."""
-        while self._idle:
-            self._idle.pop().close()
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.close()
+
+    def _run_once_more(self, task: Task) -> Rendered:
+        try:
+            return self._run(task, _BUSY_ANSWER_S)
+        except TimeoutError as error:
+            rule = "the engine's machine is too busy; submit the chat again"
+            raise EngineError(f"the chat was not rendered within {_BUSY_ANSWER_S:g} s; {rule}") from error
+
+    def _run(self, task: Task, wait_s: float) -> Rendered:
+        """Raises `TimeoutError`."""
+        process = self._take()
+        try:
+            rendered = process.render(task, wait_s)
+        except BaseException:
+            process.close()
+            raise
+        if rendered is None:  # it could not be interrupted
+            process.close()
+            return Rendered(is_slow=True)
+        with self._lock:
+            self._idle.append(process)
+        return rendered
 
     def _take(self) -> _Process:
         with self._lock:
@@ -93,7 +123,6 @@ class _Process:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._channel, theirs = socket.socketpair()
-        self._channel.settimeout(_ANSWER_S)
         with theirs:
             fd = theirs.fileno()
             command = [sys.executable, "-P", "-m", render_process.__name__, str(fd)]
@@ -104,12 +133,14 @@ class _Process:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def render(self, task: Task) -> Rendered | None:
-        """None: the process has ended, or does not answer."""
-        raw = None
-        with contextlib.suppress(OSError):
+    def render(self, task: Task, wait_s: float) -> Rendered | None:
+        """None: the process has ended. Raises `TimeoutError` if it neither ends nor answers."""
+        self._channel.settimeout(wait_s)
+        try:
             render_process.send(self._channel, task)
             raw = render_process.receive(self._channel)
+        except ConnectionError:
+            return None
         return None if raw is None else _decode(raw)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 import msgspec
 
 from millrace.engine_service.chat.outputs import ChatOutputs, ChatReader
-from millrace.engine_service.chat.renderer import LIMIT_S, QUICK_S, Renderer, SlowTemplate
+from millrace.engine_service.chat.renderer import Renderer
 from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.generation import Generation, TextRules
@@ -63,7 +63,7 @@ class Admission:
         `SamplingParams.truncate_prompt_tokens`.
 
         Raises `InvalidRequest`, also when they do not fit into the context; without tokenizing, where that is sure before.
-        `is_quick`: raises `SlowTemplate` for a chat that takes longer than `QUICK_S`.
+        `is_quick`: raises `NotQuick` for a chat that takes longer than a claim may.
         """
         num_kept = self._num_kept(truncate_to)
         if request.prompt_token_ids is None:
@@ -181,10 +181,8 @@ class Admission:
             chat_template_kwargs=request.chat_template_kwargs or {},
         )
         try:
-            return self._renderer.render(chat, QUICK_S if is_quick else LIMIT_S)
+            return self._renderer.render(chat, is_quick=is_quick)
         except TextError as error:
-            if is_quick and isinstance(error, SlowTemplate):
-                raise
             raise InvalidRequest("messages", str(error)) from error
 
     def _stop_rules(self, sampling: SamplingParams, num_prompt_tokens: int, end_token_ids: frozenset[int]) -> StopRules:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from millrace.engine_service.chat.renderer import SlowTemplate
+from millrace.engine_service.chat.renderer import NotQuick
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.serving.capacity import Capacity, ClaimBudget
 from millrace.engine_service.serving.jobs import (
@@ -182,10 +182,11 @@ class Intake:
             return PendingJob(claimed)
         try:
             return self._admit(claimed, is_quick=True)
-        except SlowTemplate:
-            if len(self._slow_tenants) >= _MAX_SLOW_TENANTS:
-                self._slow_tenants.clear()
-            self._slow_tenants.add(claimed.tenant)
+        except NotQuick as error:
+            if error.is_slow_template:
+                if len(self._slow_tenants) >= _MAX_SLOW_TENANTS:
+                    self._slow_tenants.clear()
+                self._slow_tenants.add(claimed.tenant)
             return PendingJob(claimed)
 
     def _admit(self, claimed: ClaimedJob, *, is_quick: bool = False) -> Arrived | Refused | Deferred:
@@ -196,7 +197,7 @@ class Intake:
             return Refused(claimed, JobError(kind="invalid_request", message=message))
         try:
             return Arrived(self._build(claimed, is_quick))
-        except SlowTemplate:
+        except NotQuick:
             raise
         except InvalidRequest as error:
             kind = "model_mismatch" if error.field == "model" else "invalid_request"

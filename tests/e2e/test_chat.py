@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +31,7 @@ def test_a_template_that_loops_or_raises_fails_its_chat_and_disturbs_no_other_jo
     client: Client, start_engine: StartEngine, tmp_path: Path
 ) -> None:
     source = LOOPS + (TINY / "chat_template.jinja").read_text()
-    start_engine(model=model_with_template(tmp_path / "model", source))
+    engine = start_engine(model=model_with_template(tmp_path / "model", source))
     chat = [{"role": "user", "content": "What is 20 + 22?"}]
     running = client.submit("A story:", max_tokens=300, ignore_eos=True, stream=True)
     next(iter(client.stream(running)))
@@ -52,9 +54,19 @@ def test_a_template_that_loops_or_raises_fails_its_chat_and_disturbs_no_other_jo
     error = client.wait(raising, LIMIT_S).error
     assert error is not None
     assert error.message.endswith("can't render these messages: Roles must alternate")
-    assert client.wait(client.submit(messages=chat, max_tokens=16, temperature=0.0), LIMIT_S).text.strip() == (
-        "20 + 22 = 42"
-    )
+    for is_stopped in (False, True):
+        if is_stopped:
+            for pid in render_processes(engine.process.pid):
+                os.kill(pid, signal.SIGSTOP)
+        job_id = client.submit(messages=chat, max_tokens=16, temperature=0.0, tenant="other")
+        assert client.wait(job_id, LIMIT_S).text.strip() == "20 + 22 = 42"
+
+
+def render_processes(engine_pid: int) -> list[int]:
+    found = [path.read_text().split() for path in Path(f"/proc/{engine_pid}/task").glob("*/children")]
+    pids = [pid for some in found for pid in some if b"render_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert pids
+    return list(map(int, pids))
 
 
 CALL = '{"name": "add", "arguments": {"a": 3, "b": 4}}'

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from millrace.engine_service.chat.renderer import LIMIT_S, ProcessRenderer, Renderer, SlowTemplate
+from millrace.engine_service.chat.renderer import NotQuick, ProcessRenderer, Renderer
 from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError
+from millrace.engine_service.errors import EngineError
 from tests.engine_service.chat.models import template_of
 
 Make = Callable[[str], ProcessRenderer]
@@ -46,7 +47,7 @@ def test_a_process_renders_what_this_process_would(family: str) -> None:
         stack.callback(renderer.close)
         long = Chat(messages=[{"role": "user", "content": "wörter " * 100_000}])
         for each in (chat(), long, chat(enable_thinking=False)):
-            assert renderer.render(each, LIMIT_S) == Renderer(renderer.template).render(each, LIMIT_S)
+            assert renderer.render(each) == Renderer(renderer.template).render(each)
         assert len(pids(renderer)) == 1
 
 
@@ -69,7 +70,7 @@ def test_a_template_that_fails_is_an_error_of_the_chat_and_the_process_goes_on(
     renderer = make(source)
     for _ in range(2):
         with pytest.raises(TextError, match=r"^the model's chat template can't render these messages: ") as error:
-            renderer.render(chat(k=10**10), LIMIT_S)
+            renderer.render(chat(k=10**10))
         assert words in str(error.value)
         assert len(str(error.value)) < 500
     assert len(pids(renderer)) == 1
@@ -77,58 +78,92 @@ def test_a_template_that_fails_is_an_error_of_the_chat_and_the_process_goes_on(
 
 def test_a_template_that_loops_is_stopped_and_its_process_goes_on(make: Make) -> None:
     renderer = make("{% if loops is defined %}" + LOOP + "{% endif %}done")
-    assert renderer.render(chat(), LIMIT_S) == "done"
+    assert renderer.render(chat()) == "done"
     before = pids(renderer)
-    with pytest.raises(SlowTemplate, match=r"takes more than 0\.05 s for these messages"):
-        renderer.render(chat(loops=True), 0.05)
-    assert renderer.render(chat(), LIMIT_S) == "done"
+    with pytest.raises(NotQuick) as error:
+        renderer.render(chat(loops=True), is_quick=True)
+    assert error.value.is_slow_template
+    with pytest.raises(TextError, match="takes more than 1 s for these messages; shorten them, or leave out"):
+        renderer.render(chat(loops=True))
+    assert renderer.render(chat()) == "done"
     assert pids(renderer) == before
 
 
-def test_a_call_that_nothing_can_interrupt_costs_the_process_and_the_next_chat_has_another(make: Make) -> None:
+def test_a_call_that_nothing_can_interrupt_costs_the_process_and_the_next_chat_has_another(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.engine_service.chat.renderer._QUICK_S", 0.2)
     renderer = make("{{ 'done' if k is not defined else ('ab' * k).replace('a', '')[0] }}")
-    assert renderer.render(chat(), LIMIT_S) == "done"
+    assert renderer.render(chat()) == "done"
     before = pids(renderer)
-    with pytest.raises(SlowTemplate, match="leave out chat_template_kwargs"):
-        renderer.render(chat(k=80_000_000), 0.2)
+    with pytest.raises(NotQuick):
+        renderer.render(chat(k=80_000_000), is_quick=True)
     assert pids(renderer) == []
-    assert renderer.render(chat(), LIMIT_S) == "done"
+    assert renderer.render(chat()) == "done"
     assert pids(renderer) != before
 
 
 def test_a_process_that_was_killed_is_replaced(make: Make) -> None:
     renderer = make("done")
-    renderer.render(chat(), LIMIT_S)
+    renderer.render(chat())
     (process,) = renderer._idle
     os.kill(process._process.pid, signal.SIGKILL)
     process._process.wait()
-    assert renderer.render(chat(), LIMIT_S) == "done"
+    assert renderer.render(chat()) == "done"
+
+
+@pytest.mark.parametrize("content", ["Hi", "word " * 200_000])
+def test_a_process_that_is_stopped_is_replaced_and_a_quick_chat_does_not_wait_for_that(
+    content: str, make: Make
+) -> None:
+    renderer, long = make("{{ messages[0].content }}"), Chat(messages=[{"role": "user", "content": content}])
+    for is_quick in (False, True):
+        renderer.render(chat())
+        (stopped,) = pids(renderer)
+        os.kill(stopped, signal.SIGSTOP)
+        if is_quick:
+            with pytest.raises(NotQuick) as error:
+                renderer.render(long, is_quick=True)
+            assert not error.value.is_slow_template
+            assert pids(renderer) == []
+        assert renderer.render(long) == content
+        assert stopped not in pids(renderer)
+
+
+def test_a_chat_that_no_process_renders_is_not_the_senders_fault(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.engine_service.chat.renderer._BUSY_ANSWER_S", 0.001)
+    monkeypatch.setattr("millrace.engine_service.chat.renderer._ANSWER_S", -0.999)
+    with pytest.raises(
+        EngineError, match=r"was not rendered within 0\.001 s; the engine's machine is too busy"
+    ) as error:
+        make("done").render(chat())
+    assert not isinstance(error.value, TextError)
 
 
 def test_ctrl_c_is_for_the_engine_alone(make: Make) -> None:
     renderer = make("done")
-    renderer.render(chat(), LIMIT_S)
+    renderer.render(chat())
     (before,) = pids(renderer)
     os.kill(before, signal.SIGINT)
-    assert renderer.render(chat(), LIMIT_S) == "done"
+    assert renderer.render(chat()) == "done"
     assert pids(renderer) == [before]
 
 
 def test_a_chat_of_another_thread_does_not_wait_for_one_that_loops(make: Make) -> None:
     renderer = make("{% if loops is defined %}" + LOOP + "{% endif %}done")
-    renderer.render(chat(), LIMIT_S)
+    renderer.render(chat())
     ended: list[str] = []
 
     def loop() -> None:
-        with pytest.raises(SlowTemplate):
-            renderer.render(chat(loops=True), 1.0)
+        with pytest.raises(TextError):
+            renderer.render(chat(loops=True))
         ended.append("loop")
 
     thread = threading.Thread(target=loop)
     thread.start()
     while renderer._idle:
         pass
-    renderer.render(chat(), LIMIT_S)
+    renderer.render(chat())
     ended.append("other")
     thread.join()
     assert ended == ["other", "loop"]
