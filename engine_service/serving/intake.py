@@ -7,6 +7,7 @@ Each thread waits for something else: `claim` for capacity and for the queue, `s
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -46,7 +47,7 @@ claim thread up to 0.5 s."""
 _GATHER_S = 0.005
 """How long admitted jobs of one claim wait for the next ones, so that an idle engine's first step has many of them."""
 _BLOCK_S = 1.0
-_FAIR_WAIT_S = 0.2
+_FAIR_WAIT_S = 0.5
 """Time for other engines to claim their part of the ready jobs, before this engine takes what is left."""
 _RETRY_S = 0.5
 _MISMATCH = "was begun by engines with another model, tokenizer or dtype"
@@ -79,8 +80,8 @@ class Intake:
         self._cached_prompts = cached_prompts
         self._outage = outage or Outage()
         self._claim_number = 1
-        self._is_fair = True
-        """Whether the next claim leaves to other engines their part."""
+        self._fair_until_s = math.inf
+        """Until then claims leave to other engines their part."""
         self._slow_tenants: set[str] = set()
         """Tenants with a chat that was too slow for the claim thread: it admits no other chat of them."""
         self._stopping = threading.Event()
@@ -120,19 +121,22 @@ class Intake:
         budget = self._capacity.wait_for_budget(_BLOCK_S)
         if budget is None:
             return
-        claim = self._claim(budget)
-        was_fair, self._is_fair = self._is_fair, True
+        is_fair = time.monotonic() < self._fair_until_s
+        claim = self._claim(budget, is_fair)
+        if is_fair and claim.num_ready > 0 and not claim.jobs and not claim.num_set_aside:
+            # What is ready is the part of others, or does not fit.
+            self._fair_until_s = min(self._fair_until_s, time.monotonic() + _FAIR_WAIT_S)
+            self._capacity.wait_for_change(_FAIR_WAIT_S)
+            return
+        self._fair_until_s = math.inf
         if claim.jobs or claim.num_set_aside:
             return  # there may be more behind them
         if claim.num_ready == 0:
             self._receive_signal(queue, include_wake=True)
-        elif was_fair:  # what is ready is the part of others, or does not fit
-            self._is_fair = False
-            self._capacity.wait_for_change(_FAIR_WAIT_S)
         else:
             self._capacity.wait_for_change(_BLOCK_S)
 
-    def _claim(self, budget: ClaimBudget) -> Claim:
+    def _claim(self, budget: ClaimBudget, is_fair: bool) -> Claim:
         """Claim once. After an error the next call repeats the claim id, because perhaps only the reply was lost."""
         max_jobs = min(budget.max_jobs, MAX_JOBS_PER_CLAIM)
         claim = self._leases.claim(
@@ -141,7 +145,7 @@ class Intake:
             budget.kv_token_budget,
             self._fingerprint,
             self._cached_prompts(),
-            is_fair=self._is_fair,
+            is_fair=is_fair,
         )
         self._claim_number += 1
         self._take(claim.jobs)

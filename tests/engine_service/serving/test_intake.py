@@ -32,6 +32,7 @@ from millrace.results.scripts import Command, script_command
 from millrace.results.transport import Reply
 from tests.processes import wait_until
 from tests.results.engines import FINGERPRINT, submission, submit
+from tests.results.engines import Engine as EngineOfQueue
 from tests.results.full_queue import FullQueue
 from tests.results.test_fingerprint import half_done
 
@@ -73,10 +74,11 @@ class Parts:
         self.leases = Leases(
             self.lease_queue, new_engine_id(), 0.4, pending=dict, on_news=self.news.put, sleep_level=lambda: 0
         )
+        self.capacity = Capacity(8, 1000)
         self.intake = Intake(
             connect_queue,
             self.leases,
-            Capacity(8, 1000),
+            self.capacity,
             Admission(engine.facts, None, []),
             model_name="stub",
             fingerprint=FINGERPRINT,
@@ -122,6 +124,27 @@ def test_the_jobs_of_a_claim_are_posted_together_unless_they_take_long(
     parts.intake.start()
     assert [parts.events.get(timeout=10).job.job_id for _ in range(3)] == ["a", "b", "c"]  # type: ignore[union-attr]
     assert found == num_posted
+
+
+def test_the_part_of_another_engine_is_left_to_it_also_when_more_fits(
+    parts: Parts, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.engine_service.serving.intake._FAIR_WAIT_S", 60.0)
+    keys, other = parts.lease_queue.keys, EngineOfQueue(parts.lease_queue, "other")
+    assert other.claim() == []
+    redis_client.hset(keys.prefix + "engine:other", "takes_until", 10**15)
+    submit(parts.lease_queue, "a", "b", body=BODY)
+    parts.intake.start()
+    assert parts.events.get(timeout=10).job.job_id == "a"  # type: ignore[union-attr]
+    heartbeat = keys.prefix + "engine:" + parts.leases.engine_id
+
+    def has_claimed(num_times: int) -> bool:
+        return redis_client.hget(heartbeat, "claim") == f"c{num_times}".encode()
+
+    for num_claims in range(2, 6):
+        wait_until(partial(has_claimed, num_claims))
+        assert parts.lease_queue.stats().queued == 1
+        parts.capacity.update(100 + num_claims)
 
 
 def test_a_job_of_another_model_is_logged_when_it_begins_to_wait_and_when_it_fails(
