@@ -8,7 +8,7 @@ from millrace.producer.checks import remedy
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
-from millrace.producer.structured import StructuredOutputs
+from millrace.producer.structured import StructuredOutputs, for_model
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -25,6 +25,8 @@ class SubmitOptions(TypedDict, total=False):
     continue_final_message: bool
     chat_template_kwargs: dict[str, Any] | None
     response_format: dict[str, Any] | None
+    response_model: Any
+    """A pydantic model, or another type that msgspec decodes: the output is JSON of its schema. See `Job.parsed`."""
     model: str | None
     tenant: str
     priority: int
@@ -72,11 +74,15 @@ _REQUEST_NAMES = frozenset(GenerationRequest.__struct_fields__) - {"id", "prompt
 
 def build_request(prompt: str | None, options: SubmitOptions) -> GenerationRequest:
     """Return the request for the arguments of `submit`. Raises InvalidRequest, also for an unknown name."""
+    if options.get("response_model") is not None and options.get("structured_outputs") is not None:
+        raise InvalidRequest("response_model", "cannot be combined with structured_outputs; give one of them")
     fields: dict[str, Any] = {"prompt": prompt}
     own: dict[str, Any] = {}
     for name, value in options.items():
         if name == "job_id":
             fields["id"] = value
+        elif name == "response_model":
+            own |= {} if value is None else {"structured_outputs": for_model(value)}
         elif name in _SAMPLING_NAMES:
             own[name] = value
         elif name in _REQUEST_NAMES:

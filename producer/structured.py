@@ -105,6 +105,19 @@ def from_response_format(value: Any) -> StructuredOutputs | None:
     raise InvalidRequest("response_format", f"{rule}, got {shown(value)}")
 
 
+def for_model(model: Any) -> StructuredOutputs:
+    """Return the form of a pydantic model, or of another type that msgspec decodes. Raises InvalidRequest."""
+    try:
+        if isinstance(model, type) and hasattr(model, "model_json_schema"):
+            return StructuredOutputs(json=model.model_json_schema())
+        return StructuredOutputs(json=msgspec.json.schema(model))
+    except InvalidRequest as error:
+        raise InvalidRequest("response_model", error.message) from error
+    except Exception as error:  # of pydantic, of the model's own code, or msgspec's TypeError
+        rule = "must be a pydantic model, or another type that msgspec decodes"
+        raise InvalidRequest("response_model", f"{rule}, got {shown(model)}: {error}") from error
+
+
 @lru_cache(maxsize=32)
 def _normalized_text(form: Form, value: str) -> str:
     _require(form, text(value))

@@ -38,6 +38,17 @@ class JobNotFound(QueueError):
         self.job_id = job_id
 
 
+class OutputNotParsed(MillraceError, ValueError):
+    """Raised by `parsed` when an output was cut, or does not parse."""
+
+    def __init__(self, finish_reason: str | None, error: str = "") -> None:
+        cut = {None: "there is no output yet", "length": "max_tokens has cut the output; ask for more tokens"}
+        super().__init__(
+            error or cut.get(finish_reason, f"the output is not complete: finish_reason is {finish_reason}")
+        )
+        self.finish_reason = finish_reason
+
+
 class ResultExpired(QueueError):
     """Raised by readers when a job's result has expired and its record has not."""
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NewType, get_args
 
 import msgspec
 
+from millrace.results.errors import OutputNotParsed
 from millrace.results.logprobs import TokenLogprobs
 
 JobId = NewType("JobId", str)
@@ -368,6 +369,22 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     tool_calls: list[ToolCall] = []
     """Of a chat with `tools`."""
 
+    def parsed(self, response_model: Any = None) -> Any:
+        """Return the value of the text, which must be JSON: an object of `response_model`, or without it what JSON gives.
+
+        `response_model` is a pydantic model or another type that msgspec decodes. Raises OutputNotParsed for an output that
+        a limit has cut, or that does not parse.
+        """
+        if self.finish_reason != "stop":
+            raise OutputNotParsed(self.finish_reason)
+        text = self.text if self.content is None else self.content
+        try:
+            if hasattr(response_model, "model_validate_json"):
+                return response_model.model_validate_json(text)
+            return msgspec.json.decode(text, type=Any if response_model is None else response_model)
+        except (ValueError, msgspec.DecodeError) as error:
+            raise OutputNotParsed(self.finish_reason, str(error)) from error
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A job as a reader gets it."""
@@ -414,6 +431,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def is_done(self) -> bool:
         """Whether the state is terminal."""
         return self.state in TERMINAL_STATES
+
+    def parsed(self, response_model: Any = None) -> Any:
+        """Return what `CompletionOutput.parsed` returns for candidate 0. Raises OutputNotParsed."""
+        if not self.outputs:
+            raise OutputNotParsed(self.finish_reason)
+        return self.outputs[0].parsed(response_model)
 
 
 class QueueStats(msgspec.Struct, frozen=True, kw_only=True):

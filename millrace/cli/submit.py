@@ -12,7 +12,7 @@ from millrace.cli.jobs import follow
 from millrace.cli.known_jobs import report_known
 from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
 from millrace.cli.output import print_id
-from millrace.cli.values import integer, json_list, json_object, moment, number
+from millrace.cli.values import integer, json_list, json_object, moment, number, text_file
 from millrace.cli.wait import add_timeout, wait_for_job
 from millrace.cli.wait_report import warn_if_never_served
 
@@ -75,6 +75,13 @@ _CHAT: tuple[_Option, ...] = (
         "variables for the model's chat template, such as '{\"enable_thinking\": false}'",
     ),
 )
+_FORMS: dict[str, _Option] = {
+    "json": ("--schema", text_file, "FILE", "JSON that the JSON schema in this file accepts"),
+    "regex": ("--regex", str, "REGEX", "a match of this regular expression"),
+    "choice": ("--choice", str, "TEXT", "one of these texts; can be repeated"),
+    "grammar": ("--grammar", text_file, "FILE", "a text of the grammar in this file, in llguidance's Lark syntax"),
+}
+"""By the field of `structured_outputs`."""
 _LISTS: tuple[_Option, ...] = (
     ("--stop", str, "TEXT", "end before this text; can be repeated"),
     ("--stop-token-ids", integer, "ID", "end at this token; can be repeated"),
@@ -116,6 +123,11 @@ def add_parsers(verbs: Verbs) -> None:
         sampling.add_argument(
             option, dest=_field(option), action="store_false" if is_off else "store_true", default=None, help=text
         )
+    form = submit.add_argument_group("the form of the output, one of")
+    for name, (option, kind, metavar, text) in _FORMS.items():
+        action = "append" if name == "choice" else "store"
+        form.add_argument(option, dest=f"form_{name}", type=kind, metavar=metavar, action=action, help=text)
+    form.add_argument("--json-object", dest="form_json_object", action="store_true", default=None, help="a JSON object")
     chat = submit.add_argument_group("a chat")
     for option, kind, metavar, text in _CHAT:
         chat.add_argument(option, type=kind, metavar=metavar, help=text)
@@ -165,6 +177,8 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     options += [option for option, _ in _FLAGS]
     names = ("model", *map(_field, options), "continue_final_message")
     values = {name: getattr(args, name) for name in names}
+    forms = {name: getattr(args, f"form_{name}") for name in (*_FORMS, "json_object")}
+    values["structured_outputs"] = {name: value for name, value in forms.items() if value is not None} or None
     values["add_generation_prompt"] = False if args.continue_final_message else None
     return {name: value for name, value in values.items() if value is not None}
 

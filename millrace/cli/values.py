@@ -6,6 +6,7 @@ import json
 import re
 from argparse import ArgumentTypeError
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 
@@ -65,6 +66,14 @@ def json_list(text: str) -> list[Any]:
             f"""must be a JSON list, as '[{{"role": "user", "content": "Hi"}}]', got {text[:60]!r}"""
         )
     return value
+
+
+def text_file(path: str) -> str:
+    """The text of a file."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ArgumentTypeError(f"cannot read {path[:200]!r}: {error}") from error
 
 
 def _json(text: str) -> Any:

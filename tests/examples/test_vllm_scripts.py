@@ -5,21 +5,17 @@ They come from vLLM's source distributions in the package index, which this test
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from urllib.error import URLError
-from urllib.parse import urljoin
-from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.package_index import download
 from tests.processes import LIMIT_S, ROOT, checkout_environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -46,8 +42,6 @@ IMPORTS = {
     "from vllm.utils import FlexibleArgumentParser": "from argparse import ArgumentParser as FlexibleArgumentParser",
 }
 """What is changed, besides the model."""
-INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/") + "/vllm/"
-OPENED_S = 60.0
 
 
 @pytest.fixture(scope="module", params=SCRIPTS)
@@ -55,26 +49,10 @@ def examples(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """The folder `examples` of one source distribution. Skips where the index cannot be reached."""
     version: str = request.param
     folder = tmp_path_factory.mktemp("vllm")
-    try:
-        archive = download(f"vllm-{version}.tar.gz", folder)
-    except (URLError, TimeoutError) as error:
-        pytest.skip(f"the package index {INDEX} cannot be reached: {error}")
-    with tarfile.open(archive) as files:
+    with tarfile.open(download("vllm", f"vllm-{version}.tar.gz", folder)) as files:
         wanted = [f"vllm-{version}/examples/{script}" for script in SCRIPTS[version]]
         files.extractall(folder, [files.getmember(name) for name in wanted], filter="data")
     return folder / f"vllm-{version}" / "examples"
-
-
-def download(name: str, folder: Path) -> Path:
-    """Download one file of the index and check its hash. pip would also run the build to learn the dependencies."""
-    accept = {"Accept": "application/vnd.pypi.simple.v1+json"}
-    with urlopen(Request(INDEX, headers=accept), timeout=OPENED_S) as page:
-        (entry,) = [file for file in json.load(page)["files"] if file["filename"] == name]
-    with urlopen(urljoin(INDEX, entry["url"]), timeout=OPENED_S) as source, (folder / name).open("wb") as target:
-        shutil.copyfileobj(source, target)
-    with (folder / name).open("rb") as written:
-        assert hashlib.file_digest(written, "sha256").hexdigest() == entry["hashes"]["sha256"]
-    return folder / name
 
 
 @pytest.fixture(scope="module")

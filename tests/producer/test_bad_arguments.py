@@ -142,6 +142,7 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "prompt_logprobs": (int, NoneType),
     "structured_outputs": (dict, NoneType),
     "response_format": (dict, NoneType),
+    "response_model": (type, NoneType),
 }
 CHAT_FIELDS = list(FIELDS)[list(FIELDS).index("tools") : list(FIELDS).index("tenant")]
 

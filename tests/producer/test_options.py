@@ -14,7 +14,7 @@ SAMPLING = set(SamplingParams.__struct_fields__)
 
 
 def test_editors_know_every_field_that_works() -> None:
-    assert set(SubmitOptions.__annotations__) == (REQUEST - {"id", "prompt"}) | {"job_id"} | SAMPLING
+    assert set(SubmitOptions.__annotations__) == (REQUEST - {"id", "prompt"}) | {"job_id", "response_model"} | SAMPLING
 
 
 def test_options_make_the_request_that_their_fields_would() -> None:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import msgspec
 import pytest
+from pydantic import BaseModel
 
-from millrace import GenerationRequest, InvalidRequest, SamplingParams, StructuredOutputs
+from millrace import (
+    CompletionOutput,
+    GenerationRequest,
+    InvalidRequest,
+    Job,
+    OutputNotParsed,
+    SamplingParams,
+    StructuredOutputs,
+)
 from millrace.producer.options import build_request
+from millrace.producer.rq.payload import FUNCTION, read_submission
 from millrace.producer.structured import MAX_BYTES
 from millrace.producer.wire import canonical_body, parse_body
+from millrace.results.messages import Timings
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": [1, 2.0, None]}}, "required": ["b"]}
 COMPACT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"enum":[1,2.0,null]}},"required":["b"]}'
@@ -168,3 +180,93 @@ def test_a_wrong_response_format_is_refused_by_its_name(given: Any, message: str
 def test_both_forms_together_are_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"^response_format: cannot be combined with structured_outputs"):
         build_request("x", {"response_format": {"type": "json_object"}, "structured_outputs": {"json_object": True}})
+
+
+def test_an_rq_job_takes_both_forms() -> None:
+    expected = build_request("x", {"structured_outputs": {"json_object": True}})
+    for form in ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}):
+        submission = read_submission("a", json.dumps([FUNCTION, None, ["x"], form]).encode())
+        assert submission.body == canonical_body(expected)
+
+
+# --- models ---
+
+
+class Answer(BaseModel):
+    city: str
+    people: int
+
+
+class Plain(msgspec.Struct):
+    city: str
+    people: int
+
+
+class Broken:
+    @staticmethod
+    def model_json_schema() -> dict[str, Any]:
+        raise RuntimeError("no schema")
+
+
+@pytest.mark.parametrize(
+    ("model", "schema"), [(Answer, Answer.model_json_schema()), (Plain, msgspec.json.schema(Plain)), (int, None)]
+)
+def test_a_response_model_is_its_json_schema(model: Any, schema: dict[str, Any] | None) -> None:
+    expected = build_request("x", {"structured_outputs": {"json": schema or {"type": "integer"}}})
+    assert build_request("x", {"response_model": model}) == expected
+    assert build_request("x", {"response_model": None}) == build_request("x", {})
+
+
+@pytest.mark.parametrize("model", [5, "Answer", Answer(city="a", people=1), object, Broken])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^response_model: must be a pydantic model, or another type"):
+        build_request("x", {"response_model": model})
+
+
+def test_a_model_beside_another_form_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"^response_model: cannot be combined with structured_outputs"):
+        build_request("x", {"response_model": Answer, "structured_outputs": {"json": {}}})
+    with pytest.raises(InvalidRequest, match=r"^response_format: cannot be combined with structured_outputs"):
+        build_request("x", {"response_model": Answer, "response_format": {"type": "json_object"}})
+
+
+def job(text: str, finish_reason: str | None = "stop", content: str | None = None) -> Job:
+    output = CompletionOutput(index=0, text=text, token_ids=[], finish_reason=finish_reason, content=content)
+    return Job(
+        id="a",
+        state="finished",
+        text=text,
+        token_ids=[],
+        outputs=[output],
+        finish_reason=finish_reason,
+        usage=None,
+        error=None,
+        timings=Timings(created_ms=0),
+    )
+
+
+def test_a_parsed_output_is_a_value_or_an_object_of_a_model() -> None:
+    text = '{"city": "Rome", "people": 3}'
+    assert job(text).parsed() == {"city": "Rome", "people": 3}
+    assert job(text).parsed(Answer) == Answer(city="Rome", people=3)
+    assert job(text).parsed(Plain) == Plain("Rome", 3)
+    assert job("<think>3?</think>" + text, content=text).parsed(Answer).people == 3
+
+
+@pytest.mark.parametrize(
+    ("cut", "model", "message"),
+    [
+        (job('{"city": "Ro', "length"), None, "max_tokens has cut the output; ask for more tokens"),
+        (job("", "cancelled"), None, "the output is not complete: finish_reason is cancelled"),
+        (job("", None), None, "there is no output yet"),
+        (msgspec.structs.replace(job("", None), outputs=[]), Answer, "there is no output yet"),
+        (job("Rome"), None, "JSON is malformed"),
+        (job('{"city": 5}'), Answer, "2 validation errors for Answer"),
+        (job('{"city": 5}'), Plain, "Expected `str`, got `int`"),
+    ],
+)
+def test_an_output_that_was_cut_or_does_not_fit_is_not_parsed(cut: Job, model: Any, message: str) -> None:
+    with pytest.raises(OutputNotParsed, match=message) as caught:
+        cut.parsed(model)
+    assert str(caught.value).isprintable()
+    assert caught.value.finish_reason == cut.finish_reason

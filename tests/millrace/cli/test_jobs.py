@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -57,6 +58,37 @@ def test_the_parameters_of_logits_and_text_reach_the_request(millrace: Command, 
     lists = {"bad_words": ["a", "b"], "allowed_token_ids": [5]}
     assert json.loads(job.body) == {"prompt": "x", **fields, **lists, **flags}
     assert "logit_bias: of token id 5 must be a number" in millrace("submit", "x", "--logit-bias", '{"5":"1"}').err
+
+
+@pytest.mark.parametrize(
+    ("options", "form"),
+    [
+        (("--schema", "SCHEMA"), {"json": '{"type":"object","properties":{"b":{},"a":{}}}'}),
+        (("--regex", "[0-9]+"), {"regex": "[0-9]+"}),
+        (("--choice", "yes", "--choice", "no"), {"choice": ["yes", "no"]}),
+        (("--grammar", "GRAMMAR"), {"grammar": 'start: "a"\n'}),
+        (("--json-object",), {"json_object": True}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_form_of_the_output_reaches_the_request(
+    options: tuple[str, ...], form: dict[str, Any], millrace: Command, engine: EngineByHand, tmp_path: Path
+) -> None:
+    (tmp_path / "SCHEMA").write_text('{"type": "object", "properties": {"b": {}, "a": {}}}')
+    (tmp_path / "GRAMMAR").write_text('start: "a"\n')
+    words = [str(tmp_path / word) if word in ("SCHEMA", "GRAMMAR") else word for word in options]
+    assert millrace("submit", "x", *words).status == 0
+    line = '{"prompt": "x"}\n{"prompt": "x", "structured_outputs": {"regex": "b"}}\n'
+    assert millrace("submit", "--file", "-", *words, stdin=line).status == 0
+    found = [json.loads(job.body)["structured_outputs"] for job in engine.claim()]
+    assert found == [form, form, {"regex": "b"}]
+
+
+def test_a_form_that_cannot_be_is_refused(millrace: Command, tmp_path: Path) -> None:
+    (tmp_path / "schema").write_text("{")
+    assert "structured_outputs: json is not valid JSON" in millrace("submit", "x", "--schema", f"{tmp_path}/schema").err
+    assert "--schema: cannot read" in millrace("submit", "x", "--schema", f"{tmp_path}/none").err
+    assert "give exactly one of json, regex, " in millrace("submit", "x", "--regex", "a", "--json-object").err
 
 
 def test_a_chat_is_submitted_with_its_tools_and_variables(millrace: Command, engine: EngineByHand) -> None:
