@@ -33,6 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "logprobs": (False,),
+    "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (True, False),
     "stream": (False,),
@@ -181,20 +182,20 @@ def _error(kind: str, message: str, param: str | None, code: str | None) -> dict
 
 def _result(call: Call, job: Job) -> dict[str, Any]:
     is_chat = call.url == "/v1/chat/completions"
+    prompt_logprobs = {} if job.prompt_logprobs is None else {"prompt_logprobs": job.prompt_logprobs}
     choices: list[dict[str, Any]] = []
     for output in job.outputs:
         logprobs = None
         if output.logprobs is not None and call.num_top is not None:
             logprobs = (_chat_tokens if is_chat else _completion_tokens)(output.logprobs, call.num_top)
         choice: dict[str, Any] = {"index": output.index, "logprobs": logprobs, "finish_reason": output.finish_reason}
-        if job.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = job.prompt_logprobs
         if is_chat:
             choice["message"] = _message(output)
             if output.tool_calls and output.finish_reason == "stop":
                 choice["finish_reason"] = "tool_calls"
         else:
             choice["text"] = output.text
+            choice |= prompt_logprobs
         choices.append(choice)
     assert job.usage is not None
     usage = job.usage
@@ -210,13 +211,14 @@ def _result(call: Call, job: Job) -> dict[str, Any]:
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
+        **(prompt_logprobs if is_chat else {}),
     }
 
 
 def _message(output: CompletionOutput) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": output.content, "refusal": None}
     if output.reasoning is not None:
-        message["reasoning_content"] = output.reasoning
+        message["reasoning"] = message["reasoning_content"] = output.reasoning  # vLLM's name, and the older one
     if output.tool_calls:
         message["tool_calls"] = msgspec.to_builtins(output.tool_calls)
     return message

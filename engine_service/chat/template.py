@@ -113,9 +113,10 @@ def _raise(message: str) -> NoReturn:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message in the form that templates know: null left out, text parts joined, arguments as objects."""
+    """Return the message in the form that templates know: null left out, text parts joined, arguments as objects. Each
+    message has a content, as with vLLM: templates concatenate it."""
     found = {name: value for name, value in message.items() if value is not None}
-    if isinstance(found.get("content"), list):
+    if isinstance(found.setdefault("content", ""), list):
         found["content"] = "\n".join(part["text"] for part in found["content"])
     reasoning = next((found[name] for name in ("reasoning_content", "reasoning", "thinking") if name in found), None)
     if reasoning is not None:

@@ -10,7 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from millrace import __version__
 from millrace.cli import demo, gateway, jobs, queue, retry, run_batch, serve, sleep, submit, wait
@@ -50,6 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     """Prints an error as one line, as every verb does, and the usage only for --help."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Raises for the first unknown argument, so that the verb's own parser knows what could be meant."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            from millrace.producer.checks import remedy
+
+            rule = remedy(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)} ({rule})")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         from millrace.results.errors import one_line

@@ -104,10 +104,9 @@ def follow(client: Client, args: argparse.Namespace, job_id: str, after: str | N
                 remark(f"job {job_id!r} has lost events after {after}; its text follows from the beginning")
             if event.index == 0:
                 print_text(event.text)
-    if not args.json:
-        print_text("\n")
     job = client.get(job_id)
     if not args.json:
+        print_text("\n" if job.text or job.state == "finished" else "")
         print_outputs(job, first=1)
     return end_of(job)
 

@@ -58,6 +58,8 @@ def some_ids(job_ids: Sequence[str], separator: str = ", ") -> str:
 def print_outputs(job: Job, first: int = 0) -> None:
     """Print the texts of a job from candidate `first` on, each of several under a heading."""
     for output in job.outputs[first:]:
+        if not output.text and job.state != "finished":
+            continue
         if len(job.outputs) > 1:
             print_text(f"--- candidate {output.index}\n")
         print_text(output.text + "\n")

@@ -67,7 +67,7 @@ _QUEUE: tuple[_Option, ...] = (
 )
 _CHAT: tuple[_Option, ...] = (
     ("--tools", json_list, "JSON", "the functions that the model may call, as a JSON list in OpenAI's form"),
-    ("--tool-choice", str, "CHOICE", "auto: the model may call the tools; none: it does not get them (default: auto)"),
+    ("--tool-choice", str, "CHOICE", "auto: the model may call the tools; none: its calls stay text (default: auto)"),
     (
         "--chat-template-kwargs",
         json_object,

@@ -54,7 +54,7 @@ def json_object(text: str) -> dict[str, Any]:
     """A JSON object. The request checks its content."""
     value = _json(text)
     if type(value) is not dict:
-        raise ArgumentTypeError(f"""must be a JSON object, as '{{"customer": 7}}', got {text[:60]!r}""")
+        raise ArgumentTypeError(f"""must be a JSON object, as '{{"name": 7}}', got {text[:60]!r}""")
     return value
 
 
@@ -62,9 +62,7 @@ def json_list(text: str) -> list[Any]:
     """A JSON list. The request checks its content."""
     value = _json(text)
     if type(value) is not list:
-        raise ArgumentTypeError(
-            f"""must be a JSON list, as '[{{"role": "user", "content": "Hi"}}]', got {text[:60]!r}"""
-        )
+        raise ArgumentTypeError(f"""must be a JSON list of objects, as '[{{"name": 7}}]', got {text[:60]!r}""")
     return value
 
 

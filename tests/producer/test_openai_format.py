@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams, StructuredOutputs
 from millrace.producer.openai_format import Call, ended_line, parse_line, refused_line
 from millrace.results.logprobs import Logprob, TokenLogprobs
-from millrace.results.messages import CompletionOutput, Job, JobError, Timings, Usage
+from millrace.results.messages import CompletionOutput, FunctionCall, Job, JobError, Timings, ToolCall, Usage
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -207,6 +207,30 @@ def test_log_probabilities_of_a_chat_have_openais_form() -> None:
     (choice,) = ChatCompletion.model_validate_json(msgspec.json.encode(body), strict=True).choices
     assert choice.logprobs is not None
     assert choice.logprobs.model_dump() == body["choices"][0]["logprobs"]
+
+
+def test_an_answer_with_everything_is_read_by_openais_types() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": MESSAGES, "tools": tools, "n": 2, "logprobs": True, "top_logprobs": 1, "prompt_logprobs": 1}
+    call, _ = parse_line(line(CHAT, body))
+    made = ended(num_outputs=2, logprobs=SCORED)
+    tool_call = ToolCall(id="call_1", function=FunctionCall(name="f", arguments="{}"))
+    parts: dict[str, Any] = {"content": None, "reasoning": "Hm", "tool_calls": [tool_call]}
+    job = msgspec.structs.replace(made, outputs=[msgspec.structs.replace(made.outputs[0], **parts), made.outputs[1]])
+    answer = msgspec.json.encode(ended_line("r-1", call, job)["response"]["body"])
+    completion = ChatCompletion.model_validate_json(answer, strict=True)
+    first, second = completion.choices
+    assert (first.finish_reason, second.finish_reason) == ("tool_calls", "stop")
+    assert first.message.tool_calls is not None
+    assert [each.id for each in first.message.tool_calls] == ["call_1"]
+    assert first.message.model_extra == {"reasoning": "Hm", "reasoning_content": "Hm"}
+    assert (second.message.content, second.message.tool_calls, second.message.model_extra) == ("t1", None, {})
+    assert all(choice.logprobs is not None and not choice.model_extra for choice in (first, second))
+    assert completion.usage is not None
+    assert completion.usage.prompt_tokens_details is not None
+    assert completion.usage.prompt_tokens_details.cached_tokens == 4
+    assert completion.model_extra is not None
+    assert len(completion.model_extra["prompt_logprobs"]) == 4
 
 
 def test_log_probabilities_of_a_completion_have_openais_older_form() -> None:

@@ -110,6 +110,12 @@ def test_tool_calls_have_their_arguments_as_objects_and_no_content_is_no_text(fa
     assert "get_weather" in text or family == "mistral"
 
 
+@pytest.mark.parametrize("fields", [{"content": None}, {}])
+def test_a_message_without_content_has_an_empty_one_as_with_vllm(fields: dict[str, Any]) -> None:
+    template = ChatTemplate({"default": "{% for each in messages %}{{ '[' + each['content'] + ']' }}{% endfor %}"})
+    assert render(template, Chat(messages=[USER, {**CALL, **fields}])) == f"[{USER['content']}][]"
+
+
 def test_arguments_that_are_no_json_reach_the_template_as_they_are() -> None:
     call = {"function": {"name": "f", "arguments": '{"a":'}}
     text = render(template_of("hermes"), Chat(messages=[{"role": "assistant", "tool_calls": [call]}]))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from millrace.cli import main
 from millrace.cli.values import counted, integer, json_object, moment, number, seconds
 from tests.millrace.cli.command import Command, python
 
@@ -69,8 +70,26 @@ def test_a_job_waits_for_its_time_and_keeps_its_meta(millrace: Command) -> None:
     assert job["timings"]["due_ms"] == 4_102_444_800_000
 
 
-@pytest.mark.parametrize(("option", "value"), [("--run-at", "tomorrow"), ("--meta", "customer=7")])
+@pytest.mark.parametrize(("option", "value"), [("--run-at", "tomorrow"), ("--meta", "customer=7"), ("--tools", "nope")])
 def test_the_option_at_fault_is_named(option: str, value: str) -> None:
     ran = python("-m", "millrace", "submit", "x", option, value)
     assert ran.status == 2
     assert ran.err.startswith(f"millrace submit: argument {option}: must be a ")
+    assert "content" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("argument", "rule"),
+    [
+        ("--max-token=5", "did you mean --max-tokens?"),
+        ("--mesages", "did you mean --messages?"),
+        ("--x", "leave it out"),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_one_that_could_be_meant(
+    argument: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["submit", "x", argument])
+    words = f"millrace submit: unrecognized arguments: {argument} ({rule}); see millrace submit --help\n"
+    assert capsys.readouterr().err == words
