@@ -20,8 +20,12 @@ Make = Callable[[str], ProcessRenderer]
 LOOP = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
 
 
+_ANSWER_S = "millrace.engine_service.chat.renderer._ANSWER_S"
+
+
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    monkeypatch.setattr(_ANSWER_S, 120.0)  # a process on a loaded machine is not one that does not answer
     with ExitStack() as stack:
 
         def build(source: str) -> ProcessRenderer:
@@ -114,8 +118,9 @@ def test_a_process_that_was_killed_is_replaced(make: Make) -> None:
 
 @pytest.mark.parametrize("content", ["Hi", "word " * 200_000])
 def test_a_process_that_is_stopped_is_replaced_and_a_quick_chat_does_not_wait_for_that(
-    content: str, make: Make
+    content: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_ANSWER_S, 1.0)
     renderer, long = make("{{ messages[0].content }}"), Chat(messages=[{"role": "user", "content": content}])
     for is_quick in (False, True):
         renderer.render(chat())
@@ -132,11 +137,12 @@ def test_a_process_that_is_stopped_is_replaced_and_a_quick_chat_does_not_wait_fo
 
 def test_a_chat_that_no_process_renders_is_not_the_senders_fault(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.engine_service.chat.renderer._BUSY_ANSWER_S", 0.001)
-    monkeypatch.setattr("millrace.engine_service.chat.renderer._ANSWER_S", -0.999)
+    renderer = make("done")
+    monkeypatch.setattr(_ANSWER_S, -0.999)
     with pytest.raises(
         EngineError, match=r"was not rendered within 0\.001 s; the engine's machine is too busy"
     ) as error:
-        make("done").render(chat())
+        renderer.render(chat())
     assert not isinstance(error.value, TextError)
 
 
