@@ -14,13 +14,10 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, TypeGuard
-
-import msgspec
+from typing import Any, TypeAlias
 
 from millrace.engine_service.build import build_engine
 from millrace.engine_service.config import EngineConfig, checked
@@ -29,6 +26,8 @@ from millrace.engine_service.engine import EngineMetrics, Progress
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.model_files import default_sampling, eos_token_ids, resolve_model
+from millrace.engine_service.prompts import as_params, as_prompts, as_request, number_in_errors
+from millrace.engine_service.request_output import RequestOutput, Times, output_of
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
 from millrace.engine_service.vllm_arguments import translated
@@ -36,8 +35,6 @@ from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 from millrace.producer.checks import shown
-from millrace.results.logprobs import TokenLogprobs, as_logprobs, cumulative
-from millrace.results.messages import CompletionOutput
 
 logger = logging.getLogger("millrace.engine")
 
@@ -50,31 +47,6 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "tokenization_kwargs": ({},),
 }
 """Arguments of vLLM's `chat` without an equal here, and the values that change nothing. None changes nothing either."""
-
-
-class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """When a prompt was computed, in seconds since the epoch."""
-
-    arrival_time: float
-    first_token_time: float
-    """Of the candidate that had its first token first."""
-    finished_time: float
-
-
-class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one prompt."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    """The `n` candidates, by index."""
-    finished: bool = True
-    num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had."""
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One for each token of the prompt, None for the first one; None where they are not wanted."""
-    metrics: RequestMetrics
 
 
 class LLM:
@@ -153,8 +125,8 @@ class LLM:
         Raises `InvalidRequest`, before anything runs, for an argument or a prompt that can't work, `Asleep` while the engine
         sleeps, and `EngineError` when a generation fails or the workers are lost for good.
         """
-        given = _as_prompts(prompts)
-        return self._generate(given, _as_request, self._params(sampling_params, len(given)), use_tqdm, self._admission)
+        given = as_prompts(prompts)
+        return self._generate(given, as_request, self._params(sampling_params, len(given)), use_tqdm, self._admission)
 
     def chat(
         self,
@@ -187,7 +159,7 @@ class LLM:
                 raise InvalidRequest("chat_template", f"must be a text in Jinja, got {shown(chat_template)}")
             admission = admission.with_template(chat_template)
 
-        def as_request(chat: Any) -> GenerationRequest:
+        def chat_request(chat: Any) -> GenerationRequest:
             return GenerationRequest(
                 messages=list(chat) if isinstance(chat, tuple) else chat,
                 add_generation_prompt=add_generation_prompt,
@@ -197,25 +169,25 @@ class LLM:
             )
 
         params = self._params(sampling_params, len(chats))
-        return self._generate(chats, as_request, params, use_tqdm, admission)
+        return self._generate(chats, chat_request, params, use_tqdm, admission)
 
     def _params(self, sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
         if sampling_params is None and self._uses_models_defaults:
             sampling_params = self.get_default_sampling_params()
-        return _as_params(sampling_params, num_prompts)
+        return as_params(sampling_params, num_prompts)
 
     def _generate(
         self,
         prompts: SequenceOf[Any],
-        as_request: Callable[[Any], GenerationRequest],
+        make_request: Callable[[Any], GenerationRequest],
         all_params: list[SamplingParams],
         use_tqdm: bool,
         admission: Admission,
     ) -> list[RequestOutput]:
         requests, candidates = [], []
         for number, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
-            with _number_in_errors(number):
-                requests.append(as_request(prompt))
+            with number_in_errors(number):
+                requests.append(make_request(prompt))
                 token_ids = admission.prompt_token_ids(requests[-1], params.truncate_prompt_tokens)
                 drawn_seed = self._seeds.getrandbits(64)
                 salt = requests[-1].cache_salt
@@ -223,7 +195,7 @@ class LLM:
         arrival_s = time.time()
         times = self._run([generation for some in candidates for generation in some], use_tqdm)
         return [
-            _output(number, request, params, some, arrival_s, times)
+            output_of(number, request, params, some, arrival_s, times)
             for number, (request, params, some) in enumerate(zip(requests, all_params, candidates, strict=True))
         ]
 
@@ -271,11 +243,11 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    def _run(self, generations: list[Generation], use_tqdm: bool) -> dict[Generation, _Times]:
+    def _run(self, generations: list[Generation], use_tqdm: bool) -> dict[Generation, Times]:
         from tqdm.auto import tqdm
 
         self._engine.check_workers()  # a loss since the last call is not to be blamed on these generations
-        times: dict[Generation, _Times] = {}
+        times: dict[Generation, Times] = {}
         followed = {generation for generation in generations if generation.sequence.is_followed}
         for generation in generations:
             generation.sequence.is_followed = True  # until its first token
@@ -289,7 +261,7 @@ class LLM:
                         has_ended = _has_ended(progress)
                         num_ended += has_ended
                         if generation not in times:
-                            times[generation] = _Times(now_s)
+                            times[generation] = Times(now_s)
                             generation.sequence.is_followed = generation in followed
                         if has_ended:
                             times[generation].finished_s = now_s
@@ -298,13 +270,6 @@ class LLM:
             for generation in generations:
                 self._engine.abort(generation)  # does nothing for those that have ended
         return times
-
-
-class _Times(msgspec.Struct):
-    """Of one generation, in seconds since the epoch."""
-
-    first_token_s: float
-    finished_s: float = 0.0
 
 
 def _has_ended(progress: Progress) -> bool:
@@ -322,100 +287,3 @@ def _own_tokenizer(path: Path) -> Tokenizer | None:
             raise
         logger.warning("%s; prompts must be token ids", error)
         return None
-
-
-@contextmanager
-def _number_in_errors(number: int) -> Iterator[None]:
-    """Add the number of the prompt, from 0, to the errors of the block."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise InvalidRequest(error.field, f"{error.message} (prompt number {number})") from error
-
-
-def _as_prompts(prompts: Any) -> list[Any]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not _is_list_like(prompts):
-        raise InvalidRequest("prompts", f"must be a prompt or a list of prompts, got {shown(prompts)}")
-    found = list(prompts)
-    return [found] if found and isinstance(found[0], int) else found
-
-
-def _as_request(prompt: Any) -> GenerationRequest:
-    if isinstance(prompt, str):
-        return GenerationRequest(prompt=prompt)
-    if isinstance(prompt, Mapping):
-        for name in prompt.keys() - _PROMPT_KEYS:
-            raise InvalidRequest("prompt", f"may have {', '.join(_PROMPT_KEYS)} and nothing else, got {shown(name)}")
-        ids = prompt.get("prompt_token_ids")
-        return GenerationRequest(**{**prompt, "prompt_token_ids": list(ids) if _is_list_like(ids) else ids})
-    if not _is_list_like(prompt):
-        raise InvalidRequest("prompt", f"must be a string, a list of token ids or an object, got {shown(prompt)}")
-    return GenerationRequest(prompt_token_ids=list(prompt))
-
-
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages", "cache_salt")
-
-
-def _is_list_like(value: Any) -> TypeGuard[Iterable[Any]]:
-    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
-
-
-def _as_params(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params or SamplingParams()] * num_prompts
-    is_list = isinstance(sampling_params, SequenceOf)
-    if not is_list or not all(isinstance(params, SamplingParams) for params in sampling_params):
-        rule = "must be SamplingParams or a list of them"
-        raise InvalidRequest("sampling_params", f"{rule}, got {shown(sampling_params)}")
-    if len(sampling_params) != num_prompts:
-        message = (
-            f"must be one for all prompts or a list with one for each, got {len(sampling_params)} for {num_prompts}"
-        )
-        raise InvalidRequest("sampling_params", message)
-    return list(sampling_params)
-
-
-def _output(
-    number: int,
-    request: GenerationRequest,
-    params: SamplingParams,
-    candidates: list[Generation],
-    arrival_s: float,
-    times: Mapping[Generation, _Times],
-) -> RequestOutput:
-    first, prompt_entries = candidates[0].sequence, candidates[0].prompt_entries()
-    return RequestOutput(
-        request_id=str(number),
-        prompt=request.prompt,
-        prompt_token_ids=first.prompt_token_ids,
-        outputs=[_completion(index, generation, params) for index, generation in enumerate(candidates)],
-        num_cached_tokens=first.num_cached_tokens or 0,
-        prompt_logprobs=None if prompt_entries is None else [None, *map(as_logprobs, prompt_entries)],
-        metrics=RequestMetrics(
-            arrival_time=arrival_s,
-            first_token_time=min(times[each].first_token_s for each in candidates),
-            finished_time=max(times[each].finished_s for each in candidates),
-        ),
-    )
-
-
-def _completion(index: int, generation: Generation, params: SamplingParams) -> CompletionOutput:
-    text, reason, token_ids = generation.final_text(), generation.finish_reason, generation.token_ids
-    assert reason is not None
-    stop_reason: int | str | None = generation.stop_string
-    if reason == "stop" and stop_reason is None and token_ids and token_ids[-1] in params.stop_token_ids:
-        stop_reason = token_ids[-1]
-    logprobs = None
-    if generation.sequence.logprobs is not None:
-        logprobs = [as_logprobs(generation.entries(number)) for number in range(len(token_ids))]
-    return CompletionOutput(
-        index=index,
-        text=text,
-        token_ids=token_ids,
-        finish_reason=reason,
-        stop_reason=stop_reason,
-        logprobs=logprobs,
-        cumulative_logprob=None if logprobs is None else cumulative(logprobs),
-    )

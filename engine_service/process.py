@@ -139,7 +139,9 @@ class _Process:
         die_with_rank_0()
         config, template = self._config, tokenizer.chat_template
         form = output_format(template, config.tool_call_parser, config.reasoning_parser)
-        logger.info("chats: tool calls are read as %s, reasoning as %s", form.tool_calls, form.reasoning)
+        logger.info(
+            "chats: tool calls are read as %s, reasoning as %s", form.tool_calls or "none", form.reasoning or "none"
+        )
         return Admission(
             facts,
             tokenizer,

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millrace.engine_service.offline import LLM, RequestOutput
+    from millrace.engine_service.offline import LLM
+    from millrace.engine_service.request_output import RequestOutput
     from millrace.producer import (
         AsyncClient,
         Client,

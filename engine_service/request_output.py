@@ -1,0 +1,89 @@
+"""The results of the offline API, with vLLM's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from millrace.engine_service.generation import Generation
+from millrace.producer import GenerationRequest, SamplingParams
+from millrace.results.logprobs import TokenLogprobs, as_logprobs, cumulative
+from millrace.results.messages import CompletionOutput
+
+
+class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """When a prompt was computed, in seconds since the epoch."""
+
+    arrival_time: float
+    first_token_time: float
+    """Of the candidate that had its first token first."""
+    finished_time: float
+
+
+class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one prompt."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    """The `n` candidates, by index."""
+    finished: bool = True
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache had."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each token of the prompt, None for the first one; None where they are not wanted."""
+    metrics: RequestMetrics
+
+
+class Times(msgspec.Struct):
+    """Of one generation, in seconds since the epoch."""
+
+    first_token_s: float
+    finished_s: float = 0.0
+
+
+def output_of(
+    number: int,
+    request: GenerationRequest,
+    params: SamplingParams,
+    candidates: list[Generation],
+    arrival_s: float,
+    times: Mapping[Generation, Times],
+) -> RequestOutput:
+    """Return the result of a prompt whose candidates have ended. `arrival_s`: in seconds since the epoch."""
+    first, prompt_entries = candidates[0].sequence, candidates[0].prompt_entries()
+    return RequestOutput(
+        request_id=str(number),
+        prompt=request.prompt,
+        prompt_token_ids=first.prompt_token_ids,
+        outputs=[_completion(index, generation, params) for index, generation in enumerate(candidates)],
+        num_cached_tokens=first.num_cached_tokens or 0,
+        prompt_logprobs=None if prompt_entries is None else [None, *map(as_logprobs, prompt_entries)],
+        metrics=RequestMetrics(
+            arrival_time=arrival_s,
+            first_token_time=min(times[each].first_token_s for each in candidates),
+            finished_time=max(times[each].finished_s for each in candidates),
+        ),
+    )
+
+
+def _completion(index: int, generation: Generation, params: SamplingParams) -> CompletionOutput:
+    text, reason, token_ids = generation.final_text(), generation.finish_reason, generation.token_ids
+    assert reason is not None
+    stop_reason: int | str | None = generation.stop_string
+    if reason == "stop" and stop_reason is None and token_ids and token_ids[-1] in params.stop_token_ids:
+        stop_reason = token_ids[-1]
+    logprobs = None
+    if generation.sequence.logprobs is not None:
+        logprobs = [as_logprobs(generation.entries(number)) for number in range(len(token_ids))]
+    return CompletionOutput(
+        index=index,
+        text=text,
+        token_ids=token_ids,
+        finish_reason=reason,
+        stop_reason=stop_reason,
+        logprobs=logprobs,
+        cumulative_logprob=None if logprobs is None else cumulative(logprobs),
+    )
