@@ -110,6 +110,34 @@ def test_every_row_is_changed_as_alone_and_in_vllms_order(seed: int) -> None:
         torch.testing.assert_close(changed, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("repetition_penalty", [1.0, 1.3])
+def test_penalties_of_long_and_short_sequences_are_those_of_their_tokens(repetition_penalty: float) -> None:
+    """With more distinct ids than the table has space for at first, after the longest has gone, and bit by bit the same for
+    a sequence that begins again with its tokens."""
+    source, generator, vocab_size = random.Random(1), torch.Generator().manual_seed(1), 500
+    settings = LogitsSettings(presence_penalty=0.5, frequency_penalty=0.3, repetition_penalty=repetition_penalty)
+    sampling = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [], settings)
+    prompts = [[source.randrange(vocab_size) for _ in range(length)] for length in (300, 1, 63, 64)]
+    batch = Batch()
+    batch.add(3, RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, []), [1], [])
+    for slot in range(3):
+        batch.add(slot, sampling, prompts[slot], [])
+    for step in range(150):
+        if step == 100:
+            batch.remove(0)
+            batch.add(0, sampling, prompts[3], [])
+        slots = [slot for slot in range(4) if step % 3 == 0 or slot != step % 4]
+        logits = torch.randn(len(slots), vocab_size, generator=generator) * 4
+        expected, again = batch.expected(slots, logits), Batch()
+        for slot in slots:
+            again.add(slot, batch.samplings[slot], batch.prompts[slot], batch.outputs[slot])
+        tokens = [source.randrange(vocab_size) for _ in slots]
+        rebuilt = again.step(slots, logits.clone(), tokens)
+        changed = batch.step(slots, logits, tokens)
+        torch.testing.assert_close(changed, expected, rtol=0, atol=1e-5)
+        assert torch.equal(rebuilt, changed)
+
+
 def test_a_batch_that_uses_no_processor_pays_nothing() -> None:
     batch = Batch()
     batch.add(0, RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, []), [1], [])
