@@ -170,6 +170,7 @@ def test_after_the_worker_is_killed(start_engine: StartEngine, client: Client, e
     next(iter(client.stream(job_ids[0])))
     os.kill(engine.worker_pids()[0], signal.SIGKILL)
     assert tokens_of(client, job_ids) == expected
+    assert engine.text().count("restarting the workers") == 1
 
 
 @pytest.mark.faults

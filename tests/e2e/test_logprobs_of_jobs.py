@@ -93,3 +93,32 @@ def test_after_the_death_of_an_engine_no_token_lacks_them(
         job = client.wait(job_id, LIMIT_S)
         assert job.attempt == 2
         check_job(job, PROMPTS[0], one)
+
+
+@pytest.mark.faults
+def test_after_the_death_of_a_worker_alone_the_results_are_the_same(start_engine: StartEngine, client: Client) -> None:
+    """With log-probabilities, processors and several candidates, streamed and not."""
+    engine = start_engine("--dtype", "float32")
+    penalized: dict[str, Any] = {"frequency_penalty": 0.2, "repetition_penalty": 1.1, "bad_words": ["1"]}
+    wanted = [
+        SamplingParams(temperature=0, max_tokens=700, ignore_eos=True, logprobs=3, prompt_logprobs=1),
+        SamplingParams(temperature=1.0, seed=5, n=2, max_tokens=600, ignore_eos=True, logprobs=1, **penalized),
+    ]
+
+    def submit() -> list[str]:
+        return [client.submit(PROMPTS[0], sampling=one, stream=streamed) for one in wanted for streamed in (True, False)]
+
+    def results(ids: list[str]) -> list[Any]:
+        jobs = [client.wait(job_id, LIMIT_S) for job_id in ids]
+        assert {job.attempt for job in jobs} == {1}
+        for job, params in zip(jobs, [one for one in wanted for _ in range(2)], strict=True):
+            check_job(job, PROMPTS[0], params)
+        return [[(output.token_ids, output.text) for output in job.outputs] for job in jobs]
+
+    undisturbed = results(submit())
+    ids = submit()
+    wait_until(lambda: client.get(ids[-1]).num_tokens >= 150)
+    os.kill(engine.worker_pids()[0], signal.SIGKILL)
+    assert {client.get(job_id).state for job_id in ids} == {"running"}
+    assert results(ids) == undisturbed
+    assert engine.text().count("restarting the workers") == 1

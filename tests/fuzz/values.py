@@ -10,8 +10,9 @@ from typing import Any
 FIELDS = (
     *("id", "model", "prompt", "prompt_token_ids", "messages", "tenant", "priority", "stream", "deadline_s", "delay_s"),
     *("run_at", "meta", "max_retries", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
-    *("stop", "stop_token_ids", "ignore_eos", "detokenize", "skip_special_tokens", "n", "logprobs", "logit_bias"),
+    *("stop", "stop_token_ids", "ignore_eos", "detokenize", "skip_special_tokens", "n", "logit_bias"),
     *("tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
+    *("logprobs", "prompt_logprobs"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
     *("thinking_token_budget", "truncate_prompt_tokens", "include_stop_str_in_output", "spaces_between_special_tokens"),
 )
