@@ -106,7 +106,9 @@ def test_after_the_death_of_a_worker_alone_the_results_are_the_same(start_engine
     ]
 
     def submit() -> list[str]:
-        return [client.submit(PROMPTS[0], sampling=one, stream=streamed) for one in wanted for streamed in (True, False)]
+        return [
+            client.submit(PROMPTS[0], sampling=one, stream=streamed) for one in wanted for streamed in (True, False)
+        ]
 
     def results(ids: list[str]) -> list[Any]:
         jobs = [client.wait(job_id, LIMIT_S) for job_id in ids]
