@@ -8,7 +8,6 @@ parts:
   step         one decode step by its phases, for 1 to 256 sequences and contexts up to 4,096
   offline      tokens per second of LLM: workloads W1, W2, W3 and the example model
   service      the same workloads through Redis, against LLM
-  checkpoints  what saving running jobs costs
   peers        Millrace against the other engines that are installed; see benchmarks/peers.py
   recovery     how long jobs stop when the worker is killed
   parallel     one rank against two, tensor parallel and pipeline parallel
@@ -26,7 +25,6 @@ from types import ModuleType
 from rich.console import Console
 
 from benchmarks import (
-    checkpoints,
     kernels,
     messages,
     offline,
@@ -52,7 +50,6 @@ PARTS: dict[str, ModuleType] = {
     "step": step_times,
     "offline": offline,
     "service": through_redis,
-    "checkpoints": checkpoints,
     "peers": peers,
     "recovery": recovery,
     "parallel": parallel,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -56,9 +55,9 @@ class Service:
     def idle_cpu_share(self, seconds: float) -> float:
         """Return CPU seconds per second of the idle service and its worker."""
         time.sleep(1.0)
-        begin_s, begin_cpu_s = time.perf_counter(), self.cpu_s(with_workers=True)
+        begin_s, begin_cpu_s = time.perf_counter(), self.cpu_s()
         time.sleep(seconds)
-        return (self.cpu_s(with_workers=True) - begin_cpu_s) / (time.perf_counter() - begin_s)
+        return (self.cpu_s() - begin_cpu_s) / (time.perf_counter() - begin_s)
 
     def run(self, work: Sequence[GenerationRequest]) -> float:
         """Submit the work. Return the seconds until the last result has been read."""
@@ -68,10 +67,6 @@ class Service:
         seconds = time.perf_counter() - begin_s
         assert num_done == len(work), f"{num_done} of {len(work)} finished"
         return seconds
-
-    def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the service process."""
-        self._process.send_signal(number)
 
     def stop(self) -> None:
         """Stop the service. After STOP_LIMIT_S it is killed, and `subprocess.TimeoutExpired` is raised."""
@@ -83,10 +78,8 @@ class Service:
             self._process.wait()
             self._client.close()
 
-    def cpu_s(self, *, with_workers: bool) -> float:
-        """Return the CPU seconds so far of the service process, or of the service and its workers."""
-        if not with_workers:
-            return _process_cpu_s(str(self._process.pid))
+    def cpu_s(self) -> float:
+        """Return the CPU seconds so far of the service and its workers."""
         return sum(map(_process_cpu_s, [str(self._process.pid), *self.worker_pids()]))
 
     def worker_pids(self) -> list[str]:
