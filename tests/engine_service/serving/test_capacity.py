@@ -115,9 +115,9 @@ def test_a_job_that_ends_during_a_claim_is_not_waited_for_after_it(capacity: Cap
     capacity.open(50, is_alone=False)
     assert capacity.wait_for_budget(NOW) is not None
     capacity.close(is_alone=False)
-    waiting = threading.Thread(target=capacity.wait_for_change, args=(60.0,), daemon=True)
+    waiting = threading.Thread(target=capacity.wait_for_change, args=(1000.0,), daemon=True)
     waiting.start()
-    waiting.join(10.0)
+    waiting.join(60.0)
     assert not waiting.is_alive()
 
 

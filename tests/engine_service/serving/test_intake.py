@@ -122,7 +122,7 @@ def test_the_jobs_of_a_claim_are_posted_together_unless_they_take_long(
     monkeypatch.setattr(Admission, "admit", count)
     submit(parts.lease_queue, "a", "b", "c", body=BODY)
     parts.intake.start()
-    assert [parts.events.get(timeout=10).job.job_id for _ in range(3)] == ["a", "b", "c"]  # type: ignore[union-attr]
+    assert [parts.events.get(timeout=60).job.job_id for _ in range(3)] == ["a", "b", "c"]  # type: ignore[union-attr]
     assert found == num_posted
 
 
