@@ -50,12 +50,7 @@ class BlockPool:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        layout: KVLayout,
-        *,
-        host: HostTier | None = None,
-        num_reserved: int = 0,
+        self, num_blocks: int, layout: KVLayout, *, host: HostTier | None = None, num_reserved: int = 0
     ) -> None:
         """`num_reserved`: blocks that are allocated only when no other block is free. They are for sequences that run, and
         not for prompts that stay cached: the memory of a block that was never written is not taken on a CPU."""

@@ -17,13 +17,7 @@ from millrace.engine_service.core.sequence import Sequence, StopReason
 from millrace.engine_service.core.step_planner import StepPlanner
 from millrace.engine_service.core.token_budget import TokenBudget
 from millrace.engine_service.core.waiting_queue import WaitingQueue
-from millrace.executor.wire.messages import (
-    NO_TOKEN,
-    RowFailure,
-    StepId,
-    StepPlan,
-    StepResult,
-)
+from millrace.executor.wire.messages import NO_TOKEN, RowFailure, StepId, StepPlan, StepResult
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,12 +230,7 @@ class Scheduler:
                 yield micro_batch
 
     def _plan(
-        self,
-        micro_batch: MicroBatch,
-        num_stages: int = 1,
-        *,
-        run_ahead: bool = False,
-        suspect: Sequence | None = None,
+        self, micro_batch: MicroBatch, num_stages: int = 1, *, run_ahead: bool = False, suspect: Sequence | None = None
     ) -> StepPlan | None:
         max_rows = self._max_num_seqs
         if num_stages > 1:

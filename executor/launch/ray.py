@@ -33,11 +33,7 @@ from millrace.executor.wire.messages import WorkerConfig
 
 logger = logging.getLogger("millrace.executor")
 
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_metrics_collection": "0",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-}
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
 _ANY_BUNDLE = -1
 _HOST_AND_PORT = re.compile(r"[^/]+:\d+")
 

@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.exits import INVALID, NOT_FOUND, OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_client, open_reconnecting_client
-from millrace.cli.output import (
-    end_of,
-    print_job,
-    print_json,
-    print_outputs,
-    print_table,
-    print_text,
-    remark,
-)
+from millrace.cli.output import end_of, print_job, print_json, print_outputs, print_table, print_text, remark
 from millrace.cli.values import counted
 from millrace.cli.wait_report import WaitReport, resumable, resume_with
 
