@@ -47,11 +47,7 @@ ENVIRONMENTS: dict[str, list[list[str]]] = {
     "llamacpp": [
         ["install", "cmake", "ninja", "gguf"],
         [
-            "download",
-            "--no-deps",
-            "--no-binary",
-            "llama-cpp-python",
-            "--dest",
+            *["download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest"],
             str(models.HOME / "llamacpp"),
             LLAMA_CPP,
         ],

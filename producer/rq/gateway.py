@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import secrets
 import signal
 import socket
@@ -62,7 +63,8 @@ def is_running_here(redis_url: str | None, rq_queues: Sequence[str], to_queue: s
     client = connect(redis_url)
     try:
         sources = [SourceQueue(client, Queue(name, connection=client), to_queue, "") for name in rq_queues]
-        return all(any(name.startswith(_name_start()) for name in source.living()) for source in sources)
+        ours = re.compile(re.escape(_name_start()) + r"\d+-[0-9a-f]+")  # and not those of a host "<ours>-1"
+        return all(any(map(ours.fullmatch, source.living())) for source in sources)
     except redis.RedisError as error:
         raise as_unavailable(error, server_name(client)) or error from error
 
