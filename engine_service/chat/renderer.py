@@ -63,15 +63,15 @@ class ProcessRenderer(Renderer):
     def render(self, chat: Chat, *, is_quick: bool = False) -> str:
         """As `Renderer.render`. Raises `EngineError`, too, if no process answers. `is_quick`: waits about 1 s at most."""
         task = Task(chat, _QUICK_S if is_quick else _LIMIT_S)
-        try:
-            rendered = self._run(task, task.limit_s + _ANSWER_S)
-            if is_quick and rendered.is_slow:
-                raise NotQuick(is_slow_template=True)
-        except TimeoutError as error:
-            self.close()  # the other ones may hang, too
-            if is_quick:
-                raise NotQuick(is_slow_template=False) from error
-            rendered = self._run_once_more(task)
+        rendered = self._run(task, task.limit_s + _ANSWER_S)
+        if rendered is None:
+            self.close()  # the idle processes may hang, too
+        if is_quick and (rendered is None or rendered.is_slow):
+            raise NotQuick(is_slow_template=rendered is not None)
+        rendered = rendered or self._run(task, _BUSY_ANSWER_S)
+        if rendered is None:
+            rule = "the engine's machine is too busy; submit the chat again"
+            raise EngineError(f"the chat was not rendered within {_BUSY_ANSWER_S:g} s; {rule}")
         if rendered.is_slow:
             rule = "shorten them, or leave out chat_template_kwargs"
             raise TextError(f"the model's chat template takes more than {_LIMIT_S:g} s for these messages; {rule}")
@@ -86,23 +86,17 @@ class ProcessRenderer(Renderer):
         for process in idle:
             process.close()
 
-    def _run_once_more(self, task: Task) -> Rendered:
-        try:
-            return self._run(task, _BUSY_ANSWER_S)
-        except TimeoutError as error:
-            rule = "the engine's machine is too busy; submit the chat again"
-            raise EngineError(f"the chat was not rendered within {_BUSY_ANSWER_S:g} s; {rule}") from error
-
-    def _run(self, task: Task, wait_s: float) -> Rendered:
-        """Raises `TimeoutError`."""
-        process = self._take()
+    def _run(self, task: Task, wait_s: float) -> Rendered | None:
+        """None: no answer."""
+        process, rendered = self._take(), None
         try:
             rendered = process.render(task, wait_s)
-        except BaseException:
-            process.close()
-            raise
-        if rendered is None:  # it could not be interrupted
-            process.close()
+        except TimeoutError:
+            return None
+        finally:
+            if rendered is None:
+                process.close()
+        if rendered is None:  # the process has ended, since nothing could interrupt the template
             return Rendered(is_slow=True)
         with self._lock:
             self._idle.append(process)
@@ -123,6 +117,7 @@ class _Process:
 
     def __init__(self, template: ChatTemplate) -> None:
         self._channel, theirs = socket.socketpair()
+        self._channel.settimeout(_BUSY_ANSWER_S)  # for a template that is longer than the socket's buffer
         with theirs:
             fd = theirs.fileno()
             command = [sys.executable, "-P", "-m", render_process.__name__, str(fd)]
