@@ -40,6 +40,13 @@ class SamplingRows:
         """Whether every row takes the largest logit of all."""
         return self.processors is None and not bool(self.temperatures.any())
 
+    def plain_greedy(self) -> Tensor:  # [M] bool, on the host
+        """Return which rows take the largest of their logits as they are."""
+        is_plain = self.temperatures == 0
+        if self.processors is not None:
+            is_plain[self.processors.row_indices()] = False
+        return is_plain
+
     def select(self, rows: Tensor) -> SamplingRows:
         """Return the settings of these rows [N] for the draw, without the processors."""
         return SamplingRows(

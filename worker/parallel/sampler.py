@@ -34,7 +34,18 @@ class VocabParallelSampler:
             return torch.empty(0, dtype=torch.int64, device=logits.device)
         if self._tp_size == 1:
             return sample(logits, rows)
-        return self.merge(*logits.max(dim=-1)) if rows.is_plain_greedy else sample(self.gather(logits), rows)
+        if rows.is_plain_greedy:
+            return self.merge(*logits.max(dim=-1))
+        is_plain = rows.plain_greedy()
+        if not bool(is_plain.any()):
+            return sample(self.gather(logits), rows)
+        # Whole rows are many times as much data as the two numbers of a plain row, so only those that need it are gathered.
+        others = (~is_plain).nonzero().squeeze(1).to(logits.device)
+        token_ids = self.merge(*logits.max(dim=-1))
+        whole = torch.zeros(len(logits), self._vocab_size, dtype=logits.dtype, device=logits.device)
+        whole[others] = self.gather(logits[others])
+        token_ids[others] = sample(whole, rows)[others]
+        return token_ids
 
     def gather(self, logits: Tensor) -> Tensor:
         """Return the logits of all ranks [M, V]."""

@@ -23,6 +23,10 @@ class StepProcessors:
     def __init__(self, parts: list[tuple[LogitsProcessor[Any], ProcessedRows[Any]]]) -> None:
         self._parts = parts
 
+    def row_indices(self) -> Tensor:
+        """Return the rows that a processor changes, on the host. Some may come twice."""
+        return torch.cat([rows.indices for _, rows in self._parts]).cpu()
+
     def apply(self, logits: Tensor) -> Tensor:
         """Return the contiguous logits [M, V] as the processors change them: in place, or in float32 where one needs it."""
         if any(processor.needs_float32 for processor, _ in self._parts):
