@@ -25,15 +25,16 @@ BATCHES_CONFIRMED_TOGETHER = 16
 """A confirmation may take as long as an fsync, so one covers many batches."""
 
 
-def batches(submissions: Iterable[Submission]) -> Iterator[list[Submission]]:
+def batches(submissions: Iterable[Submission], num_parts: int = 1) -> Iterator[list[Submission]]:
     """Yield batches for one command each, bounded in jobs and bytes: the server serves no other client while a command runs.
-    Takes submissions only as they are needed."""
+    Takes submissions only as they are needed. With `num_parts` the bounds are those of that many batches together."""
+    max_jobs, max_bytes = BATCH_JOBS // num_parts, BATCH_BYTES // num_parts
     together: list[Submission] = []
     num_bytes = 0
     for submission in submissions:
         together.append(submission)
         num_bytes += len(submission.body)
-        if len(together) == BATCH_JOBS or num_bytes >= BATCH_BYTES:
+        if len(together) == max_jobs or num_bytes >= max_bytes:
             yield together
             together, num_bytes = [], 0
     if together:
@@ -62,14 +63,21 @@ class SubmitCall:
     """Owns the state of one call of `submit_many`: what to send next, and the outcome of what was sent.
 
     Does no I/O, so that sync and async clients share it. A list or tuple is checked whole before its first job is sent
-    (raises InvalidRequest). Another iterable may be endless: only what is sent next is taken from it, and the jobs before an
-    invalid request are in the queue when `end` raises. The server may refuse single jobs, such as one whose `run_at` is
+    (raises InvalidRequest). Another iterable may be endless: only one batch is taken from it ahead of the answers, and the
+    jobs before an invalid request are in the queue when `end` raises. The server may refuse single jobs, such as one whose `run_at` is
     after its deadline by the server's clock; all others are in the queue then.
     """
 
     def __init__(
-        self, keys: QueueKeys, requests: Iterable[GenerationRequest], batch: str | None, durability: str
+        self,
+        keys: QueueKeys,
+        requests: Iterable[GenerationRequest],
+        batch: str | None,
+        durability: str,
+        *,
+        calls_prepare: bool = False,
     ) -> None:
+        """`calls_prepare`: the caller calls `prepare` while the server works on the last commands."""
         self.job_ids = Submitted()
         self.known_ids: list[str] = []
         """Of the jobs that the queue had before."""
@@ -81,6 +89,8 @@ class SubmitCall:
         self._num_taken = self._num_answered = 0
         self._stopped_by: Exception | None = None
         self._sent: list[list[Submission]] = []
+        self._next: list[list[Submission]] | None = None
+        """Prepared to be sent."""
         self._accepted: list[str] = []
         self._conflicting: list[str] = []
         self._invalid: list[tuple[int, InvalidRequest]] = []
@@ -90,15 +100,24 @@ class SubmitCall:
         if isinstance(requests, list | tuple):
             submissions = list(submissions)
             self._raise_stop_error()
-        self._batches = batches(submissions)
+        # One half of a batch is prepared while the server works on the other.
+        self._batches = batches(submissions, 2 if calls_prepare and not self.confirmation else 1)
+
+    def prepare(self) -> None:
+        """Take what is to be sent next, if it is not taken yet."""
+        if self._next is None:
+            self._next = list(islice(self._batches, BATCHES_CONFIRMED_TOGETHER if self.confirmation else 1))
+            self._commands = [commands.submit(self._keys, batch) for batch in self._next]
 
     def next_commands(self) -> list[Command]:
         """Return what to send next. Empty: all is sent."""
-        self._sent = list(islice(self._batches, BATCHES_CONFIRMED_TOGETHER if self.confirmation else 1))
-        return [commands.submit(self._keys, batch) for batch in self._sent]
+        self.prepare()
+        self._sent, self._next = self._next or [], None
+        return self._commands
 
     def feed(self, answers: list[Reply], confirmed: Reply = None) -> None:
-        """Take the answers to those commands. Raises QueueFull, after which nothing more is to be sent, and NotDurable."""
+        """Take the answers to those commands. Raises QueueFull, after which nothing more is to be sent, and NotDurable.
+        What is prepared by then counts as refused."""
         outcomes = [outcome for answer in answers for outcome in replies.outcomes(answer)]
         job_ids = [job.job_id for batch in self._sent for job in batch]
         refused: dict[str, Outcome] = {}
@@ -117,7 +136,8 @@ class SubmitCall:
             check_confirmed(self._durability, confirmed, self._accepted)
         if refused:
             first = next(iter(refused.values()))
-            raise QueueFull(first.name, first.limit, self._accepted, list(refused))
+            prepared = [job.job_id for batch in self._next or [] for job in batch]
+            raise QueueFull(first.name, first.limit, self._accepted, [*refused, *prepared])
 
     def end(self) -> Submitted:
         """Return the ids of all jobs, in order. Raises the error of the first request that could not be sent, InvalidRequest

@@ -89,12 +89,12 @@ class Client:
         Raises JobConflict, after all are sent, for ids of other jobs; QueueFull at a limit, and NotDurable, both with the
         ids that are in the queue. After RedisUnavailable some may be in the queue: submit requests with ids again.
         """
-        call = SubmitCall(self._keys, requests, batch, durability)
+        call = SubmitCall(self._keys, requests, batch, durability, calls_prepare=True)
         while to_send := call.next_commands():
             if call.confirmation:
                 call.feed(*self._transport.send_together(to_send, call.confirmation))
             else:
-                call.feed([self._transport.send(command) for command in to_send])
+                call.feed([self._transport.send(command, call.prepare) for command in to_send])
         job_ids = call.end()
         known = self._run(calls.look_up(self._keys, call.known_ids))
         job_ids.known = {job_id: state for job_id, (state, _) in known.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from typing import Any
 
 import msgspec
@@ -10,15 +9,14 @@ import msgspec
 from millrace.producer.chat import chat, template_kwargs, tool_choice, tools
 from millrace.producer.checks import (
     Check,
-    FieldChecks,
     boolean,
     check_fields,
+    field_checks,
     integer,
     json_value,
     mapping,
     matching,
     number,
-    optional,
     shown,
     text,
     token_ids,
@@ -37,17 +35,17 @@ MAX_RETRIES = 100
 MAX_META_BYTES = 16 * 1024
 
 
-_DEFAULT_SAMPLING = SamplingParams()
+_copy_default = SamplingParams().__copy__
 
 
 def _default_sampling() -> SamplingParams:
     """Return a copy, since its fields can be set. To make a new one would check all fields again."""
-    made = copy(_DEFAULT_SAMPLING)
+    made: SamplingParams = _copy_default()
     msgspec.structs.force_setattr(made, "stop_token_ids", [])
     return made
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
     """One generation: exactly one of prompt, prompt_token_ids and messages, and the sampling parameters.
 
     Raises InvalidRequest, a ValueError, which names the field.
@@ -168,35 +166,35 @@ def _sampling(value: Any) -> str | None:
 
 
 _RULES: dict[str, Check] = {
-    "id": optional(matching(ID_PATTERN)),
-    "model": optional(text),
-    "prompt": optional(text),
-    "prompt_token_ids": optional(_prompt_ids),
-    "messages": optional(chat),
-    "tools": optional(tools),
+    "id": matching(ID_PATTERN),
+    "model": text,
+    "prompt": text,
+    "prompt_token_ids": _prompt_ids,
+    "messages": chat,
+    "tools": tools,
     "tool_choice": tool_choice,
     "parallel_tool_calls": boolean,
     "add_generation_prompt": boolean,
     "continue_final_message": boolean,
-    "chat_template_kwargs": optional(template_kwargs),
-    "response_format": optional(mapping),
+    "chat_template_kwargs": template_kwargs,
+    "response_format": mapping,
     "sampling": _sampling,
     "tenant": matching(TENANT_PATTERN),
     "priority": integer(-(2**31), 2**31 - 1),
     "stream": boolean,
-    "deadline_s": optional(number(0.0, MAX_SECONDS, above_low=True)),
-    "delay_s": optional(number(0.0, MAX_SECONDS)),
-    "run_at": optional(number(0.0, MAX_SECONDS)),
-    "meta": optional(_meta),
-    "cache_salt": optional(text),
+    "deadline_s": number(0.0, MAX_SECONDS, above_low=True),
+    "delay_s": number(0.0, MAX_SECONDS),
+    "run_at": number(0.0, MAX_SECONDS),
+    "meta": _meta,
+    "cache_salt": text,
     "max_retries": integer(0, MAX_RETRIES),
 }
 
-_CHECKS = FieldChecks(GenerationRequest, _RULES)
+_CHECKS = field_checks(GenerationRequest, _RULES)
 _CHAT_FIELDS = {
     *("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message"),
     "chat_template_kwargs",
 }
-_CHAT_DEFAULTS = [(name, default) for name, default, _ in _CHECKS.rows if name in _CHAT_FIELDS]
+_CHAT_DEFAULTS = [(name, default) for name, (default, _) in _CHECKS.items() if name in _CHAT_FIELDS]
 """Of the fields that need messages."""
 _TIMES = {"deadline_s", "delay_s", "run_at"}

@@ -12,9 +12,9 @@ from millrace.producer.checks import (
     MAX_COUNT,
     MAX_TOKEN_ID,
     Check,
-    FieldChecks,
     boolean,
     check_fields,
+    field_checks,
     integer,
     mapping,
     number,
@@ -42,7 +42,7 @@ MAX_BIAS = 1e8
 """Far above any logit, and far below the logit of a token that the thinking budget forces."""
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
     """Checked when it is created and when a field is set. Raises InvalidRequest, a ValueError, which names the field."""
 
     max_tokens: int | None = 16
@@ -231,4 +231,4 @@ _RULES: dict[str, Check] = {
     "thinking_token_budget": optional(integer(-1, MAX_COUNT)),
 }
 
-_CHECKS = FieldChecks(SamplingParams, _RULES)
+_CHECKS = field_checks(SamplingParams, _RULES)

@@ -31,19 +31,25 @@ class ConnectionCache:
     def __init__(self, client: redis.Redis) -> None:
         self._pool = client.connection_pool
         self._idle: list[_Connection] = []  # its append and pop are atomic
+        self._in_use: list[_Connection] = []  # with as many entries as there are calls
         self._may_spin = True
 
-    def call(self, commands: Sequence[Command]) -> list[object]:
-        """Send commands of `script_command` together, once, and return their replies. The error of a command takes the place
-        of its reply. Raises as redis-py does when the connection fails."""
+    def call(self, commands: Sequence[Command], meanwhile: Callable[[], None] | None = None) -> list[object]:
+        """Send commands of `script_command` together, once, call `meanwhile`, and return the replies. The error of a command
+        takes the place of its reply. Raises as redis-py does when the connection fails."""
         connection = self._take()
+        self._in_use.append(connection)
         try:
             connection.send_packed_command([b"".join(map(_pack, commands))])
+            if meanwhile is not None:
+                meanwhile()
             replies = [self._reply_to_one(connection)] if len(commands) == 1 else [_reply(connection) for _ in commands]
         except BaseException:
             connection.disconnect()  # its next reply would be read as another call's
             self._pool.release(connection)
             raise
+        finally:
+            self._in_use.pop()
         self._idle.append(connection)
         return replies
 
@@ -66,7 +72,7 @@ class ConnectionCache:
 
     def _reply_to_one(self, connection: _Connection) -> object:
         begin_s = time.perf_counter()
-        if self._may_spin:
+        if self._may_spin and len(self._in_use) == 1:  # threads that poll keep others from running
             poller = select.poll()  # redis-py's `can_read` takes several times as long
             poller.register(connection._sock, select.POLLIN)
             while not poller.poll(0) and time.perf_counter() - begin_s < SPIN_S:

@@ -101,7 +101,7 @@ class QueueFull(QueueError):
         self.job_ids = job_ids
         """In the queue, in the order of the call."""
         self.refused = refused
-        """Not in the queue, of those that were sent before the call stopped."""
+        """Not in the queue, of those that the call took from its iterable."""
 
 
 class NotDurable(QueueError):

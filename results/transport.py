@@ -72,11 +72,14 @@ class Transport:
             return cls(connect(server))
         return cls(borrow(server), is_borrowed=True)
 
-    def send(self, command: Command) -> Reply:
-        """Send a command and return the reply. Raises RedisUnavailable, or QueueError where the command is at fault."""
+    def send(self, command: Command, meanwhile: Callable[[], None] | None = None) -> Reply:
+        """Send a command and return the reply. Raises RedisUnavailable, or QueueError where the command is at fault.
+
+        `meanwhile` is called while the server executes the command; not where something prevents that.
+        """
         with self._our_errors:
             try:
-                return self._call(command)
+                return self._call(command, meanwhile)
             except NoScriptError:
                 self._load(command)
                 return self._call(command)
@@ -138,11 +141,11 @@ class Transport:
         if not self._is_borrowed:
             self._client.close()
 
-    def _call(self, command: Command) -> Reply:
+    def _call(self, command: Command, meanwhile: Callable[[], None] | None = None) -> Reply:
         is_cached = self._cache is not None and is_script(command)
         try:
             if self._cache and is_cached:
-                (reply,) = self._cache.call([command])
+                (reply,) = self._cache.call([command], meanwhile)
                 if isinstance(reply, redis.ResponseError):
                     raise reply
                 return reply
