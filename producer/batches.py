@@ -64,8 +64,8 @@ class SubmitCall:
 
     Does no I/O, so that sync and async clients share it. A list or tuple is checked whole before its first job is sent
     (raises InvalidRequest). Another iterable may be endless: only one batch is taken from it ahead of the answers, and the
-    jobs before an invalid request are in the queue when `end` raises. The server may refuse single jobs, such as one whose `run_at` is
-    after its deadline by the server's clock; all others are in the queue then.
+    jobs before an invalid request are in the queue when `end` raises. The server may refuse single jobs, such as one whose
+    `run_at` is after its deadline by the server's clock; all others are in the queue then.
     """
 
     def __init__(

@@ -108,11 +108,11 @@ def claim(reply: list[Any]) -> Claim:
 
 def _claimed_job(fields: list[Any]) -> ClaimedJob:
     """Return the job; a corrupt record sets `corruption`, so that the claim's other jobs are not lost."""
-    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, protocol = fields[:12]
-    tenant, priority, *others = fields[12:]
+    job_id, lease, attempt, body, seed, cost, crashes, tokens, num_published, watched, created, *more = fields
+    protocol, tenant, priority, *others = more
     wrong, logprobs = None, split_off_logprobs(others) if others else []
-    is_intact = seed and created and protocol and _INTEGERS.fullmatch(b" ".join((seed, created, protocol)))
-    if not is_intact or len(tokens) % 4 or others:
+    is_intact = seed and created and protocol == _PROTOCOL and (seed + created).isdigit()  # as nearly always
+    if not is_intact or len(seed) > 19 or len(created) > 19 or len(tokens) % 4 or others:
         wrong = _corruption({"seed": seed, "created": created, "v": protocol}, [tokens, *others[::2]])
     if wrong:
         seed, created, protocol, tokens, others = 0, 0, PROTOCOL, b"", []
@@ -155,7 +155,7 @@ def _corruption(numbers: dict[str, Any], checkpoints: list[bytes]) -> str | None
 
 
 _INTEGER = re.compile(rb"-?\d{1,20}")
-_INTEGERS = re.compile(rb"-?\d{1,20} -?\d{1,20} -?\d{1,20}")
+_PROTOCOL = str(PROTOCOL).encode()
 
 
 def reconciliation(reply: list[Any]) -> Reconciliation:

@@ -19,24 +19,27 @@ _FOLDER = Path(__file__).parent / "lua"
 
 
 def resolve_includes(source: str, modules: Mapping[str, str]) -> str:
-    """Return a script with the modules that it includes in front of it, each once and after those that it includes itself.
+    """Return a script with the modules that it includes in place of the lines `-- include: <module> ...`.
 
-    The line `-- include: <module> ...` names them. Each call of a script creates all its functions again, which may take
-    longer than the transition, so the modules are small and a script includes only those that it uses.
+    Each module comes once, after those that it includes itself. Each call of a script creates all its functions again, which
+    may take longer than the transition, so the modules are small and a script includes only those that it uses. An indented
+    line includes modules in one block of a function, which creates them only when it runs.
     """
-    parts: dict[str, str] = {}
 
-    def add(text: str, above: tuple[str, ...]) -> None:
-        line = re.search(r"^-- include: (.+)$", text, re.MULTILINE)
-        for name in line[1].split() if line else []:
-            assert name in modules, f"unknown include: {name}"
-            assert name not in above, f"circular include: {' -> '.join((*above, name))}"
-            if name not in parts:
-                add(modules[name], (*above, name))
-                parts[name] = modules[name]
+    def expand(text: str, known: set[str], above: tuple[str, ...]) -> str:
+        def included(line: re.Match[str]) -> str:
+            visible, parts = set(known) if line[1] else known, []
+            for name in line[2].split():
+                assert name in modules, f"unknown include: {name}"
+                assert name not in above, f"circular include: {' -> '.join((*above, name))}"
+                if name not in visible:
+                    visible.add(name)
+                    parts.append(expand(modules[name], visible, (*above, name)))
+            return "".join(parts)
 
-    add(source, ())
-    return "".join([*parts.values(), source])
+        return re.sub(r"^( *)-- include: (.+)\n?", included, text, flags=re.MULTILINE)
+
+    return expand(source, set(), ())
 
 
 def _read(folder: Path) -> dict[str, str]:

@@ -1,7 +1,8 @@
 -- Gives ready jobs to an engine: queued -> running. The tenant with the least virtual time comes first; within a tenant
 -- priority, then age, but among the first jobs of one priority those with a cached prompt go first. The claim stops at the first
--- job that it may not take, so that a large job is not passed over again and again. Jobs that nobody can run now, after their deadline or of another model, are set aside; after a claim that only did
--- that, claim again. In a paused queue a claim takes nothing.
+-- job that it may not take, so that a large job is not passed over again and again. Jobs that nobody can run now, after their
+-- deadline or of another model, are set aside; after a claim that only did that, claim again. In a paused queue a claim takes
+-- nothing.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 engine id, 2 claim id (repeating it returns the same jobs), 3 most jobs, 4 KV budget in tokens,
 --       5 fingerprint of the engine's model, 6 jobs that the engine holds already, 7 "1" when the engine calls `begin`
@@ -15,7 +16,7 @@
 --       checkpoints, an array with those of each candidate, a line of JSON for each token
 -- Also: delayed jobs that are due -> queued; queued, delayed -> expired after their deadline; queued -> delayed, and
 --       later failed, where the output is another model's
--- include: queue clock settings serial record lease work signals candidates checkpoints dequeue fair_share state end_job due engine_share
+-- include: queue clock settings serial record work dequeue fair_share state engine_share
 
 allow_writes_without_memory()
 local MAX_JOBS = 2000  -- so that the arguments of a command fit on Lua's stack
@@ -37,8 +38,7 @@ local function read_checkpoint(name)
 end
 
 -- A fingerprint is written with the first tokens: without one there is no checkpoint to read. `fields` has what is needed once:
--- with more than 16 names, `lease` and `changes` among them, the table takes twice the memory, and a claim of many jobs 13 %
--- more time.
+-- with more than 16 names, `lease` among them, the table takes twice the memory, and a claim of many jobs 13 % more time.
 local function read_job(id)
   local f = record(id, 'tenant', 'cost', 'crashes', 'fingerprint', 'published', 'attempt', 'seed', 'created', 'stream',
     'started', 'batch', 'v', 'deadline', 'n', 'priority', 'passed_over')
@@ -49,6 +49,13 @@ local function read_job(id)
     tokens = saved[1] or ''}
   if saved[2] then job.logprobs = saved[2] end
   return job
+end
+
+-- What is needed of a job that others may pass over.
+local function read_some(id)
+  local f = record(id, 'tenant', 'cost', 'crashes', 'priority', 'passed_over')
+  return {id = id, tenant = f[1], cost = whole_number(f[2], 0), crashes = whole_number(f[3], 0), priority = f[4],
+    num_times = f[5] or 0}
 end
 
 -- The reply. One command reads all bodies, and whether somebody reads the jobs live.
@@ -63,11 +70,14 @@ local function reply_with(num_left, num_set_aside, jobs)
     local described = {job.id, job.lease, job.attempt, found[2 * i - 1], f[7], job.cost, job.crashes, job.tokens,
       job.published, (f[9] == '1' or found[2 * i]) and 1 or 0, f[8], f[12], job.tenant, job.priority}
     local logprobs, has_logprobs = {job.logprobs}, job.logprobs
-    for index, suffix in ipairs(job.n and suffixes(job.n) or NOTHING) do
-      local at, saved = index == 1 and 8 or #described + 1, read_checkpoint(job.id .. suffix)
-      described[at] = saved[1] or ''
-      described[at + 1] = whole_number(record(job.id, 'published' .. suffix)[1], 0)
-      logprobs[index], has_logprobs = saved[2] or '', has_logprobs or saved[2]
+    if job.n then
+      -- include: candidates
+      for index, suffix in ipairs(suffixes(job.n)) do
+        local at, saved = index == 1 and 8 or #described + 1, read_checkpoint(job.id .. suffix)
+        described[at] = saved[1] or ''
+        described[at + 1] = whole_number(record(job.id, 'published' .. suffix)[1], 0)
+        logprobs[index], has_logprobs = saved[2] or '', has_logprobs or saved[2]
+      end
     end
     if has_logprobs then described[#described + 1] = logprobs end
     reply[i + 2] = described
@@ -76,6 +86,7 @@ local function reply_with(num_left, num_set_aside, jobs)
 end
 
 local function repeat_claim(claimed)
+  -- include: lease
   local jobs = {}
   for id, lease in string.gmatch(claimed, '(%S+) (%S+)') do
     if lease_state(id, lease) == 'owned' then
@@ -90,9 +101,12 @@ end
 -- continue it.
 local function fits_this_model(job)
   if not job.fingerprint or job.fingerprint == fingerprint then return true end
+  -- include: candidates signals end_job
   local key = prefix .. 'job:' .. job.id
   if job.published == 0 then
-    for _, suffix in ipairs(suffixes(job.n)) do redis.call('DEL', prefix .. 'tokens:' .. job.id .. suffix, prefix .. 'logprobs:' .. job.id .. suffix) end
+    for _, suffix in ipairs(suffixes(job.n)) do
+      redis.call('DEL', prefix .. 'tokens:' .. job.id .. suffix, prefix .. 'logprobs:' .. job.id .. suffix)
+    end
     redis.call('HDEL', key, 'fingerprint')
     job.tokens, job.logprobs = '', nil
     return true
@@ -118,8 +132,12 @@ end
 
 local function take(job)
   job.lease, job.attempt = next_serial(), job.attempt + 1
-  set_state(job.id, job.batch, 'queued', 'running', 'lease', job.lease, 'engine', engine, 'base',
-    job.n and num_checkpointed(job.id, job.n) or #job.tokens / 4,
+  local num_tokens = #job.tokens / 4
+  if job.n then
+    -- include: checkpoints
+    num_tokens = num_checkpointed(job.id, job.n)
+  end
+  set_state(job.id, job.batch, 'queued', 'running', 'lease', job.lease, 'engine', engine, 'base', num_tokens,
     'attempt', job.attempt, 'started', job.started or now, unpack(job.changes or NOTHING))
   if calls_begin and must_be_alone(job) then redis.call('HSET', prefix .. 'job:' .. job.id, 'unbegun', job.lease) end
   if job.fingerprint then redis.call('HDEL', prefix .. 'job:' .. job.id, 'mismatch') end
@@ -147,14 +165,20 @@ local function take_or_set_aside(job, tenant)
   end
   num_set_aside = num_set_aside + 1
   if is_expired then num_expired_of[tenant] = (num_expired_of[tenant] or 0) + 1 end
-  if is_gone then count_waiting(tenant, -1, 0) elseif is_expired then end_job(job.id, 'expired', 'expired') end
+  if is_gone then
+    count_waiting(tenant, -1, 0)
+  elseif is_expired then
+    -- include: end_job
+    end_job(job.id, 'expired', 'expired')
+  end
   return 0
 end
 
 -- Where the engine has cached prompts: one of the next jobs of a tenant goes first if its prompt is cached and that of the first
 -- one is not.
 local MAX_LOOKAHEAD, MAX_PASSED_OVER = 16, 16  -- jobs that are looked at; jobs that may pass over one first job
-local cached = ARGV[8] ~= '' and ARGV[8]
+local cached = ARGV[8] and ARGV[8] ~= '' and {}
+for digest in string.gmatch(cached and ARGV[8] or '', '%x+') do cached[digest] = true end
 
 -- The first members of a ready set: those that the claim may take, and with cached prompts those that may pass over them. The
 -- second value says by rank whether a prompt is cached; nil where no job can pass over another one.
@@ -162,8 +186,9 @@ local function read_ready(key, most)
   local members = redis.call('ZRANGE', key, 0, most - 1 + (cached and MAX_LOOKAHEAD - 1 or 0))
   if not cached then return members end
   local is_cached, num_cached = {}, 0
+  local sub = string.sub
   for rank = 1, #members do
-    if string.find(cached, string.sub(members[rank], 18, 25), 1, true) then
+    if cached[sub(members[rank], 18, 25)] then
       is_cached[rank], num_cached = true, num_cached + 1
       if num_cached == most and rank == most then return members end
     end
@@ -173,16 +198,19 @@ end
 
 -- Returns a function that returns the rank of the job to take and the job: members[first], or one of the next ones. Only a
 -- first job that the claim may take is passed over; it is added to `passed_over`.
-local function cached_first(members, is_cached, passed_over)
+local function cached_first(members, is_cached, passed_over, most)
   local job, num_seen = {}, 0  -- members[num_seen] and those before it pass over no other job any more
   return function(first, num_passed)
     local id = id_of_member(members[first])
-    if job.id ~= id then job = read_job(id) end
-    if alone or not job.tenant or is_cached[first] or not may_take(job) then return first, job end
+    if is_cached[first] then return first, read_job(id) end
+    if job.id ~= id then
+      job = num_passed < most - 1 and read_job(id) or read_some(id)  -- the last job that the claim takes is another one
+    end
     for rank = math.max(first, num_seen) + 1, math.min(num_passed + MAX_LOOKAHEAD, #members) do
+      if alone or not job.tenant or not may_take(job) then break end
       if is_cached[rank] then
         local other = read_job(id_of_member(members[rank]))
-        local num_times = job.changes and job.changes[2] or whole_number(job.fields[16], 0)
+        local num_times = job.changes and job.changes[2] or whole_number(job.num_times or job.fields[16], 0)
         if other.priority ~= job.priority or num_times >= MAX_PASSED_OVER then break end
         if other.cost <= budget and not must_be_alone(other) then
           if not job.changes then passed_over[#passed_over + 1] = job end
@@ -192,7 +220,7 @@ local function cached_first(members, is_cached, passed_over)
       end
       num_seen = rank
     end
-    return first, job
+    return first, job.fields and job or read_job(id)
   end
 end
 
@@ -205,7 +233,7 @@ local function serve(tenant, time, next_time)
   local members, is_cached = read_ready(key, most)
   local first = 1  -- the rank of the first job that is left
   local ahead, is_ahead, passed_over = {}, {}, {}  -- the ranks of the jobs that went before it; jobs that were passed over
-  local next_job = is_cached and cached_first(members, is_cached, passed_over)
+  local next_job = is_cached and cached_first(members, is_cached, passed_over, most)
   while num_passed < most and first <= #members do
     if num_passed > 0 and next_time and time + cost / weight >= next_time then break end
     local rank, job = first, nil
@@ -243,8 +271,11 @@ if not since then return false end
 if last_id == claim_id then return repeat_claim(last_claimed) end
 local runs_alone = last_alone and redis.call('SISMEMBER', leases, last_alone) == 1
 
-expire_due()
-promote_due()
+if redis.call('EXISTS', prefix .. 'deadlines', prefix .. 'delayed') > 0 then
+  -- include: due
+  expire_due()
+  promote_due()
+end
 local is_queue_paused = is_paused()
 num_queued = num_ready()
 local asked_jobs, is_full = max_jobs, runs_alone

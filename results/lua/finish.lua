@@ -9,7 +9,7 @@
 --       log-probabilities (JSON) or "", which the last one may leave out
 -- Returns "ok", "already" (this lease has ended the job before), "retrying" (it waits for its next attempt) or "stale" (the
 --       lease is not, or no longer, the job's)
--- include: queue clock settings record lease fair_share output end_job give_back
+-- include: queue clock settings record lease fair_share output end_job
 
 local DEFAULT_RETRIES = 2
 
@@ -29,16 +29,18 @@ local published, from, tenant, cost = known[1], known[3], known[7], known[8]
 if owner_lease ~= lease then return refuse_stale_write() end
 if from ~= 'running' then return 'already' end
 
-local is_retryable = state == 'failed' and ARGV[9] == '1'
-if is_retryable and (cancel or expire) then  -- there is no next attempt
-  give_back(id, engine, 0)
-  return 'ok'
-end
-local num_retries = is_retryable and whole_number(retries, 0)
-if is_retryable and num_retries < whole_number(max_retries, DEFAULT_RETRIES) then
-  redis.call('HSET', prefix .. 'job:' .. id, 'retries', num_retries + 1)
-  give_back(id, engine, backoff_ms(num_retries, lease))
-  return 'retrying'
+if state == 'failed' and ARGV[9] == '1' then
+  -- include: give_back
+  if cancel or expire then  -- there is no next attempt
+    give_back(id, engine, 0)
+    return 'ok'
+  end
+  local num_retries = whole_number(retries, 0)
+  if num_retries < whole_number(max_retries, DEFAULT_RETRIES) then
+    redis.call('HSET', prefix .. 'job:' .. id, 'retries', num_retries + 1)
+    give_back(id, engine, backoff_ms(num_retries, lease))
+    return 'retrying'
+  end
 end
 for i = 13, #ARGV > 18 and #ARGV or 0, 6 do  -- of several events none is written when one would leave a gap
   local own = record(id, 'published' .. ARGV[i])[1]

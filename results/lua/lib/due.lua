@@ -1,5 +1,5 @@
 -- Jobs whose time has come: delays and deadlines, at most 256 of each in one call.
--- include: queue clock record signals ready enqueue dequeue state end_job
+-- include: queue clock
 
 -- The first jobs of a sorted set whose time has passed.
 local function ids_due(key)
@@ -9,7 +9,10 @@ end
 -- delayed -> queued.
 local function promote_due()
   local key = prefix .. 'delayed'
-  for _, id in ipairs(ids_due(key)) do
+  local ids = ids_due(key)
+  if #ids == 0 then return end
+  -- include: record enqueue state
+  for _, id in ipairs(ids) do
     redis.call('ZREM', key, id)
     local tenant, priority, serial, batch = unpack(record(id, 'tenant', 'priority', 'serial', 'batch'))
     if tenant then
@@ -22,7 +25,10 @@ end
 -- queued, delayed -> expired. The engine of a running job gets a signal, and ends the job.
 local function expire_due()
   local key = prefix .. 'deadlines'
-  for _, id in ipairs(ids_due(key)) do
+  local ids = ids_due(key)
+  if #ids == 0 then return end
+  -- include: record signals ready dequeue end_job
+  for _, id in ipairs(ids) do
     redis.call('ZREM', key, id)
     local state, tenant, serial, engine = unpack(record(id, 'state', 'tenant', 'serial', 'engine'))
     if state == 'running' and engine then

@@ -6,8 +6,10 @@
 local last_serial, num_reserved = 0, 0
 local function reserve_serials(count)
   local key = prefix .. 'serial'
-  last_serial = math.max(tonumber(redis.call('GET', key) or 0), clock[1] * 1000000 + clock[2])
-  num_reserved = count
+  last_serial, num_reserved = clock[1] * 1000000 + clock[2], count
+  local known = tonumber(redis.call('SET', key, string.format('%d', last_serial + count), 'GET') or 0)
+  if known <= last_serial then return end
+  last_serial = known
   redis.call('SET', key, string.format('%d', last_serial + count))
 end
 
