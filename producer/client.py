@@ -94,7 +94,7 @@ class Client:
             if call.confirmation:
                 call.feed(*self._transport.send_together(to_send, call.confirmation))
             else:
-                call.feed([self._transport.send(command, call.prepare) for command in to_send])
+                call.feed([self._transport.send_while(command, call.prepare) for command in to_send])
         job_ids = call.end()
         known = self._run(calls.look_up(self._keys, call.known_ids))
         job_ids.known = {job_id: state for job_id, (state, _) in known.items()}

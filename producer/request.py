@@ -35,12 +35,12 @@ MAX_RETRIES = 100
 MAX_META_BYTES = 16 * 1024
 
 
-_copy_default = SamplingParams().__copy__
+_DEFAULT_SAMPLING: Any = SamplingParams()
 
 
 def _default_sampling() -> SamplingParams:
     """Return a copy, since its fields can be set. To make a new one would check all fields again."""
-    made: SamplingParams = _copy_default()
+    made: SamplingParams = _DEFAULT_SAMPLING.__copy__()
     msgspec.structs.force_setattr(made, "stop_token_ids", [])
     return made
 

@@ -37,6 +37,9 @@ class ReconnectingTransport(Transport):
     def send(self, command: Command) -> Reply:
         return self._repeat(lambda: super(ReconnectingTransport, self).send(command))
 
+    def send_while(self, command: Command, meanwhile: Callable[[], None]) -> Reply:
+        return self._repeat(lambda: super(ReconnectingTransport, self).send_while(command, meanwhile))
+
     def send_many(self, commands: Sequence[Command]) -> list[Reply]:
         return self._repeat(lambda: super(ReconnectingTransport, self).send_many(commands))
 

@@ -72,17 +72,22 @@ class Transport:
             return cls(connect(server))
         return cls(borrow(server), is_borrowed=True)
 
-    def send(self, command: Command, meanwhile: Callable[[], None] | None = None) -> Reply:
-        """Send a command and return the reply. Raises RedisUnavailable, or QueueError where the command is at fault.
+    def send(self, command: Command) -> Reply:
+        """Send a command and return the reply. Raises RedisUnavailable, or QueueError where the command is at fault."""
+        return self._send(command, None)
 
-        `meanwhile` is called while the server executes the command; not where something prevents that.
-        """
+    def send_while(self, command: Command, meanwhile: Callable[[], None]) -> Reply:
+        """Like `send`, but call `meanwhile` while the server executes the command. It may be called several times or never:
+        where a command is sent again, or goes through a borrowed client or a cluster's."""
+        return self._send(command, meanwhile)
+
+    def _send(self, command: Command, meanwhile: Callable[[], None] | None) -> Reply:
         with self._our_errors:
             try:
                 return self._call(command, meanwhile)
             except NoScriptError:
                 self._load(command)
-                return self._call(command)
+                return self._call(command, meanwhile)
 
     def send_many(self, commands: Sequence[Command]) -> list[Reply]:
         """Send commands in one pipeline, not atomically; return the replies. Raises as `send`, for the first at fault."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from millrace import (
 )
 from millrace.producer.wire import parse_body
 from millrace.results.queue import JobQueue
+from tests.processes import wait_until
 from tests.results.engines import Engine
 
 
@@ -104,6 +106,19 @@ def test_a_full_queue_says_which_limit_and_what_got_in(
         client.get("one-more")
     redis_client.hdel(queue.keys.settings, "max_queued_jobs")
     assert len(client.submit_many(requests(1000))) == 1000
+
+
+def test_the_second_half_of_a_batch_is_taken_while_the_server_works_on_the_first(
+    client: Client, redis_url: str, queue_name: str
+) -> None:
+    with Client(redis_url, queue=queue_name) as other:
+
+        def sent() -> Iterator[GenerationRequest]:
+            yield from requests(128)
+            wait_until(lambda: other.stats().queued == 128)
+            yield from requests(200, "second")
+
+        assert len(client.submit_many(sent())) == 328
 
 
 def test_a_job_for_which_there_never_is_room_is_refused_and_costs_the_others_nothing(
