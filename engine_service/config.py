@@ -14,6 +14,7 @@ import msgspec
 from millrace.engine_service.chat.output_format import REASONING_PARSERS, THINKING_MARKS, TOOL_CALL_PARSERS
 from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.errors import ConfigurationError
+from millrace.engine_service.model_files import eos_token_ids
 from millrace.executor.launch.select import NAMES as EXECUTORS
 from millrace.executor.logs import FORMATS as LOG_FORMATS
 from millrace.executor.wire.messages import WorkerConfig
@@ -166,6 +167,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return msgspec.structs.replace(
             shared,
             model=str(path),
+            tokenizer=str(Path(self.tokenizer).expanduser()) if self.tokenizer else None,
+            eos_token_ids=eos_token_ids(path),
             kv_cache_memory_bytes=num_bytes,
             swap_space_bytes=num_swap_bytes,
             force_swap=_is_swap_forced(),

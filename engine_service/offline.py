@@ -236,6 +236,7 @@ class LLM:
     def shutdown(self) -> None:
         """Stop the workers and free their memory. Nothing can be generated afterwards."""
         self._engine.shutdown()
+        self._admission.close()
 
     def __enter__(self) -> LLM:
         return self

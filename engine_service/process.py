@@ -111,6 +111,7 @@ class _Process:
         self._metrics_collector = MetricsCollector(self._engine, self._health)
         self._endpoint: Endpoint | None = None
         self._renderer: ProcessRenderer | None = None
+        self._admission: Admission | None = None
 
     def run(self) -> int:
         try:
@@ -119,6 +120,8 @@ class _Process:
             self._engine.shutdown()
             if self._renderer is not None:
                 self._renderer.close()
+            if self._admission is not None:
+                self._admission.close()
             if self._endpoint is not None:
                 self._endpoint.close()
         logger.info("done")
@@ -142,7 +145,7 @@ class _Process:
         logger.info(
             "chats: tool calls are read as %s, reasoning as %s", form.tool_calls or "none", form.reasoning or "none"
         )
-        return Admission(
+        self._admission = Admission(
             facts,
             tokenizer,
             eos_token_ids(self._path),
@@ -150,6 +153,7 @@ class _Process:
             renderer=self._renderer,
             chat_outputs=ChatOutputs(form, tokenizer),
         )
+        return self._admission
 
     def _choose_devices(self) -> None:
         config = self._config

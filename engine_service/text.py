@@ -98,6 +98,11 @@ class Tokenizer:
         """The tokenizer as an object of transformers."""
         return self._tokenizer
 
+    def as_json(self) -> str:
+        """Return the content of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     @property
     def chat_template(self) -> ChatTemplate:
         """The model's chat templates; without any in the model's files, each chat is an error."""

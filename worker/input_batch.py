@@ -27,6 +27,7 @@ from torch import Tensor
 
 from millrace.executor.wire.messages import NO_TOKEN, NULL_BLOCK, NewSequence, SeqId, StepPlan, StepRow
 from millrace.worker.errors import PlanError
+from millrace.worker.grammars import Grammars
 from millrace.worker.kv_pool import num_blocks_for
 from millrace.worker.logprobs import ScoredTokens
 from millrace.worker.sampling_rows import SamplingRows, SamplingTable
@@ -154,8 +155,9 @@ class InputBatch:
         device: torch.device,
         *,
         samples: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`samples`: whether this rank draws the tokens. Others receive them."""
+        """`samples`: whether this rank draws the tokens. Others receive them. `grammars`: None for rows without any."""
         self._block_size = block_size
         self._num_groups = num_groups
         self._device = device
@@ -169,7 +171,7 @@ class InputBatch:
         """[S, P * G], see `KVLayout`. Blocks that the engine has taken back are still there."""
         self._prompt_lens = torch.zeros(max_num_seqs, dtype=torch.int64)
         self._samples = samples
-        self._sampling = SamplingTable(max_num_seqs, device)
+        self._sampling = SamplingTable(max_num_seqs, device, grammars)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         """The token sampled last by slot, NO_TOKEN once a row of the sequence has failed."""
 

@@ -8,6 +8,7 @@ import time
 from typing import Literal
 
 import torch
+from llguidance import LLTokenizer
 from transformers import PreTrainedModel
 
 from millrace.executor.phases import timed
@@ -16,6 +17,7 @@ from millrace.worker.attention.compiled import CompiledAttention
 from millrace.worker.attention.interface import Attention
 from millrace.worker.fusion.decoder import DecoderWeights
 from millrace.worker.fusion.fuse import FusionRejected, fuse
+from millrace.worker.grammars import Grammars, load_tokenizer
 from millrace.worker.host_memory import release_freed_memory
 from millrace.worker.kernels.library import Kernels, find_kernels
 from millrace.worker.kv_pool import KVPool, LayerSpec
@@ -48,6 +50,7 @@ class RankModel:
         self.attention = attention
         self._peers = peers
         self._module: PreTrainedModel | None = None
+        self.grammars = Grammars(self._load_tokenizer, num_threads=1 if device.type == "cpu" else None)
         self.location: Literal["device", "host", "disk"] = "disk"
         """Where the weights are."""
         self._checksums: dict[str, int] = {}
@@ -71,6 +74,10 @@ class RankModel:
                 self._pack_modules()
             release_freed_memory()  # the unpacked weights
         self.location = "device"
+
+    def _load_tokenizer(self) -> LLTokenizer:
+        config = self._config
+        return load_tokenizer(config.tokenizer or config.model, self.facts.vocab_size, config.eos_token_ids)
 
     def take_off_device(self, level: int) -> None:
         """Level 1 moves the weights to host memory; on a CPU they stay where they are. Level 2 drops them."""

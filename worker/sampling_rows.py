@@ -13,6 +13,7 @@ from torch import Tensor
 
 from millrace.executor.wire.messages import NewSequence
 from millrace.worker.counter_rng import candidate_stream
+from millrace.worker.grammars import Grammars
 from millrace.worker.processors.pipeline import LogitsProcessors, StepProcessors
 
 
@@ -63,9 +64,9 @@ class SamplingRows:
 class SamplingTable:
     """Owns the settings of the running sequences by slot, on the host, and their logits processors."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device, grammars: Grammars | None = None) -> None:
         self._rows = _greedy_rows(num_slots).select(torch.arange(num_slots))  # a copy
-        self._processors = LogitsProcessors(device)
+        self._processors = LogitsProcessors(device, grammars)
         self._drawn: set[int] = set()
         """The slots with a temperature."""
         self._logprobs: dict[int, int] = {}

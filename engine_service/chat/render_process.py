@@ -1,28 +1,22 @@
 """A process that renders chats for an engine, within limits of time and memory.
 
-    engine -> process   the ChatTemplate, once; then for each chat a Task
-    process -> engine   for each Task a Rendered
-
-Messages are MessagePack behind their length in 4 bytes. The process ends when the engine closes the socket.
+engine -> process   the ChatTemplate, once; then for each chat a Task
+process -> engine   for each Task a Rendered
 """
 
 from __future__ import annotations
 
 import contextlib
-import resource
 import signal
-import socket
-import struct
-import sys
 from types import FrameType
 
 import msgspec
 
 from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError, compile_template, render
+from millrace.engine_service.child_process import limit_memory, open_channel, receive, send
 
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
 _MAX_REASON_CHARS = 300
-_LENGTH = struct.Struct("<I")
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -44,33 +38,10 @@ class _TimeOver(BaseException):
     """Raised in a template by the timer. No `except Exception` of Jinja stops it."""
 
 
-def send(channel: socket.socket, message: msgspec.Struct) -> None:
-    raw = msgspec.msgpack.encode(message)
-    channel.sendall(_LENGTH.pack(len(raw)) + raw)
-
-
-def receive(channel: socket.socket) -> bytes | None:
-    """Return the next message, or None at the end."""
-    header = _read(channel, _LENGTH.size)
-    return _read(channel, _LENGTH.unpack(header)[0]) if header else None
-
-
-def _read(channel: socket.socket, num_bytes: int) -> bytes | None:
-    raw = bytearray()
-    while len(raw) < num_bytes:
-        piece = channel.recv(num_bytes - len(raw))
-        if not piece:
-            return None
-        raw += piece
-    return bytes(raw)
-
-
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the engine
+    channel = open_channel()
     signal.signal(signal.SIGPROF, _raise_time_over)
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
-        resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    limit_memory(MAX_MEMORY_BYTES)
     if (raw := receive(channel)) is None:
         return
     template = msgspec.msgpack.decode(raw, type=ChatTemplate)

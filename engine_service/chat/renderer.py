@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 import threading
 
 import msgspec
@@ -12,6 +9,7 @@ import msgspec
 from millrace.engine_service.chat import render_process
 from millrace.engine_service.chat.render_process import Rendered, Task
 from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError, render
+from millrace.engine_service.child_process import ChildProcess
 from millrace.engine_service.errors import EngineError
 
 _QUICK_S = 0.05
@@ -58,7 +56,7 @@ class ProcessRenderer(Renderer):
     def __init__(self, template: ChatTemplate) -> None:
         super().__init__(template)
         self._lock = threading.Lock()
-        self._idle: list[_Process] = []
+        self._idle: list[ChildProcess] = []
 
     def render(self, chat: Chat, *, is_quick: bool = False) -> str:
         """As `Renderer.render`. Raises `EngineError`, too, if no process answers. `is_quick`: waits about 1 s at most."""
@@ -88,60 +86,28 @@ class ProcessRenderer(Renderer):
 
     def _run(self, task: Task, wait_s: float) -> Rendered | None:
         """None: no answer."""
-        process, rendered = self._take(), None
+        process, answer = self._take(), None
         try:
-            rendered = process.render(task, wait_s)
+            answer = process.ask(task, wait_s)
         except TimeoutError:
             return None
         finally:
-            if rendered is None:
+            if answer is None:
                 process.close()
-        if rendered is None:  # the process has ended, since nothing could interrupt the template
+        if answer is None:  # the process has ended, since nothing could interrupt the template
             return Rendered(is_slow=True)
         with self._lock:
             self._idle.append(process)
-        return rendered
+        return _decode(answer)
 
-    def _take(self) -> _Process:
+    def _take(self) -> ChildProcess:
         with self._lock:
             while self._idle:
                 process = self._idle.pop()
                 if process.is_alive:
                     return process
                 process.close()
-        return _Process(self.template)
-
-
-class _Process:
-    """Owns one process and the socket to it."""
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self._channel, theirs = socket.socketpair()
-        self._channel.settimeout(_BUSY_ANSWER_S)  # for a template that is longer than the socket's buffer
-        with theirs:
-            fd = theirs.fileno()
-            command = [sys.executable, "-P", "-m", render_process.__name__, str(fd)]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[fd])
-        render_process.send(self._channel, template)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def render(self, task: Task, wait_s: float) -> Rendered | None:
-        """None: the process has ended. Raises `TimeoutError` if it neither ends nor answers."""
-        self._channel.settimeout(wait_s)
-        try:
-            render_process.send(self._channel, task)
-            raw = render_process.receive(self._channel)
-        except ConnectionError:
-            return None
-        return None if raw is None else _decode(raw)
-
-    def close(self) -> None:
-        self._channel.close()
-        self._process.kill()
-        self._process.wait()
+        return ChildProcess(render_process.__name__, self.template, _BUSY_ANSWER_S)
 
 
 def _failure(reason: str) -> TextError:

@@ -9,10 +9,11 @@ from collections.abc import Sequence as SequenceOf
 import msgspec
 
 from millrace.engine_service.chat.outputs import ChatOutputs, ChatReader
-from millrace.engine_service.chat.renderer import Renderer
+from millrace.engine_service.chat.renderer import NotQuick, Renderer
 from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.generation import Generation, TextRules
+from millrace.engine_service.grammars import Grammars
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.wire.messages import LogitsSettings, ModelFacts, RowSampling, SeqId, ThinkingLimit
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
@@ -46,7 +47,15 @@ class Admission:
         # Others cannot be sampled, and the worker cannot mask them for `min_tokens`. Some configurations name such.
         self._eos_token_ids = frozenset(each for each in eos_token_ids if 0 <= each < facts.vocab_size)
         self._max_logprobs = facts.vocab_size if max_logprobs == -1 else max_logprobs
+        self._grammars = None
+        if tokenizer is not None and self._eos_token_ids:
+            self._grammars = Grammars(tokenizer, facts.vocab_size, sorted(self._eos_token_ids))
         self._seq_ids = itertools.count(1)
+
+    def close(self) -> None:
+        """End the process that checks grammars."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def with_template(self, source: str) -> Admission:
         """Return the same admission with another chat template."""
@@ -89,6 +98,7 @@ class Admission:
         cache_salt: str | None = None,
         tenant: str = "",
         priority: int = 0,
+        is_quick: bool = False,
     ) -> list[Generation]:
         """Return a generation for each candidate, ready for the engine.
 
@@ -96,10 +106,8 @@ class Admission:
         JSON) and `crash_count` come from an earlier attempt.
         Only generations with the same `cache_salt` share cached blocks. `priority` is that of a job: lower numbers first.
         Raises `InvalidRequest` for what this model or its tokenizer cannot do, such as an id outside the vocabulary, and if
-        too many log-probabilities are wanted.
+        too many log-probabilities are wanted. `is_quick`: raises `NotQuick` for a grammar that is to be checked first.
         """
-        if sampling.structured_outputs is not None:
-            raise InvalidRequest("structured_outputs", "is not supported by this engine yet; leave it out")
         self._check_vocabulary("stop_token_ids", sampling.stop_token_ids)
         eos_token_ids = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
         end_token_ids = frozenset(sampling.stop_token_ids) | eos_token_ids
@@ -112,6 +120,7 @@ class Admission:
             self._num_logprobs("logprobs", sampling.logprobs),
             self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
             self._logits_settings(sampling, end_token_ids),
+            self._grammar(sampling, is_quick),
         )
 
         def make(candidate: int, output: list[int], known: list[bytes]) -> Generation:
@@ -204,6 +213,21 @@ class Admission:
 
     # --- what changes the logits ---
 
+    def _grammar(self, sampling: SamplingParams, is_quick: bool) -> str:
+        wanted = sampling.structured_outputs
+        if wanted is None:
+            return ""
+        if self._grammars is None:
+            lacks = "tokenizer" if self._tokenizer is None else "token that ends a text"
+            raise InvalidRequest("structured_outputs", f"are not possible: the engine's model has no {lacks}")
+        for field in ("ignore_eos", "min_tokens"):
+            if getattr(sampling, field):
+                rule = "a structured output ends where its form is complete; leave it out"
+                raise InvalidRequest(field, f"cannot be given with structured_outputs: {rule}")
+        if is_quick and not self._grammars.is_known(wanted):
+            raise NotQuick(is_slow_template=False)
+        return self._grammars.grammar(wanted)
+
     def _logits_settings(self, sampling: SamplingParams, end_token_ids: frozenset[int]) -> LogitsSettings | None:
         """Return None if nothing does."""
         bias = {int(token_id): value for token_id, value in (sampling.logit_bias or {}).items()}
@@ -278,6 +302,7 @@ def _row_sampling(
     logprobs: int | None,
     prompt_logprobs: int | None,
     processors: LogitsSettings | None,
+    grammar: str,
 ) -> RowSampling:
     return RowSampling(
         temperature=0.0 if sampling.is_greedy else sampling.temperature,
@@ -291,4 +316,5 @@ def _row_sampling(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         processors=processors,
+        grammar=grammar,
     )

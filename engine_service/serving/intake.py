@@ -236,6 +236,7 @@ class Intake:
             cache_salt=request.cache_salt,
             tenant=claimed.tenant,
             priority=claimed.priority,
+            is_quick=is_quick,
         )
         delayed_s = claimed.created_ms / 1000 + (request.delay_s or 0.0)
         chat = self._admission.chat_reader(request, prompt_token_ids)

@@ -68,6 +68,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     max_parallel_loading_workers: int | None = None
     """Ranks that may be in the phase load_model at a time, for a host with little memory. None: all."""
+    tokenizer: str | None = None
+    """A local directory with the tokenizer's files, for grammars. None: that of the model."""
+    eos_token_ids: list[int] = []
+    """With one of them, an output that follows a grammar ends."""
 
 
 def output_rank(config: WorkerConfig) -> int:
@@ -154,7 +158,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 
@@ -209,6 +213,8 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     log-probabilities at all."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt but the first."""
+    grammar: str = ""
+    """That the output follows, in a form of llguidance. Empty: none."""
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -293,7 +299,8 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True):
     """One row that could not be computed. The other rows of the step have results."""
 
     seq_id: SeqId
-    kind: Literal["nan_logits"]
+    kind: Literal["nan_logits", "invalid_request"]
+    """"invalid_request": the grammar of the sequence leaves no token."""
     message: str
 
 

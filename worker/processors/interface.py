@@ -69,9 +69,16 @@ class LogitsProcessor(ABC, Generic[State]):
         """Whether the logits of this output position are changed."""
         return True
 
+    def prepare(self, rows: ProcessedRows[State]) -> None:
+        """Begin what `apply` needs. Called before the forward pass of the step, and after `record` of the one before."""
+
     @abstractmethod
     def apply(self, logits: Tensor, rows: ProcessedRows[State]) -> None:
         """Change rows of the contiguous logits [M, V] in place."""
 
     def record(self, rows: ProcessedRows[State], token_ids: Tensor) -> None:
         """Take the sampled ids [N] into the state. `NO_TOKEN` is that of a sequence that has failed."""
+
+    def failure(self, state: State) -> str | None:
+        """Return why this processor has left no token, if it knows."""
+        return None

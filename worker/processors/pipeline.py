@@ -1,4 +1,4 @@
-"""All logits processors in their order, which is vLLM's."""
+"""All logits processors in their order, which is vLLM's; the masks of grammars come last, so that nothing overrules them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from millrace.executor.wire.messages import NewSequence
+from millrace.worker.grammars import Grammars
 from millrace.worker.processors.bad_words import BadWords
+from millrace.worker.processors.grammar import GrammarMask
 from millrace.worker.processors.interface import LogitsProcessor, ProcessedRows
 from millrace.worker.processors.masks import AllowedTokens, LogitBias, MinTokens
 from millrace.worker.processors.penalties import Penalties
@@ -22,6 +24,8 @@ class StepProcessors:
 
     def __init__(self, parts: list[tuple[LogitsProcessor[Any], ProcessedRows[Any]]]) -> None:
         self._parts = parts
+        for processor, rows in parts:
+            processor.prepare(rows)
 
     def row_indices(self) -> Tensor:
         """Return the rows that a processor changes, on the host. Some may come twice."""
@@ -40,13 +44,22 @@ class StepProcessors:
         for processor, rows in self._parts:
             processor.record(rows, token_ids[rows.indices])
 
+    def failure(self, index: int) -> str | None:
+        """Return why a row of the step has no token, if a processor knows."""
+        for processor, rows in self._parts:
+            for row, state in zip(rows.indices.tolist(), rows.states, strict=True):
+                if row == index and (failure := processor.failure(state)) is not None:
+                    return failure
+        return None
+
 
 class LogitsProcessors:
     """Owns the processors of a rank that samples."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, grammars: Grammars | None = None) -> None:
+        """`grammars`: None for sequences without any."""
         self._device = device
-        self._all: list[LogitsProcessor[Any]] = [each(device) for each in ORDER]
+        self._all: list[LogitsProcessor[Any]] = [*(each(device) for each in ORDER), GrammarMask(device, grammars)]
 
     def add(self, slot: int, new: NewSequence) -> None:
         for processor in self._all:

@@ -1,0 +1,145 @@
+"""A process that makes llguidance's grammars of structured outputs, and checks them, within limits of time and memory.
+
+    engine -> process   the Vocabulary, once; then for each structured output its StructuredOutputs
+    process -> engine   for each of them a Checked
+
+A grammar that takes too much ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from millrace.engine_service.child_process import limit_memory, open_channel, receive, send
+from millrace.producer.structured import StructuredOutputs
+
+LIMIT_S = 2.0
+"""CPU time for one grammar. Usual ones need less than 50 ms."""
+MAX_MEMORY_BYTES = 2 * 1024**3
+_MAX_REASON_CHARS = 250
+_NO_DETAILS = " <non-verbose/>"
+_UNSATISFIABLE = "no text satisfies it"
+_IN_ONE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_IN_LIST = ("prefixItems", "anyOf", "oneOf", "allOf")
+
+
+class Vocabulary(msgspec.Struct, frozen=True):
+    """What the outputs are made of."""
+
+    tokenizer: str
+    """In the form of a tokenizer.json."""
+    size: int
+    """Number of token ids of the model."""
+    eos_token_ids: list[int]
+
+
+class Checked(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A grammar, or why there is none."""
+
+    grammar: str = ""
+    error: str = ""
+
+
+def main() -> None:
+    channel = open_channel()
+    if (raw := receive(channel)) is None:
+        return
+    vocabulary = msgspec.msgpack.decode(raw, type=Vocabulary)
+    try:
+        tokenizer = LLTokenizer(
+            vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=vocabulary.eos_token_ids, slices=[]
+        )
+    except BaseException as error:  # its parser's errors, and panics of Rust
+        refused = Checked(error=f"are not possible with the tokenizer of this model: {_shortened(str(error))}")
+        while receive(channel) is not None:
+            send(channel, refused)
+        return
+    limit_memory(MAX_MEMORY_BYTES)
+    decoder = msgspec.msgpack.Decoder(StructuredOutputs)
+    while (raw := receive(channel)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # its signal ends the process
+        checked = check(decoder.decode(raw), tokenizer)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        send(channel, checked)
+
+
+def check(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> Checked:
+    """Return the grammar of what is wanted, or an error that names the place in a schema."""
+    if wanted.form == "structural_tag":
+        return Checked(error="structural_tag is not supported by this engine yet; leave it out")
+    grammar = _grammar(wanted)
+    error = _error(grammar, tokenizer)
+    if not error:
+        return Checked(grammar)
+    place = ""
+    if wanted.json is not None:
+        schema = json.loads(wanted.json)
+        shared = {name: schema[name] for name in ("$defs", "definitions") if type(schema) is dict and name in schema}
+        place = "at #" + "".join(f"/{each}" for each in _path(schema, shared, error, tokenizer)) + ": "
+    return Checked(error=f"{wanted.form}: {place}{_shortened(error)}")
+
+
+def _grammar(wanted: StructuredOutputs) -> str:
+    match wanted.form:
+        case "json":
+            return _of_schema(json.loads(wanted.json))
+        case "json_object":
+            return _of_schema({"type": "object"})
+        case "regex":
+            return LLMatcher.grammar_from_regex(wanted.regex or "")
+        case "choice":
+            choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice or [])
+            return LLMatcher.grammar_from_lark(f"start: {choices}")
+        case _:
+            return LLMatcher.grammar_from_lark(wanted.grammar or "")
+
+
+def _of_schema(schema: Any) -> str:
+    """Return the grammar of the JSON that satisfies a schema, without white space between its tokens."""
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(schema), overrides={"whitespace_flexible": False} if type(schema) is dict else None
+    )
+
+
+def _error(grammar: str, tokenizer: LLTokenizer) -> str:
+    """Return why the grammar cannot be used; "" if it can."""
+    matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(verbose_errors=False), log_level=0)
+    can_begin = any(matcher.compute_bitmask())  # may be too much work
+    error = matcher.get_error().removesuffix(_NO_DETAILS) if matcher.is_error() else ""
+    return _UNSATISFIABLE if error.startswith("NoExtension") or not (error or can_begin) else error
+
+
+def _path(schema: Any, shared: dict[str, Any], error: str, tokenizer: LLTokenizer) -> list[str]:
+    """Return the way to the innermost part of a schema that has this error."""
+    for path, part in _parts(schema):
+        whole = {**shared, **part} if type(part) is dict else part
+        if _error(_of_schema(whole), tokenizer) == error:
+            return path + _path(part, shared, error, tokenizer)
+    return []
+
+
+def _parts(schema: Any) -> Iterator[tuple[list[str], Any]]:
+    if type(schema) is not dict:
+        return
+    for name, value in schema.items():
+        if name in _IN_ONE and type(value) is dict:
+            yield [name], value
+        elif name in _BY_NAME and type(value) is dict:
+            yield from (([name, key], part) for key, part in value.items())
+        elif name in _IN_LIST and type(value) is list:
+            yield from (([name, str(index)], part) for index, part in enumerate(value))
+
+
+def _shortened(error: str) -> str:
+    return " ".join(error.split())[:_MAX_REASON_CHARS]
+
+
+if __name__ == "__main__":
+    main()

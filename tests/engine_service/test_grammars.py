@@ -1,0 +1,127 @@
+"""The process that checks structured outputs: what it accepts, what it says, and what a grammar may cost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from millrace.engine_service.grammars import Grammars
+from millrace.engine_service.text import Tokenizer
+from millrace.producer import InvalidRequest, StructuredOutputs
+from tests.e2e.engines import TINY
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    grammars = Grammars(Tokenizer(TINY), 512, [2])
+    yield grammars
+    grammars.close()
+
+
+def pid(grammars: Grammars) -> int:
+    assert grammars._process is not None
+    return grammars._process._process.pid
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+        {"json": True},
+        {"regex": '[a-z]+/\n"x"'},
+        {"choice": ['a"b\\', "\n", "é🌍"]},
+        {"grammar": 'start: start "a" | "b"'},
+        {"json_object": True},
+    ],
+)
+def test_each_form_has_a_grammar(grammars: Grammars, form: dict[str, Any]) -> None:
+    wanted = StructuredOutputs(**form)
+    assert not grammars.is_known(wanted)
+    grammar = grammars.grammar(wanted)
+    assert grammar
+    assert grammars.is_known(wanted)
+    assert grammars.grammar(StructuredOutputs(**form)) == grammar
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"json": {"type": "strin"}}, "json: at #: Invalid type: strin"),
+        (
+            {"json": {"properties": {"a": {"anyOf": [{"type": "null"}, {"items": {"pattern": "(?=a)"}}]}}}},
+            "json: at #/properties/a/anyOf/1/items: regex parse error",
+        ),
+        (
+            {"json": {"$defs": {"x": {"minimum": 5, "maximum": 3, "type": "integer"}}, "items": {"$ref": "#/$defs/x"}}},
+            "json: at #",
+        ),
+        ({"json": {"properties": {"a": {"unevaluatedItems": False}}}}, 'at #/properties/a: Unimplemented keys: ["un'),
+        ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "is unsatisfiable"),
+        ({"json": False}, "json: at #: Unsatisfiable schema: schema is false"),
+        ({"json": {"$ref": "#"}}, "json: at #: no text satisfies it"),
+        ({"json": {"$ref": "#/$defs/gone"}}, "does not exist"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"regex": "a(?!b)"}, "look-around"),
+        ({"grammar": "start: x"}, 'unknown name: "x"'),
+        ({"grammar": "start: start"}, "no text satisfies it"),
+        ({"grammar": "start: ("}, "grammar: "),
+        ({"structural_tag": {"triggers": ["<"], "structures": [{"begin": "<", "schema": {}, "end": ">"}]}}, "yet"),
+    ],
+)
+def test_what_cannot_be_used_is_an_error_with_its_place(grammars: Grammars, form: dict[str, Any], message: str) -> None:
+    wanted = StructuredOutputs(**form)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest) as error:
+            grammars.grammar(wanted)
+        assert error.value.field == "structured_outputs"
+        assert message in error.value.message
+        assert len(str(error.value)) < 500
+        assert str(error.value).isprintable()
+
+
+BOMBS: dict[str, dict[str, Any]] = {
+    "many patterns": {"json": {"properties": {f"k{i}": {"pattern": f"^(a|b{i}){{1,200}}$"} for i in range(6000)}}},
+    "nested counts": {"regex": "(((a{1,500}b){1,500}c){1,500}d){1,500}"},
+    "many choices": {"choice": [f"{i}{'x' * 20}" for i in range(10_000)]},
+    "deep groups": {"regex": "(" * 20_000 + "a" + ")" * 20_000},
+    "ambiguous": {"grammar": "start: a a a a a a\na: b b b b | \nb: c c c c |\nc: start | /x*/ | /x+/ | /(xx)*/"},
+    "wide": {"grammar": "start: " + " | ".join(f'"{i}" start' for i in range(8000))},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_grammar_that_takes_too_much_is_refused_and_others_go_on(grammars: Grammars, name: str) -> None:
+    """Some of them are cheap after all. What counts is that there is an answer."""
+    with contextlib.suppress(InvalidRequest):
+        grammars.grammar(StructuredOutputs(**BOMBS[name]))
+    assert grammars.grammar(StructuredOutputs(regex=f"good{name}"))
+
+
+def test_a_process_that_is_killed_is_replaced(grammars: Grammars) -> None:
+    grammars.grammar(StructuredOutputs(regex="before"))
+    before = pid(grammars)
+    os.kill(before, signal.SIGKILL)
+    os.waitpid(before, 0)
+    assert grammars.grammar(StructuredOutputs(regex="after"))
+    assert pid(grammars) != before
+
+
+def test_a_tokenizer_without_bytes_is_refused(tmp_path: Any) -> None:
+    raw: Any = RawTokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    raw.decoder = decoders.WordPiece()
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    tokenizer_class(tokenizer_object=raw).save_pretrained(tmp_path)
+    grammars = Grammars(Tokenizer(tmp_path), 3, [0])
+    try:
+        with pytest.raises(InvalidRequest, match="not possible with the tokenizer of this model"):
+            grammars.grammar(StructuredOutputs(regex="a"))
+    finally:
+        grammars.close()

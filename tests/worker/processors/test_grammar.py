@@ -1,0 +1,174 @@
+"""Masks of grammars: with real tokenizers, greedy and random, beside free rows, and from any token on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from millrace.executor.wire.messages import NO_TOKEN, NewSequence, RowSampling, SeqId
+from millrace.worker.grammars import Grammars, load_tokenizer
+from millrace.worker.sampler import sample
+from millrace.worker.sampling_rows import SamplingRows, SamplingTable
+
+EOS = 0
+REGEX = '\\{"(é|🌍|b)[a-c"]{2,9}": [0-9]{1,5}\\}'
+TEXTS = ['{"é🌍 ab": [1, 23]}', "in the town of Nîmes", '"c": null'] * 20
+GRAMMAR = LLMatcher.grammar_from_regex(REGEX)
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False),
+    )
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As those of sentencepiece: "▁" is a space, and characters without a token are bytes."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    ascii_texts = [text.encode("ascii", "ignore").decode() for text in TEXTS]
+    tokenizer.train_from_iterator(
+        ascii_texts, trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False)
+    )
+    for byte in range(256):  # they are plain tokens in the vocabularies of sentencepiece
+        assert tokenizer.token_to_id(f"<0x{byte:02X}>") == byte + 1
+    return tokenizer
+
+
+@pytest.fixture(params=[byte_level, byte_fallback], scope="module")
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=request.param(), eos_token="</s>").save_pretrained(path)
+    return path
+
+
+class Batch:
+    """Sequences that sample from random logits."""
+
+    def __init__(self, path: Path, seed: int) -> None:
+        self.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        self.vocab_size = self.tokenizer.get_vocab_size() + 5  # a model's may be larger
+        grammars = Grammars(lambda: load_tokenizer(str(path), self.vocab_size, [EOS, 10**6]), 1)
+        self.table = SamplingTable(8, torch.device("cpu"), grammars)
+        self.outputs: dict[int, list[int]] = {}
+        self.seed = seed
+
+    def add(self, slot: int, grammar: str, temperature: float, output: list[int]) -> None:
+        sampling = RowSampling(temperature, 0, 1.0, 0.0, slot, 0, 0, [], grammar=grammar)
+        self.outputs[slot] = list(output)
+        self.table.add(slot, NewSequence(SeqId(slot), [1, 2, *output], 2, sampling))
+
+    def step(self, slots: list[int]) -> SamplingRows:
+        positions = torch.tensor([len(self.outputs[slot]) for slot in slots])
+        rows = self.table.rows(torch.tensor(slots), positions)
+        token_ids = sample(torch.stack([self.logits(slot) for slot in slots]), rows)
+        if rows.processors is not None:
+            rows.processors.record(token_ids)
+        for slot, token_id in zip(slots, token_ids.tolist(), strict=True):
+            self.outputs[slot].append(token_id)
+        return rows
+
+    def logits(self, slot: int) -> torch.Tensor:
+        source = torch.Generator().manual_seed(1000 * self.seed + 100 * slot + len(self.outputs[slot]))
+        return torch.randn(self.vocab_size, generator=source)
+
+    def run(self, slots: list[int], num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step(slots)
+
+    def text(self, slot: int) -> str:
+        output = self.outputs[slot]
+        return self.tokenizer.decode(output[: output.index(EOS)], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_each_output_follows_its_grammar_to_the_end(path: Path, temperature: float) -> None:
+    batch = Batch(path, seed=1)
+    for slot in range(6):
+        batch.add(slot, GRAMMAR if slot % 3 else "", temperature, [])
+    batch.run(list(range(6)), 60)
+    for slot in (1, 2, 4, 5):
+        assert re.fullmatch(REGEX, batch.text(slot)), batch.text(slot)
+        end = batch.outputs[slot].index(EOS)
+        assert set(batch.outputs[slot][end:]) == {EOS}  # the rows of steps in flight are computed, too
+    for slot in (0, 3):
+        assert len(set(batch.outputs[slot])) > 20  # free
+
+
+def test_an_output_goes_on_from_any_token(path: Path) -> None:
+    """After a preemption, and with rows that come, go and pause."""
+    whole = Batch(path, seed=2)
+    whole.add(0, GRAMMAR, 1.0, [])
+    whole.run([0], 60)
+    length = whole.outputs[0].index(EOS)
+    for num_known in range(length + 1):
+        resumed = Batch(path, seed=2)
+        resumed.add(0, GRAMMAR, 1.0, whole.outputs[0][:num_known])
+        resumed.run([0], length + 1 - num_known)
+        assert resumed.outputs[0] == whole.outputs[0][: length + 1]
+    mixed = Batch(path, seed=3)
+    for slot in range(4):
+        mixed.add(slot, GRAMMAR, 2.0, [])
+    for slots in [[0, 1], [1], [0, 1, 2], [2, 0], [3], [3, 1, 0]] * 20:
+        mixed.step(slots)
+    for slot in range(4):
+        mixed.run([slot], 60)
+        assert re.fullmatch(REGEX, mixed.text(slot))
+
+
+def test_a_row_without_an_allowed_token_fails_alone_with_the_reason(path: Path) -> None:
+    batch = Batch(path, seed=4)
+    batch.add(0, GRAMMAR, 1.0, [EOS])  # as after a change of the tokenizer
+    batch.add(1, GRAMMAR, 1.0, [])
+    rows = batch.step([0, 1])
+    assert rows.processors is not None
+    assert batch.outputs[0] == [EOS, NO_TOKEN]
+    assert "doesn't satisfy the grammar" in (rows.processors.failure(0) or "")
+    assert rows.processors.failure(1) is None
+    batch.run([0, 1], 60)
+    assert re.fullmatch(REGEX, batch.text(1))
+
+
+def test_batches_without_a_grammar_load_no_tokenizer() -> None:
+    def load() -> LLTokenizer:
+        raise AssertionError("it is loaded")
+
+    grammars = Grammars(load, 1)
+    table = SamplingTable(2, torch.device("cpu"), grammars)
+    table.add(0, NewSequence(SeqId(0), [1], 1, RowSampling(1.0, 0, 1.0, 0.0, 0, 0, 0, [])))
+    assert table.rows(torch.tensor([0]), torch.tensor([0])).processors is None
+    assert not grammars._compiling._threads
+
+
+def test_a_grammar_is_compiled_once(path: Path) -> None:
+    grammars = Grammars(lambda: load_tokenizer(str(path), 400, [EOS]), 1)
+    for _ in range(3):
+        grammars.begin(GRAMMAR, [])
+    state = grammars.begin(GRAMMAR, [])
+    masks: Future[torch.Tensor] = grammars.masks([], [state])
+    assert masks.result().any()
+    assert list(grammars._compiled) == [GRAMMAR]
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield

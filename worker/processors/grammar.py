@@ -1,0 +1,73 @@
+"""Masks of grammars.
+
+The mask of a row needs the token that the step before has sampled. It is computed in a thread, from the token on, while the
+device computes the forward pass; the step waits for it where the logits are there.
+
+Shapes: M rows that yield a token, N of them with a grammar, V token ids, B bytes of a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from millrace.executor.wire.messages import NewSequence
+from millrace.worker.grammars import Grammars, GrammarState
+from millrace.worker.processors.interface import LogitsProcessor, ProcessedRows
+
+_ROWS_AT_ONCE = 64
+"""Bounds the memory for the masks with a byte for each id."""
+
+
+class GrammarMask(LogitsProcessor[GrammarState]):
+    """Excludes the ids with which no text of the grammar goes on, and those that end the text before it is complete."""
+
+    def __init__(self, device: torch.device, grammars: Grammars | None = None) -> None:
+        super().__init__(device)
+        self._grammars = grammars
+        self._sampled: list[tuple[list[GrammarState], Callable[[], list[int]]]] = []
+        """Tokens that the states do not have yet."""
+        self._masks: Future[Tensor] | None = None
+        self._bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=device)
+
+    def begin(self, slot: int, new: NewSequence) -> GrammarState | None:
+        if not new.sampling.grammar:
+            return None
+        assert self._grammars is not None, "a rank without grammars"
+        return self._grammars.begin(new.sampling.grammar, new.token_ids[new.num_prompt_tokens :])
+
+    def prepare(self, rows: ProcessedRows[GrammarState]) -> None:
+        assert self._grammars is not None
+        sampled, self._sampled = self._sampled, []
+        self._masks = self._grammars.masks(sampled, rows.states)
+
+    def apply(self, logits: Tensor, rows: ProcessedRows[GrammarState]) -> None:
+        assert self._masks is not None
+        masks = self._masks.result().to(self.device, non_blocking=True)
+        for indices, part in zip(rows.indices.split(_ROWS_AT_ONCE), masks.split(_ROWS_AT_ONCE), strict=True):
+            is_excluded = ((part.unsqueeze(2) & self._bits) == 0).flatten(1)[:, : logits.shape[1]]
+            logits[indices] = logits[indices].masked_fill_(is_excluded, float("-inf"))
+
+    def record(self, rows: ProcessedRows[GrammarState], token_ids: Tensor) -> None:
+        self._sampled.append((rows.states, _when_on_host(token_ids)))
+
+    def failure(self, state: GrammarState) -> str | None:
+        return state.failure
+
+
+def _when_on_host(token_ids: Tensor) -> Callable[[], list[int]]:
+    """Start the copy to the host. Return a function that waits for it and returns the ids."""
+    if not token_ids.is_cuda:
+        return token_ids.tolist
+    copied = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True).copy_(token_ids, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def ids() -> list[int]:
+        event.synchronize()
+        return copied.tolist()
+
+    return ids
