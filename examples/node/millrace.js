@@ -159,12 +159,13 @@ export class Millrace {
     }
   }
 
-  /** The text of a script with the modules that it includes in front of it, each once and before its users. */
+  /** The text of a script with the modules in place of the lines that include them, each once; an indented line's in its block. */
   #source(name, seen = new Set()) {
     const text = readFileSync(`${this.#lua}/${name}.lua`, "utf8");
-    const included = /^-- include: (.+)$/m.exec(text)?.[1].split(" ") ?? [];
-    const modules = included.map((module) => (seen.has(module) ? "" : this.#source(`lib/${module}`, seen.add(module))));
-    return modules.join("") + text;
+    return text.replace(/^( *)-- include: (.+)\n/gm, (_, indent, modules) => {
+      const known = indent ? new Set(seen) : seen;
+      return modules.split(" ").map((one) => (known.has(one) ? "" : this.#source(`lib/${one}`, known.add(one)))).join("");
+    });
   }
 }
 
