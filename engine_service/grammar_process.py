@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from millrace.engine_service.chat.grammars import structural_tag_grammar
 from millrace.engine_service.child_process import limit_memory, open_channel, receive, send
 from millrace.producer.structured import StructuredOutputs
 
@@ -72,9 +73,7 @@ def main() -> None:
 
 def check(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> Checked:
     """Return the grammar of what is wanted, or an error that names the place in a schema."""
-    if wanted.form == "structural_tag":
-        return Checked(error="structural_tag is not supported by this engine yet; leave it out")
-    grammar = _grammar(wanted)
+    grammar = _grammar(wanted, tokenizer)
     error = _error(grammar, tokenizer)
     if not error:
         return Checked(grammar)
@@ -86,7 +85,7 @@ def check(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> Checked:
     return Checked(error=f"{wanted.form}: {place}{_shortened(error)}")
 
 
-def _grammar(wanted: StructuredOutputs) -> str:
+def _grammar(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> str:
     match wanted.form:
         case "json":
             return _of_schema(json.loads(wanted.json))
@@ -97,8 +96,16 @@ def _grammar(wanted: StructuredOutputs) -> str:
         case "choice":
             choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice or [])
             return LLMatcher.grammar_from_lark(f"start: {choices}")
+        case "structural_tag":
+            lark = structural_tag_grammar(wanted.structural_tag, lambda text: _special_id(text, tokenizer))
+            return LLMatcher.grammar_from_lark(lark)
         case _:
             return LLMatcher.grammar_from_lark(wanted.grammar or "")
+
+
+def _special_id(text: str, tokenizer: LLTokenizer) -> int | None:
+    token_ids = tokenizer.tokenize_str(text, parse_special=True)
+    return token_ids[0] if len(token_ids) == 1 and tokenizer.is_special_token(token_ids[0]) else None
 
 
 def _of_schema(schema: Any) -> str:

@@ -189,6 +189,7 @@ class LLM:
             with number_in_errors(number):
                 requests.append(make_request(prompt))
                 token_ids = admission.prompt_token_ids(requests[-1], params.truncate_prompt_tokens)
+                params = admission.with_form(params, requests[-1], token_ids)
                 drawn_seed = self._seeds.getrandbits(64)
                 salt = requests[-1].cache_salt
                 candidates.append(admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))

@@ -13,7 +13,6 @@ MAX_TEMPLATE_KWARGS_BYTES = 16 * 1024
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Variables of every chat template that have a field of their own."""
-_STRUCTURED = "needs structured output, which is not supported yet"
 
 
 def chat(value: Any) -> str | None:
@@ -86,17 +85,20 @@ def tools(value: Any) -> str | None:
             return f"item {i}: name {wrong}"
         if type(function.get("parameters")) not in (dict, type(None)):
             return f"item {i}: parameters must be an object, got {shown(function['parameters'])}"
-        if function.get("strict"):
-            return f"item {i}: strict {_STRUCTURED}; leave it out"
+        if type(function.get("strict")) not in (bool, type(None)):
+            return f"item {i}: strict must be true or false, got {shown(function['strict'])}"
     return None
 
 
 def tool_choice(value: Any) -> str | None:
-    if type(value) is str and value in ("auto", "none"):
+    if type(value) is str and value in ("auto", "none", "required"):
         return None
-    if type(value) is dict or (type(value) is str and value == "required"):
-        return f"{shown(value)} {_STRUCTURED}; use auto or none"
-    return f"must be auto or none, got {shown(value)}"
+    if type(value) is dict and value.keys() == {"type", "function"} and value["type"] == "function":
+        function = value["function"]
+        if type(function) is dict and function.keys() == {"name"} and type(function["name"]) is str:
+            return None
+    named = '{"type": "function", "function": {"name": ...}}'
+    return f"must be auto, none, required or {named}, got {shown(value)}"
 
 
 def template_kwargs(value: Any) -> str | None:

@@ -62,7 +62,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     tools: list[dict[str, Any]] | None = None
     """The functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name": ...}}."""
     tool_choice: str | dict[str, Any] = "auto"
-    """"auto": the model may call `tools`. "none": the prompt has them, and calls stay text."""
+    """"auto": the model may call `tools`. "none": the prompt has them, and calls stay text. "required": it calls at least
+    one. {"type": "function", "function": {"name": ...}}: it calls this one. Arguments of the last two fit the schemas."""
     parallel_tool_calls: bool = True
     """False: only the first tool call of an output counts."""
     add_generation_prompt: bool = True
@@ -127,9 +128,20 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         for name in ("tools", "chat_template_kwargs"):
             if not getattr(self, name):
                 msgspec.structs.force_setattr(self, name, None)  # an empty one means the same
+        self._check_tool_choice()
         if self.tools is None:  # without tools these mean nothing
             msgspec.structs.force_setattr(self, "tool_choice", "auto")
             msgspec.structs.force_setattr(self, "parallel_tool_calls", True)
+
+    def _check_tool_choice(self) -> None:
+        if self.tool_choice in ("auto", "none"):
+            return
+        if self.sampling.structured_outputs is not None:
+            raise InvalidRequest("tool_choice", "cannot be combined with structured_outputs; use auto or none")
+        names = [tool["function"]["name"] for tool in self.tools or []]
+        wanted = self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
+        if wanted not in names if wanted is not None else not names:
+            raise InvalidRequest("tool_choice", f"{shown(self.tool_choice)} names no tool of `tools`; use auto or none")
 
     def _check_continuation(self, last_message: dict[str, Any]) -> None:
         name = "continue_final_message"

@@ -22,9 +22,9 @@ THINKING_MARKS = {
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral")
 REASONING_PARSERS = ("auto", "none", *THINKING_MARKS)
 
-_HERMES, _HERMES_END = "<tool_call>", "</tool_call>"
+HERMES, HERMES_END = "<tool_call>", "</tool_call>"
 _LLAMA = "<|python_tag|>"
-_MISTRAL, _MISTRAL_ARGS, _MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MISTRAL, MISTRAL_ARGS, _MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _MAX_BROKEN_CALLS = 8
 """After so many calls that cannot be read the rest is content. Each attempt may read the whole text."""
 
@@ -52,12 +52,14 @@ class OutputFormat(NamedTuple):
 
     tool_calls: str | None = None
     reasoning: str | None = None
+    has_args_mark: bool = False
+    """Of the family mistral: whether calls are [TOOL_CALLS]name[ARGS]{...}."""
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks. A tokenizer may have them as special tokens, which a text leaves out."""
-        families = {"hermes": (_HERMES, _HERMES_END), "llama3_json": (_LLAMA,)}
-        families["mistral"] = (_MISTRAL, _MISTRAL_ARGS, _MISTRAL_ID)
+        families = {"hermes": (HERMES, HERMES_END), "llama3_json": (_LLAMA,)}
+        families["mistral"] = (MISTRAL, MISTRAL_ARGS, _MISTRAL_ID)
         return families.get(self.tool_calls or "", ()) + THINKING_MARKS.get(self.reasoning or "", ())
 
     def begins_in_reasoning(self, prompt: str) -> bool:
@@ -86,12 +88,13 @@ def output_format(template: ChatTemplate, tool_calls: str = "auto", reasoning: s
     source = "".join(template.sources.values())
     if tool_calls == "auto":
         has_headers = "<|start_header_id|>" in source and "tool_calls" in source
-        families = {"hermes": _HERMES in source, "mistral": _MISTRAL in source}
+        families = {"hermes": HERMES in source, "mistral": MISTRAL in source}
         families["llama3_json"] = _LLAMA in source or has_headers
         tool_calls = next((name for name, is_family in families.items() if is_family), "none")
     if reasoning == "auto":
         reasoning = next((name for name, (_, end) in THINKING_MARKS.items() if end in source), "none")
-    return OutputFormat(*(None if name == "none" else name for name in (tool_calls, reasoning)))
+    calls, thinking = (None if name == "none" else name for name in (tool_calls, reasoning))
+    return OutputFormat(calls, thinking, has_args_mark=MISTRAL_ARGS in source)
 
 
 def _split_reasoning(text: str, begin: str, end: str, begins_inside: bool) -> tuple[str | None, str]:
@@ -107,17 +110,17 @@ def _split_reasoning(text: str, begin: str, end: str, begins_inside: bool) -> tu
 def _split_hermes(text: str) -> tuple[list[ToolCall], str]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of times, with text around."""
     calls, content, kept, at, num_broken = list[ToolCall](), "", 0, 0, 0
-    while num_broken < _MAX_BROKEN_CALLS and (start := text.find(_HERMES, at)) >= 0:
-        at = start + len(_HERMES)
+    while num_broken < _MAX_BROKEN_CALLS and (start := text.find(HERMES, at)) >= 0:
+        at = start + len(HERMES)
         value, end = _json_at(text, at)
         end = _skip(_SPACE, text, end)
         call = _call_in(value)
-        if call is None or not (end == len(text) or text.startswith(_HERMES_END, end)):
+        if call is None or not (end == len(text) or text.startswith(HERMES_END, end)):
             num_broken += 1
             continue
         calls.append(call)
         content += text[kept:start]
-        kept = at = min(len(text), end + len(_HERMES_END))
+        kept = at = min(len(text), end + len(HERMES_END))
     return calls, content + text[kept:]
 
 
@@ -138,7 +141,7 @@ def _split_llama(text: str) -> tuple[list[ToolCall], str]:
 
 def _split_mistral(text: str) -> tuple[list[ToolCall], str]:
     """[TOOL_CALLS] and a list of {"name": ..., "arguments": {...}}; newer models: [TOOL_CALLS]name[ARGS]{...}, repeated."""
-    content, mark, rest = text.partition(_MISTRAL)
+    content, mark, rest = text.partition(MISTRAL)
     if not mark:
         return [], text
     value, end = _json_at(rest, 0)
@@ -153,9 +156,9 @@ def _split_mistral(text: str) -> tuple[list[ToolCall], str]:
             break
         calls.append(call)
         at = _skip(_SPACE, rest, end)
-        if not rest.startswith(_MISTRAL, at):
+        if not rest.startswith(MISTRAL, at):
             break
-        at += len(_MISTRAL)
+        at += len(MISTRAL)
     return (calls, content + rest[at:]) if calls else ([], text)
 
 

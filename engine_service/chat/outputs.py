@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+from millrace.engine_service.chat.grammars import chat_form, must_constrain_tools
 from millrace.engine_service.chat.output_format import OutputFormat, Parts
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.text import Tokenizer
-from millrace.producer import GenerationRequest
+from millrace.producer import GenerationRequest, StructuredOutputs
 from millrace.results.messages import ChatOutput, FunctionCall, ToolCall
 
 _NUM_TAIL_TOKENS = 16
@@ -20,19 +21,31 @@ class ChatOutputs:
     def __init__(self, form: OutputFormat, tokenizer: Tokenizer) -> None:
         self._form = form
         self._tokenizer = tokenizer
-        self._special_marks = tokenizer.special_ids_of(form.marks)
+        self._special_ids = {mark: ids for mark in form.marks for ids in tokenizer.special_ids_of((mark,))}
 
     def reader(self, request: GenerationRequest, prompt_token_ids: list[int]) -> ChatReader | None:
         """Return the reader for the outputs of a request; None where the text is all there is."""
         has_tools = request.tools is not None and request.tool_choice != "none" and self._form.tool_calls is not None
         if request.messages is None or not request.sampling.detokenize or not (has_tools or self._form.reasoning):
             return None
-        if request.continue_final_message:
+        begins = self._begins_in_reasoning(request, prompt_token_ids)
+        special_marks = frozenset(self._special_ids.values())
+        return ChatReader(self._form, special_marks, begins, has_tools, request.parallel_tool_calls)
+
+    def form(self, request: GenerationRequest, prompt_token_ids: list[int]) -> StructuredOutputs | None:
+        """Return the form of the outputs of a request; None for free text. Raises InvalidRequest."""
+        wanted = request.sampling.structured_outputs
+        if request.messages is None or (wanted is None and not must_constrain_tools(request)):
+            return wanted
+        begins = self._begins_in_reasoning(request, prompt_token_ids)
+        return chat_form(request, self._form, self._special_ids.get, begins_in_reasoning=begins)
+
+    def _begins_in_reasoning(self, request: GenerationRequest, prompt_token_ids: list[int]) -> bool:
+        if request.continue_final_message and request.messages:
             prompt = str(request.messages[-1]["content"])
         else:
             prompt = self._tokenizer.decode(prompt_token_ids[-_NUM_TAIL_TOKENS:], skip_special_tokens=False)
-        begins = self._form.begins_in_reasoning(prompt)
-        return ChatReader(self._form, self._special_marks, begins, has_tools, request.parallel_tool_calls)
+        return self._form.begins_in_reasoning(prompt)
 
 
 class ChatReader:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 
 import msgspec
 
+from millrace.engine_service.chat.grammars import must_constrain_tools
 from millrace.engine_service.chat.outputs import ChatOutputs, ChatReader
 from millrace.engine_service.chat.renderer import NotQuick, Renderer
 from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError
@@ -85,6 +86,36 @@ class Admission:
     def chat_reader(self, request: GenerationRequest, prompt_token_ids: list[int]) -> ChatReader | None:
         """Return what reads the outputs of a chat; None for plain text."""
         return None if self._chat_outputs is None else self._chat_outputs.reader(request, prompt_token_ids)
+
+    def with_form(
+        self,
+        sampling: SamplingParams,
+        request: GenerationRequest,
+        prompt_token_ids: list[int],
+        *,
+        is_quick: bool = False,
+    ) -> SamplingParams:
+        """Return the sampling parameters with the form of the output that a chat's tools and reasoning need.
+
+        Raises `InvalidRequest` for tools that this model cannot be held to. `is_quick`: as in `admit`.
+        """
+        has_calls = must_constrain_tools(request)
+        if self._chat_outputs is None:
+            if has_calls:
+                raise InvalidRequest("tools", "strict tools and a required call need a queue and `millrace serve`")
+            return sampling
+        form = self._chat_outputs.form(request, prompt_token_ids)
+        if form is sampling.structured_outputs:
+            return sampling
+        self._grammar(sampling, is_quick)  # an error names the place in the caller's own form
+        changed = msgspec.structs.replace(sampling, structured_outputs=form)
+        try:
+            self._grammar(changed, is_quick)
+        except InvalidRequest as error:
+            if not has_calls or error.field != "structured_outputs":
+                raise
+            raise InvalidRequest("tools", error.message) from error
+        return changed
 
     def admit(
         self,

@@ -226,9 +226,10 @@ class Intake:
         counts = [len(checkpoint.token_ids) for checkpoint in claimed.checkpoints]
         if request.sampling.logprobs is not None and list(map(len, claimed.logprobs or [[]] * n)) != counts:
             raise InvalidRequest("logprobs", "are missing in the job's checkpoint; submit the job again under a new id")
+        sampling = self._admission.with_form(request.sampling, request, prompt_token_ids, is_quick=is_quick)
         generations = self._admission.admit(
             prompt_token_ids,
-            request.sampling,
+            sampling,
             drawn_seed=claimed.seed,
             outputs=[checkpoint.token_ids for checkpoint in claimed.checkpoints],
             logprobs=claimed.logprobs,

@@ -202,7 +202,7 @@ def test_a_file_of_chats_is_answered_in_the_form_that_openais_own_types_read(
         "none": {"messages": chat_of(call), "tools": TOOLS, "tool_choice": "none"},
         "cut": {"messages": chat_of(call), "tools": TOOLS, "max_tokens": 5},
         "opened": {"messages": chat_of("Hm</think>7"), "chat_template_kwargs": {"opens_reasoning": True}},
-        "required": {"messages": chat_of("7"), "tools": TOOLS, "tool_choice": "required"},
+        "any": {"messages": chat_of("7"), "tools": TOOLS, "tool_choice": "any"},
     }
     line = {"method": "POST", "url": "/v1/chat/completions"}
     (tmp_path / "in.jsonl").write_text(
@@ -219,8 +219,8 @@ def test_a_file_of_chats_is_answered_in_the_form_that_openais_own_types_read(
     assert ran.returncode == 1, ran.stderr
     output = (tmp_path / "out.jsonl").read_text()
     answers = {(one := json.loads(each))["custom_id"]: one["response"] for each in output.splitlines()}
-    assert answers["required"]["status_code"] == 400
-    assert answers.pop("required")["body"]["error"]["param"] == "tool_choice"
+    assert answers["any"]["status_code"] == 400
+    assert answers.pop("any")["body"]["error"]["param"] == "tool_choice"
     found = {name: ChatCompletion.model_validate(answer["body"], strict=True) for name, answer in answers.items()}
     summary = {
         name: [

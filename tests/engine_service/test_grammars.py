@@ -73,7 +73,15 @@ def test_each_form_has_a_grammar(grammars: Grammars, form: dict[str, Any]) -> No
         ({"grammar": "start: x"}, 'unknown name: "x"'),
         ({"grammar": "start: start"}, "no text satisfies it"),
         ({"grammar": "start: ("}, "grammar: "),
-        ({"structural_tag": {"triggers": ["<"], "structures": [{"begin": "<", "schema": {}, "end": ">"}]}}, "yet"),
+        (
+            {
+                "structural_tag": {
+                    "triggers": ["<"],
+                    "structures": [{"begin": "<", "schema": {"type": "strin"}, "end": ""}],
+                }
+            },
+            "failed to compile JSON schema: Invalid type: strin",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_an_error_with_its_place(grammars: Grammars, form: dict[str, Any], message: str) -> None:

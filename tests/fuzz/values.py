@@ -15,6 +15,7 @@ FIELDS = (
     *("logprobs", "prompt_logprobs"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
     *("thinking_token_budget", "truncate_prompt_tokens", "include_stop_str_in_output", "spaces_between_special_tokens"),
+    *("structured_outputs", "response_format"),
 )
 
 ODD_CHARACTERS = "\x00\n\r\t\x1b[31m\x7f\x85\u2028\u2029\u202e\ufeff\U0001f600\u00e9'\"\\`{}$"

@@ -74,12 +74,18 @@ def test_a_wrong_message_is_refused_with_its_number(message: dict[str, Any], wor
         ("tools", [{"type": "web_search", "function": {"name": "a"}}], "item 0 must be"),
         ("tools", [{"type": "function", "function": {"name": 1}}], "item 0: name must be a string"),
         ("tools", [{"type": "function", "function": {"name": "a", "parameters": 1}}], "item 0: parameters must be"),
-        ("tools", [{"type": "function", "function": {"name": "a", "strict": True}}], "item 0: strict needs structured"),
+        (
+            "tools",
+            [{"type": "function", "function": {"name": "a", "strict": 1}}],
+            "item 0: strict must be true or false",
+        ),
         ("tools", [{"type": "function", "function": {"name": "a", "x": float("nan")}}], "has what JSON cannot hold"),
-        ("tool_choice", "required", "'required' needs structured output, which is not supported yet; use auto or none"),
-        ("tool_choice", {"type": "function", "function": {"name": "a"}}, ".* needs structured output"),
-        ("tool_choice", "any", "must be auto or none, got 'any'"),
-        ("tool_choice", None, "must be auto or none, got None"),
+        ("tool_choice", "required", "'required' names no tool of `tools`; use auto or none"),
+        ("tool_choice", {"type": "function", "function": {"name": "a"}}, ".* names no tool of `tools`"),
+        ("tool_choice", {"type": "function", "function": {"name": 5}}, "must be auto, none, required or"),
+        ("tool_choice", {"type": "function", "name": "a"}, "must be auto, none, required or"),
+        ("tool_choice", "any", "must be auto, none, required or .*, got 'any'"),
+        ("tool_choice", None, "must be auto, none, required or .*, got None"),
         ("parallel_tool_calls", 1, "must be true or false"),
         ("add_generation_prompt", "yes", "must be true or false"),
         ("continue_final_message", True, "cannot be combined with add_generation_prompt; set that one to false"),
@@ -95,6 +101,17 @@ def test_a_wrong_field_of_a_chat_is_refused_by_name(field: str, value: Any, word
     with pytest.raises(InvalidRequest, match=f"^{field}: {words}") as error:
         GenerationRequest(messages=[USER], **fields)
     assert len(str(error.value)) < 500
+
+
+def test_a_call_of_a_known_tool_can_be_required() -> None:
+    for choice in ("required", {"type": "function", "function": {"name": "get_weather"}}):
+        request = GenerationRequest(messages=[USER], tools=[WEATHER], tool_choice=choice)
+        assert parse_body(canonical_body(request)) == request
+    named, form = {"type": "function", "function": {"name": "other"}}, {"type": "json_object"}
+    with pytest.raises(InvalidRequest, match=r"^tool_choice: .*'other'.* names no tool of `tools`"):
+        GenerationRequest(messages=[USER], tools=[WEATHER], tool_choice=named)
+    with pytest.raises(InvalidRequest, match=r"^tool_choice: cannot be combined with structured_outputs"):
+        GenerationRequest(messages=[USER], tools=[WEATHER], tool_choice="required", response_format=form)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,16 @@ def test_a_chat_that_must_not_call_tools_has_them_in_its_prompt_as_with_vllm(tmp
     assert admission.prompt_token_ids(forbidden) == admission.prompt_token_ids(allowed)
 
 
+def test_tools_that_must_fit_are_refused_where_outputs_are_plain_text(admission: Admission) -> None:
+    strict = {"type": "function", "function": {"name": "f", "strict": True}}
+    for fields in ({"tools": [strict]}, {"tools": [WEATHER], "tool_choice": "required"}):
+        chat = GenerationRequest(messages=[{"role": "user", "content": "Hi"}], **fields)
+        with pytest.raises(InvalidRequest, match=r"^tools: strict tools and a required call need a queue"):
+            admission.with_form(chat.sampling, chat, [1])
+    plain = GenerationRequest(messages=[{"role": "user", "content": "Hi"}], tools=[WEATHER])
+    assert admission.with_form(plain.sampling, plain, [1]) is plain.sampling
+
+
 def test_a_truncation_to_more_than_the_context_is_refused(admission: Admission) -> None:
     with pytest.raises(InvalidRequest, match=r"^truncate_prompt_tokens: is 1000, but the context holds 999 prompt"):
         admission.prompt_token_ids(GenerationRequest(prompt="a"), 1000)

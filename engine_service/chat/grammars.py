@@ -1,0 +1,182 @@
+"""Grammars of chats: tool calls whose arguments fit their schemas, and forms of the output that follow free reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from millrace.engine_service.chat.output_format import (
+    HERMES,
+    HERMES_END,
+    MISTRAL,
+    MISTRAL_ARGS,
+    THINKING_MARKS,
+    OutputFormat,
+)
+from millrace.producer import GenerationRequest, InvalidRequest, StructuredOutputs
+
+_TEXT = "TEXT: /(.|\\n)*/"
+_ANY_OBJECT = '{"type": "object"}'
+_LINES = ("\n{", "}\n")
+_BARE_SLASH = re.compile(r"\\.|[/\n]", re.DOTALL)
+SpecialId = Callable[[str], int | None]
+"""Returns the token id of a mark that is a special token; None for other texts."""
+_SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?"}
+"""Of the arguments of calls, which templates write with or without spaces."""
+
+
+def must_constrain_tools(request: GenerationRequest) -> bool:
+    """Return whether the tool calls of the output have to fit the schemas of their tools."""
+    if request.tools is None or request.tool_choice == "none":
+        return False
+    return request.tool_choice != "auto" or any(tool["function"].get("strict") for tool in request.tools)
+
+
+def chat_form(
+    request: GenerationRequest,
+    output_format: OutputFormat,
+    special_id: SpecialId,
+    *,
+    begins_in_reasoning: bool,
+) -> StructuredOutputs | None:
+    """Return the form of a chat's output; None for free text.
+
+    Raises InvalidRequest for tools that cannot be constrained.
+    """
+    if must_constrain_tools(request):
+        rules = _Rules(special_id)
+        body = rules.tool_calls(request, output_format.tool_calls, has_args_mark=output_format.has_args_mark)
+        is_free = request.tool_choice == "auto"
+        try:
+            return rules.grammar(body, output_format.reasoning, begins_in_reasoning, may_reason=not is_free)
+        except InvalidRequest as error:
+            raise InvalidRequest("tools", error.message) from error
+    wanted = request.sampling.structured_outputs
+    if wanted is None or output_format.reasoning is None or wanted.form in ("grammar", "structural_tag"):
+        return wanted  # these two are the whole output
+    rules = _Rules(special_id)
+    return rules.grammar(rules.form(wanted), output_format.reasoning, begins_in_reasoning, may_reason=True)
+
+
+def structural_tag_grammar(tag: str, special_id: SpecialId) -> str:
+    """Return the grammar of `StructuredOutputs.structural_tag`."""
+    rules, given = _Rules(special_id), json.loads(tag)
+    bodies: dict[str, list[str]] = {}
+    for structure in given["structures"]:
+        begin = structure["begin"]
+        trigger = max(filter(begin.startswith, given["triggers"]), key=len)
+        parts = (_literal(begin[len(trigger) :]), rules.json(structure["schema"]), _literal(structure["end"]))
+        bodies.setdefault(trigger, []).append(" ".join(parts))
+    tags = " | ".join(f"{rules.until(trigger)} ({' | '.join(some)})" for trigger, some in bodies.items())
+    return rules.whole(f"({tags})* TEXT")
+
+
+class _Rules:
+    """Owns the rules of one grammar, in llguidance's variant of the Lark syntax."""
+
+    def __init__(self, special_id: SpecialId) -> None:
+        self._special_id = special_id
+        self._rules = [_TEXT]
+
+    def grammar(
+        self, body: str, reasoning: str | None, begins_in_reasoning: bool, *, may_reason: bool
+    ) -> StructuredOutputs:
+        """Return the grammar of `body`, after reasoning if the prompt opens it, or if the model may open it."""
+        if reasoning is not None and (begins_in_reasoning or may_reason):
+            begin, end = THINKING_MARKS[reasoning]
+            inside = f"{self.until(end)} /\\n{{0,4}}/"
+            body = f"{inside} ({body})" if begins_in_reasoning else f"({self.mark(begin)} {inside})? ({body})"
+        return StructuredOutputs(grammar=self.whole(body))
+
+    def whole(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def form(self, wanted: StructuredOutputs) -> str:
+        if wanted.regex is not None:
+            return f"/{_BARE_SLASH.sub(_escaped, wanted.regex)}/"
+        if wanted.choice is not None:
+            return " | ".join(map(_literal, wanted.choice))
+        return self.json(json.loads(wanted.json or _ANY_OBJECT))
+
+    def json(self, schema: dict[str, Any] | bool, **separators: str) -> str:
+        """Return the name of a rule for JSON of this schema, compact but for the separators."""
+        if isinstance(schema, bool):
+            schema = {} if schema else {"enum": []}
+        options = {**schema.get("x-guidance", {}), "whitespace_flexible": False, **separators}
+        return self._rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+
+    def tool_calls(self, request: GenerationRequest, family: str | None, *, has_args_mark: bool) -> str:
+        """Return the expression for one or more calls; of "auto" also for text without any."""
+        assert request.tools is not None
+        is_free = request.tool_choice == "auto"
+        functions = [tool["function"] for tool in request.tools]
+        if isinstance(request.tool_choice, dict):
+            name = request.tool_choice["function"]["name"]
+            functions = [function for function in functions if function["name"] == name]
+        arguments = {
+            function["name"]: self.json(_parameters(function, is_free), **_SEPARATORS) for function in functions
+        }
+        is_single = isinstance(request.tool_choice, dict) or not request.parallel_tool_calls
+
+        def several(call: str, separator: str) -> str:
+            if is_single:
+                return call
+            call = self._rule(call)
+            return f"{call} ({_literal(separator)} {call})*"
+
+        def objects(key: str, before: str = "{", after: str = "}") -> str:
+            heads = {name: f'{before}"name": {json.dumps(name)}, "{key}": ' for name in arguments}
+            calls = [f"{_literal(heads[name])} {rule} {_literal(after)}" for name, rule in arguments.items()]
+            return f"({' | '.join(calls)})"
+
+        if family == "hermes":
+            end = f"{objects('arguments', *_LINES)} {self.mark(HERMES_END)}"
+            if is_free:
+                return f"({self.until(HERMES)} {end})* TEXT"
+            return several(f"{self.mark(HERMES)} {end}", "\n")
+        if family == "llama3_json":
+            calls = several(objects("parameters"), "; ")
+            return f"{calls} | /([^{{](.|\\n)*)?/" if is_free else calls
+        if family == "mistral":
+            if has_args_mark:
+                named = [f"{_literal(name)} {self.mark(MISTRAL_ARGS)} {rule}" for name, rule in arguments.items()]
+                call = f"({' | '.join(named)})"
+                calls = call if is_single else f"{call} ({self.mark(MISTRAL)} {call})*"
+            else:
+                calls = f'"[" {several(objects("arguments"), ", ")} "]"'
+            return f"{self.until(MISTRAL)} {calls} | TEXT" if is_free else f"{self.mark(MISTRAL)} {calls}"
+        rule = "the engine knows no form of tool calls for its model; use auto, or start it with --tool-call-parser"
+        raise InvalidRequest("tools" if is_free else "tool_choice", rule)
+
+    def mark(self, text: str) -> str:
+        token_id = self._special_id(text)
+        return _literal(text) if token_id is None else f"<[{token_id}]>"
+
+    def until(self, text: str) -> str:
+        """Return the name of a rule: any text, up to and with the first of these marks."""
+        return self._rule(f"TEXT {self.mark(text)}", "[lazy]" if self._special_id(text) is None else "")
+
+    def _rule(self, body: str, option: str = "") -> str:
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{option}: {body}")
+        return name
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return {"/": "\\/", "\n": "\\n"}.get(found[0], found[0])
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _parameters(function: dict[str, Any], is_free: bool) -> dict[str, Any]:
+    """Return the schema of a function's arguments: an object. Raises InvalidRequest."""
+    schema = function.get("parameters") or {}
+    if is_free and not function.get("strict"):
+        schema = {}
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest("tools", f"the parameters of {function['name']} must have the type object")
+    return {**schema, "type": "object"}

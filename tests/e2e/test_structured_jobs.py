@@ -1,0 +1,107 @@
+"""Structured outputs of a service: every way to submit, tools and reasoning, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from jsonschema import validate
+
+from millrace import Client, Job
+from millrace.results.keys import QueueKeys
+from tests.e2e.conftest import SERVED_MODEL, Service, StartEngine
+from tests.e2e.engines import LIMIT_S
+from tests.engine_service.chat.models import TINY, model_with_template
+
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99}
+SCHEMA = {
+    "type": "object",
+    "properties": {"sum": NUMBER, "parts": {"type": "array", "items": NUMBER, "maxItems": 3}},
+    "required": ["sum", "parts"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "strict": True, "schema": SCHEMA}}
+ADD = {"name": "add", "parameters": {**SCHEMA, "properties": {"sum": NUMBER, "parts": {"const": []}}}}
+CHAT = [{"role": "user", "content": "What is 20 + 22?"}]
+
+
+def check(job: Job) -> None:
+    assert (job.state, job.finish_reason) == ("finished", "stop"), job
+    validate(job.parsed(), SCHEMA)
+
+
+def test_every_way_to_submit_takes_a_form(
+    shared_client: Client, service: Service, redis_url: str, redis_client: redis.Redis, tmp_path: Path
+) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    body: dict[str, Any] = {"prompt": "20 + 22 =", "max_tokens": 60}
+    ids = [
+        shared_client.submit(**body, structured_outputs={"json": SCHEMA}),
+        shared_client.submit(**body, response_format=FORMAT),
+        shared_client.submit(messages=CHAT, max_tokens=60, response_format=FORMAT),
+    ]
+    for name, form in (("a", {"structured_outputs": {"json": SCHEMA}}), ("b", {"response_format": FORMAT})):
+        entry = json.dumps({"id": f"inbox-{name}", **body, **form})
+        redis_client.xadd(QueueKeys(service.queue).inbox, {"job": entry})
+        ids.append(f"inbox-{name}")
+    line: dict[str, Any] = {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions"}
+    line["body"] = {"model": SERVED_MODEL, "messages": CHAT, "max_tokens": 60, "response_format": FORMAT}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    place = ("--redis", redis_url, "--queue", service.queue)
+    files = ("-i", f"{tmp_path}/in.jsonl", "-o", f"{tmp_path}/out.jsonl")
+    for command in (
+        ("submit", *place, "20 + 22 =", "--schema", f"{tmp_path}/schema.json", "--max-tokens", "60", "--wait"),
+        ("run-batch", *place, *files),
+    ):
+        ran = subprocess.run(
+            [sys.executable, "-m", "millrace", *command], capture_output=True, text=True, timeout=LIMIT_S
+        )
+        assert ran.returncode == 0, ran.stderr
+        if "--wait" in command:
+            validate(json.loads(ran.stdout), SCHEMA)
+    answer = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]["choices"][0]
+    validate(json.loads(answer["message"]["content"]), SCHEMA)
+    assert answer["finish_reason"] == "stop"
+    for job_id in ids:
+        check(shared_client.wait(job_id, LIMIT_S))
+
+
+@pytest.mark.parametrize("family", ["<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"])
+def test_required_calls_have_arguments_that_fit(
+    family: str, client: Client, start_engine: StartEngine, tmp_path: Path
+) -> None:
+    source = f"{{# {family} </think> #}}" + (TINY / "chat_template.jinja").read_text()
+    start_engine(model=model_with_template(tmp_path / "model", source))
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": ADD},
+        {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "maxProperties": 0}}},
+    ]
+    options: dict[str, Any] = {"messages": CHAT, "tools": tools, "parallel_tool_calls": False, "max_tokens": 200}
+    named = {"type": "function", "function": {"name": "add"}}
+    jobs = {
+        choice: client.submit(**options, tool_choice=named if choice == "named" else choice, n=4, seed=2)
+        for choice in ("named", "required")
+    }
+    for choice, job_id in jobs.items():
+        job = client.wait(job_id, LIMIT_S)
+        assert job.error is None
+        for output in job.outputs:
+            if output.finish_reason == "length":  # it has reasoned until then
+                assert output.text.startswith("<think>")
+                continue
+            (call,) = output.tool_calls
+            assert call.function.name == "add" or choice == "required"
+            if call.function.name == "add":
+                validate(json.loads(call.function.arguments), ADD["parameters"])
+    bad = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"uniqueItems": True}}}
+    error = client.wait(client.submit(**{**options, "tools": [bad]}), LIMIT_S).error
+    assert error is not None and error.field == "tools" and "uniqueItems" in error.message
+    form = {"json": {"type": "object", "properties": {"a": {"type": "objct"}}}}
+    error = client.wait(client.submit(messages=CHAT, structured_outputs=form), LIMIT_S).error
+    assert error is not None and error.field == "structured_outputs"
+    assert "#/properties/a: Invalid type: objct" in error.message

@@ -1,0 +1,217 @@
+"""Grammars of chats, as llguidance reads them: what they accept is what the parser of the family reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from millrace.engine_service.chat.grammars import chat_form, structural_tag_grammar
+from millrace.engine_service.chat.output_format import OutputFormat
+from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
+from tests.matchers import TOKENIZER, accepts, byte_tokenizer
+
+NUMBERS = {
+    "type": "object",
+    "properties": {"x": {"$ref": "#/$defs/n"}, "y": {"$ref": "#/$defs/n"}},
+    "required": ["x", "y"],
+    "additionalProperties": False,
+    "$defs": {"n": {"type": "integer"}},
+}
+ADD = {"type": "function", "function": {"name": "add", "parameters": NUMBERS}}
+GREET = {"type": "function", "function": {"name": 'gré"et'}}
+STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}  # type: ignore[dict-item]
+ONLY_ADD = {"type": "function", "function": {"name": "add"}}
+
+FAMILIES = {
+    "hermes": OutputFormat("hermes", "qwen3"),
+    "llama3_json": OutputFormat("llama3_json", "qwen3"),
+    "mistral": OutputFormat("mistral", "qwen3"),
+    "mistral with [ARGS]": OutputFormat("mistral", "qwen3", has_args_mark=True),
+}
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "<tool_call>", "</tool_call>"]
+SPECIAL_IDS = {mark: 257 + i for i, mark in enumerate(SPECIAL)}
+
+
+def no_special_id(text: str) -> None:
+    return None
+
+
+def call(family: str, name: str, arguments: str) -> str:
+    name_text = json.dumps(name)
+    return {
+        "hermes": f'<tool_call>\n{{"name": {name_text}, "arguments": {arguments}}}\n</tool_call>',
+        "llama3_json": f'{{"name": {name_text}, "parameters": {arguments}}}',
+        "mistral": f'[TOOL_CALLS][{{"name": {name_text}, "arguments": {arguments}}}]',
+        "mistral with [ARGS]": f"[TOOL_CALLS]{name}[ARGS]{arguments}",
+    }[family]
+
+
+def two_calls(family: str) -> str:
+    one = call(family, "add", FITTING)
+    joined = {"hermes": f"{one}\n{one}", "llama3_json": f"{one}; {one}", "mistral": f"{one[:-1]}, {one[12 + 1 :]}"}
+    return joined.get(family, one + one)
+
+
+FITTING, WRONG = '{"x": 1, "y": -2}', '{"x": 1, "y": "two"}'
+TOOLS: list[dict[str, Any]] = [ADD, GREET]
+
+
+class Output:
+    """What a chat's output may be, with marks that are text, or special tokens."""
+
+    def __init__(self, family: str, *, begins: bool = False, is_special: bool = False, **fields: Any) -> None:
+        request = GenerationRequest(messages=[{"role": "user", "content": "x"}], **fields)
+        special_id = SPECIAL_IDS.get if is_special else no_special_id
+        form = chat_form(request, FAMILIES[family], special_id, begins_in_reasoning=begins)
+        assert form is not None and form.grammar is not None
+        self.tokenizer: LLTokenizer = byte_tokenizer(SPECIAL) if is_special else TOKENIZER
+        self.matcher = LLMatcher(self.tokenizer, LLMatcher.grammar_from_lark(form.grammar), log_level=0)
+        assert not self.matcher.is_error(), self.matcher.get_error()
+        self.is_special = is_special
+
+    def accepts(self, text: str) -> bool:
+        if not self.is_special:
+            return accepts(self.matcher, text)
+        token_ids: list[int] = []
+        while text:
+            mark = next((mark for mark in SPECIAL if text.startswith(mark)), None)
+            token_ids += [SPECIAL_IDS[mark]] if mark else text[0].encode()
+            text = text[len(mark or " ") :]
+        copied = self.matcher.deep_copy()
+        return copied.try_consume_tokens(token_ids) == len(token_ids) and copied.is_accepting()
+
+
+both_marks = pytest.mark.parametrize("is_special", [False, True], ids=["text", "special"])
+
+
+@both_marks
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_required_call_is_one_that_the_parser_reads_with_arguments_that_fit(family: str, is_special: bool) -> None:
+    output = Output(family, tools=TOOLS, tool_choice="required", is_special=is_special)
+    fitting = call(family, "add", FITTING)
+    assert output.accepts(fitting)
+    assert [each.name for each in FAMILIES[family].split(fitting).tool_calls] == ["add"]
+    assert output.accepts(call(family, 'gré"et', '{"a": [1]}'))
+    assert not output.accepts(call(family, "add", WRONG))
+    assert not output.accepts(call(family, "other", "{}"))
+    assert not output.accepts("Hello") and not output.accepts("")
+    assert output.accepts(two_calls(family))
+    assert [each.name for each in FAMILIES[family].split(two_calls(family)).tool_calls] == ["add", "add"]
+    assert not Output(family, tools=TOOLS, tool_choice="required", parallel_tool_calls=False).accepts(two_calls(family))
+
+
+@both_marks
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_named_function_is_called_once(family: str, is_special: bool) -> None:
+    output = Output(family, tools=TOOLS, tool_choice=ONLY_ADD, is_special=is_special)
+    assert output.accepts(call(family, "add", FITTING))
+    assert not output.accepts(call(family, 'gré"et', "{}"))
+    assert not output.accepts(two_calls(family))
+
+
+@both_marks
+@pytest.mark.parametrize("family", FAMILIES)
+def test_strict_arguments_fit_and_other_text_is_free(family: str, is_special: bool) -> None:
+    output = Output(family, tools=[STRICT, GREET], is_special=is_special)
+    before = "" if family == "llama3_json" else "Let me add.\n"
+    assert output.accepts("Hello, {} world") and output.accepts("")
+    assert output.accepts(before + call(family, "add", FITTING))
+    assert output.accepts(before + call(family, 'gré"et', '{"a": 1}'))
+    assert not output.accepts(before + call(family, "add", WRONG))
+    assert not output.accepts(before + call(family, "other", "{}"))
+    if family == "hermes":
+        assert output.accepts(f"{before}{two_calls(family)} Done.")
+
+
+@both_marks
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reasoning_is_free(family: str, is_special: bool) -> None:
+    fitting = call(family, "add", FITTING)
+    options: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "is_special": is_special}
+    thinks, begins = Output(family, **options), Output(family, **options, begins=True)
+    assert thinks.accepts(f"<think>Hm. {{</think>\n\n{fitting}")
+    assert not thinks.accepts(f"<think>Hm. {fitting}") and not thinks.accepts(f"Hm.</think>{fitting}")
+    assert begins.accepts(f"Hm. {{</think>\n\n{fitting}")
+    assert not begins.accepts(fitting)
+
+
+@pytest.mark.parametrize(
+    ("form", "fitting", "other"),
+    [
+        ({"json": NUMBERS}, '{"x":1,"y":2}', WRONG),
+        ({"json_object": True}, '{"a":[1,2]}', "[1]"),
+        ({"regex": "a/[0-9]+"}, "a/12", "a/b"),
+        ({"regex": "a\\/\\\\[/\n]"}, "a/\\/", "a/"),
+        ({"choice": ["yes", 'n"o']}, 'n"o', "no"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_form_follows_the_reasoning(form: dict[str, Any], fitting: str, other: str) -> None:
+    sampling = SamplingParams(structured_outputs=form)  # type: ignore[arg-type]
+    thinks, begins = (Output("hermes", sampling=sampling, begins=begins) for begins in (False, True))
+    assert thinks.accepts(fitting) and thinks.accepts(f"<think>{other}</think>\n{fitting}")
+    assert begins.accepts(f"{other}</think>{fitting}")
+    for wrong in (other, f"<think>{fitting}</think>{other}", f"{fitting}</think>{fitting}"):
+        assert not thinks.accepts(wrong)
+
+
+@pytest.mark.parametrize("form", [{"grammar": 'start: "a"'}, None])
+def test_a_form_is_the_callers_where_nothing_is_to_be_added(form: Any) -> None:
+    sampling = SamplingParams(structured_outputs=form)
+    request = GenerationRequest(messages=[{"role": "user", "content": "x"}], tools=TOOLS, sampling=sampling)
+    assert (
+        chat_form(request, FAMILIES["hermes"], no_special_id, begins_in_reasoning=True) is sampling.structured_outputs
+    )
+    only_json = SamplingParams(structured_outputs={"json": {}})  # type: ignore[arg-type]
+    request = GenerationRequest(messages=[{"role": "user", "content": "x"}], sampling=only_json)
+    found = chat_form(request, OutputFormat("hermes", None), no_special_id, begins_in_reasoning=False)
+    assert found is only_json.structured_outputs
+
+
+@pytest.mark.parametrize(
+    ("output_format", "tool", "message"),
+    [
+        (OutputFormat(None, None), ADD, "tool_choice: the engine knows no form of tool calls"),
+        (
+            FAMILIES["hermes"],
+            {**ADD, "function": {"name": "f", "parameters": {"type": "array"}}},
+            "tools: .* of f must",
+        ),
+        (
+            FAMILIES["hermes"],
+            {**ADD, "function": {"name": "f", "parameters": {"enum": ["x" * 300_000]}}},
+            r"tools: grammar has \d+ bytes",
+        ),
+    ],
+)
+def test_tools_that_cannot_be_constrained_are_refused(
+    output_format: OutputFormat, tool: dict[str, Any], message: str
+) -> None:
+    request = GenerationRequest(messages=[{"role": "user", "content": "x"}], tools=[tool], tool_choice="required")
+    with pytest.raises(InvalidRequest, match=f"^{message}"):
+        chat_form(request, output_format, no_special_id, begins_in_reasoning=False)
+
+
+@both_marks
+def test_text_is_free_up_to_a_trigger_and_then_a_structure(is_special: bool) -> None:
+    trigger = "<tool_call>" if is_special else "<f"
+    structures = [
+        {"begin": f"{trigger}=add>", "schema": NUMBERS, "end": "</f>"},
+        {"begin": f"{trigger}>", "schema": True, "end": ""},
+    ]
+    tag = json.dumps({"structures": structures, "triggers": [trigger, "unused"]})
+    grammar = structural_tag_grammar(tag, SPECIAL_IDS.get if is_special else no_special_id)
+    output = Output.__new__(Output)
+    output.matcher = LLMatcher(
+        byte_tokenizer(SPECIAL) if is_special else TOKENIZER, LLMatcher.grammar_from_lark(grammar), log_level=0
+    )
+    output.is_special = is_special
+    compact = FITTING.replace(" ", "")
+    assert output.accepts("") and output.accepts("free < text")
+    assert output.accepts(f"a{trigger}=add>{compact}</f>b{trigger}>[1]c")
+    assert not output.accepts(f"{trigger}=add>{compact}")
+    assert not output.accepts(f"{trigger}=add>{WRONG}</f>")
+    assert not output.accepts(f"a{trigger}=sub>")
