@@ -276,7 +276,8 @@ static int linear(const struct linear *c)
 #pragma omp parallel num_threads(region.num_threads)
     {
         float sums[BLOCK_ROWS * PANEL_OUTPUTS];
-#pragma omp for schedule(static)
+        /* Units are not divided in advance: a thread that loses its core for a while takes fewer than the others. */
+#pragma omp for schedule(dynamic, 1 + units / (16 * region.num_threads)) nowait
         for (int64_t unit = 0; unit < units; unit++) {
             int64_t first = unit / panels * block;
             compute_panel(c, rows, first, smaller(block, c->num_rows - first), unit % panels, sums, NULL);
@@ -307,7 +308,7 @@ static int linear_argmax(const struct linear *c)
         struct leader *own = leaders + omp_get_thread_num() * c->num_rows;
         for (int64_t first = 0; first < c->num_rows; first += block) {
             int64_t count = smaller(block, c->num_rows - first);
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(monotonic : dynamic, 1 + panels / (16 * num_threads)) nowait /* ids of a thread ascend */
             for (int64_t panel = 0; panel < panels; panel++)
                 compute_panel(c, rows, first, count, panel, sums, own);
         }
