@@ -16,7 +16,7 @@ from torch import Tensor
 from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker.counter_rng import exponential_variates, next_keys
 from millrace.worker.kernels import sampling as compiled
-from millrace.worker.kernels.library import DTYPES, Kernels, find_kernels
+from millrace.worker.kernels.library import Kernels, find_kernels
 from millrace.worker.sampling_rows import SamplingRows
 
 ENTRIES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -29,7 +29,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Draw one token for each row of logits [M, V]. Return the ids [M] on the device of the logits, NO_TOKEN for rows whose
     largest logit is NaN or infinite; -inf means that no id was allowed. May change the logits in place."""
     kernels = _kernels_for(logits)
-    logits = (logits.float() if kernels is None else logits).contiguous()
+    logits = logits.float().contiguous()
     if rows.processors is not None:
         logits = rows.processors.apply(logits)
     if kernels is None:
@@ -47,7 +47,7 @@ def without_failed(peaks: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _kernels_for(logits: Tensor) -> Kernels | None:
-    return find_kernels() if logits.device.type == "cpu" and logits.dtype in DTYPES else None
+    return find_kernels() if logits.device.type == "cpu" else None
 
 
 def _draw_in_parts(logits: Tensor, peaks: Tensor, token_ids: Tensor, rows: SamplingRows) -> None:

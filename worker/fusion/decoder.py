@@ -24,6 +24,7 @@ from millrace.worker.kernels.library import Kernels
 from millrace.worker.kernels.rows import RowNorm
 from millrace.worker.kernels.sampling import argmax
 from millrace.worker.kv_pool import KVPool
+from millrace.worker.linear.choice import screen_argmax
 from millrace.worker.linear.modules import pack_modules
 from millrace.worker.linear.packed import CompiledLinear, PackedLinear
 from millrace.worker.parallel.layers import RowParallelLinear, VocabParallelEmbedding
@@ -45,6 +46,7 @@ class DecoderWeights:
         """The head if both have the same weights, which are in memory once then. Ranks that divide the ids keep both."""
         if is_tied and type(parts.embedding) is nn.Embedding and isinstance(self.head, CompiledLinear):
             self.embedding, parts.embedding.weight = self.head, parts.head.weight
+        screen_argmax(self.head)
         self.logit_softcap = parts.logit_softcap
 
 

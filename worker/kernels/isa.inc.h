@@ -22,12 +22,16 @@ PUSH_TARGET(TARGET)
 PUSH_TARGET(TARGET)
 #endif
 
+#ifndef HAS_BF16_PAIRS
+#define HAS_BF16_PAIRS 0
+#endif
+
 #include "simd.h"
 #include "regions.inc.h"
 #include "attention.inc.h"
 #include "sampling.inc.h"
-#include "linear.inc.h"
 #include "rows.inc.h"
+#include "linear.inc.h"
 
 #if defined(TARGET) && defined(__clang__)
 #pragma clang attribute pop

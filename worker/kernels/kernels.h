@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 11
+#define MILLRACE_KERNELS_VERSION 12
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -56,8 +56,7 @@ struct attention {
 
 /* Random draws. Shapes: M rows, V token ids. */
 struct draws {
-    const void *logits; /* [M, V], contiguous */
-    int64_t dtype;
+    const float *logits; /* [M, V], contiguous */
     int64_t num_rows, vocab_size;
     const float *peaks;        /* [M], the rows' largest logits */
     const float *temperatures; /* [M], 0: the row is not drawn */
@@ -78,6 +77,8 @@ struct linear {
     int64_t num_rows, accumulates, num_threads;
     const void *panels; /* the weights, packed as in linear.inc.h */
     const float *bias;  /* [N], or NULL */
+    const void *rounded; /* for linear_argmax: the panels in bfloat16, or NULL, */
+    const float *errors; /* and for each panel: the most that its outputs differ then, for rounded inputs of length 1 */
     int64_t num_outputs, num_inputs;
     int64_t weight_dtype, input_dtype, output_dtype; /* sums are float32 */
 };
@@ -98,27 +99,22 @@ struct norm {
 struct gate {
     const void *input; /* [M, 2 K]: the gates, then the values */
     void *output;      /* [M, K] */
-    int64_t num_rows, size;
-    int64_t dtype;
-    int64_t activation;
-    int64_t num_threads;
+    int64_t num_rows, size, dtype, activation, num_threads;
 };
 
 /* Weights [N, K], contiguous, to be packed as outputs `first_output` and following of panels that are zero there. */
 struct packing {
     const void *weights;
     void *panels;
-    int64_t first_output, num_outputs, num_inputs;
-    int64_t dtype;
-    int64_t num_threads;
+    int64_t first_output, num_outputs, num_inputs, dtype, num_threads;
 };
 
 struct kernels {
     /* Write the step's keys and values into the pool, then attend. Return 0, or -1 if there is no memory. */
     int (*attend)(const struct attention *call);
     /* Find the largest logit of each row and the lowest id that has it. A NaN makes the row's peak NaN. */
-    void (*argmax)(const void *logits, int64_t dtype, int64_t num_rows, int64_t vocab_size, float *peaks,
-                   int64_t *token_ids, int64_t num_threads);
+    void (*argmax)(const float *logits, int64_t num_rows, int64_t vocab_size, float *peaks, int64_t *token_ids,
+                   int64_t num_threads);
     /* Draw a token for each row with a temperature and a finite peak. Return 0, or -1 if there is no memory. */
     int (*draw)(const struct draws *call);
     /* Write the output of a linear layer, or with `accumulates` add it. A row's result does not depend on the other rows.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 11
+VERSION = 12
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -64,7 +64,7 @@ class DrawCall(ctypes.Structure):
 
     _fields_ = (
         ("logits", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("dtype", "num_rows", "vocab_size")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "vocab_size")),
         *(
             (name, ctypes.c_void_p)
             for name in ("peaks", "temperatures", "floors", "top_k", "top_p", "row_keys", "token_ids")
@@ -79,7 +79,7 @@ class LinearCall(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("input", "output", "peaks", "token_ids")),
         *((name, ctypes.c_int64) for name in ("num_rows", "accumulates", "num_threads")),
-        *((name, ctypes.c_void_p) for name in ("panels", "bias")),
+        *((name, ctypes.c_void_p) for name in ("panels", "bias", "rounded", "errors")),
         *((name, ctypes.c_int64) for name in ("num_outputs", "num_inputs")),
         *((name, ctypes.c_int64) for name in ("weight_dtype", "input_dtype", "output_dtype")),
     )
@@ -117,7 +117,7 @@ _CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _CALL_WITHOUT_STATUS = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _ARGMAX = ctypes.CFUNCTYPE(
     None,
-    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
+    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
 )
 

@@ -35,20 +35,17 @@ struct rows {
     enum products products;
 };
 
-#ifdef HAS_BF16_PAIRS
 static inline vf add_pairs(vf sums, vf weights, const char *pair)
 {
+#if HAS_BF16_PAIRS
     int32_t bits;
     memcpy(&bits, pair, sizeof bits);
     return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(bits));
-}
 #else
-static inline vf add_pairs(vf sums, vf weights, const char *pair)
-{
     (void)weights, (void)pair;
     return sums;
-}
 #endif
+}
 
 /* Add the products of one input, or of a pair of inputs, of each row. */
 static inline __attribute__((always_inline)) void multiply(vf sums[TILE_ROWS][PANEL_VECTORS],
@@ -69,12 +66,7 @@ static inline __attribute__((always_inline)) void add_span(const char *input, in
                                                            int64_t size, const enum products products,
                                                            const int num_rows, int is_first, float *results)
 {
-    vf sums[TILE_ROWS][PANEL_VECTORS];
-#pragma GCC unroll 8
-    for (int row = 0; row < num_rows; row++)
-#pragma GCC unroll 8
-        for (int v = 0; v < PANEL_VECTORS; v++)
-            sums[row][v] = (vf){0};
+    vf sums[TILE_ROWS][PANEL_VECTORS] = {{{0}}};
     for (int64_t k = 0; k < size; k += products == OF_FLOAT32 ? 1 : 2, line += PANEL_OUTPUTS) {
         vf weights[PANEL_VECTORS], halves[PANEL_VECTORS];
 #pragma GCC unroll 8
@@ -105,20 +97,14 @@ static inline __attribute__((always_inline)) void add_span(const char *input, in
 }
 
 /* The compiler makes a version of add_span for each number of rows and each kind of products. */
-#ifdef HAS_BF16_PAIRS
-#define ADD_PAIRS(num_rows) \
-    if (rows.products == IN_PAIRS) \
-        add_span(input, rows.stride, line, size, IN_PAIRS, num_rows, is_first, results); \
-    else
-#else
-#define ADD_PAIRS(num_rows)
-#endif
 #define ADD_SPAN(num_rows) \
     case num_rows: \
-        ADD_PAIRS(num_rows) if (rows.products == WIDENED) \
-            add_span(input, rows.stride, line, size, WIDENED, num_rows, is_first, results); \
-        else \
+        if (rows.products == OF_FLOAT32) \
             add_span(input, rows.stride, line, size, OF_FLOAT32, num_rows, is_first, results); \
+        else if (HAS_BF16_PAIRS && rows.products == IN_PAIRS) \
+            add_span(input, rows.stride, line, size, IN_PAIRS, num_rows, is_first, results); \
+        else \
+            add_span(input, rows.stride, line, size, WIDENED, num_rows, is_first, results); \
         break;
 
 static __attribute__((noinline)) void add_tile(struct rows rows, const char *input, const float *line, int64_t size,
@@ -141,36 +127,48 @@ static __attribute__((noinline)) void add_tile(struct rows rows, const char *inp
 static void write_outputs(const struct linear *c, const float *sums, int64_t row, int64_t first_output)
 {
     int64_t at = row * c->num_outputs + first_output, num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
-    if (c->output_dtype == FLOAT32 && !c->accumulates && num_outputs == PANEL_OUTPUTS)
-        memcpy((float *)c->output + at, sums, PANEL_OUTPUTS * sizeof(float));
-    else if (!c->accumulates)
+    if (!c->accumulates)
         narrow(c->output, at, sums, num_outputs, c->output_dtype, 1.0f);
     else
         for (int64_t i = 0; i < num_outputs; i++)
             put(c->output, at + i, item(c->output, at + i, c->output_dtype) + sums[i], c->output_dtype);
 }
 
-static void compare_outputs(struct leader *leader, const float *sums, int64_t first_output, int64_t num_outputs)
-{
-    vi ids = first_ints() + (int32_t)first_output;
-    for (int v = 0; v < PANEL_VECTORS; v++, ids += LANES)
-        compare(leader, load(sums + v * LANES), ids, ids < (int32_t)num_outputs);
-}
-
 /* --- the calls --- */
 
-/* Add the bias to the finished sums of a tile, and write the outputs or compare them with the leaders. */
-static void finish_tile(const struct linear *c, float *sums, int64_t first_row, int64_t num_rows, int64_t first_output,
-                        struct leader *leaders)
+/* Where the outputs go: to `leaders`, to `largest`, or to the output of the call. */
+struct sink {
+    struct leader *leaders; /* [threads, M] */
+    float *largest;         /* [M, panels], the largest output of each panel */
+};
+
+static int64_t num_panels(const struct linear *c)
 {
-    int64_t num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
+    return (c->num_outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
+}
+
+/* Add the bias to the finished sums of a tile, and pass the outputs on. */
+static void finish_tile(const struct linear *c, float *sums, int64_t first_row, int64_t num_rows, int64_t panel,
+                        struct sink sink)
+{
+    int64_t first_output = panel * PANEL_OUTPUTS, num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
     for (int64_t row = first_row; row < first_row + num_rows; row++, sums += PANEL_OUTPUTS) {
         for (int64_t i = 0; c->bias && i < num_outputs; i++)
             sums[i] += c->bias[first_output + i];
-        if (leaders)
-            compare_outputs(leaders + row, sums, first_output, c->num_outputs);
-        else
+        if (sink.leaders) {
+            vi ids = first_ints() + (int32_t)first_output;
+            for (int v = 0; v < PANEL_VECTORS; v++, ids += LANES)
+                compare(sink.leaders + row, load(sums + v * LANES), ids, ids < (int32_t)c->num_outputs);
+        } else if (sink.largest) {
+            for (int64_t i = num_outputs; i < PANEL_OUTPUTS; i++)
+                sums[i] = -INFINITY;
+            vf largest = load(sums);
+            for (int v = 1; v < PANEL_VECTORS; v++)
+                largest = larger(largest, load(sums + v * LANES));
+            sink.largest[row * num_panels(c) + panel] = largest_lane(largest);
+        } else {
             write_outputs(c, sums, row, first_output);
+        }
     }
 }
 
@@ -188,7 +186,7 @@ static void widen_lines(const float *line, int64_t size, float *to)
 /* Compute some rows of a panel. `sums` is [num_rows, PANEL_OUTPUTS]. A tile is finished before the next one, so that the
  * processor writes the outputs while it multiplies. */
 static void compute_panel(const struct linear *c, struct rows rows, int64_t first_row, int64_t num_rows, int64_t panel,
-                          float *sums, struct leader *leaders)
+                          float *sums, struct sink sink)
 {
     int64_t inputs_per_line = c->weight_dtype == BFLOAT16 ? 2 : 1;
     int64_t lines = (c->num_inputs + inputs_per_line - 1) / inputs_per_line;
@@ -211,27 +209,18 @@ static void compute_panel(const struct linear *c, struct rows rows, int64_t firs
             float *sums_of_tile = sums + from * PANEL_OUTPUTS;
             add_tile(rows, rows.first + row * rows.stride + k * rows.size, line, size, to - from, k == 0, sums_of_tile);
             if (k + size == c->num_inputs)
-                finish_tile(c, sums_of_tile, row, to - from, panel * PANEL_OUTPUTS, leaders);
+                finish_tile(c, sums_of_tile, row, to - from, panel, sink);
         }
     }
-}
-
-static enum products products_of(const struct linear *c)
-{
-    if (c->weight_dtype == FLOAT32)
-        return OF_FLOAT32;
-#ifdef HAS_BF16_PAIRS
-    if (c->input_dtype == BFLOAT16)
-        return IN_PAIRS;
-#endif
-    return WIDENED;
 }
 
 /* Make `rows` of the input. If it has to be copied, `copy` is to be freed. Return 0, or -1 if there is no memory.
  * Rows whose distance is a power of 2 would displace each other from the cache. */
 static int prepare_rows(const struct linear *c, struct rows *rows, char **copy)
 {
-    enum products products = products_of(c);
+    enum products products = HAS_BF16_PAIRS && c->input_dtype == BFLOAT16 ? IN_PAIRS : WIDENED;
+    if (c->weight_dtype == FLOAT32)
+        products = OF_FLOAT32;
     int64_t size = products == IN_PAIRS ? sizeof(uint16_t) : sizeof(float);
     int is_direct = products == IN_PAIRS ? c->num_inputs % 2 == 0 : c->input_dtype == FLOAT32;
     *rows = (struct rows){c->input, c->num_inputs * size, size, products};
@@ -260,9 +249,26 @@ static int64_t block_rows(const struct linear *c)
     return smaller(block > 4 * TILE_ROWS ? block : 4 * TILE_ROWS, BLOCK_ROWS);
 }
 
-static int64_t num_panels(const struct linear *c)
+/* Compute the panels of `kept` [M, panels] for each row, or all. */
+static void compute_panels(const struct linear *c, struct rows rows, const char *kept, struct sink sink, int num_threads)
 {
-    return (c->num_outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
+    int64_t block = block_rows(c), panels = num_panels(c), units = (c->num_rows + block - 1) / block * panels;
+#pragma omp parallel num_threads(num_threads)
+    {
+        float sums[BLOCK_ROWS * PANEL_OUTPUTS];
+        struct sink own = {sink.leaders ? sink.leaders + omp_get_thread_num() * c->num_rows : NULL, sink.largest};
+        /* Units are not divided in advance: a thread that loses its core for a while takes fewer than the others. */
+#pragma omp for schedule(monotonic : dynamic, 1 + units / (16 * num_threads)) nowait /* ids of a thread ascend */
+        for (int64_t unit = 0; unit < units; unit++) {
+            int64_t panel = unit % panels, first = unit / panels * block, end = smaller(first + block, c->num_rows);
+            if (!kept)
+                compute_panel(c, rows, first, end - first, panel, sums, own);
+            else
+                for (int64_t row = first; row < end; row++)
+                    if (kept[row * panels + panel])
+                        compute_panel(c, rows, row, 1, panel, sums, own);
+        }
+    }
 }
 
 static int linear(const struct linear *c)
@@ -271,21 +277,43 @@ static int linear(const struct linear *c)
     char *copy;
     if (prepare_rows(c, &rows, &copy) != 0)
         return -1;
-    int64_t block = block_rows(c), panels = num_panels(c), units = (c->num_rows + block - 1) / block * panels;
     struct region region = begin_region(c->num_rows * c->num_outputs * c->num_inputs, c->num_threads);
-#pragma omp parallel num_threads(region.num_threads)
-    {
-        float sums[BLOCK_ROWS * PANEL_OUTPUTS];
-        /* Units are not divided in advance: a thread that loses its core for a while takes fewer than the others. */
-#pragma omp for schedule(dynamic, 1 + units / (16 * region.num_threads)) nowait
-        for (int64_t unit = 0; unit < units; unit++) {
-            int64_t first = unit / panels * block;
-            compute_panel(c, rows, first, smaller(block, c->num_rows - first), unit % panels, sums, NULL);
-        }
-    }
+    compute_panels(c, rows, NULL, (struct sink){NULL, NULL}, region.num_threads);
     end_region(region);
     free(copy);
     return 0;
+}
+
+/* Find the panels that can have a row's largest output, from rounded weights and inputs: they take half the time. By the
+ * inequality of Cauchy and Schwarz those outputs differ from the exact ones at most by the length of the row times the error
+ * of the panel. Return 1 or 0 for each, [M, panels], or NULL if so many are left that it does not pay. A NaN is kept.
+ * `memory` has 5 * panels + 2 * K bytes for each row. */
+static const char *screen(const struct linear *c, char *memory, int num_threads)
+{
+    int64_t panels = num_panels(c), num_kept = 0;
+    float *largest = (float *)memory;
+    uint16_t *inputs = (uint16_t *)(largest + c->num_rows * panels);
+    char *kept = (char *)(inputs + c->num_rows * c->num_inputs), *copy;
+    struct linear rounded = *c;
+    rounded.input = inputs;
+    rounded.panels = c->rounded;
+    rounded.input_dtype = rounded.weight_dtype = BFLOAT16;
+    struct rows rows;
+    narrow(inputs, 0, c->input, c->num_rows * c->num_inputs, BFLOAT16, 1.0f);
+    if (prepare_rows(&rounded, &rows, &copy) != 0)
+        return NULL;
+    compute_panels(&rounded, rows, NULL, (struct sink){NULL, largest}, num_threads);
+    free(copy);
+#pragma omp parallel for schedule(static) num_threads(num_threads) reduction(+ : num_kept)
+    for (int64_t row = 0; row < c->num_rows; row++) {
+        float length = sqrtf(sum_of_squares(c->input, row * c->num_inputs, c->num_inputs, FLOAT32) + 1e-30f);
+        float least = -INFINITY;
+        for (int64_t i = row * panels, panel = 0; panel < panels; panel++)
+            least = fmaxf(least, largest[i + panel] - length * c->errors[panel]);
+        for (int64_t i = row * panels, panel = 0; panel < panels; panel++)
+            num_kept += kept[i + panel] = !(largest[i + panel] + length * c->errors[panel] < least);
+    }
+    return num_kept <= c->num_rows * panels / 8 ? kept : NULL;
 }
 
 static int linear_argmax(const struct linear *c)
@@ -301,21 +329,13 @@ static int linear_argmax(const struct linear *c)
     }
     for (int64_t i = 0; i < num_threads * c->num_rows; i++)
         leaders[i] = (struct leader){splat(-INFINITY), (vi){0}, (vi){0}};
-    int64_t block = block_rows(c), panels = num_panels(c);
-#pragma omp parallel num_threads(num_threads)
-    {
-        float sums[BLOCK_ROWS * PANEL_OUTPUTS];
-        struct leader *own = leaders + omp_get_thread_num() * c->num_rows;
-        for (int64_t first = 0; first < c->num_rows; first += block) {
-            int64_t count = smaller(block, c->num_rows - first);
-#pragma omp for schedule(monotonic : dynamic, 1 + panels / (16 * num_threads)) nowait /* ids of a thread ascend */
-            for (int64_t panel = 0; panel < panels; panel++)
-                compute_panel(c, rows, first, count, panel, sums, own);
-        }
-    }
+    char *memory = c->rounded ? malloc(c->num_rows * (5 * num_panels(c) + 2 * c->num_inputs)) : NULL;
+    const char *kept = memory ? screen(c, memory, num_threads) : NULL;
+    compute_panels(c, rows, kept, (struct sink){leaders, NULL}, num_threads);
     end_region(region);
     for (int64_t row = 0; row < c->num_rows; row++)
         find_leader(leaders + row, num_threads, c->num_rows, c->peaks + row, c->token_ids + row);
+    free(memory);
     free(copy);
     free(leaders);
     return 0;

@@ -73,29 +73,25 @@ static void find_leader(const struct leader *leaders, int64_t num_parts, int64_t
         *peak = NAN;
 }
 
-static inline __attribute__((always_inline)) void argmax_row(const void *logits, int64_t first, const int64_t dtype,
-                                                             int64_t vocab_size, float *peak, int64_t *token_id)
+static void argmax_row(const float *logits, int64_t vocab_size, float *peak, int64_t *token_id)
 {
     struct leader leader = {splat(-INFINITY), {0}, {0}};
     vi ids = first_ints(), all = ids >= 0;
     int64_t i = 0;
     for (; i + LANES <= vocab_size; i += LANES, ids += LANES)
-        compare(&leader, load_item(logits, first + i, dtype), ids, all);
+        compare(&leader, load(logits + i), ids, all);
     for (; i < vocab_size; i++, ids += 1) /* the first lane has the id i */
-        compare(&leader, splat(item(logits, first + i, dtype)), ids, first_ints() < 1);
+        compare(&leader, splat(logits[i]), ids, first_ints() < 1);
     find_leader(&leader, 1, 0, peak, token_id);
 }
 
-static void argmax(const void *logits, int64_t dtype, int64_t num_rows, int64_t vocab_size, float *peaks,
-                   int64_t *token_ids, int64_t num_threads)
+static void argmax(const float *logits, int64_t num_rows, int64_t vocab_size, float *peaks, int64_t *token_ids,
+                   int64_t num_threads)
 {
     struct region region = begin_region(4 * num_rows * vocab_size, smaller(num_rows, num_threads));
 #pragma omp parallel for schedule(static) num_threads(region.num_threads)
     for (int64_t row = 0; row < num_rows; row++)
-        if (dtype == FLOAT32)
-            argmax_row(logits, row * vocab_size, FLOAT32, vocab_size, peaks + row, token_ids + row);
-        else
-            argmax_row(logits, row * vocab_size, BFLOAT16, vocab_size, peaks + row, token_ids + row);
+        argmax_row(logits + row * vocab_size, vocab_size, peaks + row, token_ids + row);
     end_region(region);
 }
 
@@ -215,12 +211,6 @@ static double fill_masses(struct draw_scratch *s, int64_t vocab_size, float floo
     return total;
 }
 
-/* Return an entry that top_p's floor does not lie below: V entries below it have less than (1 - top_p) of the total. */
-static float lowest_top_p_floor(int64_t vocab_size, double top_p, double total)
-{
-    return (float)log(fmax((1 - top_p) * total / (double)vocab_size, 1e-30)) - 0.01f;
-}
-
 /* --- draws --- */
 
 static inline vu mix64(vu bits)
@@ -301,21 +291,13 @@ static int64_t best_token(const float *scaled, int64_t vocab_size, float floor, 
     return best_id;
 }
 
-static void scale_row(const struct draws *c, float *scaled, int64_t first, float peak, float temperature)
-{
-    int64_t i = 0;
-    for (; i + LANES <= c->vocab_size; i += LANES)
-        store(scaled + i, (load_item(c->logits, first + i, c->dtype) - splat(peak)) / splat(temperature));
-    for (; i < c->vocab_size; i++)
-        scaled[i] = (item(c->logits, first + i, c->dtype) - peak) / temperature;
-}
-
 static void draw_row(const struct draws *c, struct draw_scratch *s, int64_t row)
 {
     if (c->temperatures[row] == 0 || !isfinite(c->peaks[row]))
         return;
     float temperature = fmaxf(c->temperatures[row], 0x1p-126f), floor = c->floors[row];
-    scale_row(c, s->scaled, row * c->vocab_size, c->peaks[row], temperature);
+    for (int64_t i = 0; i < c->vocab_size; i++)
+        s->scaled[i] = (c->logits[row * c->vocab_size + i] - c->peaks[row]) / temperature;
     if (c->top_k[row] > 0 && c->top_k[row] < c->vocab_size)
         floor = top_k_floor(s, c->vocab_size, c->top_k[row], floor);
     int64_t peak_id = c->token_ids[row];
@@ -324,7 +306,8 @@ static void draw_row(const struct draws *c, struct draw_scratch *s, int64_t row)
     if (c->top_p[row] < 1.0) {
         double total = fill_masses(s, c->vocab_size, fmaxf(floor, NEGLIGIBLE));
         target = c->top_p[row] * total;
-        floor = fmaxf(floor, lowest_top_p_floor(c->vocab_size, c->top_p[row], total));
+        /* V entries below this one have less than (1 - top_p) of the total. */
+        floor = fmaxf(floor, (float)log(fmax((total - target) / (double)c->vocab_size, 1e-30)) - 0.01f);
     }
     int64_t token_id = best_token(s->scaled, c->vocab_size, floor, key, peak_id);
     /* The token drawn is mostly one that top_p leaves, also without its floor. The mass of larger ones tells. */

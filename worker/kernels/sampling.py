@@ -9,32 +9,30 @@ import torch
 from torch import Tensor
 
 from millrace.worker.counter_rng import next_keys
-from millrace.worker.kernels.library import DTYPES, DrawCall, Kernels
+from millrace.worker.kernels.library import DrawCall, Kernels
 from millrace.worker.sampling_rows import SamplingRows
 
 
 def argmax(kernels: Kernels, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the peaks [M] of contiguous logits [M, V] in one of DTYPES, and the lowest ids [M] that have them. A row
+    """Return the peaks [M] of contiguous logits [M, V], float32, and the lowest ids [M] that have them. A row
     with a NaN has the peak NaN."""
     num_rows, vocab_size = logits.shape
     peaks, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
     kernels.table.argmax(
-        *(logits.data_ptr(), DTYPES[logits.dtype], num_rows, vocab_size),
+        *(logits.data_ptr(), num_rows, vocab_size),
         *(peaks.data_ptr(), token_ids.data_ptr(), torch.get_num_threads()),
     )
     return peaks, token_ids
 
 
 def draw(kernels: Kernels, logits: Tensor, peaks: Tensor, token_ids: Tensor, rows: SamplingRows) -> None:
-    """Replace the token ids [M] of rows with temperature > 0 and a finite peak. Logits [M, V] are contiguous, in one of
-    DTYPES."""
+    """Replace the token ids [M] of rows with temperature > 0 and a finite peak. Logits [M, V] are contiguous, float32."""
     if not bool(rows.temperatures.any()):
         return
     floors = rows.min_p.log()
     row_keys = next_keys(rows.streams, rows.output_positions)
     call = DrawCall(
         logits=logits.data_ptr(),
-        dtype=DTYPES[logits.dtype],
         num_rows=logits.shape[0],
         vocab_size=logits.shape[1],
         peaks=peaks.data_ptr(),

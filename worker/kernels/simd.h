@@ -43,26 +43,21 @@ static inline vf pick(vi mask, vf a, vf b)
 }
 
 /* If one is NaN, `b`. As are the instructions of x86-64, which GCC does not find itself. */
+#if LANES == 16
+#define FASTER(operation, slower) (vf)_mm512_##operation##_ps((__m512)a, (__m512)b)
+#elif LANES == 8
+#define FASTER(operation, slower) (vf)_mm256_##operation##_ps((__m256)a, (__m256)b)
+#else
+#define FASTER(operation, slower) slower
+#endif
 static inline vf larger(vf a, vf b)
 {
-#if LANES == 16
-    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
-#elif LANES == 8
-    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-    return pick(a > b, a, b);
-#endif
+    return FASTER(max, pick(a > b, a, b));
 }
 
 static inline vf lesser(vf a, vf b)
 {
-#if LANES == 16
-    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
-#elif LANES == 8
-    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
-#else
-    return pick(a < b, a, b);
-#endif
+    return FASTER(min, pick(a < b, a, b));
 }
 
 static inline float largest_lane(vf lanes)

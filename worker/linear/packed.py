@@ -103,8 +103,22 @@ class CompiledLinear(PackedLinear):
             output_dtype=DTYPES[self.output_dtype],
         )
         self._reference = ctypes.byref(self._call)
+        self._screen: tuple[Tensor, Tensor] | None = None
         self._linear = kernels.table.linear
         self._linear_argmax = kernels.table.linear_argmax
+
+    def screen_argmax(self) -> None:
+        """Let `argmax` find from rounded weights and inputs the outputs that can be the largest, and compute only these
+        exactly: the results are the same. Weights and inputs are float32."""
+        panels, num_inputs = self.weights.squeeze(-1), self.num_inputs
+        rounded = torch.zeros(len(panels), -(-num_inputs // 2), panels.shape[2], 2, dtype=torch.bfloat16)
+        rounded[..., 0].copy_(panels[:, 0::2])
+        rounded[:, : num_inputs // 2, :, 1].copy_(panels[:, 1::2])
+        # Rounding changes a weight and an input by at most 2^-8 of it each, and a sum by 2^-24 for each input.
+        lengths = torch.linalg.vector_norm(panels, dim=1).amax(dim=1)
+        errors = lengths.mul_(1.01 * (2.0**-7 + num_inputs * 2.0**-22)).add_(1e-30)
+        self._screen = rounded, errors
+        self._call.rounded, self._call.errors = rounded.data_ptr(), errors.data_ptr()
 
     def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
         call = self._call

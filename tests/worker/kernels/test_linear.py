@@ -134,6 +134,57 @@ def test_the_argmax_is_that_of_the_stored_outputs(kernels: Kernels, shape: tuple
         torch.set_num_threads(1)
 
 
+def wild_inputs(num_inputs: int) -> torch.Tensor:
+    inputs = torch.randn(9, num_inputs, generator=torch.Generator().manual_seed(9))
+    inputs[1], inputs[2, 0], inputs[3, 1], inputs[4, 2] = 0.0, torch.nan, torch.inf, 3.4e38
+    inputs[5] *= 1e-25
+    inputs[6] *= 1e-42
+    inputs[7] *= 1e30
+    return inputs
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("weights", ["random", "alike", "equal", "tiny", "wild"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_screened_argmax_is_that_of_all_outputs(kernels: Kernels, weights: str, bias: bool, num_threads: int) -> None:
+    linear = make_linear((37, 3001), bias=bias)
+    weight = linear.weight.data
+    if weights == "alike":
+        weight[:] = weight[0] + 1e-5 * weight
+    elif weights == "equal":
+        weight[1500:3000] = weight[:1500]
+    elif weights == "tiny":
+        weight *= 1e-30
+    elif weights == "wild":
+        weight[700, 3], weight[900, 4], weight[1700, 5], weight[2999] = torch.nan, torch.inf, 3.4e38, 1e-41
+    exact, screened = pack(linear, kernels), pack(linear, kernels)
+    screened.screen_argmax()
+    torch.set_num_threads(num_threads)
+    try:
+        for inputs in (*(make_inputs(num_rows, linear) for num_rows in (1, 5, 300)), wild_inputs(37)):
+            for found, expected in zip(screened.argmax(inputs), exact.argmax(inputs), strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    finally:
+        torch.set_num_threads(1)
+
+
+@torch.inference_mode()
+def test_a_screened_argmax_computes_only_panels_that_can_have_it(kernels: Kernels) -> None:
+    linear = make_linear((32, 3000), bias=False)
+    packed, inputs = pack(linear, kernels), make_inputs(20, linear)
+    packed.screen_argmax()
+    assert packed._screen is not None
+    rounded, errors = packed._screen
+    errors.zero_()
+    rounded.zero_()
+    width = kernels.table.panel_outputs
+    rounded[3] = 1.0  # now only this panel seems to have outputs that are not 0
+    inputs = inputs.abs()
+    _, found = packed.argmax(inputs)
+    assert torch.equal(found, 3 * width + packed.forward(inputs)[:, 3 * width : 4 * width].argmax(dim=1))
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_of_equal_outputs_the_lowest_id_wins_and_a_nan_is_reported(kernels: Kernels, num_threads: int) -> None:
