@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections import OrderedDict
 
 import msgspec
 
@@ -35,8 +34,8 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
         self._process: ChildProcess | None = None
-        self._checked: OrderedDict[bytes, Checked] = OrderedDict()
-        """By digest, the one used last at the end."""
+        self._checked: dict[bytes, Checked] = {}
+        """By digest, the oldest first."""
 
     def is_known(self, wanted: StructuredOutputs) -> bool:
         """Whether `grammar` returns at once."""
@@ -45,13 +44,13 @@ class Grammars:
     def grammar(self, wanted: StructuredOutputs) -> str:
         """Return llguidance's grammar. Raises `InvalidRequest` if there is none."""
         digest = _digest(wanted)
-        with self._lock:
-            if digest not in self._checked:
-                self._checked[digest] = self._check(wanted)
+        checked = self._checked.get(digest)  # without the lock: another thread may check for seconds
+        if checked is None:
+            with self._lock:
+                checked = self._checked.get(digest) or self._check(wanted)
+                self._checked[digest] = checked
                 if len(self._checked) > _MAX_KEPT:
-                    self._checked.popitem(last=False)
-            self._checked.move_to_end(digest)
-            checked = self._checked[digest]
+                    del self._checked[next(iter(self._checked))]
         if checked.error:
             raise InvalidRequest(_FIELD, checked.error)
         return checked.grammar

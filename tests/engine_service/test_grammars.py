@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -111,6 +112,14 @@ def test_a_grammar_that_takes_too_much_is_refused_and_others_go_on(grammars: Gra
     with contextlib.suppress(InvalidRequest):
         grammars.grammar(StructuredOutputs(**BOMBS[name]))
     assert grammars.grammar(StructuredOutputs(regex=f"good{name}"))
+
+
+def test_a_known_form_does_not_wait_while_another_one_is_checked(grammars: Grammars) -> None:
+    known = StructuredOutputs(regex="known")
+    grammar = grammars.grammar(known)
+    with ThreadPoolExecutor(1) as pool, grammars._lock:  # as it is during a check
+        found = pool.submit(grammars.grammar, known).result(timeout=60)
+    assert found == grammar
 
 
 def test_a_process_that_is_killed_is_replaced(grammars: Grammars) -> None:
