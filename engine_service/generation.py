@@ -139,10 +139,14 @@ class Generation:
         record = sequence.logprobs[index - sequence.num_resumed]
         return read_record(record, before, self.token_ids[index], self._tokenizer_of_entries)
 
+    @property
+    def has_prompt_entries(self) -> bool:
+        return self.sequence.prompt_logprobs is not None and not self.sequence.must_score_prompt
+
     def prompt_entries(self) -> list[list[Entry]] | None:
         """Return the log-probabilities of the prompt's tokens but the first. None: not wanted, or not computed yet."""
         sequence = self.sequence
-        if sequence.prompt_logprobs is None or sequence.must_score_prompt:
+        if sequence.prompt_logprobs is None or not self.has_prompt_entries:
             return None
         size = record_bytes(sequence.sampling.prompt_logprobs or 0)
         prompt, records = sequence.prompt_token_ids, bytes(sequence.prompt_logprobs)

@@ -151,7 +151,8 @@ def write(keys: QueueKeys, item: Write) -> Command:
                 events += (_suffix(event.index), *_event_arguments(event), event.logprobs or "")
             retryable, chat = "1" if item.is_retryable else "", _encode_json(item.chat) if item.chat else b""
             age_ms = "" if item.first_token_age_ms is None else item.first_token_age_ms
-            end = (item.state, reasons, *usage, error, retryable, chat, age_ms, item.prompt_logprobs or "")
+            prompt_logprobs = item.prompt_logprobs.read() if item.prompt_logprobs else b""
+            end = (item.state, reasons, *usage, error, retryable, chat, age_ms, prompt_logprobs)
             return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *events)
         case Release():
             outputs = [value for one in item.outputs for value in (*_output_arguments(one), _lines(one.logprobs))]

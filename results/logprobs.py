@@ -6,7 +6,7 @@ without the token itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -30,6 +30,25 @@ class Logprob(msgspec.Struct, frozen=True):
 
 TokenLogprobs = dict[int, Logprob]
 """By token id: first the token itself, then the most likely ones in their order."""
+
+
+class LazyJson:
+    """JSON that is built when it is read first. So the writer's thread builds it, and not the engine loop."""
+
+    __slots__ = ("_build", "_json", "num_bytes")
+
+    def __init__(self, build: Callable[[], bytes], num_bytes: int) -> None:
+        """`num_bytes`: about how long it is."""
+        self._build: Callable[[], bytes] | None = build
+        self._json = b""
+        self.num_bytes = num_bytes
+
+    def read(self) -> bytes:
+        """Return the JSON. For one thread."""
+        if self._build is not None:
+            self._json, self._build = self._build(), None
+        return self._json
+
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(list[list[Entry] | None]).decode

@@ -16,7 +16,7 @@ from typing import Any, Literal, NewType, get_args
 import msgspec
 
 from millrace.results.errors import OutputNotParsed
-from millrace.results.logprobs import TokenLogprobs
+from millrace.results.logprobs import LazyJson, TokenLogprobs
 
 JobId = NewType("JobId", str)
 EngineId = NewType("EngineId", str)
@@ -222,7 +222,7 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """Of each candidate; None, or an empty list: the text is the content."""
     first_token_age_ms: int | None = None
     """How long ago the first token came; None where this engine has not sampled it."""
-    prompt_logprobs: bytes | None = None
+    prompt_logprobs: LazyJson | None = None
     """The JSON list of the prompt's tokens, see `results.logprobs`, where they are wanted."""
 
 

@@ -165,7 +165,7 @@ def _size(write: Write) -> int:
                 num_bytes += 8 * len(output.token_ids) + sum(map(len, output.logprobs)) + _event_size(output.event)
         case Finish():
             num_bytes += sum(map(_event_size, write.events)) * (2 if write.chat else 1)
-            num_bytes += len(write.prompt_logprobs or "")
+            num_bytes += write.prompt_logprobs.num_bytes if write.prompt_logprobs else 0
     return num_bytes
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from millrace.engine_service.serving.jobs import Candidate, ServedJob
-from millrace.results.logprobs import encode_token, join_tokens
+from millrace.results.logprobs import LazyJson, encode_token, join_tokens
 from millrace.results.messages import (
     Append,
     Begin,
@@ -46,6 +46,8 @@ DEFER_MS = 1000
 MAX_DEFER_MS = 15_000
 """The longest such delay, for an old job that needs a newer engine. It comes back in front of the queue: if many came back
 each second, an engine would have no time for the jobs behind them."""
+JSON_BYTES_PER_RECORD_BYTE = 4
+"""How much longer the JSON of log-probabilities is than the workers' records, about."""
 
 
 class Output:
@@ -207,6 +209,12 @@ def _event(candidate: Candidate, end: int, text: str) -> Event:
     )
 
 
-def _prompt_logprobs(job: ServedJob) -> bytes | None:
-    entries = job.generations[0].prompt_entries()
-    return None if entries is None else join_tokens([b"null", *map(encode_token, entries)])
+def _prompt_logprobs(job: ServedJob) -> LazyJson | None:
+    generation = job.generations[0]
+    if not generation.has_prompt_entries:
+        return None
+
+    def build() -> bytes:
+        return join_tokens([b"null", *map(encode_token, generation.prompt_entries() or [])])
+
+    return LazyJson(build, JSON_BYTES_PER_RECORD_BYTE * generation.sequence.num_prompt_record_bytes)

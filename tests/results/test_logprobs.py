@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from millrace import Client
-from millrace.results.logprobs import Logprob, encode_token, join_tokens
+from millrace.results.logprobs import LazyJson, Logprob, encode_token, join_tokens
 from millrace.results.messages import Append, ClaimedJob, Event, NewOutput, Release, Usage
 from tests.results.engines import Engine, finish_of, submit
 from tests.results.full_queue import FullQueue
@@ -128,7 +128,7 @@ def test_those_of_the_prompt_and_the_time_of_the_first_token_are_in_the_terminal
     job = engine.claim_one()
     submit(queue, "b")
     finish = finish_of(job, Event(offset=0, token_ids=[1], text="x"), usage=Usage(prompt_tokens=3, completion_tokens=1))
-    prompt = join_tokens([b"null", *lines(4, 5)])
+    prompt = LazyJson(lambda: join_tokens([b"null", *lines(4, 5)]), 60)
     assert queue.write([msgspec.structs.replace(finish, prompt_logprobs=prompt, first_token_age_ms=0)]) == ["ok"]
     done = queue.get("a")
     assert done.prompt_logprobs == [None, *read(4, 5)]

@@ -5,16 +5,21 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.generation import Generation, TextRules
 from millrace.engine_service.serving.jobs import ServedJob
 from millrace.engine_service.serving.output import CHECKPOINT_TOKENS, SAVE_EVERY_STEPS, Output
-from millrace.executor.wire.messages import RowSampling, SeqId
-from millrace.results.messages import Append, ClaimedJob, JobId, Lease, Release, Write
+from millrace.executor.wire.messages import RowSampling, SeqId, record_bytes
+from millrace.results import commands
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import Append, ClaimedJob, Finish, JobId, Lease, Release, Write
 
 HOUR_S = 3600
+GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [])
+KEYS = QueueKeys("default")
 
 
 def claimed_job(**fields: Any) -> ClaimedJob:
@@ -27,11 +32,8 @@ def claimed_job(**fields: Any) -> ClaimedJob:
 def test_an_unwatched_job_is_saved_before_it_is_64_tokens_ahead_but_not_when_it_ends_before(
     max_tokens: int, num_writes: int
 ) -> None:
-    sampling = RowSampling(
-        temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, candidate=0, min_tokens=0, end_token_ids=[]
-    )
     sequence = Sequence(
-        SeqId(1), [1], sampling, StopRules(max_tokens=max_tokens, min_tokens=0, end_token_ids=frozenset())
+        SeqId(1), [1], GREEDY, StopRules(max_tokens=max_tokens, min_tokens=0, end_token_ids=frozenset())
     )
     job = ServedJob(claimed_job(), [Generation(sequence, TextRules(is_text_wanted=False), None)])
     written: list[Write] = []
@@ -59,3 +61,32 @@ def test_a_job_for_a_newer_engine_stays_away_for_longer_the_older_it_is(
     (release,) = written
     assert isinstance(release, Release)
     assert at_least_ms <= release.delay_ms <= at_most_ms
+
+
+class CountingTokenizer:
+    """Counts the texts of entries that are wanted of it."""
+
+    def __init__(self) -> None:
+        self.num_texts = 0
+
+    def text_of(self, token_id: int, before: list[int]) -> str:
+        self.num_texts += 1
+        return f"t{token_id}"
+
+
+def test_the_write_builds_the_log_probabilities_of_a_prompt_once_and_the_loop_does_not() -> None:
+    sampling = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
+    rules = StopRules(max_tokens=1, min_tokens=0, end_token_ids=frozenset())
+    sequence = Sequence(SeqId(1), [5, 6, 7], sampling, rules, output_token_ids=[8])
+    sequence.keep_prompt_logprobs(0, b"\0" * (2 * record_bytes(0)))
+    tokenizer: Any = CountingTokenizer()
+    generation = Generation(sequence, TextRules(), tokenizer)
+    generation._final_text = ""
+    written: list[Write] = []
+    Output(written.append, "model-a").finish(ServedJob(claimed_job(), [generation]))
+    assert tokenizer.num_texts == 0
+    (finish,) = written
+    assert isinstance(finish, Finish)
+    for _ in range(2):
+        assert b'[null,[[6,0.0,0,"t6"]],[[7,0.0,0,"t7"]]]' in commands.write(KEYS, finish)
+        assert tokenizer.num_texts == 2
