@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from millrace.engine_service.chat.grammars import structural_tag_grammar
+from millrace.engine_service.chat.schemas import drop_keywords_without_effect, parts
 from millrace.engine_service.child_process import limit_memory, open_channel, receive, send
 from millrace.producer.structured import StructuredOutputs
 
@@ -26,9 +26,6 @@ MAX_MEMORY_BYTES = 2 * 1024**3
 _MAX_REASON_CHARS = 250
 _NO_DETAILS = " <non-verbose/>"
 _UNSATISFIABLE = "no text satisfies it"
-_IN_ONE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_IN_LIST = ("prefixItems", "anyOf", "oneOf", "allOf")
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -110,6 +107,7 @@ def _special_id(text: str, tokenizer: LLTokenizer) -> int | None:
 
 def _of_schema(schema: Any) -> str:
     """Return the grammar of the JSON that satisfies a schema, without white space between its tokens."""
+    drop_keywords_without_effect(schema)
     return LLMatcher.grammar_from_json_schema(
         json.dumps(schema), overrides={"whitespace_flexible": False} if type(schema) is dict else None
     )
@@ -125,23 +123,11 @@ def _error(grammar: str, tokenizer: LLTokenizer) -> str:
 
 def _path(schema: Any, shared: dict[str, Any], error: str, tokenizer: LLTokenizer) -> list[str]:
     """Return the way to the innermost part of a schema that has this error."""
-    for path, part in _parts(schema):
+    for path, part in parts(schema):
         whole = {**shared, **part} if type(part) is dict else part
         if _error(_of_schema(whole), tokenizer) == error:
             return path + _path(part, shared, error, tokenizer)
     return []
-
-
-def _parts(schema: Any) -> Iterator[tuple[list[str], Any]]:
-    if type(schema) is not dict:
-        return
-    for name, value in schema.items():
-        if name in _IN_ONE and type(value) is dict:
-            yield [name], value
-        elif name in _BY_NAME and type(value) is dict:
-            yield from (([name, key], part) for key, part in value.items())
-        elif name in _IN_LIST and type(value) is list:
-            yield from (([name, str(index)], part) for index, part in enumerate(value))
 
 
 def _shortened(error: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from millrace.engine_service.chat.output_format import (
     THINKING_MARKS,
     OutputFormat,
 )
+from millrace.engine_service.chat.schemas import drop_keywords_without_effect
 from millrace.producer import GenerationRequest, InvalidRequest, StructuredOutputs
 
 _TEXT = "TEXT: /(.|\\n)*/"
@@ -104,6 +106,8 @@ class _Rules:
         """Return the name of a rule for JSON of this schema, compact but for the separators."""
         if isinstance(schema, bool):
             schema = {} if schema else {"enum": []}
+        schema = copy.deepcopy(schema)
+        drop_keywords_without_effect(schema)
         options = {**schema.get("x-guidance", {}), "whitespace_flexible": False, **separators}
         return self._rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 

@@ -96,6 +96,25 @@ def test_what_cannot_be_used_is_an_error_with_its_place(grammars: Grammars, form
         assert str(error.value).isprintable()
 
 
+def test_keywords_that_mean_nothing_are_not_refused(grammars: Grammars) -> None:
+    item = {"type": "array", "items": {"type": "integer"}}
+    plain = {
+        "$defs": {"x": item},
+        "anyOf": [{"type": "object"}, {"$ref": "#/$defs/x"}, {"const": {"uniqueItems": False}}],
+    }
+    wordy = {
+        **plain,
+        "$defs": {"x": {**item, "uniqueItems": False, "unevaluatedItems": True}},
+        "unevaluatedProperties": True,
+    }
+    assert grammars.grammar(StructuredOutputs(json=wordy)) == grammars.grammar(StructuredOutputs(json=plain))
+    tag = {"begin": "<", "schema": wordy, "end": ">"}
+    assert grammars.grammar(StructuredOutputs(structural_tag={"triggers": ["<"], "structures": [tag]}))
+    for refused in ({"uniqueItems": True}, {"unevaluatedItems": False}):
+        with pytest.raises(InvalidRequest, match="Unimplemented keys"):
+            grammars.grammar(StructuredOutputs(json={**item, **refused}))
+
+
 BOMBS: dict[str, dict[str, Any]] = {
     "many patterns": {"json": {"properties": {f"k{i}": {"pattern": f"^(a|b{i}){{1,200}}$"} for i in range(6000)}}},
     "nested counts": {"regex": "(((a{1,500}b){1,500}c){1,500}d){1,500}"},
