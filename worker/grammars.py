@@ -30,8 +30,9 @@ _MAX_REASON_CHARS = 200
 class GrammarState:
     """Owns the place of one sequence in its grammar. Used by the thread of the masks alone, except `failure`."""
 
-    def __init__(self, matcher: Future[LLMatcher]) -> None:
+    def __init__(self, matcher: Future[LLMatcher], allowed_token_ids: list[int] | None = None) -> None:
         self._matcher = matcher
+        self._allowed_bits = None if allowed_token_ids is None else _bits(allowed_token_ids)
         self.failure: str | None = None
         """Why no token is allowed. Set with the mask of the step."""
 
@@ -47,6 +48,18 @@ class GrammarState:
             self.failure = _one_line(matcher.get_error())
         return matcher if self.failure is None else None
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether the request allows only some tokens."""
+        return self._allowed_bits is not None
+
+    def fail_without_token(self, mask: Tensor) -> None:
+        """Set `failure` if this mask [B] allows no token, or none that the request allows."""
+        if not mask.any():
+            self.failure = self.failure or "no text goes on from here"
+        elif self._allowed_bits is not None and not (mask[: len(self._allowed_bits)] & self._allowed_bits).any():
+            self.failure = "the form goes on with none of allowed_token_ids"
+
 
 class Grammars:
     """Owns the tokenizer of the grammars, the compiled ones, and the threads."""
@@ -60,9 +73,9 @@ class Grammars:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         """By grammar, the one used last at the end."""
 
-    def begin(self, grammar: str, output: list[int]) -> GrammarState:
-        """Return the state behind these tokens of the output. Does not wait for it."""
-        return GrammarState(self._compiling.submit(self._begin, grammar, output))
+    def begin(self, grammar: str, output: list[int], allowed_token_ids: list[int] | None = None) -> GrammarState:
+        """Return the state behind these tokens of the output. Does not wait for it. `allowed_token_ids`: None for all."""
+        return GrammarState(self._compiling.submit(self._begin, grammar, output), allowed_token_ids)
 
     def masks(
         self, sampled: list[tuple[list[GrammarState], Callable[[], list[int]]]], states: list[GrammarState]
@@ -96,8 +109,10 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), masks.shape[1], len(masks))
         for row in [row for _, row in matchers if states[row].matcher() is None]:  # the mask was too much work
             masks[row] = 0
-        for row in (masks.amax(dim=1) == 0).nonzero().flatten().tolist():
-            states[row].failure = states[row].failure or "no text goes on from here"
+        is_empty = (masks.amax(dim=1) == 0).tolist()
+        for row, state in enumerate(states):
+            if is_empty[row] or state.is_limited:
+                state.fail_without_token(masks[row])
         return masks
 
     @cached_property
@@ -118,6 +133,14 @@ def load_tokenizer(path: str, vocab_size: int, eos_token_ids: list[int]) -> LLTo
     backend.no_padding()
     ends = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
     return LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=ends)
+
+
+def _bits(token_ids: list[int]) -> Tensor:
+    """Return the begin of a mask [B] that allows these ids."""
+    bits = bytearray(max(token_ids) // 8 + 1)
+    for token_id in token_ids:
+        bits[token_id // 8] |= 1 << token_id % 8
+    return torch.frombuffer(bits, dtype=torch.uint8)
 
 
 def _one_line(error: str) -> str:

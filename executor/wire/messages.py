@@ -300,7 +300,7 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True):
 
     seq_id: SeqId
     kind: Literal["nan_logits", "invalid_request"]
-    """"invalid_request": the grammar of the sequence leaves no token."""
+    """"invalid_request": the grammar of the sequence leaves no token, or none of its allowed ones."""
     message: str
 
 

@@ -40,7 +40,8 @@ class GrammarMask(LogitsProcessor[GrammarState]):
         if not new.sampling.grammar:
             return None
         assert self._grammars is not None, "a rank without grammars"
-        return self._grammars.begin(new.sampling.grammar, new.token_ids[new.num_prompt_tokens :])
+        settings, output = new.sampling.processors, new.token_ids[new.num_prompt_tokens :]
+        return self._grammars.begin(new.sampling.grammar, output, settings.allowed_token_ids if settings else None)
 
     def prepare(self, rows: ProcessedRows[GrammarState]) -> None:
         assert self._grammars is not None
