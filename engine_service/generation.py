@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 
 import msgspec
@@ -143,14 +144,14 @@ class Generation:
     def has_prompt_entries(self) -> bool:
         return self.sequence.prompt_logprobs is not None and not self.sequence.must_score_prompt
 
-    def prompt_entries(self) -> list[list[Entry]] | None:
+    def prompt_entries(self) -> Iterator[list[Entry]] | None:
         """Return the log-probabilities of the prompt's tokens but the first. None: not wanted, or not computed yet."""
         sequence = self.sequence
         if sequence.prompt_logprobs is None or not self.has_prompt_entries:
             return None
         size = record_bytes(sequence.sampling.prompt_logprobs or 0)
         prompt, records = sequence.prompt_token_ids, bytes(sequence.prompt_logprobs)
-        return [
+        return (
             read_record(
                 records[(at - 1) * size : at * size],
                 prompt[max(0, at - MAX_BEFORE) : at],
@@ -158,7 +159,7 @@ class Generation:
                 self._tokenizer_of_entries,
             )
             for at in range(1, len(prompt))
-        ]
+        )
 
     @property
     def _tokenizer_of_entries(self) -> Tokenizer | None:

@@ -74,7 +74,11 @@ class CountingTokenizer:
         return f"t{token_id}"
 
 
-def test_the_write_builds_the_log_probabilities_of_a_prompt_once_and_the_loop_does_not() -> None:
+def test_the_write_builds_the_log_probabilities_of_a_prompt_once_and_the_loop_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
     sampling = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
     rules = StopRules(max_tokens=1, min_tokens=0, end_token_ids=frozenset())
     sequence = Sequence(SeqId(1), [5, 6, 7], sampling, rules, output_token_ids=[8])
@@ -89,4 +93,4 @@ def test_the_write_builds_the_log_probabilities_of_a_prompt_once_and_the_loop_do
     assert isinstance(finish, Finish)
     for _ in range(2):
         assert b'[null,[[6,0.0,0,"t6"]],[[7,0.0,0,"t7"]]]' in commands.write(KEYS, finish)
-        assert tokenizer.num_texts == 2
+        assert (tokenizer.num_texts, pauses) == (2, [0])
