@@ -101,6 +101,7 @@ def test_a_rank_on_a_ray_of_the_services_own_is_killed_while_tokens_flow(
 def lose_a_rank(place: Place, engine: ChaosEngine, rank: int, pid: int, number: signal.Signals) -> None:
     submit_and_wait_for_tokens(place)
     assert "running" in place.states().values(), "all jobs ended before the rank was lost"
+    assert Path(f"/proc/{pid}").exists(), engine.text()
     os.kill(pid, number)
     check_whole_in_one_attempt(place, engine)
     assert engine.text().count("restarting the workers") == 1
