@@ -3,9 +3,11 @@
 #
 # Exit status 2 means that an option or the model is invalid, so that another start would end the same way. A restart policy
 # does not know exit statuses: instead of ending, the container then waits until it is stopped. Any other status is passed on.
+child='' is_stopped=''
+trap 'is_stopped=yes; [ -z "$child" ] || kill -TERM "$child"' TERM INT # before the start: a container may be stopped at once
 "$@" &
 child=$!
-trap 'kill -TERM "$child"' TERM INT
+[ -z "$is_stopped" ] || kill -TERM "$child"
 wait "$child"
 status=$?
 while kill -0 "$child" 2>/dev/null; do # a signal has ended the wait, and not the command

@@ -57,7 +57,9 @@ sampling_fields = st.fixed_dictionaries(
         "repetition_penalty": st.floats(1e-9, 1e9),
         "logit_bias": st.dictionaries(st.integers(0, 2**31 - 1).map(str), st.floats(-100, 100), max_size=5),
         "allowed_token_ids": st.none() | st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5),
-        "bad_words": st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=3),
+        "bad_words": st.lists(
+            st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip), max_size=3
+        ),
         "thinking_token_budget": st.none() | st.integers(-1, 1000),
         "truncate_prompt_tokens": st.none() | st.just(-1) | st.integers(1, 1000),
         "include_stop_str_in_output": st.booleans(),

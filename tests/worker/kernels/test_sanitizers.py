@@ -31,11 +31,12 @@ def test_no_access_out_of_bounds_and_nothing_undefined(kernels: Kernels, tmp_pat
     library = tmp_path / f"_library{EXTENSION_SUFFIXES[0]}"
     sources = sorted(map(str, SOURCES.glob("*.c")))
     subprocess.run(["cc", *FLAGS, *SANITIZERS, *sources, "-lm", "-o", str(library)], check=True, timeout=300)
-    runtime = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    # libstdc++ too: AddressSanitizer looks for its functions at once, and other packages throw C++ exceptions.
+    runtimes = [_path_of("libasan.so"), _path_of("libstdc++.so.6")]
     names = ("test_attention.py", "test_layer_attention.py", "test_linear.py", "test_sampling.py")
     tests = [str(Path(__file__).parent / name) for name in names]
     environment = os.environ | {
-        "LD_PRELOAD": runtime.stdout.strip(),
+        "LD_PRELOAD": " ".join(runtimes),
         "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",  # Python and torch keep what they have
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
@@ -43,3 +44,8 @@ def test_no_access_out_of_bounds_and_nothing_undefined(kernels: Kernels, tmp_pat
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1400)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
     assert " passed" in ran.stdout
+
+
+def _path_of(library: str) -> str:
+    command = ["cc", f"-print-file-name={library}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
