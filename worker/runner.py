@@ -72,7 +72,11 @@ class LaunchedStep:
     """Duration of the launch, which on a CPU is that of the step."""
 
     def is_ready(self) -> bool:
-        return self.done is None or self.done.query()
+        """Whether `result` would not wait. After an error of the device it raises that error at once."""
+        try:
+            return self.done is None or self.done.query()
+        except RuntimeError:
+            return True
 
     def result(self) -> StepResult:
         """Wait for the step and return its result."""

@@ -22,9 +22,24 @@ _EXIT_MEANINGS = {
 }
 
 _OUT_OF_MEMORY_KINDS = frozenset({"OutOfMemoryError", "MemoryError"})
-_OUT_OF_MEMORY_TEXTS = ("DefaultCPUAllocator", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In torch's errors of other kinds: when host memory is short, or GPU memory that torch's allocator does not manage."""
+_OUT_OF_MEMORY_TEXTS = (
+    "DefaultCPUAllocator",
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Triton Error [CUDA]: out of memory",
+)
+"""In errors of other kinds: when host memory is short, or GPU memory that torch's allocator does not manage."""
 _DEVICE_LOST_KINDS = frozenset({"AcceleratorError"})
+_DEVICE_LOST_TEXTS = (
+    "Triton Error [CUDA]",
+    "CUDA driver error",
+    "CUBLAS_STATUS_EXECUTION_FAILED",
+    "CUBLAS_STATUS_INTERNAL_ERROR",
+    "CUDNN_STATUS_EXECUTION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+)
+"""In plain RuntimeErrors of Triton's launcher and of torch. No later call to the device succeeds in this process."""
 _PEER_LOST_KINDS = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "RendezvousError"})
 """Class names, since this side must not import torch. A lost peer is retryable: the other rank has the cause."""
 _PEER_LOST_TEXTS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe")
@@ -61,7 +76,8 @@ def _is_gloo_peer_lost(message: str) -> bool:
 def _cause(names: set[str], message: str) -> Literal["error", "out_of_memory", "device_lost"]:
     if names & _OUT_OF_MEMORY_KINDS or any(text in message for text in _OUT_OF_MEMORY_TEXTS):
         return "out_of_memory"
-    return "device_lost" if names & _DEVICE_LOST_KINDS else "error"
+    is_lost = names & _DEVICE_LOST_KINDS or any(text in message for text in _DEVICE_LOST_TEXTS)
+    return "device_lost" if is_lost else "error"
 
 
 def exit_status(failure: Failure) -> int:

@@ -26,7 +26,7 @@ from millrace.executor.wire.messages import (
 from millrace.worker import create_worker
 from millrace.worker.errors import ConfigError, ModelError, PlanError, StepSkipped
 from millrace.worker.rank import Rank
-from millrace.worker.runner import largest_prefill
+from millrace.worker.runner import LaunchedStep, StepOutput, largest_prefill
 from millrace.worker.sampler import sample
 from tests.worker.driver import GREEDY, Driver, execute, start_worker
 from tests.worker.models import make_model
@@ -340,3 +340,20 @@ def test_the_gpu_pool_fills_the_share_that_it_may_take(model: Path) -> None:
     total = torch.cuda.mem_get_info()[1]
     assert 0.2 * total < worker.stats()["kv_pool_bytes"] < 0.3 * total
     assert run(worker, 1, [prefill(blocks=(1,))], new=[new()])[1] == []
+
+
+class LostEvent:
+    """An event of a device that is lost."""
+
+    def query(self) -> bool:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    synchronize = query
+
+
+def test_a_step_on_a_lost_device_is_ready_and_its_result_is_the_error() -> None:
+    output, lost = StepOutput(torch.zeros(1)), LostEvent()
+    step = LaunchedStep(StepPlan(StepId(1), 1, 1, 1, 1), None, None, output, lost, lost, 0.0)  # type: ignore[arg-type]
+    assert step.is_ready()
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        step.result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from millrace.executor.wire.failures import EXIT_CRASH, exit_status, is_retryable_exit, to_failure
 from tests.executor.fragile_worker import AcceleratorError
@@ -17,6 +18,38 @@ def test_memory_that_is_short_outside_of_torchs_allocator_is_no_lost_device() ->
         True,
         True,
     )
+
+
+@pytest.mark.parametrize(
+    ("message", "cause"),
+    [
+        ("Triton Error [CUDA]: an illegal memory access was encountered", "device_lost"),
+        ("Triton Error [CUDA]: unspecified launch failure", "device_lost"),
+        ("Triton Error [CUDA]: out of memory", "out_of_memory"),
+        ("CUDA driver error: unknown error", "device_lost"),
+        ("CUDA driver error: out of memory", "out_of_memory"),
+        (
+            "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx( handle, opa, opb, m, n, k)`",
+            "device_lost",
+        ),
+        (
+            "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasSgemm( handle, opa, opb, m, n, k)`",
+            "device_lost",
+        ),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "device_lost"),
+        ("out of resource: shared memory, Required: 278528, Hardware limit: 232448.", "error"),
+        ("mat1 and mat2 shapes cannot be multiplied (1x2 and 3x4)", "error"),
+    ],
+)
+def test_errors_of_a_device_are_told_from_our_own_by_their_text(message: str, cause: str) -> None:
+    assert to_failure(RuntimeError(message)).cause == cause
+
+
+def test_torchs_own_accelerator_error_is_a_lost_device() -> None:
+    error = torch.AcceleratorError(
+        "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress'"
+    )
+    assert to_failure(error).cause == "device_lost"
 
 
 @pytest.mark.parametrize(
