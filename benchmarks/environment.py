@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("millrace", "torch", "transformers", "redis", "rq", "msgspec", "pyzmq", "tokenizers")
+PACKAGES = ("millrace", "torch", "transformers", "triton", "redis", "rq", "msgspec", "pyzmq", "tokenizers")
 INSTRUCTION_SETS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "bf16")
 """As Linux names them. The benchmarks report which of these a CPU has."""
 

@@ -68,10 +68,15 @@ def least_s(workload: Workload) -> float:
 
 def least_step_s(model: str, dtype: str, num_sequences: int, context: int) -> float:
     """Return the least time for a decode step."""
+    return _bound_s(dtype, *step_work(model, num_sequences, context))
+
+
+def step_work(model: str, num_sequences: int, context: int) -> tuple[int, int]:
+    """Return the operations of a decode step, and the elements that it reads."""
     shape, kv_tokens = shape_of(model), num_sequences * context
     weights = shape.layer_weights + shape.head_weights
     operations = 2 * weights * num_sequences + 4 * shape.num_layers * shape.attention_width * kv_tokens
-    return _bound_s(dtype, operations, weights + kv_tokens * shape.kv_elements)
+    return operations, weights + kv_tokens * shape.kv_elements
 
 
 def _bound_s(dtype: str, operations: int, num_elements: int) -> float:

@@ -3,6 +3,7 @@
     W1         small model, 256 requests of mixed lengths: the cost per step dominates
     W2         0.6B model in bfloat16, 32 requests: the matrix products dominate
     W3         128 requests that share a prefix of 512 tokens
+    NANO       0.6B model, 256 requests with prompts and outputs of 100 to 1,024 tokens: for a GPU
     TINY       the example model, 48 requests
     STEP<n>    n sequences decode; gives milliseconds per decode step
 
@@ -70,7 +71,7 @@ def is_step(name: str) -> bool:
 
 def make(name: str, number: int | str = 0, *, is_quick: bool = False) -> Workload:
     """Return round `number` of a workload."""
-    tokens, lengths = random.Random(f"tokens/{name}/{number}"), random.Random(f"shape/{name}")
+    tokens, lengths = random.Random(f"tokens/{name}/{number}"), random.Random(0 if name == "NANO" else f"shape/{name}")
     divisor, ids = (QUICK_DIVISOR, QUICK_TOKEN_IDS) if is_quick else (1, TOKEN_IDS)
     dtype, num_shared, max_model_len = "float32", 0, 512
     if name == "TINY":
@@ -93,6 +94,9 @@ def make(name: str, number: int | str = 0, *, is_quick: bool = False) -> Workloa
         prefix, count = draw(PREFIX_TOKENS), max(2, 128 // divisor)
         model, max_model_len, num_shared = LLAMA, 640, len(prefix)
         requests = [Request(prefix + draw(16), max(1, 32 // divisor)) for _ in range(count)]
+    elif name == "NANO":
+        model, dtype, max_model_len = QWEN, "bfloat16", 512 if is_quick else 2048
+        requests = mixed(256, (100, 1024), (100, 1024))
     elif name == "TINY":
         model, requests = TINY_MODEL, mixed(48, (8, 16), (48, 64))
     elif is_step(name) and name[4:].isdigit():

@@ -14,10 +14,10 @@ from typing import ClassVar
 import pytest
 import redis
 
-from benchmarks import compare, contenders, queueing, report, workloads
+from benchmarks import compare, contenders, gpu, queueing, report, workloads
 from benchmarks.__main__ import PARTS
 from benchmarks.engines import runner
-from benchmarks.environment import describe
+from benchmarks.environment import ROOT, describe
 from benchmarks.options import Options
 from benchmarks.service import Service
 from benchmarks.timing import median_interval
@@ -297,3 +297,42 @@ def test_the_report_takes_the_newest_figures_and_says_where_they_are_from(tmp_pa
         path.unlink()
     report.write(results, page)
     assert "Nothing has been measured yet." in page.read_text()
+
+
+def test_the_parts_for_a_gpu_run_on_a_cpu(tmp_path: Path) -> None:
+    setting = gpu.Setting("cpu", True, tmp_path)
+    kernels = gpu.attention(setting) | gpu.sampling(setting)
+    for name, size in (("decode of 3", 64), ("decode of 3", 128), ("prefill of 24", 64), ("prefill of 24", 128)):
+        assert kernels[f"{name}, head size {size}"]["max_error"] < 1e-5
+    assert [kernels[name]["as_on_cpu"] for name in ("greedy", "temperature", "top-k", "top-p")] == ["8 of 8"] * 4
+    measured = gpu.steps(setting)
+    for num_rows in gpu.BATCHES:
+        figures = measured[f"{num_rows} rows"]
+        assert figures["tokens_per_s"] > 0 and figures["num_kernels"] >= 1 and figures["kernels_ms"]
+    assert measured["load_s"] > 0 and measured["prompt_ms"] > 0
+    rates = {"copy_gb_per_s": 4000.0, "tflops": 800.0}
+    gpu.plot({"rates": rates, "attention": kernels, "steps": measured}, tmp_path / "roofline.png")
+    assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_part_for_a_gpu_that_fails_or_takes_too_long_does_not_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "PARTS", {"unknown": (gpu.rates, 60.0), "rates": (gpu.rates, 0.001)})
+    assert gpu.run(gpu.Setting("cpu", True, tmp_path)) == 1
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert "exit status 2: " in result["unknown"]["failed"] and "see unknown.log" in result["unknown"]["failed"]
+    assert "it took longer than" in result["rates"]["failed"]
+    assert "unknown failed: exit status 2" in capsys.readouterr().out
+
+
+def test_the_limits_of_the_parts_for_a_gpu_leave_a_minute_of_eight_for_the_model() -> None:
+    assert sum(limit_s for _, limit_s in gpu.PARTS.values()) <= 420
+
+
+@pytest.mark.slow
+def test_the_whole_measurement_of_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
+    command = ["make", "bench-gpu", f"OUT={tmp_path}", "ARGS=--quick --device cpu"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert result["throughput"]["over_transformers"] > 0 and "collected" in result["tests"]["summary"]

@@ -1,4 +1,4 @@
-"""Millrace with its defaults on the CPU: `LLM`, or a service behind Redis."""
+"""Millrace with its defaults, on the CPU unless asked otherwise: `LLM`, or a service behind Redis."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Offline(runner.Engine):
         self, path: Path, workload: Workload, temperature: float = 0.0, top_p: float = 1.0, **options: Any
     ) -> None:
         """`temperature` and `top_p` make it sample. `options` are those of `LLM`."""
-        self._llm = LLM(model=path, device="cpu", max_model_len=workload.max_model_len, **options)
+        self._llm = LLM(model=path, max_model_len=workload.max_model_len, **{"device": "cpu", **options})
         self._sampling = SamplingParams(temperature=temperature, top_p=top_p, ignore_eos=True)
 
     def generate(self, requests: Sequence[Request]) -> list[int]:

@@ -1,4 +1,4 @@
-"""transformers on the CPU, greedy: `generate` on static batches, or its continuous batching."""
+"""transformers: `generate` on static batches, greedy and on the CPU, or its continuous batching."""
 
 from __future__ import annotations
 
@@ -51,19 +51,20 @@ class StaticBatches(runner.Engine):
 class ContinuousBatches(StaticBatches):
     """One manager for the whole process. Its thread runs the steps."""
 
-    def __init__(self, path: Path, workload: Workload, batch_size: int) -> None:
+    def __init__(
+        self, path: Path, workload: Workload, batch_size: int, device: str = "cpu", temperature: float = 0.0
+    ) -> None:
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         super().__init__(path, workload, batch_size)
-        config = ContinuousBatchingConfig(
-            page_size=PAGE_TOKENS,
-            num_blocks=KV_TOKENS // PAGE_TOKENS,
-            max_batch_tokens=512,
-            max_requests_per_batch=batch_size,
-            use_cuda_graph=False,
-            use_async_batching=False,
-        )
-        generation = GenerationConfig(do_sample=False, max_new_tokens=16, eos_token_id=-1, pad_token_id=0)
+        self._model.to(device)
+        sizes: dict[str, Any] = {}  # on a GPU transformers chooses its own, and captures graphs
+        if device == "cpu":
+            sizes = {"page_size": PAGE_TOKENS, "num_blocks": KV_TOKENS // PAGE_TOKENS, "max_batch_tokens": 512}
+            sizes |= {"use_cuda_graph": False, "use_async_batching": False}
+        config = ContinuousBatchingConfig(max_requests_per_batch=batch_size, **sizes)
+        draw = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        generation = GenerationConfig(**draw, max_new_tokens=16, eos_token_id=-1, pad_token_id=0)
         self._manager = self._model.init_continuous_batching(
             generation_config=generation, continuous_batching_config=config
         )

@@ -10,6 +10,8 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import yaml
+
 from tests.deploy.conftest import build_wheel
 from tests.processes import FOLDERS as LINKED
 from tests.processes import LIMIT_S, ROOT
@@ -49,6 +51,24 @@ def test_the_image_has_the_compiled_kernels() -> None:
     assert any("install" in run and " gcc " in run for run in runs), "a compiler"
     assert any("grep --quiet" in run and "kernels/_library" in run for run in runs), "a check that they were built"
     assert any("libgomp1" in rest for word, rest in FINAL_STAGE if word == "RUN"), "what they need at run time"
+
+
+def test_a_gpus_image_has_what_triton_needs_to_compile_and_to_keep_kernels() -> None:
+    compiler = next(rest for word, rest in FINAL_STAGE if word == "RUN" and "apt-get" in rest)
+    shell = compiler[: compiler.index(" && ")] + "; echo $compiler"
+    for index, packages in (
+        ("https://pypi.org/simple", "gcc libc6-dev\n"),
+        ("https://download.pytorch.org/whl/cpu", "\n"),
+    ):
+        run = subprocess.run(
+            ["sh", "-c", shell], env={"TORCH_INDEX": index}, capture_output=True, text=True, check=True
+        )
+        assert run.stdout == packages
+    cache = next(rest for word, rest in FINAL_STAGE if word == "ENV" and "TRITON" in rest).partition("=")[2]
+    owned = next(rest for word, rest in FINAL_STAGE if word == "RUN" and "useradd" in rest)
+    assert "-o millrace -g millrace" in owned and '"${TRITON_CACHE_DIR}"' in owned
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    assert f"triton:{cache}" in compose["services"]["engine"]["volumes"] and "triton" in compose["volumes"]
 
 
 def test_torch_the_other_packages_and_our_code_are_layers_of_their_own() -> None:

@@ -1,0 +1,441 @@
+"""Measure kernels, steps and throughput on one GPU, in less than 8 minutes. Write gpu.json, roofline.png and a log for each
+part to a directory. Run it in the root of a checkout.
+
+parts:
+  rates        copy bandwidth and the speed of matrix products: the roofline
+  tests        the tests marked `gpu`
+  attention    decode and prefill of one layer, against the reference and the copy bandwidth
+  sampling     draws from logits, against the draws of the CPU and the copy bandwidth
+  steps        loading, a prompt's time to the first token, and decode steps of 1 to 256 rows by kernel
+  throughput   workload NANO: Millrace, and transformers' continuous batching
+
+Each part is a process with a time limit. If one fails, the JSON says why, the next one begins, and the exit status is 1.
+No Redis and no installed Millrace is needed: torch, transformers, Triton and the packages of Millrace's extra `engine`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import models, roofline
+from benchmarks.contenders import EngineKind, run_in_turns
+from benchmarks.environment import ROOT, describe
+from benchmarks.options import Options
+from benchmarks.workloads import QWEN, TINY_MODEL
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 16, 8, 16
+"""Heads of Qwen3-0.6B."""
+MAX_KERNELS = 12
+"""Kernels of a step that are listed by name. The others are one sum."""
+NANO_LIMIT_S = 75.0
+"""For each engine."""
+
+Figures = dict[str, Any]
+
+
+class Setting(NamedTuple):
+    """Where and how much to measure."""
+
+    device: str
+    is_quick: bool
+    """Whether to do only so much work that one sees the parts run."""
+    out: Path
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.device == "cuda" else "float32"
+
+
+def main() -> None:
+    """Run the parts, or the one part that this process is for."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--quick", action="store_true", help="little work: shows that every part runs")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    setting = Setting(options.device, options.quick, options.out.resolve())
+    if options.part:
+        figures = PARTS[options.part][0](setting)
+        (setting.out / f"{options.part}.json").write_text(json.dumps(figures))
+    else:
+        sys.exit(run(setting))
+
+
+def run(setting: Setting) -> int:
+    """Run every part and write the files. Return the exit status."""
+    setting.out.mkdir(parents=True, exist_ok=True)
+    models.find(TINY_MODEL if setting.is_quick else QWEN)  # not within a part's limit
+    result: Figures = {"is_quick": setting.is_quick, "device": setting.device, **describe({})}
+    for name, (_, limit_s) in PARTS.items():
+        limit_s *= 1 if setting.device == "cuda" else CPU_FACTOR
+        print(f"{name}, at most {limit_s:.0f} s", file=sys.stderr, flush=True)
+        began_s = time.monotonic()
+        result[name] = _run_part(name, setting, limit_s)
+        result[name]["part_s"] = round(time.monotonic() - began_s, 1)
+        (setting.out / "gpu.json").write_text(json.dumps(result, indent=2) + "\n")
+    failed = {name: result[name]["failed"] for name in PARTS if "failed" in result[name]}
+    with contextlib.suppress(ImportError):  # without matplotlib there is no plot
+        plot(result, setting.out / "roofline.png")
+    print("\n".join(f"{name} failed: {reason}" for name, reason in failed.items()) or "all parts are complete")
+    print(f"wrote {setting.out / 'gpu.json'}")
+    return 1 if failed else 0
+
+
+def _run_part(name: str, setting: Setting, limit_s: float) -> Figures:
+    """Run a part in a process of its own, and end it with all its children at the limit."""
+    answer, log = setting.out / f"{name}.json", setting.out / f"{name}.log"
+    answer.unlink(missing_ok=True)
+    command = [sys.executable, "-P", "-m", "benchmarks.gpu", "--part", name, "--out", str(setting.out)]
+    command += ["--device", setting.device, *(["--quick"] if setting.is_quick else [])]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    with log.open("w") as stream:
+        process = subprocess.Popen(
+            command, env={**os.environ, "PYTHONPATH": path}, stdout=stream, stderr=stream, start_new_session=True
+        )
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"it took longer than {limit_s:.0f} s; see {log.name}"}
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if status or not answer.exists():
+        last = (log.read_text(errors="replace").strip() or "no output").splitlines()[-1]
+        return {"failed": f"exit status {status}: {last[-300:]}; see {log.name}"}
+    figures: Figures = json.loads(answer.read_text())
+    answer.unlink()
+    return figures
+
+
+# --- measuring ---
+
+
+def _profile(work: Callable[[], object], num_calls: int, device: str) -> tuple[float, float, dict[str, float]]:
+    """Return for one call: seconds on the wall, number of kernels, and the device's seconds by kernel, the longest first. On
+    a CPU torch's operators count as kernels."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    work()  # Triton compiles
+    synchronize()
+    began_s = time.perf_counter()
+    for _ in range(num_calls):
+        work()
+    synchronize()
+    wall_s = (time.perf_counter() - began_s) / num_calls
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        for _ in range(num_calls):
+            work()
+        synchronize()
+    seconds: Counter[str] = Counter()
+    num_kernels = 0
+    for event in profiler.key_averages():
+        spent_us = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
+        if spent_us:
+            seconds[event.key] += spent_us * 1e-6 / num_calls
+            num_kernels += event.count
+    return wall_s, num_kernels / num_calls, dict(seconds.most_common())
+
+
+def _copy_gb_per_s(setting: Setting) -> float:
+    """Return the bandwidth of a copy within the device's memory, bytes read and written."""
+    import torch
+
+    source = torch.ones((1 << 20 if setting.is_quick else 1 << 31), dtype=torch.uint8, device=setting.device)
+    target = torch.empty_like(source)
+    wall_s, _, _ = _profile(lambda: target.copy_(source), 10, setting.device)
+    return 2 * source.nbytes / wall_s / 1e9
+
+
+def _kernel(work: Callable[[], object], operations: int, num_bytes: int, copy: float, setting: Setting) -> Figures:
+    """Return the figures of one kernel, or of several that run one after the other."""
+    wall_s, num_kernels, kernels = _profile(work, 2 if setting.is_quick else 30, setting.device)
+    device_s = sum(kernels.values()) if setting.device == "cuda" else wall_s
+    return {
+        "device_us": round(1e6 * device_s, 1),
+        "wall_us": round(1e6 * wall_s, 1),
+        "num_kernels": num_kernels,
+        "gb_per_s": round(num_bytes / device_s / 1e9, 2),
+        "over_copy": round(num_bytes / device_s / 1e9 / copy, 4),
+        "tflops": round(operations / device_s / 1e12, 4),
+        "operations_per_byte": round(operations / num_bytes, 3),
+        "kernels_us": _named(kernels, 1e6),
+    }
+
+
+def _named(kernels: dict[str, float], unit: float) -> dict[str, float]:
+    """Return the longest kernels with short names, and the sum of the others."""
+    items = list(kernels.items())
+    named: Counter[str] = Counter()
+    for name, seconds in items[:MAX_KERNELS]:
+        named[re.sub(r"^void |<.*|\(.*", "", name)[:60]] += seconds * unit
+    named["others"] += unit * sum(seconds for _, seconds in items[MAX_KERNELS:])
+    return {name: round(value, 3) for name, value in named.items() if value}
+
+
+# --- parts ---
+
+
+def rates(setting: Setting) -> Figures:
+    """Measure the two lines of the roofline."""
+    import torch
+
+    size = 256 if setting.is_quick else 8192
+    left, right = (torch.randn(size, size, device=setting.device).to(getattr(torch, setting.dtype)) for _ in range(2))
+    wall_s, _, _ = _profile(lambda: left @ right, 10, setting.device)
+    return {"copy_gb_per_s": round(_copy_gb_per_s(setting), 1), "tflops": round(2 * size**3 / wall_s / 1e12, 3)}
+
+
+def tests(setting: Setting) -> Figures:
+    """Run the tests marked `gpu`, without the plug-ins of the project's own configuration."""
+    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-c", os.devnull, "--rootdir", str(ROOT), "-m", "gpu"]
+    command += [
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        *(["--collect-only"] if setting.is_quick else []),
+    ]
+    ended = subprocess.run([*command, *map(str, marked)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    print(ended.stdout)
+    summary = (ended.stdout.strip() or "no output").splitlines()[-1]
+    bad = re.findall(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
+    return {"summary": summary, **({"failed": ", ".join(bad) or summary} if ended.returncode else {})}
+
+
+def attention(setting: Setting) -> Figures:
+    """Measure one layer's attention: 64 rows that decode at a context of 1,024, and the chunk of a prompt."""
+    import torch
+
+    from millrace.worker.attention.reference import ReferenceAttention
+    from millrace.worker.attention.select import choose_attention
+    from millrace.worker.kv_pool import KVPool, LayerSpec
+
+    device, dtype = torch.device(setting.device), getattr(torch, setting.dtype)
+    num_rows, context, chunk = (3, 40, 24) if setting.is_quick else (64, 1024, 2048)
+    implementation, copy = choose_attention("auto", device), _copy_gb_per_s(setting)
+    figures: Figures = {"implementation": implementation.name, "copy_gb_per_s": round(copy, 1)}
+    cases = [(f"decode of {num_rows}, head size {size}", size, num_rows, context, 1) for size in (64, 128)]
+    cases += [(f"prefill of {chunk}, head size {size}", size, 1, chunk, chunk) for size in (64, 128)]
+    for name, head_size, rows, length, fed in cases:
+        batch, num_blocks = _batch(rows, length, fed, device)
+        pool = KVPool([LayerSpec(0, NUM_KV_HEADS, head_size, head_size, None)], num_blocks, BLOCK_SIZE, dtype, device)
+        layer = pool.layers[0]
+        layer.keys.normal_()
+        layer.values.normal_()
+        query, key, value = (
+            torch.randn(heads, rows * fed, head_size, dtype=dtype, device=device)
+            for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
+        )
+        arguments = (query, key, value, layer, head_size**-0.5, None, None, batch)
+        output = implementation.forward(*arguments).float()
+        error = (output - ReferenceAttention().forward(*arguments).float()).abs().max().item()
+        attended = rows * sum(range(length - fed + 1, length + 1))
+        num_elements = 2 * rows * length * NUM_KV_HEADS * head_size + 2 * query.numel()
+        work = lambda given=arguments: implementation.forward(*given)  # noqa: E731
+        measured = _kernel(work, 4 * NUM_HEADS * head_size * attended, num_elements * dtype.itemsize, copy, setting)
+        figures[name] = {"max_error": round(error, 5), **measured}
+    return figures
+
+
+def _batch(num_rows: int, length: int, num_fed: int, device: Any) -> tuple[Any, int]:
+    """Return a batch of sequences of `length` tokens that feed their last `num_fed` ones, in blocks of random order, and the
+    number of blocks."""
+    import random
+
+    from millrace.executor.wire.messages import StepId, StepPlan
+    from millrace.worker.input_batch import InputBatch
+
+    num_blocks = 1 + num_rows * -(-length // BLOCK_SIZE)
+    blocks = random.Random(0).sample(range(1, num_blocks), num_blocks - 1)
+    new, rows = _sequences(num_rows, length, num_fed, blocks)
+    plan = StepPlan(StepId(1), 1, 1, num_rows * num_fed, num_rows, rows, new)
+    return InputBatch(num_rows, length, BLOCK_SIZE, 1, device).update(plan), num_blocks
+
+
+def _sequences(
+    num_rows: int, length: int, num_fed: int, blocks: list[int], first_id: int = 0
+) -> tuple[list[Any], list[Any]]:
+    """Return new sequences and their rows. The blocks are shared out."""
+    from millrace.executor.wire.messages import NewSequence, SeqId, StepRow
+
+    share = len(blocks) // num_rows
+    ids = [SeqId(first_id + number) for number in range(num_rows)]
+    new = [NewSequence(seq_id, [11 + seq_id % 400] * length, length, _sampling(0.6)) for seq_id in ids]
+    starts = range(0, num_rows * share, share)
+    rows = [
+        StepRow(one, length - num_fed, num_fed, blocks[begin : begin + share])
+        for one, begin in zip(ids, starts, strict=True)
+    ]
+    return new, rows
+
+
+def _sampling(temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Any:
+    from millrace.executor.wire.messages import RowSampling
+
+    return RowSampling(temperature, top_k, top_p, 0.0, seed, 0, 0, [])
+
+
+def sampling(setting: Setting) -> Figures:
+    """Measure the draw from 256 rows of 151,936 logits, and compare the first rows with the CPU's draws."""
+    import torch
+
+    from millrace.executor.wire.messages import NewSequence, SeqId
+    from millrace.worker.sampler import sample
+    from millrace.worker.sampling_rows import SamplingTable
+
+    num_rows, vocab_size = (8, 1000) if setting.is_quick else (256, 151_936)
+    device, copy = torch.device(setting.device), _copy_gb_per_s(setting)
+    logits = (4 * torch.randn(num_rows, vocab_size, device=device)).to(getattr(torch, setting.dtype))
+    kinds = {"greedy": (0.0, 0, 1.0), "temperature": (0.6, 0, 1.0), "top-k": (0.6, 50, 1.0), "top-p": (0.6, 0, 0.9)}
+    figures: Figures = {"copy_gb_per_s": round(copy, 1)}
+    for name, settings in kinds.items():
+        tables = [SamplingTable(num_rows, place) for place in (device, torch.device("cpu"))]
+        for slot in range(num_rows):
+            for table in tables:
+                table.add(slot, NewSequence(SeqId(slot), [1], 1, _sampling(*settings, seed=slot)))
+        rows = tables[0].rows(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
+        few = tables[1].rows(torch.arange(8), torch.zeros(8, dtype=torch.int64))
+        same = sample(logits[:8].float().cpu(), few) == sample(logits.clone(), rows)[:8].cpu()
+        measured = _kernel(lambda given=rows: sample(logits, given), logits.numel(), logits.nbytes, copy, setting)  # type: ignore[misc]
+        figures[name] = {"as_on_cpu": f"{int(same.sum())} of 8", **measured}
+    return figures
+
+
+def steps(setting: Setting) -> Figures:
+    """Measure a rank without an engine: loading, prompts, and decode steps by kernel."""
+    from millrace.executor.wire.messages import SeqId, StepId, StepPlan, WorkerConfig
+    from millrace.worker.rank import Rank
+
+    model = TINY_MODEL if setting.is_quick else QWEN
+    context, num_calls = (20, 2) if setting.is_quick else (1024, 20)
+    columns = -(-(context + 3 * num_calls) // BLOCK_SIZE)
+    config = {"max_model_len": columns * BLOCK_SIZE, "block_size": BLOCK_SIZE, "num_blocks": 1 + max(BATCHES) * columns}
+    rank = Rank(0, 1, 1, WorkerConfig(model=str(models.path_of(model)), device=setting.device, **config))  # type: ignore[arg-type]
+    began_s = time.perf_counter()
+    rank.start(lambda _: None)
+    figures: Figures = {"load_s": round(time.perf_counter() - began_s, 2)}
+    rank.initialize_cache(*rank.determine_num_available_blocks())
+    assert rank.runner is not None
+    for layer in rank.runner._pool.layers.values():  # a KV pool is not initialized, and NaN would end the rows
+        layer.keys.normal_()
+        layer.values.normal_()
+    number = 0
+
+    def step(num_tokens: int, num_sampled: int, *differences: Any) -> None:
+        nonlocal number
+        number += 1
+        rank.launch(StepPlan(StepId(number), 1, 1, num_tokens, num_sampled, *differences))
+        rank.collect()
+
+    def begin(num_rows: int, num_fed: int, finished: int) -> float:
+        new, rows = _sequences(num_rows, context, num_fed, list(range(1, 1 + num_rows * columns)))
+        began_s = time.perf_counter()
+        step(num_rows * num_fed, num_rows, rows, new, [SeqId(index) for index in range(finished)])
+        return 1e3 * (time.perf_counter() - began_s)
+
+    first_ms, *prompts_ms = [begin(1, context, finished=1) for _ in range(4)]
+    figures["first_prompt_ms"] = round(first_ms, 1)  # Triton compiles
+    figures["prompt_ms"] = round(statistics.median(prompts_ms), 2)
+    copy, peak = _copy_gb_per_s(setting), rates(setting)["tflops"]
+    for before, num_rows in zip((1, *BATCHES), BATCHES, strict=False):
+        begin(num_rows, 1, finished=before)
+        began_s = time.perf_counter()
+        step(num_rows, num_rows)
+        is_slow = time.perf_counter() - began_s > 0.1  # too many kernels for the profiler
+        work = lambda rows=num_rows: step(rows, rows)  # noqa: E731
+        wall_s, num_kernels, kernels = _profile(work, 2 if is_slow else num_calls, setting.device)
+        operations, num_elements = roofline.step_work(model, num_rows, context)
+        num_bytes = num_elements * (2 if setting.dtype == "bfloat16" else 4)
+        least_s = max(num_bytes / copy / 1e9, operations / peak / 1e12)
+        figures[f"{num_rows} rows"] = {
+            "step_ms": round(1e3 * wall_s, 3),
+            "device_ms": round(1e3 * sum(kernels.values()), 3),
+            "num_kernels": num_kernels,
+            "tokens_per_s": round(num_rows / wall_s, 1),
+            "roofline_share": round(least_s / wall_s, 4),
+            "tflops": round(operations / wall_s / 1e12, 4),
+            "operations_per_byte": round(operations / num_bytes, 3),
+            "kernels_ms": _named(kernels, 1e3),
+        }
+    rank.shutdown()
+    return figures
+
+
+def throughput(setting: Setting) -> Figures:
+    """Run the workload NANO on each engine, one after the other: each takes most of the GPU's memory."""
+    options: Figures = {"device": setting.device, "temperature": 0.6}
+    kinds = [
+        EngineKind("millrace", "millrace", options),
+        EngineKind("transformers", "transformers", options | {"is_continuous": True, "batch_size": 256}),
+    ]
+    figures: Figures = {}
+    for kind in kinds:
+        end_s = time.monotonic() + NANO_LIMIT_S
+        once = Options("", num_rounds=1, is_quick=setting.is_quick)
+        figures[kind.name] = run_in_turns("NANO", [kind], once, end_s, end_s)[kind.name].figures(None, "")
+        print((models.HOME / "logs" / f"{kind.name}.NANO.log").read_text())
+    failed = [f"{name}: {one['failed']}" for name, one in figures.items() if "failed" in one]
+    if failed:
+        return {**figures, "failed": "; ".join(failed)}
+    ratio = figures["millrace"]["tokens_per_s"] / figures["transformers"]["tokens_per_s"]
+    return {**figures, "over_transformers": round(ratio, 3)}
+
+
+PARTS: dict[str, tuple[Callable[[Setting], Figures], float]] = {
+    "rates": (rates, 20.0),
+    "tests": (tests, 80.0),
+    "attention": (attention, 45.0),
+    "sampling": (sampling, 30.0),
+    "steps": (steps, 70.0),
+    "throughput": (throughput, 2 * NANO_LIMIT_S + 15),
+}
+"""With a time limit in seconds: in sum less than 7 minutes, and one more to make the model."""
+CPU_FACTOR = 4
+"""Of the limits on a CPU."""
+
+
+def plot(result: Figures, path: Path) -> None:
+    """Plot the kernels and the decode steps below the roofline of the copy bandwidth and of matrix products."""
+    plt = importlib.import_module("matplotlib.pyplot")
+    plt.switch_backend("Agg")
+    figure, axis = plt.subplots(figsize=(8, 5), layout="tight")
+    if "tflops" in result.get("rates", {}):
+        copy, peak = result["rates"]["copy_gb_per_s"] / 1e3, result["rates"]["tflops"]
+        ridge = peak / copy
+        axis.loglog(
+            [0.1, ridge, 100 * ridge], [0.1 * copy, peak, peak], "k-", label=f"{copy:.3g} TB/s, {peak:.3g} TFLOP/s"
+        )
+    for part, marker in (("attention", "o"), ("sampling", "s"), ("steps", "^")):
+        for name, one in result.get(part, {}).items():
+            if isinstance(one, dict) and one.get("tflops"):
+                axis.loglog(one["operations_per_byte"], one["tflops"], marker, label=f"{part}: {name}")
+    axis.set(xlabel="operations per byte", ylabel="TFLOP/s")
+    axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
