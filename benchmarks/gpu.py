@@ -38,7 +38,7 @@ from benchmarks.options import Options
 from benchmarks.workloads import QWEN, TINY_MODEL
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 16, 8, 16
+NUM_HEADS, NUM_KV_HEADS = 16, 8
 """Heads of Qwen3-0.6B."""
 MAX_KERNELS = 12
 """Kernels of a step that are listed by name. The others are one sum."""
@@ -211,12 +211,7 @@ def tests(setting: Setting) -> Figures:
     """Run the tests marked `gpu`, without the plug-ins of the project's own configuration."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-c", os.devnull, "--rootdir", str(ROOT), "-m", "gpu"]
-    command += [
-        "-p",
-        "no:cacheprovider",
-        "--continue-on-collection-errors",
-        *(["--collect-only"] if setting.is_quick else []),
-    ]
+    command += ["-pno:cacheprovider", "--continue-on-collection-errors", *["--collect-only"] * setting.is_quick]
     ended = subprocess.run([*command, *map(str, marked)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     print(ended.stdout)
     summary = (ended.stdout.strip() or "no output").splitlines()[-1]
@@ -228,6 +223,7 @@ def attention(setting: Setting) -> Figures:
     """Measure one layer's attention: 64 rows that decode at a context of 1,024, and the chunk of a prompt."""
     import torch
 
+    from benchmarks import batches
     from millrace.worker.attention.reference import ReferenceAttention
     from millrace.worker.attention.select import choose_attention
     from millrace.worker.kv_pool import KVPool, LayerSpec
@@ -239,9 +235,9 @@ def attention(setting: Setting) -> Figures:
     cases = [(f"decode of {num_rows}, head size {size}", size, num_rows, context, 1) for size in (64, 128)]
     cases += [(f"prefill of {chunk}, head size {size}", size, 1, chunk, chunk) for size in (64, 128)]
     for name, head_size, rows, length, fed in cases:
-        batch, num_blocks = _batch(rows, length, fed, device)
-        pool = KVPool([LayerSpec(0, NUM_KV_HEADS, head_size, head_size, None)], num_blocks, BLOCK_SIZE, dtype, device)
-        layer = pool.layers[0]
+        batch, num_blocks = batches.batch(rows, length, fed, device)
+        spec = LayerSpec(0, NUM_KV_HEADS, head_size, head_size, None)
+        layer = KVPool([spec], num_blocks, batches.BLOCK_SIZE, dtype, device).layers[0]
         layer.keys.normal_()
         layer.values.normal_()
         query, key, value = (
@@ -259,51 +255,12 @@ def attention(setting: Setting) -> Figures:
     return figures
 
 
-def _batch(num_rows: int, length: int, num_fed: int, device: Any) -> tuple[Any, int]:
-    """Return a batch of sequences of `length` tokens that feed their last `num_fed` ones, in blocks of random order, and the
-    number of blocks."""
-    import random
-
-    from millrace.executor.wire.messages import StepId, StepPlan
-    from millrace.worker.input_batch import InputBatch
-
-    num_blocks = 1 + num_rows * -(-length // BLOCK_SIZE)
-    blocks = random.Random(0).sample(range(1, num_blocks), num_blocks - 1)
-    new, rows = _sequences(num_rows, length, num_fed, blocks)
-    plan = StepPlan(StepId(1), 1, 1, num_rows * num_fed, num_rows, rows, new)
-    return InputBatch(num_rows, length, BLOCK_SIZE, 1, device).update(plan), num_blocks
-
-
-def _sequences(
-    num_rows: int, length: int, num_fed: int, blocks: list[int], first_id: int = 0
-) -> tuple[list[Any], list[Any]]:
-    """Return new sequences and their rows. The blocks are shared out."""
-    from millrace.executor.wire.messages import NewSequence, SeqId, StepRow
-
-    share = len(blocks) // num_rows
-    ids = [SeqId(first_id + number) for number in range(num_rows)]
-    new = [NewSequence(seq_id, [11 + seq_id % 400] * length, length, _sampling(0.6)) for seq_id in ids]
-    starts = range(0, num_rows * share, share)
-    rows = [
-        StepRow(one, length - num_fed, num_fed, blocks[begin : begin + share])
-        for one, begin in zip(ids, starts, strict=True)
-    ]
-    return new, rows
-
-
-def _sampling(temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Any:
-    from millrace.executor.wire.messages import RowSampling
-
-    return RowSampling(temperature, top_k, top_p, 0.0, seed, 0, 0, [])
-
-
 def sampling(setting: Setting) -> Figures:
     """Measure the draw from 256 rows of 151,936 logits, and compare the first rows with the CPU's draws."""
     import torch
 
-    from millrace.executor.wire.messages import NewSequence, SeqId
+    from benchmarks import batches
     from millrace.worker.sampler import sample
-    from millrace.worker.sampling_rows import SamplingTable
 
     num_rows, vocab_size = (8, 1000) if setting.is_quick else (256, 151_936)
     device, copy = torch.device(setting.device), _copy_gb_per_s(setting)
@@ -311,12 +268,9 @@ def sampling(setting: Setting) -> Figures:
     kinds = {"greedy": (0.0, 0, 1.0), "temperature": (0.6, 0, 1.0), "top-k": (0.6, 50, 1.0), "top-p": (0.6, 0, 0.9)}
     figures: Figures = {"copy_gb_per_s": round(copy, 1)}
     for name, settings in kinds.items():
-        tables = [SamplingTable(num_rows, place) for place in (device, torch.device("cpu"))]
-        for slot in range(num_rows):
-            for table in tables:
-                table.add(slot, NewSequence(SeqId(slot), [1], 1, _sampling(*settings, seed=slot)))
-        rows = tables[0].rows(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
-        few = tables[1].rows(torch.arange(8), torch.zeros(8, dtype=torch.int64))
+        kind = batches.settings(*settings)
+        rows = batches.sampling_rows(num_rows, device, kind, [1])
+        few = batches.sampling_rows(8, torch.device("cpu"), kind, [1])
         same = sample(logits[:8].float().cpu(), few) == sample(logits.clone(), rows)[:8].cpu()
         measured = _kernel(lambda given=rows: sample(logits, given), logits.numel(), logits.nbytes, copy, setting)  # type: ignore[misc]
         figures[name] = {"as_on_cpu": f"{int(same.sum())} of 8", **measured}
@@ -325,6 +279,7 @@ def sampling(setting: Setting) -> Figures:
 
 def steps(setting: Setting) -> Figures:
     """Measure a rank without an engine: loading, prompts, and decode steps by kernel."""
+    from benchmarks.batches import BLOCK_SIZE, sequences
     from millrace.executor.wire.messages import SeqId, StepId, StepPlan, WorkerConfig
     from millrace.worker.rank import Rank
 
@@ -350,7 +305,7 @@ def steps(setting: Setting) -> Figures:
         rank.collect()
 
     def begin(num_rows: int, num_fed: int, finished: int) -> float:
-        new, rows = _sequences(num_rows, context, num_fed, list(range(1, 1 + num_rows * columns)))
+        new, rows = sequences(num_rows, context, num_fed, list(range(1, 1 + num_rows * columns)))
         began_s = time.perf_counter()
         step(num_rows * num_fed, num_rows, rows, new, [SeqId(index) for index in range(finished)])
         return 1e3 * (time.perf_counter() - began_s)
@@ -432,7 +387,8 @@ def plot(result: Figures, path: Path) -> None:
             if isinstance(one, dict) and one.get("tflops"):
                 axis.loglog(one["operations_per_byte"], one["tflops"], marker, label=f"{part}: {name}")
     axis.set(xlabel="operations per byte", ylabel="TFLOP/s")
-    axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+    if axis.lines:
+        axis.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

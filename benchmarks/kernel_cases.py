@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
+from benchmarks import batches
 from benchmarks.timing import best_s
-from millrace.executor.wire.messages import LogitsSettings, NewSequence, RowSampling, SeqId
+from millrace.executor.wire.messages import LogitsSettings
 from millrace.worker.attention.select import choose_attention
-from millrace.worker.input_batch import SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool, LayerSpec
 from millrace.worker.linear.choice import pack_linear
 from millrace.worker.sampler import sample
-from millrace.worker.sampling_rows import SamplingTable
 
 MEASURE_S, QUICK_S = 0.3, 0.01
 """For each kernel."""
-BLOCK_SIZE = 16
+CPU = torch.device("cpu")
 ATTENTION = {"mha": (6, 6, 64, "float32"), "gqa": (16, 8, 128, "bfloat16")}
 """Query heads, key heads, head size and dtype."""
 ROWS = {"decode": (32, 512, 1), "chunk": (2, 512, 512)}
@@ -41,14 +40,13 @@ Case = tuple[str, str, float, Callable[[], object]]
 
 
 def _attention_cases() -> Iterator[Case]:
-    cpu = torch.device("cpu")
-    attention = choose_attention("auto", cpu)
+    attention = choose_attention("auto", CPU)
     for kind, (heads, kv_heads, dim, dtype_name) in ATTENTION.items():
         dtype = getattr(torch, dtype_name)
         for rows, (num_rows, length, num_fed) in ROWS.items():
-            batch = _batch(num_rows, length, num_fed)
+            batch, num_blocks = batches.batch(num_rows, length, num_fed, CPU)
             spec = LayerSpec(0, kv_heads, dim, dim, None)
-            layer = KVPool([spec], int(batch.block_tables.max()) + 1, BLOCK_SIZE, dtype, cpu).layers[0]
+            layer = KVPool([spec], num_blocks, batches.BLOCK_SIZE, dtype, CPU).layers[0]
             layer.keys.normal_()
             layer.values.normal_()
             num_tokens = num_rows * num_fed
@@ -66,26 +64,6 @@ def _attention_cases() -> Iterator[Case]:
 def _attend(attention: Any, batch: Any, tokens: Any, layer: Any, scaling: float) -> object:
     batch.derived.clear()
     return attention.forward(*tokens, layer, scaling, None, None, batch)
-
-
-def _batch(num_rows: int, length: int, num_fed: int) -> Any:
-    """Return a step of equal rows, whose blocks lie in random order."""
-    per_row = -(-length // BLOCK_SIZE)
-    generator = torch.Generator().manual_seed(0)
-    tables = (torch.randperm(num_rows * per_row, generator=generator) + 1).view(num_rows, per_row).int()
-    fed = torch.arange(length - num_fed, length)
-    starts = [row * num_fed for row in range(num_rows + 1)]
-    return StepBatch(
-        input_ids=torch.zeros(1, starts[-1], dtype=torch.int64),
-        positions=fed.repeat(num_rows).unsqueeze(0),
-        token_blocks=tables[:, fed // BLOCK_SIZE].flatten().unsqueeze(1),
-        block_tables=tables.unsqueeze(0),
-        sample_indices=torch.tensor(starts[1:]) - 1,
-        query_starts=starts,
-        kv_lens=[length] * num_rows,
-        sampled=SampledRows([], torch.empty(0), _sampling_rows(1, 0.0)),
-        block_size=BLOCK_SIZE,
-    )
 
 
 def _linear_cases() -> Iterator[Case]:
@@ -107,22 +85,12 @@ def _linear_cases() -> Iterator[Case]:
 
 def _sampling_cases(num_rows: int) -> Iterator[Case]:
     logits = 2 * torch.randn(num_rows, VOCAB_SIZE)
-    for name, temperature, processors in (
-        ("argmax", 0.0, None),
-        ("draw", 0.8, None),
-        ("penalties", 0.0, LogitsSettings(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1)),
-    ):
-        rows = _sampling_rows(num_rows, temperature, processors)
-        yield f"{name}_{num_rows}x{VOCAB_SIZE}", "gb_per_s", logits.nbytes, partial(sample, logits, rows)
-
-
-def _sampling_rows(num_rows: int, temperature: float, processors: LogitsSettings | None = None) -> Any:
-    table = SamplingTable(num_rows, torch.device("cpu"))
     token_ids = torch.randint(VOCAB_SIZE, (NUM_TOKENS,)).tolist()
-    for slot in range(num_rows):
-        sampling = RowSampling(temperature, 0, 0.95, 0.0, slot, 0, 0, [], processors)
-        table.add(slot, NewSequence(SeqId(slot), token_ids, NUM_TOKENS // 2, sampling))
-    return table.rows(torch.arange(num_rows), torch.zeros(num_rows, dtype=torch.int64))
+    penalties = LogitsSettings(presence_penalty=0.5, frequency_penalty=0.5, repetition_penalty=1.1)
+    for name, temperature, processors in (("argmax", 0.0, None), ("draw", 0.8, None), ("penalties", 0.0, penalties)):
+        kind = batches.settings(temperature, top_p=0.95, processors=processors)
+        rows = batches.sampling_rows(num_rows, CPU, kind, token_ids, NUM_TOKENS // 2)
+        yield f"{name}_{num_rows}x{VOCAB_SIZE}", "gb_per_s", logits.nbytes, partial(sample, logits, rows)
 
 
 def main() -> None:
