@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,7 +187,7 @@ def _kernel(work: Callable[[], object], operations: int, num_bytes: int, copy: f
 def _named(kernels: dict[str, float], unit: float) -> dict[str, float]:
     """Return the longest kernels with short names, and the sum of the others."""
     items = list(kernels.items())
-    named: Counter[str] = Counter()
+    named: defaultdict[str, float] = defaultdict(float)
     for name, seconds in items[:MAX_KERNELS]:
         named[re.sub(r"^void |<.*|\(.*", "", name)[:60]] += seconds * unit
     named["others"] += unit * sum(seconds for _, seconds in items[MAX_KERNELS:])
