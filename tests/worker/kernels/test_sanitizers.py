@@ -25,22 +25,28 @@ sys.exit(pytest.main(["-q", "-x", "-s", "-p", "no:cacheprovider", "--timeout=120
 """
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_no_access_out_of_bounds_and_nothing_undefined(kernels: Kernels, tmp_path: Path) -> None:
-    library = tmp_path / f"_library{EXTENSION_SUFFIXES[0]}"
+@pytest.fixture(scope="module")
+def checked_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("checked") / f"_library{EXTENSION_SUFFIXES[0]}"
     sources = sorted(map(str, SOURCES.glob("*.c")))
-    subprocess.run(["cc", *FLAGS, *SANITIZERS, *sources, "-lm", "-o", str(library)], check=True, timeout=300)
-    # libstdc++ too: AddressSanitizer looks for its functions at once, and other packages throw C++ exceptions.
-    runtimes = [_path_of("libasan.so"), _path_of("libstdc++.so.6")]
+    subprocess.run(["cc", *FLAGS, *SANITIZERS, *sources, "-lm", "-o", str(library)], check=True, timeout=1000)
+    return library
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2500)
+def test_no_access_out_of_bounds_and_nothing_undefined(kernels: Kernels, checked_library: Path) -> None:
     names = ("test_attention.py", "test_layer_attention.py", "test_linear.py", "test_sampling.py")
     tests = [str(Path(__file__).parent / name) for name in names]
+    # libstdc++ too: AddressSanitizer looks for its functions at once, and other packages throw C++ exceptions.
+    runtimes = [_path_of("libasan.so"), _path_of("libstdc++.so.6")]
     environment = os.environ | {
         "LD_PRELOAD": " ".join(runtimes),
         "ASAN_OPTIONS": "detect_leaks=0:detect_odr_violation=0",  # Python and torch keep what they have
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    command = [sys.executable, "-c", RUN, str(tmp_path / "library.py"), "-k", kernels.instruction_set, *tests]
+    module = str(checked_library.parent / "library.py")
+    command = [sys.executable, "-c", RUN, module, "-k", kernels.instruction_set, *tests]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1400)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]
     assert " passed" in ran.stdout
