@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "producer": {"msgspec", "redis", "rq", "results"},
     "executor": {"msgspec", "zmq"},
     "worker": {
-        *("torch", "transformers", "safetensors", "llguidance", "msgspec"),
+        *("torch", "transformers", "safetensors", "triton", "llguidance", "msgspec"),
         *("executor.wire.messages", "executor.wire.channel", "executor.wire.kv_layout"),
         *("executor.rank.serve", "executor.rank.worker", "executor.phases"),
     },
@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_BE_IMPORTED_BY: dict[str, tuple[str, ...]] = {
     "torch": ("worker/",),
     "safetensors": ("worker/",),
+    "triton": ("worker/",),
     "llguidance": ("worker/grammars.py", "worker/rank_model.py", "engine_service/grammar_process.py"),
     "zmq": ("executor/",),
     "rq": ("producer/rq/",),

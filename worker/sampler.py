@@ -18,6 +18,7 @@ from millrace.worker.counter_rng import exponential_variates, next_keys
 from millrace.worker.kernels import sampling as compiled
 from millrace.worker.kernels.library import Kernels, find_kernels
 from millrace.worker.sampling_rows import SamplingRows
+from millrace.worker.triton_support import find_triton
 
 ENTRIES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}
 """Entries of [R, V] that are processed at a time. Bounds the memory, and fits into a CPU's cache."""
@@ -28,10 +29,12 @@ TOP_P_WIDTHS = (64, 1024)
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Draw one token for each row of logits [M, V]. Return the ids [M] on the device of the logits, NO_TOKEN for rows whose
     largest logit is NaN or infinite; -inf means that no id was allowed. May change the logits in place."""
+    if logits.is_cuda and find_triton():
+        from millrace.worker import sampling_triton
+
+        return sampling_triton.sample(_processed(logits, rows), rows)
     kernels = _kernels_for(logits)
-    logits = logits.float().contiguous()
-    if rows.processors is not None:
-        logits = rows.processors.apply(logits)
+    logits = _processed(logits.float(), rows)
     if kernels is None:
         peaks, token_ids = logits.max(dim=-1)
         _draw_in_parts(logits, peaks, token_ids, rows)
@@ -39,6 +42,12 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
         peaks, token_ids = compiled.argmax(kernels, logits)
         compiled.draw(kernels, logits, peaks, token_ids, rows)
     return without_failed(peaks, token_ids)
+
+
+def _processed(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Return contiguous logits [M, V] as the logits processors change them."""
+    logits = logits.contiguous()
+    return logits if rows.processors is None else rows.processors.apply(logits)
 
 
 def without_failed(peaks: Tensor, token_ids: Tensor) -> Tensor:

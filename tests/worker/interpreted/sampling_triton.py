@@ -1,0 +1,85 @@
+"""Draws of the Triton kernels against the CPU's."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from millrace.executor.wire.messages import NO_TOKEN, RowSampling
+from millrace.worker import sampler, sampling_triton
+from tests.worker.kernels.test_sampling import random_rows
+from tests.worker.rows import Row, sampling_rows
+
+PART = 256
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_triton, "PART", PART)
+
+
+def drawn(logits: Tensor, rows: list[Row]) -> list[int]:
+    """What the kernels draw. Asserts that it is what the CPU draws."""
+    settings = replace(sampling_rows(rows), processors=None)
+    token_ids: list[int] = sampling_triton.sample(logits, settings).tolist()
+    assert token_ids == sampler.sample(logits.clone(), settings).tolist()
+    return token_ids
+
+
+def row(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 1) -> Row:
+    return RowSampling(temperature, top_k, top_p, min_p, seed, 0, 0, []), 0
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, PART, PART + 1, 2000])
+def test_seeded_draws_equal_the_cpus(vocab_size: int) -> None:
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * 2.5
+    drawn(logits, random_rows(8, random.Random(vocab_size), vocab_size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_draws_equal_the_cpus_when_many_logits_tie(dtype: torch.dtype) -> None:
+    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(1)).mul(2).round().to(dtype)
+    drawn(logits, random_rows(8, random.Random(1), 500))
+
+
+@pytest.mark.parametrize("kind", ["equal", "far", "masked", "forced"])
+def test_odd_distributions_are_drawn_as_on_the_cpu(kind: str) -> None:
+    logits = torch.zeros(4, 600)
+    if kind == "far":
+        logits = torch.linspace(3e38, -3e38, 600).expand(4, -1)
+    elif kind == "masked":
+        logits[:, 7:] = -INF
+    elif kind == "forced":
+        logits = torch.linspace(0.0, -9.0, 600).repeat(4, 1)
+        logits[:, 99] = 1e9
+    drawn(logits, [row(0.8, 50, 0.9), row(1.0, 20), row(2.0, 0, 0.7), row(0.0)])
+
+
+def test_one_id_that_is_left_is_drawn() -> None:
+    logits = torch.full((3, 300), -INF)
+    logits[:, 299] = -5.0
+    assert drawn(logits, [row(0.0), row(1.0), row(1.5, 3, 0.9, 0.1)]) == [299] * 3
+
+
+def test_rows_without_a_finite_peak_fail_alone() -> None:
+    logits = torch.zeros(5, 300)
+    logits[0, 270], logits[1, 280], logits[2], logits[3, 5] = NAN, 9.0, -INF, INF
+    logits[4, :299] = -INF
+    for setting in (row(0.0), row(1.0, 2, 0.9)):
+        assert drawn(logits, [setting] * 5) == [NO_TOKEN, 280, NO_TOKEN, NO_TOKEN, 299]
+
+
+def test_a_row_does_not_depend_on_its_neighbours_or_its_stride() -> None:
+    wide = torch.randn(6, 900, generator=torch.Generator().manual_seed(3)) * 2
+    rows = random_rows(6, random.Random(4), 700)
+    together = drawn(wide[:, :700], rows)
+    assert [drawn(wide[i : i + 1, :700], [rows[i]])[0] for i in (5, 2)] == [together[5], together[2]]
+
+
+def test_no_rows_yield_no_ids() -> None:
+    assert drawn(torch.empty(0, 10), []) == []

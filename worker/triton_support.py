@@ -1,0 +1,30 @@
+"""Finds out whether Triton can compile and run kernels here."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+logger = logging.getLogger("millrace.worker")
+
+
+@cache
+def find_triton() -> bool:
+    """Whether Triton's kernels run on this machine's GPU, or in Triton's interpreter. The first call logs why they do not.
+
+    Call it before the import of a module that imports Triton. It builds Triton's driver library, unless that is in the
+    cache: this needs a C compiler, Python's headers and a writable cache directory.
+    """
+    try:
+        import triton
+        from triton.runtime.driver import driver
+
+        is_interpreted = triton.knobs.runtime.interpret
+        if not is_interpreted:
+            driver.active.get_current_target()
+    except Exception as error:  # of Triton, the compiler or the file system
+        reason = " ".join(str(error).split()) or type(error).__name__
+        logger.warning("Triton cannot be used, so the GPU's kernels are torch's, which are slower: %.300s", reason)
+        return False
+    logger.info("Triton %s%s", triton.__version__, ", in its interpreter" if is_interpreted else "")
+    return True
