@@ -35,7 +35,7 @@ def _round_trips(model: Path, num_rounds: int) -> dict[str, Any]:
     """Time a call without payload to one rank on this host: to the stub, which does nothing, and to a real worker,
     which runs one operation on its device. In turns."""
     kinds = {
-        "rpc": ("millrace.executor.rank.stub", WorkerConfig(model="", num_blocks=32, block_size=16)),
+        "rpc": ("tests.executor.stub", WorkerConfig(model="", num_blocks=32, block_size=16)),
         "health_check": ("millrace.worker", WorkerConfig(model=str(model), num_blocks=32, device="cpu")),
     }
     with ExitStack() as stack:

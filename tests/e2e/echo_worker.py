@@ -6,8 +6,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from millrace.executor.rank.stub import StubWorker
 from millrace.executor.wire.messages import StepRow, WorkerConfig
+from tests.executor.stub import StubWorker
 
 END, SYSTEM, USER, ASSISTANT = 1, 2, 3, 4
 """Ids of <|end|>, <|system|>, <|user|> and <|assistant|> in the tiny model's vocabulary."""

@@ -18,12 +18,12 @@ from millrace.engine_service.generation import Generation, TextRules
 from millrace.executor.base import Executor
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.launch.uniproc import UniprocExecutor
-from millrace.executor.rank.stub import StubWorker
 from millrace.executor.wire.calls import PendingCall
 from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.messages import FromWorker, StepPlan, WorkerConfig
 from tests.engine_service.core.sequences import make_sequence, stub_output
 from tests.executor.kinds import STUB
+from tests.executor.stub import StubWorker
 
 Build = Callable[..., Engine]
 

@@ -33,7 +33,7 @@ def test_a_job_that_fits_no_more_goes_back_and_waits_for_a_larger_engine(
     claimed = by_hand.claim_one()
     config = WorkerConfig(model="", num_blocks=64, block_size=4)
     engine = Engine(
-        UniprocExecutor(config, worker_module="millrace.executor.rank.stub"),
+        UniprocExecutor(config, worker_module="tests.executor.stub"),
         SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
     )
     engine.start()

@@ -29,8 +29,8 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from millrace.executor.rank.serve import serve_rank
-from millrace.executor.rank.stub import OutOfMemoryError, StubWorker
 from millrace.executor.wire.messages import ModelFacts, StepPlan, WorkerConfig
+from tests.executor.stub import OutOfMemoryError, StubWorker
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> FaultyStub:

@@ -25,9 +25,9 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 
 from millrace.executor.rank.serve import serve_rank
-from millrace.executor.rank.stub import OutOfMemoryError
 from millrace.executor.wire.messages import ModelFacts, StepPlan, WorkerConfig
 from tests.executor.faulty_stub import FaultyStub
+from tests.executor.stub import OutOfMemoryError
 
 LOST_PEER = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from millrace.executor.rank.stub import StubWorker
 from millrace.executor.wire.messages import WorkerConfig
+from tests.executor.stub import StubWorker
 
 
 class SeeingWorker(StubWorker):

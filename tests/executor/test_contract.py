@@ -15,8 +15,8 @@ import pytest
 from millrace.executor.errors import Asleep, ExecutorTimeout, StartError, UnknownMethod, WorkerDied, WorkerError
 from millrace.executor.histogram import Histogram
 from millrace.executor.metrics import ExecutorMetrics
-from millrace.executor.rank.stub import next_token
 from tests.executor.kinds import Make, check_health_for, first_step, kinds, start, wait_until_gone, worker_pids
+from tests.executor.stub import next_token
 
 every_kind = kinds()
 restartable = kinds(can_restart=True)

@@ -24,7 +24,7 @@ def die(event, _):
     if event == sys.argv[1]:
         os.kill(os.getpid(), signal.SIGKILL)
 
-executor = MultiprocExecutor(stub_config(), worker_module="millrace.executor.rank.stub")
+executor = MultiprocExecutor(stub_config(), worker_module="tests.executor.stub")
 print("starting", flush=True)
 sys.addaudithook(die)
 executor.start()

@@ -21,7 +21,6 @@ from millrace.executor.errors import ExecutorError, ExecutorTimeout, StartError,
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.limits import Limits
 from millrace.executor.metrics import ExecutorMetrics
-from millrace.executor.rank.stub import next_token
 from millrace.executor.wire.calls import PendingCall
 from millrace.executor.wire.channel import Channel
 from tests.engine_service.test_engine import assert_undisturbed, generation, run
@@ -39,6 +38,7 @@ from tests.executor.kinds import (
     worker_pids,
 )
 from tests.executor.rude_worker import INVALID_REPLIES, LARGEST_FRAME
+from tests.executor.stub import next_token
 from tests.processes import LIMIT_S, children_of, wait_until
 
 TWO = {"tensor_parallel_size": 2}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from millrace.engine_service.core.sequence import Sequence, StopRules
-from millrace.executor.rank.stub import next_token
 from millrace.executor.wire.messages import RowSampling, SeqId
+from tests.executor.stub import next_token
 
 GREEDY = RowSampling(
     temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, candidate=0, min_tokens=0, end_token_ids=[]

@@ -15,10 +15,10 @@ from millrace.engine_service.core.crash_policy import QUARANTINE_AFTER_CRASHES
 from millrace.engine_service.core.host_tier import HostTier
 from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence
-from millrace.executor.rank.stub import OutOfMemoryError, StubWorker
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import NO_TOKEN, RowFailure, StepId, StepPlan, StepResult, StepRow, WorkerConfig
 from tests.engine_service.core.sequences import make_sequence, stub_output
+from tests.executor.stub import OutOfMemoryError, StubWorker
 
 BLOCK_SIZE = 4
 OPERATIONS = [

@@ -39,7 +39,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def address(registry: CollectorRegistry) -> Iterator[tuple[str, int]]:
-    executor = UniprocExecutor(WorkerConfig(model=""), worker_module="millrace.executor.rank.stub")
+    executor = UniprocExecutor(WorkerConfig(model=""), worker_module="tests.executor.stub")
     endpoint = Endpoint(
         "127.0.0.1",
         0,

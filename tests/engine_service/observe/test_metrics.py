@@ -10,8 +10,8 @@ from millrace.engine_service.engine import Engine
 from millrace.engine_service.observe.health import Health
 from millrace.engine_service.observe.metrics import MetricsCollector
 from millrace.executor.launch.uniproc import UniprocExecutor
-from millrace.executor.rank.stub import StubWorker
 from millrace.executor.wire.messages import WorkerConfig
+from tests.executor.stub import StubWorker
 
 
 @pytest.mark.parametrize("value", [0.25, None])
@@ -19,7 +19,7 @@ def test_how_busy_a_device_is_stands_there_when_it_is_known(
     value: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StubWorker, "stats", lambda worker: {"device_utilization": value})
-    executor = UniprocExecutor(WorkerConfig(model="", num_blocks=8), worker_module="millrace.executor.rank.stub")
+    executor = UniprocExecutor(WorkerConfig(model="", num_blocks=8), worker_module="tests.executor.stub")
     engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
     engine.start()
     registry = CollectorRegistry()

@@ -43,7 +43,7 @@ class Serving:
 
     def __init__(self, queue: FullQueue) -> None:
         executor = UniprocExecutor(
-            WorkerConfig(model="", num_blocks=64, block_size=BLOCK_SIZE), worker_module="millrace.executor.rank.stub"
+            WorkerConfig(model="", num_blocks=64, block_size=BLOCK_SIZE), worker_module="tests.executor.stub"
         )
         config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64)
         self.llm = LlmEngine(executor, config)

@@ -149,9 +149,7 @@ def test_a_lease_is_dropped_before_its_place_is_free(capacity: Capacity) -> None
 
 @pytest.fixture
 def engine() -> Iterator[LlmEngine]:
-    executor = UniprocExecutor(
-        WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="millrace.executor.rank.stub"
-    )
+    executor = UniprocExecutor(WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="tests.executor.stub")
     engine = LlmEngine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
     engine.start()
     yield engine

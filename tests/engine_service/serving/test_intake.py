@@ -55,9 +55,7 @@ def connect_queue(redis_url: str, queue_name: str) -> Iterator[Connect]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    executor = UniprocExecutor(
-        WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="millrace.executor.rank.stub"
-    )
+    executor = UniprocExecutor(WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="tests.executor.stub")
     engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
     engine.start()
     yield engine

@@ -174,7 +174,7 @@ class Serving:
 
     def __init__(self, connect_queue: Callable[[], FullQueue]) -> None:
         executor = UniprocExecutor(
-            WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="millrace.executor.rank.stub"
+            WorkerConfig(model="", num_blocks=64, block_size=4), worker_module="tests.executor.stub"
         )
         self.engine = Engine(executor, SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64))
         facts = self.engine.start()

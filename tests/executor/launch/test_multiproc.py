@@ -15,7 +15,7 @@ from tests.executor.kinds import SHORT, Make, start, stub_config
 def four(monkeypatch: pytest.MonkeyPatch) -> MultiprocExecutor:
     """Four ranks, not started: the tests only ask for their devices."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return MultiprocExecutor(stub_config(tensor_parallel_size=4), worker_module="millrace.executor.rank.stub")
+    return MultiprocExecutor(stub_config(tensor_parallel_size=4), worker_module="tests.executor.stub")
 
 
 def devices(executor: MultiprocExecutor) -> str | None:
@@ -58,7 +58,7 @@ def test_when_all_ranks_are_back_no_device_counts_as_lost(make: Make, monkeypatc
 
 def test_a_host_whose_gpus_are_hidden_hides_them_from_fewer_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    executor = MultiprocExecutor(stub_config(tensor_parallel_size=2), worker_module="millrace.executor.rank.stub")
+    executor = MultiprocExecutor(stub_config(tensor_parallel_size=2), worker_module="tests.executor.stub")
     executor.resize(1, 1, lost_rank=0)
     assert devices(executor) == ""
 

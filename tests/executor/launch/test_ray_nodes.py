@@ -20,9 +20,9 @@ from millrace.executor.launch.ray import RayExecutor
 from millrace.executor.launch.ray_cluster import users_of
 from millrace.executor.launch.select import make_executor
 from millrace.executor.limits import Limits
-from millrace.executor.rank.stub import next_token
 from tests.executor.kinds import STUB, check_health_for, first_step, start, stub_config, wait_until_gone
 from tests.executor.launch.ray_nodes import Process, RayNodes, ray_nodes
+from tests.executor.stub import next_token
 from tests.executor.test_real_ranks import TP2, expected, generate, make_llm
 from tests.processes import ROOT, wait_until
 

@@ -1,4 +1,4 @@
-"""A test double: a worker without a model. Use it with `worker_module="millrace.executor.rank.stub"`.
+"""A test double: a worker without a model. Use it with `worker_module="tests.executor.stub"`.
 
 It has no KV tensors and needs no torch. The next token of a sequence is a fixed function of its last token and its
 position, so a lost, doubled or misplaced token changes the output. It checks the plans: a number of tokens that is not that
