@@ -20,7 +20,7 @@ import msgspec
 
 from millrace.producer.checks import is_deeper, remedy, shown
 from millrace.producer.errors import InvalidRequest, PayloadTooLarge
-from millrace.producer.prompt_digest import prompt_digest
+from millrace.producer.prompt_start import prompt_digest
 from millrace.producer.request import ID_PATTERN, GenerationRequest
 from millrace.producer.sampling import SamplingParams
 from millrace.producer.structured import unknown_form

@@ -10,7 +10,7 @@ import msgspec
 from millrace.engine_service.chat.outputs import ChatReader
 from millrace.engine_service.core.crash_policy import ALONE_AFTER_CRASHES
 from millrace.engine_service.generation import Generation
-from millrace.producer.prompt_digest import prompt_digest
+from millrace.producer.prompt_start import prompt_digest
 from millrace.results.messages import ChatOutput, Checkpoint, ClaimedJob, JobError, JobId, Lease
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millrace.producer import GenerationRequest, InvalidRequest
-from millrace.producer.prompt_digest import prompt_digest
+from millrace.producer.prompt_start import prompt_digest
 from millrace.producer.wire import canonical_body, estimate_cost, parse_body
 from tests.engine_service.chat.models import WEATHER
 

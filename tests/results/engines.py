@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-from millrace.producer.prompt_digest import prompt_digest
+from millrace.producer.prompt_start import prompt_digest
 from millrace.results import commands
 from millrace.results.messages import (
     Append,

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from millrace.embedded import EmbeddedServer
-from millrace.producer.prompt_digest import prompt_digest
+from millrace.producer.prompt_start import prompt_digest
 from millrace.results import commands
 from millrace.results.connection import connect
 from millrace.results.errors import CannotRedrive

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import redis
 
-from millrace.producer.prompt_digest import prompt_digest
+from millrace.producer.prompt_start import prompt_digest
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
 from millrace.producer.wire import canonical_body, to_submission
