@@ -17,20 +17,11 @@ def add_parsers(verbs: Verbs) -> None:
     gateway = verbs.add_parser("gateway", help="run the jobs of another queue system")
     kinds = gateway.add_subparsers(title="kinds", metavar="KIND", required=True)
     rq = add_verb(kinds, "rq", "run jobs from RQ queues and return their results to RQ")
-    rq.add_argument(
-        "--queues", required=True, type=_names, metavar="A,B", help="the RQ queues, the most important first"
-    )
+    rq.add_argument("--queues", required=True, type=_names, metavar="A,B", help="RQ queues, the most important first")
     rq.add_argument("--to-queue", metavar="NAME", help="the Millrace queue that runs the jobs (default: --queue)")
-    rq.add_argument(
-        "--max-in-flight",
-        type=counted,
-        default=DEFAULT_MAX_IN_FLIGHT,
-        metavar="N",
-        help="hold at most N RQ jobs at a time (default: %(default)s)",
-    )
-    rq.add_argument(
-        "--check", action="store_true", help="only report whether such a gateway runs on this host: exit status 0, or 1"
-    )
+    most = "hold at most N RQ jobs at a time (default: %(default)s)"
+    rq.add_argument("--max-in-flight", type=counted, default=DEFAULT_MAX_IN_FLIGHT, metavar="N", help=most)
+    rq.add_argument("--check", action="store_true", help="exit with 0 if such a gateway runs on this host, else with 1")
     rq.set_defaults(run=run_rq)
 
 

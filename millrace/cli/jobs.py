@@ -43,9 +43,7 @@ def add_parsers(verbs: Verbs) -> None:
 
     ls = add_verb(verbs, "ls", "list jobs: running, next to start, and last ended")
     ls.add_argument("--state", choices=_STATES, help="only jobs in this state")
-    ls.add_argument(
-        "--rejected", action="store_true", help="the entries of the inbox that could not become jobs, the last first"
-    )
+    ls.add_argument("--rejected", action="store_true", help="inbox entries that could not become jobs, the last first")
     ls.add_argument("--limit", type=counted, default=50, metavar="N", help="list at most N jobs (default: %(default)s)")
     add_json(ls)
     ls.set_defaults(run=run_ls)

@@ -23,15 +23,11 @@ _BATCH_COUNTS = ("queued", "delayed", "running", "finished", "failed", "cancelle
 
 def add_parsers(verbs: Verbs) -> None:
     stats = add_verb(verbs, "stats", "show the job and token counts of a queue, and its engines")
-    stats.add_argument(
-        "--min-engines", type=counted, metavar="N", help="fail if fewer engines have a heartbeat, for health checks"
-    )
+    stats.add_argument("--min-engines", type=counted, metavar="N", help="fail if fewer engines have a heartbeat")
     add_json(stats)
     stats.set_defaults(run=run_stats)
 
-    queues = add_verb(
-        verbs, "queues", "list the queues of the server, with their counts and why their jobs do not start"
-    )
+    queues = add_verb(verbs, "queues", "list the queues of the server: their counts, and why no jobs start")
     add_json(queues)
     queues.set_defaults(run=run_queues)
 

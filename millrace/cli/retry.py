@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 def add_parsers(verbs: Verbs) -> None:
     retry = add_verb(verbs, "retry", "run failed, expired or cancelled jobs again, as new jobs with the same body")
     retry.add_argument("ids", nargs="*", metavar="id")
-    retry.add_argument(
-        "--all", action="store_true", help="run every failed job of the queue again, but none whose request is invalid"
-    )
+    retry.add_argument("--all", action="store_true", help="every failed job of the queue whose request is valid")
     add_json(retry)
     retry.set_defaults(run=run)
 

@@ -31,15 +31,9 @@ again: it continues, and no line is missing or doubled. The exit status is 1 if 
 
 def add_parsers(verbs: Verbs) -> None:
     parser = add_verb(verbs, "run-batch", "answer a file of requests in OpenAI's batch format", epilog=_EPILOG)
-    parser.add_argument(
-        "-i", "--input", type=Path, required=True, metavar="FILE", help="the requests, one JSON per line"
-    )
+    parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="requests, one JSON per line")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="a new file for the answers")
-    parser.add_argument(
-        "--model",
-        metavar="DIR",
-        help="start an engine with this model, and a private Redis, instead of using a service",
-    )
+    parser.add_argument("--model", metavar="DIR", help="start a private Redis, and an engine with this model")
     parser.add_argument("--tenant", metavar="NAME", help="the account that the jobs belong to")
     parser.add_argument("--priority", type=integer, metavar="N", help="order within a tenant; lower numbers first")
     parser.add_argument(

@@ -18,36 +18,20 @@ _POLL_INTERVAL_S = 0.1
 
 
 def add_parsers(verbs: Verbs) -> None:
-    sleep = add_verb(
-        verbs, "sleep", "free the device memory of running engines; jobs wait, or other engines continue them"
-    )
-    sleep.add_argument(
-        "--level",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="1: keep the weights in host memory, 2: drop them and read them again later (default: %(default)s)",
-    )
+    sleep = add_verb(verbs, "sleep", "free the device memory of engines; jobs wait, or other engines continue them")
+    levels = "1: keep the weights in host memory, 2: drop them and read them again later (default: %(default)s)"
+    sleep.add_argument("--level", type=int, choices=(1, 2), default=1, help=levels)
     wake = add_verb(verbs, "wake", "wake sleeping engines: they use their devices again and continue")
     wake.set_defaults(level=0)
-    reset = add_verb(
-        verbs, "reset-cache", "let engines forget the cached blocks of earlier prompts; running jobs continue"
-    )
+    reset = add_verb(verbs, "reset-cache", "let engines forget the cached blocks of prompts; running jobs continue")
     for parser in (sleep, wake, reset):
-        parser.add_argument(
-            "--engine", metavar="ID", help="one engine, with its id from `millrace stats` (default: all)"
-        )
+        parser.add_argument("--engine", metavar="ID", help="one engine, by its id in `millrace stats` (default: all)")
         add_json(parser)
         parser.set_defaults(run=run)
     reset.set_defaults(run=run_reset)
     for parser in (sleep, wake):
-        parser.add_argument(
-            "--timeout",
-            type=seconds,
-            default=300.0,
-            metavar="SECONDS",
-            help="how long to wait until it is done (default: %(default)g); 0: do not wait",
-        )
+        limit = "how long to wait until it is done (default: %(default)g); 0: do not wait"
+        parser.add_argument("--timeout", type=seconds, default=300.0, metavar="SECONDS", help=limit)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,12 +21,7 @@ _Option = tuple[str, Callable[[str], Any], str, str]
 _SAMPLING: tuple[_Option, ...] = (
     ("--max-tokens", integer, "N", "generate at most N tokens (default: 16)"),
     ("--min-tokens", integer, "N", "generate at least N tokens"),
-    (
-        "--temperature",
-        number,
-        "T",
-        "randomness of the choice of tokens; 0 always takes the likeliest token (default: 1.0)",
-    ),
+    ("--temperature", number, "T", "randomness of the choice of tokens; 0: the likeliest token (default: 1.0)"),
     ("--top-p", number, "P", "sample from the likeliest tokens whose probabilities add up to P"),
     ("--top-k", integer, "K", "sample from the K likeliest tokens"),
     ("--n", integer, "N", "generate N texts, the candidates of the job"),
@@ -37,30 +32,15 @@ _SAMPLING: tuple[_Option, ...] = (
     ("--repetition-penalty", number, "X", "divide the logits of tokens that the prompt or the text has (1: off)"),
     ("--logit-bias", json_object, "JSON", "numbers to add to the logits of token ids, such as '{\"42\": -100}'"),
     ("--thinking-token-budget", integer, "N", "end the model's thinking after N tokens"),
-    (
-        "--truncate-prompt-tokens",
-        integer,
-        "N",
-        "keep only the last N tokens of the prompt; -1: what fits into the context",
-    ),
-    (
-        "--logprobs",
-        integer,
-        "N",
-        "keep the log-probabilities of each token and of the N likeliest ones; get --json has them",
-    ),
+    ("--truncate-prompt-tokens", integer, "N", "keep the last N tokens of the prompt; -1: what fits the context"),
+    ("--logprobs", integer, "N", "for get --json: log-probabilities of each token and of the N likeliest ones"),
     ("--prompt-logprobs", integer, "N", "the same for the tokens of the prompt"),
 )
 _QUEUE: tuple[_Option, ...] = (
     ("--tenant", str, "NAME", "the account that the job belongs to"),
     ("--priority", integer, "N", "order within a tenant; lower numbers first"),
     ("--delay-s", number, "SECONDS", "start the job after this delay at the earliest"),
-    (
-        "--run-at",
-        moment,
-        "TIME",
-        "start the job at this time at the earliest: ISO 8601 (Z is UTC, no zone is local time) or seconds since the epoch",
-    ),
+    ("--run-at", moment, "TIME", "start the job then at the earliest: ISO 8601, with Z for UTC, or seconds since 1970"),
     ("--deadline-s", number, "SECONDS", "let the job expire after this time, also while it runs"),
     ("--max-retries", integer, "N", "how often to try again after a temporary failure"),
     ("--meta", json_object, "JSON", "a JSON object of your own to keep with the job, such as '{\"customer\": 7}'"),
@@ -68,12 +48,7 @@ _QUEUE: tuple[_Option, ...] = (
 _CHAT: tuple[_Option, ...] = (
     ("--tools", json_list, "JSON", "the functions that the model may call, as a JSON list in OpenAI's form"),
     ("--tool-choice", str, "CHOICE", "auto: the model may call the tools; none: its calls stay text (default: auto)"),
-    (
-        "--chat-template-kwargs",
-        json_object,
-        "JSON",
-        "variables for the model's chat template, such as '{\"enable_thinking\": false}'",
-    ),
+    ("--chat-template-kwargs", json_object, "JSON", "variables for the template, as '{\"enable_thinking\": false}'"),
 )
 _FORMS: dict[str, _Option] = {
     "json": ("--schema", text_file, "FILE", "JSON that the JSON schema in this file accepts"),
@@ -100,17 +75,10 @@ def add_parsers(verbs: Verbs) -> None:
     submit = add_verb(verbs, "submit", "submit jobs")
     what = submit.add_mutually_exclusive_group(required=True)
     what.add_argument("prompt", nargs="?", help="the text to continue; - reads it from stdin")
-    what.add_argument(
-        "--messages",
-        type=json_list,
-        metavar="JSON",
-        help="a chat instead of a prompt: a JSON list of messages with role and content; the model's template renders it",
-    )
-    what.add_argument(
-        "--file",
-        metavar="JSONL",
-        help="submit one JSON job per line (- is stdin); options fill the gaps of a line",
-    )
+    chat_help = "a chat instead of a prompt: a JSON list of messages with role and content"
+    what.add_argument("--messages", type=json_list, metavar="JSON", help=chat_help)
+    file_help = "submit one JSON job per line (- is stdin); options fill the gaps of a line"
+    what.add_argument("--file", metavar="JSONL", help=file_help)
     submit.add_argument("--id", help="the job's id, of [A-Za-z0-9._-] (default: a random one)")
     submit.add_argument("--model", metavar="NAME", help="fail the job if the queue serves another model")
     sampling = submit.add_argument_group("sampling")

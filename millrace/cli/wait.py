@@ -28,12 +28,8 @@ def add_parsers(verbs: Verbs) -> None:
 
 
 def add_timeout(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument(
-        "--timeout",
-        type=seconds,
-        metavar="SECONDS",
-        help=f"{what} (a server that does not answer is given up after 20 s)",
-    )
+    help_ = f"{what} (a server that does not answer is given up after 20 s)"
+    parser.add_argument("--timeout", type=seconds, metavar="SECONDS", help=help_)
 
 
 def run(args: argparse.Namespace) -> int:
