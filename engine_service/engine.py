@@ -25,6 +25,11 @@ logger = logging.getLogger("millrace.engine")
 _HEALTH_CHECK_S = 10.0
 """Time for the workers to show that they can go on after one of them ran out of memory."""
 
+_GRAMMAR_WAIT_S = 0.01
+"""How long a step without rows waits for a grammar. A sequence that arrives meanwhile waits as long."""
+_GRAMMAR_LIMIT_S = 60.0
+"""Time without a compiled grammar. After that the steps wait for it, so a stuck worker is found."""
+
 _WEIGHTS_CHANGED = "WeightsChanged"
 """An error of the worker, by name: the engine does not import the worker."""
 
@@ -72,6 +77,10 @@ class Engine:
         self._step_limits: tuple[float, float] | None = None
         """Of the step that the engine waits for: when the wait began and when it counts as stuck, by the monotonic clock."""
         self._facts: ModelFacts | None = None
+        self._last_compiled = 0
+        """The number of the grammar that all workers have compiled last."""
+        self._compile_limit_s: float | None = None
+        """By when they have to compile the next one. Set while sequences are held."""
 
     def __repr__(self) -> str:
         scheduler = self.scheduler if self.is_started else None
@@ -186,7 +195,11 @@ class Engine:
         if self._workers.is_growth_due() and not self._is_draining:
             progress += self._collect_all() + self._fail_lost(self._workers.grow())
         progress += self._send_steps()
-        return progress + (self._collect() if self._in_flight else [])
+        if self._in_flight:
+            progress += self._collect()
+        if self.scheduler.has_held:
+            progress += self._compile_grammars()
+        return progress
 
     def check_workers(self) -> list[Progress]:
         """Replace workers that died while the engine was idle, and try all ranks when some were missing.
@@ -200,6 +213,26 @@ class Engine:
         if self._executor.is_asleep or not self._workers.is_growth_due():
             return []
         return self._fail_lost(self._workers.grow())
+
+    def _compile_grammars(self) -> list[Progress]:
+        """Announce the grammars of waiting sequences to the workers, and let those be admitted whose grammars are compiled.
+        Wait for a grammar if there is nothing else to do. Return what changed when the workers were lost."""
+        try:
+            for number, grammar in self.scheduler.take_grammars():
+                self._executor.compile_grammar(number, grammar)
+            if self.scheduler.has_only_held:
+                self._executor.wait_for_grammar(_GRAMMAR_WAIT_S)
+        except ExecutorError as error:
+            return self._restart(error)
+        last_compiled, now_s = self._executor.last_compiled, time.monotonic()
+        if last_compiled != self._last_compiled or self._compile_limit_s is None:
+            self._last_compiled, self._compile_limit_s = last_compiled, now_s + _GRAMMAR_LIMIT_S
+        elif now_s > self._compile_limit_s:
+            last_compiled = self.scheduler.last_grammar
+        self.scheduler.set_compiled(last_compiled)
+        if not self.scheduler.has_held:
+            self._compile_limit_s = None
+        return []
 
     def _send_steps(self) -> list[Progress]:
         """Send one step for each stage, and with run-ahead one more. Return what changed when the workers were lost."""

@@ -266,6 +266,19 @@ class Executor(ABC):
         """Send one step to the workers. Returns at once where the workers are processes of their own. The result is that of
         the output rank. The error or the death of any rank ends the step."""
 
+    @abstractmethod
+    def compile_grammar(self, number: int, grammar: str) -> None:
+        """Let the workers compile a grammar beside their steps. The numbers of the calls grow. Raises `WorkerDied`."""
+
+    @property
+    @abstractmethod
+    def last_compiled(self) -> int:
+        """The grammars up to this number are compiled on every rank. 0 after a start."""
+
+    @abstractmethod
+    def wait_for_grammar(self, timeout_s: float) -> None:
+        """Wait until a rank has compiled a grammar, or about as long. Raises `WorkerDied`."""
+
     def mark_idle(self) -> None:
         """Do not count the time until the next step as the host's: there is no work."""
         self._recorder.mark_idle()

@@ -23,6 +23,8 @@ from millrace.executor.wire.channel import Channel, free_port
 from millrace.executor.wire.messages import (
     Beat,
     Call,
+    Compile,
+    Compiled,
     FromWorker,
     ModelFacts,
     Reply,
@@ -51,6 +53,8 @@ class RemoteExecutor(Executor):
         """Held while the counts of a channel move to the recorder, so that `stats` sees them exactly once."""
         self._watchdog: Watchdog | None = None
         self._lost: WorkerDied | None = WorkerDied(0, "the executor has not been started")
+        self._last_compiled: list[int] = []
+        """By rank, see `Executor.last_compiled`."""
         self._has_timed_out = False
         """Whether a call to these workers has timed out. Their stacks are logged before they are ended then."""
 
@@ -96,6 +100,7 @@ class RemoteExecutor(Executor):
         is_cpu = facts.device == "cpu"
         self._watchdog = Watchdog(self._limits, self.world_size, now_s, is_cpu=is_cpu, measured_rank=rank)
         self._lost = None
+        self._last_compiled = [0] * self.world_size
         logger.info(
             "workers ready: %s, %s, KV pool in %s, on %s, attention %s, epoch %d",
             *(facts.architecture, facts.dtype, facts.kv_cache_dtype, facts.device, facts.attention, self._epoch),
@@ -165,6 +170,19 @@ class RemoteExecutor(Executor):
         self._send(payload, ranks)
         return pending
 
+    def compile_grammar(self, number: int, grammar: str) -> None:
+        self.require_workers()
+        self._send(encode(Compile(number, grammar)), range(self.world_size))
+
+    @property
+    def last_compiled(self) -> int:
+        return min(self._last_compiled, default=0)
+
+    def wait_for_grammar(self, timeout_s: float) -> None:
+        self.require_workers()
+        self.process_messages(timeout_s)
+        self.require_workers()
+
     def _send(self, payload: bytes, ranks: Iterable[int]) -> None:
         assert self._channel is not None
         try:
@@ -230,6 +248,8 @@ class RemoteExecutor(Executor):
                 self._calls.add_reply(rank, message, now_s)
             case Reply():
                 self._calls.add_reply(rank, message, now_s)
+            case Compiled(number):
+                self._last_compiled[rank] = number
             case Beat(phase, device_bytes, device_utilization):
                 self._watchdog.heartbeat_received(rank, phase, now_s)
                 self._recorder.set_device_sample(rank, device_bytes, device_utilization)

@@ -1,7 +1,8 @@
 """Grammars that outputs have to follow: compile them, and keep for each sequence which tokens may come next.
 
 llguidance does both. Its matcher depends on the tokens of an output alone, so a sequence that was resumed or preempted goes
-on as before. Compiling and computing masks have threads of their own, which start with the first grammar.
+on as before. Compiling and computing masks have threads of their own, which start with the first grammar
+and release the GIL.
 
 Shapes: N rows of a step with a grammar, B = ceil(V / 32) * 4 bytes of a mask for V token ids.
 """
@@ -18,7 +19,7 @@ import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
-from millrace.executor.wire.messages import NO_TOKEN
+from millrace.executor.wire.messages import NO_TOKEN, LogitsSettings, NewSequence
 
 MAX_COMPILED = 256
 MAX_LEXER_STATES = 50_000
@@ -28,37 +29,56 @@ _MAX_REASON_CHARS = 200
 
 
 class GrammarState:
-    """Owns the place of one sequence in its grammar. Used by the thread of the masks alone, except `failure`."""
+    """Owns the place of one sequence in its grammar. Used by the thread of the masks alone, except `reason`."""
 
-    def __init__(self, matcher: Future[LLMatcher], allowed_token_ids: list[int] | None = None) -> None:
-        self._matcher = matcher
-        self._allowed_bits = None if allowed_token_ids is None else _bits(allowed_token_ids)
-        self.failure: str | None = None
-        """Why no token is allowed. Set with the mask of the step."""
+    def __init__(self, compiled: Future[LLMatcher], new: NewSequence) -> None:
+        self._compiled = compiled
+        self._output = new.token_ids[new.num_prompt_tokens :]
+        """What the matcher begins with."""
+        settings = new.sampling.processors or LogitsSettings()
+        self._allowed_bits = None if settings.allowed_token_ids is None else _bits(settings.allowed_token_ids)
+        self._bad_bits = _bits([word[-1] for word in settings.bad_words]) if settings.bad_words else None
+        self._has_failed = False
+        self.reason: str | None = None
+        """Why the row has no token, if it has none. Set with the mask of the step."""
 
     def consume(self, token_id: int) -> None:
         """Take a sampled token. One that is not allowed is an error of the next step; `NO_TOKEN` has no next step."""
         if token_id != NO_TOKEN:
-            self._matcher.result().consume_token(token_id)
+            self._matcher.consume_token(token_id)
 
     def matcher(self) -> LLMatcher | None:
         """Wait until the grammar is compiled. None after an error."""
-        matcher = self._matcher.result()
-        if matcher.is_error() and self.failure is None:
-            self.failure = _one_line(matcher.get_error())
-        return matcher if self.failure is None else None
+        if self._matcher.is_error() and not self._has_failed:
+            self._has_failed, self.reason = True, _one_line(self._matcher.get_error())
+        return None if self._has_failed else self._matcher
+
+    @cached_property
+    def _matcher(self) -> LLMatcher:
+        matcher = self._compiled.result().deep_copy()
+        matcher.consume_tokens(self._output)
+        return matcher
 
     @property
     def is_limited(self) -> bool:
-        """Whether the request allows only some tokens."""
-        return self._allowed_bits is not None
+        """Whether the request has other fields that exclude tokens."""
+        return self._allowed_bits is not None or self._bad_bits is not None
 
-    def fail_without_token(self, mask: Tensor) -> None:
-        """Set `failure` if this mask [B] allows no token, or none that the request allows."""
+    def explain(self, mask: Tensor) -> None:
+        """Set `reason` if this mask [B] allows no token, or only such as other fields of the request may exclude."""
         if not mask.any():
-            self.failure = self.failure or "no text goes on from here"
-        elif self._allowed_bits is not None and not (mask[: len(self._allowed_bits)] & self._allowed_bits).any():
-            self.failure = "the form goes on with none of allowed_token_ids"
+            self.reason = self.reason or "no text goes on from here"
+            return
+        self.reason, left = None, mask.clone()
+        if (allowed := self._allowed_bits) is not None:
+            left = left[: len(allowed)] & allowed
+            if not left.any():
+                self.reason = "the form goes on with none of allowed_token_ids"
+                return
+        if (bad := self._bad_bits) is not None:
+            left[: len(bad)] &= ~bad[: len(left)]
+            if not left.any():
+                self.reason = "the form goes on only with tokens that bad_words excludes"
 
 
 class Grammars:
@@ -70,12 +90,20 @@ class Grammars:
         self._num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._masking = ThreadPoolExecutor(1, "masks")
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         """By grammar, the one used last at the end."""
+        self.last_compiled = 0
+        """The number of the grammar that was announced and compiled last."""
 
-    def begin(self, grammar: str, output: list[int], allowed_token_ids: list[int] | None = None) -> GrammarState:
-        """Return the state behind these tokens of the output. Does not wait for it. `allowed_token_ids`: None for all."""
-        return GrammarState(self._compiling.submit(self._begin, grammar, output), allowed_token_ids)
+    def announce(self, number: int, grammar: str) -> None:
+        """Begin to compile a grammar. Sets `last_compiled` when that is done, or has failed. Grammar "": nothing to do."""
+        if grammar:
+            self._compile(grammar)
+        self._compiling.submit(self._set_compiled, number)
+
+    def begin(self, new: NewSequence) -> GrammarState:
+        """Return the state behind the output of a sequence with a grammar. Does not wait for it."""
+        return GrammarState(self._compile(new.sampling.grammar), new)
 
     def masks(
         self, sampled: list[tuple[list[GrammarState], Callable[[], list[int]]]], states: list[GrammarState]
@@ -84,17 +112,23 @@ class Grammars:
         for each token id, set if it is allowed. A function of `sampled` returns a token for each of its states."""
         return self._masking.submit(self._masks, sampled, states)
 
-    def _begin(self, grammar: str, output: list[int]) -> LLMatcher:
+    def _compile(self, grammar: str) -> Future[LLMatcher]:
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-            compiled = self._compiled[grammar] = LLMatcher(self._tokenizer, grammar, limits=limits, log_level=0)
+            compiled = self._compiled[grammar] = self._compiling.submit(self._make_matcher, grammar)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        matcher = compiled.deep_copy()
-        matcher.consume_tokens(output)
+        return compiled
+
+    def _make_matcher(self, grammar: str) -> LLMatcher:
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, grammar, limits=limits, log_level=0)
+        matcher.compute_bitmask()  # copies have it then
         return matcher
+
+    def _set_compiled(self, number: int) -> None:
+        self.last_compiled = number
 
     def _masks(
         self, sampled: list[tuple[list[GrammarState], Callable[[], list[int]]]], states: list[GrammarState]
@@ -112,7 +146,7 @@ class Grammars:
         is_empty = (masks.amax(dim=1) == 0).tolist()
         for row, state in enumerate(states):
             if is_empty[row] or state.is_limited:
-                state.fail_without_token(masks[row])
+                state.explain(masks[row])
         return masks
 
     @cached_property

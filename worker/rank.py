@@ -138,6 +138,15 @@ class Rank:
     def is_result_ready(self) -> bool:
         return self._require_runner().is_result_ready()
 
+    def compile_grammar(self, number: int, grammar: str) -> None:
+        self._model.grammars.announce(
+            number, grammar if self._topology.is_last_stage else ""
+        )  # others compute no masks
+
+    @property
+    def last_compiled(self) -> int:
+        return self._model.grammars.last_compiled
+
     def _require_runner(self) -> Runner:
         if self.runner is None:
             reason = "it sleeps: call wake_up" if self._num_blocks else "there is no KV pool yet: call initialize_cache"

@@ -77,7 +77,7 @@ class StepPlanner:
 
     def _limit_prompts(self, step: PlannedStep) -> None:
         """Keep the step short if somebody reads the output of one of its decode rows."""
-        has_prompts = bool(self._running.ready or self._waiting)
+        has_prompts = bool(self._running.ready or self._waiting.has_ready)
         if has_prompts and any(sequence.is_watched for sequence in step.micro_batch.members):
             step.budget = self._pace.limit(step.budget)
 
@@ -97,7 +97,7 @@ class StepPlanner:
 
     def _admit_waiting(self, step: PlannedStep) -> None:
         """Admit in the order of the queue, but for prefixes. If the next one lacks blocks, no other one overtakes it."""
-        while self._waiting and not step.is_full and not step.is_short_of_blocks:
+        while self._waiting.has_ready and not step.is_full and not step.is_short_of_blocks:
             if len(self._running) >= self._max_num_seqs:
                 return
             sequence, hit_blocks = self._waiting.choose(self._running.find_blocks, self._is_in_flight)

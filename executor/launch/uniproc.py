@@ -19,6 +19,7 @@ from millrace.executor.wire.messages import Call, ModelFacts, StepPlan, StepResu
 
 _SAMPLE_EVERY_S = 10.0
 """Time between two samples of the worker's device memory."""
+_COMPILE_POLL_S = 0.001
 
 logger = logging.getLogger("millrace.executor")
 
@@ -118,6 +119,16 @@ class UniprocExecutor(Executor):
             self._pace.measure(now_s - began_s, plan.num_tokens)
         self._record(done, began_s)
         self._sample_device(worker)
+
+    def compile_grammar(self, number: int, grammar: str) -> None:
+        self._require_worker().compile_grammar(number, grammar)
+
+    @property
+    def last_compiled(self) -> int:
+        return self._worker.last_compiled if self._worker is not None else 0
+
+    def wait_for_grammar(self, timeout_s: float) -> None:
+        time.sleep(_COMPILE_POLL_S)
 
     def step_limit_s(self, num_tokens: int) -> float:
         # Nothing can end a step in this process, but the health of the engine can report that it is stuck.

@@ -38,6 +38,8 @@ from millrace.executor.wire.messages import (
     WORKER_METHODS,
     Boot,
     Call,
+    Compile,
+    Compiled,
     Failure,
     FromWorker,
     Go,
@@ -70,6 +72,8 @@ _SAMPLE_EVERY_S = 10.0
 _MAX_LAUNCHED = 2
 _POLL_S = 20e-6
 """Time between two looks at the device and at the socket while one step runs."""
+_COMPILE_POLL_MS = 2
+"""Time between two looks at the grammars that are compiled while nothing else is to do."""
 _SPIN_S = 200e-6
 """How long a rank polls for a message before it blocks: between steps it comes sooner than an idle core wakes up."""
 
@@ -171,7 +175,12 @@ def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
     call: Call | None = None
     """One that waits for the steps before it."""
     next_sample_s = 0.0
+    announced = compiled = 0
+    """Numbers of grammars: that of the last one, and the last number that the engine knows to be compiled."""
     while True:
+        if worker.last_compiled > compiled:
+            compiled = worker.last_compiled
+            connection.send(Compiled(compiled))
         heartbeat.phase = "step" if steps.call_ids else "idle"
         reply = steps.next_reply(until=connection.has_message if call is None else lambda: False)
         if reply is not None:
@@ -182,11 +191,16 @@ def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
                 _sample_device(worker, heartbeat)
                 next_sample_s = time.monotonic() + _SAMPLE_EVERY_S
             continue
+        if announced > compiled and call is None and not connection.has_message(_COMPILE_POLL_MS):
+            continue
         message, call = call or connection.recv(), None
         match message:
             case Step(call_id, plan):
                 heartbeat.phase = "step"
                 steps.launch(call_id, plan)
+            case Compile(number, grammar):
+                announced = number
+                worker.compile_grammar(number, grammar)
             case Call() if steps.call_ids:
                 call = message  # waits for the steps before it
             case Call(method="shutdown", call_id=call_id):
@@ -292,8 +306,8 @@ class _Connection:
     def send(self, message: FromWorker) -> None:
         self._socket.send(encode(message))
 
-    def has_message(self) -> bool:
-        return bool(self._socket.poll(0))
+    def has_message(self, timeout_ms: int = 0) -> bool:
+        return bool(self._socket.poll(timeout_ms))
 
     def recv(self) -> ToWorker:
         message: ToWorker = decode_to_worker(self._next_frame())

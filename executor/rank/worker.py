@@ -44,6 +44,13 @@ class Worker(Protocol):
     def is_result_ready(self) -> bool:
         """Whether `collect` would return at once."""
 
+    def compile_grammar(self, number: int, grammar: str) -> None:
+        """Begin to compile a grammar in another thread, and return at once. The numbers of the calls grow."""
+
+    @property
+    def last_compiled(self) -> int:
+        """The grammars up to this number are compiled, or have failed."""
+
     def check_health(self) -> None:
         """Raise when the device cannot be used."""
 

@@ -158,8 +158,24 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
+
+
+# --- grammars ------------------------------------------------------------------------------------------------------
+
+
+class Compile(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Engine to worker: compile this grammar beside the steps, since a sequence waits for it. The numbers grow."""
+
+    number: int
+    grammar: str
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Worker to engine: the grammars up to this number are compiled, or have failed, which their steps will report."""
+
+    number: int
 
 
 # --- a step --------------------------------------------------------------------------------------------------------
@@ -300,7 +316,7 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True):
 
     seq_id: SeqId
     kind: Literal["nan_logits", "invalid_request"]
-    """"invalid_request": the grammar of the sequence leaves no token, or none of its allowed ones."""
+    """"invalid_request": the grammar of the sequence leaves no token, or none that the other fields of its request leave."""
     message: str
 
 
@@ -382,8 +398,8 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_onl
     failure: Failure
 
 
-ToWorker = Boot | Go | Call | Step | DumpStacks
-FromWorker = Hello | Phase | Ready | StartFailed | Reply | StepReply | Beat | Stacks
+ToWorker = Boot | Go | Call | Step | Compile | DumpStacks
+FromWorker = Hello | Phase | Ready | StartFailed | Reply | StepReply | Compiled | Beat | Stacks
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

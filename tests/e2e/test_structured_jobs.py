@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +71,43 @@ def test_every_way_to_submit_takes_a_form(
     assert answer["finish_reason"] == "stop"
     for job_id in ids:
         check(shared_client.wait(job_id, LIMIT_S))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("a killed worker", marks=pytest.mark.faults),
+        pytest.param("TP 2", marks=pytest.mark.ranks),
+    ],
+)
+def test_tool_calls_are_the_same_with(case: str, client: Client, start_engine: StartEngine, tmp_path: Path) -> None:
+    source = "{# <tool_call> #}" + (TINY / "chat_template.jinja").read_text()
+    model = model_with_template(tmp_path / "model", source)
+    tools = [{"type": "function", "function": {"name": "now", "parameters": SCHEMA}}]
+    how: dict[str, Any] = {
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+        "n": 4,
+        "seed": 2,
+    }
+
+    def submit() -> str:
+        return client.submit(messages=CHAT, tools=tools, stream=True, **how)
+
+    engine = start_engine("--dtype", "float32", model=model)
+    expected = [output.token_ids for output in client.wait(submit(), LIMIT_S).outputs]
+    if case == "TP 2":
+        engine.kill()
+        start_engine("--dtype", "float32", "--tensor-parallel-size", "2", model=model)
+        job_id = submit()
+    else:
+        job_id = submit()
+        next(iter(client.stream(job_id)))
+        os.kill(engine.worker_pids()[0], signal.SIGKILL)
+    outputs = client.wait(job_id, LIMIT_S).outputs
+    assert [output.token_ids for output in outputs] == expected
+    assert [len(output.tool_calls) for output in outputs if output.finish_reason != "length"]
 
 
 @pytest.mark.parametrize("family", ["<tool_call>", "[TOOL_CALLS]", "<|python_tag|>"])

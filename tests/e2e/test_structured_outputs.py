@@ -128,6 +128,9 @@ def test_what_others_exclude_stays_excluded() -> None:
     reason = "structured_outputs: no token is allowed at output 3: the form goes on with none of allowed_token_ids"
     with LLM(TINY, device="cpu", executor="uni") as llm:
         text = llm.get_tokenizer().decode([69])
+        barred = SamplingParams(structured_outputs=StructuredOutputs(regex="[ab]"), bad_words=["a", "b"])
+        with pytest.raises(EngineError, match="the form goes on only with tokens that bad_words excludes"):
+            llm.generate(PROMPT, barred, use_tqdm=False)
         with pytest.raises(EngineError, match=reason):
             llm.generate(PROMPT, params, use_tqdm=False)
         ended = SamplingParams(

@@ -57,8 +57,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
         engine.shutdown()
 
 
-def generation(seq_id: int, prompt_len: int = 5, max_tokens: int = 12) -> Generation:
-    sequence = make_sequence(seq_id, prompt_len, max_tokens)
+def generation(seq_id: int, prompt_len: int = 5, max_tokens: int = 12, grammar: str = "") -> Generation:
+    sequence = make_sequence(seq_id, prompt_len, max_tokens, grammar=grammar)
     return Generation(sequence, TextRules(is_text_wanted=False), tokenizer=None)
 
 
@@ -139,6 +139,85 @@ def test_a_poisonous_prompt_is_quarantined_alone(build: Build, num_stages: int) 
     assert failed[0].failure is not None
     assert failed[0].failure.kind == "crashed"
     assert_undisturbed([one for one in generations if one is not poison])
+
+
+@pytest.mark.parametrize(("kind", "num_stages"), [(UniprocExecutor, 1), (MultiprocExecutor, 1), (MultiprocExecutor, 2)])
+def test_a_sequence_waits_for_its_grammar_and_others_go_on(
+    build: Build, kind: type[Executor], num_stages: int, tmp_path: Path
+) -> None:
+    engine = build(kind=kind, pipeline_parallel_size=num_stages)
+    engine.start()
+    (tmp_path / "known").touch()
+    slow = [generation(number, grammar=str(tmp_path / "slow")) for number in (1, 2)]
+    others = [generation(3), generation(4, grammar=str(tmp_path / "known")), generation(5, max_tokens=30)]
+    for one in (*slow, *others[:1], *others[2:]):
+        engine.add(one)
+    run_until(engine, lambda: others[0].finish_reason is not None)
+    engine.add(others[1])  # announced behind the slow one
+    run_until(engine, lambda: others[2].finish_reason is not None)
+    engine.abort(slow[1])
+    assert engine.has_work
+    assert not slow[0].token_ids
+    for _ in range(3):
+        assert engine.step() == []
+    (tmp_path / "slow").touch()
+    run_until(engine, lambda: not engine.has_work)
+    assert_undisturbed([slow[0], *others])
+    assert not slow[1].token_ids
+    again = generation(6, grammar=str(tmp_path / "slow"))
+    run(engine, [again])
+    assert_undisturbed([again])
+
+
+def test_new_workers_compile_the_grammars_of_all_sequences_anew(build: Build, tmp_path: Path) -> None:
+    engine = build()
+    engine.start()
+    grammar = tmp_path / "grammar"
+    grammar.touch()
+    bound = [generation(number, grammar=str(grammar), max_tokens=30) for number in (1, 2)]
+    free = generation(3, max_tokens=60)
+    for one in (*bound, free):
+        engine.add(one)
+    run_until(engine, lambda: all(one.token_ids for one in bound))
+    grammar.unlink()
+    executor = engine._executor
+    assert isinstance(executor, MultiprocExecutor)
+    os.kill(executor.worker_pids()[0], signal.SIGKILL)
+    run_until(engine, lambda: free.finish_reason is not None)
+    assert not any(one.finish_reason for one in bound)
+    grammar.touch()
+    run_until(engine, lambda: not engine.has_work)
+    assert_undisturbed([*bound, free])
+
+
+def test_a_grammar_that_kills_the_workers_is_quarantined_alone(build: Build) -> None:
+    engine = build()
+    engine.start()
+    generations = [generation(number, max_tokens=30, grammar="die" if number == 2 else "") for number in range(1, 5)]
+    failed = [one for one in run(engine, generations) if one.failure is not None]
+    assert [(one.generation, one.failure.kind) for one in failed if one.failure] == [(generations[1], "crashed")]
+    assert_undisturbed([one for one in generations if one is not generations[1]])
+
+
+def test_a_grammar_that_is_never_compiled_holds_nothing_for_ever(
+    build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its step waits for it then, and a step that lasts too long ends the worker."""
+    monkeypatch.setattr("millrace.engine_service.engine._GRAMMAR_LIMIT_S", 0.0)
+    engine = build()
+    engine.start()
+    one = generation(1, grammar=str(tmp_path / "never"))
+    run(engine, [one])
+    assert_undisturbed([one])
+
+
+def run_until(engine: Engine, is_reached: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if is_reached():
+            return
+        engine.step()
+        engine.scheduler.check_integrity()
+    raise AssertionError(f"not reached: {engine}")
 
 
 def test_workers_that_die_without_end_stop_the_engine(build: Build) -> None:

@@ -13,6 +13,8 @@ status 0) and `oom` (out of memory; in a step after the plan's sequences were ad
     barrier=DIR           the ranks wait for each other in every step, as in collectives
     weights=PATH          the file of the weights
     count-loading=DIR     records in DIR how many ranks load at the same time, in the start and in `wake_up`
+
+A grammar is the path of a file, and compiled once that exists. The grammar "die" kills the worker that compiles it.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from millrace.executor.rank.serve import serve_rank
-from millrace.executor.wire.messages import ModelFacts, StepPlan, WorkerConfig
+from millrace.executor.wire.messages import ModelFacts, StepPlan, StepRow, WorkerConfig
 from tests.executor.stub import OutOfMemoryError, StubWorker
 
 
@@ -42,6 +44,9 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 class FaultyStub(StubWorker):
     """A stub that fails where its options say."""
 
+    _grammars: tuple[tuple[int, Path], ...] = ()
+    """Those that are not compiled, with their numbers."""
+
     def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
         facts = replace(super().start(on_phase), weights_checksum=self._read_weights())
         if "window" in self._faults and self._faults.get("on-rank", self._rank) == self._rank:
@@ -52,6 +57,23 @@ class FaultyStub(StubWorker):
         num_blocks, num_host_blocks = super().determine_num_available_blocks()
         is_short = self._faults.get("on-rank", self._rank) == self._rank
         return num_blocks - is_short * self._faults.get("lacks-blocks", 0), num_host_blocks
+
+    def compile_grammar(self, number: int, grammar: str) -> None:
+        if grammar == "die":
+            act("die")
+        self._grammars = (*self._grammars, (number, Path(grammar)))
+
+    @property
+    def last_compiled(self) -> int:
+        while self._grammars and self._grammars[0][1].exists():
+            (self._last_compiled, _), *others = self._grammars
+            self._grammars = tuple(others)
+        return self._last_compiled
+
+    def _update(self, plan: StepPlan) -> list[StepRow]:
+        if any(new.sampling.grammar == "die" for new in plan.new):
+            act("die")
+        return super()._update(plan)
 
     def wake_up(self, tags: list[str], epoch: int) -> None:
         is_reading = self._is_on_disk and "weights" in tags

@@ -91,6 +91,7 @@ class StubWorker:
         """All rows of the last step. For tests."""
         self._num_steps = 0
         self._is_on_disk = False
+        self._last_compiled = 0
 
     def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
         on_phase("device")
@@ -143,6 +144,13 @@ class StubWorker:
 
     def is_result_ready(self) -> bool:
         return True
+
+    def compile_grammar(self, number: int, grammar: str) -> None:
+        self._last_compiled = number
+
+    @property
+    def last_compiled(self) -> int:
+        return self._last_compiled
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._num_steps += 1

@@ -17,6 +17,7 @@ from millrace.executor.histogram import Histogram
 from millrace.executor.metrics import ExecutorMetrics
 from tests.executor.kinds import Make, check_health_for, first_step, kinds, start, wait_until_gone, worker_pids
 from tests.executor.stub import next_token
+from tests.processes import wait_until
 
 every_kind = kinds()
 restartable = kinds(can_restart=True)
@@ -48,6 +49,19 @@ def test_the_smallest_rank_decides_the_number_of_blocks_and_is_logged_in_one_lin
             f"rank {rank}: 27 blocks x {(1 + rank) * 4} bytes = 0.0 MiB besides {1 + rank}.0 MiB of weights, "
             f"{num_fit} blocks fit (set by the stub)"
         ) in line
+
+
+@every_kind
+def test_grammars_are_compiled_beside_the_steps(make: Make, tmp_path: Path) -> None:
+    executor = start(make())
+    for number, name in ((3, "a"), (5, "b")):
+        executor.compile_grammar(number, str(tmp_path / name))
+    assert executor.execute_model(first_step(executor)).result().token_ids == [next_token(7, 3)]
+    assert executor.last_compiled == 0
+    (tmp_path / "a").touch()
+    wait_until(lambda: executor.wait_for_grammar(0.01) or executor.last_compiled == 3)
+    (tmp_path / "b").touch()
+    wait_until(lambda: executor.wait_for_grammar(0.01) or executor.last_compiled == 5)
 
 
 @every_kind

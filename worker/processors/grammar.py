@@ -40,8 +40,7 @@ class GrammarMask(LogitsProcessor[GrammarState]):
         if not new.sampling.grammar:
             return None
         assert self._grammars is not None, "a rank without grammars"
-        settings, output = new.sampling.processors, new.token_ids[new.num_prompt_tokens :]
-        return self._grammars.begin(new.sampling.grammar, output, settings.allowed_token_ids if settings else None)
+        return self._grammars.begin(new)
 
     def prepare(self, rows: ProcessedRows[GrammarState]) -> None:
         assert self._grammars is not None
@@ -59,7 +58,7 @@ class GrammarMask(LogitsProcessor[GrammarState]):
         self._sampled.append((rows.states, _when_on_host(token_ids)))
 
     def failure(self, state: GrammarState) -> str | None:
-        return state.failure
+        return state.reason
 
 
 def _when_on_host(token_ids: Tensor) -> Callable[[], list[int]]:

@@ -86,4 +86,4 @@ class LogitsProcessors:
             if state is not None and processor.is_due(state, position):
                 indices.append(index)
                 states.append(state)
-        return ProcessedRows(torch.tensor(indices).to(self._device), states) if indices else None
+        return ProcessedRows(torch.tensor(indices).to(self._device, non_blocking=True), states) if indices else None

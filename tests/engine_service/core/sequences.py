@@ -25,6 +25,7 @@ def make_sequence(
     priority: int = 0,
     prompt: list[int] | None = None,
     candidate: int = 0,
+    grammar: str = "",
 ) -> Sequence:
     """A greedy sequence that nothing but `max_tokens` ends. Its prompt is its own but for the first `shared_len` tokens, or
     is `prompt`."""
@@ -34,7 +35,7 @@ def make_sequence(
     return Sequence(
         SeqId(seq_id),
         prompt or made,
-        msgspec.structs.replace(GREEDY, candidate=candidate),
+        msgspec.structs.replace(GREEDY, candidate=candidate, grammar=grammar),
         rules,
         output_token_ids=output,
         cache_salt=cache_salt,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -59,6 +60,18 @@ def test_log_probabilities_come_back(generate: Queue) -> None:
     assert len(value["logprobs"]) == len(value["token_ids"])
     assert len(value["prompt_logprobs"]) == value["usage"]["prompt_tokens"]
     assert "content" not in value
+
+
+def test_a_structured_output_has_its_form(generate: Queue) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    job = generate.enqueue("millrace.generate", prompt="3 + 4 =", max_tokens=32, structured_outputs={"json": schema})
+    bad = generate.enqueue("millrace.generate", prompt="3 + 4 =", structured_outputs={"json": {"type": "objct"}})
+    wait_for("finished", job)
+    assert json.loads(value_of(job)["text"])["n"] in (1, 2)
+    wait_for("failed", bad)
+    result = bad.latest_result()
+    assert result is not None
+    assert str(result.exc_string).startswith("failed: invalid_request: structured_outputs: json: ")
 
 
 def test_what_only_the_model_can_refuse_fails_with_its_reason(generate: Queue) -> None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from millrace.executor.wire.messages import NO_TOKEN, NewSequence, RowSampling, 
 from millrace.worker.grammars import Grammars, load_tokenizer
 from millrace.worker.sampler import sample
 from millrace.worker.sampling_rows import SamplingRows, SamplingTable
+from tests.processes import wait_until
 
 EOS = 0
 REGEX = '\\{"(é|🌍|b)[a-c"]{2,9}": [0-9]{1,5}\\}'
@@ -160,12 +162,34 @@ def test_batches_without_a_grammar_load_no_tokenizer() -> None:
 
 def test_a_grammar_is_compiled_once(path: Path) -> None:
     grammars = Grammars(lambda: load_tokenizer(str(path), 400, [EOS]), 1)
-    for _ in range(3):
-        grammars.begin(GRAMMAR, [])
-    state = grammars.begin(GRAMMAR, [])
-    masks: Future[torch.Tensor] = grammars.masks([], [state])
+    grammars.announce(1, GRAMMAR)
+    states = [grammars.begin(sequence(GRAMMAR)) for _ in range(3)]
+    masks: Future[torch.Tensor] = grammars.masks([], states)
     assert masks.result().any()
     assert list(grammars._compiled) == [GRAMMAR]
+
+
+def test_a_known_grammar_does_not_wait_for_one_that_is_compiled(path: Path) -> None:
+    may_go_on = Event()
+
+    class Slow(Grammars):
+        def _make_matcher(self, grammar: str) -> LLMatcher:
+            if grammar != GRAMMAR:
+                may_go_on.wait(60)
+            return super()._make_matcher(grammar)
+
+    grammars = Slow(lambda: load_tokenizer(str(path), 400, [EOS]), 1)
+    grammars.announce(3, GRAMMAR)
+    wait_until(lambda: grammars.last_compiled == 3, what="the first grammar")
+    grammars.announce(4, LLMatcher.grammar_from_regex("a"))
+    assert grammars.masks([], [grammars.begin(sequence(GRAMMAR))]).result(60).any()
+    assert grammars.last_compiled == 3
+    may_go_on.set()
+    wait_until(lambda: grammars.last_compiled == 4, what="the other grammar")
+
+
+def sequence(grammar: str) -> NewSequence:
+    return NewSequence(SeqId(1), [1], 1, RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [], grammar=grammar))
 
 
 @pytest.fixture(autouse=True)
