@@ -1,7 +1,8 @@
 """Measures tokens per second of `LLM` without Redis, with the worker in a process of its own (`mp`) and in the same one
 (`uni`), in turns. `benchmarks.workloads` describes the workloads. `mp_random` is W1 with random sampling.
 `mp_quarter_pool` and `mp_quarter_pool_swap` have a quarter of the KV blocks that W1 needs, so sequences are preempted. The
-first one computes their keys and values again, the second one swaps them.
+first one computes their keys and values again, the second one swaps them. W1-SCHEMAS, on request, compares free outputs with
+those that follow one JSON schema (`mp_schema`) and each one of 64 (`mp_64_schemas`), greedy and random.
 
 `prefill_tokens` are the prompt tokens that were computed in a round, and `prefill_over_least` is their ratio to the prompts'
 tokens with what they share counted once. `roofline_share` is the ratio of the tokens per second to what the machine's
@@ -25,6 +26,12 @@ MP = EngineKind("mp", "millrace", {"executor": "mp"})
 UNI = EngineKind("uni", "millrace", {"executor": "uni"})
 RANDOM = EngineKind("mp_random", "millrace", {"executor": "mp", "temperature": 0.8, "top_p": 0.95})
 
+SCHEMAS = [
+    EngineKind(f"{base.name}_{suffix}", "millrace", {**base.options, "num_schemas": count})
+    for base in (MP, RANDOM)
+    for count, suffix in ((1, "schema"), (64, "64_schemas"))
+]
+
 
 def measure(options: Options) -> dict[str, Any]:
     """Return all figures of this part, by workload and executor."""
@@ -40,6 +47,8 @@ def measure(options: Options) -> dict[str, Any]:
 
 
 def _groups(name: str, *, is_quick: bool) -> list[list[EngineKind]]:
+    if name == "W1-SCHEMAS":
+        return [[MP, RANDOM, *SCHEMAS]]
     if name != "W1":
         return [[MP, UNI]]
     workload = workloads.make(name, is_quick=is_quick)

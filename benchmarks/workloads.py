@@ -4,6 +4,7 @@
     W2         0.6B model in bfloat16, 32 requests: the matrix products dominate
     W3         128 requests that share a prefix of 512 tokens
     NANO       0.6B model, 256 requests with prompts and outputs of 100 to 1,024 tokens: for a GPU
+    W1-SCHEMAS W1, for outputs that follow JSON schemas; only on request
     TINY       the example model, 48 requests
     STEP<n>    n sequences decode; gives milliseconds per decode step
 
@@ -86,7 +87,7 @@ def make(name: str, number: int | str = 0, *, is_quick: bool = False) -> Workloa
             for _ in range(max(1, count // divisor))
         ]
 
-    if name == "W1":
+    if name in ("W1", "W1-SCHEMAS"):
         model, requests = LLAMA, mixed(256, (32, 256), (64, 128))
     elif name == "W2":
         model, dtype, requests = QWEN, "bfloat16", mixed(32, (64, 256), (32, 64))

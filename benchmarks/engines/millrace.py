@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from benchmarks.engines import runner
 from benchmarks.service import Service, greedy
 from benchmarks.workloads import Request, Workload
-from millrace import LLM, SamplingParams
+from millrace import LLM, SamplingParams, StructuredOutputs
 
 IDLE_S = 10.0
 """Time in which the CPU time of the idle service is measured."""
@@ -21,14 +22,27 @@ class Offline(runner.Engine):
     packages = ("millrace", "torch", "transformers")
 
     def __init__(
-        self, path: Path, workload: Workload, temperature: float = 0.0, top_p: float = 1.0, **options: Any
+        self,
+        path: Path,
+        workload: Workload,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        num_schemas: int = 0,
+        **options: Any,
     ) -> None:
-        """`temperature` and `top_p` make it sample. `options` are those of `LLM`."""
+        """`temperature` and `top_p` make it sample. The requests take turns with `num_schemas` forms; 0: they are free.
+        `options` are those of `LLM`."""
         self._llm = LLM(model=path, max_model_len=workload.max_model_len, **{"device": "cpu", **options})
-        self._sampling = SamplingParams(temperature=temperature, top_p=top_p, ignore_eos=True)
+        self._forms: Sequence[StructuredOutputs | None] = [
+            StructuredOutputs(json=_long_schema(number)) for number in range(num_schemas)
+        ] or [None]
+        self._sampling = SamplingParams(temperature=temperature, top_p=top_p, ignore_eos=not num_schemas)
 
     def generate(self, requests: Sequence[Request]) -> list[int]:
-        params = [replace(self._sampling, max_tokens=request.num_output) for request in requests]
+        params = [
+            replace(self._sampling, max_tokens=request.num_output, structured_outputs=form)
+            for request, form in zip(requests, cycle(self._forms), strict=False)
+        ]
         outputs = self._llm.generate([request.prompt for request in requests], params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
@@ -59,6 +73,22 @@ class ThroughRedis(runner.Engine):
             "start_to_first_token_s": round(self._first_token_s, 2),
             "idle_cpu_share_of_a_core": round(self._idle_share, 5),
         }
+
+
+def _long_schema(number: int) -> dict[str, Any]:
+    """Return a schema of medium size. Its shortest text has more tokens than any request."""
+    properties: dict[str, Any] = {
+        f"id{number}": {"type": "integer", "minimum": 0, "maximum": 10**6},
+        "kind": {"enum": ["question", "answer", "remark", None]},
+        "title": {"type": "string", "maxLength": 40},
+        "score": {"type": "number"},
+        "is_final": {"type": "boolean"},
+        "date": {"type": "string", "format": "date"},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{2,12}$"}, "maxItems": 5},
+        "next": {"anyOf": [{"type": "null"}, {"type": "object", "properties": {"x": {"type": "number"}}}]},
+    }
+    item = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "array", "items": item, "minItems": 200}
 
 
 def _load(path: Path, workload: Workload, **options: Any) -> runner.Engine:
