@@ -254,7 +254,7 @@ class _Serving:
         _drain_on_signal(self.service, self._engine)
         self._intake.start()
         self._inbox.start()
-        threads = [*self._intake.threads, self._inbox.thread, self.leases.thread, self._writer.thread]
+        threads = [*self._intake.threads, self._inbox.thread, self.leases.thread, *self._writer.threads]
         self._health.watch(self.leases, threads)
         self._status_log.start()
 

@@ -33,7 +33,7 @@ TokenLogprobs = dict[int, Logprob]
 
 
 class LazyJson:
-    """JSON that is built when it is read first. So the writer's thread builds it, and not the engine loop."""
+    """JSON that is built when it is read first. So a thread of the writer builds it, and not the engine loop."""
 
     __slots__ = ("_build", "_json", "num_bytes")
 

@@ -7,8 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
+
 from millrace.results.errors import QueueError
-from millrace.results.messages import Append, Event, Finish, JobId, Lease, Release, Write
+from millrace.results.messages import Append, Event, Finish, JobError, JobId, Lease, Release, Write
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
 
@@ -23,6 +25,7 @@ MAX_STALE_LEASES = 4096
 class Writer:
     """Owns the pending writes of an engine: sends them in batches, in order for each job, until they are written.
 
+    A second thread builds the log-probabilities of prompts (seconds for a long prompt), so that no other write waits for it.
     Calls `on_stale(job_id, lease)` in the writer's thread for a lease that is no longer the engine's, and drops all its
     writes.
     """
@@ -39,15 +42,22 @@ class Writer:
         self._on_stale = on_stale
         self._outage = outage or Outage()
         self._max_pending_bytes = max_pending_bytes
-        self._changed = threading.Condition()
-        # Below: guarded by _changed.
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._must_build = threading.Condition(lock)
+        # Below: guarded by the lock.
+        self._building: deque[Finish] = deque()
+        """Ends of jobs, each the last write of its lease. They wait for the builder, which removes one when it is built."""
         self._waiting: deque[Write] = deque()
         self._in_flight: list[Write] = []
         self._pending_bytes = 0
         self._stale_leases: dict[Lease, None] = {}
         self._is_closing = False
-        self.thread = threading.Thread(target=self._run, name="results-writer", daemon=True)
-        self.thread.start()
+        self._sender = threading.Thread(target=self._run, name="results-writer", daemon=True)
+        self._builder = threading.Thread(target=self._run_builder, name="results-builder", daemon=True)
+        self.threads = [self._sender, self._builder]
+        for thread in self.threads:
+            thread.start()
 
     @property
     def is_full(self) -> bool:
@@ -61,14 +71,18 @@ class Writer:
                 raise RuntimeError("the writer is closed")
             if write.lease in self._stale_leases:
                 return
-            self._waiting.append(write)
             self._pending_bytes += _size(write)
-            self._changed.notify_all()
+            if isinstance(write, Finish) and write.prompt_logprobs is not None:
+                self._building.append(write)
+                self._must_build.notify()
+            else:
+                self._waiting.append(write)
+                self._changed.notify_all()
 
     def pending(self) -> dict[JobId, Lease]:
         """Return the jobs with pending writes. The engine still holds them, so heartbeats have to name them."""
         with self._changed:
-            return {write.job_id: write.lease for write in (*self._in_flight, *self._waiting)}
+            return {write.job_id: write.lease for write in (*self._in_flight, *self._waiting, *self._building)}
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is pending; False after the timeout."""
@@ -80,11 +94,15 @@ class Writer:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
+            self._must_build.notify()
             is_empty = self._changed.wait_for(self._is_empty, timeout_s)
             self._waiting.clear()
+            self._building.clear()
             self._in_flight = []
             self._changed.notify_all()
-        self.thread.join(timeout_s)
+        self._sender.join(timeout_s)
+        if is_empty:  # else the builder may need seconds more for what is dropped
+            self._builder.join(timeout_s)
         return is_empty
 
     def _run(self) -> None:
@@ -98,11 +116,27 @@ class Writer:
                 except Exception:
                     log.exception("the engine could not drop job %s", job_id)
 
+    def _run_builder(self) -> None:
+        while True:
+            with self._must_build:
+                self._must_build.wait_for(lambda: self._building or self._is_closing)
+                if not self._building:
+                    return
+                write = self._building[0]
+            built = _built(write)
+            with self._changed:
+                if not self._building:  # closed meanwhile
+                    return
+                self._building.popleft()
+                self._waiting.append(built)
+                self._pending_bytes += _size(built) - _size(write)
+                self._changed.notify_all()
+
     def _take_batch(self) -> list[Write]:
         """Wait for writes, and return the next ones in order; none when the writer is closed."""
         with self._changed:
             while not self._in_flight:
-                self._changed.wait_for(lambda: self._waiting or self._is_closing)
+                self._changed.wait_for(lambda: self._waiting or (self._is_closing and not self._building))
                 if not self._waiting:
                     return []
                 self._move_to_flight()
@@ -153,7 +187,26 @@ class Writer:
         return dropped
 
     def _is_empty(self) -> bool:
-        return not self._waiting and not self._in_flight
+        return not self._waiting and not self._in_flight and not self._building
+
+
+def _built(write: Finish) -> Finish:
+    """Build the log-probabilities of the prompt. Return the write, or a failure of the job if they cannot be built."""
+    assert write.prompt_logprobs is not None
+    try:
+        write.prompt_logprobs.read()
+    except Exception as error:  # our bug, or too little memory
+        log.exception("the prompt_logprobs of job %s could not be built", write.job_id)
+        message = f"prompt_logprobs could not be built ({type(error).__name__}); the engine's log has the traceback"
+        return msgspec.structs.replace(
+            write,
+            state="failed",
+            finish_reason="error",
+            prompt_logprobs=None,
+            error=JobError(kind="internal", message=message),
+            is_retryable=True,
+        )
+    return write
 
 
 def _size(write: Write) -> int:

@@ -3,13 +3,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
-from millrace.results.messages import Append, ClaimedJob, Event, JobId, Lease, Write
+from millrace.results.logprobs import LazyJson, join_tokens
+from millrace.results.messages import Append, ClaimedJob, Event, Finish, JobId, Lease, Write
 from millrace.results.queue import JobQueue
 from millrace.results.writer import Writer
+from tests.processes import wait_until
 from tests.results.engines import Engine, append_of, finish_of, submission, submit
 from tests.results.invariants import check_all_ended
 
@@ -43,6 +46,22 @@ def writer(redis_url: str, queue_name: str, stale: Stale) -> Iterator[Writer]:
 def token_of(job: ClaimedJob, offset: int, text: str = "x") -> Append:
     event = Event(offset=offset, token_ids=[offset], text=text)
     return append_of(job, offset, [offset], event)
+
+
+class SlowPrompt:
+    """Log-probabilities of a prompt whose build waits until `can_end` is set."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self.can_end = threading.Event()
+
+    def finish_of(self, job: ClaimedJob) -> Finish:
+        return msgspec.structs.replace(finish_of(job), prompt_logprobs=LazyJson(self._build, 60))
+
+    def _build(self) -> bytes:
+        self.has_begun.set()
+        assert self.can_end.wait(60)
+        return join_tokens([b"null"])
 
 
 def test_writes_arrive_in_order(queue: JobQueue, engine: Engine, writer: Writer) -> None:
@@ -183,3 +202,73 @@ def test_a_closed_writer_takes_nothing(queue: JobQueue, engine: Engine, stale: S
     assert queue.get("a").state == "finished"
     with pytest.raises(RuntimeError, match="closed"):
         writer.put(finish_of(job))
+
+
+def test_no_other_job_waits_for_the_log_probabilities_of_a_prompt(
+    queue: JobQueue, engine: Engine, writer: Writer
+) -> None:
+    submit(queue, "a", "b")
+    a, b = engine.claim()
+    prompt = SlowPrompt()
+    writer.put(token_of(a, 0))
+    writer.put(prompt.finish_of(a))
+    assert prompt.has_begun.wait(60)
+    writer.put(token_of(b, 0))
+    writer.put(finish_of(b))
+    try:
+        wait_until(lambda: queue.get("b").state == "finished")
+        wait_until(lambda: writer.pending() == {"a": a.lease})
+        assert not writer.flush(0)
+        assert queue.get("a").state == "running"
+    finally:
+        prompt.can_end.set()
+    assert writer.flush(10)
+    assert (queue.get("a").text, queue.get("a").prompt_logprobs) == ("x", [None])
+    assert (writer.pending(), writer._pending_bytes) == ({}, 0)
+
+
+def test_closing_waits_for_the_log_probabilities_of_a_prompt(queue: JobQueue, engine: Engine, stale: Stale) -> None:
+    submit(queue, "a", "b")
+    a, b = engine.claim()
+    writer, prompt = Writer(queue, stale), SlowPrompt()
+    writer.put(prompt.finish_of(a))
+    writer.put(prompt.finish_of(b))
+    assert prompt.has_begun.wait(60)
+    closed: list[bool] = []
+    closing = threading.Thread(target=lambda: closed.append(writer.close(60)))
+    closing.start()
+    wait_until(lambda: writer._is_closing)
+    prompt.can_end.set()
+    closing.join(60)
+    assert closed == [True]
+    assert [queue.get(job_id).prompt_logprobs for job_id in "ab"] == [[None], [None]]
+    assert not any(thread.is_alive() for thread in writer.threads)
+
+
+def test_a_writer_that_closes_too_early_drops_what_is_not_built(queue: JobQueue, engine: Engine, stale: Stale) -> None:
+    submit(queue, "a")
+    writer, prompt = Writer(queue, stale), SlowPrompt()
+    writer.put(prompt.finish_of(engine.claim_one()))
+    assert prompt.has_begun.wait(60)
+    assert not writer.close(0.05)
+    prompt.can_end.set()
+    wait_until(lambda: not any(thread.is_alive() for thread in writer.threads))
+    assert queue.get("a").state == "running"
+
+
+def test_a_job_fails_if_the_log_probabilities_of_its_prompt_cannot_be_built(
+    queue: JobQueue, engine: Engine, writer: Writer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> bytes:
+        raise MemoryError
+
+    submit(queue, "a", "b", max_retries=0)
+    a, b = engine.claim()
+    writer.put(msgspec.structs.replace(finish_of(a), prompt_logprobs=LazyJson(fail, 60)))
+    writer.put(finish_of(b))
+    assert writer.flush(10)
+    error = queue.get("a").error
+    assert error is not None and error.kind == "internal" and "MemoryError" in error.message
+    assert queue.get("b").state == "finished"
+    assert "job a" in caplog.text
+    assert writer._pending_bytes == 0
