@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 
 from millrace.executor.phases import timed
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
-from millrace.worker.attention.compiled import CompiledAttention
 from millrace.worker.attention.interface import Attention
+from millrace.worker.fusion.choice import choose_operations
 from millrace.worker.fusion.decoder import DecoderWeights
 from millrace.worker.fusion.fuse import FusionRejected, fuse
+from millrace.worker.fusion.operations import Operations
 from millrace.worker.grammars import Grammars, load_tokenizer
 from millrace.worker.host_memory import release_freed_memory
-from millrace.worker.kernels.library import Kernels, find_kernels
 from millrace.worker.kv_pool import KVPool, LayerSpec
 from millrace.worker.linear.modules import use_packed_linear
 from millrace.worker.loading.checksum import check_unchanged, checksums
@@ -65,11 +65,11 @@ class RankModel:
     def load(self) -> None:
         """Read the weights and prepare them. Raises `ModelError` and `ConfigError`."""
         self._read()
+        is_divided_by_layers = self._topology.pp_size > 1
+        operations = None if is_divided_by_layers else choose_operations(self.attention, self._dtype, self._device)
+        if operations is not None:
+            self._fuse(operations)
         if self._device.type == "cpu":
-            kernels = find_kernels()
-            is_divided_by_layers = self._topology.pp_size > 1
-            if kernels is not None and not is_divided_by_layers and isinstance(self.attention, CompiledAttention):
-                self._fuse(kernels)
             if self.decoder is None:
                 self._pack_modules()
             release_freed_memory()  # the unpacked weights
@@ -86,6 +86,8 @@ class RankModel:
         if level == 2:
             self.drop()
         elif self.location == "device":
+            if self.decoder is not None:
+                self.decoder.release_buffers()
             self.module.to("cpu")  # type: ignore[arg-type]
             self.location = "host"
 
@@ -120,13 +122,11 @@ class RankModel:
         self._module, self._specs, self.facts = loaded.model, loaded.specs, loaded.facts
         self._dtype, self._kv_cache_dtype = loaded.dtype, loaded.kv_cache_dtype
 
-    def _fuse(self, kernels: Kernels) -> None:
+    def _fuse(self, operations: Operations) -> None:
         is_rejected = False
         try:
             with timed(logger, "fuse and pack"), self._peers.dry_run() if self._peers else contextlib.nullcontext():
-                self.decoder = fuse(
-                    self.module, self._specs, self.facts.max_model_len, self.attention, kernels, self._dtype
-                )
+                self.decoder = fuse(self.module, self._specs, self.facts.max_model_len, self.attention, operations)
         except FusionRejected as rejected:
             logger.warning("%s: it runs through transformers' modules, which is slower", rejected)
             is_rejected = True

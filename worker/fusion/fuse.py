@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.attention.interface import STEP_KEYWORD, Attention, ForwardStep
 from millrace.worker.fusion.decoder import DecoderWeights, FusedDecoder
+from millrace.worker.fusion.operations import Operations
 from millrace.worker.fusion.structure import NotRecognised, read_structure
 from millrace.worker.input_batch import InputBatch, StepBatch
-from millrace.worker.kernels.library import DTYPES, Kernels
 from millrace.worker.kv_pool import KVPool, LayerSpec, num_blocks_for
 
 logger = logging.getLogger("millrace.worker")
 
-LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """Between the logits of both forward passes: the mean of a row, relative to the standard deviation of all. Between
 transformers in bfloat16 and in float32 it is about 0.02."""
 BLOCK_SIZE = 16
@@ -43,31 +43,31 @@ def fuse(
     specs: list[LayerSpec],
     max_model_len: int,
     attention: Attention,
-    kernels: Kernels,
-    dtype: torch.dtype,
+    operations: Operations,
 ) -> DecoderWeights | None:
     """Return the weights for a forward pass of our own, or None if the model's structure is not known.
 
-    Packs the weights one after the other, so that they are not in memory twice. Raises `FusionRejected`.
+    Takes the weights one after the other, so that they are not in memory twice. Raises `FusionRejected`.
     """
     began_s = time.perf_counter()
     name = type(model).__name__
-    if dtype not in DTYPES:
-        return None
+    dtype, device = operations.workspace.dtype, model.device
     try:
         parts = read_structure(model, specs, max_model_len)
     except NotRecognised as reason:
         logger.info("%s runs through transformers' modules, which is slower: %s", name, reason)
         return None
-    batch = _batch(model.config.vocab_size, max_model_len)
-    theirs, ours = _pools(specs, dtype)
+    batch = _batch(model.config.vocab_size, max_model_len, device)
+    theirs, ours = _pools(specs, dtype, device)
     expected = _logits(model, ForwardStep(attention, theirs.layers, batch), batch)
-    weights = DecoderWeights(parts, kernels, dtype)
+    weights = DecoderWeights(parts, operations)
     decoder = FusedDecoder(weights, ours)
     logits = decoder.logits(decoder.run(batch))
     difference = float((logits - expected).abs().mean(dim=-1).max() / expected.std())
     if not difference <= LARGEST_DIFFERENCE[dtype]:  # NaN is not
         raise FusionRejected(f"the logits of {name} differ by {difference:.2g} of their standard deviation")
+    weights.release_buffers()
+    model.register_module("fused", operations.tensors)
     logger.info(
         "fused forward pass of %s: differs by %.2g of a logit's standard deviation, made and checked in %.2f s",
         *(name, difference, time.perf_counter() - began_s),
@@ -81,19 +81,20 @@ def _logits(model: PreTrainedModel, step: ForwardStep, batch: StepBatch) -> Tens
     return logits.float()
 
 
-def _pools(specs: list[LayerSpec], dtype: torch.dtype) -> tuple[KVPool, KVPool]:
+def _pools(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device) -> tuple[KVPool, KVPool]:
     """Return two pools with the same random contents. All layers have the same block tables here."""
     specs = [replace(spec, group=0) for spec in specs]
-    first, second = (KVPool(specs, POOL_BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu")) for _ in range(2))
+    first, second = (KVPool(specs, POOL_BLOCKS, BLOCK_SIZE, dtype, device) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
     for index, layer in first.layers.items():
         copy = second.layers[index]
-        copy.keys.copy_(layer.keys.normal_(generator=generator))
-        copy.values.copy_(layer.values.normal_(generator=generator))
+        for tensor, other in ((layer.keys, copy.keys), (layer.values, copy.values)):
+            tensor.copy_(torch.empty(tensor.shape, dtype=dtype).normal_(generator=generator))
+            other.copy_(tensor)
     return first, second
 
 
-def _batch(vocab_size: int, max_model_len: int) -> StepBatch:
+def _batch(vocab_size: int, max_model_len: int, device: torch.device) -> StepBatch:
     """Return a step with a whole prompt, the last chunk of a sequence of `max_model_len` tokens, and a decode row. All its
     tokens yield logits. The rows share blocks that they only read."""
     prompt = min(CHUNK_TOKENS, max_model_len)
@@ -111,6 +112,6 @@ def _batch(vocab_size: int, max_model_len: int) -> StepBatch:
         rows.append(StepRow(SeqId(index), start, end - start, blocks))
     num_tokens = sum(row.num_tokens for row in rows)
     plan = StepPlan(StepId(0), 0, 1, num_tokens, len(rows), rows, new)
-    batch = InputBatch(len(rows), max_model_len, BLOCK_SIZE, 1, torch.device("cpu")).update(plan)
+    batch = InputBatch(len(rows), max_model_len, BLOCK_SIZE, 1, device).update(plan)
     assert batch is not None
-    return replace(batch, sample_indices=torch.arange(num_tokens))
+    return replace(batch, sample_indices=torch.arange(num_tokens, device=device))

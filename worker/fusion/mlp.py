@@ -10,40 +10,33 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from millrace.worker.fusion.operations import Operations
 from millrace.worker.fusion.structure import ExpertsParts, MLPParts
-from millrace.worker.fusion.workspace import Workspace
-from millrace.worker.kernels.library import Kernels
-from millrace.worker.kernels.rows import GatedActivation
-from millrace.worker.linear.modules import pack_modules, use_packed_linear
-
-MLP_TOKENS = 256
-"""Tokens that pass an MLP at a time, so that its intermediate results stay in the CPU's cache."""
 
 
-def make_mlp(
-    parts: MLPParts | ExpertsParts | nn.Module, workspace: Workspace, kernels: Kernels, dtype: torch.dtype
-) -> MLP:
-    """Return what computes an MLP. Packs its weights."""
+def make_mlp(parts: MLPParts | ExpertsParts | nn.Module, operations: Operations) -> MLP:
+    """Return what computes an MLP. Takes its weights."""
     if isinstance(parts, MLPParts):
-        return GatedMLP(parts, workspace, kernels, dtype)
+        return GatedMLP(parts, operations)
     if isinstance(parts, ExpertsParts):
-        return Experts(parts, workspace, kernels, dtype)
-    return ModuleMLP(parts, dtype)
+        return Experts(parts, operations) if operations.splits_experts else ModuleMLP(parts.block, operations)
+    return ModuleMLP(parts, operations)
 
 
 class GatedMLP:
     """An MLP whose gate and value are one projection."""
 
-    def __init__(self, parts: MLPParts, workspace: Workspace, kernels: Kernels, dtype: torch.dtype) -> None:
-        self._workspace = workspace
-        self._projections = pack_modules(parts.projections, dtype)
-        self._output = pack_modules([parts.output], dtype)
-        self._activation = GatedActivation(kernels, parts.activation, self._output.num_inputs, dtype)
+    def __init__(self, parts: MLPParts, operations: Operations) -> None:
+        self._workspace, self._max_tokens = operations.workspace, operations.mlp_tokens
+        self._projections = operations.linear(parts.projections)
+        self._output = operations.linear([parts.output])
+        self._activation = operations.activation(parts.activation, self._output.num_inputs)
 
     def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
         """Write the results for inputs [T, H] to the outputs [T, H], or add them."""
-        if inputs.shape[0] > MLP_TOKENS:
-            for rows, results in zip(inputs.split(MLP_TOKENS), outputs.split(MLP_TOKENS), strict=True):
+        size = self._max_tokens
+        if inputs.shape[0] > size:
+            for rows, results in zip(inputs.split(size), outputs.split(size), strict=True):
                 self.into(rows, results, accumulate=accumulate)
             return
         gates = self._workspace.rows("gates", inputs.shape[0], self._projections.num_outputs)
@@ -56,9 +49,9 @@ class GatedMLP:
 class Experts:
     """A mixture of MLPs: a router chooses some of them for each token, and weights their results."""
 
-    def __init__(self, parts: ExpertsParts, workspace: Workspace, kernels: Kernels, dtype: torch.dtype) -> None:
-        self._router = pack_modules([parts.router], dtype, keeps=True)
-        self._experts = [GatedMLP(each, workspace, kernels, dtype) for each in parts.experts]
+    def __init__(self, parts: ExpertsParts, operations: Operations) -> None:
+        self._router = operations.linear([parts.router], keeps=True)
+        self._experts = [GatedMLP(each, operations) for each in parts.experts]
         self._num_chosen, self._is_normalized = parts.num_chosen, parts.is_normalized
         parts.replace_stacked_weights()
 
@@ -92,11 +85,11 @@ class Experts:
 
 
 class ModuleMLP:
-    """transformers' own module, for a structure that is not known."""
+    """transformers' own module, for a structure that is not known, and for experts on a GPU."""
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, operations: Operations) -> None:
         self._module = module
-        use_packed_linear(module, dtype)
+        operations.prepare_module(module)
 
     def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
         result = self._module(inputs.unsqueeze(0))

@@ -38,7 +38,7 @@ class NotRecognised(Exception):
 class Norm:
     """An RMSNorm."""
 
-    weights: Tensor  # float32, with the offset that some models add to them
+    weights: nn.Parameter  # float32, with the offset that some models add to them
     epsilon: float
 
 
@@ -46,8 +46,8 @@ class Norm:
 class Rotary:
     """The rotary embedding of a layer, at positions 0 to P - 1."""
 
-    cosines: Tensor  # [P, R / 2] float32
-    sines: Tensor  # [P, R / 2] float32
+    cosines: nn.Parameter  # [P, R / 2] float32
+    sines: nn.Parameter  # [P, R / 2] float32
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ class AttentionParts:
     scaling: float
     softcap: float | None
     spec: LayerSpec
+
+    @property
+    def output_width(self) -> int:
+        """Entries of all heads' results."""
+        return self.num_heads * self.spec.value_dim
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,8 @@ class ExpertsParts:
     num_chosen: int
     is_normalized: bool
     """Whether the weights of a token's experts are divided by their sum."""
+    block: nn.Module
+    """Computes all of it."""
     module: nn.Module
     """Has the weights of all experts in two tensors, of which those of `experts` are views."""
 
@@ -231,6 +238,7 @@ def _read_experts(block: Any) -> ExpertsParts | None:
         ],
         num_chosen=num_chosen,
         is_normalized=getattr(router, "norm_topk_prob", True),
+        block=block,
         module=experts,
     )
 
@@ -258,11 +266,11 @@ def _read_norm(module: Any) -> Norm:
         f"{type(module).__name__} is no RMSNorm",
     )
     assert isinstance(weight, Tensor) and isinstance(epsilon, float)
-    ones = torch.ones(1, weight.numel(), dtype=weight.dtype)
+    ones = torch.ones(1, weight.numel(), dtype=weight.dtype, device=weight.device)
     weights = module(ones)[0].float() * (1 + epsilon) ** 0.5
     plain = weight.detach().float()
     offset = torch.round((weights - plain).mean())  # of a norm of ones only the weights remain
-    return Norm(plain + offset, epsilon)
+    return Norm(_constant(plain + offset), epsilon)
 
 
 def _rotary_of(
@@ -272,16 +280,21 @@ def _rotary_of(
     module: Any = model.base_model.rotary_emb
     layer_type: str | None = model.config.layer_types[layer_index] if isinstance(module.rope_type, dict) else None
     if layer_type not in tables:
-        positions = torch.arange(num_positions).unsqueeze(0)
+        positions = torch.arange(num_positions, device=model.device).unsqueeze(0)
         options = (layer_type,) if layer_type else ()
-        cosines, sines = (each[0].float() for each in module(torch.zeros(1), positions, *options))
+        cosines, sines = (each[0].float() for each in module(torch.zeros(1, device=model.device), positions, *options))
         half = cosines.shape[1] // 2
         _require(
             cosines.shape == (num_positions, 2 * half) and torch.equal(cosines[:, :half], cosines[:, half:]),
             "its rotary embedding pairs other entries",
         )
-        tables[layer_type] = Rotary(cosines[:, :half].contiguous(), sines[:, :half].contiguous())
+        tables[layer_type] = Rotary(*(_constant(each[:, :half].contiguous()) for each in (cosines, sines)))
     return tables[layer_type]
+
+
+def _constant(values: Tensor) -> nn.Parameter:
+    """Return a tensor that a module can own, and that moves in place."""
+    return nn.Parameter(values, requires_grad=False)
 
 
 def _require_linear(*modules: Any) -> None:

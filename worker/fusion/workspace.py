@@ -9,8 +9,9 @@ from torch import Tensor
 class Workspace:
     """Owns the buffers of a forward pass. They grow to the largest step."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
+        self._device = device
         self._buffers: dict[str, Tensor] = {}
         self._rows: dict[str, Tensor] = {}
         """What was returned last. In steady decode the number of rows stays."""
@@ -22,6 +23,12 @@ class Workspace:
             return rows
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape[0] < num_rows or buffer.shape[1] != width:
-            buffer = self._buffers[name] = torch.empty(-(-num_rows // 64) * 64, width, dtype=dtype or self.dtype)
+            shape = -(-num_rows // 64) * 64, width
+            buffer = self._buffers[name] = torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
         rows = self._rows[name] = buffer[:num_rows]
         return rows
+
+    def clear(self) -> None:
+        """Drop the buffers. They come back when they are asked for."""
+        self._buffers.clear()
+        self._rows.clear()

@@ -42,11 +42,11 @@ def pack_linear(
 
     `dtype`: of the inputs; None means that of the weights. `output_dtype`: None means that of the inputs.
     """
-    dtype, bias = dtype or weights[0].dtype, _join_biases(weights, biases)
+    dtype, bias = dtype or weights[0].dtype, join_biases(weights, biases)
     packed = _pack(weights, bias, dtype, output_dtype)
     if packed is not None and _is_accepted(packed, weights, bias):
         return packed
-    return TorchLinear(_join(weights), bias, dtype, output_dtype)
+    return TorchLinear(join(weights), bias, dtype, output_dtype)
 
 
 def _pack(
@@ -60,7 +60,7 @@ def _pack(
         _warn_once("there is no memory for packed weights: torch computes linear layers, which is slower")
         return None
     if weight_dtype == dtype == torch.bfloat16 and has_amx(kernels) and _has_onednn():
-        return OneDNNLinear(_join(weights), bias, output_dtype)
+        return OneDNNLinear(join(weights), bias, output_dtype)
     return CompiledLinear(weights, bias, kernels, dtype, output_dtype)
 
 
@@ -95,14 +95,14 @@ def _warn_once(message: str) -> None:
     logger.warning(message)
 
 
-def _join(tensors: Sequence[Tensor]) -> Tensor:
+def join(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
 
 
-def _join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> Tensor | None:
+def join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> Tensor | None:
     if biases is None or all(bias is None for bias in biases):
         return None
-    return _join(
+    return join(
         [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in zip(weights, biases, strict=True)]
     )
 

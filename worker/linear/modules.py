@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.worker.kernels.library import DTYPES
-from millrace.worker.linear.choice import pack_linear
-from millrace.worker.linear.packed import PackedLinear, TorchLinear
+from millrace.worker.linear.choice import join, join_biases, pack_linear
+from millrace.worker.linear.packed import AddingLinear, PackedLinear, TorchLinear
 
 
 @torch.no_grad()
@@ -54,6 +54,20 @@ def pack_modules(
         for each in others:
             each.weight = nn.Parameter(torch.empty(0, dtype=each.weight.dtype), requires_grad=False)
     return packed
+
+
+def merge_modules(linears: list[nn.Linear], dtype: torch.dtype) -> PackedLinear:
+    """Return one layer for several, on their device, computed by torch. The first module has the weights of all, and they
+    stay its parameters; the others have none."""
+    first, *others = linears
+    if others:
+        bias = join_biases([each.weight for each in linears], [each.bias for each in linears])
+        first.weight = nn.Parameter(join([each.weight for each in linears]), requires_grad=False)
+        first.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        for each in others:
+            each.weight = nn.Parameter(first.weight.new_empty(0), requires_grad=False)
+            each.register_parameter("bias", None)
+    return AddingLinear(first.weight, first.bias, dtype)
 
 
 def _shared_weights(model: nn.Module) -> set[Tensor]:

@@ -226,3 +226,19 @@ class TorchLinear(StoringLinear):
 
     def _multiply(self, inputs: Tensor) -> Tensor:
         return F.linear(inputs, self.weights.to(self.dtype), self._bias)
+
+
+class AddingLinear(TorchLinear):
+    """A layer of torch that adds its results to the outputs in the product itself, where the dtypes allow it."""
+
+    def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
+        if not self.weights.dtype == self.dtype == outputs.dtype:
+            super().into(inputs, outputs, accumulate)
+        elif accumulate:
+            outputs.addmm_(inputs, self.weights.T)
+            if self._bias is not None:
+                outputs.add_(self._bias)
+        elif self._bias is None:
+            torch.mm(inputs, self.weights.T, out=outputs)
+        else:
+            torch.addmm(self._bias, inputs, self.weights.T, out=outputs)

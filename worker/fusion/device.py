@@ -1,0 +1,182 @@
+"""The operations of a fused forward pass on any device: torch's products, any attention, and the row operations of Triton
+or of torch.
+
+Shapes: T tokens of the step, W outputs of the attention's projections, Hq query heads, Hkv key and value heads, D size of
+a head, P positions, R rotary size, M rows, V token ids.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from millrace.worker.attention.interface import Attention
+from millrace.worker.fusion.structure import AttentionParts, Norm
+from millrace.worker.fusion.workspace import Workspace
+from millrace.worker.input_batch import StepBatch
+from millrace.worker.kernels import rows_torch
+from millrace.worker.kv_pool import LayerCache
+from millrace.worker.linear.modules import merge_modules
+from millrace.worker.linear.packed import PackedLinear
+from millrace.worker.triton_support import find_triton
+
+
+class RowKernels(Protocol):
+    """The functions of `rows_torch`, which describes them, and `rows_triton`."""
+
+    @property
+    def rms_norm(self) -> RMSNorm: ...
+
+    @property
+    def gated_activation(self) -> Gate: ...
+
+    @property
+    def norm_and_rotate(self) -> Rotation: ...
+
+
+class RMSNorm(Protocol):
+    def __call__(self, inputs: Tensor, weights: Tensor, epsilon: float, outputs: Tensor, adds: bool) -> None: ...
+
+
+class Gate(Protocol):
+    def __call__(self, inputs: Tensor, outputs: Tensor, activation: str) -> None: ...
+
+
+class Rotation(Protocol):
+    def __call__(
+        self,
+        projected: Tensor,
+        positions: Tensor,
+        tables: tuple[Tensor, Tensor],
+        norms: tuple[Tensor, Tensor] | None,
+        epsilon: float,
+        num_heads: int,
+        head_dim: int,
+        outputs: Tensor,
+    ) -> None: ...
+
+
+def find_row_kernels(device: torch.device) -> RowKernels:
+    """Return Triton's row operations where they run, else torch's."""
+    if device.type != "cuda" or not find_triton():
+        return rows_torch
+    from millrace.worker.kernels import rows_triton
+
+    return rows_triton
+
+
+class DeviceOperations:
+    """Runs on the device of the model. Nothing in it waits for the device."""
+
+    mlp_tokens = sys.maxsize
+    splits_experts = False
+
+    def __init__(self, attention: Attention, dtype: torch.dtype, device: torch.device, rows: RowKernels) -> None:
+        self._attention, self._dtype, self._device, self._rows = attention, dtype, device, rows
+        self.workspace = Workspace(dtype, device)
+        self.tensors = nn.ParameterList()
+        self._kept: set[int] = set()
+        """The ids of the tensors."""
+
+    def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
+        return merge_modules(modules, self._dtype)
+
+    def head(self, module: nn.Linear, embedding: nn.Module, *, is_tied: bool) -> tuple[PackedLinear, nn.Module | None]:
+        return self.linear([module]), embedding
+
+    def norm(self, norm: Norm) -> DeviceNorm:
+        return DeviceNorm(self._keep(norm.weights), norm.epsilon, self._rows)
+
+    def activation(self, name: str, size: int) -> DeviceActivation:
+        return DeviceActivation(name, self._rows)
+
+    def attention(self, parts: AttentionParts, layer: LayerCache) -> DeviceAttention:
+        tables = self._keep(parts.rotary.cosines), self._keep(parts.rotary.sines)
+        norms = parts.head_norms
+        kept = (self._keep(norms[0].weights), self._keep(norms[1].weights)) if norms else None
+        return DeviceAttention(parts, layer, self._attention, self.workspace, self._rows, tables, kept)
+
+    def prepare_module(self, module: nn.Module) -> None:
+        pass
+
+    def prepare(self, batch: StepBatch, block_size: int) -> StepBatch:
+        return batch
+
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        peaks, token_ids = logits.max(dim=-1)
+        return peaks.float(), token_ids
+
+    def argmax_of_head(self, head: PackedLinear, hidden: Tensor) -> None:
+        return None
+
+    def release_memory(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _keep(self, tensor: nn.Parameter) -> Tensor:
+        if id(tensor) not in self._kept:
+            self._kept.add(id(tensor))
+            self.tensors.append(tensor)
+        return tensor
+
+
+class DeviceNorm:
+    """An RMSNorm."""
+
+    def __init__(self, weights: Tensor, epsilon: float, rows: RowKernels) -> None:
+        self._weights, self._epsilon, self._run = weights, epsilon, rows.rms_norm
+
+    def into(self, inputs: Tensor, outputs: Tensor, *, adds: bool = False) -> None:
+        self._run(inputs, self._weights, self._epsilon, outputs, adds)
+
+
+class DeviceActivation:
+    """`activation(gate) * value`."""
+
+    def __init__(self, name: str, rows: RowKernels) -> None:
+        self._name, self._run = name, rows.gated_activation
+
+    def into(self, inputs: Tensor, outputs: Tensor) -> None:
+        self._run(inputs, outputs, self._name)
+
+
+class DeviceAttention:
+    """Norms of heads and rotation in one call, then the attention that the rank has chosen."""
+
+    def __init__(
+        self,
+        parts: AttentionParts,
+        layer: LayerCache,
+        attention: Attention,
+        workspace: Workspace,
+        rows: RowKernels,
+        tables: tuple[Tensor, Tensor],  # cosines and sines, float32 [P, R / 2]
+        norms: tuple[Tensor, Tensor] | None,  # of queries and of keys, float32 [D]
+    ) -> None:
+        self._parts, self._layer, self._attention, self._workspace = parts, layer, attention, workspace
+        self._rotate, self._tables, self._norms = rows.norm_and_rotate, tables, norms
+        self._epsilon = parts.head_norms[0].epsilon if parts.head_norms else 0.0
+
+    def run(self, projected: Tensor, rows: StepBatch) -> Tensor:
+        parts = self._parts
+        spec, num_tokens = parts.spec, projected.shape[0]
+        num_rotated = parts.num_heads + spec.num_kv_heads
+        rotated = self._workspace.rows("rotated", num_tokens, num_rotated * spec.key_dim)
+        sizes = parts.num_heads, spec.key_dim
+        self._rotate(projected, rows.positions[0], self._tables, self._norms, self._epsilon, *sizes, rotated)
+        heads = rotated.view(num_tokens, num_rotated, spec.key_dim).transpose(0, 1)
+        values = projected[:, rotated.shape[1] :].view(num_tokens, spec.num_kv_heads, spec.value_dim).transpose(0, 1)
+        attended = self._attention.forward(
+            heads[: parts.num_heads],
+            heads[parts.num_heads :],
+            values,
+            layer=self._layer,
+            scaling=parts.scaling,
+            sliding_window=spec.sliding_window,
+            softcap=parts.softcap,
+            batch=rows,
+        )
+        return attended.reshape(num_tokens, parts.output_width)

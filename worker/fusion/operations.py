@@ -1,0 +1,152 @@
+"""The operations of a fused forward pass, as the decoder calls them, and those of the compiled kernels.
+
+Shapes: T tokens of the step, W outputs of the attention's projections, Hq query heads, Dv size of a value head, H hidden
+size, M rows, K entries in each, V token ids.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from millrace.worker.attention.compiled import LayerAttention, StepRows, step_rows
+from millrace.worker.fusion.structure import AttentionParts, Norm
+from millrace.worker.fusion.workspace import Workspace
+from millrace.worker.host_memory import release_freed_memory
+from millrace.worker.input_batch import StepBatch
+from millrace.worker.kernels.library import Kernels
+from millrace.worker.kernels.rows import GatedActivation, RowNorm
+from millrace.worker.kernels.sampling import argmax
+from millrace.worker.kv_pool import LayerCache
+from millrace.worker.linear.choice import screen_argmax
+from millrace.worker.linear.modules import pack_modules, use_packed_linear
+from millrace.worker.linear.packed import CompiledLinear, PackedLinear
+
+
+class NormOperation(Protocol):
+    def into(self, inputs: Tensor, outputs: Tensor, *, adds: bool = False) -> None:
+        """Write the norms of contiguous rows [M, K] to the outputs [M, K], or add them to the outputs."""
+
+
+class ActivationOperation(Protocol):
+    def into(self, inputs: Tensor, outputs: Tensor) -> None:
+        """Write the outputs [M, K] for contiguous inputs [M, 2 K]: the gates, then the values."""
+
+
+class AttentionOperation(Protocol):
+    def run(self, projected: Tensor, rows: Any) -> Tensor:  # [T, W] -> [T, Hq * Dv]
+        """Write the keys and values, and return the attention of the queries. `rows`: see `Operations.prepare`."""
+
+
+class Operations(Protocol):
+    """Makes the operations of one model from its parts. Operations own their weights, and write to `workspace`."""
+
+    workspace: Workspace
+    mlp_tokens: int
+    """Maximum tokens that pass an MLP at a time."""
+    splits_experts: bool
+    """Whether a mixture of experts runs as several MLPs; otherwise its module runs."""
+    tensors: nn.ParameterList
+    """What the operations own besides the model's weights and must move with them."""
+
+    def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
+        """Return one layer for several. Unless it `keeps` them, the modules lose their own weights."""
+
+    def head(self, module: nn.Linear, embedding: nn.Module, *, is_tied: bool) -> tuple[PackedLinear, nn.Module | None]:
+        """Return the head, and what embeds tokens: the embedding, or None for the head itself."""
+
+    def norm(self, norm: Norm) -> NormOperation: ...
+
+    def activation(self, name: str, size: int) -> ActivationOperation: ...
+
+    def attention(self, parts: AttentionParts, layer: LayerCache) -> AttentionOperation: ...
+
+    def prepare_module(self, module: nn.Module) -> None:
+        """Prepare a module that runs as it is."""
+
+    def prepare(self, batch: StepBatch, block_size: int) -> Any:
+        """Return what the attention of all layers of a step has in common."""
+
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest logit [M] of each row [M, V], and the lowest id [M] that has it."""
+
+    def argmax_of_head(self, head: PackedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """As `argmax` of the head's outputs, without storing them. None if that is not possible."""
+
+    def release_memory(self) -> None:
+        """Return the memory of replaced weights to the system."""
+
+
+class CompiledOperations:
+    """Runs on a CPU through the compiled kernels."""
+
+    mlp_tokens = 256  # so that the intermediate results stay in the CPU's cache
+    splits_experts = True
+
+    def __init__(self, kernels: Kernels, dtype: torch.dtype) -> None:
+        self._kernels, self._dtype = kernels, dtype
+        self.workspace = Workspace(dtype, torch.device("cpu"))
+        self.tensors = nn.ParameterList()
+
+    def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
+        return pack_modules(modules, self._dtype, keeps=keeps)
+
+    def head(self, module: nn.Linear, embedding: nn.Module, *, is_tied: bool) -> tuple[PackedLinear, nn.Module | None]:
+        is_plain = type(embedding) is nn.Embedding
+        head = pack_modules([module], self._dtype, torch.float32, keeps=is_tied and not is_plain)
+        screen_argmax(head)
+        if not (is_tied and is_plain and isinstance(head, CompiledLinear)):  # divided ids: both are kept
+            return head, embedding
+        embedding.weight = module.weight
+        return head, None
+
+    def norm(self, norm: Norm) -> RowNorm:
+        return RowNorm(self._kernels, norm.weights, norm.epsilon, self._dtype)
+
+    def activation(self, name: str, size: int) -> GatedActivation:
+        return GatedActivation(self._kernels, name, size, self._dtype)
+
+    def attention(self, parts: AttentionParts, layer: LayerCache) -> CompiledLayerAttention:
+        return CompiledLayerAttention(parts, layer, self._kernels, self.workspace)
+
+    def prepare_module(self, module: nn.Module) -> None:
+        use_packed_linear(module, self._dtype)
+
+    def prepare(self, batch: StepBatch, block_size: int) -> StepRows:
+        return step_rows(batch, block_size)
+
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return argmax(self._kernels, logits)
+
+    def argmax_of_head(self, head: PackedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        return head.argmax(hidden)
+
+    def release_memory(self) -> None:
+        release_freed_memory()
+
+
+class CompiledLayerAttention:
+    """Norms of heads, rotation, write and attention in one call."""
+
+    def __init__(self, parts: AttentionParts, layer: LayerCache, kernels: Kernels, workspace: Workspace) -> None:
+        norms = parts.head_norms
+        self._workspace, self._width = workspace, parts.output_width
+        self._attention = LayerAttention(
+            kernels,
+            layer,
+            parts.num_heads,
+            workspace.dtype,
+            parts.scaling,
+            parts.spec.sliding_window,
+            parts.softcap,
+            rotary=(parts.rotary.cosines, parts.rotary.sines),
+            norms=(norms[0].weights, norms[1].weights) if norms else None,
+            norm_eps=norms[0].epsilon if norms else 0.0,
+        )
+
+    def run(self, projected: Tensor, rows: StepRows) -> Tensor:
+        attended = self._workspace.rows("attended", projected.shape[0], self._width)
+        self._attention.run(projected, attended, rows)
+        return attended
