@@ -96,11 +96,11 @@ class CompiledOperations:
     def head(self, module: nn.Linear, embedding: nn.Module, *, is_tied: bool) -> tuple[PackedLinear, nn.Module | None]:
         is_plain = type(embedding) is nn.Embedding
         head = pack_modules([module], self._dtype, torch.float32, keeps=is_tied and not is_plain)
+        embeds = is_tied and is_plain and isinstance(head, CompiledLinear)  # ranks that divide the ids keep both
+        if embeds:
+            embedding.weight = module.weight
         screen_argmax(head)
-        if not (is_tied and is_plain and isinstance(head, CompiledLinear)):  # divided ids: both are kept
-            return head, embedding
-        embedding.weight = module.weight
-        return head, None
+        return head, None if embeds else embedding
 
     def norm(self, norm: Norm) -> RowNorm:
         return RowNorm(self._kernels, norm.weights, norm.epsilon, self._dtype)
