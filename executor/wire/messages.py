@@ -45,7 +45,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     """"auto" (that of the checkpoint; float32 on a CPU that is slow with it), "float32", "bfloat16", "float16"."""
     attention: str = "auto"
-    """"auto", "reference" or "cpu"."""
+    """"auto", "reference", "cpu" or "triton"."""
     max_model_len: int | None = None
     """Longest sequence, prompt and output together, in tokens. None: as in the model's config."""
     max_num_seqs: int = 256

@@ -22,7 +22,7 @@ KV_BYTES_PER_TOKEN = {"float32": 3 * 2 * 2 * 16 * 4, "bfloat16": 3 * 2 * 2 * 16 
 """Of a llama: layers, keys and values, heads, size of a head, bytes."""
 
 CASES = [("cpu", "cpu"), ("cpu", "reference")]
-GPU_CASE = pytest.param("cuda", "auto", marks=[pytest.mark.gpu])
+GPU_CASES = [pytest.param("cuda", kind, marks=[pytest.mark.gpu]) for kind in ("auto", "triton", "reference")]
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -54,7 +54,7 @@ def check_against_transformers(path: Path, requests: list[Request]) -> None:
 
 
 @pytest.mark.parametrize("arch", CONFIGS)
-@pytest.mark.parametrize(("device", "attention"), [*CASES, GPU_CASE])
+@pytest.mark.parametrize(("device", "attention"), [*CASES, *GPU_CASES])
 def test_mixed_chunked_and_preempted_sequences_match_transformers(
     arch: str, device: str, attention: str, tmp_path: Path
 ) -> None:
@@ -131,7 +131,7 @@ def test_two_models_in_one_process_do_not_meet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])
-@pytest.mark.parametrize(("device", "attention"), [*CASES, GPU_CASE])
+@pytest.mark.parametrize(("device", "attention"), [*CASES, *GPU_CASES])
 def test_a_fork_gets_the_tokens_of_a_sequence_that_computes_its_own_prompt(
     arch: str, device: str, attention: str, tmp_path: Path
 ) -> None:

@@ -42,3 +42,28 @@ def test_sampling_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
         )
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
         assert compiled.asm["cubin"]
+
+
+def test_attention_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from millrace.worker.attention import paged_triton as kernels
+
+    types = dict.fromkeys(("query", "key", "value", "keys", "values", "output"), "*bf16")
+    types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32") | {"scaling": "fp32", "positions": "*i64"}
+    types |= dict.fromkeys(("tables", "rows", "tiles", "token_blocks"), "*i32")
+    constants = {"WINDOW": 100, "SOFTCAP": 30.0, "CHUNK": 256, "BLOCK_SIZE": 16, "GROUP": 2, "NUM_HEADS": 8}
+    constants |= {"NUM_KV_HEADS": 4, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_G": 16, "BLOCK_H": 4, "BLOCK_M": 64}
+    constants |= {"BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_DV": 128}
+    for kernel in (kernels.write_kv, kernels.decode_chunk, kernels.merge_chunks, kernels.prefill):
+        names = kernel.arg_names
+        source = triton.compiler.ASTSource(
+            kernel,
+            {name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
+            {name: value for name, value in constants.items() if name in names},
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_stages": 2})
+        assert compiled.asm["cubin"]
+        assert compiled.metadata.shared <= 227 << 10
