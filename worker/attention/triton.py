@@ -22,7 +22,7 @@ from millrace.worker.kv_pool import LayerCache
 
 CHUNK = 256
 """Positions of a decode row that one program attends to. A multiple of the tiles' sizes."""
-WIDE_BYTES = 512
+WIDE_BYTES = 256
 """Bytes of a head above which the tiles are smaller, so that they fit into shared memory."""
 
 
@@ -62,7 +62,7 @@ class TritonAttention:
             batch.positions, batch.token_blocks, batch.token_blocks.shape[1], layer.group,
             BLOCK_SIZE=block_size, NUM_KV_HEADS=num_kv_heads, BLOCK_H=triton.next_power_of_2(num_kv_heads), **dims,
         )  # fmt: skip
-        tile_size = 32 if max(key_dim, value_dim) * query.element_size() > WIDE_BYTES else 64
+        tile_size = 32 if max(dims["BLOCK_D"], dims["BLOCK_DV"]) * query.element_size() > WIDE_BYTES else 64
         rows = _rows(batch, tile_size, query.device)
         output = query.new_empty(num_tokens, num_heads, value_dim)
         tables = batch.block_tables[layer.group]

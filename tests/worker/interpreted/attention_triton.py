@@ -111,7 +111,7 @@ def test_a_row_does_not_depend_on_the_other_rows(window: int | None) -> None:
 
 
 @triton.jit
-def store_offset(block, offset, output, block_stride, token_stride):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201, ANN202
+def store_offset(block, offset, output, block_stride, token_stride):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
     tl.store(output, slot_offset(tl.load(block), tl.load(offset), block_stride, token_stride))
 
 
