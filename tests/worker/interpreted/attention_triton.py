@@ -47,7 +47,7 @@ def attend(
             numbers = torch.randn(len(past), num_kv_heads, dim, generator=generator).to(pool.dtype)
             pool.flatten(0, 1)[slots[slots >= block_size]] = numbers[slots >= block_size]
         pools.append(pool)
-    layer = LayerCache(*pools)
+    layer = LayerCache(pools[0], pools[1])
     num_tokens = batch.query_starts[-1]
     query, key, value = (
         torch.randn(num_tokens, heads, dim, generator=generator).to(dtype).transpose(0, 1)
