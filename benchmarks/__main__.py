@@ -2,7 +2,6 @@
 
 parts:
   queue        the queue protocol alone, against Redis Streams and RQ
-  messages     a call to a worker and back, and the messages of a step
   scheduling   the scheduler and the block pool alone
   kernels      the CPU's kernels, for each instruction set, against torch
   step         one decode step by its phases, for 1 to 256 sequences and contexts up to 4,096
@@ -10,9 +9,8 @@ parts:
   service      the same workloads through Redis, against LLM
   peers        Millrace against the other engines that are installed; see benchmarks/peers.py
   recovery     how long jobs stop when the worker is killed
-  parallel     one rank against two, tensor parallel and pipeline parallel
 
-Without --part all but the last two run: in about an hour, and in two with all peers.
+Without --part all but the last one run: in about an hour, and in two with all peers.
 """
 
 from __future__ import annotations
@@ -24,19 +22,7 @@ from types import ModuleType
 
 from rich.console import Console
 
-from benchmarks import (
-    kernels,
-    messages,
-    offline,
-    parallel,
-    peers,
-    queueing,
-    recovery,
-    roofline,
-    scheduling,
-    step_times,
-    through_redis,
-)
+from benchmarks import kernels, offline, peers, queueing, recovery, roofline, scheduling, step_times, through_redis
 from benchmarks.environment import ROOT, describe
 from benchmarks.options import Options
 from millrace.embedded import EmbeddedServer
@@ -44,7 +30,6 @@ from millrace.results.connection import connect
 
 PARTS: dict[str, ModuleType] = {
     "queue": queueing,
-    "messages": messages,
     "scheduling": scheduling,
     "kernels": kernels,
     "step": step_times,
@@ -52,10 +37,8 @@ PARTS: dict[str, ModuleType] = {
     "service": through_redis,
     "peers": peers,
     "recovery": recovery,
-    "parallel": parallel,
 }
 """Each has NUM_ROUNDS and `measure(options)`, which returns its figures by name."""
-ON_REQUEST = {"recovery", "parallel"}
 USE_RATES = {"kernels", "step", "offline", "peers"}
 
 
@@ -82,15 +65,15 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    default_parts = [name for name in PARTS if name not in ON_REQUEST]
+    default_parts = [name for name in PARTS if name != "recovery"]
     parser.add_argument("--part", nargs="+", choices=PARTS, default=default_parts, metavar="PART", help="parts to run")
     parser.add_argument("--repeat", type=int, metavar="N", help="rounds of each part (default: the part's own number)")
     parser.add_argument("--quick", action="store_true", help="one round with little work: shows that a part runs")
-    workload_help = "of offline, service, peers and parallel: W1 W2 W3 TINY STEP1 STEP256 ...; of offline: W1-SCHEMAS"
+    workload_help = "of offline, service and peers: W1 W2 W3 TINY STEP1 STEP256 ...; of offline: W1-SCHEMAS"
     parser.add_argument("--workload", nargs="+", default=[], metavar="NAME", help=workload_help)
     engines = [kind.name for kind in peers.kinds()]
     parser.add_argument("--engine", nargs="+", default=[], choices=engines, help="of the part peers")
-    limit_help = "time for each of offline, service, peers and parallel (default: 600, for peers 3600)"
+    limit_help = "time for each of offline, service and peers (default: 600, for peers 3600)"
     parser.add_argument("--limit", type=float, metavar="SECONDS", help=limit_help)
     default = ROOT / "benchmarks" / "out" / "bench.json"
     parser.add_argument("--out", type=Path, default=default, metavar="FILE", help=f"JSON file (default: {default})")

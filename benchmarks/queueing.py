@@ -17,7 +17,6 @@ from typing import Any
 import redis
 import rq
 
-from benchmarks import commands
 from benchmarks.options import Options
 from millrace import Client, GenerationRequest
 from millrace.results.connection import connect
@@ -41,7 +40,7 @@ def measure(options: Options) -> dict[str, Any]:
     rounds = [_round(options.url) for _ in range(options.num_rounds)]
     figures = {name: statistics.median(values[name] for values in rounds) for name in rounds[0]}
     num_queued = QUICK_MANY if options.is_quick else MANY
-    figures |= _first_claim(options.url) | commands.measure()
+    figures |= _first_claim(options.url)
     figures |= _long_queue(options.url, num_queued, options.num_rounds)
     return {name: round(value, 2) for name, value in figures.items()}
 

@@ -1,7 +1,8 @@
 """Writes docs/performance.md, and the plots beside it, from the JSON files in benchmarks/results.
 
-There is a section for each machine. For each part of the benchmarks the newest file of that machine counts. Parts that were
-not measured, or measured with --quick, are left out.
+There is a section for each machine. For each part of the benchmarks the newest figures of that machine are shown: a table
+for each file that holds a row, such as an engine in a workload, that no newer file has. Parts that were not measured, or
+measured with --quick, are left out.
 """
 
 from __future__ import annotations
@@ -105,14 +106,19 @@ def write(results: Path, page: Path) -> int:
     return len(by_machine)
 
 
-def _newest(results: Path) -> dict[str, dict[str, Figures]]:
-    """Return the newest results by machine and part, with the names of their files."""
+def _newest(results: Path) -> dict[str, dict[str, list[Figures]]]:
+    """Return the results that count, by machine and part, newest first, with the names of their files."""
     read = [json.loads(path.read_text()) | {"file": path.name} for path in sorted(results.glob("*.json"))]
-    found: dict[str, dict[str, Figures]] = {}
-    for result in sorted(read, key=lambda result: str(result.get("created"))):
+    found: dict[str, dict[str, list[Figures]]] = {}
+    shown: set[tuple[str, ...]] = set()
+    for result in sorted(read, key=lambda result: str(result.get("created")), reverse=True):
         for part in SECTIONS:
             if result.get(part) and not result.get("is_quick"):
-                found.setdefault(_machine_name(result["machine"]), {})[part] = result
+                machine = _machine_name(result["machine"])
+                rows = {(machine, part, *keys) for keys, _ in _leaves(result[part])}
+                if not rows <= shown:
+                    found.setdefault(machine, {}).setdefault(part, []).append(result)
+                shown |= rows
     return found
 
 
@@ -121,26 +127,37 @@ def _machine_name(machine: Figures) -> str:
     return f"{machine['cpu']}, {machine['usable_cores']} cores ({sets}), {machine['memory_gib']:.0f} GiB"
 
 
-def _machine(name: str, results: Mapping[str, Figures], plots: Path) -> Iterator[str]:
+def _machine(name: str, results: Mapping[str, Sequence[Figures]], plots: Path) -> Iterator[str]:
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     yield f"## {name}\n"
     heads = ("part", "file", "commit", "date", "measured rates of the machine", "versions")
-    yield from _table(heads, ((part, *_origin(result, part)) for part, result in results.items()))
+    yield from _table(heads, ((part, *_origin(one, part)) for part, each in results.items() for one in each))
     for part, section in SECTIONS.items():
         if part not in results:
             continue
-        figures = results[part][part]
         yield f"### {section.title}\n"
         if part in PLOTS:
-            PLOTS[part](figures).savefig(plots / f"{slug}-{part}.png")
+            PLOTS[part](_merged(results[part], part)).savefig(plots / f"{slug}-{part}.png")
             plt.close("all")
             yield f"![{section.title}]({plots.name}/{slug}-{part}.png)\n"
         if section.note:
             yield f"{section.note}\n"
-        leaves = list(_leaves(figures))
-        columns = [name for name in section.columns if any(name in leaf for _, leaf in leaves)]
-        rows = ((*keys, *_cells(leaf, columns)) for keys, leaf in leaves)
-        yield from _table([name.replace("_", " ") for name in (*section.keys, *columns)], rows)
+        for result in results[part]:
+            if len(results[part]) > 1:
+                yield f"From {result['file']}:\n"
+            leaves = list(_leaves(result[part]))
+            columns = [name for name in section.columns if any(name in leaf for _, leaf in leaves)]
+            rows = ((*keys, *_cells(leaf, columns)) for keys, leaf in leaves)
+            yield from _table([name.replace("_", " ") for name in (*section.keys, *columns)], rows)
+
+
+def _merged(results: Sequence[Figures], part: str) -> Figures:
+    """Return the figures of all results, the newest ones where several have them."""
+    merged: Figures = {}
+    for result in reversed(results):
+        for name, inner in result[part].items():
+            merged[name] = merged.get(name, {}) | inner
+    return merged
 
 
 def _origin(result: Figures, part: str) -> Iterator[str]:

@@ -46,7 +46,8 @@ _RANGES: dict[str, tuple[float, float]] = {
 _CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "executor": EXECUTORS,
-    "kv_cache_dtype": ("auto", "float32", "bfloat16"),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "fp8"),
+    "attention": ("auto", "cpu", "triton", "reference"),
     "tool_call_parser": TOOL_CALL_PARSERS,
     "reasoning_parser": REASONING_PARSERS,
     "log_level": ("DEBUG", "INFO", "WARNING", "ERROR"),
@@ -82,7 +83,8 @@ _HELP = {
     "block_size": ("TOKENS", "size of one KV block in tokens"),
     "num_blocks": ("N", "size of the KV pool in blocks (default: what the memory holds)"),
     "kv_cache_memory": ("BYTES", "size of the KV pool in bytes, such as 512M or 4GiB (default: what the memory holds)"),
-    "kv_cache_dtype": (None, "number format of the KV pool; auto takes that of the activations"),
+    "kv_cache_dtype": (None, "number format of the KV pool; auto takes that of the activations; fp8 needs a GPU"),
+    "attention": (None, "implementation of attention; auto takes the fastest of the device"),
     "swap_space_gib": ("GIB", "host memory of each rank for KV blocks that do not fit on its GPU; 0 for none"),
     "gpu_memory_utilization": ("SHARE", "share of a GPU's memory that the engine may use, above 0 and up to 1"),
     "tool_call_parser": (
@@ -135,6 +137,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_blocks: int | None = None
     kv_cache_memory: int | str | None = None
     kv_cache_dtype: str = "auto"
+    attention: str = "auto"
     swap_space_gib: float = 0.0
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1

@@ -27,8 +27,6 @@ _HEALTH_CHECK_S = 10.0
 
 _GRAMMAR_WAIT_S = 0.01
 """How long a step without rows waits for a grammar. A sequence that arrives meanwhile waits as long."""
-_GRAMMAR_LIMIT_S = 60.0
-"""Time without a compiled grammar. After that the steps wait for it, so a stuck worker is found."""
 
 _WEIGHTS_CHANGED = "WeightsChanged"
 """An error of the worker, by name: the engine does not import the worker."""
@@ -77,10 +75,6 @@ class Engine:
         self._step_limits: tuple[float, float] | None = None
         """Of the step that the engine waits for: when the wait began and when it counts as stuck, by the monotonic clock."""
         self._facts: ModelFacts | None = None
-        self._last_compiled = 0
-        """The number of the grammar that all workers have compiled last."""
-        self._compile_limit_s: float | None = None
-        """By when they have to compile the next one. Set while sequences are held."""
 
     def __repr__(self) -> str:
         scheduler = self.scheduler if self.is_started else None
@@ -224,14 +218,7 @@ class Engine:
                 self._executor.wait_for_grammar(_GRAMMAR_WAIT_S)
         except ExecutorError as error:
             return self._restart(error)
-        last_compiled, now_s = self._executor.last_compiled, time.monotonic()
-        if last_compiled != self._last_compiled or self._compile_limit_s is None:
-            self._last_compiled, self._compile_limit_s = last_compiled, now_s + _GRAMMAR_LIMIT_S
-        elif now_s > self._compile_limit_s:
-            last_compiled = self.scheduler.last_grammar
-        self.scheduler.set_compiled(last_compiled)
-        if not self.scheduler.has_held:
-            self._compile_limit_s = None
+        self.scheduler.set_compiled(self._executor.last_compiled)
         return []
 
     def _send_steps(self) -> list[Progress]:
@@ -344,7 +331,7 @@ class Engine:
         return self._fail_lost(self._workers.restart(error))
 
     def _fail_lost(self, failed: list[FailedSequence]) -> list[Progress]:
-        return [Progress(self._generations.pop(one.sequence.seq_id), None, one.failure) for one in failed]
+        return [Progress(self._generations.pop(sequence.seq_id), None, failure) for sequence, failure in failed]
 
     # --- for other threads too; never blocks ---
 

@@ -13,7 +13,7 @@ from millrace.engine_service.logprob_records import MAX_BEFORE, read_record
 from millrace.engine_service.stop_strings import StopStrings
 from millrace.engine_service.text import Detokenizer, Tokenizer
 from millrace.executor.wire.messages import record_bytes
-from millrace.results.logprobs import Entry, encode_token
+from millrace.results.logprobs import Entry, encode_tokens
 
 
 class TextRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,11 +123,8 @@ class Generation:
     # --- log-probabilities ---
 
     def logprobs_between(self, start: int, end: int) -> list[bytes]:
-        """Return the JSON of each of the output tokens [start, end); nothing where none is wanted."""
-        if self.sequence.logprobs is None:
-            return []
-        for index in range(len(self._logprobs), end):
-            self._logprobs.append(encode_token(self.entries(index)))
+        """Return the JSON of each of the output tokens [start, end), if wanted. For one thread, not the engine loop."""
+        self._logprobs += encode_tokens(map(self.entries, range(len(self._logprobs), end)))
         return self._logprobs[start:end]
 
     def entries(self, index: int) -> list[Entry]:

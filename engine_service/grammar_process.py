@@ -9,11 +9,13 @@ A grammar that takes too much ends the process.
 from __future__ import annotations
 
 import json
+import re
 import signal
 from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from millrace.engine_service.chat.grammars import structural_tag_grammar
 from millrace.engine_service.chat.schemas import drop_keywords_without_effect, parts
@@ -24,6 +26,7 @@ LIMIT_S = 2.0
 """CPU time for one grammar. Usual ones need less than 50 ms."""
 MAX_MEMORY_BYTES = 2 * 1024**3
 _MAX_REASON_CHARS = 250
+_IN_GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _NO_DETAILS = " <non-verbose/>"
 _UNSATISFIABLE = "no text satisfies it"
 
@@ -70,7 +73,10 @@ def main() -> None:
 
 def check(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> Checked:
     """Return the grammar of what is wanted, or an error that names the place in a schema."""
-    grammar = _grammar(wanted, tokenizer)
+    try:
+        grammar = _grammar(wanted, tokenizer)
+    except Exception as refused:  # of the parser of GBNF, which has no class of its own
+        return Checked(error=f"{wanted.form}: {_shortened(str(refused))}")
     error = _error(grammar, tokenizer)
     if not error:
         return Checked(grammar)
@@ -97,7 +103,8 @@ def _grammar(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> str:
             lark = structural_tag_grammar(wanted.structural_tag, lambda text: _special_id(text, tokenizer))
             return LLMatcher.grammar_from_lark(lark)
         case _:
-            return LLMatcher.grammar_from_lark(wanted.grammar or "")
+            text = wanted.grammar or ""
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(text) if _IN_GBNF.search(text) else text)
 
 
 def _special_id(text: str, tokenizer: LLTokenizer) -> int | None:

@@ -21,4 +21,7 @@ def read_record(record: bytes, before: SequenceOf[int], token_id: int, tokenizer
     for place, (other_id, value) in enumerate(_ALTERNATIVE.iter_unpack(record[_TOKEN.size :]), start=1):
         if other_id != token_id:
             found.append((other_id, value, place))
-    return [(*each, tokenizer.text_of(each[0], before) if tokenizer is not None else None) for each in found]
+    if tokenizer is None:
+        return [(*each, None) for each in found]
+    texts = tokenizer.texts_of([each[0] for each in found], before)
+    return [(*each, text) for each, text in zip(found, texts, strict=True)]

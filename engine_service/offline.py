@@ -68,6 +68,7 @@ class LLM:
         num_blocks: int | None = None,
         kv_cache_memory: int | str | None = None,
         kv_cache_dtype: str = "auto",
+        attention: str = "auto",
         swap_space_gib: float = 0.0,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,

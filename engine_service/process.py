@@ -24,7 +24,7 @@ from millrace.engine_service.model_files import eos_token_ids, fingerprint, reso
 from millrace.engine_service.observe.endpoint import Endpoint
 from millrace.engine_service.observe.health import Health
 from millrace.engine_service.observe.metrics import MetricsCollector
-from millrace.engine_service.observe.status import Figures, StatusLog
+from millrace.engine_service.observe.status import StatusLog
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.serving.capacity import Capacity
 from millrace.engine_service.serving.inbox import Inbox
@@ -247,7 +247,7 @@ class _Serving:
             outage=outage,
         )
         self._inbox = Inbox(connect(), outage)
-        self._status_log = StatusLog(self._figures)
+        self._status_log = StatusLog(engine.metrics, self.service.metrics)
 
     def start(self) -> None:
         self.leases.start()
@@ -278,18 +278,6 @@ class _Serving:
         self.leases.stop()
         self._status_log.stop()
         return is_all_written
-
-    def _figures(self) -> Figures:
-        metrics, jobs = self._engine.metrics(), self.service.metrics()
-        return Figures(
-            num_running=metrics.scheduler.num_running,
-            num_waiting=metrics.scheduler.num_waiting,
-            kv_use=metrics.pool_use,
-            num_generated_tokens=metrics.executor.num_tokens,
-            num_prompt_tokens=jobs.num_prompt_tokens,
-            num_finished=jobs.num_by_outcome["finished"],
-            num_failed=jobs.num_by_outcome["failed"],
-        )
 
     def _stop_intake(self) -> None:
         self._health.let_threads_end()

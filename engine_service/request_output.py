@@ -8,8 +8,8 @@ import msgspec
 
 from millrace.engine_service.generation import Generation
 from millrace.producer import GenerationRequest, SamplingParams
+from millrace.results.job import CompletionOutput
 from millrace.results.logprobs import TokenLogprobs, as_logprobs, cumulative
-from millrace.results.messages import CompletionOutput
 
 
 class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,7 +46,7 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._texts: dict[int, str] = {}
-        """What each token adds after a letter."""
+        """What tokens add after a letter."""
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the ids of those texts that are special tokens."""
@@ -114,23 +114,48 @@ class Tokenizer:
         text: str = self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def text_of(self, token_id: int, before: SequenceOf[int]) -> str:
-        """Return what one token adds to a text that ends with the tokens `before`. A character of several tokens belongs to
-        the last one, and the others add nothing. Special tokens have a text, too."""
+    def texts_of(self, token_ids: Iterable[int], before: SequenceOf[int]) -> list[str]:
+        """Return what each of these tokens adds to a text that ends with the tokens `before`. A character of several tokens
+        belongs to the last one, and the others add nothing. Special tokens have a text, too."""
+        texts = [self._text_of(token_id) for token_id in token_ids]
+        if _INCOMPLETE not in "".join(texts):
+            return texts
+        starts = self._incomplete_starts(before)
+        return [
+            self._completed_text(token_id, starts) if text.endswith(_INCOMPLETE) else text
+            for token_id, text in zip(token_ids, texts, strict=True)
+        ]
+
+    def _text_of(self, token_id: int) -> str:
+        """Return what a token adds after a letter."""
         text = self._texts.get(token_id)
         if text is None:
-            text = self._texts[token_id] = self._added_text(self._letter, token_id)
-        if not text.endswith(_INCOMPLETE):
-            return text
+            text = self._texts[token_id] = self._decode_all([*self._letter, token_id]).removeprefix(
+                self._decode_all(self._letter)
+            )
+        return text
+
+    def _incomplete_starts(self, before: SequenceOf[int]) -> list[tuple[list[int], str]]:
+        """Return a letter with the last 1, 2, ... tokens of `before`, and the complete characters of this text. Return
+        nothing if the last character of `before` is complete: then no token completes it."""
+        starts = []
         for count in range(1, len(before) + 1):
-            added = self._added_text([*self._letter, *before[-count:]], token_id)
+            ids = [*self._letter, *before[-count:]]
+            text = self._decode_all(ids)
+            if not text.endswith(_INCOMPLETE):
+                return []
+            starts.append((ids, text.rstrip(_INCOMPLETE)))
+        return starts
+
+    def _completed_text(self, token_id: int, starts: list[tuple[list[int], str]]) -> str:
+        for ids, start in starts:
+            added = self._decode_all([*ids, token_id]).removeprefix(start)
             if not added.endswith(_INCOMPLETE):
                 return added
         return ""
 
-    def _added_text(self, before: list[int], token_id: int) -> str:
-        start = self.decode(before, skip_special_tokens=False).rstrip(_INCOMPLETE)
-        return self.decode([*before, token_id], skip_special_tokens=False).removeprefix(start)
+    def _decode_all(self, token_ids: list[int]) -> str:
+        return self.decode(token_ids, skip_special_tokens=False)
 
     @cached_property
     def _letter(self) -> list[int]:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import msgspec
 
@@ -47,11 +48,8 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
 
 
-class FailedSequence(msgspec.Struct, frozen=True):
-    """A sequence that did not survive the end of an epoch. The scheduler has dropped it."""
-
-    sequence: Sequence
-    failure: Failure
+FailedSequence: TypeAlias = tuple[Sequence, Failure]
+"""A sequence that did not survive the end of an epoch. The scheduler has dropped it."""
 
 
 class WorkerGroup:
@@ -203,8 +201,8 @@ class WorkerGroup:
         too_large = [] if is_same_size else self.scheduler.replace_pool(self._make_pool())
         if quarantined:
             self._probe_machine()
-        return [FailedSequence(sequence, _crashed(sequence)) for sequence in quarantined] + [
-            FailedSequence(sequence, no_longer_fits(self.scheduler.pool)) for sequence in too_large
+        return [(sequence, _crashed(sequence)) for sequence in quarantined] + [
+            (sequence, no_longer_fits(self.scheduler.pool)) for sequence in too_large
         ]
 
     def _make_pool(self) -> BlockPool:

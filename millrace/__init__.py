@@ -26,7 +26,9 @@ if TYPE_CHECKING:
         PayloadTooLarge,
         SamplingParams,
         StructuredOutputs,
+        StructuredOutputsParams,
     )
+    from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry
     from millrace.results.errors import (
         BatchNotFound,
         CannotRedrive,
@@ -43,19 +45,9 @@ if TYPE_CHECKING:
         ServerUnsuitable,
         WaitTimeout,
     )
+    from millrace.results.job import CompletionOutput, Job, StreamEvent
     from millrace.results.logprobs import Logprob
-    from millrace.results.messages import (
-        BatchStatus,
-        CompletionOutput,
-        Job,
-        JobError,
-        Position,
-        QueueStats,
-        RejectedEntry,
-        StreamEvent,
-        ToolCall,
-        Usage,
-    )
+    from millrace.results.messages import JobError, ToolCall, Usage
 
 __version__ = "0.1.0"
 
@@ -91,6 +83,7 @@ __all__ = [
     "ServerUnsuitable",
     "StreamEvent",
     "StructuredOutputs",
+    "StructuredOutputsParams",
     "ToolCall",
     "Usage",
     "WaitTimeout",
@@ -101,6 +94,8 @@ _MODULES = (
     "millrace.results.errors",
     "millrace.results.messages",
     "millrace.results.logprobs",
+    "millrace.results.job",
+    "millrace.results.counts",
     "millrace.producer",
     "millrace.engine_service.offline",
 )

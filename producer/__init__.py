@@ -7,7 +7,7 @@ from millrace.producer.client import Client
 from millrace.producer.errors import InvalidRequest, PayloadTooLarge
 from millrace.producer.request import GenerationRequest
 from millrace.producer.sampling import SamplingParams
-from millrace.producer.structured import StructuredOutputs
+from millrace.producer.structured import StructuredOutputs, StructuredOutputsParams
 
 __all__ = [
     "AsyncClient",
@@ -17,4 +17,5 @@ __all__ = [
     "PayloadTooLarge",
     "SamplingParams",
     "StructuredOutputs",
+    "StructuredOutputsParams",
 ]

@@ -12,8 +12,9 @@ from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import to_submission
 from millrace.results import commands, replies
 from millrace.results.connection import AsyncConnection
+from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry
 from millrace.results.durability import Durability
-from millrace.results.messages import BatchStatus, Job, Position, QueueStats, RejectedEntry, StreamEvent
+from millrace.results.job import Job, StreamEvent
 from millrace.results.reader import CompletionFollower, EventFollower
 from millrace.results.transport import AsyncTransport
 

@@ -12,7 +12,7 @@ from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import refusal, to_submission
 from millrace.results import commands, replies
 from millrace.results.durability import check_confirmed, confirmation
-from millrace.results.errors import JobConflict, QueueFull
+from millrace.results.errors import JobConflict, QueueError, QueueFull
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import Submission
 from millrace.results.replies import Outcome
@@ -42,14 +42,19 @@ def batches(submissions: Iterable[Submission], num_parts: int = 1) -> Iterator[l
 
 
 def submitted(job: Submission, outcome: Outcome) -> str:
-    """Return the id of a job that was sent alone, from the answer. Raises InvalidRequest, JobConflict or QueueFull."""
+    """Return the id of a job that was sent alone. Raises what `refused` returns."""
+    if error := refused(job, outcome, []):
+        raise error
+    return job.job_id
+
+
+def refused(job: Submission, outcome: Outcome, accepted: list[str]) -> QueueError | InvalidRequest | None:
+    """Return the error for a job that the queue has not taken, else None. `accepted`: other jobs of the call."""
     if outcome.is_accepted:
-        return job.job_id
+        return None
     if outcome.kind == "conflict":
-        raise JobConflict([job.job_id])
-    if invalid := refusal(job.job_id, outcome):
-        raise invalid
-    raise QueueFull(outcome.name, outcome.limit, [], [job.job_id])
+        return JobConflict([job.job_id])
+    return refusal(job.job_id, outcome) or QueueFull(outcome.name, outcome.limit, accepted, [job.job_id])
 
 
 class Submitted(list[str]):
@@ -120,7 +125,7 @@ class SubmitCall:
         What is prepared by then counts as refused."""
         outcomes = [outcome for answer in answers for outcome in replies.outcomes(answer)]
         job_ids = [job.job_id for batch in self._sent for job in batch]
-        refused: dict[str, Outcome] = {}
+        full: dict[str, Outcome] = {}
         for index, (job_id, outcome) in enumerate(zip(job_ids, outcomes, strict=True), start=self._num_answered):
             if outcome.kind in ("created", "exists", "conflict"):
                 self.job_ids.append(job_id)
@@ -128,16 +133,16 @@ class SubmitCall:
                 if outcome.kind == "exists":
                     self.known_ids.append(job_id)
             elif outcome.kind == "full":
-                refused[job_id] = outcome
+                full[job_id] = outcome
             elif invalid := refusal(job_id, outcome):
                 self._invalid.append((index, invalid))
         self._num_answered += len(job_ids)
         if self.confirmation:
             check_confirmed(self._durability, confirmed, self._accepted)
-        if refused:
-            first = next(iter(refused.values()))
+        if full:
+            first = next(iter(full.values()))
             prepared = [job.job_id for batch in self._next or [] for job in batch]
-            raise QueueFull(first.name, first.limit, self._accepted, [*refused, *prepared])
+            raise QueueFull(first.name, first.limit, self._accepted, [*full, *prepared])
 
     def end(self) -> Submitted:
         """Return the ids of all jobs, in order. Raises the error of the first request that could not be sent, InvalidRequest

@@ -15,9 +15,10 @@ import msgspec
 from millrace.producer import arguments
 from millrace.producer.prompt_start import prompt_start
 from millrace.results import commands, replies
+from millrace.results.counts import RejectedEntry
 from millrace.results.errors import BatchNotFound, JobNotFound
+from millrace.results.job import Job
 from millrace.results.keys import QueueKeys
-from millrace.results.messages import Job, RejectedEntry
 from millrace.results.reader import MAX_ENTRIES, START, Deadline
 from millrace.results.scripts import Command
 from millrace.results.transport import Reply
@@ -52,15 +53,18 @@ def cancel_many(keys: QueueKeys, job_ids: Iterable[str]) -> Call[dict[str, str]]
 
 
 def cancel_batch(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
+    return (yield from cancel_many(keys, (yield from _members(keys, batch))))
+
+
+def _members(keys: QueueKeys, batch: str) -> Call[list[str]]:
+    """Return the ids of a batch's jobs. Raises BatchNotFound."""
     arguments.batch(keys, batch)
-    outcomes: dict[str, str] = {}
-    first = 0
-    while members := (yield [commands.batch_members(keys, batch, first, CHANGED_JOBS)])[0]:
-        outcomes |= yield from cancel_many(keys, replies.decode_list(members))
-        first += len(members)
-    if not outcomes:
+    job_ids: list[str] = []
+    while members := (yield [commands.batch_members(keys, batch, len(job_ids), CHANGED_JOBS)])[0]:
+        job_ids += replies.decode_list(members)
+    if not job_ids:
         raise BatchNotFound(batch, keys.queue)
-    return outcomes
+    return job_ids
 
 
 def look_up(keys: QueueKeys, job_ids: Iterable[str]) -> Call[dict[str, tuple[str, str | None]]]:
@@ -74,16 +78,10 @@ def look_up(keys: QueueKeys, job_ids: Iterable[str]) -> Call[dict[str, tuple[str
 
 
 def batch_jobs(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
-    arguments.batch(keys, batch)
     state_by_id: dict[str, str] = {}
-    first = 0
-    while members := (yield [commands.batch_members(keys, batch, first, CHANGED_JOBS)])[0]:
-        ids = replies.decode_list(members)
+    for ids in batched((yield from _members(keys, batch)), CHANGED_JOBS):
         states = yield [commands.state(keys, job_id) for job_id in ids]
         state_by_id |= {job_id: replies.text(state) for job_id, state in zip(ids, states, strict=True) if state}
-        first += len(members)
-    if not first:
-        raise BatchNotFound(batch, keys.queue)
     return state_by_id
 
 

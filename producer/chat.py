@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
-from millrace.producer.checks import json_value, mapping, shown, text
+from millrace.producer.checks import json_value, shown, small_object, text
 
 MAX_TOOLS = 1024
-MAX_TEMPLATE_KWARGS_BYTES = 16 * 1024
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Variables of every chat template that have a field of their own."""
@@ -103,7 +100,7 @@ def tool_choice(value: Any) -> str | None:
 
 def template_kwargs(value: Any) -> str | None:
     """Variables for the chat template, without those that have a field of their own."""
-    if wrong := mapping(value) or json_value(value):
+    if wrong := small_object(value):
         return wrong
     for name in ("chat_template", "tokenize"):
         if name in value:
@@ -111,7 +108,4 @@ def template_kwargs(value: Any) -> str | None:
     for name in _RESERVED:
         if name in value:
             return f"cannot set {name}; use the request's field {name}"
-    num_bytes = len(msgspec.json.encode(value))
-    if num_bytes > MAX_TEMPLATE_KWARGS_BYTES:
-        return f"has {num_bytes} bytes as JSON; at most {MAX_TEMPLATE_KWARGS_BYTES} are allowed"
     return None

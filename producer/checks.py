@@ -7,7 +7,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgspec
 
@@ -18,15 +18,17 @@ Check = Callable[[Any], str | None]
 
 MAX_COUNT = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
-
+MAX_OBJECT_BYTES = 16 * 1024
 
 FieldChecks = Mapping[str, tuple[object, Check]]
 """By name the default and the check of each field."""
 
 
-def field_checks(kind: type[msgspec.Struct], rules: Mapping[str, Check]) -> FieldChecks:
-    """Return the checks of the fields of a Struct, which must have `repr_omit_defaults`."""
-    return {field.name: (field.default, rules[field.name]) for field in msgspec.structs.fields(kind)}
+def field_checks(kind: type[msgspec.Struct]) -> FieldChecks:
+    """Return the checks that annotate the fields of a Struct, which must have `repr_omit_defaults`."""
+    hints = get_type_hints(kind, include_extras=True)
+    annotated = [field for field in msgspec.structs.fields(kind) if get_origin(hints[field.name]) is Annotated]
+    return {field.name: (field.default, hints[field.name].__metadata__[0]) for field in annotated}
 
 
 def check_fields(made: msgspec.Struct, checks: FieldChecks) -> list[str]:
@@ -39,7 +41,7 @@ def check_fields(made: msgspec.Struct, checks: FieldChecks) -> list[str]:
     # Every request comes here, and this call finds the fields without their default five times as fast as a loop.
     for name, value in made.__rich_repr__():
         if name not in checks:
-            continue  # of a class that inherits from the checked one
+            continue
         default, check = checks[name]
         checked.append(name)
         if wrong := check(value):
@@ -125,6 +127,15 @@ def json_value(value: Any) -> str | None:
     return None if is_same else "has what JSON cannot hold, such as NaN, bytes, a tuple or a key that is not a string"
 
 
+def small_object(value: Any) -> str | None:
+    """An object of at most MAX_OBJECT_BYTES as JSON."""
+    if wrong := mapping(value) or json_value(value):
+        return wrong
+    num_bytes = len(msgspec.json.encode(value))
+    limit = f"has {num_bytes} bytes as JSON; at most {MAX_OBJECT_BYTES} are allowed"
+    return limit if num_bytes > MAX_OBJECT_BYTES else None
+
+
 def matching(pattern: str) -> Check:
     compiled = re.compile(pattern)
 
@@ -163,6 +174,20 @@ def remedy(name: str, known: Iterable[str]) -> str:
         return "the operator of the engine chooses the template; leave it out"
     similar = get_close_matches(name[:60], known, 1, 0.75)
     return f"did you mean {similar[0]}?" if similar else "leave it out"
+
+
+class NamesUnknown(msgspec.StructMeta):
+    """Makes the constructor of a struct raise `InvalidRequest` for an argument that it does not have, with a remedy."""
+
+    def __call__(self, /, *args: Any, **fields: Any) -> Any:
+        try:
+            return super().__call__(*args, **fields)
+        except TypeError:
+            for name in fields:
+                if name not in self.__struct_fields__:
+                    rule = f"is not an argument of {self.__name__}; {remedy(name, self.__struct_fields__)}"
+                    raise InvalidRequest(name, rule) from None
+            raise
 
 
 def shown(value: Any) -> str:

@@ -12,8 +12,9 @@ from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import to_submission
 from millrace.results import commands, replies
 from millrace.results.connection import Connection
+from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry
 from millrace.results.durability import Durability
-from millrace.results.messages import BatchStatus, Job, Position, QueueStats, RejectedEntry, StreamEvent
+from millrace.results.job import Job, StreamEvent
 from millrace.results.reader import CompletionFollower, EventFollower
 from millrace.results.transport import Transport
 
@@ -94,7 +95,7 @@ class Client:
             if call.confirmation:
                 call.feed(*self._transport.send_together(to_send, call.confirmation))
             else:
-                call.feed([self._transport.send_while(command, call.prepare) for command in to_send])
+                call.feed([self._transport.send(command, call.prepare) for command in to_send])
         job_ids = call.end()
         known = self._run(calls.look_up(self._keys, call.known_ids))
         job_ids.known = {job_id: state for job_id, (state, _) in known.items()}

@@ -12,23 +12,18 @@ import msgspec
 
 from millrace.producer.checks import shown
 from millrace.producer.errors import InvalidRequest
-from millrace.producer.request import GenerationRequest
+from millrace.producer.request import CHAT_FIELDS, GenerationRequest
 from millrace.producer.sampling import SamplingParams
 from millrace.results.errors import one_line
+from millrace.results.job import CompletionOutput, Job
 from millrace.results.logprobs import Logprob, TokenLogprobs
-from millrace.results.messages import CompletionOutput, Job, JobError
+from millrace.results.messages import JobError
 
 Url = Literal["/v1/completions", "/v1/chat/completions"]
 URLS: tuple[Url, Url] = ("/v1/completions", "/v1/chat/completions")
 
 _SAMPLING_NAMES = frozenset(SamplingParams.__struct_fields__)
 _REQUEST_NAMES = frozenset({"priority", "cache_salt", "response_format"})
-_CHAT_NAMES = frozenset(
-    {
-        *("tools", "tool_choice", "parallel_tool_calls"),
-        *("add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-    }
-)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -106,7 +101,7 @@ def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
             continue
         if name in _SAMPLING_NAMES:
             sampling[name] = value
-        elif name in _REQUEST_NAMES or (is_chat and name in _CHAT_NAMES):
+        elif name in _REQUEST_NAMES or (is_chat and name in CHAT_FIELDS):
             fields[name] = value
         elif name in _NEUTRAL:
             raise InvalidRequest(name, f"is not supported with the value {shown(value)}; leave it out")

@@ -35,8 +35,11 @@ def prompt_digest(body: bytes) -> str | None:
     field = body.find(b'"prompt', 0, _MAX_BODY)  # or prompt_token_ids
     if field < 0:
         field = body.find(b'"messages"', 0, _MAX_BODY)
+        if field < 0:
+            return None
     start = body.find(b":", field) + 1
-    if field < 0 or min(len(body), _MAX_BODY) < start + _NUM_BYTES:
+    end = start + _NUM_BYTES
+    if end > len(body) or end > _MAX_BODY:
         return None
     salt = _SALT.match(body) if body.startswith(b'{"cache_salt"') else None
-    return crc32(body[start : start + _NUM_BYTES], crc32(salt[0]) if salt else 0).to_bytes(4).hex()
+    return f"{crc32(body[start:end], crc32(salt[0]) if salt else 0):08x}"

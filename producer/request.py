@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from millrace.producer.chat import chat, template_kwargs, tool_choice, tools
 from millrace.producer.checks import (
-    Check,
     boolean,
     check_fields,
     field_checks,
     integer,
-    json_value,
     mapping,
     matching,
     number,
     shown,
+    small_object,
     text,
     token_ids,
 )
@@ -32,7 +31,6 @@ BATCH_PATTERN = TENANT_PATTERN
 MAX_SECONDS = 1e10
 """The largest time and duration: as seconds since the epoch, the year 2286."""
 MAX_RETRIES = 100
-MAX_META_BYTES = 16 * 1024
 
 
 _DEFAULT_SAMPLING: Any = SamplingParams()
@@ -51,48 +49,48 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     Raises InvalidRequest, a ValueError, which names the field.
     """
 
-    id: str | None = None
+    id: Annotated[str | None, matching(ID_PATTERN)] = None
     """The job's id. None: a random one. The same request under the same id is the same job."""
-    model: str | None = None
+    model: Annotated[str | None, text] = None
     """The name of the model that the queue must serve. None: any."""
-    prompt: str | None = None
-    prompt_token_ids: list[int] | None = None
-    messages: list[dict[str, Any]] | None = None
+    prompt: Annotated[str | None, text] = None
+    prompt_token_ids: Annotated[list[int] | None, _prompt_ids] = None
+    messages: Annotated[list[dict[str, Any]] | None, chat] = None
     """A chat for the model's chat template: objects with `role` and `content`."""
-    tools: list[dict[str, Any]] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, tools] = None
     """The functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name": ...}}."""
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: Annotated[str | dict[str, Any], tool_choice] = "auto"
     """"auto": the model may call `tools`. "none": the prompt has them, and calls stay text. "required": it calls at least
     one. {"type": "function", "function": {"name": ...}}: it calls this one. Arguments of the last two fit the schemas."""
-    parallel_tool_calls: bool = True
+    parallel_tool_calls: Annotated[bool, boolean] = True
     """False: only the first tool call of an output counts."""
-    add_generation_prompt: bool = True
+    add_generation_prompt: Annotated[bool, boolean] = True
     """Whether the chat template ends the prompt with the beginning of the assistant's message."""
-    continue_final_message: bool = False
+    continue_final_message: Annotated[bool, boolean] = False
     """Whether the output continues the text of the last message; needs `add_generation_prompt` to be false."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, template_kwargs] = None
     """Variables for the chat template, such as {"enable_thinking": false}. At most 16 KiB as JSON."""
-    response_format: dict[str, Any] | None = None
+    response_format: Annotated[dict[str, Any] | None, mapping] = None
     """The form of the output as OpenAI's API names it. It becomes `SamplingParams.structured_outputs`."""
-    sampling: SamplingParams = msgspec.field(default_factory=_default_sampling)
-    tenant: str = "default"
+    sampling: Annotated[SamplingParams, _sampling] = msgspec.field(default_factory=_default_sampling)
+    tenant: Annotated[str, matching(TENANT_PATTERN)] = "default"
     """The account that the job belongs to. Tenants share the engines fairly."""
-    priority: int = 0
+    priority: Annotated[int, integer(-(2**31), 2**31 - 1)] = 0
     """Within the tenant; lower numbers first."""
-    stream: bool = False
+    stream: Annotated[bool, boolean] = False
     """Publish output while it is generated, also if nobody reads it."""
 
-    deadline_s: float | None = None
+    deadline_s: Annotated[float | None, number(0.0, MAX_SECONDS, above_low=True)] = None
     """Seconds from the submission until the job expires, also while it runs."""
-    delay_s: float | None = None
+    delay_s: Annotated[float | None, number(0.0, MAX_SECONDS)] = None
     """Seconds from the submission before which the job does not start."""
-    run_at: float | None = None
+    run_at: Annotated[float | None, number(0.0, MAX_SECONDS)] = None
     """Time before which the job does not start, in seconds since the epoch. A time in the past means now."""
-    meta: dict[str, Any] | None = None
+    meta: Annotated[dict[str, Any] | None, small_object] = None
     """Your own data: kept with the job and returned in `Job.meta`. At most 16 KiB as JSON."""
-    cache_salt: str | None = None
+    cache_salt: Annotated[str | None, text] = None
     """Prompts share cached blocks only with prompts of the same salt: one for each tenant keeps tenants apart."""
-    max_retries: int = DEFAULT_RETRIES
+    max_retries: Annotated[int, integer(0, MAX_RETRIES)] = DEFAULT_RETRIES
     """How often the job is tried again after a temporary failure, with growing delays."""
 
     def __post_init__(self) -> None:
@@ -105,7 +103,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
             self._take_response_format(self.response_format)
         if not _TIMES.isdisjoint(given):
             self._check_times()
-        if not _CHAT_FIELDS.isdisjoint(given):
+        if not CHAT_FIELDS.isdisjoint(given):
             self._check_chat()
 
     def _take_response_format(self, response_format: dict[str, Any]) -> None:
@@ -164,49 +162,15 @@ def _prompt_ids(value: Any) -> str | None:
     return token_ids(value) or (None if value else "must not be empty")
 
 
-def _meta(value: Any) -> str | None:
-    if wrong := mapping(value) or json_value(value):
-        return wrong
-    num_bytes = len(msgspec.json.encode(value))
-    return (
-        f"has {num_bytes} bytes as JSON; at most {MAX_META_BYTES} are allowed" if num_bytes > MAX_META_BYTES else None
-    )
-
-
 def _sampling(value: Any) -> str | None:
     return None if isinstance(value, SamplingParams) else f"must be SamplingParams, got {shown(value)}"
 
 
-_RULES: dict[str, Check] = {
-    "id": matching(ID_PATTERN),
-    "model": text,
-    "prompt": text,
-    "prompt_token_ids": _prompt_ids,
-    "messages": chat,
-    "tools": tools,
-    "tool_choice": tool_choice,
-    "parallel_tool_calls": boolean,
-    "add_generation_prompt": boolean,
-    "continue_final_message": boolean,
-    "chat_template_kwargs": template_kwargs,
-    "response_format": mapping,
-    "sampling": _sampling,
-    "tenant": matching(TENANT_PATTERN),
-    "priority": integer(-(2**31), 2**31 - 1),
-    "stream": boolean,
-    "deadline_s": number(0.0, MAX_SECONDS, above_low=True),
-    "delay_s": number(0.0, MAX_SECONDS),
-    "run_at": number(0.0, MAX_SECONDS),
-    "meta": _meta,
-    "cache_salt": text,
-    "max_retries": integer(0, MAX_RETRIES),
-}
-
-_CHECKS = field_checks(GenerationRequest, _RULES)
-_CHAT_FIELDS = {
+_CHECKS = field_checks(GenerationRequest)
+CHAT_FIELDS = {
     *("tools", "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message"),
     "chat_template_kwargs",
 }
-_CHAT_DEFAULTS = [(name, default) for name, (default, _) in _CHECKS.items() if name in _CHAT_FIELDS]
+_CHAT_DEFAULTS = [(name, default) for name, (default, _) in _CHECKS.items() if name in CHAT_FIELDS]
 """Of the fields that need messages."""
 _TIMES = {"deadline_s", "delay_s", "run_at"}

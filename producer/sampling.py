@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from millrace.producer.checks import (
     MAX_COUNT,
     MAX_TOKEN_ID,
-    Check,
+    NamesUnknown,
     boolean,
     check_fields,
     field_checks,
@@ -42,57 +42,57 @@ MAX_BIAS = 1e8
 """Far above any logit, and far below the logit of a token that the thinking budget forces."""
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
+class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
     """Checked when it is created and when a field is set. Raises InvalidRequest, a ValueError, which names the field."""
 
-    max_tokens: int | None = 16
+    max_tokens: Annotated[int | None, optional(integer(1, MAX_COUNT))] = 16
     """Maximum number of tokens to generate. None: as many as the context holds."""
-    min_tokens: int = 0
+    min_tokens: Annotated[int, integer(0, MAX_COUNT)] = 0
     """Number of tokens before which end-of-sequence and stop tokens are not sampled."""
-    temperature: float = 1.0
+    temperature: Annotated[float, number(0.0, 2.0)] = 1.0
     """0: greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: Annotated[float, number(0.0, 1.0, above_low=True)] = 1.0
+    top_k: Annotated[int, integer(-1, MAX_TOKEN_ID)] = 0
     """0 or -1: off."""
-    min_p: float = 0.0
-    seed: int | None = None
+    min_p: Annotated[float, number(0.0, 1.0)] = 0.0
+    seed: Annotated[int | None, optional(integer(-(2**63), 2**63 - 1))] = None
     """The same seed gives the same text. None or -1: a random seed, chosen at submission and kept in the record."""
-    stop: str | list[str] | None = None
+    stop: Annotated[str | list[str] | None, optional(_few_strings)] = None
     """Strings before which the text ends. A list after construction."""
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    detokenize: bool = True
+    stop_token_ids: Annotated[list[int], token_ids] = []
+    ignore_eos: Annotated[bool, boolean] = False
+    detokenize: Annotated[bool, boolean] = True
     """False: only token ids, no text."""
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
+    skip_special_tokens: Annotated[bool, boolean] = True
+    spaces_between_special_tokens: Annotated[bool, boolean] = True
     """False: no space between special tokens that follow one another. It matters if skip_special_tokens is false."""
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: Annotated[bool, boolean] = False
     """True: the text keeps the stop string, or the text of the stop token, that ends it."""
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Annotated[int | None, optional(_truncation)] = None
     """Keep only the last tokens of the prompt, at most this many. -1: as many as the context can hold."""
 
-    presence_penalty: float = 0.0
+    presence_penalty: Annotated[float, number(-2.0, 2.0)] = 0.0
     """Subtracted from the logits of tokens that the output has."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: Annotated[float, number(-2.0, 2.0)] = 0.0
     """Subtracted from the logits of tokens for each time that the output has them."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, number(1e-9, 1e9)] = 1.0
     """Divides the logits of tokens that the prompt or the output has; negative ones are multiplied by it."""
-    logit_bias: dict[Any, float] | None = None
+    logit_bias: Annotated[dict[Any, float] | None, optional(_logit_bias)] = None
     """Numbers to add to the logits of token ids. The keys are strings after construction."""
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Annotated[list[int] | None, optional(_few_ids)] = None
     """Only these tokens are generated."""
-    bad_words: list[str] | None = None
+    bad_words: Annotated[list[str] | None, optional(_bad_words)] = None
     """Words whose last token is not generated where the output ends with the tokens before it."""
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Annotated[int | None, optional(integer(-1, MAX_COUNT))] = None
     """Most tokens between the model's thinking markers, such as <think> and </think>. None or -1: no limit."""
 
-    n: int = 1
+    n: Annotated[int, integer(1, MAX_CANDIDATES)] = 1
     """Number of texts, the candidates. Each has random numbers of its own: it does not depend on how many there are."""
 
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, optional(integer(-1, MAX_COUNT))] = None
     """For each output token its log-probability, and those of this many most likely tokens. 0: only its own. -1: all
     tokens of the vocabulary. None: none. At most the engine's max_logprobs."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[int | None, optional(integer(-1, MAX_COUNT))] = None
     """The same for each token of the prompt but the first. The prompt is computed even where it is cached."""
 
     structured_outputs: StructuredOutputs | None = None
@@ -202,33 +202,4 @@ def _truncation(value: Any) -> str | None:
     return f"must be -1 or an integer from 1 to {MAX_COUNT}, got {shown(value)}"
 
 
-_RULES: dict[str, Check] = {
-    "max_tokens": optional(integer(1, MAX_COUNT)),
-    "min_tokens": integer(0, MAX_COUNT),
-    "temperature": number(0.0, 2.0),
-    "top_p": number(0.0, 1.0, above_low=True),
-    "top_k": integer(-1, MAX_TOKEN_ID),
-    "min_p": number(0.0, 1.0),
-    "seed": optional(integer(-(2**63), 2**63 - 1)),
-    "stop": optional(_few_strings),
-    "stop_token_ids": token_ids,
-    "ignore_eos": boolean,
-    "detokenize": boolean,
-    "skip_special_tokens": boolean,
-    "n": integer(1, MAX_CANDIDATES),
-    "presence_penalty": number(-2.0, 2.0),
-    "frequency_penalty": number(-2.0, 2.0),
-    "repetition_penalty": number(1e-9, 1e9),
-    "logprobs": optional(integer(-1, MAX_COUNT)),
-    "prompt_logprobs": optional(integer(-1, MAX_COUNT)),
-    "include_stop_str_in_output": boolean,
-    "spaces_between_special_tokens": boolean,
-    "truncate_prompt_tokens": optional(_truncation),
-    "logit_bias": optional(_logit_bias),
-    "allowed_token_ids": optional(_few_ids),
-    "bad_words": optional(_bad_words),
-    "structured_outputs": lambda value: None,  # checked before
-    "thinking_token_budget": optional(integer(-1, MAX_COUNT)),
-}
-
-_CHECKS = field_checks(SamplingParams, _RULES)
+_CHECKS = field_checks(SamplingParams)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from millrace.producer.checks import is_deeper, json_value, remedy, shown, text, texts
+from millrace.producer.checks import NamesUnknown, is_deeper, json_value, remedy, shown, text, texts
 from millrace.producer.errors import InvalidRequest
 
 MAX_BYTES = 256 * 1024
@@ -20,7 +20,9 @@ _FORMS: tuple[Form, ...] = ("json", "regex", "choice", "grammar", "json_object",
 _FIELD = "structured_outputs"
 
 
-class StructuredOutputs(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+class StructuredOutputs(
+    msgspec.Struct, metaclass=NamesUnknown, kw_only=True, frozen=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """The form of an output. Exactly one field is given. Raises InvalidRequest, a ValueError."""
 
     json: Any = None
@@ -30,7 +32,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, frozen=True, omit_defaults
     choice: list[str] | None = None
     """The strings of which the output is one."""
     grammar: str | None = None
-    """A context-free grammar in llguidance's variant of the Lark syntax."""
+    """A context-free grammar in llguidance's variant of the Lark syntax, or in GBNF with a rule `root`."""
     json_object: bool | None = None
     """True: any JSON object."""
     structural_tag: Any = None
@@ -66,6 +68,10 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, frozen=True, omit_defaults
         )
         if num_bytes > MAX_BYTES:
             raise InvalidRequest(_FIELD, f"{form} has {num_bytes} bytes, at most {MAX_BYTES} are allowed")
+
+
+StructuredOutputsParams = StructuredOutputs
+"""vLLM's name."""
 
 
 def structured_outputs(value: Any) -> StructuredOutputs:

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from hashlib import sha256
 from itertools import islice
+from types import new_class
 from typing import Any
 
 import msgspec
@@ -40,14 +41,15 @@ _REQUEST_NAMES = [field.name for field in _REQUEST_FIELDS]
 _SAMPLING_NAMES = SamplingParams.__struct_fields__
 
 # The flat form inherits the fields of SamplingParams and adds those of GenerationRequest.
-_FlatRequest = msgspec.defstruct(
+_FlatRequest = new_class(
     "_FlatRequest",
-    [(field.name, field.type, field.default) for field in _REQUEST_FIELDS],
-    bases=(SamplingParams,),
-    module=__name__,
-    kw_only=True,
-    frozen=True,
-    forbid_unknown_fields=True,
+    (SamplingParams,),
+    {"kw_only": True, "frozen": True, "forbid_unknown_fields": True},
+    lambda body: body.update(
+        {field.name: field.default for field in _REQUEST_FIELDS},
+        __annotations__={field.name: field.type for field in _REQUEST_FIELDS},
+        __module__=__name__,
+    ),
 )
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_FlatRequest)
 _encoder = msgspec.json.Encoder(order="sorted")
@@ -162,7 +164,8 @@ def parse_body(raw: bytes) -> GenerationRequest:
     if not _is_canonical(flat, raw):
         _check_depth(raw)
         _refuse_repeated_names(raw)
-    sampling = SamplingParams(**{name: getattr(flat, name) for name in _SAMPLING_NAMES})
+    # Unlike `SamplingParams(...)`, this does not look for unknown names.
+    sampling = msgspec.StructMeta.__call__(SamplingParams, **{name: getattr(flat, name) for name in _SAMPLING_NAMES})
     return GenerationRequest(sampling=sampling, **{name: getattr(flat, name) for name in _REQUEST_NAMES})
 
 

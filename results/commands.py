@@ -6,11 +6,13 @@ The functions of `replies` read the replies. Each script's header documents its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from hashlib import sha256
 
 import msgspec
 
 from millrace.results.keys import QueueKeys
+from millrace.results.logprobs import LazyJson
 from millrace.results.messages import (
     Append,
     Begin,
@@ -36,10 +38,15 @@ _encode_json = msgspec.json.Encoder().encode
 
 
 def submit(keys: QueueKeys, submissions: Iterable[Submission]) -> Command:
-    arguments: list[str | bytes] = []
+    sent = [*_submit_start(keys.prefix)]
     for submission in submissions:
-        arguments += _job_arguments(submission)
-    return script_command("submit", keys.prefix) + tuple(arguments)
+        sent += _job_arguments(submission)
+    return tuple(sent)
+
+
+@lru_cache(maxsize=64)
+def _submit_start(prefix: str) -> Command:
+    return script_command("submit", prefix)
 
 
 def _command_of(script: str) -> Callable[[QueueKeys, str], Command]:
@@ -133,12 +140,12 @@ def write(keys: QueueKeys, item: Write) -> Command:
         case Append():
             outputs: list[Argument] = []
             for number, one in enumerate(item.outputs, 1):
-                is_last, event_logprobs = number == len(item.outputs), one.event and one.event.logprobs
+                is_last, event_logprobs = number == len(item.outputs), one.event.logprobs if one.event else None
                 outputs += _output_arguments(one)
                 if one.event is not None or one.logprobs or not is_last:
                     outputs += _event_arguments(one.event)
                 if one.logprobs or event_logprobs or not is_last:
-                    outputs += (_lines(one.logprobs), event_logprobs or "")
+                    outputs += (_json(one.logprobs), _json(event_logprobs))
             return script_command("append", keys.prefix, item.job_id, item.lease, item.fingerprint, *outputs)
         case Begin():
             return script_command("begin", keys.prefix, item.job_id, item.lease)
@@ -148,14 +155,13 @@ def write(keys: QueueKeys, item: Write) -> Command:
             reasons = " ".join([item.finish_reason, *item.finish_reasons])
             events: list[Argument] = []
             for event in item.events:
-                events += (_suffix(event.index), *_event_arguments(event), event.logprobs or "")
+                events += (_suffix(event.index), *_event_arguments(event), _json(event.logprobs))
             retryable, chat = "1" if item.is_retryable else "", _encode_json(item.chat) if item.chat else b""
             age_ms = "" if item.first_token_age_ms is None else item.first_token_age_ms
-            prompt_logprobs = item.prompt_logprobs.read() if item.prompt_logprobs else b""
-            end = (item.state, reasons, *usage, error, retryable, chat, age_ms, prompt_logprobs)
+            end = (item.state, reasons, *usage, error, retryable, chat, age_ms, _json(item.prompt_logprobs))
             return script_command("finish", keys.prefix, item.job_id, item.lease, *end, *events)
         case Release():
-            outputs = [value for one in item.outputs for value in (*_output_arguments(one), _lines(one.logprobs))]
+            outputs = [value for one in item.outputs for value in (*_output_arguments(one), _json(one.logprobs))]
             release = (item.job_id, item.lease, item.fingerprint, item.delay_ms)
             return script_command("release", keys.prefix, *release, *outputs)
 
@@ -193,8 +199,8 @@ def _output_arguments(output: NewOutput) -> tuple[Argument, ...]:
     return _suffix(output.index), output.offset, pack_tokens(output.token_ids)
 
 
-def _lines(logprobs: list[bytes]) -> bytes:
-    return b"".join(line + b"\n" for line in logprobs)
+def _json(lazy: LazyJson | None) -> bytes:
+    return lazy.read() if lazy else b""
 
 
 def _suffix(index: int | None) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 MAX_MESSAGE = 400
 """Characters of an error's message: what users put into it may be longer."""
 
@@ -17,6 +19,11 @@ def one_line(text: str, limit: int = MAX_MESSAGE) -> str:
 def _without_middle(text: str, limit: int) -> str:
     num_last = limit // 3
     return text if len(text) <= limit else f"{text[: limit - num_last - 3]}...{text[-num_last:]}"
+
+
+def some_ids(job_ids: Sequence[str]) -> str:
+    """Return the first five of some ids, and how many follow."""
+    return ", ".join(job_ids[:5]) + (f" and {len(job_ids) - 5} more" if len(job_ids) > 5 else "")
 
 
 class MillraceError(Exception):
@@ -63,8 +70,7 @@ class JobConflict(QueueError):
     """Raised when other jobs have these ids; the other jobs of the call are in the queue."""
 
     def __init__(self, job_ids: list[str]) -> None:
-        shown = ", ".join(job_ids[:5]) + (f" and {len(job_ids) - 5} more" if len(job_ids) > 5 else "")
-        super().__init__(f"id: already taken by a job with another body; use another id, or none: {shown}")
+        super().__init__(f"id: already taken by a job with another body; use another id, or none: {some_ids(job_ids)}")
         self.job_ids = job_ids
 
 
@@ -108,8 +114,7 @@ class NotDurable(QueueError):
     """Raised when jobs are in the queue, but the server did not confirm the requested durability."""
 
     def __init__(self, reason: str, job_ids: list[str]) -> None:
-        shown = ", ".join(job_ids[:5]) + (f" and {len(job_ids) - 5} more" if len(job_ids) > 5 else "")
-        super().__init__(f"{reason}. The jobs are in the queue: {shown}")
+        super().__init__(f"{reason}. The jobs are in the queue: {some_ids(job_ids)}")
         self.job_ids = job_ids
 
 

@@ -6,7 +6,8 @@ without the token itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -15,6 +16,9 @@ LOWEST = -9999.0
 
 Entry = tuple[int, float, int, str | None]
 """Token id, log-probability, rank (1 is the most likely id) and text."""
+
+_TOKENS_AT_ONCE = 8
+"""Tokens that become JSON before other threads can run; about 0.2 ms with 20 alternatives."""
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -56,7 +60,23 @@ _decode = msgspec.json.Decoder(list[list[Entry] | None]).decode
 
 def encode_token(entries: Sequence[Entry]) -> bytes:
     """Return the JSON of one token."""
-    return _encode([(token_id, round(max(LOWEST, value), 6), rank, text) for token_id, value, rank, text in entries])
+    # To 6 decimals. `round` with a number of digits takes four times as long.
+    return _encode(
+        [(token_id, round(max(LOWEST, value) * 1e6) / 1e6, rank, text) for token_id, value, rank, text in entries]
+    )
+
+
+def encode_tokens(tokens: Iterable[Sequence[Entry]]) -> Iterator[bytes]:
+    """Yield the JSON of each token."""
+    for number, entries in enumerate(tokens):
+        yield encode_token(entries)
+        if number % _TOKENS_AT_ONCE == 0:
+            time.sleep(0)  # releases the GIL: else the engine loop waits 5 ms for it, again and again
+
+
+def join_lines(tokens: Iterable[bytes]) -> bytes:
+    """Return the tokens as a checkpoint has them, a line each."""
+    return b"".join(line + b"\n" for line in tokens)
 
 
 def join_tokens(tokens: Iterable[bytes]) -> bytes:

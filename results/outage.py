@@ -1,4 +1,4 @@
-"""Logs an outage of Redis once, however many threads notice it, and again if it goes on for another reason."""
+"""Repeats calls in an outage of Redis. It is logged once, however many threads notice it, and again for a new reason."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from millrace.results.errors import QueueError
+
 logger = logging.getLogger("millrace.results")
 
+RETRY_S = 0.5
 SETTLED_S = 5.0
 """After this time another reason is logged too."""
 
@@ -23,6 +26,19 @@ class Outage:
         self._since_s = 0.0
         self._reason, self._reason_s = "", 0.0
         """The last reason logged, and when."""
+
+    def repeat(self, step: Callable[[], object], stopping: threading.Event) -> None:
+        """Call `step` until the event is set, after an error again in RETRY_S. For the main loop of a thread."""
+        while not stopping.is_set():
+            try:
+                step()
+                self.note_success()
+            except QueueError as error:
+                self.note_failure(error)
+                stopping.wait(RETRY_S)
+            except Exception:  # our bug: it must not end the thread
+                logger.exception("%s: trying again", threading.current_thread().name)
+                stopping.wait(RETRY_S)
 
     def note_failure(self, error: Exception) -> None:
         """A call of this thread has failed and will be repeated."""

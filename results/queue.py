@@ -9,19 +9,19 @@ from typing import Any, Literal
 
 import redis
 
-from millrace.results import commands, replies
+from millrace.results import commands, engine_replies, replies
 from millrace.results.connection import BLOCK_LIMIT_S
+from millrace.results.counts import QueueStats
 from millrace.results.errors import one_line
+from millrace.results.job import Job
 from millrace.results.keys import QUEUE_PATTERN, QueueKeys
 from millrace.results.messages import (
     Claim,
     EngineId,
     InboxEntry,
-    Job,
     JobError,
     JobId,
     Lease,
-    QueueStats,
     Reconciliation,
     Recovery,
     Signal,
@@ -63,7 +63,7 @@ class JobQueue:
             block_ms = min(block_ms, int(BLOCK_LIMIT_S * 1000))
             self._transport.wait(commands.read_stream(self.keys.inbox, after, 1, block_ms), self.keys.inbox)
             reply = self._run("inbox", after, count, MAX_INBOX_BYTES, max_body_bytes)
-        return replies.inbox_entries(reply)
+        return engine_replies.inbox_entries(reply)
 
     def accept(self, entry_id: str, submission: Submission) -> Outcome:
         """Turn an inbox entry into a job. At a limit, and when it is invalid, the entry stays in the inbox."""
@@ -102,7 +102,7 @@ class JobQueue:
             "1" if is_fair else "",
         )
         reply = self._run("claim", engine_id, claim_id, *limits)
-        return None if reply is None else replies.claim(reply)
+        return None if reply is None else engine_replies.claim(reply)
 
     def write(self, writes: Sequence[Write]) -> list[str]:
         """Send writes; those of one job take effect in their order. Returns for each one: "ok", "already" (this lease has
@@ -128,7 +128,7 @@ class JobQueue:
         writes. A job that is missing from two heartbeats in a row goes back to the queue. `sleep_level` is 0 when the engine
         is awake."""
         pairs: Iterator[Argument] = chain.from_iterable(held.items())
-        return replies.reconciliation(self._run("heartbeat", engine_id, ttl_ms, sleep_level, *pairs))
+        return engine_replies.reconciliation(self._run("heartbeat", engine_id, ttl_ms, sleep_level, *pairs))
 
     def deregister(self, engine_id: EngineId) -> int:
         """Remove the engine, and return its remaining jobs to the queue. Returns their number."""
@@ -136,7 +136,7 @@ class JobQueue:
 
     def recover(self, max_jobs: int = 256) -> list[Recovery]:
         """Recover jobs of dead engines. Call again while it returns `max_jobs` jobs."""
-        return replies.recoveries(self._run("recover", max_jobs))
+        return engine_replies.recoveries(self._run("recover", max_jobs))
 
     def stats(self) -> QueueStats:
         """Return the counts of the queue."""
@@ -148,7 +148,7 @@ class JobQueue:
         """Wait for the next signal to this engine: "beat" requests a heartbeat; with `include_wake`, "wake" means that there
         are ready jobs. None after the timeout, at most BLOCK_LIMIT_S, and for an unknown signal."""
         command = commands.wait_for_signal(self.keys, engine_id, min(timeout_s, BLOCK_LIMIT_S), include_wake)
-        return replies.signal(self._transport.send(command), self.keys.wake)
+        return engine_replies.signal(self._transport.send(command), self.keys.wake)
 
     def get(self, job_id: str) -> Job:
         """Read a job. Raises JobNotFound."""

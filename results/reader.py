@@ -18,8 +18,8 @@ import msgspec
 from millrace.results import commands, replies
 from millrace.results.connection import BLOCK_LIMIT_S
 from millrace.results.errors import JobNotFound, QueueError, ResultExpired, WaitTimeout
+from millrace.results.job import StreamEvent
 from millrace.results.keys import QueueKeys
-from millrace.results.messages import StreamEvent
 from millrace.results.scripts import Command
 from millrace.results.tokens import unpack_tokens
 from millrace.results.transport import Reply

@@ -34,11 +34,8 @@ class ReconnectingTransport(Transport):
         """On the monotonic clock. From then on, an outage raises RedisUnavailable."""
         self._has_answered = False
 
-    def send(self, command: Command) -> Reply:
-        return self._repeat(lambda: super(ReconnectingTransport, self).send(command))
-
-    def send_while(self, command: Command, meanwhile: Callable[[], None]) -> Reply:
-        return self._repeat(lambda: super(ReconnectingTransport, self).send_while(command, meanwhile))
+    def send(self, command: Command, meanwhile: Callable[[], None] | None = None) -> Reply:
+        return self._repeat(lambda: super(ReconnectingTransport, self).send(command, meanwhile))
 
     def send_many(self, commands: Sequence[Command]) -> list[Reply]:
         return self._repeat(lambda: super(ReconnectingTransport, self).send_many(commands))

@@ -64,6 +64,8 @@ class Transport:
         self._cache = ConnectionCache(client) if has_own_pool else None
         retry = client.get_retry() if has_own_pool else None
         self._sends_again = retry is not None and retry.get_retries() > 0
+        self._executed: set[str | bytes] = set()
+        """Digests of scripts that were sent with `meanwhile`."""
 
     @classmethod
     def to(cls, server: str | Connection | None) -> Self:
@@ -72,22 +74,22 @@ class Transport:
             return cls(connect(server))
         return cls(borrow(server), is_borrowed=True)
 
-    def send(self, command: Command) -> Reply:
-        """Send a command and return the reply. Raises RedisUnavailable, or QueueError where the command is at fault."""
-        return self._send(command, None)
+    def send(self, command: Command, meanwhile: Callable[[], None] | None = None) -> Reply:
+        """Send a command and return the reply. Raises RedisUnavailable, or QueueError where the command is at fault.
 
-    def send_while(self, command: Command, meanwhile: Callable[[], None]) -> Reply:
-        """Like `send`, but call `meanwhile` while the server executes the command. It may be called several times or never:
-        where a command is sent again, or goes through a borrowed client or a cluster's."""
-        return self._send(command, meanwhile)
-
-    def _send(self, command: Command, meanwhile: Callable[[], None] | None) -> Reply:
+        `meanwhile` is called while the server executes the command, but not before this transport knows that the server has
+        the script: it may take long, and the command would wait for it. It is never called through a borrowed client or a
+        cluster's, and several times where the command is sent again.
+        """
         with self._our_errors:
             try:
-                return self._call(command, meanwhile)
+                reply = self._call(command, meanwhile if meanwhile and command[1] in self._executed else None)
             except NoScriptError:
                 self._load(command)
-                return self._call(command, meanwhile)
+                reply = self._call(command, meanwhile)
+        if meanwhile:
+            self._executed.add(command[1])
+        return reply
 
     def send_many(self, commands: Sequence[Command]) -> list[Reply]:
         """Send commands in one pipeline, not atomically; return the replies. Raises as `send`, for the first at fault."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from millrace.results.messages import Job, Position, QueueStats
+from millrace.results.counts import Position, QueueStats
+from millrace.results.job import Job
 
 
 def describe_wait(place: Position, stats: QueueStats, queue: str) -> str:

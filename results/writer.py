@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
-
-import msgspec
+from collections.abc import Callable, Iterable
 
 from millrace.results.errors import QueueError
-from millrace.results.messages import Append, Event, Finish, JobError, JobId, Lease, Release, Write
+from millrace.results.logprobs import LazyJson
+from millrace.results.messages import Append, Event, Finish, JobError, JobId, Lease, Release, Usage, Write
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
 
@@ -25,7 +24,8 @@ MAX_STALE_LEASES = 4096
 class Writer:
     """Owns the pending writes of an engine: sends them in batches, in order for each job, until they are written.
 
-    A second thread builds the log-probabilities of prompts (seconds for a long prompt), so that no other write waits for it.
+    Builds the log-probabilities of output tokens before it sends them. A second thread builds those of prompts (seconds for
+    a long prompt), so that no other write waits for it.
     Calls `on_stale(job_id, lease)` in the writer's thread for a lease that is no longer the engine's, and drops all its
     writes.
     """
@@ -107,7 +107,7 @@ class Writer:
 
     def _run(self) -> None:
         while batch := self._take_batch():
-            outcomes = self._send(batch)
+            outcomes = self._send([_built(write, _output_logprobs(write)) for write in batch])
             if outcomes is None:
                 return
             for lease, job_id in self._account(batch, outcomes).items():
@@ -123,7 +123,7 @@ class Writer:
                 if not self._building:
                     return
                 write = self._building[0]
-            built = _built(write)
+            built = _built(write, [write.prompt_logprobs])
             with self._changed:
                 if not self._building:  # closed meanwhile
                     return
@@ -190,23 +190,37 @@ class Writer:
         return not self._waiting and not self._in_flight and not self._building
 
 
-def _built(write: Finish) -> Finish:
-    """Build the log-probabilities of the prompt. Return the write, or a failure of the job if they cannot be built."""
-    assert write.prompt_logprobs is not None
+def _built(write: Write, logprobs: Iterable[LazyJson | None]) -> Write:
+    """Build the log-probabilities of a write. Return the write, or a failure of the job if they cannot be built."""
     try:
-        write.prompt_logprobs.read()
+        for each in logprobs:
+            if each is not None:
+                each.read()
     except Exception as error:  # our bug, or too little memory
-        log.exception("the prompt_logprobs of job %s could not be built", write.job_id)
-        message = f"prompt_logprobs could not be built ({type(error).__name__}); the engine's log has the traceback"
-        return msgspec.structs.replace(
-            write,
+        log.exception("the log-probabilities of job %s could not be built", write.job_id)
+        message = f"log-probabilities could not be built ({type(error).__name__}); the engine's log has the traceback"
+        end = write if isinstance(write, Finish) else None
+        return Finish(
+            job_id=write.job_id,
+            lease=write.lease,
             state="failed",
             finish_reason="error",
-            prompt_logprobs=None,
+            usage=end.usage if end else Usage(prompt_tokens=0, completion_tokens=0),
+            events=[event for event in end.events if event.logprobs is None] if end else [],
             error=JobError(kind="internal", message=message),
             is_retryable=True,
         )
     return write
+
+
+def _output_logprobs(write: Write) -> list[LazyJson | None]:
+    match write:
+        case Append() | Release():
+            events = [output.event.logprobs for output in write.outputs if output.event is not None]
+            return [*events, *(output.logprobs for output in write.outputs)]
+        case Finish():
+            return [event.logprobs for event in write.events]
+    return []
 
 
 def _size(write: Write) -> int:
@@ -215,12 +229,12 @@ def _size(write: Write) -> int:
     match write:
         case Append() | Release():
             for output in write.outputs:
-                num_bytes += 8 * len(output.token_ids) + sum(map(len, output.logprobs)) + _event_size(output.event)
+                num_bytes += 8 * len(output.token_ids) + _event_size(output.event)
         case Finish():
             num_bytes += sum(map(_event_size, write.events)) * (2 if write.chat else 1)
             num_bytes += write.prompt_logprobs.num_bytes if write.prompt_logprobs else 0
-    return num_bytes
+    return num_bytes + sum(each.num_bytes for each in _output_logprobs(write) if each)
 
 
 def _event_size(event: Event | None) -> int:
-    return 0 if event is None else 8 * len(event.token_ids) + len(event.text) + len(event.logprobs or "")
+    return 0 if event is None else 8 * len(event.token_ids) + len(event.text)

@@ -293,6 +293,13 @@ def test_the_report_takes_the_newest_figures_and_says_where_they_are_from(tmp_pa
     report.write(results, page)
     assert page.read_text() == before
 
+    peers = {"W1": {"millrace": slow, "vllm-compiled": other}}  # a row that no newer file has
+    (results / "old.json").write_text(json.dumps({**facts, "created": "2026-01-01", "peers": peers}))
+    report.write(results, page)
+    of_new, of_old = page.read_text().split("From new.json:")[1].split("From old.json:")
+    assert "| W1 | millrace |  | 20 (19 to 20) | 2 | 900 | 2 |" in of_new and "compiled" not in of_new
+    assert "| W1 | millrace |  | 10 (9 to 10) | 2 | 900 | 2 |" in of_old and "| W1 | vllm-compiled | 2 " in of_old
+
     for path in results.glob("*.json"):
         path.unlink()
     report.write(results, page)

@@ -314,7 +314,7 @@ def test_what_an_import_leaves_out(statement: str, absent: tuple[str, ...]) -> N
             "from millrace.worker import *; from millrace.executor.wire.messages import WorkerConfig; import_modules();"
             "config = WorkerConfig(model=str(MODEL), block_size=16, max_num_seqs=1, device='cpu');"
             "create_worker(0, 1, 1, config, '').start(lambda _: None)",
-            (*COMPILER, *SHARDED, "jinja2", "triton"),
+            (*COMPILER, *SHARDED, "jinja2", "PIL", "triton"),
         ),
     ],
 )

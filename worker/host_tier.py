@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from millrace.worker.errors import ModelError
+from millrace.worker.transfer import to_device
 
 _BUFFER_BYTES = 32 << 20
 _MAX_BUFFER_BLOCKS = 64
@@ -87,7 +88,8 @@ class HostTier:
             yield part, self._buffer[:num_blocks, start:end].unflatten(1, part.shape[1:])
 
     def _indices(self, blocks: Iterable[int]) -> Tensor:
-        return torch.tensor(list(blocks), device=self._buffer.device)
+        (indices,) = to_device(self._buffer.device, [torch.tensor(list(blocks))])
+        return indices
 
     def _synchronize(self) -> None:
         if self._buffer.is_cuda:

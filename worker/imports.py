@@ -1,14 +1,17 @@
 """Imports transformers without what a rank never uses, which would take as long again. Only for a process of our own.
 
 transformers' model code imports torch's compiler (`torch._dynamo`, with sympy) only to mark functions for it, and torch's
-sharded tensors only for its own way to divide a model. It renders chat templates with jinja2, which the engine service does.
+sharded tensors only for its own way to divide a model. It renders chat templates with jinja2, which the engine service does,
+and loads images with PIL. To list the public names of all models it reads 2,000 files, twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,24 +19,42 @@ import torch
 import torch.distributed
 
 _COMPILER = "torch._dynamo"
-_TEMPLATES = "jinja2"
+_UNUSED = ("jinja2", "PIL")
 
 
 def import_transformers() -> None:
-    """Import transformers' model code as on a torch without `torch.distributed`, without jinja2, and with the compiler
-    replaced."""
+    """Import transformers' model code as on a torch without `torch.distributed`, without what is unused, and with the
+    compiler replaced. Afterwards `transformers` itself has no names of models; the models' modules have them."""
     if _COMPILER not in sys.modules:
         _replace_compiler()
-    hides_templates = _TEMPLATES not in sys.modules
-    if hides_templates:
-        sys.modules[_TEMPLATES] = None  # type: ignore[assignment]  # as if it were not installed
+    hidden = [name for name in _UNUSED if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # as if they were not installed
     is_available, torch.distributed.is_available = torch.distributed.is_available, lambda: False
     try:
-        import transformers.modeling_utils  # noqa: F401
+        with _unlisted_models():
+            import transformers.modeling_utils  # noqa: F401
     finally:
         torch.distributed.is_available = is_available
-        if hides_templates:
-            del sys.modules[_TEMPLATES]
+        for name in hidden:
+            del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _unlisted_models() -> Iterator[None]:
+    """Hide the folders of the models from `os.scandir`, except "auto", which chooses a model's module."""
+    scandir = os.scandir
+
+    def list_files(path: str) -> contextlib.AbstractContextManager[Any]:
+        if os.path.basename(path) != "models":
+            return scandir(path)
+        with scandir(path) as entries:
+            return contextlib.nullcontext([entry for entry in entries if entry.is_file() or entry.name == "auto"])
+
+    os.scandir = list_files  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.scandir = scandir
 
 
 def _replace_compiler() -> None:

@@ -31,6 +31,7 @@ from millrace.worker.grammars import Grammars
 from millrace.worker.kv_pool import num_blocks_for
 from millrace.worker.logprobs import ScoredTokens
 from millrace.worker.sampling_rows import SamplingRows, SamplingTable
+from millrace.worker.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,7 @@ class InputBatch:
                 self._sampling.add(slot, each)
         if new:
             slots = torch.tensor([self._sequences[each.seq_id].slot for each in new])
-            self._last_tokens[self._to_device(slots)] = 0
+            self._last_tokens.index_fill_(0, to_device(self._device, [slots])[0], 0)
 
     def _append_blocks(self, sequence: SequenceState, block_ids: list[int]) -> None:
         if block_ids:
@@ -277,22 +278,42 @@ class InputBatch:
         output_positions = _extended(ends, listed.sampled_ends) - self._prompt_lens[sampled_slots]
         sampling = self._sampling.rows(sampled_slots, output_positions)
         logit_offsets = [count + i for i in listed.sample_offsets + listed.scored_offsets]
+        on_host = {
+            "token_slots": token_slots,
+            "positions": positions.unsqueeze(0),
+            "token_blocks": blocks,
+            "block_tables": tables[:, :width].index_select(0, row_slots).movedim(2, 0).contiguous(),
+            "sample_indices": _extended(torch.arange(count), logit_offsets),
+            "sampled_slots": sampled_slots,
+        }
+        if listed.token_ids:
+            on_host["known_ids"] = torch.tensor([NO_TOKEN] * count + listed.token_ids)
+        if sampling.logprobs:
+            on_host["scored_rows"] = torch.tensor([row for row, _ in sampling.logprobs])
+        if listed.scored_parts:
+            on_host["prompt_rows"] = torch.arange(len(sampled_slots), len(sampled_slots) + len(listed.scored_ids))
+            on_host["prompt_ids"] = torch.tensor(listed.scored_ids)
+        sent = dict(zip(on_host, to_device(self._device, on_host.values()), strict=True))
         batch = StepBatch(
-            input_ids=self._input_ids(token_slots, count, listed.token_ids).unsqueeze(0),
-            positions=self._to_device(positions.unsqueeze(0)),
-            token_blocks=self._to_device(blocks),
-            block_tables=self._to_device(tables[:, :width].index_select(0, row_slots).movedim(2, 0).contiguous()),
-            sample_indices=self._to_device(_extended(torch.arange(count), logit_offsets)),
+            input_ids=self._input_ids(sent["token_slots"], sent.get("known_ids")).unsqueeze(0),
+            positions=sent["positions"],
+            token_blocks=sent["token_blocks"],
+            block_tables=sent["block_tables"],
+            sample_indices=sent["sample_indices"],
             query_starts=list(range(count)) + [count + offset for offset in listed.offsets],
             kv_lens=kv_lens,
             sampled=SampledRows(
                 decodes.seq_ids + listed.sampled_ids,
-                self._to_device(sampled_slots),
+                sent["sampled_slots"],
                 sampling,
-                self._scored_rows(sampling.logprobs) if sampling.logprobs else None,
+                ScoredTokens(sent["scored_rows"], [(1, num_ids) for _, num_ids in sampling.logprobs])
+                if sampling.logprobs
+                else None,
             ),
             block_size=self._block_size,
-            prompts=self._scored_prompts(listed, len(sampled_slots)) if listed.scored_parts else None,
+            prompts=ScoredTokens(sent["prompt_rows"], listed.scored_parts, sent["prompt_ids"])
+            if listed.scored_parts
+            else None,
             is_permuted=bool(listed.scored_parts) or any(row.num_tokens == 0 for row in plan.rows),
         )
         decodes.advance(listed.sampled_ids, listed.sampled_slots, listed.sampled_ends)
@@ -332,24 +353,9 @@ class InputBatch:
             listed.scored_ids += token_ids
             listed.scored_parts.append((len(token_ids), state.prompt_logprobs))
 
-    def _scored_rows(self, logprobs: tuple[tuple[int, int], ...]) -> ScoredTokens:
-        rows = torch.tensor([row for row, _ in logprobs])
-        return ScoredTokens(self._to_device(rows), [(1, num_ids) for _, num_ids in logprobs])
-
-    def _scored_prompts(self, listed: ListedRows, num_sampled: int) -> ScoredTokens:
-        rows = torch.arange(num_sampled, num_sampled + len(listed.scored_ids))
-        token_ids = self._to_device(torch.tensor(listed.scored_ids))
-        return ScoredTokens(self._to_device(rows), listed.scored_parts, token_ids)
-
-    def _input_ids(self, token_slots: Tensor, num_decodes: int, listed_ids: list[int]) -> Tensor:  # [T]
-        sampled = self._last_tokens[self._to_device(token_slots)].clamp_(min=0)  # a failed row computes anything
-        if not listed_ids:
-            return sampled
-        known = self._to_device(torch.tensor([NO_TOKEN] * num_decodes + listed_ids))
-        return torch.where(known == NO_TOKEN, sampled, known)
-
-    def _to_device(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, non_blocking=True)
+    def _input_ids(self, token_slots: Tensor, known_ids: Tensor | None) -> Tensor:  # [T]
+        sampled = self._last_tokens[token_slots].clamp_(min=0)  # a failed row computes anything
+        return sampled if known_ids is None else torch.where(known_ids == NO_TOKEN, sampled, known_ids)
 
 
 def _extended(tensor: Tensor, values: list[int]) -> Tensor:

@@ -68,7 +68,7 @@ class Rank:
         self._device = choose_device(self._config.device, self._rank)
         if self._device.type == "cpu":
             keep_freed_memory()
-        attention = choose_attention(self._config.attention, self._device)
+        attention = choose_attention(self._config.attention, self._device, self._config.kv_cache_dtype)
         if self._topology.world_size > 1:
             self._peers = Peers(self._topology, self._device, self._rendezvous)
         on_phase("load_model")

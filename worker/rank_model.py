@@ -24,6 +24,7 @@ from millrace.worker.kv_pool import KVPool, LayerSpec
 from millrace.worker.linear.modules import use_packed_linear
 from millrace.worker.loading.checksum import check_unchanged, checksums
 from millrace.worker.loading.load import load_model
+from millrace.worker.loading.weights import own_weights
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
 
@@ -72,6 +73,7 @@ class RankModel:
         if self._device.type == "cpu":
             if self.decoder is None:
                 self._pack_modules()
+            own_weights(self.module)
             release_freed_memory()  # the unpacked weights
         self.location = "device"
 
@@ -118,9 +120,9 @@ class RankModel:
 
     def _read(self) -> None:
         self.drop()
-        loaded = load_model(self._config, self._topology, self._peers, self._device, self.attention.name)
+        loaded = load_model(self._config, self._topology, self._peers, self._device, self.attention)
         self._module, self._specs, self.facts = loaded.model, loaded.specs, loaded.facts
-        self._dtype, self._kv_cache_dtype = loaded.dtype, loaded.kv_cache_dtype
+        self._dtype, self._kv_cache_dtype, self.attention = loaded.dtype, loaded.kv_cache_dtype, loaded.attention
 
     def _fuse(self, operations: Operations) -> None:
         is_rejected = False

@@ -28,10 +28,12 @@ from millrace.worker.errors import PlanError, StepSkipped
 from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.input_batch import InputBatch, SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool
+from millrace.worker.linear.packed import RowMasks
 from millrace.worker.logprobs import ScoredTokens, head_logits
 from millrace.worker.rank_model import RankModel
 from millrace.worker.sampler import sample, without_failed
 from millrace.worker.sampling_rows import SamplingRows
+from millrace.worker.transfer import record_event, to_host
 
 logger = logging.getLogger("millrace.worker")
 
@@ -46,13 +48,10 @@ class StepOutput:
 
     def to_host(self) -> StepOutput:
         """Start the copy to the host."""
-        return StepOutput(*(_to_host(each) for each in (self.token_ids, self.logprobs, self.prompt_logprobs)))  # type: ignore[arg-type]
-
-
-def _to_host(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or not tensor.is_cuda:
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        logprobs, prompt_logprobs = (
+            None if each is None else to_host(each) for each in (self.logprobs, self.prompt_logprobs)
+        )
+        return StepOutput(to_host(self.token_ids), logprobs, prompt_logprobs)
 
 
 @dataclass(frozen=True)
@@ -118,6 +117,8 @@ class Runner:
         self._pool = pool
         self.decoder = FusedDecoder(model.decoder, pool) if model.decoder else None
         """Computes the forward pass. None: the model's modules do."""
+        self._masks_head = self.decoder is not None and self.decoder.takes_masks
+        """Whether the head applies the masks of grammars, so that no logits are stored."""
         self._device = self._model.device
         self._sequences = InputBatch(
             max_num_seqs,
@@ -191,8 +192,11 @@ class Runner:
         if batch.prompts is not None:
             return self._sample_and_score_prompts(batch, batch.prompts)
         sampled = batch.sampled
-        if self.decoder is not None and sampled.sampling.is_plain_greedy and sampled.scored is None:
-            token_ids = self._draw_greedily(*self.decoder.most_likely(self.decoder.run(batch)))
+        takes_peaks = sampled.sampling.is_plain_greedy or (self._masks_head and sampled.sampling.is_masked_greedy)
+        if self.decoder is not None and takes_peaks and sampled.scored is None:
+            hidden, processors = self.decoder.run(batch), sampled.sampling.processors
+            masks = RowMasks(*processors.grammar_masks()) if processors is not None else None
+            token_ids = self._draw_greedily(*self.decoder.most_likely(hidden, masks))
             return StepOutput(self._sequences.record(sampled, token_ids))
         return self._sample_from(self.compute_logits(batch), sampled)
 
@@ -235,12 +239,7 @@ class Runner:
         return hidden
 
     def _record_event(self) -> torch.cuda.Event | None:
-        """Note the present end of the device's queue of work; None on a CPU."""
-        if self._device.type == "cpu":
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return record_event(self._device, enable_timing=True)
 
     def _forward_arguments(self, batch: StepBatch) -> dict[str, Any]:
         return {

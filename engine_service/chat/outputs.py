@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+import msgspec
+
 from millrace.engine_service.chat.grammars import chat_form, must_constrain_tools
 from millrace.engine_service.chat.output_format import OutputFormat, Parts
 from millrace.engine_service.generation import Generation
@@ -48,24 +50,14 @@ class ChatOutputs:
         return self._form.begins_in_reasoning(prompt)
 
 
-class ChatReader:
+class ChatReader(msgspec.Struct, frozen=True):
     """Reads the outputs of one job."""
 
-    __slots__ = ("_begins_in_reasoning", "_form", "_has_tools", "_is_parallel", "_special_marks")
-
-    def __init__(
-        self,
-        form: OutputFormat,
-        special_marks: frozenset[int],
-        begins_in_reasoning: bool,
-        has_tools: bool,
-        is_parallel: bool,
-    ) -> None:
-        self._form = form
-        self._special_marks = special_marks
-        self._begins_in_reasoning = begins_in_reasoning
-        self._has_tools = has_tools
-        self._is_parallel = is_parallel
+    _form: OutputFormat
+    _special_marks: frozenset[int]
+    _begins_in_reasoning: bool
+    _has_tools: bool
+    _is_parallel: bool
 
     def read(self, job_id: str, index: int, generation: Generation) -> ChatOutput | None:
         """Return the parts of a candidate's output; None where the whole text is content."""

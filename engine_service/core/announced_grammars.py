@@ -16,15 +16,15 @@ class AnnouncedGrammars:
         self._numbers: OrderedDict[str, int] = OrderedDict()
         """By grammar, the one used last at the end."""
         self._unsent: list[tuple[int, str]] = []
-        self.last_number = 0
+        self._last_number = 0
         self.last_compiled = 0
 
     def number(self, grammar: str) -> int:
         """Return the number of a grammar. One that is not known gets a new one, and is announced with the next `take`."""
         if grammar not in self._numbers:
-            self.last_number += 1
-            self._numbers[grammar] = self.last_number
-            self._unsent.append((self.last_number, grammar))
+            self._last_number += 1
+            self._numbers[grammar] = self._last_number
+            self._unsent.append((self._last_number, grammar))
             if len(self._numbers) > _MAX_KNOWN:
                 self._numbers.popitem(last=False)
         self._numbers.move_to_end(grammar)
@@ -35,14 +35,8 @@ class AnnouncedGrammars:
         unsent, self._unsent = self._unsent, []
         return unsent
 
-    def number_in_work(self) -> int | None:
-        """Return the number that the slowest worker compiles now."""
-        number = self.last_compiled + 1
-        is_sent = number <= self.last_number and (not self._unsent or number < self._unsent[0][0])
-        return number if is_sent else None
-
     def forget(self) -> None:
         """Begin with workers that have compiled nothing."""
         self._numbers.clear()
         self._unsent.clear()
-        self.last_compiled = self.last_number
+        self.last_compiled = self._last_number

@@ -127,15 +127,9 @@ class Scheduler:
         """Whether nothing runs or can run before a grammar is compiled."""
         return self._waiting.has_held and not (self._waiting.has_ready or self._running)
 
-    @property
-    def last_grammar(self) -> int:
-        """The number of the grammar announced last."""
-        return self._waiting.grammars.last_number
-
     def take_grammars(self) -> list[tuple[int, str]]:
-        """Return (number, grammar) of those to announce to the workers. None while a suspect runs alone: else the end of a
-        worker that compiles would count as its crash. Its own grammar is compiled in its step."""
-        return self._waiting.grammars.take() if self._suspects.first() is None else []
+        """Return (number, grammar) of those to announce to the workers."""
+        return self._waiting.grammars.take()
 
     def set_compiled(self, last_compiled: int) -> None:
         """Note that all workers have compiled the grammars up to this number."""
@@ -214,8 +208,7 @@ class Scheduler:
     def restart(self, epoch: int) -> list[Sequence]:
         """Begin an epoch with new workers and an empty KV pool: all sequences wait, in their old order, with their tokens.
 
-        A crash is counted for each sequence of the lost steps, or whose grammar was in work. Return those to quarantine;
-        they are dropped.
+        A crash is counted for each sequence of the lost steps. Return those to quarantine; they are dropped.
         """
         self.epoch = epoch
         self.pool.reset_cache()

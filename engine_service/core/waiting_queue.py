@@ -84,10 +84,7 @@ class WaitingQueue:
             self._push_ready(sequence, is_first=True)
 
     def hold_all(self) -> None:
-        """Hold every sequence with a grammar: the workers are new. Count a crash for those whose grammar was in work."""
-        number_in_work = self.grammars.number_in_work()
-        for sequence, number in self._held.values():
-            sequence.crash_count += number == number_in_work
+        """Hold every sequence with a grammar: the workers are new."""
         self.grammars.forget()
         for sequence in [each for each in self if each.sampling.grammar]:
             self.remove(sequence)

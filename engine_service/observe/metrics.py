@@ -19,7 +19,7 @@ from millrace.engine_service.serving.leases import Leases
 from millrace.engine_service.serving.service import Service
 from millrace.executor.histogram import Histogram
 from millrace.executor.metrics import ExecutorMetrics
-from millrace.results.messages import QueueStats
+from millrace.results.counts import QueueStats
 
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily | HistogramMetricFamily
 

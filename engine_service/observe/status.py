@@ -7,32 +7,21 @@ import threading
 import time
 from collections.abc import Callable
 
-import msgspec
+from millrace.engine_service.engine import EngineMetrics
+from millrace.engine_service.serving.job_table import JobMetrics
 
 logger = logging.getLogger("millrace.engine")
 
 EVERY_S = 10.0
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What the line is made of. The last four count since the start of the engine."""
-
-    num_running: int
-    num_waiting: int
-    kv_use: float
-    """Share of the KV pool's blocks that sequences hold, 0 to 1."""
-    num_generated_tokens: int
-    num_prompt_tokens: int
-    num_finished: int
-    num_failed: int
-
-
 class StatusLog:
     """Owns the thread that logs the line. It only reads."""
 
-    def __init__(self, read: Callable[[], Figures]) -> None:
-        self._read = read
-        self._before, self._before_s = read(), time.monotonic()
+    def __init__(self, engine: Callable[[], EngineMetrics], jobs: Callable[[], JobMetrics]) -> None:
+        """`engine` and `jobs` return the present metrics."""
+        self._engine, self._jobs = engine, jobs
+        self._before, self._before_s = self._counts(engine(), jobs()), time.monotonic()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
 
@@ -49,21 +38,31 @@ class StatusLog:
 
     def log(self, now_s: float) -> None:
         """Log what has happened since the last call; nothing if nothing has."""
-        now, before, span_s = self._read(), self._before, now_s - self._before_s
-        self._before, self._before_s = now, now_s
-        if now == before and not now.num_running and not now.num_waiting:
+        metrics, span_s = self._engine(), now_s - self._before_s
+        counts = self._counts(metrics, self._jobs())
+        num_out, num_in, num_finished, num_failed = (now - old for now, old in zip(counts, self._before, strict=True))
+        has_news = counts != self._before
+        self._before, self._before_s = counts, now_s
+        scheduler = metrics.scheduler
+        if not (has_news or scheduler.num_running or scheduler.num_waiting):
             return
         fields = {
-            "running": now.num_running,
-            "waiting": now.num_waiting,
-            "tokens_per_s_out": round((now.num_generated_tokens - before.num_generated_tokens) / span_s, 1),
-            "tokens_per_s_in": round((now.num_prompt_tokens - before.num_prompt_tokens) / span_s, 1),
-            "kv_use_percent": round(100 * now.kv_use, 1),
-            "finished": now.num_finished - before.num_finished,
-            "failed": now.num_failed - before.num_failed,
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "tokens_per_s_out": round(num_out / span_s, 1),
+            "tokens_per_s_in": round(num_in / span_s, 1),
+            "kv_use_percent": round(100 * metrics.pool_use, 1),
+            "finished": num_finished,
+            "failed": num_failed,
         }
         logger.info(
             "running %d, waiting %d; tokens/s: %.1f out, %.1f in; KV pool %.1f %% used; jobs finished %d, failed %d",
             *fields.values(),
             extra={"fields": fields},
         )
+
+    @staticmethod
+    def _counts(engine: EngineMetrics, jobs: JobMetrics) -> tuple[int, ...]:
+        """Return what is counted since the start of the engine: output and prompt tokens, finished and failed jobs."""
+        ended = jobs.num_by_outcome
+        return engine.executor.num_tokens, jobs.num_prompt_tokens, ended["finished"], ended["failed"]

@@ -144,15 +144,7 @@ class Admission:
         end_token_ids = frozenset(sampling.stop_token_ids) | eos_token_ids
         stop_rules = self._stop_rules(sampling, len(prompt_token_ids), end_token_ids)
         text_rules = self._text_rules(sampling)
-        row_sampling = _row_sampling(
-            sampling,
-            drawn_seed if sampling.seed is None else sampling.seed,
-            end_token_ids,
-            self._num_logprobs("logprobs", sampling.logprobs),
-            self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
-            self._logits_settings(sampling, end_token_ids),
-            self._grammar(sampling, is_quick),
-        )
+        row_sampling = self._row_sampling(sampling, drawn_seed, end_token_ids, is_quick)
 
         def make(candidate: int, output: list[int], known: list[bytes]) -> Generation:
             only_first = {} if candidate == 0 else {"candidate": candidate, "prompt_logprobs": None}
@@ -178,6 +170,25 @@ class Admission:
                 generation = make(candidate, output[:-1], known[:-1])
             generations.append(generation)
         return generations
+
+    def _row_sampling(
+        self, sampling: SamplingParams, drawn_seed: int, end_token_ids: frozenset[int], is_quick: bool
+    ) -> RowSampling:
+        seed = drawn_seed if sampling.seed is None else sampling.seed
+        return RowSampling(
+            temperature=0.0 if sampling.is_greedy else sampling.temperature,
+            top_k=max(0, sampling.top_k),
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=seed & _SEED_MASK,
+            candidate=0,
+            min_tokens=sampling.min_tokens,
+            end_token_ids=sorted(end_token_ids) if sampling.min_tokens else [],
+            logprobs=self._num_logprobs("logprobs", sampling.logprobs),
+            prompt_logprobs=self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
+            processors=self._logits_settings(sampling, end_token_ids),
+            grammar=self._grammar(sampling, is_quick),
+        )
 
     def _num_logprobs(self, field: str, given: int | None) -> int | None:
         count = self._facts.vocab_size if given == -1 else given
@@ -324,28 +335,3 @@ class Admission:
         for token_id in token_ids:
             if not 0 <= token_id < size:
                 raise InvalidRequest(field, f"token id {token_id} is outside the vocabulary of {size}")
-
-
-def _row_sampling(
-    sampling: SamplingParams,
-    seed: int,
-    end_token_ids: frozenset[int],
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    processors: LogitsSettings | None,
-    grammar: str,
-) -> RowSampling:
-    return RowSampling(
-        temperature=0.0 if sampling.is_greedy else sampling.temperature,
-        top_k=max(0, sampling.top_k),
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        seed=seed & _SEED_MASK,
-        candidate=0,
-        min_tokens=sampling.min_tokens,
-        end_token_ids=sorted(end_token_ids) if sampling.min_tokens else [],
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        processors=processors,
-        grammar=grammar,
-    )

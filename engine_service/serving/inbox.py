@@ -14,16 +14,15 @@ from collections.abc import Iterator, Set
 
 from millrace.producer import InvalidRequest, PayloadTooLarge
 from millrace.producer.wire import MAX_BODY_BYTES, parse_body, refusal, to_submission, usable_id
-from millrace.results.errors import QueueError, RedisUnavailable
+from millrace.results.errors import RedisUnavailable
 from millrace.results.messages import InboxEntry, JobError, Submission
-from millrace.results.outage import Outage
+from millrace.results.outage import RETRY_S, Outage
 from millrace.results.queue import JobQueue
 from millrace.results.replies import Outcome
 
 logger = logging.getLogger("millrace.engine")
 
 _BLOCK_MS = 1000
-_RETRY_S = 0.5
 _PAUSE_S = 0.01
 """After a wait without a result, since a wait does not raise what the server refuses."""
 _MAX_ENTRIES = 64
@@ -69,7 +68,9 @@ class Inbox:
         self._reported: deque[str] = deque(maxlen=_MAX_REPORTED)
         """Entries with an error of our code that is in the log."""
         self._stopping = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+        self.thread = threading.Thread(
+            target=self._outage.repeat, args=(self._read_once, self._stopping), name="inbox", daemon=True
+        )
 
     def start(self) -> None:
         self.thread.start()
@@ -78,20 +79,11 @@ class Inbox:
         """Request the end of the thread; returns at once. The thread ends with its current wait."""
         self._stopping.set()
 
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            try:
-                if not self._read(_FIRST, 1, _BLOCK_MS):
-                    self._stopping.wait(_PAUSE_S)
-                elif not self._take_all():
-                    self._stopping.wait(_RETRY_S)
-                self._outage.note_success()
-            except QueueError as error:
-                self._outage.note_failure(error)
-                self._stopping.wait(_RETRY_S)
-            except Exception:  # our bug: it must not end the thread
-                logger.exception("trying again")
-                self._stopping.wait(_RETRY_S)
+    def _read_once(self) -> None:
+        if not self._read(_FIRST, 1, _BLOCK_MS):
+            self._stopping.wait(_PAUSE_S)
+        elif not self._take_all():
+            self._stopping.wait(RETRY_S)
 
     def _read(self, after: str, count: int, block_ms: int | None = None) -> list[InboxEntry]:
         return self._queue.read_inbox(after, count, block_ms, max_body_bytes=MAX_BODY_BYTES)

@@ -22,7 +22,6 @@ from millrace.engine_service.serving.jobs import (
     EngineEvent,
     PendingJob,
     Prepared,
-    Preparing,
     Refused,
     ServedJob,
     Watch,
@@ -33,7 +32,7 @@ from millrace.engine_service.serving.preparation import Preparation
 from millrace.producer import InvalidRequest
 from millrace.producer.checks import shown
 from millrace.producer.wire import parse_body
-from millrace.results.errors import QueueError, one_line
+from millrace.results.errors import one_line
 from millrace.results.messages import PROTOCOL, Claim, ClaimedJob, JobError, Signal
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
@@ -49,7 +48,6 @@ _GATHER_S = 0.005
 _BLOCK_S = 1.0
 _FAIR_WAIT_S = 0.5
 """Time for other engines to claim their part of the ready jobs, before this engine takes what is left."""
-_RETRY_S = 0.5
 _MISMATCH = "was begun by engines with another model, tokenizer or dtype"
 _STOP_S = 3.0
 _MAX_SLOW_TENANTS = 1000
@@ -104,16 +102,7 @@ class Intake:
         self.threads[0].join(_STOP_S)
 
     def _repeat(self, action: Callable[[JobQueue], None], queue: JobQueue) -> None:
-        while not self._stopping.is_set():
-            try:
-                action(queue)
-                self._outage.note_success()
-            except QueueError as error:
-                self._outage.note_failure(error)
-                self._stopping.wait(_RETRY_S)
-            except Exception:  # our bug: it must not end the thread
-                logger.exception("trying again")
-                self._stopping.wait(_RETRY_S)
+        self._outage.repeat(lambda: action(queue), self._stopping)
 
     # --- claim ---
 
@@ -167,12 +156,12 @@ class Intake:
                 pending = outcome if isinstance(outcome, PendingJob) else None
                 num_candidates, is_large = len(claimed.checkpoints), pending is not None
                 self._capacity.open(claimed.cost, num_candidates, is_alone=is_alone(claimed), is_large=is_large)
-                waiting.append(Preparing(outcome) if isinstance(outcome, PendingJob) else outcome)
+                waiting.append(outcome)
                 if pending or time.monotonic() - posted_s >= _GATHER_S:
                     post()
                     posted_s = time.monotonic()
                 if pending:
-                    self._preparation.put(pending)  # after `Preparing`: its result follows it
+                    self._preparation.put(pending)  # after its event: its result follows it
         finally:
             post()
 

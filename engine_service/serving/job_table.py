@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, get_args
 
 import msgspec
@@ -22,22 +24,22 @@ _BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 150, 300,
 _BOUNDS_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
-class JobMetrics(msgspec.Struct, frozen=True, kw_only=True):
+class JobMetrics(msgspec.Struct, kw_only=True):
     """Figures since the start of the engine."""
 
-    num_open: int
-    num_by_outcome: dict[Outcome, int]
+    num_open: int = 0
+    num_by_outcome: dict[Outcome, int] = msgspec.field(default_factory=lambda: dict.fromkeys(get_args(Outcome), 0))
     """A job that fails and is tried again counts each time."""
-    num_prompt_tokens: int
+    num_prompt_tokens: int = 0
     """Of the jobs whose first token this engine has sampled."""
-    queue_s: Histogram
+    queue_s: Histogram = msgspec.field(default_factory=partial(Histogram, _BOUNDS_S))
     """From when a job could run until this engine had it, in the first attempt; so is the next field."""
-    first_token_s: Histogram
+    first_token_s: Histogram = msgspec.field(default_factory=partial(Histogram, _BOUNDS_S))
     """From when a job could run until its first token."""
-    end_to_end_s: Histogram
+    end_to_end_s: Histogram = msgspec.field(default_factory=partial(Histogram, _BOUNDS_S))
     """From when a job could run until it has finished; so are the next fields."""
-    prompt_tokens: Histogram
-    output_tokens: Histogram
+    prompt_tokens: Histogram = msgspec.field(default_factory=partial(Histogram, _BOUNDS_TOKENS))
+    output_tokens: Histogram = msgspec.field(default_factory=partial(Histogram, _BOUNDS_TOKENS))
 
 
 class JobTable:
@@ -53,25 +55,15 @@ class JobTable:
         self.by_sequence: dict[SeqId, tuple[ServedJob, Candidate]] = {}
         self.pending: dict[JobId, PendingJob] = {}
         """Large jobs until they are prepared."""
-        self._num_by_outcome: dict[Outcome, int] = dict.fromkeys(get_args(Outcome), 0)
-        self._num_prompt_tokens = 0
-        self._queue_s, self._first_token_s, self._end_to_end_s = (Histogram(_BOUNDS_S) for _ in range(3))
-        self._prompt_tokens, self._output_tokens = Histogram(_BOUNDS_TOKENS), Histogram(_BOUNDS_TOKENS)
+        self._metrics = JobMetrics()
 
     def __repr__(self) -> str:
         return f"JobTable({len(self.served)} served, {len(self.pending)} pending)"
 
     def metrics(self) -> JobMetrics:
-        return JobMetrics(
-            num_open=len(self.served) + len(self.pending),
-            num_by_outcome=dict(self._num_by_outcome),
-            num_prompt_tokens=self._num_prompt_tokens,
-            queue_s=self._queue_s.copy(),
-            first_token_s=self._first_token_s.copy(),
-            end_to_end_s=self._end_to_end_s.copy(),
-            prompt_tokens=self._prompt_tokens.copy(),
-            output_tokens=self._output_tokens.copy(),
-        )
+        metrics = copy.deepcopy(self._metrics)
+        metrics.num_open = len(self.served) + len(self.pending)
+        return metrics
 
     def add(self, job: ServedJob) -> None:
         self._capacity.arrive(job.cost)
@@ -80,18 +72,18 @@ class JobTable:
             self.by_sequence[candidate.generation.sequence.seq_id] = job, candidate
         job.saved_at_s = time.monotonic()
         if job.awaits_first_token:
-            self._queue_s.add(_since(job.due_s))
+            self._metrics.queue_s.add(_since(job.due_s))
 
     def note_first_token(self, job: ServedJob) -> None:
         job.note_first_token()
-        self._first_token_s.add(_since(job.due_s))
-        self._num_prompt_tokens += job.generations[0].sequence.num_prompt_tokens
+        self._metrics.first_token_s.add(_since(job.due_s))
+        self._metrics.num_prompt_tokens += job.generations[0].sequence.num_prompt_tokens
 
     def remove(self, job: ServedJob, outcome: Outcome) -> None:
         if outcome == "finished":
-            self._end_to_end_s.add(_since(job.due_s))
-            self._prompt_tokens.add(job.generations[0].sequence.num_prompt_tokens)
-            self._output_tokens.add(sum(len(generation.token_ids) for generation in job.generations))
+            self._metrics.end_to_end_s.add(_since(job.due_s))
+            self._metrics.prompt_tokens.add(job.generations[0].sequence.num_prompt_tokens)
+            self._metrics.output_tokens.add(sum(len(generation.token_ids) for generation in job.generations))
         del self.served[job.job_id]
         for candidate in job.candidates:
             del self.by_sequence[candidate.generation.sequence.seq_id]
@@ -116,7 +108,7 @@ class JobTable:
         self.remove_unserved(job.claimed, outcome)
 
     def _close(self, job_id: JobId, lease: Lease, outcome: Outcome, num_candidates: int, *, is_alone: bool) -> None:
-        self._num_by_outcome[outcome] += 1
+        self._metrics.num_by_outcome[outcome] += 1
         self._on_over(job_id, lease)  # before the capacity: the next claim says how many leases are held
         self._capacity.close(num_candidates, is_alone=is_alone)
 

@@ -11,22 +11,19 @@ from millrace.engine_service.chat.outputs import ChatReader
 from millrace.engine_service.core.crash_policy import ALONE_AFTER_CRASHES
 from millrace.engine_service.generation import Generation
 from millrace.producer.prompt_start import prompt_digest
-from millrace.results.messages import ChatOutput, Checkpoint, ClaimedJob, JobError, JobId, Lease
+from millrace.results.messages import ChatOutput, ClaimedJob, JobError, JobId, Lease
 
 
-class Candidate:
+class Candidate(msgspec.Struct, eq=False):
     """Owns how much of a candidate's output is saved and published. The generation owns the output itself."""
 
-    __slots__ = ("generation", "index", "num_published", "num_saved")
-
-    def __init__(self, generation: Generation, checkpoint: Checkpoint, index: int | None) -> None:
-        self.generation = generation
-        self.index = index
-        """None: the only candidate of its job."""
-        self.num_saved = len(checkpoint.token_ids)
-        """Output tokens in the checkpoint."""
-        self.num_published = checkpoint.num_published
-        """Output tokens that readers can see."""
+    generation: Generation
+    index: int | None
+    """None: the only candidate of its job."""
+    num_saved: int
+    """Output tokens in the checkpoint."""
+    num_published: int
+    """Output tokens that readers can see."""
 
 
 class ServedJob:
@@ -64,7 +61,10 @@ class ServedJob:
         self.is_alone = is_alone(claimed)
         checkpoints = claimed.checkpoints
         indices = [None] if len(checkpoints) == 1 else range(len(checkpoints))
-        self.candidates = list(map(Candidate, generations, checkpoints, indices))
+        self.candidates = [
+            Candidate(generation, index, len(checkpoint.token_ids), checkpoint.num_published)
+            for generation, index, checkpoint in zip(generations, indices, checkpoints, strict=False)
+        ]
         for generation in generations:
             generation.sequence.is_followed |= self.is_alone  # its engine may die of it: each token is saved at once
         if claimed.is_watched or any(one.num_published for one in checkpoints):
@@ -117,26 +117,17 @@ class ServedJob:
         return all(candidate.generation.finish_reason is not None for candidate in self.candidates)
 
 
-class PendingJob:
-    """A large claimed job that is being prepared."""
+class PendingJob(msgspec.Struct, eq=False):
+    """A large claimed job that is being parsed and tokenized beside the claims. Also the event that this begins."""
 
-    __slots__ = ("claimed", "is_withdrawn")
-
-    def __init__(self, claimed: ClaimedJob) -> None:
-        self.claimed = claimed
-        self.is_withdrawn = False
-        """Set by the engine loop: the result is not needed any more."""
+    claimed: ClaimedJob
+    is_withdrawn: bool = False
+    """Set by the engine loop: the result is not needed any more."""
 
 
 def is_alone(claimed: ClaimedJob) -> bool:
     """Whether so many engines have died with this job that it must run alone."""
     return claimed.crash_count >= ALONE_AFTER_CRASHES
-
-
-class Preparing(msgspec.Struct, frozen=True):
-    """A large job has been claimed, and is parsed and tokenized beside the claims."""
-
-    job: PendingJob
 
 
 class Arrived(msgspec.Struct, frozen=True):
@@ -200,5 +191,5 @@ class ResetCache(msgspec.Struct, frozen=True):
 
 
 EngineEvent: TypeAlias = (
-    Preparing | Prepared | Arrived | Refused | Deferred | Abort | Watch | Lost | SetSleepLevel | ResetCache
+    PendingJob | Prepared | Arrived | Refused | Deferred | Abort | Watch | Lost | SetSleepLevel | ResetCache
 )

@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+from millrace.engine_service.generation import Generation
 from millrace.engine_service.serving.jobs import Candidate, ServedJob
-from millrace.results.logprobs import LazyJson, encode_token, join_tokens
+from millrace.executor.wire.messages import record_bytes
+from millrace.results.logprobs import LazyJson, encode_tokens, join_lines, join_tokens
 from millrace.results.messages import (
     Append,
     Begin,
@@ -48,8 +50,6 @@ MAX_DEFER_MS = 15_000
 each second, an engine would have no time for the jobs behind them."""
 _JSON_BYTES_PER_RECORD_BYTE = 4
 """How much longer the JSON of log-probabilities is than the workers' records, about."""
-_TOKENS_AT_ONCE = 8
-"""Tokens of a prompt whose log-probabilities become JSON before other threads can run; about 0.5 ms."""
 
 
 class Output:
@@ -181,7 +181,7 @@ class Output:
             token_ids=token_ids[offset:],
             event=event,
             index=candidate.index,
-            logprobs=candidate.generation.logprobs_between(offset, len(token_ids)),
+            logprobs=_logprobs(candidate.generation, offset, len(token_ids), join_lines),
         )
 
     def _next_event(self, candidate: Candidate) -> Event | None:
@@ -201,14 +201,23 @@ class Output:
 def _event(candidate: Candidate, end: int, text: str) -> Event:
     """Return the event with the tokens from the last published one up to `end`."""
     generation, start = candidate.generation, candidate.num_published
-    logprobs = generation.logprobs_between(start, end)
     return Event(
         offset=start,
         token_ids=generation.token_ids[start:end],
         text=text,
         index=candidate.index,
-        logprobs=join_tokens(logprobs) if logprobs else None,
+        logprobs=_logprobs(generation, start, end, join_tokens),
     )
+
+
+def _logprobs(
+    generation: Generation, start: int, end: int, join: Callable[[Iterable[bytes]], bytes]
+) -> LazyJson | None:
+    """Return the log-probabilities of the output tokens [start, end), if they are wanted. These tokens are final."""
+    if (count := generation.sequence.sampling.logprobs) is None or start == end:
+        return None
+    num_bytes = _JSON_BYTES_PER_RECORD_BYTE * record_bytes(count) * (end - start)
+    return LazyJson(lambda: join(generation.logprobs_between(start, end)), num_bytes)
 
 
 def _prompt_logprobs(job: ServedJob) -> LazyJson | None:
@@ -217,11 +226,6 @@ def _prompt_logprobs(job: ServedJob) -> LazyJson | None:
         return None
 
     def build() -> bytes:
-        tokens = [b"null"]
-        for number, entries in enumerate(generation.prompt_entries() or ()):
-            tokens.append(encode_token(entries))
-            if number % _TOKENS_AT_ONCE == 0:
-                time.sleep(0)  # releases the GIL: else the engine loop waits 5 ms for it, again and again
-        return join_tokens(tokens)
+        return join_tokens([b"null", *encode_tokens(generation.prompt_entries() or ())])
 
     return LazyJson(build, _JSON_BYTES_PER_RECORD_BYTE * generation.sequence.num_prompt_record_bytes)

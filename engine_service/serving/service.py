@@ -21,7 +21,6 @@ from millrace.engine_service.serving.jobs import (
     Lost,
     PendingJob,
     Prepared,
-    Preparing,
     Refused,
     ResetCache,
     ServedJob,
@@ -233,8 +232,8 @@ class Service:
     def _handle(self, events: Iterable[EngineEvent | None]) -> None:
         for event in events:
             match event:
-                case Preparing(job):
-                    self._add_pending(job)
+                case PendingJob():
+                    self._add_pending(event)
                 case Prepared(job, outcome) if not job.is_withdrawn:
                     self._jobs.end_preparation(job)
                     self._handle([outcome])

@@ -57,7 +57,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory_bytes: int | None = None
     """Bytes for the KV pool on this rank. None: derived from the free memory."""
     kv_cache_dtype: str = "auto"
-    """Number format of the KV pool: "auto" (that of the activations), "float32" or "bfloat16"."""
+    """Number format of the KV pool: "auto" (that of the activations), "float32", "bfloat16" or "fp8"."""
     swap_space_bytes: int = 0
     """Bytes of host memory for blocks that the KV pool of this rank evicts."""
     force_swap: bool = False

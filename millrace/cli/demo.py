@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -23,10 +24,9 @@ from millrace.cli.options import Verbs, add_verb
 from millrace.cli.serve import engine_command, require_engine
 
 if TYPE_CHECKING:
-    from millrace.cli.demo_followers import Followers
     from millrace.cli.demo_screen import Screen
     from millrace.producer import Client, GenerationRequest
-    from millrace.results.messages import Job
+    from millrace.results.job import Job
 
 _JOBS = Path(__file__).with_name("demo.jsonl")
 """The producer submits this file: streamed jobs with long answers, short ones, and sums with the answer in their meta."""
@@ -70,7 +70,6 @@ def _remove_keys(redis_url: str, queue: str) -> None:
 
 def _run_jobs(folder: Path, model: Path, redis_url: str, queue: str) -> int:
     from millrace import Client
-    from millrace.cli.demo_followers import Followers
     from millrace.cli.demo_screen import Screen
     from millrace.producer.wire import parse_body
 
@@ -86,12 +85,12 @@ def _run_jobs(folder: Path, model: Path, redis_url: str, queue: str) -> int:
         Client(redis_url, queue=queue) as client,
     ):
         with screen:
-            seconds = _watch(client, Followers(jobs, redis_url, queue), engine, producer, screen, len(jobs))
+            seconds = _watch(client, _Followers(jobs, redis_url, queue), engine, producer, screen, len(jobs))
         return _summary([client.get(str(job.id)) for job in jobs], jobs, seconds, screen)
 
 
 def _watch(
-    client: Client, followers: Followers, engine: ChildProcess, producer: ChildProcess, screen: Screen, num_jobs: int
+    client: Client, followers: _Followers, engine: ChildProcess, producer: ChildProcess, screen: Screen, num_jobs: int
 ) -> float:
     """Show the queue until every job has ended. Return the seconds since the first job started."""
     limit_s, began_s = time.monotonic() + _LIMIT_S, None
@@ -109,6 +108,34 @@ def _watch(
             return elapsed_s
         time.sleep(_POLL_INTERVAL_S)
     raise CommandError(f"the demo did not end within {_LIMIT_S:.0f} s")
+
+
+class _Followers:
+    """Owns the texts of the streamed jobs while they grow. Each job has a thread and a connection."""
+
+    def __init__(self, jobs: Sequence[GenerationRequest], redis_url: str, queue: str) -> None:
+        self._jobs = [(str(job.id), str(job.prompt)) for job in jobs if job.stream]
+        self._redis_url = redis_url
+        self._queue = queue
+        self._threads: list[threading.Thread] = []
+        self.text_by_prompt = {prompt: "" for _, prompt in self._jobs}
+
+    @property
+    def have_started(self) -> bool:
+        return bool(self._threads)
+
+    def start(self) -> None:
+        """Start to read. The jobs must be in the queue."""
+        self._threads = [threading.Thread(target=self._follow, args=job, daemon=True) for job in self._jobs]
+        for thread in self._threads:
+            thread.start()
+
+    def _follow(self, job_id: str, prompt: str) -> None:
+        from millrace import Client, MillraceError
+
+        with contextlib.suppress(MillraceError):  # the demo was stopped, and the server is gone
+            for event in Client(self._redis_url, queue=self._queue).stream(job_id):
+                self.text_by_prompt[prompt] += event.text
 
 
 def _summary(results: Sequence[Job], jobs: Sequence[GenerationRequest], seconds: float, screen: Screen) -> int:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from millrace.results.messages import QueueStats
+    from millrace.results.counts import QueueStats
 
 _PLAIN_INTERVAL_S = 1.0
 

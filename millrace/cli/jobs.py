@@ -16,7 +16,7 @@ from millrace.cli.wait_report import WaitReport, resumable, resume_with
 
 if TYPE_CHECKING:
     from millrace.producer import Client
-    from millrace.results.messages import Job
+    from millrace.results.job import Job
 
 _MIN_LAST = 20
 """Characters that a terminal keeps for the last column of a list."""

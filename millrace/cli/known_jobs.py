@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from millrace.cli.options import command_line
-from millrace.cli.output import remark, some_ids
+from millrace.cli.output import remark
 
 KnownJobs = Mapping[str, tuple[str, str | None]]
 """By id: the state and the batch of a job."""
@@ -15,6 +15,8 @@ KnownJobs = Mapping[str, tuple[str, str | None]]
 
 def report_known(args: argparse.Namespace, known: KnownJobs, num_new: int) -> None:
     """Report on stderr how many jobs are new, the states of the others, and what to do for those without a result."""
+    from millrace.results.errors import some_ids
+
     if not known:
         return
     counts = ", ".join(

@@ -11,7 +11,7 @@ from millrace.cli.exits import OK, OTHER
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from millrace.results.messages import Job
+    from millrace.results.job import Job
 
 
 _MIN_FOLDED = 12
@@ -48,11 +48,6 @@ def job_fields(job: Job) -> dict[str, Any]:
     if not job.prompt:  # it was not read
         del fields["prompt"]
     return fields
-
-
-def some_ids(job_ids: Sequence[str], separator: str = ", ") -> str:
-    """Return the first five of some ids, and how many follow."""
-    return separator.join(job_ids[:5]) + (f" and {len(job_ids) - 5} more" if len(job_ids) > 5 else "")
 
 
 def print_outputs(job: Job, first: int = 0) -> None:

@@ -13,7 +13,8 @@ from millrace.cli.output import job_fields, print_job, print_json, print_table, 
 from millrace.cli.values import counted
 
 if TYPE_CHECKING:
-    from millrace.results.messages import Job, QueueStats
+    from millrace.results.counts import QueueStats
+    from millrace.results.job import Job
 
 _SLEEP_STATES = ("awake", "asleep, weights in host memory", "asleep, weights dropped")
 """By sleep level."""

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from millrace.cli.output import remark
-from millrace.producer import Client, GenerationRequest, InvalidRequest
+from millrace.producer import Client, InvalidRequest
+from millrace.producer.batches import batches, refused
 from millrace.producer.calls import READ_JOBS, batched, get_many, look_up
+from millrace.results import commands, replies
 from millrace.results.connection import Connection
-from millrace.results.errors import QueueFull
-from millrace.results.messages import Job
+from millrace.results.durability import Durability, check_confirmed, confirmation
+from millrace.results.errors import QueueError, QueueFull
+from millrace.results.job import Job
+from millrace.results.messages import Submission
 from millrace.results.reader import CompletionFollower
 from millrace.results.reconnect import ReconnectingTransport
+from millrace.results.replies import Outcome
 from millrace.results.transport import Transport
 
 SUBMITTED_JOBS = 256
@@ -40,15 +45,15 @@ class ReconnectingClient(Client):
         return self._run(look_up(self._keys, job_ids))
 
     def run_all(
-        self, requests: Iterable[GenerationRequest], *, batch: str, max_open: int, check: Callable[[], None]
+        self, jobs: Iterable[Submission], *, max_open: int, check: Callable[[], None]
     ) -> Iterator[tuple[str, Job | InvalidRequest]]:
-        """Submit requests with ids, at most `max_open` at a time. Yield each id with its job when that has ended, or with
-        the error of the queue.
+        """Submit jobs, at most `max_open` at a time. Yield each id with its job when that has ended, or with the error of
+        the queue.
 
-        Takes a request only when it can be submitted, so that memory holds `max_open` of them at most. Waits for space in a
+        Takes a job only when it can be submitted, so that memory holds `max_open` of them at most. Waits for space in a
         full queue. `check` is called at least every few seconds.
         """
-        remaining, waiting = iter(requests), list[GenerationRequest]()
+        remaining, waiting = iter(jobs), list[Submission]()
         follower = CompletionFollower(self._keys, [], None)
         while True:
             is_full = False
@@ -56,37 +61,43 @@ class ReconnectingClient(Client):
                 waiting = waiting or list(islice(remaining, min(SUBMITTED_JOBS, max_open - follower.num_missing)))
                 if not waiting:
                     break
-                accepted, refused = self._submit_some(waiting, batch)
-                follower.add(accepted)
-                yield from refused.items()
-                known = {*accepted, *refused}
-                waiting = [request for request in waiting if request.id not in known]
-                is_full = bool(waiting)
+                left: list[Submission] = []
+                for job, end in zip(waiting, self.submit_each(waiting), strict=True):
+                    if isinstance(end, InvalidRequest):
+                        yield job.job_id, end
+                    elif isinstance(end, QueueFull):
+                        left.append(job)
+                    elif isinstance(end, QueueError):
+                        raise end
+                    else:
+                        follower.add([job.job_id])
+                waiting, is_full = left, bool(left)
             check()
             if not follower.is_done:
                 ended = follower.feed(self._transport.send_many(follower.next_commands()))
                 for some in batched(ended, READ_JOBS):
-                    yield from ((job.id, job) for job in self._run(get_many(self._keys, some)))
+                    yield from ((ended_job.id, ended_job) for ended_job in self._run(get_many(self._keys, some)))
             elif is_full:
                 time.sleep(FULL_QUEUE_INTERVAL_S)
             else:
                 return
 
-    def _submit_some(
-        self, requests: list[GenerationRequest], batch: str
-    ) -> tuple[list[str], dict[str, Job | InvalidRequest]]:
-        """Return the ids that the queue has now, and the errors of those that it refuses. It may be full for the others."""
-        try:
-            return self.submit_many(requests, batch=batch), {}
-        except QueueFull as error:
-            return error.job_ids, {}
-        except InvalidRequest as error:
-            if len(requests) == 1:
-                return [], {str(requests[0].id): error}
-            accepted, refused = list(error.job_ids), dict[str, Job | InvalidRequest]()
-        for request in requests:  # one by one: the error names the first only
-            if request.id not in accepted:
-                more_accepted, more_refused = self._submit_some([request], batch)
-                accepted += more_accepted
-                refused |= more_refused
-        return accepted, refused
+    def submit_each(
+        self, jobs: Sequence[Submission], durability: Durability = "memory"
+    ) -> list[Outcome | QueueError | InvalidRequest]:
+        """Submit jobs. Return for each one the outcome if the queue has it now, else the error. At a limit nothing more is
+        sent. Raises NotDurable."""
+        to_send = [commands.submit(self._keys, some) for some in batches(jobs)]
+        outcomes: list[Outcome] = []
+        if to_send and (to_confirm := confirmation(durability)):
+            answers, confirmed = self._transport.send_together(to_send, to_confirm)
+            outcomes = [outcome for answer in answers for outcome in replies.outcomes(answer)]
+            to_send = []
+        while to_send and not any(outcome.kind == "full" for outcome in outcomes):
+            outcomes += replies.outcomes(self._transport.send(to_send.pop(0)))
+        if full := [outcome for outcome in outcomes if outcome.kind == "full"][:1]:
+            outcomes += full * (len(jobs) - len(outcomes))
+        accepted = [str(job.job_id) for job, outcome in zip(jobs, outcomes, strict=True) if outcome.is_accepted]
+        if jobs and durability != "memory":
+            check_confirmed(durability, confirmed, accepted)
+        return [refused(job, outcome, accepted) or outcome for job, outcome in zip(jobs, outcomes, strict=True)]

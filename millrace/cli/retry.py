@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.exits import INVALID, OK, CommandError, as_exit
 from millrace.cli.options import Verbs, add_json, add_verb, open_client
-from millrace.cli.output import print_json, remark, some_ids
+from millrace.cli.output import print_json, remark
 
 if TYPE_CHECKING:
     from millrace.producer import Client
@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
             for job_id, new_id in retried.items():
                 _print_retried(job_id, new_id, as_json=args.json)
             if retried.left_out:
+                from millrace.results.errors import some_ids
+
                 remark(f"left out, since their requests are invalid and would fail again: {some_ids(retried.left_out)}")
         return max((_retry(client, job_id, as_json=args.json) for job_id in args.ids), default=OK)
 

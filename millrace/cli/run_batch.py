@@ -18,8 +18,8 @@ from millrace.cli.wait_report import WaitReport
 
 if TYPE_CHECKING:
     from millrace.cli.batch_files import InputLine, OutputFile
-    from millrace.producer import GenerationRequest
     from millrace.producer.openai_format import Call
+    from millrace.results.messages import Submission
 
 MAX_OPEN = 10_000
 """Jobs of a run that are in the queue at a time: more than the engines of a large service run at once."""
@@ -106,9 +106,7 @@ class _Run:
         from millrace.producer.openai_format import ended_line, refused_line
 
         with ReconnectingClient(redis_url, queue=queue) as client, self._progress:
-            for line_id, end in client.run_all(
-                self._requests(lines), batch=self._output.batch, max_open=MAX_OPEN, check=check
-            ):
+            for line_id, end in client.run_all(self._jobs(lines), max_open=MAX_OPEN, check=check):
                 call = self._open.pop(line_id)
                 if isinstance(end, InvalidRequest):
                     self._output.write(refused_line(line_id, call.custom_id, end))
@@ -116,13 +114,14 @@ class _Run:
                     self._output.write(ended_line(line_id, call, end))
                 self._progress.show(self._output.num_written)
 
-    def _requests(self, lines: Iterator[InputLine]) -> Iterator[GenerationRequest]:
-        """Yield the requests that the output lacks. Write the errors of those that cannot run."""
+    def _jobs(self, lines: Iterator[InputLine]) -> Iterator[Submission]:
+        """Yield the jobs that the output lacks. Write the errors of those that cannot run."""
         import msgspec
 
         from millrace.cli.batch_files import MAX_LINE_BYTES, custom_id_of
         from millrace.producer import InvalidRequest
         from millrace.producer.openai_format import parse_line, refused_line
+        from millrace.producer.wire import to_submission
 
         for number, text in lines:
             if self._output.has(number):
@@ -133,11 +132,12 @@ class _Run:
                     raise InvalidRequest("line", f"is longer than {MAX_LINE_BYTES:,} bytes; shorten the prompt")
                 call, request = parse_line(text)
                 request = msgspec.structs.replace(request, id=line_id, **self._options)
+                job = to_submission(request, batch=self._output.batch)
             except InvalidRequest as error:
                 self._output.write(refused_line(line_id, custom_id_of(text), error))
             else:
                 self._open[line_id] = call
-                yield request
+                yield job
 
 
 class _Progress:

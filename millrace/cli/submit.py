@@ -16,7 +16,8 @@ from millrace.cli.values import integer, json_list, json_object, moment, number,
 from millrace.cli.wait import add_timeout, wait_for_job
 from millrace.cli.wait_report import warn_if_never_served
 
-_Option = tuple[str, Callable[[str], Any], str, str]
+_Option = tuple[str, Callable[[str], Any] | bool, str, str]
+"""Name, type, name of the value and help. A bool is what the option, which has no value, sets."""
 
 _SAMPLING: tuple[_Option, ...] = (
     ("--max-tokens", integer, "N", "generate at most N tokens (default: 16)"),
@@ -35,7 +36,16 @@ _SAMPLING: tuple[_Option, ...] = (
     ("--truncate-prompt-tokens", integer, "N", "keep the last N tokens of the prompt; -1: what fits the context"),
     ("--logprobs", integer, "N", "for get --json: log-probabilities of each token and of the N likeliest ones"),
     ("--prompt-logprobs", integer, "N", "the same for the tokens of the prompt"),
+    ("--stop", str, "TEXT", "end before this text; can be repeated"),
+    ("--stop-token-ids", integer, "ID", "end at this token; can be repeated"),
+    ("--bad-words", str, "TEXT", "do not generate this text; can be repeated"),
+    ("--allowed-token-ids", integer, "ID", "generate no other tokens than this one; can be repeated"),
+    ("--ignore-eos", True, "", "continue after an end-of-sequence token"),
+    ("--include-stop-str-in-output", True, "", "let the text have the stop string that ends it"),
+    ("--no-skip-special-tokens", False, "", "let the text have special tokens"),
+    ("--no-spaces-between-special-tokens", False, "", "put no spaces between special tokens that follow one another"),
 )
+_REPEATED = {"--stop", "--stop-token-ids", "--bad-words", "--allowed-token-ids", "--choice"}
 _QUEUE: tuple[_Option, ...] = (
     ("--tenant", str, "NAME", "the account that the job belongs to"),
     ("--priority", integer, "N", "order within a tenant; lower numbers first"),
@@ -49,26 +59,16 @@ _CHAT: tuple[_Option, ...] = (
     ("--tools", json_list, "JSON", "the functions that the model may call, as a JSON list in OpenAI's form"),
     ("--tool-choice", str, "CHOICE", "auto: the model may call the tools; none: its calls stay text (default: auto)"),
     ("--chat-template-kwargs", json_object, "JSON", "variables for the template, as '{\"enable_thinking\": false}'"),
+    ("--continue-final-message", True, "", "continue the text of the last message"),
 )
 _FORMS: dict[str, _Option] = {
     "json": ("--schema", text_file, "FILE", "JSON that the JSON schema in this file accepts"),
     "regex": ("--regex", str, "REGEX", "a match of this regular expression"),
     "choice": ("--choice", str, "TEXT", "one of these texts; can be repeated"),
     "grammar": ("--grammar", text_file, "FILE", "a text of the grammar in this file, in llguidance's Lark syntax"),
+    "json_object": ("--json-object", True, "", "a JSON object"),
 }
 """By the field of `structured_outputs`."""
-_LISTS: tuple[_Option, ...] = (
-    ("--stop", str, "TEXT", "end before this text; can be repeated"),
-    ("--stop-token-ids", integer, "ID", "end at this token; can be repeated"),
-    ("--bad-words", str, "TEXT", "do not generate this text; can be repeated"),
-    ("--allowed-token-ids", integer, "ID", "generate no other tokens than this one; can be repeated"),
-)
-_FLAGS = (
-    ("--ignore-eos", "continue after an end-of-sequence token"),
-    ("--include-stop-str-in-output", "let the text have the stop string that ends it"),
-    ("--no-skip-special-tokens", "let the text have special tokens"),
-    ("--no-spaces-between-special-tokens", "put no spaces between special tokens that follow one another"),
-)
 
 
 def add_parsers(verbs: Verbs) -> None:
@@ -81,30 +81,10 @@ def add_parsers(verbs: Verbs) -> None:
     what.add_argument("--file", metavar="JSONL", help=file_help)
     submit.add_argument("--id", help="the job's id, of [A-Za-z0-9._-] (default: a random one)")
     submit.add_argument("--model", metavar="NAME", help="fail the job if the queue serves another model")
-    sampling = submit.add_argument_group("sampling")
-    for option, kind, metavar, text in _SAMPLING:
-        sampling.add_argument(option, type=kind, metavar=metavar, help=text)
-    for option, kind, metavar, text in _LISTS:
-        sampling.add_argument(option, type=kind, metavar=metavar, action="append", help=text)
-    for option, text in _FLAGS:
-        is_off = option.startswith("--no-")
-        sampling.add_argument(
-            option, dest=_field(option), action="store_false" if is_off else "store_true", default=None, help=text
-        )
-    form = submit.add_argument_group("the form of the output, one of")
-    for name, (option, kind, metavar, text) in _FORMS.items():
-        action = "append" if name == "choice" else "store"
-        form.add_argument(option, dest=f"form_{name}", type=kind, metavar=metavar, action=action, help=text)
-    form.add_argument("--json-object", dest="form_json_object", action="store_true", default=None, help="a JSON object")
-    chat = submit.add_argument_group("a chat")
-    for option, kind, metavar, text in _CHAT:
-        chat.add_argument(option, type=kind, metavar=metavar, help=text)
-    chat.add_argument(
-        "--continue-final-message", action="store_true", default=None, help="continue the text of the last message"
-    )
-    place = submit.add_argument_group("the job's place in the queue")
-    for option, kind, metavar, text in _QUEUE:
-        place.add_argument(option, type=kind, metavar=metavar, help=text)
+    _add_group(submit, "sampling", {_field(option[0]): option for option in _SAMPLING})
+    _add_group(submit, "the form of the output, one of", {f"form_{name}": option for name, option in _FORMS.items()})
+    _add_group(submit, "a chat", {_field(option[0]): option for option in _CHAT})
+    place = _add_group(submit, "the job's place in the queue", {_field(option[0]): option for option in _QUEUE})
     place.add_argument(
         "--batch", metavar="NAME", help="add the jobs to this batch; see `millrace batch status` and `cancel --batch`"
     )
@@ -126,6 +106,19 @@ def add_parsers(verbs: Verbs) -> None:
     submit.set_defaults(run=run)
 
 
+def _add_group(parser: argparse.ArgumentParser, title: str, options: dict[str, _Option]) -> Any:
+    """Add a group of options, by the name of the field that each one sets."""
+    group = parser.add_argument_group(title)
+    for dest, (option, kind, metavar, text) in options.items():
+        if isinstance(kind, bool):
+            action = "store_true" if kind else "store_false"
+            group.add_argument(option, dest=dest, action=action, default=None, help=text)
+        else:
+            action = "append" if option in _REPEATED else "store"
+            group.add_argument(option, dest=dest, type=kind, metavar=metavar, action=action, help=text)
+    return group
+
+
 def run(args: argparse.Namespace) -> int:
     if args.timeout is not None and not args.wait:
         raise CommandError("--timeout needs --wait", INVALID)
@@ -141,11 +134,9 @@ def run(args: argparse.Namespace) -> int:
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the request that the command line sets."""
-    options = [option for option, *_ in (*_SAMPLING, *_LISTS, *_CHAT, *_QUEUE)]
-    options += [option for option, _ in _FLAGS]
-    names = ("model", *map(_field, options), "continue_final_message")
+    names = ["model", *(_field(option) for option, *_ in (*_SAMPLING, *_CHAT, *_QUEUE))]
     values = {name: getattr(args, name) for name in names}
-    forms = {name: getattr(args, f"form_{name}") for name in (*_FORMS, "json_object")}
+    forms = {name: getattr(args, f"form_{name}") for name in _FORMS}
     values["structured_outputs"] = {name: value for name, value in forms.items() if value is not None} or None
     values["add_generation_prompt"] = False if args.continue_final_message else None
     return {name: value for name, value in values.items() if value is not None}

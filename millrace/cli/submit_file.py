@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import uuid
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -23,10 +21,12 @@ from millrace.cli.output import print_id, progress_bar, remark
 from millrace.cli.reconnecting_client import ReconnectingClient
 from millrace.cli.wait import wait_for_jobs
 from millrace.cli.wait_report import resumable, resume_with, warn_if_never_served
-from millrace.producer import GenerationRequest, InvalidRequest
+from millrace.producer import InvalidRequest
 from millrace.producer.options import build_request
-from millrace.producer.wire import parse_body
-from millrace.results.errors import JobConflict, QueueFull
+from millrace.producer.wire import parse_body, to_submission
+from millrace.results.errors import QueueFull
+from millrace.results.messages import Submission
+from millrace.results.replies import Outcome
 from millrace.results.waiting import counted_noun
 
 _BATCH_LINES = 500
@@ -35,13 +35,8 @@ _BATCH_LINES = 500
 class Line(NamedTuple):
     number: int
     """From 1, as an editor counts."""
-    request: GenerationRequest
+    job: Submission
     has_own_id: bool
-
-    @property
-    def job_id(self) -> str:
-        assert self.request.id is not None
-        return self.request.id
 
 
 def submit_file(
@@ -89,7 +84,7 @@ class _Submission:
 
     def __init__(self, client: ReconnectingClient, options: dict[str, Any], call_options: dict[str, Any]) -> None:
         self._client = client
-        self._call_options = call_options
+        self._batch, self._durability = call_options.get("batch"), call_options.get("durability", "memory")
         self._options = options
         self.known: dict[str, tuple[str, str | None]] = {}
         """State and batch of the submitted jobs that the queue has had before."""
@@ -111,7 +106,7 @@ class _Submission:
         """Yield the ids of the jobs in the queue. At a limit, raise CommandError with the lines that are not submitted."""
         lines = self._requests(file)
         while batch := list(islice(lines, _BATCH_LINES)):
-            known = self._client.look_up(line.job_id for line in batch if line.has_own_id)
+            known = self._client.look_up(line.job.job_id for line in batch if line.has_own_id)
             for job_id in self._submit_batch(batch, lines):
                 self.num_submitted += 1
                 if job_id in known:
@@ -124,11 +119,8 @@ class _Submission:
             if text.strip():
                 try:
                     request = parse_body(self._filled(text))
-                    has_own_id = request.id is not None
-                    self._can_repeat = self._can_repeat and has_own_id
-                    if not has_own_id:  # every request gets an id here, so that its outcome can be found
-                        request = msgspec.structs.replace(request, id=uuid.uuid4().hex)
-                    yield Line(number, request, has_own_id)
+                    self._can_repeat = self._can_repeat and request.id is not None
+                    yield Line(number, to_submission(request, batch=self._batch), request.id is not None)
                 except InvalidRequest as error:
                     self._refuse(number, error)
 
@@ -144,63 +136,27 @@ class _Submission:
         return msgspec.json.encode(gaps)[:-1] + (b"," if own else b"") + text.lstrip()[1:]
 
     def _submit_batch(self, batch: list[Line], following: Iterator[Line]) -> Iterator[str]:
-        accepted, to_resend, full = self._submit_together(batch)
         left: list[int] = []
-        for line in batch:
-            if line.job_id in accepted:
-                yield line.job_id
-            elif line.number not in to_resend:
+        last_sent, full = 0, None
+        ends = self._client.submit_each([line.job for line in batch], self._durability)
+        for line, end in zip(batch, ends, strict=True):
+            if isinstance(end, QueueFull):
                 left.append(line.number)
+                full = end
+                continue
+            last_sent = line.number
+            if isinstance(end, Outcome):
+                yield line.job.job_id
             else:
-                try:
-                    if self._submit_alone(line):
-                        yield line.job_id
-                except QueueFull as error:
-                    full, to_resend = full or error, set()  # nothing more is sent
-                    left.append(line.number)
+                self._refuse(line.number, end)
         if full:
-            last_sent = max((line.number for line in batch if line.number not in left), default=0)
             if not any(number > last_sent for number in left):  # only then read on: a pipe may block
                 left += [line.number for line in islice(following, 1)]
             raise CommandError(f"not submitted: {_not_submitted(left, last_sent)}: {full}")
 
-    def _submit_together(self, batch: list[Line]) -> tuple[set[str], set[int], QueueFull | None]:
-        """Return the ids in the queue, the numbers of the lines to send again alone, and the error that stopped the others.
-
-        A line is sent alone to find out whether it was refused: the errors name ids, which two lines may share.
-        """
-        ids = [line.job_id for line in batch]
-        accepted, num_sent, full = set(ids), len(batch), None
-        try:
-            self._client.submit_many([line.request for line in batch], **self._call_options)
-        except JobConflict as error:  # all other jobs of the batch are in the queue
-            accepted -= set(error.job_ids)
-        except InvalidRequest as error:  # as before; it lists neither refused nor conflicting ids
-            accepted = _known_once(error.job_ids, ids)
-        except QueueFull as error:  # the call stopped there: the ids in the error show how far it got
-            accepted, full = _known_once(error.job_ids, ids), error
-            num_sent = 1 + max(map(ids.index, {*error.job_ids, *error.refused}))
-        settled = accepted.union(set(full.refused) - set(full.job_ids) if full else ())
-        return accepted, {line.number for line in batch[:num_sent] if line.job_id not in settled}, full
-
-    def _submit_alone(self, line: Line) -> bool:
-        """Return whether the job is in the queue; otherwise report the line. Raises QueueFull."""
-        try:
-            self._client.submit_many([line.request], **self._call_options)
-        except (JobConflict, InvalidRequest) as error:
-            self._refuse(line.number, error)
-            return False
-        return True
-
     def _refuse(self, number: int, error: Exception) -> None:
         self.num_refused += 1
         remark(f"line {number}: {error}")
-
-
-def _known_once(accepted: list[str], ids: list[str]) -> set[str]:
-    """Return the accepted ids that only one line has."""
-    counts = Counter(ids)
-    return {job_id for job_id in accepted if counts[job_id] == 1}
 
 
 def _not_submitted(left: list[int], last_sent: int) -> str:

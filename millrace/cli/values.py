@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from argparse import ArgumentTypeError
@@ -52,17 +53,13 @@ def moment(text: str) -> float:
 
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object. The request checks its content."""
-    value = _json(text)
-    if type(value) is not dict:
-        raise ArgumentTypeError(f"""must be a JSON object, as '{{"name": 7}}', got {text[:60]!r}""")
+    value: dict[str, Any] = _json(text, dict, """object, as '{"name": 7}'""")
     return value
 
 
 def json_list(text: str) -> list[Any]:
     """A JSON list. The request checks its content."""
-    value = _json(text)
-    if type(value) is not list:
-        raise ArgumentTypeError(f"""must be a JSON list of objects, as '[{{"name": 7}}]', got {text[:60]!r}""")
+    value: list[Any] = _json(text, list, """list of objects, as '[{"name": 7}]'""")
     return value
 
 
@@ -74,8 +71,8 @@ def text_file(path: str) -> str:
         raise ArgumentTypeError(f"cannot read {path[:200]!r}: {error}") from error
 
 
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+def _json(text: str, kind: type, what: str) -> Any:
+    with contextlib.suppress(ValueError, RecursionError):
+        if type(value := json.loads(text)) is kind:
+            return value
+    raise ArgumentTypeError(f"must be a JSON {what}, got {text[:60]!r}")

@@ -11,7 +11,8 @@ from millrace.producer.arguments import queue_keys
 from millrace.producer.batches import batches
 from millrace.results import commands, replies
 from millrace.results.errors import JobNotFound
-from millrace.results.messages import Job, Submission
+from millrace.results.job import Job
+from millrace.results.messages import Submission
 from millrace.results.queue import JobQueue
 from millrace.results.replies import Outcome
 from millrace.results.transport import Transport

@@ -21,7 +21,8 @@ from millrace.producer.rq.runs import EXECUTION_TTL_S, RENEWAL_INTERVAL_S, Gatew
 from millrace.producer.rq.source_queue import GATEWAY_TTL_MS, SourceQueue
 from millrace.producer.rq.worker_entry import WorkerEntry
 from millrace.results.errors import one_line
-from millrace.results.messages import TERMINAL_STATES, CompletionOutput, Job
+from millrace.results.job import CompletionOutput, Job
+from millrace.results.messages import TERMINAL_STATES
 
 logger = logging.getLogger("millrace.gateway")
 

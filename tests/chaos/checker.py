@@ -12,8 +12,9 @@ from enum import Enum
 from typing import Any
 
 from millrace.results.connection import connect
+from millrace.results.job import CompletionOutput
 from millrace.results.keys import QueueKeys
-from millrace.results.messages import TERMINAL_STATES, CompletionOutput
+from millrace.results.messages import TERMINAL_STATES
 from millrace.results.queue import JobQueue
 from tests.chaos.processes import ChaosEngine
 from tests.results.invariants import check_queue

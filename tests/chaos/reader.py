@@ -7,7 +7,7 @@ import threading
 import time
 
 from millrace import Client, Job, RedisUnavailable
-from millrace.results.messages import StreamEvent
+from millrace.results.job import StreamEvent
 from tests.chaos.processes import LIMIT_S
 
 

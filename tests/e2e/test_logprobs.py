@@ -174,5 +174,5 @@ def test_a_character_of_several_tokens_belongs_to_the_last_one() -> None:
     tokenizer = Tokenizer(TINY)
     text = "3 é 語 🙂 4"
     ids = tokenizer.encode(text, add_special_tokens=False)
-    texts = [tokenizer.text_of(token_id, ids[max(0, at - 4) : at]) for at, token_id in enumerate(ids)]
+    texts = [tokenizer.texts_of([token_id], ids[max(0, at - 4) : at])[0] for at, token_id in enumerate(ids)]
     assert "".join(texts) == tokenizer.decode(ids, skip_special_tokens=False)

@@ -14,6 +14,7 @@ from millrace.engine_service.text import Tokenizer
 from tests.e2e.conftest import Service, StartEngine
 from tests.e2e.engines import LIMIT_S, ROOT, TINY, wait_until
 from tests.e2e.test_logprobs import PARAMS, PROMPTS, check_output, check_token, forward
+from tests.e2e.test_metrics import figures
 from tests.millrace.cli.command import python, run_main
 
 
@@ -74,6 +75,25 @@ def test_the_example_shows_the_probability_of_each_token(service: Service, redis
     lines = ran.out.splitlines()
     assert [line.partition(" 1")[0] for line in lines[:2]] == ["' '", "'7'"]
     assert {line.count("%") for line in lines} == {3}
+
+
+def test_an_engine_that_drains_writes_the_log_probabilities_that_it_builds(
+    start_engine: StartEngine, client: Client
+) -> None:
+    """SIGTERM comes after the job's last step and before its result, which all tokens of the vocabulary make large."""
+    engine = start_engine("--max-logprobs", "-1", "--metrics-port", "0")
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, prompt_logprobs=-1)
+    prompt = [5 + number % 100 for number in range(1000)]
+    job_id = client.submit(prompt_token_ids=prompt, sampling=params)
+    wait_until(lambda: figures(engine)["millrace_jobs_total[finished]"] == 1)
+    engine.process.send_signal(signal.SIGTERM)
+    assert engine.process.wait(LIMIT_S) == 0, engine.text()
+    assert "draining: 0 jobs run" in engine.text()
+    job = client.get(job_id)
+    assert (job.state, job.attempt, job.num_tokens) == ("finished", 1, 1)
+    assert job.outputs[0].logprobs is not None and job.prompt_logprobs is not None
+    assert [found and next(iter(found)) for found in job.prompt_logprobs] == [None, *prompt[1:]]
+    assert {len(found) for found in [*job.prompt_logprobs[1:], *job.outputs[0].logprobs] if found} == {512}
 
 
 @pytest.mark.faults

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.engine_service.config import EngineConfig, ServeConfig, checked, parse
+from millrace.engine_service.config import EngineConfig, ServeConfig, checked, make_parser, parse
 from millrace.engine_service.errors import ConfigurationError, EngineDead
 from millrace.engine_service.model_files import resolve_model
 
@@ -76,7 +76,8 @@ def error_of(arguments: list[str]) -> str | None:
         ("max-num-seqs = 4", r"config: has an unknown option 'max-num-seqs'; write it as in max_num_seqs = 64"),
         ('"a\\nb" = 1', r"config: has an unknown option 'a\\nb'; "),
         ("dtype = 'int8'", r"dtype: must be one of auto, float32, bfloat16, float16, got 'int8'"),
-        ("kv_cache_dtype = 'fp8'", r"kv_cache_dtype: must be one of auto, float32, bfloat16, got 'fp8'"),
+        ("kv_cache_dtype = 'int8'", r"kv_cache_dtype: must be one of auto, float32, bfloat16, fp8, got 'int8'"),
+        ("attention = 'flash'", r"attention: must be one of auto, cpu, triton, reference, got 'flash'"),
         ("executor = 'threads'", r"executor: must be one of .*, got 'threads'"),
         ("log_level = 'LOUD'", r"log_level: must be one of .*, got 'LOUD'"),
         ("max_num_seqs = '4'", r"max_num_seqs: expected `int`, got `str`"),
@@ -95,6 +96,12 @@ def test_the_command_line_goes_before_the_config_file_and_that_before_the_defaul
     assert (config.queue, config.max_num_seqs, config.heartbeat, config.block_size) == ("c", 4, 5.0, 16)
     assert config.model_name == "a"
     assert config.for_worker(tmp_path).kv_cache_memory_bytes == 3 * 2**29
+
+
+def test_the_help_names_what_an_option_can_be() -> None:
+    text = make_parser().format_help()
+    assert "--attention {auto,cpu,triton,reference}" in text
+    assert "--kv-cache-dtype {auto,float32,bfloat16,fp8}" in text
 
 
 def test_the_host_tier_is_given_in_gib(tmp_path: Path) -> None:

@@ -190,27 +190,6 @@ def test_new_workers_compile_the_grammars_of_all_sequences_anew(build: Build, tm
     assert_undisturbed([*bound, free])
 
 
-def test_a_grammar_that_kills_the_workers_is_quarantined_alone(build: Build) -> None:
-    engine = build()
-    engine.start()
-    generations = [generation(number, max_tokens=30, grammar="die" if number == 2 else "") for number in range(1, 5)]
-    failed = [one for one in run(engine, generations) if one.failure is not None]
-    assert [(one.generation, one.failure.kind) for one in failed if one.failure] == [(generations[1], "crashed")]
-    assert_undisturbed([one for one in generations if one is not generations[1]])
-
-
-def test_a_grammar_that_is_never_compiled_holds_nothing_for_ever(
-    build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its step waits for it then, and a step that lasts too long ends the worker."""
-    monkeypatch.setattr("millrace.engine_service.engine._GRAMMAR_LIMIT_S", 0.0)
-    engine = build()
-    engine.start()
-    one = generation(1, grammar=str(tmp_path / "never"))
-    run(engine, [one])
-    assert_undisturbed([one])
-
-
 def run_until(engine: Engine, is_reached: Callable[[], bool]) -> None:
     for _ in range(500):
         if is_reached():

@@ -40,6 +40,7 @@ def pid(grammars: Grammars) -> int:
         {"regex": '[a-z]+/\n"x"'},
         {"choice": ['a"b\\', "\n", "é🌍"]},
         {"grammar": 'start: start "a" | "b"'},
+        {"grammar": '# as in vLLM\nroot ::= a "b"\na ::= "c " | "d "'},
         {"json_object": True},
     ],
 )
@@ -72,6 +73,8 @@ def test_each_form_has_a_grammar(grammars: Grammars, form: dict[str, Any]) -> No
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": "a(?!b)"}, "look-around"),
         ({"grammar": "start: x"}, 'unknown name: "x"'),
+        ({"grammar": "root ::= x"}, "grammar: Rule 'x' not found"),
+        ({"grammar": "root ::= ("}, "grammar: "),
         ({"grammar": "start: start"}, "no text satisfies it"),
         ({"grammar": "start: ("}, "grammar: "),
         (

@@ -58,6 +58,52 @@ def published_in_pieces(one: Generation, token_ids: list[int]) -> list[str]:
     return [*pieces, one.final_text_after(published)]
 
 
+def added_text(tokenizer: Tokenizer, token_id: int, before: list[int]) -> str:
+    """What a token adds after a letter and the fewest of the tokens before it with which its last character is complete."""
+    letter = tokenizer.encode("a")[-1:]
+    for count in range(len(before) + 1):
+        ids = letter + before[len(before) - count :]
+        start = tokenizer.decode(ids, skip_special_tokens=False).rstrip("\ufffd")
+        added = tokenizer.decode([*ids, token_id], skip_special_tokens=False).removeprefix(start)
+        if not added.endswith("\ufffd"):
+            return added
+    return ""
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(st.sampled_from("aé数👩 "), max_size=4),
+    st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=4),
+    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=20),
+)
+def test_the_texts_of_alternatives_complete_what_is_before_them(
+    tokenizer: Tokenizer, text: str, more: list[int], alternatives: list[int]
+) -> None:
+    ids = tokenizer.encode(text + "数👩", add_special_tokens=False)
+    for before in ((ids + more)[-4:], ids[-3:-1], ids[-4:-1]):
+        expected = [added_text(tokenizer, each, before) for each in [*alternatives, ids[-1]]]
+        assert tokenizer.texts_of([*alternatives, ids[-1]], before) == expected
+
+
+def test_the_tokens_before_all_alternatives_are_decoded_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *start, last = tokenizer.encode("数", add_special_tokens=False)
+    tokenizer.texts_of([*start, last], [])
+    decoded: list[list[int]] = []
+    decode = tokenizer.decode
+
+    def counting(ids: list[int], *, skip_special_tokens: bool) -> str:
+        decoded.append(ids)
+        return decode(ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    tokenizer.texts_of([last] * 20, tokenizer.encode("abcd", add_special_tokens=False))
+    assert len(decoded) == 1
+    assert tokenizer.texts_of([last] * 20, start) == ["数"] * 20
+    assert sum(ids[-1] != last for ids in decoded) == 1 + len(start)
+
+
 @pytest.mark.parametrize("text", ["plain", "grün und weiß", "数据流", "👩‍🔬 and 🇪🇺", "mixed ✓ κόσμε\n\ttab"])
 def test_a_text_comes_back_whole_from_its_pieces(tokenizer: Tokenizer, text: str) -> None:
     pieces = published_in_pieces(generation(tokenizer), tokenizer.encode(text))

@@ -25,6 +25,7 @@ SCRIPTS = {
         "basic/offline_inference/basic.py",
         "features/automatic_prefix_caching/automatic_prefix_caching_offline.py",
         "features/automatic_prefix_caching/prefix_caching_offline.py",
+        "features/structured_outputs/structured_outputs_offline.py",
         "rl/batch_invariance/reproducibility_offline.py",
     ],
     "0.8.5": ["offline_inference/reproduciblity.py"],
@@ -38,6 +39,7 @@ SCRIPTS = {
 }
 IMPORTS = {
     "from vllm import": "from millrace import",
+    "from vllm.sampling_params import": "from millrace import",
     "from vllm.distributed import cleanup_dist_env_and_memory": "from gc import collect as cleanup_dist_env_and_memory",
     "from vllm.utils import FlexibleArgumentParser": "from argparse import ArgumentParser as FlexibleArgumentParser",
 }

@@ -14,7 +14,7 @@ status 0) and `oom` (out of memory; in a step after the plan's sequences were ad
     weights=PATH          the file of the weights
     count-loading=DIR     records in DIR how many ranks load at the same time, in the start and in `wake_up`
 
-A grammar is the path of a file, and compiled once that exists. The grammar "die" kills the worker that compiles it.
+A grammar is the path of a file, and compiled once that exists.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from millrace.executor.rank.serve import serve_rank
-from millrace.executor.wire.messages import ModelFacts, StepPlan, StepRow, WorkerConfig
+from millrace.executor.wire.messages import ModelFacts, StepPlan, WorkerConfig
 from tests.executor.stub import OutOfMemoryError, StubWorker
 
 
@@ -59,8 +59,6 @@ class FaultyStub(StubWorker):
         return num_blocks - is_short * self._faults.get("lacks-blocks", 0), num_host_blocks
 
     def compile_grammar(self, number: int, grammar: str) -> None:
-        if grammar == "die":
-            act("die")
         self._grammars = (*self._grammars, (number, Path(grammar)))
 
     @property
@@ -69,11 +67,6 @@ class FaultyStub(StubWorker):
             (self._last_compiled, _), *others = self._grammars
             self._grammars = tuple(others)
         return self._last_compiled
-
-    def _update(self, plan: StepPlan) -> list[StepRow]:
-        if any(new.sampling.grammar == "die" for new in plan.new):
-            act("die")
-        return super()._update(plan)
 
     def wake_up(self, tags: list[str], epoch: int) -> None:
         is_reading = self._is_on_disk and "weights" in tags

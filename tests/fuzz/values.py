@@ -7,16 +7,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-FIELDS = (
-    *("id", "model", "prompt", "prompt_token_ids", "messages", "tenant", "priority", "stream", "deadline_s", "delay_s"),
-    *("run_at", "meta", "max_retries", "max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
-    *("stop", "stop_token_ids", "ignore_eos", "detokenize", "skip_special_tokens", "n", "logit_bias"),
-    *("tools", "tool_choice", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"),
-    *("logprobs", "prompt_logprobs"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
-    *("thinking_token_budget", "truncate_prompt_tokens", "include_stop_str_in_output", "spaces_between_special_tokens"),
-    *("structured_outputs", "response_format"),
-)
+from millrace.producer import GenerationRequest, SamplingParams
+
+FIELDS = sorted({*GenerationRequest.__struct_fields__, *SamplingParams.__struct_fields__} - {"sampling"})
 
 ODD_CHARACTERS = "\x00\n\r\t\x1b[31m\x7f\x85\u2028\u2029\u202e\ufeff\U0001f600\u00e9'\"\\`{}$"
 
@@ -65,14 +58,88 @@ def value(rng: random.Random, depth: int = 0) -> Any:
     return rng.choice(kinds)()
 
 
+def _schema(rng: random.Random, depth: int = 0) -> Any:
+    """Return a JSON schema, often an unusual, contradictory or invalid one."""
+    inner = _schema(rng, depth + 1) if depth < 3 else {"type": "integer"}
+    return rng.choice(
+        [
+            *(
+                True,
+                False,
+                {},
+                {"type": "string", "pattern": rng.choice(["(", "a{1000,}", "(a+)+b", "[^\\x00]*", "\\1"])},
+            ),
+            {"type": rng.choice(["object", "array", "null", "text", ["string", 7], odd_text(rng)])},
+            {"type": "object", "properties": {odd_text(rng): inner}, "required": [odd_text(rng)]},
+            {"type": "array", "items": inner, "minItems": rng.choice([0, 3, -1, 10**6]), "maxItems": 2},
+            {"type": "integer", "minimum": rng.choice(ODD_NUMBERS), "maximum": rng.choice(ODD_NUMBERS)},
+            {"enum": [value(rng) for _ in range(rng.randint(0, 3))]},
+            {rng.choice(["anyOf", "allOf", "oneOf", "not"]): rng.choice([[inner, inner], inner, []])},
+            {"$ref": rng.choice(["#", "#/$defs/a", "#/$defs/none", "http://127.0.0.1:9/x"]), "$defs": {"a": inner}},
+        ]
+    )
+
+
+def _structured_outputs(rng: random.Random) -> Any:
+    tag = {"begin": rng.choice(["<a>", "", "b"]), "schema": _schema(rng), "end": rng.choice(["</a>", odd_text(rng)])}
+    return rng.choice(
+        [
+            {"json": rng.choice([_schema(rng), json.dumps(_schema(rng)), odd_text(rng)])},
+            {"regex": rng.choice(["(", "(a|a)*", "a{999}{999}", "\\p{Greek}+", "^$", odd_text(rng), "x" * 100_000])},
+            {"choice": [rng.choice(["yes", odd_text(rng), "\u00e9" * 50_000]) for _ in range(rng.randint(0, 3))]},
+            {"grammar": rng.choice(["start: start", 'start: "a" start | ', "start: /(/", "x", 'start: "a"~0..99999'])},
+            {
+                "structural_tag": {
+                    "structures": [tag] * rng.randint(0, 2),
+                    "triggers": rng.choice([["<"], [], ["<a>", "b"]]),
+                }
+            },
+            {"json_object": True, rng.choice(["regex", "choice", "json"]): value(rng)},
+        ]
+    )
+
+
+def _tools(rng: random.Random) -> Any:
+    function = {
+        "name": rng.choice(["f", odd_text(rng)]),
+        "parameters": _schema(rng),
+        "strict": rng.choice([True, None, 1]),
+    }
+    return [{"type": rng.choice(["function", "tool"]), "function": function}] * rng.choice([1, 2, 1025])
+
+
+NEARLY_GOOD: dict[str, Callable[[random.Random], Any]] = {
+    "structured_outputs": _structured_outputs,
+    "response_format": lambda rng: rng.choice(
+        [
+            {"type": "json_schema", "json_schema": {"name": "n", "schema": _schema(rng), "strict": True}},
+            {"type": "structural_tag", **_structured_outputs(rng)},
+            {"type": rng.choice(["json_object", "text", odd_text(rng)])},
+        ]
+    ),
+    "tools": _tools,
+    "tool_choice": lambda rng: {"type": "function", "function": {"name": rng.choice(["f", odd_text(rng)])}},
+    "messages": lambda rng: [{"role": rng.choice(["user", "tool", odd_text(rng)]), "content": odd_text(rng)}],
+    "bad_words": lambda rng: [odd_text(rng) for _ in range(rng.randint(1, 130))],
+    "allowed_token_ids": lambda rng: [rng.randint(0, 600) for _ in range(rng.randint(0, 1025))],
+    "logit_bias": lambda rng: {str(rng.randint(-1, 600)): rng.choice(ODD_NUMBERS) for _ in range(rng.randint(1, 4))},
+    **dict.fromkeys(("logprobs", "prompt_logprobs", "n", "thinking_token_budget"), lambda rng: rng.randint(-1, 66)),
+    "cache_salt": odd_text,
+}
+"""By field: values that pass the first checks."""
+
+
 def fields(rng: random.Random) -> dict[str, Any]:
     """Return the fields of a request that is good but for one to three of them."""
     body: dict[str, Any] = {"prompt": "3 + 4 =", "max_tokens": rng.randint(1, 4), "temperature": 0}
     for _ in range(rng.randint(1, 3)):
-        name = odd_text(rng) if rng.random() < 0.15 else rng.choice(FIELDS)
+        name = odd_text(rng) if rng.random() < 0.15 else rng.choice(rng.choice([FIELDS, list(NEARLY_GOOD)]))
         if name == "prompt" or rng.random() < 0.05:
             body.pop("prompt", None)
-        body[name] = value(rng)
+        body[name] = NEARLY_GOOD[name](rng) if name in NEARLY_GOOD and rng.random() < 0.7 else value(rng)
+        if name in ("tools", "tool_choice", "messages"):  # a chat, often a whole one
+            body.pop("prompt", None)
+            body |= {other: NEARLY_GOOD[other](rng) for other in ("messages", "tools") if rng.random() < 0.7}
     return body
 
 

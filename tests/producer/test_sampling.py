@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
+from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams, StructuredOutputsParams
 from millrace.producer.checks import shown
 
 
@@ -17,6 +17,21 @@ def test_the_defaults_are_vllms() -> None:
     assert params.skip_special_tokens
     assert not params.ignore_eos
     assert not params.is_greedy
+
+
+def test_an_unknown_name_is_refused_with_the_one_that_could_be_meant() -> None:
+    """Like by `submit`."""
+    wrong: dict[str, Any] = {"max_token": 1}
+    with pytest.raises(
+        InvalidRequest, match=r"^max_token: is not an argument of SamplingParams; did you mean max_tokens\?$"
+    ):
+        SamplingParams(**wrong)
+    wrong = {"max_tokens": 4, "best_of": 1}
+    with pytest.raises(InvalidRequest, match=r"^best_of: is not an argument of SamplingParams; leave it out$"):
+        SamplingParams(**wrong)
+    wrong = {"jason": {}}
+    with pytest.raises(InvalidRequest, match=r"^jason: is not an argument of StructuredOutputs; did you mean json\?$"):
+        StructuredOutputsParams(**wrong)
 
 
 def test_one_stop_string_becomes_a_list() -> None:

@@ -9,7 +9,8 @@ import redis
 
 from millrace import Client, InvalidRequest
 from millrace.results.errors import ResultExpired
-from millrace.results.messages import ClaimedJob, Event, Signal, StreamEvent
+from millrace.results.job import StreamEvent
+from millrace.results.messages import ClaimedJob, Event, Signal
 from millrace.results.queue import JobQueue
 from millrace.results.reader import MAX_ENTRIES, EventFollower
 from millrace.results.transport import Transport

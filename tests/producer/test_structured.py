@@ -23,7 +23,7 @@ from millrace.producer.options import build_request
 from millrace.producer.rq.payload import FUNCTION, read_submission
 from millrace.producer.structured import MAX_BYTES
 from millrace.producer.wire import canonical_body, parse_body
-from millrace.results.messages import Timings
+from millrace.results.job import Timings
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"enum": [1, 2.0, None]}}, "required": ["b"]}
 COMPACT = '{"type":"object","properties":{"b":{"type":"string"},"a":{"enum":[1,2.0,null]}},"required":["b"]}'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace.results import commands, replies
-from millrace.results.messages import BatchStatus, Position
+from millrace.results.counts import BatchStatus, Position
 from millrace.results.queue import JobQueue
 from millrace.results.scripts import Command
 from millrace.results.transport import Reply

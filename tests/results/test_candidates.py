@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import redis
 
-from millrace.results.messages import Checkpoint, CompletionOutput, Event, JobError, Usage
+from millrace.results.job import CompletionOutput
+from millrace.results.messages import Checkpoint, Event, JobError, Usage
 from millrace.results.scripts import script_command
 from millrace.results.transport import Transport
 from tests.results.engines import Engine, outcomes, submission, submit

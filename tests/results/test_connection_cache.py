@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import threading
@@ -17,7 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from millrace import AsyncClient, Client, RedisUnavailable
-from millrace.results import connection
+from millrace.results import connection, connection_cache
 from millrace.results.connection import connect
 from millrace.results.messages import EngineId
 from tests.processes import wait_until
@@ -97,6 +98,31 @@ async def test_a_server_that_does_not_answer_is_given_up_under_asyncio(mute: _Mu
         with pytest.raises(RedisUnavailable, match="does not answer in time"):
             await client.wait("a-job", timeout_s=0.1)
     assert len(mute.accepted) == 4
+
+
+def test_on_busy_cores_a_caller_sleeps_for_a_while_instead_of_polling(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polls: list[select.poll] = []
+    poll = select.poll
+
+    def counted() -> select.poll:
+        polls.append(poll())
+        return polls[-1]
+
+    monkeypatch.setattr(connection_cache, "SPIN_S", 100.0)
+    for _ in range(1 + connection_cache.CALLS_WITHOUT_SPIN):
+        client.stats()  # what the first replies took, while the server got the script, is forgotten
+    monkeypatch.setattr(select, "poll", counted)
+    monkeypatch.setattr(connection_cache, "SPIN_S", 0.0)  # every reply is late
+    client.stats()
+    assert len(polls) == 1
+    monkeypatch.setattr(connection_cache, "SPIN_S", 100.0)  # no reply is late
+    for _ in range(connection_cache.CALLS_WITHOUT_SPIN):
+        client.stats()
+    assert len(polls) == 1
+    client.stats()
+    assert len(polls) == 2
 
 
 def _num_connections(admin: redis.Redis, client: Client) -> int:

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from millrace import Client
-from millrace.results.logprobs import LazyJson, Logprob, encode_token, join_tokens
+from millrace.results.logprobs import LazyJson, Logprob, encode_token, join_lines, join_tokens
 from millrace.results.messages import Append, ClaimedJob, Event, NewOutput, Release, Usage
 from tests.results.engines import Engine, finish_of, submit
 from tests.results.full_queue import FullQueue
@@ -24,6 +24,10 @@ def lines(*token_ids: int) -> list[bytes]:
     return [line(token_id) for token_id in token_ids]
 
 
+def saved(*token_ids: int) -> LazyJson:
+    return LazyJson(lambda: join_lines(lines(*token_ids)), 60)
+
+
 def read(*token_ids: int) -> list[dict[int, Logprob]]:
     """What a reader gets of these tokens."""
     return [{each: Logprob(-each / 8, 2, f"t{each}"), each + 1: Logprob(-0.125, 1)} for each in token_ids]
@@ -31,7 +35,7 @@ def read(*token_ids: int) -> list[dict[int, Logprob]]:
 
 def event(offset: int, token_ids: list[int], index: int | None = None) -> Event:
     text = "".join(map(str, token_ids))
-    logprobs = join_tokens(lines(*token_ids))
+    logprobs = LazyJson(lambda: join_tokens(lines(*token_ids)), 60)
     return Event(offset=offset, token_ids=token_ids, text=text, index=index, logprobs=logprobs)
 
 
@@ -43,7 +47,7 @@ def append(
         token_ids=token_ids,
         event=event(offset, token_ids, index) if shows else None,
         index=index,
-        logprobs=lines(*token_ids),
+        logprobs=saved(*token_ids),
     )
     write = Append(job_id=job.job_id, lease=job.lease, fingerprint=engine.fingerprint, outputs=[output])
     return engine.queue.write([write])[0]
@@ -61,7 +65,7 @@ def test_a_checkpoint_has_one_line_for_each_token_however_often_it_is_written(
     job = engine.claim_one()
     for offset, token_ids in ((0, [1, 2]), (0, [1, 2]), (1, [2, 3]), (0, [1]), (2, [3, 4, 5])):
         assert append(engine, job, offset, token_ids) == "ok"
-    more = NewOutput(offset=4, token_ids=[5, 6], logprobs=lines(5, 6))
+    more = NewOutput(offset=4, token_ids=[5, 6], logprobs=saved(5, 6))
     release = Release(job_id=job.job_id, lease=job.lease, fingerprint=engine.fingerprint, outputs=[more])
     assert queue.write([release]) == ["ok"]
     again = engine.claim_one()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 from millrace.results.logprobs import LazyJson, join_tokens
-from millrace.results.messages import Append, ClaimedJob, Event, Finish, JobId, Lease, Write
+from millrace.results.messages import Append, ClaimedJob, Event, Finish, JobId, Lease, NewOutput, Write
 from millrace.results.queue import JobQueue
 from millrace.results.writer import Writer
 from tests.processes import wait_until
@@ -271,4 +272,33 @@ def test_a_job_fails_if_the_log_probabilities_of_its_prompt_cannot_be_built(
     assert error is not None and error.kind == "internal" and "MemoryError" in error.message
     assert queue.get("b").state == "finished"
     assert "job a" in caplog.text
+    assert writer._pending_bytes == 0
+
+
+@pytest.mark.parametrize("write", ["append", "event", "finish"])
+def test_a_job_fails_if_the_log_probabilities_of_its_output_cannot_be_built(
+    queue: JobQueue, engine: Engine, writer: Writer, stale: Stale, write: str
+) -> None:
+    def fail() -> bytes:
+        raise MemoryError
+
+    submit(queue, "a", "b", max_retries=0)
+    a, b = engine.claim()
+    bad = LazyJson(fail, 60)
+    event = Event(offset=0, token_ids=[1], text="x", logprobs=bad)
+    if write == "finish":
+        writer.put(finish_of(a, event))
+    else:
+        shown: dict[str, Any] = {"event": event} if write == "event" else {"logprobs": bad}
+        output = NewOutput(offset=0, token_ids=[1], **shown)
+        writer.put(Append(job_id=a.job_id, lease=a.lease, fingerprint="model-a", outputs=[output]))
+    writer.put(token_of(b, 0))
+    writer.put(finish_of(b))
+    assert writer.flush(10)
+    error = queue.get("a").error
+    assert error is not None and error.kind == "internal" and "MemoryError" in error.message
+    assert queue.get("b").state == "finished"
+    writer.put(token_of(a, 1))  # the engine does not know it yet
+    assert writer.flush(10)
+    assert stale.job_ids == ["a"]
     assert writer._pending_bytes == 0

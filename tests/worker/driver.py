@@ -31,6 +31,7 @@ from millrace.executor.wire.messages import (
     record_bytes,
 )
 from millrace.worker.input_batch import StepBatch
+from millrace.worker.linear.packed import RowMasks
 from millrace.worker.rank import Rank
 
 GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [])
@@ -271,10 +272,13 @@ class Driver:
             self._batch = batch
             return run(batch)
 
-        def check_most_likely(hidden: Tensor) -> tuple[Tensor, Tensor]:
-            """A plain greedy step stores no logits."""
-            peaks, token_ids = most_likely(hidden)
+        def check_most_likely(hidden: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
+            """A greedy step stores no logits."""
+            peaks, token_ids = most_likely(hidden, masks)
             logits = decoder.logits(hidden)
+            if masks is not None:
+                bits = masks.bits.unsqueeze(-1) >> torch.arange(8) & 1
+                logits[masks.rows] += bits.flatten(1)[:, : logits.shape[1]].log()
             assert torch.equal(peaks, logits.amax(dim=-1)) and torch.equal(token_ids, logits.argmax(dim=-1))
             self._captured += [(seq_id, logits[i].clone()) for i, seq_id in enumerate(self._batch.sampled.seq_ids)]
             return peaks, token_ids

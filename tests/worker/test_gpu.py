@@ -1,18 +1,21 @@
-"""Tests that need a GPU: its memory is released, and a long prompt stays within the profiled memory."""
+"""Tests that need a GPU: its memory is released, a long prompt stays within the profiled memory, and no step waits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from millrace.executor.wire.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.host_tier import HostTier
 from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, execute, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
+from tests.worker.test_no_waiting import CPU, NUM_STEPS, ROWS, make_runner, run_ahead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
@@ -95,3 +98,36 @@ def test_the_end_of_a_long_prompt_takes_no_more_than_was_profiled(tmp_path: Path
     assert torch.cuda.max_memory_allocated() - pool_bytes > 1024 * MIB, "the prompt is too short to show anything"
     assert torch.cuda.max_memory_allocated() + used_by_others <= share * total + 16 * MIB
     worker.shutdown()
+
+
+@pytest.fixture
+def default_afterwards() -> Iterator[None]:
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("default_afterwards")
+@pytest.mark.parametrize("name", [*ROWS, "all"])
+def test_a_step_does_not_wait_for_the_device(name: str) -> None:
+    rows = list(ROWS.values()) if name == "all" else [ROWS[name], GREEDY]
+    num_steps = NUM_STEPS if name in ("all", "penalties") else 12
+    expected = run_ahead(make_runner(CPU), rows, num_steps)
+    run_ahead(make_runner(torch.device("cuda")), rows)  # compiles the kernels
+    runner = make_runner(torch.device("cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    results = run_ahead(runner, rows, num_steps)
+    assert [each.token_ids for each in results] == [each.token_ids for each in expected]
+
+
+@pytest.mark.usefixtures("default_afterwards")
+def test_a_step_of_a_model_does_not_wait_for_the_device(tmp_path: Path) -> None:
+    make_model("qwen3", tmp_path, max_position_embeddings=512)
+    worker = start_worker(tmp_path, device="cuda")
+    assert worker.runner is not None
+    rows = [structs.replace(GREEDY, temperature=temperature) for temperature in (0.0, 0.9)]
+    expected = [each.token_ids for each in run_ahead(worker.runner, rows)]
+    again = start_worker(tmp_path, device="cuda").runner
+    assert again is not None
+    torch.cuda.set_sync_debug_mode("error")
+    results = run_ahead(again, rows)
+    assert [each.token_ids for each in results] == expected

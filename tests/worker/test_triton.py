@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,49 +23,60 @@ def test_kernels_do_in_the_interpreter_what_the_cpu_does(file: Path) -> None:
     assert done.returncode == 0, done.stdout[-5000:]
 
 
-def test_sampling_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The interpreter accepts more than the compiler does.
+CHANGING = {
+    *("table_stride", "num_rows", "num_groups", "group"),
+    *("tables", "rows", "tiles", "maxima", "totals", "positions", "token_blocks"),
+}
+"""Arguments whose divisibility by 16, or of whose address, changes from step to step."""
+
+
+@pytest.fixture
+def compile_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """The interpreter accepts more than the compiler does."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from millrace.worker import sampling_triton as kernels
-
-    types = dict.fromkeys(("row_stride", "vocab_size", "num_parts", "num_rows"), "i32")
-    types |= {"logits": "*bf16", "peaks": "*fp32", "scores": "*fp32", "numbers": "*fp64", "keys": "*i64"}
-    types |= {"peak_ids": "*i32", "score_ids": "*i32", "token_ids": "*i64"}
-    constants = {"PART": 256, "PARTS": 2, "DRAWS": True}
-    for kernel in (kernels._find_peaks, kernels._raise_floors, kernels._draw_parts, kernels._finish):
+    def compile_for_h200(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
         names = kernel.arg_names
-        source = triton.compiler.ASTSource(
-            kernel,
-            {name: types.get(name, "constexpr") for name in names},
-            {name: value for name, value in constants.items() if name in names},
-        )
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1})
-        assert compiled.asm["cubin"]
-
-
-def test_attention_compiles_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    from millrace.worker.attention import paged_triton as kernels
-
-    types = dict.fromkeys(("query", "key", "value", "keys", "values", "output"), "*bf16")
-    types |= dict.fromkeys(("sums", "maxima", "totals"), "*fp32") | {"scaling": "fp32", "positions": "*i64"}
-    types |= dict.fromkeys(("tables", "rows", "tiles", "token_blocks"), "*i32")
-    constants = {"WINDOW": 100, "SOFTCAP": 30.0, "CHUNK": 256, "BLOCK_SIZE": 16, "GROUP": 2, "NUM_HEADS": 8}
-    constants |= {"NUM_KV_HEADS": 4, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_G": 16, "BLOCK_H": 4, "BLOCK_M": 64}
-    constants |= {"BLOCK_N": 64, "BLOCK_D": 128, "BLOCK_DV": 128}
-    for kernel in (kernels.write_kv, kernels.decode_chunk, kernels.merge_chunks, kernels.prefill):
-        names = kernel.arg_names
+        for parameter in kernel.params:
+            if parameter.name in CHANGING:
+                assert parameter.do_not_specialize or parameter.do_not_specialize_on_alignment, parameter.name
         source = triton.compiler.ASTSource(
             kernel,
             {name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
             {name: value for name, value in constants.items() if name in names},
         )
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_stages": 2})
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.asm["cubin"]
         assert compiled.metadata.shared <= 227 << 10
+        return compiled
+
+    return compile_for_h200
+
+
+def test_sampling_compiles_for_a_gpu(compile_kernel: Callable[..., Any]) -> None:
+    from millrace.worker import sampling_triton as kernels
+
+    types = {"logits": "*bf16", "peaks": "*fp32", "scores": "*fp32", "numbers": "*fp64", "keys": "*i64"}
+    types |= {"peak_ids": "*i32", "score_ids": "*i32", "token_ids": "*i64"}
+    constants = {"PART": 256, "PARTS": 2, "DRAWS": True}
+    for kernel in (kernels._find_peaks, kernels._raise_floors, kernels._draw_parts, kernels._finish):
+        compile_kernel(kernel, types, constants, num_warps=1)
+
+
+@pytest.mark.parametrize("pool_type", ["bf16", "fp8e4nv"])
+def test_attention_compiles_for_a_gpu(pool_type: str, compile_kernel: Callable[..., Any]) -> None:
+    from millrace.worker.attention import paged_triton as kernels
+
+    types = dict.fromkeys(("query", "key", "value", "output"), "*bf16") | {"scaling": "fp32", "positions": "*i64"}
+    types |= dict.fromkeys(("keys", "values"), f"*{pool_type}")
+    types |= dict.fromkeys(("sums", "maxima", "totals", "key_scales", "value_scales"), "*fp32")
+    types |= dict.fromkeys(("tables", "rows", "tiles", "token_blocks"), "*i32")
+    constants = {"WINDOW": 100, "SOFTCAP": 30.0, "CHUNK": 256, "BLOCK_SIZE": 16, "GROUP": 2, "NUM_HEADS": 8}
+    constants |= {"NUM_KV_HEADS": 4, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_H": 4, "BLOCK_N": 64}
+    constants |= {"BLOCK_D": 128, "BLOCK_DV": 128, "HAS_SCALES": pool_type != "bf16"}
+    tiles = {"decode_chunk": (16, 4), "prefill": (128, 8)}
+    for kernel in (kernels.write_kv, kernels.decode_chunk, kernels.merge_chunks, kernels.prefill):
+        block_m, num_warps = tiles.get(kernel.__name__, (0, 4))
+        compile_kernel(kernel, types, constants | {"BLOCK_M": block_m}, num_stages=2, num_warps=num_warps)

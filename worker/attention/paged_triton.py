@@ -1,7 +1,10 @@
 """Triton kernels of paged attention. `millrace.worker.attention.triton` launches them.
 
-Offsets into the pool are int64, since a pool has more than 2^31 elements. Slots without a token may hold NaN, so they are
-never loaded. Scores are in base 2: exp2 is faster than exp.
+A slot of the pool holds the heads of a token one after the other, so its place follows from the sizes and the stride of a
+block. Offsets into the pool are int64, since a pool has more than 2^31 elements. Slots without a token may hold NaN, so they
+are never loaded. Scores are in base 2: exp2 is faster than exp.
+
+Numbers that change from step to step are not specialized on, or a kernel would be compiled again while a service runs.
 """
 
 from __future__ import annotations
@@ -11,188 +14,208 @@ import triton.language as tl
 
 
 @triton.jit
-def slot_offset(block, offset, block_stride, token_stride):
-    """Return the offset of a slot in a tensor of the pool, in elements."""
-    return block.to(tl.int64) * block_stride + offset.to(tl.int64) * token_stride
+def place_offset(block, place, block_stride, place_stride):
+    """Return the offset of a place in a block of a tensor of the pool, in elements."""
+    return block.to(tl.int64) * block_stride + place.to(tl.int64) * place_stride
 
 
 @triton.jit
+def write_heads(
+    new, new_head_stride, pool, scales, block_stride, block, offset,
+    HAS_SCALES: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store the keys or values of one token, see `LayerCache.write`."""
+    heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)[None, :]
+    is_stored = (heads[:, None] < NUM_KV_HEADS) & (dims < DIM)
+    numbers = tl.load(new + heads[:, None].to(tl.int64) * new_head_stride + dims, is_stored, other=0.0)
+    places = offset * NUM_KV_HEADS + heads
+    if HAS_SCALES:
+        numbers = numbers.to(tl.float32)
+        scale = tl.maximum(tl.max(tl.abs(numbers), 1) * (1 / 448), 1e-30)
+        numbers = tl.div_rn(numbers, scale[:, None] + tl.zeros_like(numbers))
+        tl.store(scales + place_offset(block, places, block_stride // 4, 1), scale, heads < NUM_KV_HEADS)
+    pool += place_offset(block, places, block_stride, DIM)[:, None] + dims
+    tl.store(pool, numbers.to(pool.dtype.element_ty), is_stored)
+
+
+@triton.jit(
+    do_not_specialize=["num_groups", "group"], do_not_specialize_on_alignment=["positions", "token_blocks"]
+)  # fmt: skip
 def write_kv(
-    key, key_head_stride, key_token_stride,
-    value, value_head_stride, value_token_stride,
-    keys, keys_block_stride, keys_token_stride, keys_head_stride,
-    values, values_block_stride, values_token_stride, values_head_stride,
+    key, key_head_stride, key_token_stride, value, value_head_stride, value_token_stride,
+    keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
     positions, token_blocks, num_groups, group,
-    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Store the keys and values of one token. Grid: tokens."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.load(token_blocks + token * num_groups + group)
     offset = tl.load(positions + token) % BLOCK_SIZE
-    heads = tl.arange(0, BLOCK_H)[:, None].to(tl.int64)
-    dims, value_dims = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-    is_key = (heads < NUM_KV_HEADS) & (dims < KEY_DIM)
-    is_value = (heads < NUM_KV_HEADS) & (value_dims < VALUE_DIM)
-    new_key = tl.load(key + token * key_token_stride + heads * key_head_stride + dims, is_key)
-    new_value = tl.load(value + token * value_token_stride + heads * value_head_stride + value_dims, is_value)
-    keys += slot_offset(block, offset, keys_block_stride, keys_token_stride)
-    values += slot_offset(block, offset, values_block_stride, values_token_stride)
-    tl.store(keys + heads * keys_head_stride + dims, new_key.to(keys.dtype.element_ty), is_key)
-    tl.store(values + heads * values_head_stride + value_dims, new_value.to(values.dtype.element_ty), is_value)
+    write_heads(
+        key + token * key_token_stride, key_head_stride, keys, key_scales, keys_block_stride, block, offset,
+        HAS_SCALES, NUM_KV_HEADS, KEY_DIM, BLOCK_H, BLOCK_D,
+    )  # fmt: skip
+    write_heads(
+        value + token * value_token_stride, value_head_stride, values, value_scales, values_block_stride, block, offset,
+        HAS_SCALES, NUM_KV_HEADS, VALUE_DIM, BLOCK_H, BLOCK_DV,
+    )  # fmt: skip
 
 
 @triton.jit
-def attend_tile(
-    queries, maximum, total, weighted, positions, is_visible, is_loaded,
-    keys, keys_block_stride, keys_token_stride, values, values_block_stride, values_token_stride, table, scaling,
-    SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+def attend(
+    query, query_head_stride, query_token_stride, first_token, first_position, count, kv_head, begin, first, end,
+    keys, key_scales, keys_block_stride, values, value_scales, values_block_stride, table, scaling,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Add the positions of one tile to the running softmax of some queries."""
-    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    blocks = tl.load(table + positions // BLOCK_SIZE, is_loaded, other=0)
-    offsets = positions % BLOCK_SIZE
-    key_offsets = slot_offset(blocks, offsets, keys_block_stride, keys_token_stride)
-    value_offsets = slot_offset(blocks, offsets, values_block_stride, values_token_stride)
-    tile_keys = tl.load(
-        keys + key_offsets[None, :] + dims[:, None], is_loaded[None, :] & (dims[:, None] < KEY_DIM), other=0.0
-    ).to(queries.dtype)
-    scores = tl.dot(queries, tile_keys, input_precision="ieee") * scaling
-    if SOFTCAP > 0:
-        scores = SOFTCAP * (1 - 2 / (tl.exp(scores * (2 / SOFTCAP)) + 1))  # tanh, which is not in every Triton
-    scores = tl.where(is_visible, scores * 1.4426950408889634, float("-inf"))
-    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no position so far: -inf - -inf is NaN
-    weights = tl.exp2(scores - shift[:, None])
-    old_weight = tl.exp2(maximum - shift)
-    tile_values = tl.load(
-        values + value_offsets[:, None] + value_dims[None, :],
-        is_loaded[:, None] & (value_dims[None, :] < VALUE_DIM),
-        other=0.0,
-    ).to(queries.dtype)
-    total = total * old_weight + tl.sum(weights, 1)
-    weighted = weighted * old_weight[:, None] + tl.dot(weights.to(queries.dtype), tile_values, input_precision="ieee")
-    return new_maximum, total, weighted
+    """Attend with the query heads of one key head, of some tokens of a row, to the positions from `first` to `end`.
+
+    Return for each query the largest score, the sum of the weights, and the weighted values. Tiles begin at `begin`."""
+    members, dims, value_dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    tokens, heads = first_token + members // GROUP, (kv_head * GROUP + members % GROUP).to(tl.int64)
+    query_positions = first_position + members // GROUP
+    queries = tl.load(
+        query + (tokens * query_token_stride + heads * query_head_stride)[:, None] + dims[None, :],
+        (members < count * GROUP)[:, None] & (dims[None, :] < KEY_DIM), other=0.0,
+    )  # fmt: skip
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        positions = start + tl.arange(0, BLOCK_N)
+        is_loaded = (positions >= first) & (positions < end)
+        is_visible = is_loaded[None, :] & (positions[None, :] <= query_positions[:, None])
+        if WINDOW > 0:
+            is_visible = is_visible & (positions[None, :] > query_positions[:, None] - WINDOW)
+        blocks = tl.load(table + positions // BLOCK_SIZE, is_loaded, other=0)
+        places = positions % BLOCK_SIZE * NUM_KV_HEADS + kv_head
+        tile_keys = tl.load(
+            keys + place_offset(blocks, places, keys_block_stride, KEY_DIM)[None, :] + dims[:, None],
+            is_loaded[None, :] & (dims[:, None] < KEY_DIM), other=0.0,
+        )  # fmt: skip
+        scores = tl.dot(queries, tile_keys.to(queries.dtype), input_precision="ieee") * scaling
+        if HAS_SCALES:
+            offsets = place_offset(blocks, places, keys_block_stride // 4, 1)
+            scores = scores * tl.load(key_scales + offsets, is_loaded, other=0.0)[None, :]
+        if SOFTCAP > 0:
+            scores = SOFTCAP * (1 - 2 / (tl.exp(scores * (2 / SOFTCAP)) + 1))  # tanh, which is not in every Triton
+        scores = tl.where(is_visible, scores * 1.4426950408889634, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no position so far: -inf - -inf is NaN
+        weights = tl.exp2(scores - shift[:, None])
+        old_weight = tl.exp2(maximum - shift)
+        tile_values = tl.load(
+            values + place_offset(blocks, places, values_block_stride, VALUE_DIM)[:, None] + value_dims[None, :],
+            is_loaded[:, None] & (value_dims[None, :] < VALUE_DIM), other=0.0,
+        )  # fmt: skip
+        if HAS_SCALES:
+            offsets = place_offset(blocks, places, values_block_stride // 4, 1)
+            tile_values = tile_values.to(tl.float32) * tl.load(value_scales + offsets, is_loaded, other=0.0)[:, None]
+        total = total * old_weight + tl.sum(weights, 1)
+        weighted = weighted * old_weight[:, None] + tl.dot(
+            weights.to(queries.dtype), tile_values.to(queries.dtype), input_precision="ieee"
+        )
+        maximum = new_maximum
+    return maximum, total, weighted
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "rows", "maxima", "totals"])
 def decode_chunk(
     query, query_head_stride, query_token_stride,
-    keys, keys_block_stride, keys_token_stride, keys_head_stride,
-    values, values_block_stride, values_token_stride, values_head_stride,
-    tables, table_stride, rows, sums, maxima, totals, num_chunks, scaling,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
+    tables, table_stride, rows, sums, maxima, totals, scaling,
+    CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one chunk of positions. Grid: decode rows, key heads, chunks. rows: row, token, length of each."""
-    index, kv_head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, token = tl.load(rows + 3 * index).to(tl.int64), tl.load(rows + 3 * index + 1).to(tl.int64)
-    kv_len = tl.load(rows + 3 * index + 2)
+    """Attend to one chunk of positions. Grid: decode rows, key heads, chunks. rows: row, token, length, first part."""
+    rows += 4 * tl.program_id(0)
+    kv_head, chunk = tl.program_id(1), tl.program_id(2)
+    row, token, kv_len = tl.load(rows).to(tl.int64), tl.load(rows + 1).to(tl.int64), tl.load(rows + 2)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(kv_len - WINDOW, 0)
     begin = (first // CHUNK + chunk) * CHUNK
     if begin < kv_len:
-        members, dims, value_dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-        heads = (kv_head * GROUP + members).to(tl.int64)
-        is_member = members < GROUP
-        queries = tl.load(
-            query + token * query_token_stride + heads[:, None] * query_head_stride + dims[None, :],
-            is_member[:, None] & (dims[None, :] < KEY_DIM), other=0.0,
+        maximum, total, weighted = attend(
+            query, query_head_stride, query_token_stride, token, kv_len - 1, 1, kv_head,
+            begin, first, tl.minimum(begin + CHUNK, kv_len),
+            keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
+            tables + row * table_stride, scaling, WINDOW, SOFTCAP, HAS_SCALES, BLOCK_SIZE,
+            NUM_KV_HEADS, GROUP, KEY_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
-        maximum = tl.full([BLOCK_G], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_G], tl.float32)
-        weighted = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
-        keys += kv_head.to(tl.int64) * keys_head_stride
-        values += kv_head.to(tl.int64) * values_head_stride
-        for start in range(begin, tl.minimum(begin + CHUNK, kv_len), BLOCK_N):
-            positions = start + tl.arange(0, BLOCK_N)
-            is_loaded = (positions >= first) & (positions < kv_len)
-            maximum, total, weighted = attend_tile(
-                queries, maximum, total, weighted, positions, is_loaded[None, :], is_loaded,
-                keys, keys_block_stride, keys_token_stride, values, values_block_stride, values_token_stride,
-                tables + row * table_stride, scaling, SOFTCAP, BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
-            )  # fmt: skip
-        parts = (index.to(tl.int64) * NUM_HEADS + heads) * num_chunks + chunk
+        members, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+        is_member = members < GROUP
+        part = (tl.load(rows + 3) + chunk).to(tl.int64)
+        parts = (part * NUM_KV_HEADS + kv_head) * GROUP + members
         tl.store(maxima + parts, maximum, is_member)
         tl.store(totals + parts, total, is_member)
-        is_stored = is_member[:, None] & (value_dims[None, :] < VALUE_DIM)
-        tl.store(sums + parts[:, None] * VALUE_DIM + value_dims[None, :], weighted, is_stored)
+        is_stored = is_member[:, None] & (dims[None, :] < VALUE_DIM)
+        tl.store(sums + parts[:, None] * VALUE_DIM + dims[None, :], weighted, is_stored)
 
 
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "maxima", "totals"])
 def merge_chunks(
-    sums, maxima, totals, rows, output, num_chunks,
+    sums, maxima, totals, rows, output,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Merge the chunks of a row, the first one first. Grid: decode rows, query heads."""
-    index, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    token, kv_len = tl.load(rows + 3 * index + 1).to(tl.int64), tl.load(rows + 3 * index + 2)
+    rows += 4 * tl.program_id(0)
+    head = tl.program_id(1)
+    token, kv_len, part = tl.load(rows + 1).to(tl.int64), tl.load(rows + 2), tl.load(rows + 3).to(tl.int64)
     first_chunk = 0
     if WINDOW > 0:
         first_chunk = tl.maximum(kv_len - WINDOW, 0) // CHUNK
     dims = tl.arange(0, BLOCK_DV)
-    part = (index.to(tl.int64) * NUM_HEADS + head) * num_chunks
+    part = part * NUM_HEADS + head
     maximum = tl.load(maxima + part)
     total = tl.load(totals + part)
     weighted = tl.load(sums + part * VALUE_DIM + dims, dims < VALUE_DIM, other=0.0)
-    for chunk in range(1, (kv_len - 1) // CHUNK - first_chunk + 1):
-        chunk_maximum = tl.load(maxima + part + chunk)
+    for _ in range(first_chunk + 1, (kv_len - 1) // CHUNK + 1):
+        part += NUM_HEADS
+        chunk_maximum = tl.load(maxima + part)
         new_maximum = tl.maximum(maximum, chunk_maximum)
         old_weight, weight = tl.exp2(maximum - new_maximum), tl.exp2(chunk_maximum - new_maximum)
-        chunk_sums = tl.load(sums + (part + chunk) * VALUE_DIM + dims, dims < VALUE_DIM, other=0.0)
-        total = total * old_weight + tl.load(totals + part + chunk) * weight
+        chunk_sums = tl.load(sums + part * VALUE_DIM + dims, dims < VALUE_DIM, other=0.0)
+        total = total * old_weight + tl.load(totals + part) * weight
         weighted = weighted * old_weight + chunk_sums * weight
         maximum = new_maximum
     result = (weighted / total).to(output.dtype.element_ty)
     tl.store(output + (token * NUM_HEADS + head) * VALUE_DIM + dims, result, dims < VALUE_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "tiles"])
 def prefill(
     query, query_head_stride, query_token_stride,
-    keys, keys_block_stride, keys_token_stride, keys_head_stride,
-    values, values_block_stride, values_token_stride, values_head_stride,
+    keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
     tables, table_stride, tiles, output, scaling,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Attend with some tokens of a row. Grid: tiles, query heads. tiles: row, first token, tokens, first position."""
-    tile, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row, first_token = tl.load(tiles + 4 * tile).to(tl.int64), tl.load(tiles + 4 * tile + 1).to(tl.int64)
-    count, first_position = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
-    members, dims, value_dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    is_member = members < count
-    tokens, query_positions = first_token + members, first_position + members
-    queries = tl.load(
-        query + tokens[:, None] * query_token_stride + head * query_head_stride + dims[None, :],
-        is_member[:, None] & (dims[None, :] < KEY_DIM), other=0.0,
-    )  # fmt: skip
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    weighted = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    keys += head // GROUP * keys_head_stride
-    values += head // GROUP * values_head_stride
-    first, end = 0, first_position + count
+    """Attend with some tokens of a row. Grid: tiles, key heads. tiles: row, first token, tokens, first position."""
+    tiles += 4 * tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row, first_token = tl.load(tiles).to(tl.int64), tl.load(tiles + 1).to(tl.int64)
+    count, first_position = tl.load(tiles + 2), tl.load(tiles + 3)
+    first = 0
     if WINDOW > 0:
         first = tl.maximum(first_position + 1 - WINDOW, 0)
-    for start in range(first // BLOCK_N * BLOCK_N, end, BLOCK_N):
-        positions = start + tl.arange(0, BLOCK_N)
-        is_loaded = (positions >= first) & (positions < end)
-        is_visible = is_loaded[None, :] & (positions[None, :] <= query_positions[:, None])
-        if WINDOW > 0:
-            is_visible = is_visible & (positions[None, :] > query_positions[:, None] - WINDOW)
-        maximum, total, weighted = attend_tile(
-            queries, maximum, total, weighted, positions, is_visible, is_loaded,
-            keys, keys_block_stride, keys_token_stride, values, values_block_stride, values_token_stride,
-            tables + row * table_stride, scaling, SOFTCAP, BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV,
-        )  # fmt: skip
+    _, total, weighted = attend(
+        query, query_head_stride, query_token_stride, first_token, first_position, count, kv_head,
+        first // BLOCK_N * BLOCK_N, first, first_position + count,
+        keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
+        tables + row * table_stride, scaling, WINDOW, SOFTCAP, HAS_SCALES, BLOCK_SIZE,
+        NUM_KV_HEADS, GROUP, KEY_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+    )  # fmt: skip
+    members, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+    is_member = members < count * GROUP
+    tokens, heads = first_token + members // GROUP, kv_head * GROUP + members % GROUP
     result = (weighted / tl.where(is_member, total, 1.0)[:, None]).to(output.dtype.element_ty)
     tl.store(
-        output + (tokens[:, None] * NUM_HEADS + head) * VALUE_DIM + value_dims[None, :], result,
-        is_member[:, None] & (value_dims[None, :] < VALUE_DIM),
+        output + ((tokens * NUM_KV_HEADS * GROUP + heads) * VALUE_DIM)[:, None] + dims[None, :], result,
+        is_member[:, None] & (dims[None, :] < VALUE_DIM),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from millrace.worker.fusion.operations import NormOperation, Operations
 from millrace.worker.fusion.structure import DecoderParts, LayerParts, MLPParts, own_part
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import KVPool
-from millrace.worker.linear.packed import CompiledLinear, PackedLinear
+from millrace.worker.linear.packed import CompiledLinear, PackedLinear, RowMasks
 from millrace.worker.parallel.layers import RowParallelLinear
 
 
@@ -102,11 +102,19 @@ class FusedDecoder:
             head.into(hidden, logits)
         return logits if softcap is None else torch.tanh(logits.div_(softcap)).mul_(softcap)
 
-    def most_likely(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def takes_masks(self) -> bool:
+        """Whether `most_likely` can exclude ids."""
+        return isinstance(self._weights.head, CompiledLinear) and self._weights.logit_softcap is None
+
+    def most_likely(self, hidden: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
         """Return the largest logit [M] of each row, and the lowest id [M] that has it. Stores no logits where it can."""
-        found = None
+        head, found = self._weights.head, None
+        if masks is not None:
+            assert isinstance(head, CompiledLinear)
+            return head.argmax(hidden, masks)
         if self._weights.logit_softcap is None and hidden.shape[0]:  # the cap may make different logits equal
-            found = self._operations.argmax_of_head(self._weights.head, hidden)
+            found = self._operations.argmax_of_head(head, hidden)
         return self._operations.argmax(self.logits(hidden)) if found is None else found
 
     def _embed(self, input_ids: Tensor) -> Tensor:  # [T, H]

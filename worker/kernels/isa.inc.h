@@ -37,4 +37,4 @@ PUSH_TARGET(TARGET)
 #pragma clang attribute pop
 #endif
 
-const struct kernels TABLE = {attend, argmax, draw, linear, linear_argmax, pack, PANEL_OUTPUTS, norm, gate};
+const struct kernels TABLE = {attend, argmax, draw, linear, pack, PANEL_OUTPUTS, norm, gate};

@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 12
+#define MILLRACE_KERNELS_VERSION 13
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -68,16 +68,17 @@ struct draws {
     int64_t num_threads;
 };
 
-/* A linear layer. Shapes: M rows, N outputs, K inputs. */
+/* A linear layer. Shapes: M rows, N outputs, K inputs. Panels: see linear.inc.h. */
 struct linear {
-    const void *input;  /* [M, K], contiguous */
-    void *output;       /* [M, N], contiguous */
-    float *peaks;       /* [M], of linear_argmax instead of the output */
-    int64_t *token_ids; /* [M], likewise */
+    const void *input;      /* [M, K], contiguous */
+    void *output;           /* [M, N], contiguous. NULL: the argmax of each row's outputs instead */
+    float *peaks;           /* [M], of the argmax, which */
+    int64_t *token_ids;     /* [M] */
+    const uint8_t *allowed; /* [M, panels, PANEL_OUTPUTS / 8] and 8 bytes: a bit for each output; NULL: all are allowed */
     int64_t num_rows, accumulates, num_threads;
-    const void *panels; /* the weights, packed as in linear.inc.h */
-    const float *bias;  /* [N], or NULL */
-    const void *rounded; /* for linear_argmax: the panels in bfloat16, or NULL, */
+    const void *panels;
+    const float *bias;   /* [N], or NULL */
+    const void *rounded; /* for the argmax: the panels in bfloat16, or NULL, */
     const float *errors; /* and for each panel: the most that its outputs differ then, for rounded inputs of length 1 */
     int64_t num_outputs, num_inputs;
     int64_t weight_dtype, input_dtype, output_dtype; /* sums are float32 */
@@ -117,11 +118,9 @@ struct kernels {
                    int64_t num_threads);
     /* Draw a token for each row with a temperature and a finite peak. Return 0, or -1 if there is no memory. */
     int (*draw)(const struct draws *call);
-    /* Write the output of a linear layer, or with `accumulates` add it. A row's result does not depend on the other rows.
-     * Return 0, or -1 if there is no memory. */
+    /* Write the output of a linear layer, or with `accumulates` add it; without an output find the argmax of the allowed
+     * ones. A row's result does not depend on the other rows. Return 0, or -1 if there is no memory. */
     int (*linear)(const struct linear *call);
-    /* As argmax of a linear layer's output, which is not stored. Return 0, or -1 if there is no memory. */
-    int (*linear_argmax)(const struct linear *call);
     void (*pack)(const struct packing *call);
     int panel_outputs; /* outputs of a panel of packed weights */
     void (*norm)(const struct norm *call);

@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 12
+VERSION = 13
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -77,7 +77,7 @@ class LinearCall(ctypes.Structure):
     """`struct linear`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("input", "output", "peaks", "token_ids")),
+        *((name, ctypes.c_void_p) for name in ("input", "output", "peaks", "token_ids", "allowed")),
         *((name, ctypes.c_int64) for name in ("num_rows", "accumulates", "num_threads")),
         *((name, ctypes.c_void_p) for name in ("panels", "bias", "rounded", "errors")),
         *((name, ctypes.c_int64) for name in ("num_outputs", "num_inputs")),
@@ -126,7 +126,7 @@ class KernelTable(ctypes.Structure):
     """`struct kernels`. Each access makes a new function object."""
 
     _fields_ = (
-        *(("attend", _CALL), ("argmax", _ARGMAX), ("draw", _CALL), ("linear", _CALL), ("linear_argmax", _CALL)),
+        *(("attend", _CALL), ("argmax", _ARGMAX), ("draw", _CALL), ("linear", _CALL)),
         *(("pack", _CALL_WITHOUT_STATUS), ("panel_outputs", ctypes.c_int)),
         *(("norm", _CALL_WITHOUT_STATUS), ("gate", _CALL_WITHOUT_STATUS)),
     )
@@ -212,6 +212,10 @@ def load_library(directory: Path) -> ctypes.CDLL:
     """Load the library in a directory. Raises `OSError`, and `AttributeError` for a library without our functions."""
     found = [path for suffix in EXTENSION_SUFFIXES if (path := directory / f"_library{suffix}").exists()]
     if not found:
+        root = directory.resolve().parents[1]
+        if (root / "pyproject.toml").exists():  # Python prefers its working directory to an installed package
+            where = f"Python imports Millrace from the checkout {root}, where they are not built"
+            raise OSError(f"{where}: run `pip install -e .` there, or start Python in another directory")
         raise OSError("they were not built: install a C compiler, and Millrace again")
     library = ctypes.CDLL(str(found[0]))
     if (version := library.millrace_version()) != VERSION:

@@ -21,6 +21,8 @@ enum {
     AHEAD = 9216, /* floats from a weight to the one that is prefetched: about a span, which comes while tiles compute */
 };
 
+#define ALL_OUTPUTS ((UINT64_C(1) << PANEL_OUTPUTS) - 1) /* of a panel */
+
 /* How the products of a tile are made. */
 enum products {
     OF_FLOAT32, /* from float32 weights and inputs */
@@ -124,19 +126,9 @@ static __attribute__((noinline)) void add_tile(struct rows rows, const char *inp
     }
 }
 
-static void write_outputs(const struct linear *c, const float *sums, int64_t row, int64_t first_output)
-{
-    int64_t at = row * c->num_outputs + first_output, num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
-    if (!c->accumulates)
-        narrow(c->output, at, sums, num_outputs, c->output_dtype, 1.0f);
-    else
-        for (int64_t i = 0; i < num_outputs; i++)
-            put(c->output, at + i, item(c->output, at + i, c->output_dtype) + sums[i], c->output_dtype);
-}
-
 /* --- the calls --- */
 
-/* Where the outputs go: to `leaders`, to `largest`, or to the output of the call. */
+/* Where the outputs go if the call has no output: to `leaders`, or to `largest`. */
 struct sink {
     struct leader *leaders; /* [threads, M] */
     float *largest;         /* [M, panels], the largest output of each panel */
@@ -147,6 +139,15 @@ static int64_t num_panels(const struct linear *c)
     return (c->num_outputs + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS;
 }
 
+/* Return a bit for each output of a panel that exists and is allowed for the row. */
+static inline uint64_t allowed_outputs(const struct linear *c, int64_t row, int64_t panel)
+{
+    uint64_t bits = ~UINT64_C(0);
+    if (c->allowed)
+        memcpy(&bits, c->allowed + (row * num_panels(c) + panel) * (PANEL_OUTPUTS / 8), sizeof bits);
+    return bits & ALL_OUTPUTS >> (PANEL_OUTPUTS - smaller(PANEL_OUTPUTS, c->num_outputs - panel * PANEL_OUTPUTS));
+}
+
 /* Add the bias to the finished sums of a tile, and pass the outputs on. */
 static void finish_tile(const struct linear *c, float *sums, int64_t first_row, int64_t num_rows, int64_t panel,
                         struct sink sink)
@@ -155,20 +156,27 @@ static void finish_tile(const struct linear *c, float *sums, int64_t first_row, 
     for (int64_t row = first_row; row < first_row + num_rows; row++, sums += PANEL_OUTPUTS) {
         for (int64_t i = 0; c->bias && i < num_outputs; i++)
             sums[i] += c->bias[first_output + i];
-        if (sink.leaders) {
-            vi ids = first_ints() + (int32_t)first_output;
-            for (int v = 0; v < PANEL_VECTORS; v++, ids += LANES)
-                compare(sink.leaders + row, load(sums + v * LANES), ids, ids < (int32_t)c->num_outputs);
-        } else if (sink.largest) {
-            for (int64_t i = num_outputs; i < PANEL_OUTPUTS; i++)
-                sums[i] = -INFINITY;
-            vf largest = load(sums);
-            for (int v = 1; v < PANEL_VECTORS; v++)
-                largest = larger(largest, load(sums + v * LANES));
-            sink.largest[row * num_panels(c) + panel] = largest_lane(largest);
-        } else {
-            write_outputs(c, sums, row, first_output);
+        if (c->output) {
+            int64_t at = row * c->num_outputs + first_output;
+            for (int64_t i = 0; c->accumulates && i < num_outputs; i++)
+                sums[i] += item(c->output, at + i, c->output_dtype);
+            narrow(c->output, at, sums, num_outputs, c->output_dtype, 1.0f);
+            continue;
         }
+        uint64_t bits = allowed_outputs(c, row, panel);
+        for (int v = 0; bits != ALL_OUTPUTS && v < PANEL_VECTORS; v++) {
+            vi is_allowed = -(((vi){0} + (int32_t)(bits >> v * LANES)) >> first_ints() & 1);
+            store(sums + v * LANES, pick(is_allowed, load(sums + v * LANES), splat(-INFINITY)));
+        }
+        vf largest = load(sums);
+        vi ids = first_ints() + (int32_t)first_output;
+        for (int v = 0; v < PANEL_VECTORS; v++, ids += LANES)
+            if (sink.leaders)
+                compare(sink.leaders + row, load(sums + v * LANES), ids);
+            else
+                largest = larger(largest, load(sums + v * LANES));
+        if (sink.largest)
+            sink.largest[row * num_panels(c) + panel] = largest_lane(largest);
     }
 }
 
@@ -261,14 +269,71 @@ static void compute_panels(const struct linear *c, struct rows rows, const char 
 #pragma omp for schedule(monotonic : dynamic, 1 + units / (16 * num_threads)) nowait /* ids of a thread ascend */
         for (int64_t unit = 0; unit < units; unit++) {
             int64_t panel = unit % panels, first = unit / panels * block, end = smaller(first + block, c->num_rows);
-            if (!kept)
-                compute_panel(c, rows, first, end - first, panel, sums, own);
-            else
-                for (int64_t row = first; row < end; row++)
-                    if (kept[row * panels + panel])
-                        compute_panel(c, rows, row, 1, panel, sums, own);
+            int64_t begin = first; /* of rows that follow one another: they share tiles */
+            for (int64_t row = first; row <= end; row++)
+                if (row == end || (kept && !kept[row * panels + panel])) {
+                    if (begin < row)
+                        compute_panel(c, rows, begin, row - begin, panel, sums, own);
+                    begin = row + 1;
+                }
         }
     }
+}
+
+/* Find the panels that can have a row's largest allowed output. Return 1 or 0 for each, [M, panels], or NULL if so many are
+ * left that it does not pay. `memory` has 5 * panels + 2 * K bytes for each row.
+ * Rounded weights and inputs take half the time. By the inequality of Cauchy and Schwarz those outputs differ from the
+ * exact ones at most by the length of the row times the error of the panel. A NaN is kept. */
+static const char *screen(const struct linear *c, char *memory, int num_threads)
+{
+    int64_t panels = num_panels(c), num_kept = 0, few = c->num_rows * panels / 8;
+    float *largest = (float *)memory;
+    uint16_t *inputs = (uint16_t *)(largest + c->num_rows * panels);
+    char *kept = (char *)(inputs + c->num_rows * c->num_inputs), *copy;
+    for (int64_t i = 0, row = 0; row < c->num_rows; row++)
+        for (int64_t panel = 0; panel < panels; panel++, i++)
+            num_kept += kept[i] = !c->allowed || allowed_outputs(c, row, panel) != 0;
+    if (!c->rounded || num_kept <= few)
+        return kept;
+    struct linear rounded = *c;
+    rounded.input = inputs;
+    rounded.panels = c->rounded;
+    rounded.input_dtype = rounded.weight_dtype = BFLOAT16;
+    struct rows rows;
+    narrow(inputs, 0, c->input, c->num_rows * c->num_inputs, BFLOAT16, 1.0f);
+    if (prepare_rows(&rounded, &rows, &copy) != 0)
+        return kept;
+    compute_panels(&rounded, rows, num_kept < c->num_rows * panels ? kept : NULL, (struct sink){NULL, largest}, num_threads);
+    free(copy);
+    num_kept = 0;
+#pragma omp parallel for schedule(static) num_threads(num_threads) reduction(+ : num_kept)
+    for (int64_t row = 0; row < c->num_rows; row++) {
+        float length = sqrtf(sum_of_squares(c->input, row * c->num_inputs, c->num_inputs, FLOAT32) + 1e-30f);
+        float least = -INFINITY;
+        for (int64_t i = row * panels, panel = 0; panel < panels; panel++, i++)
+            if (kept[i])
+                least = fmaxf(least, largest[i] - length * c->errors[panel]);
+        for (int64_t i = row * panels, panel = 0; panel < panels; panel++, i++)
+            num_kept += kept[i] = kept[i] && !(largest[i] + length * c->errors[panel] < least);
+    }
+    return num_kept <= few ? kept : NULL;
+}
+
+static int find_peaks(const struct linear *c, struct rows rows, int num_threads)
+{
+    struct leader *leaders = aligned_alloc(sizeof(vf), (num_threads * c->num_rows + 1) * sizeof(struct leader));
+    if (!leaders)
+        return -1;
+    for (int64_t i = 0; i < num_threads * c->num_rows; i++)
+        leaders[i] = (struct leader)NO_LEADER;
+    char *memory = malloc(c->num_rows * (5 * num_panels(c) + 2 * c->num_inputs));
+    const char *kept = memory ? screen(c, memory, num_threads) : NULL;
+    compute_panels(c, rows, kept, (struct sink){leaders, NULL}, num_threads);
+    for (int64_t row = 0; row < c->num_rows; row++)
+        find_leader(leaders + row, num_threads, c->num_rows, c->peaks + row, c->token_ids + row);
+    free(memory);
+    free(leaders);
+    return 0;
 }
 
 static int linear(const struct linear *c)
@@ -278,67 +343,14 @@ static int linear(const struct linear *c)
     if (prepare_rows(c, &rows, &copy) != 0)
         return -1;
     struct region region = begin_region(c->num_rows * c->num_outputs * c->num_inputs, c->num_threads);
-    compute_panels(c, rows, NULL, (struct sink){NULL, NULL}, region.num_threads);
+    int status = 0;
+    if (c->output)
+        compute_panels(c, rows, NULL, (struct sink){NULL, NULL}, region.num_threads);
+    else
+        status = find_peaks(c, rows, region.num_threads);
     end_region(region);
     free(copy);
-    return 0;
-}
-
-/* Find the panels that can have a row's largest output, from rounded weights and inputs: they take half the time. By the
- * inequality of Cauchy and Schwarz those outputs differ from the exact ones at most by the length of the row times the error
- * of the panel. Return 1 or 0 for each, [M, panels], or NULL if so many are left that it does not pay. A NaN is kept.
- * `memory` has 5 * panels + 2 * K bytes for each row. */
-static const char *screen(const struct linear *c, char *memory, int num_threads)
-{
-    int64_t panels = num_panels(c), num_kept = 0;
-    float *largest = (float *)memory;
-    uint16_t *inputs = (uint16_t *)(largest + c->num_rows * panels);
-    char *kept = (char *)(inputs + c->num_rows * c->num_inputs), *copy;
-    struct linear rounded = *c;
-    rounded.input = inputs;
-    rounded.panels = c->rounded;
-    rounded.input_dtype = rounded.weight_dtype = BFLOAT16;
-    struct rows rows;
-    narrow(inputs, 0, c->input, c->num_rows * c->num_inputs, BFLOAT16, 1.0f);
-    if (prepare_rows(&rounded, &rows, &copy) != 0)
-        return NULL;
-    compute_panels(&rounded, rows, NULL, (struct sink){NULL, largest}, num_threads);
-    free(copy);
-#pragma omp parallel for schedule(static) num_threads(num_threads) reduction(+ : num_kept)
-    for (int64_t row = 0; row < c->num_rows; row++) {
-        float length = sqrtf(sum_of_squares(c->input, row * c->num_inputs, c->num_inputs, FLOAT32) + 1e-30f);
-        float least = -INFINITY;
-        for (int64_t i = row * panels, panel = 0; panel < panels; panel++)
-            least = fmaxf(least, largest[i + panel] - length * c->errors[panel]);
-        for (int64_t i = row * panels, panel = 0; panel < panels; panel++)
-            num_kept += kept[i + panel] = !(largest[i + panel] + length * c->errors[panel] < least);
-    }
-    return num_kept <= c->num_rows * panels / 8 ? kept : NULL;
-}
-
-static int linear_argmax(const struct linear *c)
-{
-    struct rows rows;
-    char *copy;
-    struct region region = begin_region(c->num_rows * c->num_outputs * c->num_inputs, c->num_threads);
-    int num_threads = region.num_threads;
-    struct leader *leaders = aligned_alloc(sizeof(vf), (num_threads * c->num_rows + 1) * sizeof(struct leader));
-    if (!leaders || prepare_rows(c, &rows, &copy) != 0) {
-        free(leaders);
-        return -1;
-    }
-    for (int64_t i = 0; i < num_threads * c->num_rows; i++)
-        leaders[i] = (struct leader){splat(-INFINITY), (vi){0}, (vi){0}};
-    char *memory = c->rounded ? malloc(c->num_rows * (5 * num_panels(c) + 2 * c->num_inputs)) : NULL;
-    const char *kept = memory ? screen(c, memory, num_threads) : NULL;
-    compute_panels(c, rows, kept, (struct sink){leaders, NULL}, num_threads);
-    end_region(region);
-    for (int64_t row = 0; row < c->num_rows; row++)
-        find_leader(leaders + row, num_threads, c->num_rows, c->peaks + row, c->token_ids + row);
-    free(memory);
-    free(copy);
-    free(leaders);
-    return 0;
+    return status;
 }
 
 /* --- packing --- */

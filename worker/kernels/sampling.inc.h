@@ -21,11 +21,6 @@ static inline int any_lane(vi mask)
 #endif
 }
 
-static inline vi pick_int(vi mask, vi a, vi b)
-{
-    return (mask & a) | (~mask & b);
-}
-
 static inline float item(const void *from, int64_t offset, int64_t dtype)
 {
     return dtype == FLOAT32 ? ((const float *)from)[offset] : from_bf16(((const uint16_t *)from)[offset]);
@@ -47,12 +42,14 @@ struct leader {
     vi ids, has_nan;
 };
 
-static inline void compare(struct leader *leader, vf x, vi ids, vi exists)
+#define NO_LEADER {splat(-INFINITY), {0}, {0}}
+
+static inline void compare(struct leader *leader, vf x, vi ids)
 {
-    vi is_better = (x > leader->best) & exists; /* not >=: of equal numbers the first wins */
+    vi is_better = x > leader->best; /* not >=: of equal numbers the first wins */
     leader->best = pick(is_better, x, leader->best);
-    leader->ids = pick_int(is_better, ids, leader->ids);
-    leader->has_nan |= (x != x) & exists;
+    leader->ids = (is_better & ids) | (~is_better & leader->ids);
+    leader->has_nan |= x != x;
 }
 
 /* Find the row's largest number in the threads' parts. */
@@ -73,25 +70,22 @@ static void find_leader(const struct leader *leaders, int64_t num_parts, int64_t
         *peak = NAN;
 }
 
-static void argmax_row(const float *logits, int64_t vocab_size, float *peak, int64_t *token_id)
-{
-    struct leader leader = {splat(-INFINITY), {0}, {0}};
-    vi ids = first_ints(), all = ids >= 0;
-    int64_t i = 0;
-    for (; i + LANES <= vocab_size; i += LANES, ids += LANES)
-        compare(&leader, load(logits + i), ids, all);
-    for (; i < vocab_size; i++, ids += 1) /* the first lane has the id i */
-        compare(&leader, splat(logits[i]), ids, first_ints() < 1);
-    find_leader(&leader, 1, 0, peak, token_id);
-}
-
 static void argmax(const float *logits, int64_t num_rows, int64_t vocab_size, float *peaks, int64_t *token_ids,
                    int64_t num_threads)
 {
     struct region region = begin_region(4 * num_rows * vocab_size, smaller(num_rows, num_threads));
 #pragma omp parallel for schedule(static) num_threads(region.num_threads)
-    for (int64_t row = 0; row < num_rows; row++)
-        argmax_row(logits + row * vocab_size, vocab_size, peaks + row, token_ids + row);
+    for (int64_t row = 0; row < num_rows; row++) {
+        const float *own = logits + row * vocab_size;
+        struct leader leader = NO_LEADER;
+        vi ids = first_ints();
+        int64_t i = 0;
+        for (; i + LANES <= vocab_size; i += LANES, ids += LANES)
+            compare(&leader, load(own + i), ids);
+        for (; i < vocab_size; i++, ids += 1) /* the first lane has the id i */
+            compare(&leader, pick(first_ints() < 1, splat(own[i]), splat(-INFINITY)), ids);
+        find_leader(&leader, 1, 0, peaks + row, token_ids + row);
+    }
     end_region(region);
 }
 
@@ -321,22 +315,17 @@ static void draw_row(const struct draws *c, struct draw_scratch *s, int64_t row)
 
 static int draw(const struct draws *c)
 {
-    size_t per_thread = (sizeof(float) * 2 + sizeof(struct entry)) * c->vocab_size;
-    int is_out_of_memory = 0;
-#pragma omp parallel num_threads(smaller(c->num_rows, c->num_threads))
-    {
-        struct draw_scratch s;
-        s.scaled = malloc(per_thread);
-        s.masses = s.scaled + c->vocab_size;
-        s.entries = (struct entry *)(s.masses + c->vocab_size);
-        if (s.scaled == NULL)
-#pragma omp atomic write
-            is_out_of_memory = 1;
-#pragma omp for schedule(dynamic)
-        for (int64_t row = 0; row < c->num_rows; row++)
-            if (s.scaled != NULL)
-                draw_row(c, &s, row);
-        free(s.scaled);
+    int num_threads = (int)smaller(c->num_rows, c->num_threads);
+    size_t floats_per_thread = (2 + sizeof(struct entry) / sizeof(float)) * c->vocab_size;
+    float *memory = malloc(sizeof(float) * floats_per_thread * num_threads);
+    if (memory == NULL)
+        return -1;
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
+    for (int64_t row = 0; row < c->num_rows; row++) {
+        float *own = memory + floats_per_thread * omp_get_thread_num();
+        struct draw_scratch s = {own, own + c->vocab_size, (struct entry *)(own + 2 * c->vocab_size)};
+        draw_row(c, &s, row);
     }
-    return is_out_of_memory ? -1 : 0;
+    free(memory);
+    return 0;
 }

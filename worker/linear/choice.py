@@ -96,7 +96,14 @@ def _warn_once(message: str) -> None:
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+    """Return one tensor. It is no copy if the tensors follow one another in memory."""
+    first, *others = tensors
+    ends = [each.data_ptr() + each.nbytes for each in tensors]
+    is_in_order = all(each.data_ptr() == end for each, end in zip(others, ends, strict=False))
+    storages = {each.untyped_storage().data_ptr() for each in tensors}
+    if is_in_order and len(storages) == 1 and all(each.is_contiguous() for each in tensors):
+        return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride()) if others else first
+    return torch.cat(list(tensors))
 
 
 def join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None) -> Tensor | None:

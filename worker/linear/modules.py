@@ -50,7 +50,8 @@ def pack_modules(
     )
     if not keeps:
         first, *others = linears
-        first.weight = nn.Parameter(packed.weights, requires_grad=False)
+        if packed.weights is not first.weight:
+            first.weight = nn.Parameter(packed.weights, requires_grad=False)
         for each in others:
             each.weight = nn.Parameter(torch.empty(0, dtype=each.weight.dtype), requires_grad=False)
     return packed

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,13 @@ ROWS_OF_ONEDNN, ROW_MULTIPLE = 256, 16
 """Number of rows for which oneDNN orders its weights, and the multiple to which more rows than that are padded."""
 LARGE_BYTES = 32 << 20
 """Memory of this size is always returned to the system when it is released."""
+
+
+class RowMasks(NamedTuple):
+    """Which outputs some rows may have. The other rows may have all."""
+
+    rows: Tensor  # [R], ascending
+    bits: Tensor  # [R, B] uint8, a bit for each output, the lowest bit first
 
 
 class PackedLinear(ABC):
@@ -105,7 +113,6 @@ class CompiledLinear(PackedLinear):
         self._reference = ctypes.byref(self._call)
         self._screen: tuple[Tensor, Tensor] | None = None
         self._linear = kernels.table.linear
-        self._linear_argmax = kernels.table.linear_argmax
 
     def screen_argmax(self) -> None:
         """Let `argmax` find from rounded weights and inputs the outputs that can be the largest, and compute only these
@@ -133,12 +140,21 @@ class CompiledLinear(PackedLinear):
         rows = self.weights[output_ids // width, :, output_ids % width]
         return rows.flatten(1)[:, : self.num_inputs]
 
-    def argmax(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def argmax(self, inputs: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
+        """See `PackedLinear.argmax`. Of a row with a mask only outputs that it allows are computed. If it allows none, the
+        peak is -inf."""
         call, num_rows = self._call, inputs.shape[0]
         peaks, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
-        call.input, call.peaks, call.token_ids = inputs.data_ptr(), peaks.data_ptr(), token_ids.data_ptr()
+        call.input, call.output, call.allowed = inputs.data_ptr(), None, None
+        call.peaks, call.token_ids = peaks.data_ptr(), token_ids.data_ptr()
+        if masks is not None:
+            row_bytes = self.weights.shape[0] * self.weights.shape[2] // 8  # of whole panels
+            allowed = torch.full((num_rows * row_bytes + 8,), 255, dtype=torch.uint8)
+            rows = masks.rows if len(masks.rows) < num_rows else slice(None)  # many times as fast as an index
+            allowed[:-8].view(num_rows, row_bytes)[rows, : masks.bits.shape[1]] = masks.bits[:, :row_bytes]
+            call.allowed = allowed.data_ptr()
         call.num_rows, call.num_threads = num_rows, torch.get_num_threads()
-        check(self._linear_argmax(self._reference))
+        check(self._linear(self._reference))
         return peaks, token_ids
 
 
@@ -146,7 +162,9 @@ def _to_panels(weights: Sequence[Tensor], num_outputs: int, kernels: Kernels) ->
     """Return the weights [N_i, K] one after the other in panels, as linear.inc.h describes them."""
     num_inputs, dtype = weights[0].shape[1], weights[0].dtype
     width, per_line = kernels.table.panel_outputs, 2 if dtype == torch.bfloat16 else 1
-    panels = torch.zeros(-(-num_outputs // width), -(-num_inputs // per_line), width, per_line, dtype=dtype)
+    panels = torch.empty(-(-num_outputs // width), -(-num_inputs // per_line), width, per_line, dtype=dtype)
+    panels[num_outputs // width :].zero_()  # the places of the last panel and line that stay free
+    panels[:, num_inputs // per_line :].zero_()
     first_output = 0
     for weight in weights:
         assert weight.dtype == dtype and weight.shape[1] == num_inputs

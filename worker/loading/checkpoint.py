@@ -1,17 +1,24 @@
-"""The weight files of a model directory, and which tensors each holds."""
+"""The weight files of a model directory, and the tensors that each holds."""
 
 from __future__ import annotations
 
 import json
+import mmap
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from millrace.worker.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MAPPED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""By their names in safetensors."""
 
 
 def find_weights(directory: Path) -> dict[str, Path]:
@@ -31,6 +38,44 @@ def open_weights(path: Path) -> Any:
         raise ModelError(f"{path} is missing, but the index names it: copy the model again") from None
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} is truncated or damaged ({error}): copy the model again") from error
+
+
+class WeightFile:
+    """Maps a safetensors file into memory. The mapping ends with the last of its tensors."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `ModelError`."""
+        self._file = open_weights(path)  # checks the header
+        try:
+            with path.open("rb") as file:
+                self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read ({error}): copy the model again") from error
+        header_bytes = int.from_bytes(self._memory[:8], "little")
+        self._header = json.loads(self._memory[8 : 8 + header_bytes])
+        self._begin = 8 + header_bytes
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a stored tensor. It is read from the file whenever its memory is: if that fails, the process ends."""
+        entry = self._header[name]
+        begin, end = (self._begin + offset for offset in entry["data_offsets"])
+        dtype = MAPPED_DTYPES.get(entry["dtype"])
+        if dtype is None or begin == end:
+            tensor: Tensor = self._file.get_tensor(name)
+            return tensor
+        flat = torch.frombuffer(self._memory, dtype=dtype, count=(end - begin) // dtype.itemsize, offset=begin)
+        return flat.view(entry["shape"])
+
+    def unmapping(self, name: str) -> Callable[[], None]:
+        """Return a function that takes the pages of a tensor out of this process's memory. Later reads map them again."""
+        begin, end = (self._begin + offset for offset in self._header[name]["data_offsets"])
+        first, last = (
+            -(-begin // mmap.PAGESIZE),
+            end // mmap.PAGESIZE,
+        )  # not the pages that it shares with its neighbours
+        if first >= last:
+            return lambda: None
+        return partial(self._memory.madvise, mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from millrace.worker.errors import ModelError
 from millrace.worker.kernels.library import find_kernels, has_bfloat16
+from millrace.worker.kv_pool import FP8
 from millrace.worker.loading.checkpoint import open_weights
 
 logger = logging.getLogger("millrace.worker")
@@ -86,7 +87,7 @@ def _is_stored_in_bfloat16(tensor_files: dict[str, Path]) -> bool:
 
 def choose_kv_cache_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
     """Return the number format of the KV pool. "auto" follows that of the activations, `dtype`."""
-    return dtype if name == "auto" else DTYPES[name]
+    return dtype if name == "auto" else {**DTYPES, "fp8": FP8}[name]
 
 
 def checkpoint_dtype(config: PretrainedConfig, tensor_files: dict[str, Path]) -> torch.dtype:

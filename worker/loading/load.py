@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from millrace.executor.phases import timed
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
+from millrace.worker.attention.interface import Attention
+from millrace.worker.attention.select import attention_for
 from millrace.worker.errors import WeightsDiffer
 from millrace.worker.kv_pool import LayerSpec, share_tensors
 from millrace.worker.layer_groups import group_layers
@@ -45,12 +47,16 @@ class LoadedModel:
     dtype: torch.dtype
     """Of the activations. Weights may be bfloat16 where this is float32."""
     kv_cache_dtype: torch.dtype
+    attention: Attention
 
 
 def load_model(
-    config: WorkerConfig, topology: Topology, peers: Peers | None, device: torch.device, attention: str
+    config: WorkerConfig, topology: Topology, peers: Peers | None, device: torch.device, attention: Attention
 ) -> LoadedModel:
-    """Load this rank's part of `config.model`. Does not wait for other ranks. Raises `ModelError` and `ConfigError`."""
+    """Load this rank's part of `config.model`. Does not wait for other ranks. Raises `ModelError` and `ConfigError`.
+
+    `attention`: what the layers should use. What they can use is in the result.
+    """
     directory = Path(config.model)
     with timed(logger, "read config"):
         model_config = read_config(directory)
@@ -73,6 +79,7 @@ def load_model(
     with timed(logger, "probe"):
         specs = _probe(model, part, peers)
     part.check_layers(model, specs)
+    attention = attention_for(attention, specs)
     plain = KVLayout(config.block_size, (None,), config.max_num_batched_tokens, max_model_len)
     whole, kv_layout = group_layers(part.whole_specs or specs, plain)
     groups = {spec.layer_index: spec.group for spec in whole}
@@ -85,7 +92,7 @@ def load_model(
         max_model_len=max_model_len,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        attention=attention,
+        attention=attention.name,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=sum(parameter.nbytes for parameter in parameters),
         kv_bytes_per_block=config.block_size
@@ -94,7 +101,7 @@ def load_model(
         kv_cache_dtype=str(kv_cache_dtype).removeprefix("torch."),
         kv_layout=kv_layout,
     )
-    return LoadedModel(model, specs, facts, dtype, kv_cache_dtype)
+    return LoadedModel(model, specs, facts, dtype, kv_cache_dtype, attention)
 
 
 def _probe(model: PreTrainedModel, part: ModelPart, peers: Peers | None) -> list[LayerSpec]:

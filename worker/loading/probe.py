@@ -30,12 +30,14 @@ IGNORED_OPTIONS = frozenset({"dropout", "position_ids", "position_embeddings", "
 
 
 class _WithoutProducts(TorchFunctionMode):
-    """Inside, linear layers return zeros, since they would take most of the time."""
+    """Inside, linear layers return zeros and keep the dtype of their weights: both would take most of the time."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:
             inputs, weight = args[:2]
             return inputs.new_zeros(*inputs.shape[:-1], weight.shape[0])
+        if func is Tensor.to and isinstance(args[0], torch.nn.Parameter) and args[0].dim() > 1:
+            return args[0]
         return func(*args, **(kwargs or {}))
 
 

@@ -1,28 +1,38 @@
-"""Reads weights from safetensors files into a model on the meta device, one tensor at a time."""
+"""Reads weights from safetensors files into a model on the meta device.
+
+On a CPU the weights of linear layers and embeddings stay mapped to their files until they are packed, if they are stored
+in the dtype of the model. All others are copied: to a GPU by several threads, through pinned memory.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, WeightsDiffer
-from millrace.worker.loading.checkpoint import open_weights
+from millrace.worker.loading.checkpoint import WeightFile
 from millrace.worker.loading.part import ModelPart
-from millrace.worker.parallel.tensor_plan import Slice
 
 logger = logging.getLogger("millrace.worker")
 
-MAX_OPEN_FILES = 4
+NUM_COPY_THREADS = 8
+CHUNK_BYTES = 8 << 20
+"""What a thread copies at a time."""
+MERGED_LAYERS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers of which a fused forward pass makes one."""
+UNMAP = "_unmap"
+"""The attribute of a mapped parameter that takes its pages out of the memory of this process."""
 MAX_NAMES_SHOWN = 3
 
 OLD_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -33,24 +43,41 @@ def load_weights(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str
     """Fill a meta model with this rank's part of the weights, in the dtype of its parameters. It is then ready to run.
     Raises `WeightsDiffer` when the files do not hold exactly the whole model's tensors, else `ModelError`."""
     sources = _on_this_rank(model, part, _match(model, part, tensor_files))
-    targets_by_file: dict[Path, list[str]] = {}
-    for target, source in sources.items():
-        targets_by_file.setdefault(tensor_files[source], []).append(target)
-    with ThreadPoolExecutor(MAX_OPEN_FILES) as pool:
-        jobs = [
-            pool.submit(_load_file, model, part, path, {target: sources[target] for target in targets}, device)
-            for path, targets in targets_by_file.items()
-        ]
-        for job in jobs:
-            job.result()
+    files = {path: WeightFile(path) for path in {tensor_files[source] for source in sources.values()}}
+    stored = {
+        target: _part_of(model, part, target, files[tensor_files[source]].tensor(source))
+        for target, source in sources.items()
+    }
+    on_host = device.type == "cpu"
+    mapped = {name for name, tensor in stored.items() if on_host and _can_stay_mapped(model, name, tensor)}
+    own = _allocate(model, stored.keys() - mapped, device)
+    copy_all([(own[name], stored[name]) for name in own], 1 if on_host else NUM_COPY_THREADS)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    for name, tensor in (stored | own).items():
+        _set(model, name, tensor)
+    for name in mapped:
+        parameter = _declared(model, name)
+        unmapping = files[tensor_files[sources[name]]].unmapping(sources[name])
+        setattr(parameter, UNMAP, weakref.finalize(parameter, unmapping))
     _make_ready(model, set(sources), device)
+
+
+def own_weights(model: nn.Module) -> None:
+    """Copy the weights that are still mapped to their files: they would change with the files."""
+    for parameter in model.parameters():
+        if (unmap := getattr(parameter, UNMAP, None)) is not None:
+            parameter.data = parameter.data.clone()
+            unmap()
+            delattr(parameter, UNMAP)
 
 
 def take_weights(model: PreTrainedModel, part: ModelPart, whole: PreTrainedModel, device: torch.device) -> None:
     """Fill a meta model with this rank's part of the loaded model `whole`."""
     for name, tensor in whole.state_dict().items():
         if name in part.names:
-            _assign(model, name, part.slices[name].of(tensor) if name in part.slices else tensor, device)
+            own = _allocate(model, {name}, device)[name]
+            _set(model, name, own.copy_(part.slices[name].of(tensor) if name in part.slices else tensor))
     _make_ready(model, set(part.names), device)
 
 
@@ -125,36 +152,90 @@ def _shown(what: str, names: Iterable[str]) -> str:
     return f"{what} {', '.join(listed[:MAX_NAMES_SHOWN]) + more if listed else 'none'}"
 
 
-def _load_file(
-    model: PreTrainedModel, part: ModelPart, path: Path, sources: dict[str, str], device: torch.device
-) -> None:
-    with open_weights(path) as file:
-        for target, source in sources.items():
-            try:
-                tensor = _read(file, target, source, part.slices.get(target), _declared(model, target).shape)
-            except (OSError, SafetensorError) as error:
-                raise ModelError(f"{source} in {path} cannot be read ({error}): copy the model again") from error
-            _assign(model, target, tensor, device)
-
-
-def _read(file: Any, target: str, source: str, part: Slice | None, declared: torch.Size) -> Tensor:
-    """Read a stored tensor, or only this rank's slice of it."""
-    shape = torch.Size(file.get_slice(source).get_shape())
-    expected = part.whole_shape(declared) if part else declared
-    if shape != expected:
+def _part_of(model: PreTrainedModel, part: ModelPart, target: str, stored: Tensor) -> Tensor:
+    """Return this rank's part of a stored tensor. Raises `ModelError` if the tensor does not have the model's shape."""
+    own, expected = part.slices.get(target), _declared(model, target).shape
+    if own is not None:
+        expected = own.whole_shape(expected)
+    if stored.shape != expected:
         raise ModelError(
-            f"{target} is stored as {list(shape)}, but config.json says {list(expected)}: "
+            f"{target} is stored as {list(stored.shape)}, but config.json says {list(expected)}: "
             "use the checkpoint that belongs to this config.json"
         )
-    return part.of(file.get_slice(source)) if part else file.get_tensor(source)
+    return stored if own is None else own.of(stored)
 
 
-def _assign(model: PreTrainedModel, name: str, tensor: Tensor, device: torch.device) -> None:
+def _can_stay_mapped(model: PreTrainedModel, name: str, stored: Tensor) -> bool:
     module, leaf = _owner(model, name)
-    declared = _declared(model, name)
-    # Always copied: a tensor that stays mapped to its file changes with the file, or crashes this process.
-    tensor = torch.empty(declared.shape, dtype=declared.dtype, device=device).copy_(tensor)
-    if isinstance(declared, nn.Parameter):
+    is_packed_later = type(module) in (nn.Linear, nn.Embedding) and leaf == "weight"
+    return is_packed_later and stored.dtype == module.weight.dtype and stored.is_contiguous()
+
+
+def _allocate(model: PreTrainedModel, names: Set[str], device: torch.device) -> dict[str, Tensor]:
+    """Return memory for tensors, by name. Layers that become one follow one another, so nothing is copied then."""
+    own: dict[str, Tensor] = {}
+    for name in sorted(names):
+        if name in own:
+            continue
+        group = [each for each in _merged_with(name) if each in names]
+        declared = [_declared(model, each) for each in group]
+        if len({(each.shape[1:], each.dtype) for each in declared}) > 1:
+            group, declared = [name], [_declared(model, name)]
+        shape, dtype = declared[0].shape, declared[0].dtype
+        if len(group) == 1:
+            own[name] = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            memory = torch.empty(sum(map(len, declared)), *shape[1:], dtype=dtype, device=device)
+            ends = accumulate(map(len, declared))
+            own.update(
+                (each, memory[end - len(rows) : end]) for each, rows, end in zip(group, declared, ends, strict=True)
+            )
+    return own
+
+
+def _merged_with(name: str) -> list[str]:
+    """Return the names of the tensors that become one with a tensor, itself included, in their order."""
+    parent, layer, leaf = ("." + name).rsplit(".", 2)
+    layers = next((layers for layers in MERGED_LAYERS if layer in layers), (layer,))
+    return [f"{parent}.{each}.{leaf}"[1:] for each in layers]
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], num_threads: int) -> None:
+    """Copy from the second tensor of each pair, on the host, to the first one. With several threads each copies a part at a
+    time, through memory that is pinned for a GPU, which may still read it when this returns. With one thread torch divides
+    the work."""
+    if num_threads == 1:
+        for own, stored in pairs:
+            own.copy_(stored)
+        return
+    before = torch.get_num_threads()
+    chunks = (chunk for pair in pairs for chunk in _chunks(*pair))
+    try:
+        with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            for _ in pool.map(_copy_staged, chunks):
+                pass
+    finally:
+        torch.set_num_threads(before)
+
+
+def _chunks(own: Tensor, stored: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parts of two tensors, each of some rows."""
+    if own.dim() == 0:
+        return iter([(own, stored)])
+    num_rows = max(1, CHUNK_BYTES * len(own) // max(1, own.nbytes))
+    return ((own[first : first + num_rows], stored[first : first + num_rows]) for first in range(0, len(own), num_rows))
+
+
+def _copy_staged(pair: tuple[Tensor, Tensor]) -> None:
+    own, stored = pair
+    # torch gives the pinned memory to another tensor only after the device has read it.
+    staged = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda).copy_(stored)
+    own.copy_(staged, non_blocking=True)
+
+
+def _set(model: PreTrainedModel, name: str, tensor: Tensor) -> None:
+    module, leaf = _owner(model, name)
+    if isinstance(getattr(module, leaf), nn.Parameter):
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
     else:
         module._buffers[leaf] = tensor

@@ -31,6 +31,7 @@ from millrace.worker.parallel.topology import Topology
 from millrace.worker.rank_model import RankModel
 from millrace.worker.runner import LaunchedStep, Runner, StepOutput
 from millrace.worker.sampling_rows import SamplingRows
+from millrace.worker.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class ParallelRunner(Runner):
 
     def __init__(self, model: RankModel, pool: KVPool, max_num_seqs: int, topology: Topology, peers: Peers) -> None:
         super().__init__(model, pool, max_num_seqs, samples=topology.is_last_stage)
+        self._masks_head = False  # its head has a part of the ids
         self._topology = topology
         self._peers = peers
         self._sampler = VocabParallelSampler(self._model.config.vocab_size, topology, peers)
@@ -119,4 +121,4 @@ class ParallelRunner(Runner):
     def _record_oldest(self) -> None:
         pending = self._pending.popleft()
         pending.work.wait()
-        self._sequences.record(pending.rows, pending.token_ids.to(self._device))
+        self._sequences.record(pending.rows, *to_device(self._device, [pending.token_ids]))

@@ -16,6 +16,7 @@ from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
 from millrace.worker.sampler import sample
 from millrace.worker.sampling_rows import SamplingRows
+from millrace.worker.transfer import to_device
 
 
 class VocabParallelSampler:
@@ -40,7 +41,7 @@ class VocabParallelSampler:
         if not bool(is_plain.any()):
             return sample(self.gather(logits), rows)
         # Whole rows are many times as much data as the two numbers of a plain row, so only those that need it are gathered.
-        others = (~is_plain).nonzero().squeeze(1).to(logits.device)
+        (others,) = to_device(logits.device, [(~is_plain).nonzero().squeeze(1)])
         token_ids = self.merge(*logits.max(dim=-1))
         whole = torch.zeros(len(logits), self._vocab_size, dtype=logits.dtype, device=logits.device)
         whole[others] = self.gather(logits[others])

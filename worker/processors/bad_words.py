@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from millrace.executor.wire.messages import NO_TOKEN, NewSequence
 from millrace.worker.processors.interface import LogitsProcessor, ProcessedRows
+from millrace.worker.transfer import to_device
 
 ANY = -2
 """Equals every id, and the place before the first one: fills up the words that are shorter than the longest one."""
@@ -40,18 +41,19 @@ class BadWords(LogitsProcessor[BadWordsOfSequence]):
         self._make_space(slot, max(map(len, words)) - 1)
         width = self._tails.shape[1]
         tail = new.token_ids[new.num_prompt_tokens :][-width:] if width else []
-        self._tails[slot] = torch.tensor([NO_TOKEN] * (width - len(tail)) + tail)
         prefixes = [[ANY] * (width + 1 - len(word)) + word[:-1] for word in words]
-        return BadWordsOfSequence(
-            slot,
-            torch.tensor(prefixes, dtype=torch.int64, device=self.device),
-            torch.tensor([word[-1] for word in words], device=self.device),
-        )
+        values = [NO_TOKEN] * (width - len(tail)) + tail, prefixes, [word[-1] for word in words]
+        sent = to_device(self.device, [torch.tensor(each, dtype=torch.int64) for each in values])
+        self._tails[slot] = sent[0]
+        return BadWordsOfSequence(slot, *sent[1:])
+
+    def numbers(self, state: BadWordsOfSequence) -> tuple[int, ...]:
+        return len(state.last_ids), state.slot
 
     def apply(self, logits: Tensor, rows: ProcessedRows[BadWordsOfSequence]) -> None:
         last_ids = [state.last_ids for state in rows.states]
         prefixes = torch.cat([state.prefixes for state in rows.states])
-        tails = self._tails[self._slots(rows)][rows.owners(last_ids)]
+        tails = self._tails[rows.numbers[1]][rows.owners(len(prefixes))]
         is_next = ((prefixes == ANY) | (prefixes == tails)).all(dim=1)
         added = torch.zeros_like(is_next, dtype=logits.dtype).masked_fill_(is_next, float("-inf"))
         # A sum, since several words can have the same last id.
@@ -59,11 +61,8 @@ class BadWords(LogitsProcessor[BadWordsOfSequence]):
 
     def record(self, rows: ProcessedRows[BadWordsOfSequence], token_ids: Tensor) -> None:
         if self._tails.shape[1]:
-            slots = self._slots(rows)
+            slots = rows.numbers[1]
             self._tails[slots] = torch.cat([self._tails[slots, 1:], token_ids.unsqueeze(1)], dim=1)
-
-    def _slots(self, rows: ProcessedRows[BadWordsOfSequence]) -> Tensor:  # [N]
-        return torch.tensor([state.slot for state in rows.states]).to(rows.device)
 
     def _make_space(self, slot: int, width: int) -> None:
         """Provide this slot and this width."""

@@ -8,6 +8,7 @@ Shapes: M rows that yield a token, N of them with a grammar, V token ids, B byte
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -18,8 +19,9 @@ from torch.nn import functional as F
 from millrace.executor.wire.messages import NewSequence
 from millrace.worker.grammars import Grammars, GrammarState
 from millrace.worker.processors.interface import LogitsProcessor, ProcessedRows
+from millrace.worker.transfer import HostCopy
 
-_ROWS_AT_ONCE = {"cpu": 16, "cuda": 64}
+_ROWS_AT_ONCE = defaultdict(lambda: 64, cpu=16)
 """Bounds the memory for a number for each id, which fits into a CPU's cache."""
 
 
@@ -47,30 +49,19 @@ class GrammarMask(LogitsProcessor[GrammarState]):
         sampled, self._sampled = self._sampled, []
         self._masks = self._grammars.masks(sampled, rows.states)
 
-    def apply(self, logits: Tensor, rows: ProcessedRows[GrammarState]) -> None:
+    def masks(self) -> Tensor:  # [N, B]
+        """Wait for the masks of the step's rows, and return them."""
         assert self._masks is not None
-        masks = self._masks.result().to(self.device, non_blocking=True)
+        return self._masks.result()
+
+    def apply(self, logits: Tensor, rows: ProcessedRows[GrammarState]) -> None:
+        masks = self.masks().to(self.device, non_blocking=True)
         at_once, biases = _ROWS_AT_ONCE[self.device.type], self._biases.to(logits.dtype)
         for indices, part in zip(rows.indices.split(at_once), masks.split(at_once), strict=True):
             logits.index_add_(0, indices, F.embedding(part.int(), biases).flatten(1)[:, : logits.shape[1]])
 
     def record(self, rows: ProcessedRows[GrammarState], token_ids: Tensor) -> None:
-        self._sampled.append((rows.states, _when_on_host(token_ids)))
+        self._sampled.append((rows.states, HostCopy(token_ids).tolist))
 
     def failure(self, state: GrammarState) -> str | None:
         return state.reason
-
-
-def _when_on_host(token_ids: Tensor) -> Callable[[], list[int]]:
-    """Start the copy to the host. Return a function that waits for it and returns the ids."""
-    if not token_ids.is_cuda:
-        return token_ids.tolist
-    copied = torch.empty(token_ids.shape, dtype=token_ids.dtype, pin_memory=True).copy_(token_ids, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-
-    def ids() -> list[int]:
-        event.synchronize()
-        return copied.tolist()
-
-    return ids

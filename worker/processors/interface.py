@@ -21,22 +21,21 @@ State = TypeVar("State")
 class ProcessedRows(Generic[State]):
     """The rows of one step that one processor changes."""
 
-    indices: Tensor  # [N], of rows of the logits
+    row_indices: list[int]
+    """Of the logits."""
     states: list[State]
+    indices: Tensor  # [N], `row_indices` on the device
+    numbers: Tensor  # [X, N], on the device: see `LogitsProcessor.numbers`
 
-    @property
-    def device(self) -> torch.device:
-        return self.indices.device
-
-    def owners(self, ids: list[Tensor]) -> Tensor:
-        """For each id of `ids`, a tensor for each row, return which of the N rows it belongs to."""
-        sizes = [len(each) for each in ids]
-        numbers = torch.arange(len(sizes), device=self.device)
-        return numbers.repeat_interleave(torch.tensor(sizes).to(self.device), output_size=sum(sizes))
+    def owners(self, num_ids: int) -> Tensor:
+        """Return to which of the N rows each of `num_ids` ids belongs. The first of a row's numbers is how many it has."""
+        rows = torch.arange(len(self.states), device=self.indices.device)
+        return rows.repeat_interleave(self.numbers[0], output_size=num_ids)
 
     def places(self, ids: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return where the logits of `ids`, a tensor for each row, are: row indices and ids."""
-        return self.indices[self.owners(ids)], torch.cat(ids)
+        token_ids = torch.cat(ids)
+        return self.indices[self.owners(len(token_ids))], token_ids
 
 
 class LogitsProcessor(ABC, Generic[State]):
@@ -64,6 +63,11 @@ class LogitsProcessor(ABC, Generic[State]):
     @abstractmethod
     def begin(self, slot: int, new: NewSequence) -> State | None:
         """Return the state of a new sequence, or None if it does not use this processor."""
+
+    def numbers(self, state: State) -> tuple[int, ...]:
+        """Return what `apply` and `record` need of a sequence on the device. The numbers of all processors and sequences
+        travel in one copy."""
+        return ()
 
     def is_due(self, state: State, output_position: int) -> bool:
         """Whether the logits of this output position are changed."""

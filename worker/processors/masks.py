@@ -12,6 +12,7 @@ from torch import Tensor
 
 from millrace.executor.wire.messages import NewSequence
 from millrace.worker.processors.interface import LogitsProcessor, ProcessedRows
+from millrace.worker.transfer import to_device
 
 
 class AllowedTokens(LogitsProcessor[Tensor]):
@@ -21,7 +22,11 @@ class AllowedTokens(LogitsProcessor[Tensor]):
         settings = new.sampling.processors
         if settings is None or settings.allowed_token_ids is None:
             return None
-        return torch.tensor(settings.allowed_token_ids, device=self.device)
+        (token_ids,) = to_device(self.device, [torch.tensor(settings.allowed_token_ids)])
+        return token_ids
+
+    def numbers(self, state: Tensor) -> tuple[int, ...]:
+        return (len(state),)
 
     def apply(self, logits: Tensor, rows: ProcessedRows[Tensor]) -> None:
         places = rows.places(rows.states)
@@ -42,7 +47,10 @@ class MinTokens(LogitsProcessor[HeldEnds]):
         sampling = new.sampling
         if not sampling.min_tokens or not sampling.end_token_ids:
             return None
-        return HeldEnds(sampling.min_tokens, torch.tensor(sampling.end_token_ids, device=self.device))
+        return HeldEnds(sampling.min_tokens, *to_device(self.device, [torch.tensor(sampling.end_token_ids)]))
+
+    def numbers(self, state: HeldEnds) -> tuple[int, ...]:
+        return (len(state.token_ids),)
 
     def is_due(self, state: HeldEnds, output_position: int) -> bool:
         return output_position < state.min_tokens
@@ -65,10 +73,11 @@ class LogitBias(LogitsProcessor[Biases]):
         settings = new.sampling.processors
         if settings is None or not settings.logit_bias:
             return None
-        return Biases(
-            torch.tensor(list(settings.logit_bias), device=self.device),
-            torch.tensor(list(settings.logit_bias.values()), dtype=torch.float32, device=self.device),
-        )
+        token_ids, values = torch.tensor(list(settings.logit_bias)), torch.tensor(list(settings.logit_bias.values()))
+        return Biases(*to_device(self.device, [token_ids, values.float()]))
+
+    def numbers(self, state: Biases) -> tuple[int, ...]:
+        return (len(state.token_ids),)
 
     def apply(self, logits: Tensor, rows: ProcessedRows[Biases]) -> None:
         places = rows.places([state.token_ids for state in rows.states])

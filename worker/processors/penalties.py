@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from millrace.executor.wire.messages import NewSequence
 from millrace.worker.processors.interface import LogitsProcessor, ProcessedRows
+from millrace.worker.transfer import HostCopy, to_device
 
 WIDTH_UNIT = 64
 """The width grows by this, so the table is seldom copied."""
@@ -37,6 +38,10 @@ class Penalties(LogitsProcessor[int]):
         self._free_rows = [0]
         self._longest = 0
         """At least the number of entries of any row, known without waiting for the device."""
+        self._counted: HostCopy | None = None
+        """The numbers of entries, on their way to the host."""
+        self._longest_new = self._num_steps = 0
+        """The longest sequence that has begun, and the steps, since that copy began."""
 
     def begin(self, slot: int, new: NewSequence) -> int | None:
         settings = new.sampling.processors
@@ -51,24 +56,29 @@ class Penalties(LogitsProcessor[int]):
         # reads in ascending order are twice as fast.
         token_ids, places = torch.tensor(known or [0]).unique(return_inverse=True)
         counts = places[len(places) - num_outputs :].bincount(minlength=len(token_ids))
+        if not self.states:
+            self._longest, self._counted = 0, None
         if not self.states or len(token_ids) >= self._token_ids.shape[1]:
-            self._set_width(len(token_ids))
+            self._set_width(max(self._longest, len(token_ids)))
         self._longest = max(self._longest, len(token_ids))
+        self._longest_new = max(self._longest_new, len(token_ids))
         table_row = self._take_row()
-        self._token_ids[table_row] = token_ids[0]
-        self._token_ids[table_row, : len(token_ids)] = token_ids
-        self._counts[table_row] = counts[0]
-        self._counts[table_row, : len(token_ids)] = counts
-        self._num_entries[table_row] = len(token_ids)
-        self._strengths[table_row] = torch.tensor(strengths)
+        filled = pad(token_ids, (0, self._token_ids.shape[1] - len(token_ids)), value=int(token_ids[0]))
+        counts = pad(counts, (0, len(filled) - len(counts)), value=int(counts[0]))
+        sent = to_device(self.device, [filled, counts.float(), torch.tensor(strengths)])
+        self._token_ids[table_row], self._counts[table_row], self._strengths[table_row] = sent
+        self._num_entries[table_row].fill_(len(token_ids))
         return table_row
+
+    def numbers(self, state: int) -> tuple[int, ...]:
+        return (state,)
 
     def remove(self, slot: int) -> None:
         if (table_row := self.states.pop(slot, None)) is not None:
             self._free_rows.append(table_row)
 
     def apply(self, logits: Tensor, rows: ProcessedRows[int]) -> None:
-        table_rows = torch.tensor(rows.states).to(rows.device)
+        table_rows = rows.numbers[0]
         repetition, frequency, presence = self._strengths[table_rows].unsqueeze(2).unbind(1)  # [N, 1] each
         token_ids = self._token_ids.index_select(0, table_rows)
         counts = self._counts.index_select(0, table_rows)
@@ -89,9 +99,11 @@ class Penalties(LogitsProcessor[int]):
 
     def record(self, rows: ProcessedRows[int], token_ids: Tensor) -> None:
         if self._longest == self._token_ids.shape[1]:
-            self._set_width()
+            self._count_entries()
+            self._set_width(self._longest)
         self._longest += 1
-        table_rows = torch.tensor(rows.states).to(rows.device)
+        self._num_steps += 1
+        table_rows = rows.numbers[0]
         token_ids = token_ids.clamp(min=0)  # a sequence that has failed may count any id
         known_ids = self._token_ids.index_select(0, table_rows)
         # 1.0 where they are equal. Comparing into a float tensor saves a conversion.
@@ -104,12 +116,19 @@ class Penalties(LogitsProcessor[int]):
         self._counts[table_rows, ends] = first_counts.masked_fill_(is_new, 1.0)
         self._num_entries[table_rows] = ends + is_new
 
-    def _set_width(self, num_entries: int = 0) -> None:
-        """Make the table as wide as its sequences, and a new one with `num_entries`, need it for another entry. Waits for
-        the device."""
-        used = [*self.states.values()]
-        self._longest = max([num_entries, *self._num_entries[used].tolist()])
-        width = (self._longest // WIDTH_UNIT + 1) * WIDTH_UNIT
+    def _count_entries(self) -> None:
+        """Lower the bound of the longest row, if the numbers of entries have reached the host. On a GPU that takes from one
+        call to the next one."""
+        if self._counted is None:
+            self._counted, self._longest_new, self._num_steps = HostCopy(self._num_entries), 0, 0
+        if self._counted.is_ready():
+            counts = self._counted.tolist()
+            known = [counts[row] for row in self.states.values() if row < len(counts)]
+            self._longest, self._counted = max([self._longest_new, *known]) + self._num_steps, None
+
+    def _set_width(self, longest: int) -> None:
+        """Make the table wide enough for another entry behind the longest row."""
+        width = (longest // WIDTH_UNIT + 1) * WIDTH_UNIT
         more = max(0, width - self._token_ids.shape[1])
         self._token_ids, self._counts = (
             torch.cat([each[:, :width], each[:, :1].expand(-1, more)], dim=1)

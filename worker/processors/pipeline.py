@@ -15,6 +15,7 @@ from millrace.worker.processors.interface import LogitsProcessor, ProcessedRows
 from millrace.worker.processors.masks import AllowedTokens, LogitBias, MinTokens
 from millrace.worker.processors.penalties import Penalties
 from millrace.worker.processors.thinking import ThinkingBudget
+from millrace.worker.transfer import to_device
 
 ORDER = (AllowedTokens, BadWords, MinTokens, LogitBias, Penalties, ThinkingBudget)
 
@@ -29,7 +30,18 @@ class StepProcessors:
 
     def row_indices(self) -> Tensor:
         """Return the rows that a processor changes, on the host. Some may come twice."""
-        return torch.cat([rows.indices for _, rows in self._parts]).cpu()
+        return torch.tensor([index for _, rows in self._parts for index in rows.row_indices])
+
+    @property
+    def is_grammar_alone(self) -> bool:
+        """Whether the masks of grammars are all that changes logits."""
+        return all(isinstance(processor, GrammarMask) for processor, _ in self._parts)
+
+    def grammar_masks(self) -> tuple[Tensor, Tensor]:
+        """Return the rows with a grammar [N] and their masks [N, B], instead of `apply`. Waits for the masks."""
+        ((processor, rows),) = self._parts
+        assert isinstance(processor, GrammarMask)
+        return rows.indices, processor.masks()
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return the contiguous logits [M, V] as the processors change them: in place, or in float32 where one needs it."""
@@ -47,7 +59,7 @@ class StepProcessors:
     def failure(self, index: int) -> str | None:
         """Return why a row of the step has no token, if a processor knows."""
         for processor, rows in self._parts:
-            for row, state in zip(rows.indices.tolist(), rows.states, strict=True):
+            for row, state in zip(rows.row_indices, rows.states, strict=True):
                 if row == index and (failure := processor.failure(state)) is not None:
                     return failure
         return None
@@ -76,14 +88,24 @@ class LogitsProcessors:
         if not used:
             return None
         rows = list(zip(slots.tolist(), output_positions.tolist(), strict=True))
-        parts = [(processor, found) for processor in used if (found := self._rows(processor, rows)) is not None]
-        return StepProcessors(parts) if parts else None
+        due = [(processor, *found) for processor in used if (found := _due_rows(processor, rows))[0]]
+        if not due:
+            return None
+        numbers = [torch.tensor([rows, *zip(*map(each.numbers, states), strict=True)]) for each, rows, states in due]
+        return StepProcessors(
+            [
+                (processor, ProcessedRows(row_indices, states, sent[0], sent[1:]))
+                for (processor, row_indices, states), sent in zip(due, to_device(self._device, numbers), strict=True)
+            ]
+        )
 
-    def _rows(self, processor: LogitsProcessor[Any], rows: list[tuple[int, int]]) -> ProcessedRows[Any] | None:
-        indices, states = [], []
-        for index, (slot, position) in enumerate(rows):
-            state = processor.states.get(slot)
-            if state is not None and processor.is_due(state, position):
-                indices.append(index)
-                states.append(state)
-        return ProcessedRows(torch.tensor(indices).to(self._device, non_blocking=True), states) if indices else None
+
+def _due_rows(processor: LogitsProcessor[Any], rows: list[tuple[int, int]]) -> tuple[list[int], list[Any]]:
+    """Return the indices and states of those (slot, output position) whose logits the processor changes."""
+    indices, states = [], []
+    for index, (slot, position) in enumerate(rows):
+        state = processor.states.get(slot)
+        if state is not None and processor.is_due(state, position):
+            indices.append(index)
+            states.append(state)
+    return indices, states

@@ -43,24 +43,20 @@ class ThinkingBudget(LogitsProcessor[LimitedSequence]):
         self._num_thought[slot] = num_thought(new.token_ids, limit)
         return LimitedSequence(slot, limit)
 
+    def numbers(self, state: LimitedSequence) -> tuple[int, ...]:
+        return state.slot, state.limit.budget, state.limit.start_id, state.limit.end_id
+
     def apply(self, logits: Tensor, rows: ProcessedRows[LimitedSequence]) -> None:
-        slots, limits = self._settings(rows)
-        budgets, _, end_ids = limits
+        slots, budgets, _, end_ids = rows.numbers
         places = (rows.indices, end_ids)
         logits[places] = torch.where(self._num_thought[slots] >= budgets, FORCED_LOGIT, logits[places])
 
     def record(self, rows: ProcessedRows[LimitedSequence], token_ids: Tensor) -> None:
-        slots, (_, start_ids, end_ids) = self._settings(rows)
+        slots, _, start_ids, end_ids = rows.numbers
         counts = self._num_thought[slots]
         begun = torch.where(token_ids == start_ids, 0, NOT_THINKING)
         counts = torch.where(counts == NOT_THINKING, begun, counts + 1)
         self._num_thought[slots] = counts.masked_fill_(token_ids == end_ids, NOT_THINKING)
-
-    def _settings(self, rows: ProcessedRows[LimitedSequence]) -> tuple[Tensor, Tensor]:
-        """Return the slots [N] and the budgets, start ids and end ids [3, N]."""
-        limits = [(each.limit.budget, each.limit.start_id, each.limit.end_id) for each in rows.states]
-        slots = torch.tensor([each.slot for each in rows.states]).to(rows.device)
-        return slots, torch.tensor(limits).T.contiguous().to(rows.device)
 
 
 def num_thought(token_ids: list[int], limit: ThinkingLimit) -> int:

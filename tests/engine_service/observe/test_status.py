@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from millrace.engine_service.observe.status import Figures, StatusLog
+from millrace.engine_service.observe.status import StatusLog
+from millrace.engine_service.serving.job_table import JobMetrics
 
-IDLE = Figures(
-    num_running=0,
-    num_waiting=0,
-    kv_use=0.0,
-    num_generated_tokens=0,
-    num_prompt_tokens=0,
-    num_finished=0,
-    num_failed=0,
+IDLE = SimpleNamespace(
+    scheduler=SimpleNamespace(num_running=0, num_waiting=0), executor=SimpleNamespace(num_tokens=0), pool_use=0.0
 )
-BUSY = Figures(
-    num_running=12,
-    num_waiting=3,
-    kv_use=0.345,
-    num_generated_tokens=900,
-    num_prompt_tokens=50,
-    num_finished=7,
-    num_failed=1,
+BUSY = SimpleNamespace(
+    scheduler=SimpleNamespace(num_running=12, num_waiting=3), executor=SimpleNamespace(num_tokens=900), pool_use=0.345
 )
 
 
 def test_there_is_a_line_while_there_is_work_and_one_after_it(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    figures = iter([IDLE, IDLE, BUSY, BUSY, IDLE, IDLE])
-    status = StatusLog(lambda: next(figures))
+    nothing, jobs = JobMetrics(), JobMetrics(num_prompt_tokens=50)
+    jobs.num_by_outcome |= {"finished": 7, "failed": 1}
+    engine: Any = iter([IDLE, IDLE, BUSY, BUSY, IDLE, IDLE])
+    ended = iter([nothing, nothing, jobs, jobs, nothing, nothing])
+    status = StatusLog(lambda: next(engine), lambda: next(ended))
     status._before_s = 0.0
     counts = []
     for number in range(1, 6):

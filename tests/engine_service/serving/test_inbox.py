@@ -31,7 +31,8 @@ def queue(redis_url: str, queue_name: str) -> Iterator[FullQueue]:
 def inbox(redis_url: str, queue_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Inbox]:
     """Not started, with a connection of its own."""
     monkeypatch.setattr("millrace.engine_service.serving.inbox._BLOCK_MS", 50)
-    monkeypatch.setattr("millrace.engine_service.serving.inbox._RETRY_S", 0.05)
+    for module in ("results.outage", "engine_service.serving.inbox"):
+        monkeypatch.setattr(f"millrace.{module}.RETRY_S", 0.05)
     queue = FullQueue(connect(redis_url), queue_name)
     inbox = Inbox(queue)
     yield inbox

@@ -99,7 +99,8 @@ class Parts:
 def parts(connect_queue: Connect, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
     monkeypatch.setattr("millrace.engine_service.serving.intake._BLOCK_S", 0.05)
     monkeypatch.setattr("millrace.engine_service.serving.inbox._BLOCK_MS", 50)
-    monkeypatch.setattr("millrace.engine_service.serving.inbox._RETRY_S", 0.05)
+    for module in ("results.outage", "engine_service.serving.inbox"):
+        monkeypatch.setattr(f"millrace.{module}.RETRY_S", 0.05)
     parts = Parts(connect_queue, engine)
     yield parts
     parts.stop()
@@ -164,8 +165,8 @@ def break_reply(queue: FullQueue, start: Command, error: BaseException) -> None:
     """The answer to the next command that starts so breaks the code that reads it."""
     transport, send = queue._transport, queue._transport.send
 
-    def fail(command: Command) -> Reply:
-        reply = send(command)
+    def fail(command: Command, meanwhile: Callable[[], None] | None = None) -> Reply:
+        reply = send(command, meanwhile)
         if command[: len(start)] != start:
             return reply
         transport.send = send  # type: ignore[method-assign]

@@ -69,9 +69,9 @@ class CountingTokenizer:
     def __init__(self) -> None:
         self.num_texts = 0
 
-    def text_of(self, token_id: int, before: list[int]) -> str:
-        self.num_texts += 1
-        return f"t{token_id}"
+    def texts_of(self, token_ids: list[int], before: list[int]) -> list[str]:
+        self.num_texts += len(token_ids)
+        return [f"t{token_id}" for token_id in token_ids]
 
 
 def test_the_write_builds_the_log_probabilities_of_a_prompt_once_and_the_loop_does_not(
@@ -94,3 +94,26 @@ def test_the_write_builds_the_log_probabilities_of_a_prompt_once_and_the_loop_do
     for _ in range(2):
         assert b'[null,[[6,0.0,0,"t6"]],[[7,0.0,0,"t7"]]]' in commands.write(KEYS, finish)
         assert (tokenizer.num_texts, pauses) == (2, [0])
+
+
+def test_the_write_builds_the_log_probabilities_of_the_output_once_and_the_loop_does_not() -> None:
+    """Also when the sequence has more tokens by then."""
+    sampling = msgspec.structs.replace(GREEDY, logprobs=0)
+    rules = StopRules(max_tokens=9, min_tokens=0, end_token_ids=frozenset())
+    sequence = Sequence(SeqId(1), [5], sampling, rules)
+    tokenizer: Any = CountingTokenizer()
+    job = ServedJob(claimed_job(), [Generation(sequence, TextRules(), tokenizer)])
+    written: list[Write] = []
+    output = Output(written.append, "model-a")
+    for token_id in (6, 7):
+        sequence.keep_logprobs(b"\0" * record_bytes(0))
+        sequence.append(token_id)
+        output.save(job, 0.0)
+    job.generations[0]._final_text, job.generations[0].finish_reason = "", "length"
+    output.finish(job)
+    assert tokenizer.num_texts == 0
+    first, second, finish = (commands.write(KEYS, write) for write in written)
+    assert b'[[6,0.0,0,"t6"]]\n' in first
+    assert b'[[7,0.0,0,"t7"]]\n' in second
+    assert b'[[[6,0.0,0,"t6"]],[[7,0.0,0,"t7"]]]' in finish
+    assert tokenizer.num_texts == 2

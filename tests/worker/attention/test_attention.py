@@ -12,7 +12,7 @@ from millrace.worker.attention.cpu import CPUAttention
 from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.reference import ReferenceAttention, visible_positions
 from millrace.worker.input_batch import StepBatch
-from millrace.worker.kv_pool import KVPool, LayerCache, LayerSpec
+from millrace.worker.kv_pool import FP8, KVPool, LayerCache, LayerSpec
 from tests.worker.rows import make_batch
 
 BLOCK_SIZE = 4
@@ -127,3 +127,36 @@ def test_a_long_chunk_is_computed_in_parts_that_fit(window: int | None, monkeypa
         sizes.clear()
         torch.testing.assert_close(attend(ReferenceAttention(), rows, 1, window), expected, rtol=1e-5, atol=2e-6)
         assert max(sizes) <= max(most, HEADS * 90)
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_an_fp8_pool_keeps_its_scales_with_its_blocks(block_size: int) -> None:
+    spec = LayerSpec(0, KV_HEADS, KEY_DIM, VALUE_DIM, None)
+    pool = KVPool([spec], 6, block_size, FP8, CPU)
+    assert pool.num_bytes() == 6 * block_size * spec.bytes_per_token(FP8)
+    layer = pool.layers[0]
+    _, key, value = new_tokens(2 * block_size, 1)
+    key[:, 0], key[0, 1] = 0.0, 1e4
+    value[:, 5] *= 1e-4
+    layer.write(key, value, torch.arange(block_size, 3 * block_size))
+    pool.add_host_tier(2)
+    assert pool.host is not None
+    pool.copy_blocks([(2, 4)])
+    pool.host.swap_out([(1, 0)])
+    pool.host.swap_in([(0, 3)])
+    for blocks in ([1, 2], [3, 4]):
+        gathered = layer.gather(torch.tensor([0, *blocks]), block_size, 3 * block_size)
+        for numbers, given in zip(gathered, (key, value), strict=True):
+            expected = given.transpose(0, 1)
+            largest = expected.abs().amax(-1, keepdim=True)
+            assert ((numbers - expected).abs() <= expected.abs() / 16 + largest * 2**-18).all()
+
+
+def test_a_nan_in_an_fp8_pool_stays_one() -> None:
+    layer = KVPool([LayerSpec(0, 1, 4, 4, None)], 2, 4, FP8, CPU).layers[0]
+    key = torch.ones(1, 2, 4)
+    key[0, 1, 2] = float("nan")
+    layer.write(key, key, torch.tensor([4, 5]))
+    keys, _ = layer.gather(torch.tensor([1]), 0, 2)
+    assert keys[0].tolist() == [[1.0] * 4]
+    assert bool(keys[1].isnan().any())

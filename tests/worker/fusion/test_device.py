@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,14 +14,15 @@ from millrace.worker import rank_model
 from millrace.worker.attention.interface import Attention
 from millrace.worker.fusion.decoder import DecoderWeights
 from millrace.worker.fusion.device import DeviceOperations
-from millrace.worker.fusion.mlp import ModuleMLP
+from millrace.worker.fusion.mlp import GatedMLP, ModuleMLP
 from millrace.worker.kernels import rows_torch
 from millrace.worker.linear.modules import merge_modules
+from millrace.worker.loading import weights
 from millrace.worker.rank import Rank
 from tests.worker.driver import Driver, start_worker
 from tests.worker.fusion.test_fuse import MORE
 from tests.worker.models import CONFIGS, make_model
-from tests.worker.test_parity import MAX_TOKENS, check_against_transformers, prompts
+from tests.worker.test_parity import MAX_TOKENS, check_against_transformers, check_close_to_transformers, prompts
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +31,9 @@ def operations_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return DeviceOperations(attention, dtype, device, rows_torch)
 
     monkeypatch.setattr(rank_model, "choose_operations", choose)
+    monkeypatch.setattr(weights, "_can_stay_mapped", lambda *_: False)
+    copy_all = weights.copy_all
+    monkeypatch.setattr(weights, "copy_all", lambda pairs, _: copy_all(pairs, 4))
 
 
 def start(path: Path, **options: object) -> tuple[Rank, DecoderWeights]:
@@ -45,6 +50,13 @@ def test_each_family_is_fused_and_matches_transformers(name: str, tmp_path: Path
     make_model(base, tmp_path, **overrides)
     worker, _ = start(tmp_path, attention="reference")
     check_against_transformers(tmp_path, Driver(worker, seed=1).run(prompts(1), MAX_TOKENS))
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma3_text"])
+def test_bfloat16_is_close_to_transformers(arch: str, tmp_path: Path) -> None:
+    make_model(arch, tmp_path)
+    worker, _ = start(tmp_path, attention="reference", dtype="bfloat16")
+    check_close_to_transformers(tmp_path, Driver(worker, seed=1).run(prompts(1), MAX_TOKENS), torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
@@ -69,7 +81,15 @@ def test_other_numbers_are_rejected(tmp_path: Path, caplog: pytest.LogCaptureFix
 def test_no_weight_is_in_memory_twice(arch: str, tmp_path: Path) -> None:
     """Those that move with the model are all that there are, besides its buffers."""
     make_model(arch, tmp_path, attention_bias=True)
-    worker, decoder = start(tmp_path)
+    with mock.patch.object(weights, "_set", wraps=weights._set) as loaded:
+        worker, decoder = start(tmp_path)
+    read = {call.args[1]: call.args[2].data_ptr() for call in loaded.call_args_list}
+    first = decoder.layers[0]
+    assert (
+        first.projections.weights.data_ptr() == read["model.layers.0.self_attn.q_proj.weight"]
+    )  # merged without a copy
+    assert isinstance(first.mlp, GatedMLP)
+    assert first.mlp._projections.weights.data_ptr() == read["model.layers.0.mlp.gate_proj.weight"]
     module: Any = worker._model.module
     owned = {each.untyped_storage().data_ptr() for each in module.parameters() if each.numel()}
     for layer in decoder.layers:

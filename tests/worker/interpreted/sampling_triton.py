@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace.executor.wire.messages import NO_TOKEN, RowSampling
@@ -25,14 +27,56 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drawn(logits: Tensor, rows: list[Row]) -> list[int]:
     """What the kernels draw. Asserts that it is what the CPU draws."""
-    settings = replace(sampling_rows(rows), processors=None)
-    token_ids: list[int] = sampling_triton.sample(logits, settings).tolist()
-    assert token_ids == sampler.sample(logits.clone(), settings).tolist()
+    settings_of_rows = replace(sampling_rows(rows), processors=None)
+    token_ids: list[int] = sampling_triton.sample(logits, settings_of_rows).tolist()
+    assert token_ids == sampler.sample(logits.clone(), settings_of_rows).tolist()
     return token_ids
 
 
 def row(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0, seed: int = 1) -> Row:
     return RowSampling(temperature, top_k, top_p, min_p, seed, 0, 0, []), 0
+
+
+@st.composite
+def settings_of_a_row(draw: st.DrawFn) -> Row:
+    sampling = RowSampling(
+        temperature=draw(st.sampled_from([0.0, 1e-30]) | st.floats(2**-7, 5, width=32)),
+        top_k=draw(st.sampled_from([0, 1]) | st.integers(0, 600)),
+        top_p=draw(st.just(1.0) | st.integers(0, 999_999).map(lambda part: (part + 0.377) / 1e6)),  # no sum is that
+        min_p=draw(st.sampled_from([0.0, 1.0]) | st.floats(0, 1, width=32)),
+        seed=draw(st.integers(0, 2**64 - 1)),
+        candidate=draw(st.integers(0, 63)),
+        min_tokens=0,
+        end_token_ids=[],
+    )
+    return sampling, draw(st.integers(0, 2**20))
+
+
+@st.composite
+def rows_of_logits(draw: st.DrawFn) -> Tensor:
+    """Random numbers of any scale, with ties, ids that are not allowed, and sometimes a row that fails."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    shape = 2, draw(st.sampled_from([1, PART, PART + 1]) | st.integers(1, 2 * PART + 3))
+    logits = torch.randn(shape, generator=generator) * draw(st.sampled_from([1e-3, 2.5, 30.0, 1e30]))
+    if draw(st.booleans()):
+        logits = logits.round()
+    if draw(st.booleans()):
+        logits[torch.rand(shape, generator=generator) < draw(st.sampled_from([0.1, 0.99]))] = -INF
+    if draw(st.integers(0, 9)) == 0:
+        logits[1, draw(st.integers(0, shape[1] - 1))] = draw(st.sampled_from([NAN, INF]))
+    return logits.to(draw(st.sampled_from([torch.float32, torch.float16])))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@settings(
+    max_examples=50,
+    derandomize=True,
+    phases=[Phase.generate],  # shrinking takes minutes in the interpreter
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(rows_of_logits(), st.lists(settings_of_a_row(), min_size=2, max_size=2))
+def test_any_draw_equals_the_cpus(logits: Tensor, rows: list[Row]) -> None:
+    drawn(logits, rows)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 3, PART, PART + 1, 2000])

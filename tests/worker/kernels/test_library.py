@@ -73,9 +73,15 @@ def put_library(directory: Path, content: bytes | Path) -> Path:
     return directory
 
 
-def test_a_library_that_was_not_built(tmp_path: Path) -> None:
+def test_kernels_that_a_checkout_lacks_name_the_checkout(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").touch()
+    (directory := tmp_path / "worker" / "kernels").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "worker")
+    with pytest.raises(OSError, match=f"from the checkout {tmp_path}, .*pip install -e"):
+        load_library(tmp_path / "link" / "kernels")
+    (tmp_path / "pyproject.toml").unlink()
     with pytest.raises(OSError, match="install a C compiler"):
-        load_library(tmp_path)
+        load_library(directory)
 
 
 def test_a_file_that_is_no_library_or_for_another_machine(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from millrace.worker.kernels import sampling
 from millrace.worker.kernels.library import Kernels
-from millrace.worker.linear.packed import CompiledLinear
+from millrace.worker.linear.packed import CompiledLinear, RowMasks
 
 SHAPES = [(1, 1), (3, 2), (15, 5), (16, 8), (17, 47), (64, 48), (100, 49), (384, 12), (385, 96), (1024, 9), (48, 1000)]
 """Inputs and outputs: below, at and above the sizes of vectors, panels and spans."""
@@ -183,6 +183,70 @@ def test_a_screened_argmax_computes_only_panels_that_can_have_it(kernels: Kernel
     inputs = inputs.abs()
     _, found = packed.argmax(inputs)
     assert torch.equal(found, 3 * width + packed.forward(inputs)[:, 3 * width : 4 * width].argmax(dim=1))
+
+
+def random_masks(num_rows: int, num_outputs: int, shares: tuple[float, ...]) -> RowMasks:
+    """Masks for two of three rows, or all of five, padded as those of grammars. Some are alike, as with one schema."""
+    generator = torch.Generator().manual_seed(num_rows)
+    rows = torch.tensor([row for row in range(num_rows) if row % 3 or num_rows == 5], dtype=torch.int64)
+    allowed = torch.zeros(len(rows), -(-num_outputs // 32) * 32, dtype=torch.uint8)
+    for index in range(len(rows)):
+        share = shares[index // 4 % len(shares)]
+        if index % 4 == 3:
+            allowed[index] = allowed[index - 1]
+        elif share > 0:
+            allowed[index, :num_outputs] = torch.rand(num_outputs, generator=generator) < share
+        elif share < 0:
+            allowed[index, torch.randint(num_outputs, (1,), generator=generator)] = 1
+    bits = (allowed.unflatten(1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)).sum(-1).to(torch.uint8)
+    return RowMasks(rows, bits)
+
+
+def masked(logits: torch.Tensor, masks: RowMasks) -> torch.Tensor:
+    """Return the stored logits without the ids that are not allowed."""
+    is_allowed = (masks.bits.unsqueeze(-1) >> torch.arange(8) & 1).flatten(1)[:, : logits.shape[1]].bool()
+    logits[masks.rows] = logits[masks.rows].masked_fill(~is_allowed, -torch.inf)
+    return logits
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("screens", [False, True])
+@pytest.mark.parametrize("shares", [(-1.0,), (1.0,), (0.0, 0.5, -1.0), (0.001, 0.1, 0.95)])
+def test_a_masked_argmax_is_that_of_the_stored_outputs_that_are_allowed(
+    kernels: Kernels, shares: tuple[float, ...], screens: bool, num_threads: int
+) -> None:
+    torch.set_num_threads(num_threads)
+    try:
+        for shape in ((1, 1), (64, 48), (17, 47), (385, 96), (37, 3001)):
+            linear = make_linear(shape, bias=shape[1] < 3000)
+            linear.weight.data[shape[1] // 2 :] = linear.weight.data[: shape[1] - shape[1] // 2].clone()  # equal ones
+            packed = pack(linear, kernels)
+            if screens:
+                packed.screen_argmax()
+            for num_rows in (1, 2, 5, 61):
+                inputs, masks = make_inputs(num_rows, linear), random_masks(num_rows, shape[1], shares)
+                expected = sampling.argmax(kernels, masked(packed.forward(inputs), masks))
+                for found, wanted in zip(packed.argmax(inputs, masks), expected, strict=True):
+                    assert torch.equal(found, wanted)
+                free = sampling.argmax(kernels, packed.forward(inputs))
+                assert torch.equal(packed.argmax(inputs)[1], free[1])  # a call leaves no masks behind
+    finally:
+        torch.set_num_threads(1)
+
+
+@torch.inference_mode()
+def test_a_masked_argmax_computes_only_panels_with_an_allowed_output(kernels: Kernels) -> None:
+    linear = make_linear((32, 3000), bias=False)
+    width = kernels.table.panel_outputs
+    linear.weight.data[2 * width :] = torch.nan  # it would be reported
+    packed, inputs = pack(linear, kernels), make_inputs(20, linear)
+    bits = torch.zeros(20, 376, dtype=torch.uint8)
+    bits[:, 0], bits[:, 3 * width // 8] = 2, 1
+    masks = RowMasks(torch.arange(20), bits)
+    assert packed.argmax(inputs, masks)[0].isnan().all()
+    bits[:, 3 * width // 8] = 0
+    assert packed.argmax(inputs, masks)[1].tolist() == [1] * 20
 
 
 @torch.inference_mode()

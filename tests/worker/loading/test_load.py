@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +19,15 @@ from transformers import AutoModelForCausalLM, T5Config
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.errors import ConfigError, DeviceError, ModelError
+from millrace.worker.fusion.device import DeviceOperations
+from millrace.worker.fusion.operations import CompiledOperations
+from millrace.worker.kernels import rows_torch
 from millrace.worker.kernels.library import find_kernels, supported_instruction_sets
+from millrace.worker.loading import weights
 from millrace.worker.rank import Rank
 from tests.worker.driver import Driver, start_worker
-from tests.worker.models import build_model, make_model
+from tests.worker.models import VOCAB_SIZE, build_model, make_model
+from tests.worker.test_parity import MAX_TOKENS, check_against_transformers, prompts
 
 WEIGHTS = "model.safetensors"
 
@@ -156,6 +162,65 @@ def test_experts_stored_one_by_one_are_merged(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([request.tokens])).logits[0, 4:-1]
     torch.testing.assert_close(torch.stack(request.logits), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("computed_by", ["fused", "modules", "torch", "fused modules of a GPU"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2"])
+def test_weights_do_not_change_with_their_files(
+    arch: str, computed_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, kept = tmp_path / "served", tmp_path / "kept"
+    make_model(arch, kept)
+    shutil.copytree(kept, served)
+    if computed_by == "modules":
+        monkeypatch.setattr("millrace.worker.rank_model.fuse", lambda *_: None)
+    if computed_by == "torch":
+        monkeypatch.setattr("millrace.worker.linear.choice.find_kernels", lambda: None)
+    if computed_by == "fused modules of a GPU":
+        monkeypatch.setattr(
+            "millrace.worker.rank_model.choose_operations",
+            lambda attention, dtype, device: DeviceOperations(attention, dtype, device, rows_torch),
+        )
+    worker = start_worker(served)
+    assert str(served) not in Path("/proc/self/maps").read_text()
+    (served / WEIGHTS).write_bytes(bytes((served / WEIGHTS).stat().st_size))
+    check_against_transformers(kept, Driver(worker, seed=1).run(prompts(1), MAX_TOKENS))
+
+
+def test_a_weight_is_in_memory_once_while_it_is_packed(tmp_path: Path) -> None:
+    """Unpacked weights are the file's memory, and leave the process as soon as they are packed."""
+    make_model("llama", tmp_path, vocab_size=VOCAB_SIZE * 16)
+
+    def resident_kib() -> int:
+        entry = Path("/proc/self/smaps").read_text().partition(str(tmp_path / WEIGHTS))[2]
+        return int(entry.partition("\nRss:")[2].split()[0]) if entry else 0
+
+    head_kib = VOCAB_SIZE * 16 * 64 * 4 // 1024
+    release, resident = CompiledOperations.release_memory, []
+
+    def record(operations: CompiledOperations) -> None:
+        resident.append(resident_kib())
+        release(operations)
+
+    with mock.patch.object(CompiledOperations, "release_memory", record):
+        start_worker(tmp_path)
+    layers_kib = (tmp_path / WEIGHTS).stat().st_size // 1024 - 2 * head_kib
+    assert resident[0] > 2 * head_kib > resident[0] - layers_kib
+    assert resident == sorted(resident, reverse=True)
+    assert resident[-1] < 2 * head_kib + layers_kib // 3
+    assert resident_kib() == 0
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_tensors_of_any_shape_are_copied_and_converted(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "CHUNK_BYTES", 100)
+    stored = [torch.randn(shape).half() for shape in ((), (0,), (7,), (300,), (5, 40), (3, 4, 5), (2, 0))]
+    stored.append(torch.randn(6, 8).half().T)
+    pairs = [(torch.empty(each.shape), each) for each in stored]
+    before = torch.get_num_threads()
+    weights.copy_all(pairs, num_threads)
+    assert all(torch.equal(own, each.float()) for own, each in pairs)
+    assert torch.get_num_threads() == before
 
 
 def test_float16_checkpoints_run_in_float32_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

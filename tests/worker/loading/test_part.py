@@ -14,7 +14,8 @@ from transformers import AutoConfig
 
 from millrace.executor.wire.messages import WorkerConfig
 from millrace.worker.errors import ModelError, RendezvousError
-from millrace.worker.loading.checkpoint import find_weights, open_weights
+from millrace.worker.loading import weights
+from millrace.worker.loading.checkpoint import WeightFile, find_weights
 from millrace.worker.loading.model import build_empty, read_config
 from millrace.worker.loading.part import ModelPart
 from millrace.worker.loading.probe import probe_layers
@@ -79,33 +80,28 @@ def test_the_ranks_parts_make_up_the_whole_model(arch: str, tmp_path: Path) -> N
 
 def test_only_this_ranks_slices_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("llama", tmp_path)
-    whole_reads: list[str] = []
+    num_stored: dict[str, int] = {}
+    tensor, copy_all = WeightFile.tensor, weights.copy_all
 
-    class Spy:
-        def __init__(self, file: Any) -> None:
-            self._file = file
+    def record_tensor(file: WeightFile, name: str) -> torch.Tensor:
+        num_stored[name] = tensor(file, name).numel()
+        return tensor(file, name)
 
-        def __enter__(self) -> Spy:
-            self._file.__enter__()
-            return self
+    num_copied: list[int] = []
 
-        def __exit__(self, *error: Any) -> None:
-            self._file.__exit__(*error)
+    def record_copies(pairs: list[tuple[torch.Tensor, torch.Tensor]], num_threads: int) -> None:
+        num_copied.extend(stored.numel() for _, stored in pairs)
+        copy_all(pairs, num_threads)
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._file, name)
-
-        def get_tensor(self, name: str) -> torch.Tensor:
-            whole_reads.append(name)
-            return self._file.get_tensor(name)
-
-    monkeypatch.setattr("millrace.worker.loading.weights.open_weights", lambda path: Spy(open_weights(path)))
+    monkeypatch.setattr(WeightFile, "tensor", record_tensor)
+    monkeypatch.setattr(weights, "copy_all", record_copies)
+    monkeypatch.setattr(weights, "_can_stay_mapped", lambda *_: False)
     model, _ = load_part(tmp_path, Topology(3, 2, 2))
-    assert sorted(whole_reads) == [
-        "model.layers.2.input_layernorm.weight",
-        "model.layers.2.post_attention_layernorm.weight",
-        "model.norm.weight",
-    ]
+    norms = ["model.layers.2.input_layernorm.weight", "model.layers.2.post_attention_layernorm.weight"]
+    whole = [*norms, "model.norm.weight"]
+    divided = [name for name, _ in model.named_parameters() if name not in whole]
+    assert sorted(num_stored) == sorted([*whole, *divided])
+    assert sum(num_copied) == sum(num_stored[name] for name in whole) + sum(num_stored[name] for name in divided) // 2
     assert sorted(name for name, _ in model.named_parameters() if "layers.1" in name or "embed" in name) == []
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
 
+import msgspec
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
@@ -16,9 +17,13 @@ from transformers import PreTrainedTokenizerFast
 
 from millrace.executor.wire.messages import NO_TOKEN, NewSequence, RowSampling, SeqId
 from millrace.worker.grammars import Grammars, load_tokenizer
+from millrace.worker.kernels.library import find_kernels
+from millrace.worker.linear.packed import RowMasks
 from millrace.worker.sampler import sample
 from millrace.worker.sampling_rows import SamplingRows, SamplingTable
 from tests.processes import wait_until
+from tests.worker.driver import Driver, start_worker
+from tests.worker.models import make_model
 
 EOS = 0
 REGEX = '\\{"(é|🌍|b)[a-c"]{2,9}": [0-9]{1,5}\\}'
@@ -134,6 +139,51 @@ def test_an_output_goes_on_from_any_token(path: Path) -> None:
     for slot in range(4):
         mixed.run([slot], 60)
         assert re.fullmatch(REGEX, mixed.text(slot))
+
+
+def run_rank(
+    path: Path, directory: Path, *, stores: bool, free: float = 0.0
+) -> tuple[list[list[int]], list[str | None], int]:
+    """Run rows with a grammar and free ones. Return tokens, failures, and how many masked steps stored no logits."""
+    make_model("llama", directory)
+    worker = start_worker(directory, tokenizer=str(path), eos_token_ids=[EOS])
+    assert worker.runner is not None
+    if stores:
+        worker.runner._masks_head = False
+    decoder, num_masked = worker.runner.decoder, 0
+    driver = Driver(worker, seed=5)
+    if decoder is not None:
+        most_likely = decoder.most_likely
+
+        def count(hidden: torch.Tensor, masks: RowMasks | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal num_masked
+            num_masked += masks is not None
+            return most_likely(hidden, masks)
+
+        decoder.most_likely = count  # type: ignore[method-assign]
+    settings = [RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [], grammar=GRAMMAR if i % 3 else "") for i in range(6)]
+    settings[0] = msgspec.structs.replace(settings[0], temperature=free)
+    requests = driver.run([[i, 2, 3] for i in range(6)], 40, settings)
+    return [request.output for request in requests], [request.failure for request in requests], num_masked
+
+
+def test_a_greedy_batch_has_the_same_tokens_without_stored_logits(path: Path, tmp_path: Path) -> None:
+    stored, *_, num_masked = run_rank(path, tmp_path, stores=True)
+    assert num_masked == 0
+    found, failures, num_masked = run_rank(path, tmp_path, stores=False)
+    assert found == stored and failures == [None] * 6
+    assert num_masked > 20 or find_kernels() is None
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    for index in (1, 2, 4, 5):
+        output = found[index]
+        assert EOS in output and re.fullmatch(
+            REGEX, tokenizer.decode(output[: output.index(EOS)], skip_special_tokens=False)
+        )
+
+
+def test_rows_that_are_drawn_need_the_stored_logits_of_all(path: Path, tmp_path: Path) -> None:
+    stored, *_ = run_rank(path, tmp_path, stores=True, free=1.0)
+    assert run_rank(path, tmp_path, stores=False, free=1.0)[0] == stored
 
 
 def test_a_row_without_an_allowed_token_fails_alone_with_the_reason(path: Path) -> None:

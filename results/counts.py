@@ -1,0 +1,98 @@
+"""What readers get about a queue, a batch, a job's place, and rejected inbox entries."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from millrace.results.messages import JobError
+
+Obstacle = Literal["never_served", "no_engine", "paused", "asleep"]
+"""Why no job of a queue begins."""
+
+
+class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of one queue."""
+
+    queued: int
+    delayed: int
+    running: int
+    engines: int
+    finished: int
+    failed: int
+    cancelled: int
+    expired: int
+    generated_tokens: int
+    stale_writes: int = 0
+    """Writes refused because the job was no longer the writer's."""
+    waiting_tokens: int = 0
+    """Expected tokens of the queued and the delayed jobs."""
+    oldest_queued_ms: int = 0
+    """Age of the oldest queued job; 0 without one."""
+    is_paused: bool = False
+    sleep_levels: dict[str, int] = {}
+    """By the id of each engine alive: 0 awake, 1 asleep with its weights in host memory, 2 without them."""
+    rejected: int = 0
+    """Inbox entries that could not become a job; `list_rejected` returns the last ones."""
+    was_served: bool = True
+    """False when no engine has ever served the queue: its name may be mistyped."""
+
+    @property
+    def obstacle(self) -> Obstacle | None:
+        """Why no job begins now; None where engines claim jobs."""
+        if not self.engines:
+            return "no_engine" if self.was_served else "never_served"
+        if self.is_paused:
+            return "paused"
+        return "asleep" if all(self.sleep_levels.values()) else None
+
+
+class RejectedEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """An inbox entry that could not become a job, not even a failed one."""
+
+    rejected_ms: int
+    """When, server time."""
+    id: str | None
+    """The id in the entry, where it belongs to another job."""
+    error: JobError
+    raw: str
+    """The beginning of the entry."""
+
+
+class Position(msgspec.Struct, frozen=True, kw_only=True):
+    """An estimate of when a job begins; fair share and new jobs change it."""
+
+    state: str
+    num_ahead: int | None
+    """Jobs that are likely to begin before it; None unless it is queued."""
+    eta_s: float | None
+    """Seconds until it begins, at the pace of the last completions; None where there were none lately."""
+
+
+class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of one batch, by state."""
+
+    batch: str
+    created_ms: int
+    queued: int
+    delayed: int
+    running: int
+    finished: int
+    failed: int
+    cancelled: int
+    expired: int
+    eta_s: float | None
+    """Seconds until all have ended, at the pace of the last completions; None where there were none lately."""
+
+    @property
+    def total(self) -> int:
+        return self.num_open + self.finished + self.failed + self.cancelled + self.expired
+
+    @property
+    def num_open(self) -> int:
+        return self.queued + self.delayed + self.running
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_open == 0

@@ -1,0 +1,159 @@
+"""A job and its events, as readers get them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millrace.results.errors import OutputNotParsed
+from millrace.results.logprobs import TokenLogprobs
+from millrace.results.messages import TERMINAL_STATES, JobError, ToolCall, Usage
+
+
+class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a job, as `stream()` yields it."""
+
+    id: str
+    """Where a reader can resume: `stream(job_id, after=event.id)`."""
+    offset: int
+    """Of the first token in the output of its candidate. Of the terminal event: the tokens in all events."""
+    token_ids: list[int]
+    text: str
+    """What this event adds; the texts of the events of a candidate join to its text. The terminal event adds none."""
+    index: int = 0
+    """The candidate."""
+    state: str | None = None
+    """Set on the terminal event: finished, failed, cancelled or expired."""
+    is_restart: bool = False
+    """Set when the entries after `after` were trimmed from the stream: this event starts at offset 0 and replaces all that
+    was read before, of every candidate."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`; None where they are not wanted, and in the terminal event."""
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Server times in milliseconds since the epoch; None before the event, or where there is none."""
+
+    created_ms: int
+    started_ms: int | None = None
+    first_token_ms: int | None = None
+    """Known at the end; None also where an earlier attempt has sampled it."""
+    ended_ms: int | None = None
+    due_ms: int | None = None
+    """When a delayed job may begin."""
+    deadline_ms: int | None = None
+
+    @property
+    def queued_s(self) -> float | None:
+        """From the submission to the first attempt, with the delay of a delayed job."""
+        return _seconds(self.created_ms, self.started_ms)
+
+    @property
+    def prefill_s(self) -> float | None:
+        """From the first attempt to the first token."""
+        return _seconds(self.started_ms, self.first_token_ms)
+
+    @property
+    def decode_s(self) -> float | None:
+        """From the first token to the end."""
+        return _seconds(self.first_token_ms, self.ended_ms)
+
+    @property
+    def total_s(self) -> float | None:
+        """From the submission to the end."""
+        return _seconds(self.created_ms, self.ended_ms)
+
+
+def _seconds(begin_ms: int | None, end_ms: int | None) -> float | None:
+    return None if begin_ms is None or end_ms is None else max(0, end_ms - begin_ms) / 1000
+
+
+class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One generated text: a candidate of a job, or of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    """None while the job is not done."""
+    stop_reason: int | str | None = None
+    """Only of `LLM`: the stop string, or the id in `stop_token_ids`, at which the text ended."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One for each of `token_ids`; None where they are not wanted."""
+    cumulative_logprob: float | None = None
+    """The log-probability of all tokens together."""
+    content: str | None = None
+    """The text without reasoning and tool calls; None where nothing is left, and in `LLM`."""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+    """Of a chat with `tools`."""
+
+    def parsed(self, response_model: Any = None) -> Any:
+        """Return the value of the text, which must be JSON: an object of `response_model`, or without it what JSON gives.
+
+        `response_model` is a pydantic model or another type that msgspec decodes. Raises OutputNotParsed for an output that
+        a limit has cut, or that does not parse.
+        """
+        if self.finish_reason != "stop":
+            raise OutputNotParsed(self.finish_reason)
+        text = self.text if self.content is None else self.content
+        try:
+            if hasattr(response_model, "model_validate_json"):
+                return response_model.model_validate_json(text)
+            return msgspec.json.decode(text, type=Any if response_model is None else response_model)
+        except (ValueError, msgspec.DecodeError) as error:
+            raise OutputNotParsed(self.finish_reason, str(error)) from error
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as a reader gets it."""
+
+    id: str
+    state: str
+    text: str
+    """Of candidate 0, as are `token_ids`."""
+    token_ids: list[int]
+    outputs: list[CompletionOutput]
+    """All candidates, by index."""
+    finish_reason: str | None
+    usage: Usage | None
+    error: JobError | None
+    timings: Timings
+    """Times such as `started_ms` and `first_token_ms`, and durations: `queued_s`, `prefill_s`, `decode_s`, `total_s`."""
+    attempt: int = 0
+    num_retries: int = 0
+    """Attempts after retryable failures so far."""
+    meta: dict[str, Any] | None = None
+    batch: str | None = None
+    redrive_of: str | None = None
+    """The job of which this is the redrive."""
+    redriven_as: str | None = None
+    """The redrive of this job."""
+    has_result: bool = True
+    """False when the result has expired and the record has not: the text is lost, not empty."""
+    engine: str | None = None
+    """The engine that runs the job, or has ended it."""
+    tenant: str = "default"
+    num_tokens: int = 0
+    """Output tokens so far, of all candidates. A running job's grow every second, or every 64 tokens."""
+    prompt: str = ""
+    """How the prompt begins; only of `get` and `list_jobs`."""
+    content: str | None = None
+    """The text without reasoning and tool calls; None where nothing is left. Of candidate 0, as are the next two."""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+    """What the model calls, of a chat with `tools`."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One for each token of the prompt, None for the first one; None where they are not wanted, and before the end."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the state is terminal."""
+        return self.state in TERMINAL_STATES
+
+    def parsed(self, response_model: Any = None) -> Any:
+        """Return what `CompletionOutput.parsed` returns for candidate 0. Raises OutputNotParsed."""
+        if not self.outputs:
+            raise OutputNotParsed(self.finish_reason)
+        return self.outputs[0].parsed(response_model)

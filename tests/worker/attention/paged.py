@@ -1,0 +1,100 @@
+"""Attention over a pool that holds the earlier tokens of a batch, on any device."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from millrace.worker.attention.interface import Attention
+from millrace.worker.attention.reference import ReferenceAttention
+from millrace.worker.input_batch import StepBatch
+from millrace.worker.kv_pool import KVPool, LayerSpec
+from tests.worker.rows import make_batch
+
+Shape = tuple[int, int, int, int]
+"""Query heads, key heads, size of a key head, size of a value head."""
+
+NUM_BLOCKS = 80
+MIXED = [(70, 1), (17, 17), (300, 5)]
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def filled_pool(batch: StepBatch, shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> KVPool:
+    """A pool with the rows' earlier tokens in it, and NaN everywhere else."""
+    _, num_kv_heads, key_dim, value_dim = shape
+    spec = LayerSpec(0, num_kv_heads, key_dim, value_dim, None)
+    pool = KVPool([spec], NUM_BLOCKS, batch.block_size, dtype, torch.device("cpu"))
+    for tensor in (part for pair in pool._pairs for part in pair):
+        tensor.view(torch.uint8).fill_(255)
+    for row, length in enumerate(batch.kv_lens):
+        past = torch.arange(length - batch.query_starts[row + 1] + batch.query_starts[row])
+        slots = batch.block_tables[0, row, past // batch.block_size] * batch.block_size + past % batch.block_size
+        key, value = (torch.randn(num_kv_heads, len(past), dim, generator=generator) for dim in (key_dim, value_dim))
+        is_held = slots >= batch.block_size
+        pool.layers[0].write(key[:, is_held], value[:, is_held], slots[is_held].long())
+    return pool
+
+
+def first_rows(batch: StepBatch, num_rows: int) -> StepBatch:
+    num_tokens = batch.query_starts[num_rows]
+    return replace(
+        batch,
+        positions=batch.positions[:, :num_tokens],
+        token_blocks=batch.token_blocks[:num_tokens],
+        block_tables=batch.block_tables[:, :num_rows],
+        query_starts=batch.query_starts[: num_rows + 1],
+        kv_lens=batch.kv_lens[:num_rows],
+    )
+
+
+def attend(
+    attention: Attention,
+    rows: list[tuple[int, int]],
+    shape: Shape = (4, 2, 64, 64),
+    block_size: int = 16,
+    window: int | None = None,
+    softcap: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    pool_dtype: torch.dtype | None = None,
+    num_kept: int | None = None,
+    device: str = "cpu",
+) -> tuple[Tensor, list[Tensor]]:
+    """The output, and the bytes of the pool. num_kept: compute the first rows alone."""
+    num_heads, num_kv_heads, key_dim, value_dim = shape
+    batch = make_batch(rows, block_size, NUM_BLOCKS, seed=1, window=window)
+    generator = torch.Generator().manual_seed(2)
+    pool = filled_pool(batch, shape, pool_dtype or dtype, generator)
+    query, key, value = (
+        torch.randn(batch.query_starts[-1], heads, dim, generator=generator).to(device, dtype).transpose(0, 1)
+        for heads, dim in ((num_heads, key_dim), (num_kv_heads, key_dim), (num_kv_heads, value_dim))
+    )
+    if num_kept is not None:
+        batch = first_rows(batch, num_kept)
+        query, key, value = (each[:, : batch.query_starts[-1]] for each in (query, key, value))
+    on_device: dict[str, Any] = {
+        field.name: getattr(batch, field.name).to(device)
+        for field in fields(batch)
+        if isinstance(getattr(batch, field.name), Tensor)
+    }
+    spec = LayerSpec(0, num_kv_heads, key_dim, value_dim, None)
+    moved = KVPool([spec], NUM_BLOCKS, block_size, pool_dtype or dtype, torch.device(device))
+    parts = [part for pair in moved._pairs for part in pair]
+    for part, filled in zip(parts, (part for pair in pool._pairs for part in pair), strict=True):
+        part.copy_(filled)
+    output = attention.forward(
+        *(query, key, value, moved.layers[0], key_dim**-0.5, window, softcap), replace(batch, **on_device)
+    )
+    return output, [part.view(torch.uint8) for part in parts]
+
+
+def check(attention: Attention, rows: list[tuple[int, int]], **options: Any) -> None:
+    """`attention` computes what the reference does, and leaves the same bytes in the pool."""
+    expected, expected_pool = attend(ReferenceAttention(), rows, **options)
+    actual, pool = attend(attention, rows, **options)
+    assert bool(expected.isfinite().all())
+    tolerance = TOLERANCES[expected.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert all(torch.equal(*each) for each in zip(pool, expected_pool, strict=True))

@@ -1,0 +1,69 @@
+"""Attention in Triton on a GPU, against the reference there. `tests/worker/interpreted` has more shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from millrace.worker.attention.interface import Attention
+from millrace.worker.attention.select import choose_attention
+from millrace.worker.kv_pool import FP8
+from tests.worker.attention.paged import MIXED, Shape, attend, check
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+
+LARGE, SMALL = (16, 8, 128, 128), (6, 2, 24, 16)
+
+
+@pytest.fixture
+def triton() -> Attention:
+    return choose_attention("triton", torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype", "shape", "window", "softcap", "block_size"),
+    [
+        (torch.bfloat16, torch.bfloat16, LARGE, None, None, 16),
+        (torch.bfloat16, torch.bfloat16, (7, 1, 64, 64), 40, None, 32),
+        (torch.bfloat16, torch.bfloat16, (4, 2, 256, 256), None, 2.0, 256),
+        (torch.bfloat16, FP8, LARGE, 270, None, 16),
+        (torch.float16, torch.float16, SMALL, 40, 5.0, 16),
+        (torch.float32, torch.float32, SMALL, 270, None, 256),
+        (torch.float32, torch.bfloat16, LARGE, None, None, 16),
+    ],
+)
+def test_decodes_and_chunks_equal_the_reference(
+    dtype: torch.dtype,
+    pool_dtype: torch.dtype,
+    shape: Shape,
+    window: int | None,
+    softcap: float | None,
+    block_size: int,
+    triton: Attention,
+) -> None:
+    options = {"dtype": dtype, "pool_dtype": pool_dtype, "window": window, "softcap": softcap, "block_size": block_size}
+    check(triton, MIXED, shape=shape, device="cuda", **options)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_row_does_not_depend_on_the_other_rows(window: int | None, triton: Attention) -> None:
+    rows = [(300, 1), (30, 9), (600, 1), (5, 5)]
+    options = {"shape": LARGE, "dtype": torch.bfloat16, "window": window, "device": "cuda"}
+    together, _ = attend(triton, rows, **options)  # type: ignore[arg-type]
+    alone, _ = attend(triton, rows, num_kept=2, **options)  # type: ignore[arg-type]
+    assert torch.equal(alone, together[:10])
+
+
+def test_other_lengths_of_sequences_compile_nothing_again(triton: Attention) -> None:
+    from millrace.worker.attention import paged_triton
+
+    kernels = (paged_triton.write_kv, paged_triton.decode_chunk, paged_triton.merge_chunks, paged_triton.prefill)
+
+    def num_compiled() -> int:
+        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+    check(triton, MIXED, shape=LARGE, dtype=torch.bfloat16, device="cuda")
+    before = num_compiled()
+    for rows in ([(5, 1), (7, 3)], [(256, 1), (256, 1), (256, 256)], [(300, 1), (9, 1), (8, 8), (6, 2)]):
+        check(triton, rows, shape=LARGE, dtype=torch.bfloat16, device="cuda")
+    assert num_compiled() == before

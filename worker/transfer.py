@@ -1,0 +1,73 @@
+"""Copies between host and device that do not wait for the device. On a CPU they return the tensors themselves.
+
+torch's allocator of pinned memory is the ring of buffers: it reuses one after the copies that were queued with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16
+
+
+def to_device(device: torch.device, tensors: Collection[Tensor]) -> list[Tensor]:
+    """Return tensors of the host on the device. They are packed into pinned memory and moved by one copy."""
+    if device.type == "cpu":
+        return list(tensors)
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    starts = list(accumulate(sizes, initial=0))
+    packed = pinned((starts[-1],), torch.uint8)
+    for start, tensor in zip(starts, tensors, strict=False):
+        _view(packed, start, tensor).copy_(tensor)
+    packed = packed.to(device, non_blocking=True)
+    return [_view(packed, start, tensor) for start, tensor in zip(starts, tensors, strict=False)]
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Start the copy of a tensor to pinned memory. It is there when an event happens that is recorded after this call."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+
+
+def record_event(device: torch.device, *, enable_timing: bool = False) -> torch.cuda.Event | None:
+    """Mark the present end of the device's queue of work. None on a CPU."""
+    if device.type == "cpu":
+        return None
+    event = torch.cuda.Event(enable_timing=enable_timing)
+    event.record()
+    return event
+
+
+class HostCopy:
+    """A copy of a tensor to the host, which begins now."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copied = to_host(tensor)
+        self._done = record_event(tensor.device)
+
+    def is_ready(self) -> bool:
+        """Whether `tolist` would return at once."""
+        return self._done is None or self._done.query()
+
+    def tolist(self) -> list[Any]:
+        """Wait for the copy, and return the values."""
+        if self._done is not None:
+            self._done.synchronize()
+        values: list[Any] = self._copied.tolist()
+        return values
+
+
+def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return pinned memory of the host with any contents."""
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def _view(packed: Tensor, start: int, tensor: Tensor) -> Tensor:
+    """Return the place of a tensor in the packed bytes, with its dtype and shape."""
+    return packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
