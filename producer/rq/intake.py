@@ -94,6 +94,11 @@ class Intake:
             self._full_tenants.clear()
             self._start(source, self._unstarted_ids(source))
 
+    def find(self, job_id: str) -> GatewayRun | None:
+        """Return the run of a job that RQ calls started. It is in Millrace: a job that is being submitted is waited for."""
+        with self._lock:
+            return self._runs.get(job_id)
+
     def restart(self, runs: Iterable[GatewayRun]) -> None:
         """Start runs again whose job was lost in Millrace, or changed in RQ by others."""
         with self._lock:

@@ -60,7 +60,7 @@ class Monitor:
 
     def stop_job(self, job_id: str) -> None:
         """Handle RQ's stop-job command: cancel the job in Millrace. When it has ended there, it ends as stopped."""
-        if run := self._runs.get(job_id):
+        if run := self._intake.find(job_id):
             run.is_stopping = True
             self._millrace.cancel(run.millrace_id)
         else:

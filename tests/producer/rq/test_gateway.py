@@ -359,6 +359,19 @@ def test_the_stop_command_stops_a_job_and_no_other(
     wait_for("finished", other)
 
 
+def test_the_stop_command_may_come_as_soon_as_a_job_is_started(
+    engine: EchoEngine, gateway: GatewayProcess, rq_queue: Queue
+) -> None:
+    """The gateway writes "started" before it submits the jobs."""
+    engine.hold()
+    jobs = enqueue_many(rq_queue, 200)
+    while rq_queue.connection.hget(jobs[-1].key, "status") != b"started":
+        pass
+    for job in jobs[-20:]:
+        send_stop_job_command(rq_queue.connection, job.id, serializer=JSONSerializer)
+    wait_for("stopped", *jobs[-20:])
+
+
 def test_jobs_that_their_producer_gives_up_are_cancelled(
     engine: EchoEngine, gateway: GatewayProcess, rq_queue: Queue
 ) -> None:
