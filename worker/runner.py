@@ -195,8 +195,8 @@ class Runner:
         takes_peaks = sampled.sampling.is_plain_greedy or (self._masks_head and sampled.sampling.is_masked_greedy)
         if self.decoder is not None and takes_peaks and sampled.scored is None:
             hidden, processors = self.decoder.run(batch), sampled.sampling.processors
-            masks = RowMasks(*processors.grammar_masks()) if processors is not None else None
-            token_ids = self._draw_greedily(*self.decoder.most_likely(hidden, masks))
+            masks = processors.grammar_masks() if processors is not None else None
+            token_ids = self._draw_greedily(*self.decoder.most_likely(hidden, RowMasks(*masks) if masks else None))
             return StepOutput(self._sequences.record(sampled, token_ids))
         return self._sample_from(self.compute_logits(batch), sampled)
 

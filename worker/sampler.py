@@ -34,20 +34,21 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
 
         return sampling_triton.sample(_processed(logits, rows), rows)
     kernels = _kernels_for(logits)
-    logits = _processed(logits.float(), rows)
+    logits = _processed(logits.float(), rows, but_grammars=kernels is not None)
     if kernels is None:
         peaks, token_ids = logits.max(dim=-1)
         _draw_in_parts(logits, peaks, token_ids, rows)
     else:
-        peaks, token_ids = compiled.argmax(kernels, logits)
+        masks = None if rows.processors is None else rows.processors.grammar_masks()
+        peaks, token_ids = compiled.argmax(kernels, logits, masks)
         compiled.draw(kernels, logits, peaks, token_ids, rows)
     return without_failed(peaks, token_ids)
 
 
-def _processed(logits: Tensor, rows: SamplingRows) -> Tensor:
+def _processed(logits: Tensor, rows: SamplingRows, *, but_grammars: bool = False) -> Tensor:
     """Return contiguous logits [M, V] as the logits processors change them."""
     logits = logits.contiguous()
-    return logits if rows.processors is None else rows.processors.apply(logits)
+    return logits if rows.processors is None else rows.processors.apply(logits, but_grammars=but_grammars)
 
 
 def without_failed(peaks: Tensor, token_ids: Tensor) -> Tensor:

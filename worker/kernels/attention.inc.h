@@ -666,8 +666,7 @@ static int64_t rows_together(const struct attention *c, int64_t first, int32_t *
     return count;
 }
 
-/* List the tiles, the most expensive ones first as far as that is cheap: chunks from their ends, then decodes. Return
- * their number. */
+/* List the tiles, about the most expensive ones first: chunks from their ends, then decodes. Return their number. */
 static int64_t list_tiles(const struct attention *c, struct tile *tiles)
 {
     const struct attention_rows *rows = c->rows;

@@ -1,5 +1,4 @@
-/* All kernels for one instruction set. Included once by each isa_*.c, which defines LANES, TABLE and perhaps TARGET
- * and HAS_BF16_PAIRS. */
+/* All kernels for one instruction set. Each isa_*.c includes it, and defines LANES, TABLE, perhaps TARGET, HAS_BF16_PAIRS. */
 #include "kernels.h"
 
 #include <math.h>
@@ -12,13 +11,13 @@
 #endif
 
 /* The target holds for the functions below, and not for those of the headers above. */
-#if defined(TARGET) && defined(__clang__)
 #define DO_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
 #define PUSH_TARGET(target) DO_PRAGMA(clang attribute push(__attribute__((target(target))), apply_to = function))
-PUSH_TARGET(TARGET)
-#elif defined(TARGET)
-#define DO_PRAGMA(text) _Pragma(#text)
+#else
 #define PUSH_TARGET(name) DO_PRAGMA(GCC target(name))
+#endif
+#if defined(TARGET)
 PUSH_TARGET(TARGET)
 #endif
 

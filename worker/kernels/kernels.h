@@ -1,15 +1,14 @@
 /* The interface of Millrace's CPU kernels: a table of them for each instruction set.
  *
  * Each kernel is written once with the vector types of simd.h and compiled once for each instruction set (isa_*.c).
- * All sizes and strides count elements. Offsets into the KV pool are 64-bit: a pool may exceed 2^31 elements.
- */
+ * All sizes and strides count elements. Offsets into the KV pool are 64-bit: a pool may exceed 2^31 elements. */
 #ifndef MILLRACE_KERNELS_H
 #define MILLRACE_KERNELS_H
 
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 13
+#define MILLRACE_KERNELS_VERSION 14
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -113,9 +112,10 @@ struct packing {
 struct kernels {
     /* Write the step's keys and values into the pool, then attend. Return 0, or -1 if there is no memory. */
     int (*attend)(const struct attention *call);
-    /* Find the largest logit of each row and the lowest id that has it. A NaN makes the row's peak NaN. */
-    void (*argmax)(const float *logits, int64_t num_rows, int64_t vocab_size, float *peaks, int64_t *token_ids,
-                   int64_t num_threads);
+    /* Find the largest logit of each row and the lowest id that has it. A NaN makes the row's peak NaN. With `masks`: for
+     * each row NULL, or a bit for each id. Logits of ids whose bit is 0 become -inf before. */
+    void (*argmax)(float *logits, const uint8_t *const *masks, int64_t num_rows, int64_t vocab_size, float *peaks,
+                   int64_t *token_ids, int64_t num_threads);
     /* Draw a token for each row with a temperature and a finite peak. Return 0, or -1 if there is no memory. */
     int (*draw)(const struct draws *call);
     /* Write the output of a linear layer, or with `accumulates` add it; without an output find the argmax of the allowed

@@ -9,8 +9,7 @@ int millrace_version(void)
     return MILLRACE_KERNELS_VERSION;
 }
 
-/* Return the kernels for an instruction set: "generic", "avx2", "avx512" or "avx512bf16". NULL if this machine does not have
- * it. */
+/* Return the kernels for "generic", "avx2", "avx512" or "avx512bf16", or NULL if this machine does not have them. */
 const struct kernels *millrace_kernels(const char *name)
 {
 #if defined(__x86_64__)
@@ -49,8 +48,7 @@ static int32_t num_common_blocks(const struct row_table *a, const struct row_tab
     return count;
 }
 
-/* Fill the order of the rows [R], and the positions [R] that neighbours have in common. Return 0, or -1 if there is no
- * memory. */
+/* Fill the order [R] of the rows, and the positions [R] that neighbours have in common. Return -1 if there is no memory. */
 int millrace_order_rows(struct attention_rows *rows, int64_t block_size, int32_t *order, int32_t *common)
 {
     struct row_table *tables = malloc(sizeof(struct row_table) * (rows->num_rows + 1));

@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 13
+VERSION = 14
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -117,7 +117,7 @@ _CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _CALL_WITHOUT_STATUS = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _ARGMAX = ctypes.CFUNCTYPE(
     None,
-    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
 )
 

@@ -8,8 +8,7 @@
  *
  * N is padded to whole panels, and K to whole pairs, with zeros. A tile is up to TILE_ROWS rows times a panel. Each of its
  * sums adds the products of SPAN_INPUTS inputs one after the other, and then the spans. This order is the same in every
- * tile, so the result of a row has the same bits whatever the other rows are, and however many.
- */
+ * tile, so the result of a row has the same bits whatever the other rows are, and however many. */
 
 enum {
     PANEL_VECTORS = LANES == 16 ? 3 : 2,
@@ -164,10 +163,8 @@ static void finish_tile(const struct linear *c, float *sums, int64_t first_row, 
             continue;
         }
         uint64_t bits = allowed_outputs(c, row, panel);
-        for (int v = 0; bits != ALL_OUTPUTS && v < PANEL_VECTORS; v++) {
-            vi is_allowed = -(((vi){0} + (int32_t)(bits >> v * LANES)) >> first_ints() & 1);
-            store(sums + v * LANES, pick(is_allowed, load(sums + v * LANES), splat(-INFINITY)));
-        }
+        for (int v = 0; bits != ALL_OUTPUTS && v < PANEL_VECTORS; v++)
+            exclude(sums + v * LANES, bits >> v * LANES);
         vf largest = load(sums);
         vi ids = first_ints() + (int32_t)first_output;
         for (int v = 0; v < PANEL_VECTORS; v++, ids += LANES)

@@ -1,10 +1,7 @@
 /* How many threads a kernel uses. The results are the same with any number.
  *
  * A region ends when its last thread is done. If another process has that thread's core, the others wait for milliseconds,
- * and a step has about eight regions a layer. So after a region that took too long, regions with little work use one
- * thread for a while.
- */
-
+ * in each of about eight regions a layer. So after a region that took too long, small regions use one thread for a while. */
 enum {
     SMALL_WORK = 64 * 1024, /* multiplications that are not worth a second thread */
     MEDIUM_WORK = 64 << 20, /* those that are done alone while the cores are busy: about a millisecond */

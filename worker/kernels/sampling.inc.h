@@ -70,20 +70,34 @@ static void find_leader(const struct leader *leaders, int64_t num_parts, int64_t
         *peak = NAN;
 }
 
-static void argmax(const float *logits, int64_t num_rows, int64_t vocab_size, float *peaks, int64_t *token_ids,
-                   int64_t num_threads)
+/* Replace those of LANES numbers whose bit is not set with -inf. */
+static inline void exclude(float *numbers, uint32_t bits)
+{
+    vi is_allowed = -(((vi){0} + (int32_t)bits) >> first_ints() & 1);
+    store(numbers, pick(is_allowed, load(numbers), splat(-INFINITY)));
+}
+
+static void argmax(float *logits, const uint8_t *const *masks, int64_t num_rows, int64_t vocab_size, float *peaks,
+                   int64_t *token_ids, int64_t num_threads)
 {
     struct region region = begin_region(4 * num_rows * vocab_size, smaller(num_rows, num_threads));
 #pragma omp parallel for schedule(static) num_threads(region.num_threads)
     for (int64_t row = 0; row < num_rows; row++) {
-        const float *own = logits + row * vocab_size;
+        float *own = logits + row * vocab_size;
+        const uint8_t *mask = masks ? masks[row] : NULL;
         struct leader leader = NO_LEADER;
         vi ids = first_ints();
         int64_t i = 0;
-        for (; i + LANES <= vocab_size; i += LANES, ids += LANES)
+        for (; i + LANES <= vocab_size; i += LANES, ids += LANES) {
+            if (mask)
+                exclude(own + i, (mask[i / 8] | mask[(i + LANES - 1) / 8] << 8) >> i % 8);
             compare(&leader, load(own + i), ids);
-        for (; i < vocab_size; i++, ids += 1) /* the first lane has the id i */
+        }
+        for (; i < vocab_size; i++, ids += 1) { /* the first lane has the id i */
+            if (mask && !(mask[i / 8] >> i % 8 & 1))
+                own[i] = -INFINITY;
             compare(&leader, pick(first_ints() < 1, splat(own[i]), splat(-INFINITY)), ids);
+        }
         find_leader(&leader, 1, 0, peaks + row, token_ids + row);
     }
     end_region(region);

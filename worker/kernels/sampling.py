@@ -13,13 +13,19 @@ from millrace.worker.kernels.library import DrawCall, Kernels
 from millrace.worker.sampling_rows import SamplingRows
 
 
-def argmax(kernels: Kernels, logits: Tensor) -> tuple[Tensor, Tensor]:
+def argmax(kernels: Kernels, logits: Tensor, masks: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Return the peaks [M] of contiguous logits [M, V], float32, and the lowest ids [M] that have them. A row
-    with a NaN has the peak NaN."""
+    with a NaN has the peak NaN. `masks` are rows [N] and contiguous bits [N, B], B >= V / 8, uint8: the logits of ids whose
+    bit is not set become -inf before."""
     num_rows, vocab_size = logits.shape
     peaks, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    pointers = None
+    if masks is not None:
+        rows, bits = masks
+        pointers = torch.zeros(num_rows, dtype=torch.int64)
+        pointers[rows] = bits.data_ptr() + torch.arange(len(rows)) * bits.shape[1]
     kernels.table.argmax(
-        *(logits.data_ptr(), num_rows, vocab_size),
+        *(logits.data_ptr(), pointers.data_ptr() if pointers is not None else None, num_rows, vocab_size),
         *(peaks.data_ptr(), token_ids.data_ptr(), torch.get_num_threads()),
     )
     return peaks, token_ids

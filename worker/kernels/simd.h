@@ -1,8 +1,7 @@
 /* Vectors of LANES floats, in the vector extensions of GCC and Clang: the compiler chooses the instructions.
  *
  * isa_*.c defines LANES before it includes this file. C has no `?:` for vectors, so `pick` does it with masks, which
- * compilers turn into blends. NaN must survive all of these functions: a row with a NaN is reported by the sampler.
- */
+ * compilers turn into blends. NaN must survive all of these functions: a row with a NaN is reported by the sampler. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

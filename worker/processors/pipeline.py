@@ -37,18 +37,19 @@ class StepProcessors:
         """Whether the masks of grammars are all that changes logits."""
         return all(isinstance(processor, GrammarMask) for processor, _ in self._parts)
 
-    def grammar_masks(self) -> tuple[Tensor, Tensor]:
-        """Return the rows with a grammar [N] and their masks [N, B], instead of `apply`. Waits for the masks."""
-        ((processor, rows),) = self._parts
-        assert isinstance(processor, GrammarMask)
-        return rows.indices, processor.masks()
+    def grammar_masks(self) -> tuple[Tensor, Tensor] | None:
+        """Return the rows with a grammar [N] and their masks [N, B], instead of what `apply` does with them. Waits for the
+        masks. None: no row has a grammar."""
+        processor, rows = self._parts[-1]
+        return (rows.indices, processor.masks()) if isinstance(processor, GrammarMask) else None
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Tensor, *, but_grammars: bool = False) -> Tensor:
         """Return the contiguous logits [M, V] as the processors change them: in place, or in float32 where one needs it."""
         if any(processor.needs_float32 for processor, _ in self._parts):
             logits = logits.float()
         for processor, rows in self._parts:
-            processor.apply(logits, rows)
+            if not (but_grammars and isinstance(processor, GrammarMask)):
+                processor.apply(logits, rows)
         return logits
 
     def record(self, token_ids: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from millrace.worker.kernels import sampling
 from millrace.worker.kernels.library import Kernels
 from millrace.worker.linear.packed import CompiledLinear, RowMasks
+from tests.worker.kernels.masks import masked, random_masks
 
 SHAPES = [(1, 1), (3, 2), (15, 5), (16, 8), (17, 47), (64, 48), (100, 49), (384, 12), (385, 96), (1024, 9), (48, 1000)]
 """Inputs and outputs: below, at and above the sizes of vectors, panels and spans."""
@@ -183,30 +184,6 @@ def test_a_screened_argmax_computes_only_panels_that_can_have_it(kernels: Kernel
     inputs = inputs.abs()
     _, found = packed.argmax(inputs)
     assert torch.equal(found, 3 * width + packed.forward(inputs)[:, 3 * width : 4 * width].argmax(dim=1))
-
-
-def random_masks(num_rows: int, num_outputs: int, shares: tuple[float, ...]) -> RowMasks:
-    """Masks for two of three rows, or all of five, padded as those of grammars. Some are alike, as with one schema."""
-    generator = torch.Generator().manual_seed(num_rows)
-    rows = torch.tensor([row for row in range(num_rows) if row % 3 or num_rows == 5], dtype=torch.int64)
-    allowed = torch.zeros(len(rows), -(-num_outputs // 32) * 32, dtype=torch.uint8)
-    for index in range(len(rows)):
-        share = shares[index // 4 % len(shares)]
-        if index % 4 == 3:
-            allowed[index] = allowed[index - 1]
-        elif share > 0:
-            allowed[index, :num_outputs] = torch.rand(num_outputs, generator=generator) < share
-        elif share < 0:
-            allowed[index, torch.randint(num_outputs, (1,), generator=generator)] = 1
-    bits = (allowed.unflatten(1, (-1, 8)) << torch.arange(8, dtype=torch.uint8)).sum(-1).to(torch.uint8)
-    return RowMasks(rows, bits)
-
-
-def masked(logits: torch.Tensor, masks: RowMasks) -> torch.Tensor:
-    """Return the stored logits without the ids that are not allowed."""
-    is_allowed = (masks.bits.unsqueeze(-1) >> torch.arange(8) & 1).flatten(1)[:, : logits.shape[1]].bool()
-    logits[masks.rows] = logits[masks.rows].masked_fill(~is_allowed, -torch.inf)
-    return logits
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from millrace.worker import sampler
 from millrace.worker.kernels.library import Kernels
 from millrace.worker.kernels.sampling import argmax
 from millrace.worker.sampler import sample
+from tests.worker.kernels.masks import masked, random_masks
 from tests.worker.rows import Row, sampling_rows
 
 VOCABULARIES = [1, 3, 8, 15, 16, 17, 255, 1000, 32_000]
@@ -26,6 +27,20 @@ def test_argmax_takes_the_first_of_the_largest(kernels: Kernels, vocab_size: int
     expected_peaks = logits.amax(dim=1)
     assert torch.equal(peaks, expected_peaks)
     assert ids.tolist() == [row.tolist().index(peak) for row, peak in zip(logits, expected_peaks.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("shares", [(-1.0,), (0.0, 0.5, -1.0), (0.001, 0.1, 0.95)])
+@pytest.mark.parametrize("vocab_size", [5, 33, 1000, 32_003])
+def test_argmax_takes_masks(kernels: Kernels, vocab_size: int, shares: tuple[float, ...]) -> None:
+    """It also writes -inf for what they exclude, so that it is not drawn. NaN is excluded like other logits."""
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    masks = random_masks(8, vocab_size, shares)
+    expected = masked(logits.clone(), masks)
+    logits[(expected == -torch.inf).nonzero()[:1].unbind(1)] = torch.nan
+    peaks, ids = argmax(kernels, logits, masks)
+    assert torch.equal(logits, expected)
+    assert torch.equal(peaks, expected.amax(dim=1))
+    assert torch.equal(ids, expected.argmax(dim=1))
 
 
 @pytest.mark.parametrize("position", [0, 5, 20, 36])
