@@ -185,9 +185,16 @@ class NamesUnknown(msgspec.StructMeta):
         except TypeError:
             for name in fields:
                 if name not in self.__struct_fields__:
-                    rule = f"is not an argument of {self.__name__}; {remedy(name, self.__struct_fields__)}"
+                    rule = f"is not an argument of {self.__name__}; {self.remedy_for(name)}"
                     raise InvalidRequest(name, rule) from None
             raise
+
+    def remedy_for(self, name: str) -> str:
+        """What to write instead of `name`; a name of a nested struct's field is looked for there too."""
+        for field, kind in get_type_hints(self).items():
+            if isinstance(kind, NamesUnknown) and name in kind.__struct_fields__:
+                return f"did you mean {field}={kind.__name__}({name}=...)?"
+        return remedy(name, self.__struct_fields__)
 
 
 def shown(value: Any) -> str:

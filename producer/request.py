@@ -8,6 +8,7 @@ import msgspec
 
 from millrace.producer.chat import chat, template_kwargs, tool_choice, tools
 from millrace.producer.checks import (
+    NamesUnknown,
     boolean,
     check_fields,
     field_checks,
@@ -43,7 +44,9 @@ def _default_sampling() -> SamplingParams:
     return made
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
+class GenerationRequest(
+    msgspec.Struct, metaclass=NamesUnknown, frozen=True, kw_only=True, omit_defaults=True, repr_omit_defaults=True
+):
     """One generation: exactly one of prompt, prompt_token_ids and messages, and the sampling parameters.
 
     Raises InvalidRequest, a ValueError, which names the field.

@@ -68,7 +68,8 @@ def text_file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ArgumentTypeError(f"cannot read {path[:200]!r}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ArgumentTypeError(f"cannot read {path[:200]!r}: {why}") from error
 
 
 def _json(text: str, kind: type, what: str) -> Any:

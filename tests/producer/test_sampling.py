@@ -29,6 +29,14 @@ def test_an_unknown_name_is_refused_with_the_one_that_could_be_meant() -> None:
     wrong = {"max_tokens": 4, "best_of": 1}
     with pytest.raises(InvalidRequest, match=r"^best_of: is not an argument of SamplingParams; leave it out$"):
         SamplingParams(**wrong)
+    wrong = {"promt": "x"}
+    with pytest.raises(
+        InvalidRequest, match=r"^promt: is not an argument of GenerationRequest; did you mean prompt\?$"
+    ):
+        GenerationRequest(**wrong)
+    wrong = {"prompt": "x", "temperature": 0.5}
+    with pytest.raises(InvalidRequest, match=r"; did you mean sampling=SamplingParams\(temperature=\.\.\.\)\?$"):
+        GenerationRequest(**wrong)
     wrong = {"jason": {}}
     with pytest.raises(InvalidRequest, match=r"^jason: is not an argument of StructuredOutputs; did you mean json\?$"):
         StructuredOutputsParams(**wrong)
