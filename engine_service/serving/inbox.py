@@ -80,16 +80,17 @@ class Inbox:
         self._stopping.set()
 
     def _read_once(self) -> None:
-        if not self._read(_FIRST, 1, _BLOCK_MS):
+        entries = self._read(_FIRST, _BLOCK_MS)
+        if not entries:
             self._stopping.wait(_PAUSE_S)
-        elif not self._take_all():
+        elif not self._take_all(entries):
             self._stopping.wait(RETRY_S)
 
-    def _read(self, after: str, count: int, block_ms: int | None = None) -> list[InboxEntry]:
-        return self._queue.read_inbox(after, count, block_ms, max_body_bytes=MAX_BODY_BYTES)
+    def _read(self, after: str, block_ms: int | None = None) -> list[InboxEntry]:
+        return self._queue.read_inbox(after, _MAX_ENTRIES, block_ms, max_body_bytes=MAX_BODY_BYTES)
 
-    def _take_all(self) -> bool:
-        """Take all entries that the limits allow. False when there were entries and none could be taken.
+    def _take_all(self, entries: list[InboxEntry]) -> bool:
+        """Take all entries that the limits allow. False when none could be taken. `entries` are the first ones.
 
         To try an entry that has to wait costs as much as to take it, and there may be many. So full passes take about a
         tenth of the time. In between, only the first entries and the new ones are tried, except those of tenants with older
@@ -100,19 +101,19 @@ class Inbox:
         if not is_resting:
             self._seen = _FIRST
             self._waiting.clear()
-        are_taken = list(self._pass(skip_to=self._seen))
-        if are_taken and not is_resting:
+        are_taken = list(self._pass(entries, skip_to=self._seen))
+        if not is_resting:
             now_s = time.monotonic()
             rest_s = _REST * (now_s - began_s) * are_taken.count(False) / len(are_taken)
             self._rest_until_s = now_s + min(rest_s, _MAX_REST_S)
-        return any(are_taken) or not are_taken
+        return any(are_taken)
 
-    def _pass(self, skip_to: str) -> Iterator[bool]:
+    def _pass(self, entries: list[InboxEntry], skip_to: str) -> Iterator[bool]:
         """Try the first entries and those after `skip_to`, and yield for each whether it was taken. An entry over a limit
         stays, and does not keep entries of others out."""
-        after, limits = _FIRST, _TenantLimits()
+        limits = _TenantLimits()
         overtaken: frozenset[str] = frozenset()
-        while entries := self._read(after, _MAX_ENTRIES):
+        while entries:
             for entry in entries:
                 outcome = self._try_to_take(entry, limits, overtaken)
                 if outcome.name == _QUEUE_LIMIT or self._stopping.is_set():
@@ -123,6 +124,7 @@ class Inbox:
                 yield outcome.kind != "full"
             if _place(after) < _place(skip_to):
                 after, overtaken = skip_to, frozenset(self._waiting)
+            entries = self._read(after)
 
     def _try_to_take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> Outcome:
         """`overtaken` are the tenants whose older entries are skipped in this pass."""

@@ -141,7 +141,7 @@ def test_who_meets_the_queues_limit_goes_on_as_soon_as_there_is_room(
     submit(queue, "first", "second", tenant="x")
     post(redis_client, queue, *(f"x{number}" for number in range(100)), "z0", "z1", "z2", "z3")
     for number in range(4):
-        inbox._take_all()
+        inbox._take_all(queue.read_inbox("0", 64))
         assert queue.cancel(f"z{number}") == "cancelled"
 
 
@@ -154,14 +154,14 @@ def test_nobody_is_overtaken_after_a_look_that_the_queues_limit_has_stopped(
     submit(queue, "x", tenant="x")
     submit(queue, "y", tenant="y")
     post(redis_client, queue, *(f"x{number}" for number in range(100)), "y0")
-    assert not inbox._take_all()
+    assert not inbox._take_all(queue.read_inbox("0", 64))
     monkeypatch.setattr("millrace.engine_service.serving.inbox._MAX_REST_S", 1_000_000)
     redis_client.hset(queue.keys.settings, "max_queued_jobs", 2)
-    assert not inbox._take_all()
+    assert not inbox._take_all(queue.read_inbox("0", 64))
     redis_client.hdel(queue.keys.settings, "max_queued_jobs")
     queue.cancel("y")
     post(redis_client, queue, "y1")
-    assert inbox._take_all()
+    assert inbox._take_all(queue.read_inbox("0", 64))
     assert (queue.get("y0").state, redis_client.exists(queue.keys.job("y1"))) == ("queued", 0)
 
 
