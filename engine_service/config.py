@@ -109,10 +109,23 @@ _HELP = {
 """By option: how the help calls its value, and what it says."""
 
 _SWITCHES = {
-    "--no-prefix-caching": ("enable_prefix_caching", "compute every prompt whole, also if a cached one begins alike"),
-    "--no-run-ahead": ("run_ahead", "plan a step only when the one before it has returned, to compare speeds"),
+    "--no-prefix-caching": (
+        "enable_prefix_caching",
+        False,
+        "compute every prompt whole, also if a cached one begins alike",
+    ),
+    "--no-run-ahead": (
+        "run_ahead",
+        False,
+        "plan a step only when the one before it has returned, to compare speeds",
+    ),
+    "--batch-invariant": (
+        "batch_invariant",
+        True,
+        "give a job the same tokens whatever runs beside it, is cached, or restarts; no cost on a CPU without AMX",
+    ),
 }
-"""By switch: the option that it sets to false, and what the help says."""
+"""By switch: the option that it sets, the value, and what the help says."""
 
 _EXITS = """\
 Exit status: 0 after SIGTERM or SIGINT, 1 for a failure of the program, 2 when
@@ -138,6 +151,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory: int | str | None = None
     kv_cache_dtype: str = "auto"
     attention: str = "auto"
+    batch_invariant: bool = False
+    """Whether the bits of a token depend on its sequence alone: not on the batch, chunks, caches or restarts."""
     swap_space_gib: float = 0.0
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
@@ -161,6 +176,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             f'names one GPU, but {num_ranks} ranks need one each; use "cuda", and CUDA_VISIBLE_DEVICES to choose GPUs',
             self.device,
         )
+        if self.batch_invariant:
+            rule = "must be {} with batch_invariant"
+            is_divided = self.pipeline_parallel_size > 1
+            _require(not is_divided, "pipeline_parallel_size", rule.format("1"), self.pipeline_parallel_size)
+            _require(self.block_size % 16 == 0, "block_size", rule.format("a multiple of 16"), self.block_size)
 
     def for_worker(self, path: Path) -> WorkerConfig:
         """Return the worker's part, for the model in `path`."""
@@ -273,8 +293,8 @@ def make_parser() -> argparse.ArgumentParser:
             choices=_CHOICES.get(name),
             help=f"{text} (default: {field.default})" if has_default else text,
         )
-    for option, (name, text) in _SWITCHES.items():
-        parser.add_argument(option, dest=name, action="store_const", const=False, help=text)
+    for option, (name, value, text) in _SWITCHES.items():
+        parser.add_argument(option, dest=name, action="store_const", const=value, help=text)
     parser.add_argument("--config", metavar="FILE", help="TOML file with these options, such as max_model_len = 4096")
     return parser
 

@@ -69,6 +69,7 @@ class LLM:
         kv_cache_memory: int | str | None = None,
         kv_cache_dtype: str = "auto",
         attention: str = "auto",
+        batch_invariant: bool = False,
         swap_space_gib: float = 0.0,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,

@@ -68,9 +68,12 @@ class Rank:
         self._device = choose_device(self._config.device, self._rank)
         if self._device.type == "cpu":
             keep_freed_memory()
-        attention = choose_attention(self._config.attention, self._device, self._config.kv_cache_dtype)
+        batch_invariant = self._config.batch_invariant
+        attention = choose_attention(
+            *(self._config.attention, self._device, self._config.kv_cache_dtype), batch_invariant=batch_invariant
+        )
         if self._topology.world_size > 1:
-            self._peers = Peers(self._topology, self._device, self._rendezvous)
+            self._peers = Peers(self._topology, self._device, self._rendezvous, sums_in_order=batch_invariant)
         on_phase("load_model")
         self._model = RankModel(self._config, self._topology, self._device, attention, self._peers)
         try:

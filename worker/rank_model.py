@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from millrace.executor.phases import timed
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.attention.interface import Attention
+from millrace.worker.attention.select import is_batch_invariant
 from millrace.worker.fusion.choice import choose_operations
 from millrace.worker.fusion.decoder import DecoderWeights
 from millrace.worker.fusion.fuse import FusionRejected, fuse
-from millrace.worker.fusion.operations import Operations
+from millrace.worker.fusion.operations import Operations, not_batch_invariant
 from millrace.worker.grammars import Grammars, load_tokenizer
 from millrace.worker.host_memory import release_freed_memory
 from millrace.worker.kv_pool import KVPool, LayerSpec
@@ -67,9 +68,16 @@ class RankModel:
         """Read the weights and prepare them. Raises `ModelError` and `ConfigError`."""
         self._read()
         is_divided_by_layers = self._topology.pp_size > 1
-        operations = None if is_divided_by_layers else choose_operations(self.attention, self._dtype, self._device)
+        operations, batch_invariant = None, self._config.batch_invariant
+        if not is_divided_by_layers:
+            operations = choose_operations(
+                *(self.attention, self._dtype, self._device), batch_invariant=batch_invariant
+            )
         if operations is not None:
             self._fuse(operations)
+        if batch_invariant and (self.decoder is None or not is_batch_invariant(self.attention)):
+            dtype = str(self._dtype).removeprefix("torch.")
+            raise not_batch_invariant(f"{type(self.module).__name__} in {dtype}, attention {self.attention.name},")
         if self._device.type == "cpu":
             if self.decoder is None:
                 self._pack_modules()

@@ -46,6 +46,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """"auto" (that of the checkpoint; float32 on a CPU that is slow with it), "float32", "bfloat16", "float16"."""
     attention: str = "auto"
     """"auto", "reference", "cpu" or "triton"."""
+    batch_invariant: bool = False
+    """Whether a token has the same bits whatever else a step computes. Refused where no kernel does that."""
     max_model_len: int | None = None
     """Longest sequence, prompt and output together, in tokens. None: as in the model's config."""
     max_num_seqs: int = 256
@@ -158,7 +160,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 

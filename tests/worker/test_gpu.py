@@ -15,6 +15,7 @@ from millrace.worker.host_tier import HostTier
 from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, execute, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
+from tests.worker.test_batch_invariant import check_bits
 from tests.worker.test_no_waiting import CPU, NUM_STEPS, ROWS, make_runner, run_ahead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
@@ -98,6 +99,12 @@ def test_the_end_of_a_long_prompt_takes_no_more_than_was_profiled(tmp_path: Path
     assert torch.cuda.max_memory_allocated() - pool_bytes > 1024 * MIB, "the prompt is too short to show anything"
     assert torch.cuda.max_memory_allocated() + used_by_others <= share * total + 16 * MIB
     worker.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_a_token_has_the_same_bits_in_any_batch_and_chunk(name: str, dtype: str, tmp_path: Path) -> None:
+    check_bits(name, tmp_path, device="cuda", dtype=dtype)
 
 
 @pytest.fixture

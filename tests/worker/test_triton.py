@@ -65,6 +65,15 @@ def test_sampling_compiles_for_a_gpu(compile_kernel: Callable[..., Any]) -> None
         compile_kernel(kernel, types, constants, num_warps=1)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4)])
+def test_linear_layers_compile_for_a_gpu(dtype: str, size: int, compile_kernel: Callable[..., Any]) -> None:
+    from millrace.worker.linear.linear_triton import TILES, multiply
+
+    types = dict.fromkeys(("inputs", "weights", "bias", "outputs"), f"*{dtype}")
+    tile = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), TILES[size], strict=True))
+    compile_kernel(multiply, types, tile | {"HAS_BIAS": True, "ACCUMULATES": True}, num_stages=3)
+
+
 @pytest.mark.parametrize("pool_type", ["bf16", "fp8e4nv"])
 def test_attention_compiles_for_a_gpu(pool_type: str, compile_kernel: Callable[..., Any]) -> None:
     from millrace.worker.attention import paged_triton as kernels

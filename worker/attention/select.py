@@ -24,12 +24,14 @@ FP8_CAPABILITY = (8, 9)
 """Compute capability of the GPUs that convert fp8."""
 
 
-def choose_attention(name: str, device: torch.device, kv_cache_dtype: str = "auto") -> Attention:
+def choose_attention(
+    name: str, device: torch.device, kv_cache_dtype: str = "auto", *, batch_invariant: bool = False
+) -> Attention:
     """Return the implementation `name`; "auto" is the fastest one for the device. Raises `ConfigError` when it does
-    not run there, or not with such a KV pool."""
+    not run there, or not with such a KV pool. Not all are batch-invariant: see `is_batch_invariant`."""
     if name == "auto":
         name = "cpu" if device.type == "cpu" else "triton" if find_triton() else "reference"
-    attention = _find_attention(name, device)
+    attention = _find_attention(name, device, batch_invariant)
     if kv_cache_dtype == "fp8" and name != "reference":
         if device.type == "cpu":
             raise ConfigError('kv_cache_dtype "fp8" needs a GPU: on a CPU use "auto" or "bfloat16"')
@@ -49,7 +51,12 @@ def attention_for(attention: Attention, specs: Iterable[LayerSpec]) -> Attention
     return ReferenceAttention()
 
 
-def _find_attention(name: str, device: torch.device) -> Attention:
+def is_batch_invariant(attention: Attention) -> bool:
+    """Whether the result of a token can have the same bits whatever else a step computes."""
+    return isinstance(attention, CompiledAttention) or attention.name == "triton"
+
+
+def _find_attention(name: str, device: torch.device, batch_invariant: bool) -> Attention:
     if name == "reference":
         return ReferenceAttention()
     if name == "cpu" and device.type == "cpu":
@@ -58,7 +65,7 @@ def _find_attention(name: str, device: torch.device) -> Attention:
     if name == "triton" and device.type != "cpu" and find_triton():
         from millrace.worker.attention.triton import TritonAttention
 
-        return TritonAttention()
+        return TritonAttention(batch_invariant=batch_invariant)
     if name == "triton":
         raise ConfigError(f'attention "triton" does not run on {device}: use "auto" or "reference"')
     if name == "cpu":

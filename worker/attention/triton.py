@@ -45,6 +45,11 @@ class TritonAttention:
 
     name = "triton"
 
+    def __init__(self, *, batch_invariant: bool = False) -> None:
+        """`batch_invariant`: a token has the same bits in a decode row and in any chunk. Long decode rows are slower: each
+        is one tile."""
+        self._largest_decode = 0 if batch_invariant else 1
+
     def forward(
         self,
         query: Tensor,  # [Hq, T, D]
@@ -82,7 +87,7 @@ class TritonAttention:
             BLOCK_H=triton.next_power_of_2(num_kv_heads),
             **dims,
         )
-        rows = _rows(batch, tile_m // group, window)
+        rows = _rows(batch, tile_m // group, window, self._largest_decode)
         output = query.new_empty(num_tokens, num_heads, value_dim)
         tables = batch.block_tables[layer.group]
         given = (query, *query.stride()[:2], *pool, tables, tables.stride(0))
@@ -112,20 +117,20 @@ class TritonAttention:
         return output
 
 
-def _rows(batch: StepBatch, tile_size: int, window: int) -> Rows:
-    """Return the step's rows on the device, in tiles of `tile_size` tokens. The first layer of a step that needs them copies
-    them, without waiting for the device."""
+def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) -> Rows:
+    """Return the step's rows on the device; those of more than `largest_decode` tokens in tiles of `tile_size`. The first
+    layer of a step that needs them copies them, without waiting for the device."""
     kind = (TritonAttention, tile_size, window)
     if kind not in batch.derived:
         starts, lengths = torch.tensor(batch.query_starts), torch.tensor(batch.kv_lens)
         counts = starts.diff()
-        decoded = (counts == 1).nonzero().squeeze(1)
+        decoded = (counts <= largest_decode).nonzero().squeeze(1)
         ends = lengths[decoded]
         first_chunks = (ends - window).clamp_(min=0) // CHUNK if window else 0
         chunks = (ends - 1) // CHUNK - first_chunks + 1
         tiles = [
             (row, first, min(tile_size, batch.query_starts[row + 1] - first), first - offset)
-            for row in (counts > 1).nonzero().squeeze(1).tolist()
+            for row in (counts > largest_decode).nonzero().squeeze(1).tolist()
             for offset in [batch.query_starts[row + 1] - batch.kv_lens[row]]
             for first in range(batch.query_starts[row], batch.query_starts[row + 1], tile_size)
         ]

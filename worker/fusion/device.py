@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from millrace.worker.attention.interface import Attention
+from millrace.worker.fusion.operations import not_batch_invariant
 from millrace.worker.fusion.structure import AttentionParts, Norm
 from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.input_batch import StepBatch
@@ -74,15 +75,28 @@ class DeviceOperations:
     mlp_tokens = sys.maxsize
     splits_experts = False
 
-    def __init__(self, attention: Attention, dtype: torch.dtype, device: torch.device, rows: RowKernels) -> None:
+    def __init__(
+        self,
+        attention: Attention,
+        dtype: torch.dtype,
+        device: torch.device,
+        rows: RowKernels,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
         self._attention, self._dtype, self._device, self._rows = attention, dtype, device, rows
+        self._batch_invariant = batch_invariant
         self.workspace = Workspace(dtype, device)
         self.tensors = nn.ParameterList()
         self._kept: set[int] = set()
         """The ids of the tensors."""
 
     def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
-        return merge_modules(modules, self._dtype)
+        if not self._batch_invariant:
+            return merge_modules(modules, self._dtype)
+        from millrace.worker.linear.linear_triton import TritonLinear
+
+        return merge_modules(modules, self._dtype, TritonLinear)
 
     def head(self, module: nn.Linear, embedding: nn.Module, *, is_tied: bool) -> tuple[PackedLinear, nn.Module | None]:
         return self.linear([module]), embedding
@@ -100,7 +114,8 @@ class DeviceOperations:
         return DeviceAttention(parts, layer, self._attention, self.workspace, self._rows, tables, kept)
 
     def prepare_module(self, module: nn.Module) -> None:
-        pass
+        if self._batch_invariant:
+            raise not_batch_invariant(type(module).__name__)
 
     def prepare(self, batch: StepBatch, block_size: int) -> StepBatch:
         return batch

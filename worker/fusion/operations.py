@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from millrace.worker.attention.compiled import LayerAttention, StepRows, step_rows
+from millrace.worker.errors import ConfigError
 from millrace.worker.fusion.structure import AttentionParts, Norm
 from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.host_memory import release_freed_memory
@@ -64,7 +65,7 @@ class Operations(Protocol):
     def attention(self, parts: AttentionParts, layer: LayerCache) -> AttentionOperation: ...
 
     def prepare_module(self, module: nn.Module) -> None:
-        """Prepare a module that runs as it is."""
+        """Prepare a module that runs as it is. Raises `ConfigError` where the operations are batch-invariant."""
 
     def prepare(self, batch: StepBatch, block_size: int) -> Any:
         """Return what the attention of all layers of a step has in common."""
@@ -79,23 +80,32 @@ class Operations(Protocol):
         """Return the memory of replaced weights to the system."""
 
 
+def not_batch_invariant(what: str) -> ConfigError:
+    """Return the error for something that transformers or torch computes."""
+    return ConfigError(
+        f"batch_invariant: {what} is computed by transformers or torch, whose results depend on the batch; leave "
+        "batch_invariant out"
+    )
+
+
 class CompiledOperations:
     """Runs on a CPU through the compiled kernels."""
 
     mlp_tokens = 256  # so that the intermediate results stay in the CPU's cache
     splits_experts = True
 
-    def __init__(self, kernels: Kernels, dtype: torch.dtype) -> None:
-        self._kernels, self._dtype = kernels, dtype
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, *, batch_invariant: bool = False) -> None:
+        self._kernels, self._dtype, self._batch_invariant = kernels, dtype, batch_invariant
         self.workspace = Workspace(dtype, torch.device("cpu"))
         self.tensors = nn.ParameterList()
 
     def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
-        return pack_modules(modules, self._dtype, keeps=keeps)
+        return pack_modules(modules, self._dtype, keeps=keeps, batch_invariant=self._batch_invariant)
 
     def head(self, module: nn.Linear, embedding: nn.Module, *, is_tied: bool) -> tuple[PackedLinear, nn.Module | None]:
         is_plain = type(embedding) is nn.Embedding
-        head = pack_modules([module], self._dtype, torch.float32, keeps=is_tied and not is_plain)
+        keeps = is_tied and not is_plain
+        head = pack_modules([module], self._dtype, torch.float32, keeps=keeps, batch_invariant=self._batch_invariant)
         embeds = is_tied and is_plain and isinstance(head, CompiledLinear)  # ranks that divide the ids keep both
         if embeds:
             embedding.weight = module.weight
@@ -112,6 +122,8 @@ class CompiledOperations:
         return CompiledLayerAttention(parts, layer, self._kernels, self.workspace)
 
     def prepare_module(self, module: nn.Module) -> None:
+        if self._batch_invariant:
+            raise not_batch_invariant(type(module).__name__)
         use_packed_linear(module, self._dtype)
 
     def prepare(self, batch: StepBatch, block_size: int) -> StepRows:

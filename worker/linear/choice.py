@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.worker.errors import ConfigError
 from millrace.worker.host_memory import free_host_bytes
 from millrace.worker.kernels.library import DTYPES, find_kernels, has_amx
 from millrace.worker.linear.packed import ROW_MULTIPLE, CompiledLinear, OneDNNLinear, PackedLinear, TorchLinear
@@ -33,6 +34,7 @@ def pack_linear(
     *,
     dtype: torch.dtype | None = None,
     output_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
 ) -> PackedLinear:
     """Return a layer of these weights [N_i, K] and biases [N_i].
 
@@ -41,16 +43,24 @@ def pack_linear(
     torch computes the layer.
 
     `dtype`: of the inputs; None means that of the weights. `output_dtype`: None means that of the inputs.
+    `batch_invariant`: the result of a row must not depend on the others. Raises `ConfigError` without the compiled kernel.
     """
     dtype, bias = dtype or weights[0].dtype, join_biases(weights, biases)
-    packed = _pack(weights, bias, dtype, output_dtype)
+    packed = _pack(weights, bias, dtype, output_dtype, uses_onednn=not batch_invariant)
     if packed is not None and _is_accepted(packed, weights, bias):
         return packed
+    if batch_invariant:
+        raise ConfigError("batch_invariant: torch computes linear layers here, with results that depend on the batch")
     return TorchLinear(join(weights), bias, dtype, output_dtype)
 
 
 def _pack(
-    weights: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, output_dtype: torch.dtype | None
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    output_dtype: torch.dtype | None,
+    *,
+    uses_onednn: bool,
 ) -> PackedLinear | None:
     """Return a layer that is faster than torch's. None if there is none, or no memory for it."""
     kernels, weight_dtype = find_kernels(), weights[0].dtype
@@ -59,7 +69,7 @@ def _pack(
     if 2 * sum(weight.nbytes for weight in weights) >= free_host_bytes():  # the packed copy, and one on the way to it
         _warn_once("there is no memory for packed weights: torch computes linear layers, which is slower")
         return None
-    if weight_dtype == dtype == torch.bfloat16 and has_amx(kernels) and _has_onednn():
+    if uses_onednn and weight_dtype == dtype == torch.bfloat16 and has_amx(kernels) and _has_onednn():
         return OneDNNLinear(join(weights), bias, output_dtype)
     return CompiledLinear(weights, bias, kernels, dtype, output_dtype)
 

@@ -41,13 +41,17 @@ def use_packed_linear(model: nn.Module, dtype: torch.dtype) -> Counter[str]:
 
 
 def pack_modules(
-    linears: list[nn.Linear], dtype: torch.dtype, output_dtype: torch.dtype | None = None, *, keeps: bool = False
+    linears: list[nn.Linear],
+    dtype: torch.dtype,
+    output_dtype: torch.dtype | None = None,
+    *,
+    keeps: bool = False,
+    batch_invariant: bool = False,
 ) -> PackedLinear:
     """Return one layer for several. Unless it `keeps` them, the modules get the packed weights instead of their own, so that
-    nothing is in memory twice."""
-    packed = pack_linear(
-        [each.weight for each in linears], [each.bias for each in linears], dtype=dtype, output_dtype=output_dtype
-    )
+    nothing is in memory twice. `batch_invariant`: see `pack_linear`."""
+    weights, biases = [each.weight for each in linears], [each.bias for each in linears]
+    packed = pack_linear(weights, biases, dtype=dtype, output_dtype=output_dtype, batch_invariant=batch_invariant)
     if not keeps:
         first, *others = linears
         if packed.weights is not first.weight:
@@ -57,9 +61,9 @@ def pack_modules(
     return packed
 
 
-def merge_modules(linears: list[nn.Linear], dtype: torch.dtype) -> PackedLinear:
-    """Return one layer for several, on their device, computed by torch. The first module has the weights of all, and they
-    stay its parameters; the others have none."""
+def merge_modules(linears: list[nn.Linear], dtype: torch.dtype, kind: type[TorchLinear] = AddingLinear) -> PackedLinear:
+    """Return one layer of this kind for several, on their device. The first module has the weights of all, and they stay its
+    parameters; the others have none."""
     first, *others = linears
     if others:
         bias = join_biases([each.weight for each in linears], [each.bias for each in linears])
@@ -68,7 +72,7 @@ def merge_modules(linears: list[nn.Linear], dtype: torch.dtype) -> PackedLinear:
         for each in others:
             each.weight = nn.Parameter(first.weight.new_empty(0), requires_grad=False)
             each.register_parameter("bias", None)
-    return AddingLinear(first.weight, first.bias, dtype)
+    return kind(first.weight, first.bias, dtype)
 
 
 def _shared_weights(model: nn.Module) -> set[Tensor]:

@@ -37,9 +37,15 @@ LOOPBACK_INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 class Peers:
     """Owns the process groups of this rank, and the tensors of unfinished sends."""
 
-    def __init__(self, topology: Topology, device: torch.device, rendezvous: str) -> None:
-        """Connect to the others, and return when all are connected. Raises `RendezvousError`."""
+    def __init__(
+        self, topology: Topology, device: torch.device, rendezvous: str, *, sums_in_order: bool = False
+    ) -> None:
+        """Connect to the others, and return when all are connected. Raises `RendezvousError`.
+
+        `sums_in_order`: add in the order of the ranks. Without it the order of more than two depends on the size and the
+        place in the tensor."""
         self.topology = topology
+        self._sums_in_order = sums_in_order and topology.tp_size > 2
         self._sends: dict[int, tuple[dist.Work, Tensor]] = {}
         """The last send to each stage."""
         try:
@@ -63,6 +69,12 @@ class Peers:
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum the tensors of all ranks, in place."""
         if self._is_dry_run:
+            return tensor
+        if self._sums_in_order:
+            first, *others = self.all_gather(tensor)
+            tensor.copy_(first)
+            for each in others:
+                tensor += each
             return tensor
         dist.all_reduce(tensor, group=self._stage_group)
         return tensor

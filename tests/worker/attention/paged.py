@@ -60,9 +60,11 @@ def attend(
     dtype: torch.dtype = torch.float32,
     pool_dtype: torch.dtype | None = None,
     num_kept: int | None = None,
+    first_token: int = 0,
     device: str = "cpu",
 ) -> tuple[Tensor, list[Tensor]]:
-    """The output, and the bytes of the pool. num_kept: compute the first rows alone."""
+    """The output, and the bytes of the pool. num_kept: compute the first rows alone. first_token: of the only row, compute
+    those from it on again, and return these."""
     num_heads, num_kv_heads, key_dim, value_dim = shape
     batch = make_batch(rows, block_size, NUM_BLOCKS, seed=1, window=window)
     generator = torch.Generator().manual_seed(2)
@@ -84,9 +86,18 @@ def attend(
     parts = [part for pair in moved._pairs for part in pair]
     for part, filled in zip(parts, (part for pair in pool._pairs for part in pair), strict=True):
         part.copy_(filled)
-    output = attention.forward(
-        *(query, key, value, moved.layers[0], key_dim**-0.5, window, softcap), replace(batch, **on_device)
-    )
+    batch, options = replace(batch, **on_device), (moved.layers[0], key_dim**-0.5, window, softcap)
+    output = attention.forward(query, key, value, *options, batch)
+    if first_token:
+        last = replace(
+            batch,
+            positions=batch.positions[:, first_token:],
+            token_blocks=batch.token_blocks[first_token:],
+            query_starts=[0, batch.query_starts[1] - first_token],
+            derived={},
+        )
+        query, key, value = (each[:, first_token:] for each in (query, key, value))
+        output = attention.forward(query, key, value, *options, last)
     return output, [part.view(torch.uint8) for part in parts]
 
 

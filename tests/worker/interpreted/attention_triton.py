@@ -79,6 +79,17 @@ def test_a_row_does_not_depend_on_the_other_rows(window: int | None) -> None:
     assert torch.equal(alone, together[:10])
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_token_has_the_same_bits_in_a_decode_row_and_in_any_chunk(window: int | None) -> None:
+    """Batch-invariant: the last row of each is the same 45 tokens of a prompt, in other parts."""
+    attention = TritonAttention(batch_invariant=True)
+    whole, _ = attend(attention, [(300, 45)], shape=(2, 1, 16, 16), window=window)
+    for first in (44, 30, 1):
+        part, _ = attend(attention, [(300, 45)], shape=(2, 1, 16, 16), window=window, first_token=first)
+        assert torch.equal(part, whole[first:])
+    check(attention, MIXED, window=window)
+
+
 @triton.jit
 def store_offset(block, offset, output, block_stride, token_stride):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
     tl.store(output, place_offset(tl.load(block), tl.load(offset), block_stride, token_stride))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from millrace.executor.wire.messages import (
@@ -177,6 +178,24 @@ def test_a_tied_head_is_found_under_either_name(
     save_file(tensors, renamed / "model.safetensors", metadata={"format": "pt"})
     with processes.group(renamed, 2, 2) as group:
         assert generate(group) == expected["qwen3"]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_token_has_the_same_bits_in_any_batch_and_chunk(tp: int, processes: RankProcesses, tmp_path: Path) -> None:
+    """Batch-invariant. gloo's own sum of four ranks depends on the number of rows."""
+    make_model("qwen2", tmp_path, num_key_value_heads=4)
+    options: dict[str, Any] = {"batch_invariant": True, "dtype": "bfloat16", "block_size": 16}
+    scored = structs.replace(GREEDY, logprobs=5)
+
+    def run(seed: int, given: list[list[int]]) -> list[tuple[list[int], list[bytes]]]:
+        with processes.group(tmp_path, tp, **options) as group:
+            requests = Driver(group, seed).run(given, MAX_TOKENS, [scored] * len(given))
+            return [(request.output, request.records) for request in requests]
+
+    together = run(1, prompts())
+    assert run(2, prompts()) == together
+    for index in (2, 3):
+        assert run(3, [prompts()[index]]) == [together[index]]
 
 
 def test_bfloat16_is_exchanged_as_it_is(processes: RankProcesses, tmp_path: Path) -> None:
