@@ -37,7 +37,7 @@ GROUPS = {
         "BatchStatus",
         "QueueStats",
     ),
-    "Without a queue": ("LLM", "RequestOutput"),
+    "Without a queue": ("LLM", "RequestOutput", "EngineArgs"),
 }
 """The public names by heading. All others are errors."""
 

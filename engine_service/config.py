@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
+from msgspec.structs import FieldInfo
 
 from millrace.engine_service.chat.output_format import REASONING_PARSERS, THINKING_MARKS, TOOL_CALL_PARSERS
 from millrace.engine_service.core.scheduler import SchedulerConfig
@@ -283,20 +284,27 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     fields = {field.name: field for field in msgspec.structs.fields(ServeConfig)}
-    for name, (metavar, text) in _HELP.items():
-        field = fields[name]
-        has_default = not field.required and field.default is not None
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type={int: int, int | None: int, float: float}.get(field.type, str),
-            metavar=metavar,
-            choices=_CHOICES.get(name),
-            help=f"{text} (default: {field.default})" if has_default else text,
-        )
+    for name in _HELP:
+        add_option(parser, fields[name])
     for option, (name, value, text) in _SWITCHES.items():
         parser.add_argument(option, dest=name, action="store_const", const=value, help=text)
     parser.add_argument("--config", metavar="FILE", help="TOML file with these options, such as max_model_len = 4096")
     return parser
+
+
+def add_option(parser: Any, field: FieldInfo, *aliases: str, default: Any = None) -> None:
+    """Add the option of a field that is no switch. `parser` is one of argparse, or a group of options."""
+    metavar, text = _HELP[field.name]
+    has_default = not field.required and field.default is not None
+    parser.add_argument(
+        f"--{field.name.replace('_', '-')}",
+        *aliases,
+        type={int: int, int | None: int, float: float}.get(field.type, str),
+        metavar=metavar,
+        choices=_CHOICES.get(field.name),
+        default=default,
+        help=f"{text} (default: {field.default})" if has_default else text,
+    )
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from millrace.engine_service.config import EngineConfig, add_option
 from millrace.engine_service.errors import ConfigurationError
 from millrace.producer.checks import shown
 
@@ -78,3 +82,27 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
             )
             raise ConfigurationError(f"{name}: {known}, got {shown(value)}; leave it out")
     return found
+
+
+class EngineArgs:
+    """Options for the command line of a script that makes an `LLM`, with vLLM's names."""
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add an option for each argument of `LLM`, with its default: `LLM(**vars(parser.parse_args()))`. Return the parser.
+
+        The options have the names of the arguments here, and those of vLLM where they differ."""
+        group = parser.add_argument_group("arguments of LLM")
+        of_vllm = {ours: f"--{theirs.replace('_', '-')}" for theirs, ours in _RENAMED.items()}
+        aliases = {**of_vllm, "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp"}
+        for field in msgspec.structs.fields(EngineConfig):
+            others = [aliases[field.name]] if field.name in aliases else []
+            default = None if field.required else field.default
+            if field.type in (bool, bool | None):
+                name = f"--{field.name.replace('_', '-')}"
+                group.add_argument(name, *others, action=argparse.BooleanOptionalAction, default=default)
+            else:
+                add_option(group, field, *others, default=default)
+        group.add_argument("--seed", type=int, default=0, help="seed of the requests that give none (default: 0)")
+        group.add_argument("--enforce-eager", action="store_true", help="has no effect: every step runs eagerly")
+        return parser

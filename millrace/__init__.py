@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from millrace.engine_service.offline import LLM
     from millrace.engine_service.request_output import RequestOutput
+    from millrace.engine_service.vllm_arguments import EngineArgs
     from millrace.producer import (
         AsyncClient,
         Client,
@@ -59,6 +60,7 @@ __all__ = [
     "CannotRedrive",
     "Client",
     "CompletionOutput",
+    "EngineArgs",
     "EngineNotFound",
     "GenerationRequest",
     "InvalidRequest",
@@ -98,6 +100,7 @@ _MODULES = (
     "millrace.results.counts",
     "millrace.producer",
     "millrace.engine_service.offline",
+    "millrace.engine_service.vllm_arguments",
 )
 """Where the public names are, the fastest import first."""
 _IMPORTED_LATER = ("torch", "transformers")

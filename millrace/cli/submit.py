@@ -12,7 +12,7 @@ from millrace.cli.jobs import follow
 from millrace.cli.known_jobs import report_known
 from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
 from millrace.cli.output import print_id
-from millrace.cli.values import integer, json_list, json_object, moment, number, text_file
+from millrace.cli.values import integer, json_list, json_object, moment, number, text_file, tool_choice
 from millrace.cli.wait import add_timeout, wait_for_job
 from millrace.cli.wait_report import warn_if_never_served
 
@@ -44,6 +44,7 @@ _SAMPLING: tuple[_Option, ...] = (
     ("--include-stop-str-in-output", True, "", "let the text have the stop string that ends it"),
     ("--no-skip-special-tokens", False, "", "let the text have special tokens"),
     ("--no-spaces-between-special-tokens", False, "", "put no spaces between special tokens that follow one another"),
+    ("--no-detokenize", False, "", "make no text: get --json shows the token ids"),
 )
 _REPEATED = {"--stop", "--stop-token-ids", "--bad-words", "--allowed-token-ids", "--choice"}
 _QUEUE: tuple[_Option, ...] = (
@@ -53,11 +54,14 @@ _QUEUE: tuple[_Option, ...] = (
     ("--run-at", moment, "TIME", "start the job then at the earliest: ISO 8601, with Z for UTC, or seconds since 1970"),
     ("--deadline-s", number, "SECONDS", "let the job expire after this time, also while it runs"),
     ("--max-retries", integer, "N", "how often to try again after a temporary failure"),
+    ("--cache-salt", str, "TEXT", "share cached prompts only with jobs of the same salt"),
     ("--meta", json_object, "JSON", "a JSON object of your own to keep with the job, such as '{\"customer\": 7}'"),
 )
 _CHAT: tuple[_Option, ...] = (
     ("--tools", json_list, "JSON", "the functions that the model may call, as a JSON list in OpenAI's form"),
-    ("--tool-choice", str, "CHOICE", "auto: the model may call the tools; none: its calls stay text (default: auto)"),
+    ("--tool-choice", tool_choice, "CHOICE", "auto (default), none, required, or a function as a JSON object"),
+    ("--no-parallel-tool-calls", False, "", "count only the first tool call of an output"),
+    ("--no-add-generation-prompt", False, "", "end the prompt after the last message, before the assistant's turn"),
     ("--chat-template-kwargs", json_object, "JSON", "variables for the template, as '{\"enable_thinking\": false}'"),
     ("--continue-final-message", True, "", "continue the text of the last message"),
 )
@@ -67,6 +71,7 @@ _FORMS: dict[str, _Option] = {
     "choice": ("--choice", str, "TEXT", "one of these texts; can be repeated"),
     "grammar": ("--grammar", text_file, "FILE", "a text of the grammar in this file, in llguidance's Lark syntax"),
     "json_object": ("--json-object", True, "", "a JSON object"),
+    "structural_tag": ("--structural-tag", text_file, "FILE", "text with JSON parts: structural tags"),
 }
 """By the field of `structured_outputs`."""
 
@@ -77,6 +82,8 @@ def add_parsers(verbs: Verbs) -> None:
     what.add_argument("prompt", nargs="?", help="the text to continue; - reads it from stdin")
     chat_help = "a chat instead of a prompt: a JSON list of messages with role and content"
     what.add_argument("--messages", type=json_list, metavar="JSON", help=chat_help)
+    ids_help = "the tokens of the prompt instead of its text: a JSON list of token ids"
+    what.add_argument("--prompt-token-ids", type=json_list, metavar="JSON", help=ids_help)
     file_help = "submit one JSON job per line (- is stdin); options fill the gaps of a line"
     what.add_argument("--file", metavar="JSONL", help=file_help)
     submit.add_argument("--id", help="the job's id, of [A-Za-z0-9._-] (default: a random one)")
@@ -138,7 +145,8 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     values = {name: getattr(args, name) for name in names}
     forms = {name: getattr(args, f"form_{name}") for name in _FORMS}
     values["structured_outputs"] = {name: value for name, value in forms.items() if value is not None} or None
-    values["add_generation_prompt"] = False if args.continue_final_message else None
+    if args.continue_final_message:
+        values["add_generation_prompt"] = False
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -155,7 +163,7 @@ def _submit_prompt(args: argparse.Namespace) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     with open_reconnecting_client(args) as client:
         known = client.look_up([args.id]) if args.id and not args.wait and not args.stream else {}
-        options = {"messages": args.messages, **given_options(args)}
+        options = {"messages": args.messages, "prompt_token_ids": args.prompt_token_ids, **given_options(args)}
         job_id = client.submit(prompt=prompt, job_id=args.id, stream=args.stream, **_call_options(args), **options)
         if args.stream:
             return follow(client, args, job_id)

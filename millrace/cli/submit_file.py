@@ -23,6 +23,7 @@ from millrace.cli.wait import wait_for_jobs
 from millrace.cli.wait_report import resumable, resume_with, warn_if_never_served
 from millrace.producer import InvalidRequest
 from millrace.producer.options import build_request
+from millrace.producer.request import CHAT_FIELDS
 from millrace.producer.wire import parse_body, to_submission
 from millrace.results.errors import QueueFull
 from millrace.results.messages import Submission
@@ -73,7 +74,7 @@ def submit_file(
 
 def check_options(options: dict[str, Any]) -> None:
     """Raise InvalidRequest for options with which no line can be a request."""
-    is_chat = options.keys() & {"tools", "tool_choice", "chat_template_kwargs", "continue_final_message"}
+    is_chat = options.keys() & CHAT_FIELDS
     any_chat = {"messages": [{"role": "user", "content": "any"}]} if is_chat else {}
     fields: Any = {"max_tokens": None, **any_chat, **options}  # a line may set max_tokens
     build_request(None if is_chat else "any", fields)

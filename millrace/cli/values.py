@@ -59,8 +59,13 @@ def json_object(text: str) -> dict[str, Any]:
 
 def json_list(text: str) -> list[Any]:
     """A JSON list. The request checks its content."""
-    value: list[Any] = _json(text, list, """list of objects, as '[{"name": 7}]'""")
+    value: list[Any] = _json(text, list, """list, as '[1, 2]' or '[{"name": 7}]'""")
     return value
+
+
+def tool_choice(text: str) -> str | dict[str, Any]:
+    """A word, or the function to call as a JSON object. The request checks it."""
+    return json_object(text) if text.startswith("{") else text
 
 
 def text_file(path: str) -> str:

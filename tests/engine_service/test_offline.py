@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import shutil
 import time
+from argparse import ArgumentParser
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from millrace import LLM
+from millrace import LLM, EngineArgs
 from millrace.engine_service.errors import ConfigurationError, WorkersLost
 from millrace.producer import InvalidRequest, SamplingParams
 from tests.e2e.engines import TINY
@@ -37,6 +39,22 @@ from tests.e2e.engines import TINY
 def test_an_option_of_the_offline_face_that_cannot_be_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigurationError, match=f"^{name}: "):
         LLM(**{"model": TINY, name: value})
+
+
+def test_a_script_takes_the_arguments_of_llm_from_its_command_line() -> None:
+    parser = EngineArgs.add_cli_args(ArgumentParser())
+    of_llm = inspect.signature(LLM).parameters.values()
+    defaults = {each.name: each.default for each in of_llm if each.kind is not inspect.Parameter.VAR_KEYWORD}
+    assert vars(parser.parse_args([])) == {**defaults, "model": None}
+    options = ["--model", "m", "-tp", "2", "--swap-space", "3", "--no-async-scheduling", "--enforce-eager"]
+    changed = {
+        "model": "m",
+        "tensor_parallel_size": 2,
+        "swap_space_gib": 3.0,
+        "run_ahead": False,
+        "enforce_eager": True,
+    }
+    assert vars(parser.parse_args(options)) == defaults | changed
 
 
 @pytest.mark.parametrize("tokenizer", ["/nowhere", Path("/nowhere")])

@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPTS = {
     "0.33.0": [
         "basic/offline_inference/basic.py",
+        "basic/offline_inference/chat.py",
+        "basic/offline_inference/generate.py",
         "features/automatic_prefix_caching/automatic_prefix_caching_offline.py",
         "features/automatic_prefix_caching/prefix_caching_offline.py",
         "features/structured_outputs/structured_outputs_offline.py",
@@ -39,9 +41,13 @@ SCRIPTS = {
 }
 IMPORTS = {
     "from vllm import": "from millrace import",
+    "from vllm.outputs import": "from millrace import",
     "from vllm.sampling_params import": "from millrace import",
     "from vllm.distributed import cleanup_dist_env_and_memory": "from gc import collect as cleanup_dist_env_and_memory",
     "from vllm.utils import FlexibleArgumentParser": "from argparse import ArgumentParser as FlexibleArgumentParser",
+    "from vllm.utils.argparse_utils import FlexibleArgumentParser": (
+        "from argparse import ArgumentParser as FlexibleArgumentParser"
+    ),
 }
 """What is changed, besides the model."""
 
@@ -77,7 +83,7 @@ def changed(script: Path, model: Path) -> str:
 def test_the_scripts_of_a_version_run(examples: Path, model: Path, tmp_path: Path) -> None:
     for path in SCRIPTS[examples.parent.name.removeprefix("vllm-")]:
         (script := tmp_path / "script.py").write_text(changed(examples / path, model))
-        options = ["--model", str(model)] if "--model" in script.read_text() else []
+        options = ["--model", str(model)] if re.search("--model|EngineArgs", script.read_text()) else []
         ran = subprocess.run(
             [sys.executable, script, *options],
             cwd=tmp_path,
@@ -90,7 +96,7 @@ def test_the_scripts_of_a_version_run(examples: Path, model: Path, tmp_path: Pat
         output = ran.stdout
         if "generated_same" in script.read_text():
             assert "Generated answers are the same: True" in output
-        elif "_chat" in path:
+        elif "chat.py" in path:
             assert output.count("Generated text:") == 11
         elif "generated_text" in script.read_text():
             assert len(re.findall(r"Generated text: ['\"].|Output:    ['\"].", output)) == 4, output

@@ -60,6 +60,9 @@ def test_the_parameters_of_logits_and_text_reach_the_request(millrace: Command, 
     assert "logit_bias: of token id 5 must be a number" in millrace("submit", "x", "--logit-bias", '{"5":"1"}').err
 
 
+TAGS = '{"structures":[{"begin":"<a>","schema":{},"end":"</a>"}],"triggers":["<a>"]}'
+
+
 @pytest.mark.parametrize(
     ("options", "form"),
     [
@@ -68,6 +71,7 @@ def test_the_parameters_of_logits_and_text_reach_the_request(millrace: Command, 
         (("--choice", "yes", "--choice", "no"), {"choice": ["yes", "no"]}),
         (("--grammar", "GRAMMAR"), {"grammar": 'start: "a"\n'}),
         (("--json-object",), {"json_object": True}),
+        (("--structural-tag", "TAGS"), {"structural_tag": TAGS}),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
@@ -76,7 +80,8 @@ def test_a_form_of_the_output_reaches_the_request(
 ) -> None:
     (tmp_path / "SCHEMA").write_text('{"type": "object", "properties": {"b": {}, "a": {}}}')
     (tmp_path / "GRAMMAR").write_text('start: "a"\n')
-    words = [str(tmp_path / word) if word in ("SCHEMA", "GRAMMAR") else word for word in options]
+    (tmp_path / "TAGS").write_text(TAGS)
+    words = [str(tmp_path / word) if word in ("SCHEMA", "GRAMMAR", "TAGS") else word for word in options]
     assert millrace("submit", "x", *words).status == 0
     line = '{"prompt": "x"}\n{"prompt": "x", "structured_outputs": {"regex": "b"}}\n'
     assert millrace("submit", "--file", "-", *words, stdin=line).status == 0
@@ -106,6 +111,28 @@ def test_a_chat_is_submitted_with_its_tools_and_variables(millrace: Command, eng
     }
     assert "tools: needs messages" in millrace("submit", "x", "--tools", tools).err
     assert "must be a JSON list" in millrace("submit", "--messages", "{}").err
+
+
+def test_a_tool_is_chosen_by_name_and_called_once(millrace: Command, engine: EngineByHand) -> None:
+    tools = '[{"type":"function","function":{"name":"f"}}]'
+    chat = ("--messages", '[{"role":"user","content":"Hi"}]', "--tools", tools)
+    named = '{"type": "function", "function": {"name": "f"}}'
+    ran = millrace("submit", *chat, "--tool-choice", named, "--no-parallel-tool-calls", "--no-add-generation-prompt")
+    assert ran.status == 0
+    body = json.loads(engine.claim()[0].body)
+    assert body["tool_choice"] == json.loads(named)
+    assert (body["parallel_tool_calls"], body["add_generation_prompt"]) == (False, False)
+    assert "--tool-choice: must be a JSON object" in millrace("submit", *chat, "--tool-choice", "{").err
+    assert "tool_choice: must be auto, none, required or" in millrace("submit", *chat, "--tool-choice", "some").err
+
+
+def test_tokens_are_submitted_and_no_text_is_made(millrace: Command, engine: EngineByHand) -> None:
+    options = ("--no-detokenize", "--cache-salt", "acme")
+    assert millrace("submit", "--prompt-token-ids", "[1, 2]", *options).status == 0
+    body = json.loads(engine.claim()[0].body)
+    assert (body["prompt_token_ids"], body["detokenize"], body["cache_salt"]) == ([1, 2], False, "acme")
+    assert "prompt_token_ids: must be a list of integers" in millrace("submit", "--prompt-token-ids", "[1, -2]").err
+    assert "not allowed with" in millrace("submit", "x", "--prompt-token-ids", "[1]").err
 
 
 def test_what_an_engine_wrote_is_shown(millrace: Command, engine: EngineByHand) -> None:

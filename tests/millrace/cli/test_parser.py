@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from millrace import __version__
+from millrace import GenerationRequest, SamplingParams, StructuredOutputs, __version__
 from millrace.cli import build_parser
 from tests.millrace.cli.command import python
 
@@ -137,6 +137,20 @@ def test_whatever_the_arguments_are_the_error_is_one_short_line(arguments: tuple
     assert ran.err.endswith("\n")
     assert ran.err[:-1].isprintable()
     assert len(ran.err) < 500
+
+
+WITHOUT_OPTION = {
+    "response_format": "--schema, --json-object and --structural-tag say the same",
+    "sampling": "each of its fields has an option",
+    "structured_outputs": "each of its fields has an option",
+}
+"""Fields of a request that `millrace submit` cannot set, and why."""
+
+
+def test_each_field_of_a_request_has_an_option_of_submit() -> None:
+    dests = {action.dest.removeprefix("form_") for action in verbs_of(build_parser())["submit"]._actions}
+    requests = (GenerationRequest, SamplingParams, StructuredOutputs)
+    assert {name for kind in requests for name in kind.__struct_fields__} - dests == WITHOUT_OPTION.keys()
 
 
 @pytest.mark.parametrize("verb", [(), ("serve",), ("submit",), ("gateway", "rq")])
