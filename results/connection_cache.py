@@ -18,8 +18,9 @@ _Connection: TypeAlias = Any
 _pack: Callable[..., bytes] = hiredis.pack_command
 SPIN_S = 0.0002
 """How long a caller polls for a reply before it sleeps. To wake a thread takes about 50 us, as long as a script."""
-CALLS_WITHOUT_SPIN = 64
-"""After a reply that took longer than that: the cores are busy, and a caller that polls keeps the server from running."""
+MOST_CALLS_WITHOUT_SPIN = 64
+"""After replies that took longer than that: the cores are busy, and a caller that polls keeps the server from running. After
+the first one it is one call, and twice as many after each next one."""
 
 
 class ConnectionCache:
@@ -33,7 +34,7 @@ class ConnectionCache:
         self._pool = client.connection_pool
         self._idle: list[_Connection] = []  # its append and pop are atomic
         self._in_use: list[_Connection] = []  # with as many entries as there are calls
-        self._calls_without_spin = 0
+        self._calls_without_spin, self._next_without_spin = 0, 1
 
     def call(self, commands: Sequence[Command], meanwhile: Callable[[], None] | None = None) -> list[object]:
         """Send commands of `script_command` together, once, call `meanwhile`, and return the replies. The error of a command
@@ -73,16 +74,20 @@ class ConnectionCache:
 
     def _reply_to_one(self, connection: _Connection) -> object:
         begin_s = time.perf_counter()
-        if not self._calls_without_spin and len(self._in_use) == 1:  # threads that poll keep others from running
+        spins = not self._calls_without_spin and len(self._in_use) == 1  # threads that poll keep others from running
+        if spins:
             poller = select.poll()  # redis-py's `can_read` takes several times as long
             poller.register(connection._sock, select.POLLIN)
             while not poller.poll(0) and time.perf_counter() - begin_s < SPIN_S:
                 os.sched_yield()
         reply = _reply(connection)
-        if time.perf_counter() - begin_s >= SPIN_S:
-            self._calls_without_spin = CALLS_WITHOUT_SPIN
-        elif self._calls_without_spin:
-            self._calls_without_spin -= 1
+        if not spins:
+            self._calls_without_spin = max(0, self._calls_without_spin - 1)
+        elif time.perf_counter() - begin_s < SPIN_S:
+            self._next_without_spin = 1
+        else:
+            self._calls_without_spin = self._next_without_spin
+            self._next_without_spin = min(2 * self._next_without_spin, MOST_CALLS_WITHOUT_SPIN)
         return reply
 
 
