@@ -67,12 +67,8 @@ class RankModel:
     def load(self) -> None:
         """Read the weights and prepare them. Raises `ModelError` and `ConfigError`."""
         self._read()
-        is_divided_by_layers = self._topology.pp_size > 1
-        operations, batch_invariant = None, self._config.batch_invariant
-        if not is_divided_by_layers:
-            operations = choose_operations(
-                *(self.attention, self._dtype, self._device), batch_invariant=batch_invariant
-            )
+        batch_invariant = self._config.batch_invariant
+        operations = choose_operations(self.attention, self._dtype, self._device, batch_invariant=batch_invariant)
         if operations is not None:
             self._fuse(operations)
         if batch_invariant and (self.decoder is None or not is_batch_invariant(self.attention)):

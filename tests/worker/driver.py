@@ -268,9 +268,9 @@ class Driver:
             return
         run, most_likely = decoder.run, decoder.most_likely
 
-        def run_and_keep(batch: StepBatch) -> Tensor:
+        def run_and_keep(batch: StepBatch, received: Tensor | None = None) -> Tensor:
             self._batch = batch
-            return run(batch)
+            return run(batch, received)
 
         def check_most_likely(hidden: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
             """A greedy step stores no logits."""

@@ -30,10 +30,13 @@ class DecoderWeights:
         """Takes the weights layer by layer. The modules of `parts` cannot run any more."""
         self.operations = operations
         self.layers = [LayerWeights(layer, operations) for layer in parts.layers]
-        self.norm = operations.norm(parts.norm)
-        is_tied = parts.head.weight is own_part(parts.embedding).weight
-        self.head, self.embedding = operations.head(parts.head, parts.embedding, is_tied=is_tied)
-        """The embedding is None if the head does it: if both have the same weights, which are in memory once then."""
+        self.norm = operations.norm(parts.norm) if parts.norm else None
+        self.head: PackedLinear | None = None
+        self.embedding: nn.Module | None = parts.embedding
+        """None if the head does it: if both have the same weights, which are in memory once then. None on a later stage."""
+        if parts.head is not None:
+            is_tied = parts.embedding is not None and parts.head.weight is own_part(parts.embedding).weight
+            self.head, self.embedding = operations.head(parts.head, parts.embedding, is_tied=is_tied)
         self.logit_softcap = parts.logit_softcap
 
     def release_buffers(self) -> None:
@@ -69,20 +72,23 @@ class FusedDecoder:
         ]
         self._workspace = operations.workspace
 
-    def run(self, batch: StepBatch) -> Tensor:  # [M, H]
-        """Fill the batch's slots of the KV pool, and return the last hidden states of the tokens whose logits are needed.
-        They are valid until the next call."""
+    def run(self, batch: StepBatch, received: Tensor | None = None) -> Tensor:  # [M, H]
+        """Fill the batch's slots of the KV pool, and return the last hidden states of the tokens whose logits are needed; on
+        a stage before the last one those of all tokens. They are valid until the next call.
+
+        `received`: the hidden states [T, H] from the stage before this one, which are overwritten."""
         workspace, num_sampled = self._workspace, batch.sample_indices.shape[0]
         rows = self._operations.prepare(batch, self._block_size)
-        hidden = self._embed(batch.input_ids[0])
+        hidden = self._embed(batch.input_ids[0]) if received is None else received
         num_tokens, hidden_size = hidden.shape
+        last_layer = self._weights.layers[-1] if self._weights.norm is not None else None
         normed = workspace.rows("normed", num_tokens, hidden_size)
         for layer, attention in zip(self._weights.layers, self._attention, strict=True):
             layer.input_norm.into(hidden, normed)
             projected = workspace.rows("projected", num_tokens, layer.projections.num_outputs)
             layer.projections.into(normed, projected)
             attended = attention.run(projected, rows)
-            if layer is self._weights.layers[-1] and (num_sampled < num_tokens or batch.is_permuted):
+            if layer is last_layer and (num_sampled < num_tokens or batch.is_permuted):
                 # Nobody reads the other rows.
                 if num_sampled == 0:
                     return hidden[:0]
@@ -91,12 +97,15 @@ class FusedDecoder:
             self._add(layer.output, layer.attention.divided, layer.attention_norm, attended, hidden)
             layer.mlp_input_norm.into(hidden, normed)
             self._add(layer.mlp, layer.divided_mlp, layer.mlp_norm, normed, hidden)
+        if self._weights.norm is None:
+            return hidden
         self._weights.norm.into(hidden, normed)
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, H] -> [M, V]
         """Return the logits of hidden states. They are valid until the next call."""
         head, softcap = self._weights.head, self._weights.logit_softcap
+        assert head is not None, "the last stage has the head"
         logits = self._workspace.rows("logits", hidden.shape[0], head.num_outputs, head.output_dtype)
         if hidden.shape[0]:
             head.into(hidden, logits)
@@ -110,6 +119,7 @@ class FusedDecoder:
     def most_likely(self, hidden: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
         """Return the largest logit [M] of each row, and the lowest id [M] that has it. Stores no logits where it can."""
         head, found = self._weights.head, None
+        assert head is not None, "the last stage has the head"
         if masks is not None:
             assert isinstance(head, CompiledLinear)
             return head.argmax(hidden, masks)
@@ -119,7 +129,7 @@ class FusedDecoder:
 
     def _embed(self, input_ids: Tensor) -> Tensor:  # [T, H]
         embedding = self._weights.embedding
-        hidden = self._workspace.rows("hidden", input_ids.shape[0], self._weights.head.num_inputs)
+        hidden = self._workspace.rows("hidden", input_ids.shape[0], self._weights.layers[0].output.num_outputs)
         if embedding is None:
             head = self._weights.head
             assert isinstance(head, CompiledLinear)

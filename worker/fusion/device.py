@@ -98,7 +98,9 @@ class DeviceOperations:
 
         return merge_modules(modules, self._dtype, TritonLinear)
 
-    def head(self, module: nn.Linear, embedding: nn.Module, *, is_tied: bool) -> tuple[PackedLinear, nn.Module | None]:
+    def head(
+        self, module: nn.Linear, embedding: nn.Module | None, *, is_tied: bool
+    ) -> tuple[PackedLinear, nn.Module | None]:
         return self.linear([module]), embedding
 
     def norm(self, norm: Norm) -> DeviceNorm:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
@@ -20,6 +21,7 @@ from millrace.worker.fusion.operations import Operations
 from millrace.worker.fusion.structure import NotRecognised, read_structure
 from millrace.worker.input_batch import InputBatch, StepBatch
 from millrace.worker.kv_pool import KVPool, LayerSpec, num_blocks_for
+from millrace.worker.parallel.stages import StageInput, find_stage_input
 
 logger = logging.getLogger("millrace.worker")
 
@@ -59,26 +61,51 @@ def fuse(
         return None
     batch = _batch(model.config.vocab_size, max_model_len, device)
     theirs, ours = _pools(specs, dtype, device)
-    expected = _logits(model, ForwardStep(attention, theirs.layers, batch), batch)
+    stage_input = find_stage_input(model)
+    received = None if stage_input is None else _hidden_states(model, batch, dtype)
+    expected = _results(model, ForwardStep(attention, theirs.layers, batch), batch, stage_input, received)
     weights = DecoderWeights(parts, operations)
     decoder = FusedDecoder(weights, ours)
-    logits = decoder.logits(decoder.run(batch))
-    difference = float((logits - expected).abs().mean(dim=-1).max() / expected.std())
+    results = decoder.run(batch, received)
+    results = decoder.logits(results) if parts.head is not None else results
+    difference = float((results - expected).abs().mean(dim=-1).max() / expected.std())
     if not difference <= LARGEST_DIFFERENCE[dtype]:  # NaN is not
-        raise FusionRejected(f"the logits of {name} differ by {difference:.2g} of their standard deviation")
+        what = "logits" if parts.head is not None else "hidden states"
+        raise FusionRejected(f"the {what} of {name} differ by {difference:.2g} of their standard deviation")
     weights.release_buffers()
     model.register_module("fused", operations.tensors)
     logger.info(
-        "fused forward pass of %s: differs by %.2g of a logit's standard deviation, made and checked in %.2f s",
+        "fused forward pass of %s: differs by %.2g of the results' standard deviation, made and checked in %.2f s",
         *(name, difference, time.perf_counter() - began_s),
     )
     return weights
 
 
-def _logits(model: PreTrainedModel, step: ForwardStep, batch: StepBatch) -> Tensor:  # [T, V]
-    inputs = {"input_ids": batch.input_ids, "position_ids": batch.positions, "use_cache": False}
-    logits: Tensor = model(**inputs, **{STEP_KEYWORD: step}).logits[0]
-    return logits.float()
+def _results(
+    model: PreTrainedModel,
+    step: ForwardStep,
+    batch: StepBatch,
+    stage_input: StageInput | None,
+    received: Tensor | None,  # [T, H]
+) -> Tensor:  # [T, V], or [T, H]
+    """Return the logits, or the hidden states of a stage before the last one."""
+    inputs = {"input_ids": batch.input_ids}
+    if stage_input is not None and received is not None:
+        stage_input.received = received.unsqueeze(0)
+        inputs = {"inputs_embeds": stage_input.received}
+    options: dict[str, Any] = {"position_ids": batch.positions, "use_cache": False, STEP_KEYWORD: step}
+    if isinstance(model.get_output_embeddings(), nn.Identity):
+        results: Tensor = model.base_model(**inputs, **options).last_hidden_state[0]
+    else:
+        results = model(**inputs, **options).logits[0]
+    if stage_input is not None:
+        stage_input.received = None
+    return results.float()
+
+
+def _hidden_states(model: PreTrainedModel, batch: StepBatch, dtype: torch.dtype) -> Tensor:  # [T, H]
+    shape = (batch.input_ids.shape[1], model.config.hidden_size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(model.device, dtype)
 
 
 def _pools(specs: list[LayerSpec], dtype: torch.dtype, device: torch.device) -> tuple[KVPool, KVPool]:

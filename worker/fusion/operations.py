@@ -55,7 +55,9 @@ class Operations(Protocol):
     def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
         """Return one layer for several. Unless it `keeps` them, the modules lose their own weights."""
 
-    def head(self, module: nn.Linear, embedding: nn.Module, *, is_tied: bool) -> tuple[PackedLinear, nn.Module | None]:
+    def head(
+        self, module: nn.Linear, embedding: nn.Module | None, *, is_tied: bool
+    ) -> tuple[PackedLinear, nn.Module | None]:
         """Return the head, and what embeds tokens: the embedding, or None for the head itself."""
 
     def norm(self, norm: Norm) -> NormOperation: ...
@@ -102,12 +104,15 @@ class CompiledOperations:
     def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
         return pack_modules(modules, self._dtype, keeps=keeps, batch_invariant=self._batch_invariant)
 
-    def head(self, module: nn.Linear, embedding: nn.Module, *, is_tied: bool) -> tuple[PackedLinear, nn.Module | None]:
+    def head(
+        self, module: nn.Linear, embedding: nn.Module | None, *, is_tied: bool
+    ) -> tuple[PackedLinear, nn.Module | None]:
         is_plain = type(embedding) is nn.Embedding
         keeps = is_tied and not is_plain
         head = pack_modules([module], self._dtype, torch.float32, keeps=keeps, batch_invariant=self._batch_invariant)
         embeds = is_tied and is_plain and isinstance(head, CompiledLinear)  # ranks that divide the ids keep both
         if embeds:
+            assert embedding is not None
             embedding.weight = module.weight
         screen_argmax(head)
         return head, None if embeds else embedding

@@ -19,6 +19,7 @@ from transformers.activations import ACT2FN
 
 from millrace.worker.kv_pool import LayerSpec
 from millrace.worker.parallel.layers import RowParallelLinear, VocabParallelEmbedding
+from millrace.worker.parallel.stages import PPMissingLayer
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Our name of an activation by its name in transformers."""
@@ -116,35 +117,42 @@ class LayerParts:
 
 @dataclass(frozen=True)
 class DecoderParts:
-    embedding: nn.Embedding | VocabParallelEmbedding
+    """A whole model, or one of the stages that divide its layers. Other stages have what is None."""
+
+    embedding: nn.Embedding | VocabParallelEmbedding | None
     layers: list[LayerParts]
-    norm: Norm
-    head: nn.Linear
+    norm: Norm | None
+    head: nn.Linear | None
     logit_softcap: float | None
 
 
 def read_structure(model: PreTrainedModel, specs: list[LayerSpec], num_positions: int) -> DecoderParts:
-    """Return the parts of a model with these attention layers. Raises `NotRecognised`."""
+    """Return the parts of a model, or of a stage, with these attention layers. Raises `NotRecognised`."""
     decoder: Any = model.base_model
-    head = getattr(model, "lm_head", None)
-    _require(type(head) is nn.Linear, "it has no lm_head")
-    _require_unshared(model)
+    _require(hasattr(model, "lm_head"), "it has no lm_head")
     _require_children(decoder, {"embed_tokens", "layers", "norm", "rotary_emb"}, allowed={"rotary_emb_local"})
-    _require(isinstance(own_part(decoder.embed_tokens), nn.Embedding), "its embedding is no nn.Embedding")
-    _require(len(decoder.layers) == len(specs), "it has layers without attention")
+    embedding, norm, head = (_of_this_stage(each) for each in (decoder.embed_tokens, decoder.norm, model.lm_head))
+    _require(head is None or type(head) is nn.Linear, "its lm_head is no linear layer")
+    _require(embedding is None or isinstance(own_part(embedding), nn.Embedding), "its embedding is no nn.Embedding")
+    _require_unshared(model, embedding)
+    own_layers = [layer for layer in decoder.layers if not isinstance(layer, PPMissingLayer)]
+    _require(len(own_layers) == len(specs), "it has layers without attention")
     tables: dict[str | None, Rotary] = {}
     layers = [
         _read_layer(layer, spec, _rotary_of(model, spec.layer_index, num_positions, tables))
-        for layer, spec in zip(decoder.layers, specs, strict=True)
+        for layer, spec in zip(own_layers, specs, strict=True)
     ]
-    assert isinstance(head, nn.Linear)
     return DecoderParts(
-        embedding=decoder.embed_tokens,
+        embedding=embedding,
         layers=layers,
-        norm=_read_norm(decoder.norm),
+        norm=_read_norm(norm) if norm is not None else None,
         head=head,
         logit_softcap=getattr(model.config, "final_logit_softcapping", None),
     )
+
+
+def _of_this_stage(module: Any) -> Any:
+    return None if isinstance(module, nn.Identity) else module
 
 
 def own_part(module: Any) -> Any:
@@ -313,10 +321,11 @@ def _require_children(module: nn.Module, required: set[str], allowed: set[str] |
     _require(not unknown, f"{name} has {', '.join(sorted(unknown))}")
 
 
-def _require_unshared(model: PreTrainedModel) -> None:
+def _require_unshared(model: PreTrainedModel, embedding: Any) -> None:
     """No weight has two modules, except those of an embedding that is the head too."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    uses.pop(id(own_part(model.get_input_embeddings()).weight))
+    if embedding is not None:
+        uses.pop(id(own_part(embedding).weight))
     _require(max(uses.values()) == 1, "its layers share weights")
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.executor.wire.messages import StepPlan
+from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.input_batch import SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.parallel.peers import Peers
@@ -50,6 +51,7 @@ class ParallelRunner(Runner):
     def __init__(self, model: RankModel, pool: KVPool, max_num_seqs: int, topology: Topology, peers: Peers) -> None:
         super().__init__(model, pool, max_num_seqs, samples=topology.is_last_stage)
         self._masks_head = False  # its head has a part of the ids
+        self._dtype: torch.dtype = getattr(torch, model.facts.dtype)
         self._topology = topology
         self._peers = peers
         self._sampler = VocabParallelSampler(self._model.config.vocab_size, topology, peers)
@@ -71,7 +73,11 @@ class ParallelRunner(Runner):
 
     def _sample(self, plan: StepPlan, batch: StepBatch) -> StepOutput | None:
         if not self._topology.is_last_stage:
-            self._peers.send(self._compute_hidden(batch), self._topology.stage + 1)
+            if self.decoder is None:
+                hidden = self._compute_hidden(batch)
+            else:
+                hidden = self._run(self.decoder, batch).unsqueeze(0).clone()  # the next step overwrites it
+            self._peers.send(hidden, self._topology.stage + 1)
             self._start_receiving(plan.micro_batch, batch.sampled)
             return None
         output = super()._sample(plan, batch)
@@ -88,14 +94,21 @@ class ParallelRunner(Runner):
     def _all_logits(self, logits: Tensor) -> Tensor:
         return self._sampler.gather(logits)
 
+    def _run(self, decoder: FusedDecoder, batch: StepBatch) -> Tensor:
+        return decoder.run(batch, None if self._topology.is_first_stage else self._receive_hidden(batch)[0])
+
     def _inputs(self, batch: StepBatch) -> dict[str, Tensor]:
         if self._stage_input is None:
             return super()._inputs(batch)
-        shape = (*batch.input_ids.shape, self._model.config.hidden_size)
-        hidden = torch.empty(shape, dtype=self._model.dtype, device=batch.input_ids.device)
-        self._peers.receive(hidden, self._topology.stage - 1).wait()
-        self._stage_input.received = hidden
+        self._stage_input.received = hidden = self._receive_hidden(batch)
         return {"inputs_embeds": hidden}
+
+    def _receive_hidden(self, batch: StepBatch) -> Tensor:  # [1, T, H]
+        """Wait for the hidden states of the stage before this one."""
+        shape = (*batch.input_ids.shape, self._model.config.hidden_size)
+        hidden = torch.empty(shape, dtype=self._dtype, device=batch.input_ids.device)
+        self._peers.receive(hidden, self._topology.stage - 1).wait()
+        return hidden
 
     # --- the sampled ids, from the last stage to the others ---
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.topology import Topology
-from millrace.worker.sampler import sample
+from millrace.worker.sampler import sample, without_failed
 from millrace.worker.sampling_rows import SamplingRows
 from millrace.worker.transfer import to_device
 
@@ -61,6 +61,8 @@ class VocabParallelSampler:
         value."""
         if len(peaks) == 0:
             return own_ids
+        if self._tp_size == 1:
+            return without_failed(peaks, own_ids)
         best = torch.stack([peaks.double(), (own_ids + self._first_id).double()])  # [2, M]
         all_peaks, all_ids = torch.stack(self._peers.all_gather(best)).unbind(1)  # [n, M]
         peaks, winners = all_peaks.max(dim=0)

@@ -100,7 +100,7 @@ def test_no_weight_is_in_memory_twice(arch: str, tmp_path: Path) -> None:
     assert attention.k_proj.weight.numel() == 0 and attention.k_proj.bias is None
     is_tied = module.config.tie_word_embeddings
     assert (module.lm_head.weight is module.model.embed_tokens.weight) == is_tied
-    assert decoder.head.weights is module.lm_head.weight
+    assert decoder.head is not None and decoder.head.weights is module.lm_head.weight
     assert all(kept in set(module.parameters()) for kept in decoder.operations.tensors)
 
 

@@ -148,7 +148,7 @@ def test_a_tied_head_and_embedding_are_in_memory_once(stored: str, tmp_path: Pat
     build_model("qwen2").to(getattr(torch, stored)).save_pretrained(tmp_path)
     worker = start_worker(tmp_path, dtype="float32")
     decoder, module = worker._model.decoder, worker._model.module
-    assert decoder is not None
+    assert decoder is not None and decoder.head is not None
     weights = {each.weight.untyped_storage().data_ptr() for each in (module.lm_head, module.model.embed_tokens)}
     assert weights == {decoder.head.weights.untyped_storage().data_ptr()}
     check_against_transformers(tmp_path, Driver(worker, seed=1).run(prompts(1), MAX_TOKENS))

@@ -225,7 +225,7 @@ def unpacked_linear_layers(rank: Rank) -> list[str]:
 
 @pytest.mark.skipif(find_kernels() is None, reason="there are no compiled kernels")
 def test_divided_layers_are_packed(processes: RankProcesses, models: dict[str, Path]) -> None:
-    with processes.group(models["llama"], 2, 2) as group:
+    with processes.group(models["llama"], 2, 2, attention="reference") as group:
         assert group.call("inspect", unpacked_linear_layers) == [[]] * 4
 
 
@@ -239,12 +239,14 @@ def blocks_that_are_summed(rank: Rank) -> int | None:
 
 @pytest.mark.skipif(find_kernels() is None, reason="there are no compiled kernels")
 @pytest.mark.parametrize("arch", CONFIGS)
-def test_divided_layers_run_in_the_fused_forward_pass(
-    arch: str, processes: RankProcesses, models: dict[str, Path]
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_ranks_run_the_fused_forward_pass(
+    arch: str, sizes: tuple[int, int], processes: RankProcesses, models: dict[str, Path]
 ) -> None:
-    with processes.group(models[arch], 2, 1) as group:
-        first, second = group.call("inspect", blocks_that_are_summed)
-    assert first == second == 2 * build_model(arch).config.num_hidden_layers
+    with processes.group(models[arch], *sizes) as group:
+        counts = group.call("inspect", blocks_that_are_summed)
+    assert None not in counts
+    assert sum(counts) == (4 * build_model(arch).config.num_hidden_layers if sizes[0] == 2 else 0)
 
 
 @pytest.mark.skipif(find_kernels() is None, reason="there are no compiled kernels")
@@ -264,7 +266,7 @@ def drop_decoder_of_the_last_rank(rank: Rank) -> None:
 def test_each_rank_holds_its_part_of_the_weights(processes: RankProcesses, models: dict[str, Path]) -> None:
     whole = start_worker(models["llama"])
     num_whole = whole._model.facts.num_parameters
-    with processes.group(models["llama"], 2, 2) as group:
+    with processes.group(models["llama"], 2, 2, attention="reference") as group:
         first, _, last, _ = group.call("inspect", shapes)
         held = [facts.num_parameters for facts in group.facts]
         assert sum(held) < 1.01 * num_whole
