@@ -167,7 +167,7 @@ class Runner:
     def compute_logits(self, batch: StepBatch) -> Tensor:
         """Run the forward pass: fill the batch's slots of the KV pool, return logits [rows that sample, vocabulary]."""
         if self.decoder is not None:
-            return self.decoder.logits(self._run(self.decoder, batch))
+            return self.decoder.logits(self.decoder.run(batch, self._received_hidden(batch)))
         output = self._model(**self._forward_arguments(batch), logits_to_keep=batch.sample_indices)
         logits: Tensor = output.logits[0]
         return logits
@@ -194,18 +194,19 @@ class Runner:
         sampled = batch.sampled
         takes_peaks = sampled.sampling.is_plain_greedy or (self._masks_head and sampled.sampling.is_masked_greedy)
         if self.decoder is not None and takes_peaks and sampled.scored is None:
-            hidden, processors = self._run(self.decoder, batch), sampled.sampling.processors
+            hidden, processors = self.decoder.run(batch, self._received_hidden(batch)), sampled.sampling.processors
             masks = processors.grammar_masks() if processors is not None else None
             token_ids = self._draw_greedily(*self.decoder.most_likely(hidden, RowMasks(*masks) if masks else None))
             return StepOutput(self._sequences.record(sampled, token_ids))
         return self._sample_from(self.compute_logits(batch), sampled)
 
-    def _run(self, decoder: FusedDecoder, batch: StepBatch) -> Tensor:  # [M, H]
-        return decoder.run(batch)
+    def _received_hidden(self, batch: StepBatch) -> Tensor | None:  # [T, H]
+        """Return the hidden states of the stage before this one, if there is one."""
+        return None
 
     def _sample_and_score_prompts(self, batch: StepBatch, prompts: ScoredTokens) -> StepOutput:
         if self.decoder is not None:
-            hidden = self._run(self.decoder, batch)
+            hidden = self.decoder.run(batch, self._received_hidden(batch))
         else:
             hidden = self._compute_hidden(batch)[0, batch.sample_indices]
         output = self._sample_from(self._head_logits(hidden[: len(batch.sampled.seq_ids)]), batch.sampled)

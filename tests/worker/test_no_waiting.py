@@ -72,7 +72,7 @@ class TableDecoder:
         table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3
         self._table = DeviceTensor(table) if device == DEVICE else table.to(device)
 
-    def run(self, batch: StepBatch) -> Tensor:
+    def run(self, batch: StepBatch, received: None) -> Tensor:
         return self._table[batch.input_ids[0]][batch.sample_indices]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.executor.wire.messages import StepPlan
-from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.input_batch import SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.parallel.peers import Peers
@@ -76,7 +75,8 @@ class ParallelRunner(Runner):
             if self.decoder is None:
                 hidden = self._compute_hidden(batch)
             else:
-                hidden = self._run(self.decoder, batch).unsqueeze(0).clone()  # the next step overwrites it
+                hidden = self.decoder.run(batch, self._received_hidden(batch)).unsqueeze(0)
+                hidden = hidden.clone()  # the next step overwrites them
             self._peers.send(hidden, self._topology.stage + 1)
             self._start_receiving(plan.micro_batch, batch.sampled)
             return None
@@ -94,18 +94,17 @@ class ParallelRunner(Runner):
     def _all_logits(self, logits: Tensor) -> Tensor:
         return self._sampler.gather(logits)
 
-    def _run(self, decoder: FusedDecoder, batch: StepBatch) -> Tensor:
-        return decoder.run(batch, None if self._topology.is_first_stage else self._receive_hidden(batch)[0])
-
     def _inputs(self, batch: StepBatch) -> dict[str, Tensor]:
-        if self._stage_input is None:
+        hidden = self._received_hidden(batch)
+        if self._stage_input is None or hidden is None:
             return super()._inputs(batch)
-        self._stage_input.received = hidden = self._receive_hidden(batch)
-        return {"inputs_embeds": hidden}
+        self._stage_input.received = hidden.unsqueeze(0)
+        return {"inputs_embeds": self._stage_input.received}
 
-    def _receive_hidden(self, batch: StepBatch) -> Tensor:  # [1, T, H]
-        """Wait for the hidden states of the stage before this one."""
-        shape = (*batch.input_ids.shape, self._model.config.hidden_size)
+    def _received_hidden(self, batch: StepBatch) -> Tensor | None:
+        if self._topology.is_first_stage:
+            return None
+        shape = (batch.input_ids.shape[1], self._model.config.hidden_size)
         hidden = torch.empty(shape, dtype=self._dtype, device=batch.input_ids.device)
         self._peers.receive(hidden, self._topology.stage - 1).wait()
         return hidden
