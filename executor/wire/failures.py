@@ -40,6 +40,17 @@ _DEVICE_LOST_TEXTS = (
     "CUDNN_STATUS_INTERNAL_ERROR",
 )
 """In plain RuntimeErrors of Triton's launcher and of torch. No later call to the device succeeds in this process."""
+_REFUSED_LAUNCH_TEXTS = (
+    "no kernel image is available",
+    "device kernel image is invalid",
+    "unsupported toolchain",
+    "invalid device function",
+    "invalid configuration argument",
+    "invalid argument",
+    "too many resources requested for launch",
+    "operation not supported",
+)
+"""In errors of the kinds above when the driver refuses a call: the device works, and so do later calls."""
 _PEER_LOST_KINDS = frozenset({"DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "RendezvousError"})
 """Class names, since this side must not import torch. A lost peer is retryable: the other rank has the cause."""
 _PEER_LOST_TEXTS = ("connection closed by peer", "connection reset by peer", "timed out waiting", "broken pipe")
@@ -76,8 +87,9 @@ def _is_gloo_peer_lost(message: str) -> bool:
 def _cause(names: set[str], message: str) -> Literal["error", "out_of_memory", "device_lost"]:
     if names & _OUT_OF_MEMORY_KINDS or any(text in message for text in _OUT_OF_MEMORY_TEXTS):
         return "out_of_memory"
-    is_lost = names & _DEVICE_LOST_KINDS or any(text in message for text in _DEVICE_LOST_TEXTS)
-    return "device_lost" if is_lost else "error"
+    is_of_device = names & _DEVICE_LOST_KINDS or any(text in message for text in _DEVICE_LOST_TEXTS)
+    is_refused = any(text in message for text in _REFUSED_LAUNCH_TEXTS)
+    return "device_lost" if is_of_device and not is_refused else "error"
 
 
 def exit_status(failure: Failure) -> int:

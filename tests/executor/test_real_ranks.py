@@ -166,3 +166,27 @@ def test_ten_starts_of_real_ranks_leave_everything_as_it_was(short_path: Path, m
     assert last[:4] == first[:4]
     assert last.temporary_files == set()
     assert last.resident_bytes - first.resident_bytes < 16 * 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ten_restarts_in_a_step_leave_memory_and_pool_as_they_were(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, expected: list[list[int]]
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    seen: list[Left] = []
+    with make_llm(executor="mp", enable_prefix_caching=False) as llm:
+        generate(llm)
+        scheduler, executor = llm._engine.scheduler, executor_of(llm)
+        while len(seen) < 10:
+            strike = Strike(executor, DECODE, 0, signal.SIGKILL)
+            assert generate(llm) == expected
+            if strike.has_landed:
+                seen.append(what_is_left(short_path))
+            scheduler.check_integrity()
+            assert scheduler.pool.num_free == scheduler.pool.num_blocks - 1
+        assert llm.metrics().executor.num_restarts == 10
+    first, last = seen[1], seen[-1]
+    assert len(last.processes) == len(first.processes)
+    assert last[1:4] == first[1:4]
+    assert last.resident_bytes - first.resident_bytes < 16 * 2**20

@@ -26,6 +26,8 @@ def test_memory_that_is_short_outside_of_torchs_allocator_is_no_lost_device() ->
         ("Triton Error [CUDA]: an illegal memory access was encountered", "device_lost"),
         ("Triton Error [CUDA]: unspecified launch failure", "device_lost"),
         ("Triton Error [CUDA]: out of memory", "out_of_memory"),
+        ("Triton Error [CUDA]: invalid argument", "error"),
+        ("Triton Error [CUDA]: device kernel image is invalid", "error"),
         ("CUDA driver error: unknown error", "device_lost"),
         ("CUDA driver error: out of memory", "out_of_memory"),
         (
@@ -50,6 +52,11 @@ def test_torchs_own_accelerator_error_is_a_lost_device() -> None:
         "CUDA error: an illegal memory access was encountered\nSearch for `cudaErrorIllegalAddress'"
     )
     assert to_failure(error).cause == "device_lost"
+
+
+def test_a_gpu_that_this_torch_has_no_kernels_for_is_no_lost_device_and_another_start_is_of_no_use() -> None:
+    failure = to_failure(torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"))
+    assert (failure.cause, is_retryable_exit(exit_status(failure))) == ("error", False)
 
 
 @pytest.mark.parametrize(
