@@ -1,8 +1,12 @@
 """Blocks in host memory that the KV pool has evicted, and the copies between the two.
 
 A host block is a row of one tensor: a block's part of each tensor of the pool, one after the other. So a block is one
-transfer between GPU and host. On the device its parts are gathered in, and scattered from, a small buffer. All of this runs
-in the order of the steps: on a GPU on the stream that computes them.
+transfer between GPU and host. On the device its parts are gathered in, and scattered from, a small buffer: on a GPU on the
+stream that computes the steps. The transfers have a stream of their own. Those to the host run beside the step that follows
+them, and those to the device beside the step before them:
+
+    steps      gather a | step 1           | wait for b, scatter b | step 2
+    transfers            | a to the host, b to the device |
 
 Shapes: H host blocks, E elements of a block in all tensors of the pool, C blocks in the buffer.
 """
@@ -17,7 +21,7 @@ import torch
 from torch import Tensor
 
 from millrace.worker.errors import ModelError
-from millrace.worker.transfer import to_device
+from millrace.worker.transfer import CopyStream, record_event, to_device
 
 _BUFFER_BYTES = 32 << 20
 _MAX_BUFFER_BLOCKS = 64
@@ -36,6 +40,9 @@ class HostTier:
             _pin(self, self._blocks)
         num_buffered = min(_MAX_BUFFER_BLOCKS, max(1, _BUFFER_BYTES // (num_elements * first.itemsize)))
         self._buffer = torch.empty(num_buffered, num_elements, dtype=first.dtype, device=first.device)  # [C, E]
+        self._stream = CopyStream(first.device)
+        self._scattered = record_event(first.device)
+        """From then on the steps do not read the buffer."""
 
     def __repr__(self) -> str:
         return f"HostTier({len(self._blocks)} blocks, {self.num_bytes()} bytes)"
@@ -47,19 +54,24 @@ class HostTier:
         """Copy (device block, host block) pairs to the host. No two have the same host block."""
         for some in self._batched(pairs):
             device_blocks = self._indices(device_block for device_block, _ in some)
+            self._stream.finish()  # they read the buffer
             for part, buffered in self._split_buffer(len(some)):
                 buffered.copy_(part.index_select(0, device_blocks))
-            for row, (_, host_block) in zip(self._buffer, some, strict=False):
-                self._blocks[host_block].copy_(row, non_blocking=True)
+            with self._stream.copying(after=record_event(self._buffer.device)):
+                for row, (_, host_block) in zip(self._buffer, some, strict=False):
+                    self._blocks[host_block].copy_(row, non_blocking=True)
 
     def swap_in(self, pairs: list[tuple[int, int]]) -> None:
         """Copy (host block, device block) pairs to the device. No two have the same device block."""
         for some in self._batched(pairs):
-            for row, (host_block, _) in zip(self._buffer, some, strict=False):
-                row.copy_(self._blocks[host_block], non_blocking=True)
+            with self._stream.copying(after=self._scattered):
+                for row, (host_block, _) in zip(self._buffer, some, strict=False):
+                    row.copy_(self._blocks[host_block], non_blocking=True)
+            self._stream.finish()
             device_blocks = self._indices(device_block for _, device_block in some)
             for part, buffered in self._split_buffer(len(some)):
                 part.index_copy_(0, device_blocks, buffered)
+            self._scattered = record_event(self._buffer.device)
 
     def measure(self) -> float:
         """Return the seconds in which a block moves to the host and back. Destroys the contents of some blocks."""

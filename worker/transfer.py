@@ -5,7 +5,8 @@ torch's allocator of pinned memory is the ring of buffers: it reuses one after t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -61,6 +62,29 @@ class HostCopy:
             self._done.synchronize()
         values: list[Any] = self._copied.tolist()
         return values
+
+
+class CopyStream:
+    """A queue of the device for copies that run beside the steps. On a CPU copies are done at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @contextmanager
+    def copying(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """Queue the copies of the block here. They wait for the event and for the copies before them."""
+        if self._stream is None:
+            yield
+            return
+        if after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def finish(self) -> None:
+        """Let the steps' work that is queued from now on wait for the copies so far. The host does not wait."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

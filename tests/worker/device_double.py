@@ -7,6 +7,8 @@ host has wrong values until an event is synchronized that was recorded after it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from millrace.worker import runner, transfer
+from millrace.worker import host_tier, runner, transfer
 from millrace.worker.grammars import Grammars
 
 DEVICE = torch.device("meta")
@@ -77,6 +79,26 @@ class DeviceEvent:
         return 0.0
 
 
+class DeviceStream:
+    """A stream for copies. They are made as late as possible: when the steps wait for them."""
+
+    def __init__(self, device: DeviceDouble) -> None:
+        self._device = device
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def copying(self, after: DeviceEvent) -> Iterator[None]:
+        assert after in self._device.events
+        self._device.queued = self._copies
+        yield
+        self._device.queued = None
+
+    def finish(self) -> None:
+        for target, source in self._copies:
+            target.copy_(source)
+        self._copies.clear()
+
+
 class DeviceDouble(TorchDispatchMode):
     """Owns the pinned memory, the events, and the copies to the host behind the last event."""
 
@@ -84,6 +106,8 @@ class DeviceDouble(TorchDispatchMode):
         super().__init__()
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.events: list[DeviceEvent] = []
+        self.queued: list[tuple[Tensor, Tensor]] | None = None
+        """The copies of the stream that is the current one, unless that is the steps'."""
         self.num_uploads = 0
         self._pinned: dict[int, Tensor] = {}
 
@@ -99,7 +123,8 @@ class DeviceDouble(TorchDispatchMode):
         compute_masks = Grammars._masks
         monkeypatch.setattr(Grammars, "_masks", masks)
         monkeypatch.setattr(transfer, "pinned", lambda shape, dtype: self.pin(torch.empty(shape, dtype=dtype)))
-        for module in (transfer, runner):
+        monkeypatch.setattr(host_tier, "CopyStream", lambda _: DeviceStream(self))
+        for module in (transfer, runner, host_tier):
             monkeypatch.setattr(module, "record_event", record_event)
 
     def pin(self, tensor: Tensor) -> Tensor:
@@ -138,6 +163,10 @@ class DeviceDouble(TorchDispatchMode):
         host = destination if isinstance(source, DeviceTensor) else source
         if host is None or not self.is_pinned(host):
             raise Waited("a copy from or to memory that is not pinned: use transfer.to_device or transfer.HostCopy")
+        if self.queued is not None:
+            assert destination is not None
+            self.queued.append(tuple(each if each is host else each.on_host for each in (destination, source)))
+            return destination
         if host is source:
             self.num_uploads += 1
             if destination is None:
