@@ -56,6 +56,7 @@ class Call(msgspec.Struct, frozen=True):
     model: str
     num_top: int | None = None
     """For how many of the most likely tokens the answer has log-probabilities; -1: all. None: it has none at all."""
+    has_response_format: bool = False
 
 
 _line_decoder = msgspec.json.Decoder(BatchLine)
@@ -79,7 +80,8 @@ def parse_line(raw: bytes) -> tuple[Call, GenerationRequest]:
     if type(model) is not str or not model:
         raise InvalidRequest("model", f"must be the name of the model, got {shown(model)}")
     request = to_request(url, line.body)
-    return Call(line.custom_id, url, model, request.sampling.logprobs), request
+    has_format = line.body.get("response_format") is not None
+    return Call(line.custom_id, url, model, request.sampling.logprobs, has_format), request
 
 
 def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
@@ -141,7 +143,7 @@ def ended_line(line_id: str, call: Call, job: Job) -> dict[str, Any]:
     if job.state == "finished" and job.has_result:
         return _answer(line_id, call.custom_id, 200, _result(call, job))
     if job.state == "failed" and job.error is not None:
-        return _answer(line_id, call.custom_id, *_failure(job.error))
+        return _answer(line_id, call.custom_id, *_failure(call, job.error))
     if not job.has_result:
         code, message = "result_expired", f"the result of job {job.id} has expired"
     else:
@@ -163,11 +165,14 @@ def _answer(line_id: str, custom_id: str | None, status: int, body: dict[str, An
     return {"id": line_id, "custom_id": custom_id, "response": response, "error": None}
 
 
-def _failure(error: JobError) -> tuple[int, dict[str, Any]]:
+def _failure(call: Call, error: JobError) -> tuple[int, dict[str, Any]]:
     if error.kind == "model_mismatch":
         return 404, _error("invalid_request_error", error.message, "model", "model_not_found")
     if error.kind == "invalid_request":
-        return 400, _error("invalid_request_error", error.message, error.field, None)
+        message, field = error.message, error.field
+        if field == "structured_outputs" and call.has_response_format:
+            message, field = message.replace(field, "response_format", 1), "response_format"
+        return 400, _error("invalid_request_error", message, field, None)
     return 500, _error("server_error", error.message, None, error.kind)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.exits import OK, OTHER
@@ -115,19 +116,30 @@ def progress_bar(*, has_terminal: bool | None = None) -> Progress:
         Task,
         TextColumn,
         TimeElapsedColumn,
-        TimeRemainingColumn,
     )
     from rich.text import Text
 
+    def rate(task: Task) -> float:
+        # rich's own takes the time since the first advance: far too much where many end together
+        before = task.fields.setdefault("completed_before", task.completed)
+        return (task.completed - before) / task.elapsed if task.elapsed else 0.0
+
     class RateColumn(ProgressColumn):
         def render(self, task: Task) -> Text:
-            return Text(f"{task.finished_speed or task.speed or 0:,.1f}/s")
+            return Text(f"{rate(task):,.1f}/s")
+
+    class TimeLeftColumn(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            left = "-:--:--"
+            if task.remaining is not None and (per_s := rate(task)):
+                left = str(timedelta(seconds=round(task.remaining / per_s)))
+            return Text(f"left: {left}")
 
     console = Console(stderr=True)
     if has_terminal is None:
         has_terminal = console.is_terminal and not sys.stdout.isatty()
     columns = (
         *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), RateColumn()),
-        *(TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()),
+        *(TimeElapsedColumn(), TimeLeftColumn()),
     )
     return Progress(*columns, console=console, disable=not has_terminal, redirect_stdout=False)

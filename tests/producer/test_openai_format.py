@@ -259,6 +259,15 @@ def test_a_failed_job_is_an_answer_with_an_error(kind: str, status: int, code: s
     assert (error["message"], error["code"]) == ("why", code)
 
 
+@pytest.mark.parametrize("name", ["response_format", "structured_outputs"])
+def test_the_form_of_a_failed_line_has_the_name_that_the_line_has(name: str) -> None:
+    forms = {"response_format": {"type": "json_object"}, "structured_outputs": {"json_object": True}}
+    call, _ = parse_line(line(CHAT, {"messages": MESSAGES, name: forms[name]}))
+    error = JobError(kind="invalid_request", message="structured_outputs: json: why", field="structured_outputs")
+    found = ended_line("r-1", call, ended("failed", error))["response"]["body"]["error"]
+    assert (found["param"], found["message"]) == (name, f"{name}: json: why")
+
+
 @pytest.mark.parametrize(
     ("job", "code"),
     [

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import redis
+from rich.progress import ProgressColumn
 
 from millrace import Client, WaitTimeout
+from millrace.cli.output import progress_bar
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import ClaimedJob
 from tests.millrace.cli.command import Command, environment, started
@@ -196,3 +198,23 @@ def test_the_queues_of_a_server_are_listed(millrace: Command, engine: EngineByHa
     assert row == f"{queue_name}\t0\t1\t0\t0\t0\t0\tno engine"
     (queue,) = [one for one in millrace("queues", "--json").json_lines() if one["queue"] == queue_name]
     assert (queue["queued"], queue["obstacle"]) == (1, "no_engine")
+
+
+def test_a_progress_bar_counts_what_came_since_it_is_shown() -> None:
+    now_s = 0.0
+    bar = progress_bar(has_terminal=True)
+    bar.get_time = lambda: now_s
+
+    def shown() -> list[str]:
+        return [str(column.render(task)) for column in bar.columns[-3:] if isinstance(column, ProgressColumn)]
+
+    bar.add_task("ended", total=100, completed=20)
+    (task,) = bar.tasks
+    assert shown() == ["0.0/s", "0:00:00", "left: -:--:--"]
+    now_s = 10.0
+    for _ in range(40):  # together, as the jobs of one batch
+        bar.advance(task.id)
+    assert shown() == ["4.0/s", "0:00:10", "left: 0:00:10"]
+    now_s = 80.0
+    bar.advance(task.id, 40)
+    assert shown() == ["1.0/s", "0:01:20", "left: 0:00:00"]
