@@ -35,6 +35,7 @@ from millrace.engine_service.serving.output import Output
 from millrace.engine_service.serving.prefixes import CachedPrefixes
 from millrace.engine_service.serving.service import Service
 from millrace.engine_service.text import Tokenizer
+from millrace.executor.heap import release_freed_memory
 from millrace.executor.launch.devices import lock_free_gpus
 from millrace.executor.launch.external import become_rank, die_with_rank_0, is_torchrun_rank
 from millrace.executor.logs import FORMAT_VARIABLE, set_up_logs
@@ -175,6 +176,7 @@ class _Process:
         names = {"engine": engine_id, "model": config.model_name, "queue": config.queue}
         self._metrics_collector.watch(serving.service, serving.leases, **names)
         logger.info("engine %s serves %s on queue %s", engine_id, config.model_name, config.queue)
+        release_freed_memory()  # what the tokenizer's file took, mostly
         logger.info("start: ready after %.2f s", process_age_s())
         try:
             serving.run()

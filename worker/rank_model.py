@@ -11,6 +11,7 @@ import torch
 from llguidance import LLTokenizer
 from transformers import PreTrainedModel
 
+from millrace.executor.heap import release_freed_memory
 from millrace.executor.phases import timed
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.attention.interface import Attention
@@ -20,7 +21,6 @@ from millrace.worker.fusion.decoder import DecoderWeights
 from millrace.worker.fusion.fuse import FusionRejected, fuse
 from millrace.worker.fusion.operations import Operations, not_batch_invariant
 from millrace.worker.grammars import Grammars, load_tokenizer
-from millrace.worker.host_memory import release_freed_memory
 from millrace.worker.kv_pool import KVPool, LayerSpec
 from millrace.worker.linear.modules import use_packed_linear
 from millrace.worker.loading.checksum import check_unchanged, checksums

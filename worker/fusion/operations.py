@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from millrace.executor.heap import release_freed_memory
 from millrace.worker.attention.compiled import LayerAttention, StepRows, step_rows
 from millrace.worker.errors import ConfigError
 from millrace.worker.fusion.structure import AttentionParts, Norm
 from millrace.worker.fusion.workspace import Workspace
-from millrace.worker.host_memory import release_freed_memory
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels.library import Kernels
 from millrace.worker.kernels.rows import GatedActivation, RowNorm
