@@ -141,6 +141,10 @@ class Inbox:
     def _take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> Outcome:
         """Take or reject an entry. Returns the outcome of `JobQueue.accept`."""
         try:
+            if not entry.num_bytes:
+                raise InvalidRequest(
+                    "job", "is missing or empty; an entry has the request in this field, as a JSON object"
+                )
             if entry.num_bytes > MAX_BODY_BYTES:  # `raw` is its beginning
                 raise PayloadTooLarge(entry.num_bytes, MAX_BODY_BYTES)
             submission = to_submission(parse_body(entry.raw))

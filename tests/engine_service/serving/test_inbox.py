@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis
@@ -66,6 +67,17 @@ def test_what_has_to_wait_in_the_inbox_keeps_nobody_else_out(
     redis_client.hdel(queue.keys.settings, limit)
     wait_until(lambda: redis_client.xlen(queue.keys.inbox) == 0)
     assert queue.stats().queued == num_waiting + 2
+
+
+@pytest.mark.parametrize("fields", [{"data": '{"id":"a","prompt":"x"}'}, {"job": ""}])
+def test_an_entry_without_a_request_is_rejected_by_the_name_of_the_field(
+    fields: dict[str, str], inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
+) -> None:
+    redis_client.xadd(queue.keys.inbox, cast(Any, fields))
+    inbox.start()
+    wait_until(lambda: redis_client.xlen(queue.keys.rejected) == 1)
+    ((_, entry),) = cast(Any, redis_client.xrange(queue.keys.rejected))
+    assert json.loads(entry[b"error"])["message"].startswith("job: is missing or empty")
 
 
 def test_a_long_line_in_the_inbox_is_not_looked_at_again_and_again(
