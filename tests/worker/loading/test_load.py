@@ -179,7 +179,7 @@ def test_weights_do_not_change_with_their_files(
     if computed_by == "fused modules of a GPU":
         monkeypatch.setattr(
             "millrace.worker.rank_model.choose_operations",
-            lambda attention, dtype, device: DeviceOperations(attention, dtype, device, rows_torch),
+            lambda attention, dtype, device, **_: DeviceOperations(attention, dtype, device, rows_torch),
         )
     worker = start_worker(served)
     assert str(served) not in Path("/proc/self/maps").read_text()
