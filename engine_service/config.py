@@ -120,6 +120,7 @@ _SWITCHES = {
         False,
         "plan a step only when the one before it has returned, to compare speeds",
     ),
+    "--enforce-eager": ("enforce_eager", True, "run no decode step of a GPU as a graph: slower; CPUs have no graphs"),
     "--batch-invariant": (
         "batch_invariant",
         True,
@@ -152,6 +153,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory: int | str | None = None
     kv_cache_dtype: str = "auto"
     attention: str = "auto"
+    enforce_eager: bool = False
+    """Whether no decode step of a GPU runs as a graph."""
     batch_invariant: bool = False
     """Whether the bits of a token depend on its sequence alone: not on the batch, chunks, caches or restarts."""
     swap_space_gib: float = 0.0

@@ -83,9 +83,8 @@ class LLM:
     ) -> None:
         """Load the model. The options are those of `millrace serve`; its --help describes them.
 
-        `seed` seeds the requests that give no seed of their own. `enforce_eager` has no effect: every step runs eagerly in
-        this version. Other arguments of vLLM's `LLM` are taken where they change nothing, and otherwise refused. Raises
-        `ConfigurationError` when an option or the model can't work.
+        `seed` seeds the requests that give no seed of their own. Other arguments of vLLM's `LLM` are taken where they change
+        nothing, and otherwise refused. Raises `ConfigurationError` when an option or the model can't work.
         """
         given = {name: value for name, value in locals().items() if name in EngineConfig.__struct_fields__}
         given |= translated(vllm_arguments)

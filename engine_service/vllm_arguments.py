@@ -104,5 +104,4 @@ class EngineArgs:
             else:
                 add_option(group, field, *others, default=default)
         group.add_argument("--seed", type=int, default=0, help="seed of the requests that give none (default: 0)")
-        group.add_argument("--enforce-eager", action="store_true", help="has no effect: every step runs eagerly")
         return parser

@@ -53,6 +53,9 @@ class StepBatch:
     """The tokens of prompts whose log-probabilities are wanted. None: none."""
     is_permuted: bool = False
     """Whether `sample_indices` may be of another order than the tokens, or have some twice."""
+    chunks_of_decodes: int | None = None
+    """Space for the chunks of each decode row, see `attention/triton.py`: in a graph it is the same in every step. None: as
+    many as each one has."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """What an attention implementation computes once per step and uses in every layer."""
 

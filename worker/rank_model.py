@@ -59,6 +59,12 @@ class RankModel:
         """Of the weights before the sleep."""
 
     @property
+    def uses_graphs(self) -> bool:
+        """Whether decode steps run as graphs where they can. Several ranks do not: their sums are not captured."""
+        is_alone, config = self._topology.world_size == 1, self._config
+        return is_alone and self.attention.name == "triton" and not (config.enforce_eager or config.batch_invariant)
+
+    @property
     def module(self) -> PreTrainedModel:
         """transformers' module tree. Its `to` moves the tensors in place, and tied ones stay tied."""
         assert self._module is not None, "the weights are dropped"

@@ -6,7 +6,7 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,13 +27,16 @@ from millrace.worker.attention.interface import STEP_KEYWORD, ForwardStep
 from millrace.worker.errors import PlanError, StepSkipped
 from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.input_batch import InputBatch, SampledRows, StepBatch
-from millrace.worker.kv_pool import KVPool
+from millrace.worker.kv_pool import KVPool, num_blocks_for
 from millrace.worker.linear.packed import RowMasks
 from millrace.worker.logprobs import ScoredTokens, head_logits
 from millrace.worker.rank_model import RankModel
 from millrace.worker.sampler import sample, without_failed
 from millrace.worker.sampling_rows import SamplingRows
 from millrace.worker.transfer import record_event, to_host
+
+if TYPE_CHECKING:
+    from millrace.worker.graphs import DecodeGraphs
 
 logger = logging.getLogger("millrace.worker")
 
@@ -129,9 +132,21 @@ class Runner:
             samples=samples,
             grammars=model.grammars,
         )
+        self._graphs = self._make_graphs(model, max_num_seqs)
         self._launched: deque[LaunchedStep] = deque()
         self._has_failed = False
         """Whether a step has failed, and the engine may not know it yet."""
+
+    def _make_graphs(self, model: RankModel, max_num_seqs: int) -> DecodeGraphs | None:
+        """Return what runs decode steps as graphs, where Triton runs all that they need on a GPU."""
+        if self.decoder is None or self._device.type != "cuda" or not model.uses_graphs:
+            return None
+        from millrace.worker.attention.triton import TritonAttention
+        from millrace.worker.graphs import CudaCapture, DecodeGraphs
+
+        assert isinstance(model.attention, TritonAttention)
+        width = num_blocks_for(model.facts.max_model_len, self._pool.block_size)
+        return DecodeGraphs(self.decoder, model.attention, max_num_seqs, width, CudaCapture())
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -167,7 +182,7 @@ class Runner:
     def compute_logits(self, batch: StepBatch) -> Tensor:
         """Run the forward pass: fill the batch's slots of the KV pool, return logits [rows that sample, vocabulary]."""
         if self.decoder is not None:
-            return self.decoder.logits(self.decoder.run(batch, self._received_hidden(batch)))
+            return self.decoder.logits(self._run_decoder(self.decoder, batch))
         output = self._model(**self._forward_arguments(batch), logits_to_keep=batch.sample_indices)
         logits: Tensor = output.logits[0]
         return logits
@@ -194,11 +209,15 @@ class Runner:
         sampled = batch.sampled
         takes_peaks = sampled.sampling.is_plain_greedy or (self._masks_head and sampled.sampling.is_masked_greedy)
         if self.decoder is not None and takes_peaks and sampled.scored is None:
-            hidden, processors = self.decoder.run(batch, self._received_hidden(batch)), sampled.sampling.processors
+            hidden, processors = self._run_decoder(self.decoder, batch), sampled.sampling.processors
             masks = processors.grammar_masks() if processors is not None else None
             token_ids = self._draw_greedily(*self.decoder.most_likely(hidden, RowMasks(*masks) if masks else None))
             return StepOutput(self._sequences.record(sampled, token_ids))
         return self._sample_from(self.compute_logits(batch), sampled)
+
+    def _run_decoder(self, decoder: FusedDecoder, batch: StepBatch) -> Tensor:  # [M, H]
+        hidden = self._graphs.run(batch) if self._graphs is not None else None
+        return decoder.run(batch, self._received_hidden(batch)) if hidden is None else hidden
 
     def _received_hidden(self, batch: StepBatch) -> Tensor | None:  # [T, H]
         """Return the hidden states of the stage before this one, if there is one."""
@@ -206,7 +225,7 @@ class Runner:
 
     def _sample_and_score_prompts(self, batch: StepBatch, prompts: ScoredTokens) -> StepOutput:
         if self.decoder is not None:
-            hidden = self.decoder.run(batch, self._received_hidden(batch))
+            hidden = self._run_decoder(self.decoder, batch)
         else:
             hidden = self._compute_hidden(batch)[0, batch.sample_indices]
         output = self._sample_from(self._head_logits(hidden[: len(batch.sampled.seq_ids)]), batch.sampled)

@@ -46,6 +46,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """"auto" (that of the checkpoint; float32 on a CPU that is slow with it), "float32", "bfloat16", "float16"."""
     attention: str = "auto"
     """"auto", "reference", "cpu" or "triton"."""
+    enforce_eager: bool = False
+    """Whether no step of a GPU runs as a graph."""
     batch_invariant: bool = False
     """Whether a token has the same bits whatever else a step computes. Refused where no kernel does that."""
     max_model_len: int | None = None

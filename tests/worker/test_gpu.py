@@ -13,7 +13,7 @@ from msgspec import structs
 from millrace.executor.wire.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.host_tier import HostTier
 from millrace.worker.rank import Rank
-from tests.worker.driver import GREEDY, execute, start_worker
+from tests.worker.driver import GREEDY, Driver, execute, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
 from tests.worker.test_batch_invariant import check_bits
 from tests.worker.test_no_waiting import CPU, NUM_STEPS, ROWS, make_runner, run_ahead
@@ -105,6 +105,27 @@ def test_the_end_of_a_long_prompt_takes_no_more_than_was_profiled(tmp_path: Path
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_a_token_has_the_same_bits_in_any_batch_and_chunk(name: str, dtype: str, tmp_path: Path) -> None:
     check_bits(name, tmp_path, device="cuda", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_graphs_yield_the_tokens_of_eager_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.worker.graphs.CAPTURE_PAUSE_S", 0.0)
+    make_model(name, tmp_path)
+    prompts = [[index, index + 1, index + 2] for index in range(1, 21)]
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 24}
+    expected: list[list[int]] = []
+    found: list[list[int]] = []
+    for enforce_eager, outputs in ((True, expected), (False, found)):
+        worker = start_worker(tmp_path, enforce_eager=enforce_eager, **options)
+        driver = Driver(worker, 1)
+        runner = worker.runner
+        assert runner is not None and runner.decoder is not None and (runner._graphs is None) == enforce_eager
+        del runner.decoder.run, runner.decoder.most_likely  # the driver's, which watch eager steps
+        outputs += [request.output for request in driver.run(prompts, 30)]
+        if runner._graphs is not None:
+            assert {size for size, _ in runner._graphs.sizes} >= {1, 2, 4, 8, 16, 24}
+        worker.shutdown()
+    assert found == expected
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from torch import Tensor
 from millrace.worker.attention.paged_triton import decode_chunk, merge_chunks, prefill, write_kv
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import LayerCache
+from millrace.worker.transfer import to_device
 
 CHUNK = 256
 """Positions of a decode row that one program attends to. A multiple of the tiles' sizes."""
@@ -49,6 +50,13 @@ class TritonAttention:
         """`batch_invariant`: a token has the same bits in a decode row and in any chunk. Long decode rows are slower: each
         is one tile."""
         self._largest_decode = 0 if batch_invariant else 1
+
+    def update_decodes(self, batch: StepBatch, kv_lens: list[int]) -> None:
+        """Give the decode rows of a batch whose tensors stay other lengths."""
+        indices, lengths = torch.arange(len(kv_lens)), torch.tensor(kv_lens)
+        for (_, _, window), rows in batch.derived.items():
+            decodes, _, _ = _decodes(indices, indices, lengths, window, batch.chunks_of_decodes)
+            rows.decodes.copy_(*to_device(rows.decodes.device, [decodes]))
 
     def forward(
         self,
@@ -117,6 +125,19 @@ class TritonAttention:
         return output
 
 
+def _decodes(
+    starts: Tensor, decoded: Tensor, ends: Tensor, window: int, most_chunks: int | None
+) -> tuple[Tensor, int, int]:
+    """Return the decode rows as in `Rows`, on the host, and the chunks of all of them and of one. `decoded` [B] are their
+    numbers among the rows, `ends` [B] their lengths."""
+    first_chunks = (ends - window).clamp_(min=0) // CHUNK if window else 0
+    chunks = (ends - 1) // CHUNK - first_chunks + 1
+    if most_chunks is not None:
+        chunks = torch.full_like(chunks, min(most_chunks, window // CHUNK + 2) if window else most_chunks)
+    rows = torch.stack((decoded, starts[decoded], ends, chunks.cumsum(0) - chunks), 1).int()
+    return rows, int(chunks.sum()), max(chunks.tolist(), default=0)
+
+
 def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) -> Rows:
     """Return the step's rows on the device; those of more than `largest_decode` tokens in tiles of `tile_size`. The first
     layer of a step that needs them copies them, without waiting for the device."""
@@ -125,9 +146,7 @@ def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) ->
         starts, lengths = torch.tensor(batch.query_starts), torch.tensor(batch.kv_lens)
         counts = starts.diff()
         decoded = (counts <= largest_decode).nonzero().squeeze(1)
-        ends = lengths[decoded]
-        first_chunks = (ends - window).clamp_(min=0) // CHUNK if window else 0
-        chunks = (ends - 1) // CHUNK - first_chunks + 1
+        decodes, num_chunks, most_chunks = _decodes(starts, decoded, lengths[decoded], window, batch.chunks_of_decodes)
         tiles = [
             (row, first, min(tile_size, batch.query_starts[row + 1] - first), first - offset)
             for row in (counts > largest_decode).nonzero().squeeze(1).tolist()
@@ -137,9 +156,8 @@ def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) ->
         device = batch.block_tables.device
         on_host = torch.empty(len(tiles) + len(decoded), 4, dtype=torch.int32, pin_memory=device.type == "cuda")
         on_host[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
-        torch.stack((decoded, starts[decoded], ends, chunks.cumsum(0) - chunks), 1, out=on_host[len(tiles) :])
+        on_host[len(tiles) :] = decodes
         on_device = on_host.to(device, non_blocking=True)
-        most_chunks = max(chunks.tolist(), default=0)
-        batch.derived[kind] = Rows(on_device[: len(tiles)], on_device[len(tiles) :], int(chunks.sum()), most_chunks)
+        batch.derived[kind] = Rows(on_device[: len(tiles)], on_device[len(tiles) :], num_chunks, most_chunks)
     rows: Rows = batch.derived[kind]
     return rows

@@ -72,6 +72,11 @@ class FusedDecoder:
         ]
         self._workspace = operations.workspace
 
+    @property
+    def num_buffers_made(self) -> int:
+        """While it stays, `run` writes to the same addresses."""
+        return self._workspace.num_made
+
     def run(self, batch: StepBatch, received: Tensor | None = None) -> Tensor:  # [M, H]
         """Fill the batch's slots of the KV pool, and return the last hidden states of the tokens whose logits are needed; on
         a stage before the last one those of all tokens. They are valid until the next call.

@@ -15,6 +15,8 @@ class Workspace:
         self._buffers: dict[str, Tensor] = {}
         self._rows: dict[str, Tensor] = {}
         """What was returned last. In steady decode the number of rows stays."""
+        self.num_made = 0
+        """Buffers that were made so far. While it stays, so do their addresses."""
 
     def rows(self, name: str, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a buffer [num_rows, width] with any contents, of the model's dtype if `dtype` is None."""
@@ -23,6 +25,7 @@ class Workspace:
             return rows
         buffer = self._buffers.get(name)
         if buffer is None or buffer.shape[0] < num_rows or buffer.shape[1] != width:
+            self.num_made += 1
             shape = -(-num_rows // 64) * 64, width
             buffer = self._buffers[name] = torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
         rows = self._rows[name] = buffer[:num_rows]

@@ -75,7 +75,7 @@ class ParallelRunner(Runner):
             if self.decoder is None:
                 hidden = self._compute_hidden(batch)
             else:
-                hidden = self.decoder.run(batch, self._received_hidden(batch)).unsqueeze(0)
+                hidden = self._run_decoder(self.decoder, batch).unsqueeze(0)
                 hidden = hidden.clone()  # the next step overwrites them
             self._peers.send(hidden, self._topology.stage + 1)
             self._start_receiving(plan.micro_batch, batch.sampled)
