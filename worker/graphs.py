@@ -91,9 +91,9 @@ class DecodeGraphs:
     def run(self, batch: StepBatch) -> Tensor | None:
         """Return what the decoder's `run` does, for a step of decode rows that all yield a token. None: run it eagerly."""
         num_rows = batch.num_rows
-        is_decode = len(batch.input_ids[0]) == num_rows == len(batch.sample_indices) and not batch.is_permuted
-        size, chunks = _size_for(num_rows), _chunks_for(max(batch.kv_lens))
-        if not is_decode or self._has_failed or size > self._max_num_seqs or size * chunks > MOST_CHUNKS:
+        is_decode = batch.input_ids.shape[1] == num_rows == len(batch.sample_indices) and not batch.is_permuted
+        size, chunks = min(_size_for(num_rows), self._max_num_seqs), _chunks_for(max(batch.kv_lens))
+        if not is_decode or self._has_failed or num_rows > size or size * chunks > MOST_CHUNKS:
             return None
         if self._num_buffers_made != self._decoder.num_buffers_made:  # the graphs write to buffers that are gone
             self._graphs.clear()
@@ -153,7 +153,7 @@ class DecodeGraphs:
 
 
 def _size_for(num_rows: int) -> int:
-    """Return the rows of the graph for a step: 1, 2, 4, 8, 16, 24, ..."""
+    """Return the rows of the graph for a step, if that many are possible: 1, 2, 4, 8, 16, 24, ..."""
     return 1 << (num_rows - 1).bit_length() if num_rows <= 8 else -(-num_rows // 8) * 8
 
 
