@@ -9,7 +9,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """The time limits of an executor, in seconds. Tests shorten them."""
 
     phase_s: dict[str, float] = msgspec.field(
-        default_factory=lambda: {"spawn": 60.0, "import": 120.0, "device": 120.0, "load_model": 1800.0}
+        default_factory=lambda: {"spawn": 60.0, "import": 300.0, "device": 120.0, "load_model": 1800.0}
     )
     """For each phase of the start. The first, "spawn", lasts until `Hello`."""
     placement_s: float = 120.0

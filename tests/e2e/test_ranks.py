@@ -91,10 +91,11 @@ def test_a_rank_on_a_ray_of_the_services_own_is_killed_while_tokens_flow(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     engine = serve(place, *TP2, "--executor", "ray")
     assert "started a local Ray" in engine.text()
-    found = re.search(r"rank 0 is process (\d+) on", engine.text())
-    assert found is not None
+    pids = re.findall(
+        r"rank 0 is process (\d+) on", engine.text()
+    )  # of several starts, if the first ones took too long
     children = engine.worker_pids()  # of Ray, which starts the ranks
-    lose_a_rank(place, engine, 0, int(found[1]), KILL)
+    lose_a_rank(place, engine, 0, int(pids[-1]), KILL)
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
