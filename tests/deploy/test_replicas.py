@@ -66,7 +66,9 @@ def replicas(
 
 def are_healthy(ports: list[int]) -> list[bool]:
     check = SERVICES["engine-cpu"]["healthcheck"]["test"][2:]
-    return [python(*(word.replace("9400", str(port)) for word in check)).status == 0 for port in ports]
+    commands = [[word.replace("9400", str(port)) for word in check] for port in ports]
+    # A proxy that does not answer: Docker may hand the address of one to its containers.
+    return [python(*command, http_proxy="http://127.0.0.1:9", no_proxy="").status == 0 for command in commands]
 
 
 def wait_for_engines(client: Client, number: int, replicas: list[subprocess.Popen[bytes]]) -> None:
