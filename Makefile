@@ -53,7 +53,7 @@ $(OLD_REDIS):
 test-floor: $(FLOOR)/.setup-stamp ## the worker's tests on the oldest supported torch, transformers and Triton (gigabytes)
 	$(FLOOR)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not faults and not ranks and not ray" tests/worker
 
-$(FLOOR)/.setup-stamp: pyproject.toml
+$(FLOOR)/.setup-stamp: pyproject.toml $(wildcard worker/kernels/*.[ch])
 	test -x $(FLOOR)/bin/python || $(FLOOR_PYTHON) -m venv $(FLOOR)
 	$(FLOOR)/bin/python -m pip --disable-pip-version-check install --quiet --editable '.[engine,embedded,dev]' $(FLOOR_VERSIONS)
 	@touch $@
