@@ -34,7 +34,7 @@ COPY --from=build /wheels/requirements.txt /tmp/
 RUN pip install --constraint /tmp/constraints.txt --requirement /tmp/requirements.txt
 COPY --chmod=755 deploy/hold-if-invalid.sh /usr/local/bin/hold-if-invalid
 RUN useradd --create-home --uid 10001 millrace \
-    && install -d -o millrace -g millrace /models /home/millrace/.cache/huggingface "${TRITON_CACHE_DIR}" \
+    && install -d -o millrace -g millrace /models /home/millrace/.cache /home/millrace/.cache/huggingface "${TRITON_CACHE_DIR}" \
     && install -d -m 1777 /run/millrace-devices
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels pip install --no-deps /wheels/millrace-*.whl
 
