@@ -46,6 +46,16 @@ def test_an_accepted_entry_becomes_a_job_once(queue: JobQueue, engine: Engine, r
     assert engine.claim_ids() == ["a"]
 
 
+def test_an_entry_that_another_engine_had_becomes_no_job(queue: JobQueue, redis_client: redis.Redis) -> None:
+    entry_id = post(redis_client, queue, b"{}")
+    redis_client.xdel(queue.keys.inbox, entry_id)
+    submit(queue, "known")
+    for job in (submission("new"), submission("known"), submission("known", body=b'{"prompt":"other"}')):
+        assert queue.accept(entry_id, job) == Outcome("taken")
+    assert not redis_client.exists(queue.keys.job("new"), queue.keys.body("new"), queue.keys.rejected)
+    assert queue.stats().queued == 1
+
+
 def test_an_entry_of_a_known_job_is_that_job(queue: JobQueue, redis_client: redis.Redis) -> None:
     submit(queue, "a")
     assert queue.accept(post(redis_client, queue, b"{}"), submission("a")) == Outcome("exists")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import redis
@@ -13,6 +14,7 @@ from millrace.results import commands
 from millrace.results.connection import as_unavailable, connect, connect_async
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import Event
+from millrace.results.replies import Outcome
 from millrace.results.scripts import SOURCES
 from millrace.results.transport import AsyncTransport, Transport
 from tests.results.engines import Engine, append_of, finish_of, submission, submit
@@ -89,6 +91,18 @@ def test_out_of_memory_no_job_comes_in_and_all_that_are_in_go_on_to_their_end(sm
     assert queue.deregister(engine.id) == 3
     assert queue.get("j0").text == "xy"
     check_queue(client, "full")
+    client.close()
+
+
+def test_out_of_memory_an_inbox_entry_waits(small_server: EmbeddedServer) -> None:
+    client = connect(small_server.url)
+    queue = FullQueue(client, "full")
+    entry_id = cast(bytes, client.xadd(queue.keys.inbox, {"job": "{}"})).decode()
+    client.config_set("maxmemory", 1)
+    with pytest.raises(RedisUnavailable, match="out of memory"):
+        queue.accept(entry_id, submission("a"))
+    client.config_set("maxmemory", 0)
+    assert queue.accept(entry_id, submission("a")) == Outcome("created")
     client.close()
 
 

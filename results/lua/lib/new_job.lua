@@ -28,8 +28,9 @@ end
 
 -- Creates a job. `digest` may end with `-` and the 8 digits of how the prompt begins, which become a part of the serial.
 -- Returns 'created', 'exists' (the same job is known), 'conflict' (the id belongs to another one), 'full ...',
--- 'oversized ...', or 'invalid <field>'. The caller ends with `enqueue_created`.
-local function create_job(id, digest, body, cost, seed, tenant, priority, is_streamed, options_json)
+-- 'oversized ...', or 'invalid <field>'. The caller ends with `enqueue_created`. A job of an inbox entry has its `entry_id`, and
+-- removes the entry; the job is 'taken' where the entry is gone.
+local function create_job(id, digest, body, cost, seed, tenant, priority, is_streamed, options_json, entry_id)
   local beginning = #digest == 73 and string.match(digest, '^%-(%x%x%x%x%x%x%x%x)$', 65)
   if beginning then digest = string.sub(digest, 1, 64) end
   local key = prefix .. 'job:' .. id
@@ -41,7 +42,9 @@ local function create_job(id, digest, body, cost, seed, tenant, priority, is_str
   if not options then return 'invalid ' .. invalid_option end
   local refusal = limit_reached(tenant, cost)
   if refusal then return refusal end
-  local serial = next_serial()
+  local serial = next_serial()  -- first: the one write that is refused without memory
+  -- XDEL shows whether the entry is there; XRANGE would copy it.
+  if entry_id and redis.call('XDEL', prefix .. 'inbox', entry_id) == 0 then return 'taken' end
   redis.call('HSET', key, 'v', PROTOCOL, 'digest', digest,
     'serial', beginning and serial .. '-' .. beginning or serial, 'created', now,
     'tenant', tenant, 'priority', priority, 'cost', cost, 'seed', seed, 'stream', is_streamed, 'state', 'queued')
