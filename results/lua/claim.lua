@@ -177,8 +177,7 @@ end
 -- Where the engine has cached prompts: one of the next jobs of a tenant goes first if its prompt is cached and that of the first
 -- one is not.
 local MAX_LOOKAHEAD, MAX_PASSED_OVER = 16, 16  -- jobs that are looked at; jobs that may pass over one first job
-local cached = ARGV[8] and ARGV[8] ~= '' and {}
-for digest in string.gmatch(cached and ARGV[8] or '', '%x+') do cached[digest] = true end
+local cached = ARGV[8] and ARGV[8] ~= '' and ARGV[8]
 
 -- The first members of a ready set: those that the claim may take, and with cached prompts those that may pass over them. The
 -- second value says by rank whether a prompt is cached; nil where no job can pass over another one.
@@ -186,9 +185,9 @@ local function read_ready(key, most)
   local members = redis.call('ZRANGE', key, 0, most - 1 + (cached and MAX_LOOKAHEAD - 1 or 0))
   if not cached then return members end
   local is_cached, num_cached = {}, 0
-  local sub = string.sub
+  local sub, find = string.sub, string.find
   for rank = 1, #members do
-    if cached[sub(members[rank], 18, 25)] then
+    if find(cached, sub(members[rank], 18, 25), 1, true) then
       is_cached[rank], num_cached = true, num_cached + 1
       if num_cached == most and rank == most then return members end
     end
