@@ -213,15 +213,14 @@ class Intake:
         decided = [(job, snapshot.millrace_id) for job, snapshot in taken if snapshot.millrace_id or job.damage]
         chosen = {job.id: (millrace_id or job.id, False) for job, millrace_id in decided}
         undecided = [job.id for job, _ in taken if job.id not in chosen]
-        num_runs = 0
-        while undecided:
-            candidates = [f"{job_id}.r{num_runs}" if num_runs else job_id for job_id in undecided]
-            states = self._millrace.states(candidates)
-            for job_id, millrace_id, state in zip(undecided, candidates, states, strict=True):
+        numbers = range(1)
+        while undecided:  # twice as many in each round: a job that repeats may have run thousands of times
+            candidates = [f"{job_id}.r{number}" if number else job_id for job_id in undecided for number in numbers]
+            for i, state in enumerate(self._millrace.states(candidates)):
                 if state not in TERMINAL_STATES:
-                    chosen[job_id] = (millrace_id, state is None)
+                    chosen.setdefault(undecided[i // len(numbers)], (candidates[i], state is None))
             undecided = [job_id for job_id in undecided if job_id not in chosen]
-            num_runs += 1
+            numbers = range(numbers.stop, 2 * numbers.stop)
         return chosen
 
     def _start_run(

@@ -100,12 +100,14 @@ def _structured_outputs(rng: random.Random) -> Any:
 
 
 def _tools(rng: random.Random) -> Any:
+    """Return tools. Only a small one is repeated many times: else an input might have hundreds of MB."""
     function = {
         "name": rng.choice(["f", odd_text(rng)]),
         "parameters": _schema(rng),
         "strict": rng.choice([True, None, 1]),
     }
-    return [{"type": rng.choice(["function", "tool"]), "function": function}] * rng.choice([1, 2, 1025])
+    tools = [{"type": rng.choice(["function", "tool"]), "function": function}] * rng.choice([1, 2])
+    return rng.choice([tools, [{"type": "function", "function": {"name": "f"}}] * 1025])
 
 
 NEARLY_GOOD: dict[str, Callable[[random.Random], Any]] = {

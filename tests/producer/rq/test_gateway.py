@@ -415,13 +415,14 @@ def test_dependents_start_when_their_parents_are_done(shared_queue: Queue) -> No
 
 def test_a_retry_and_a_requeue_run_again_as_a_new_millrace_job(shared_queue: Queue, shared_engine: EchoEngine) -> None:
     error = JobError(kind="internal", message="out of luck")
-    shared_engine.errors |= {"retried": error, "retried.r1": error, "retried.r2": error}
-    job = enqueue(shared_queue, job_id="retried", retry=Retry(max=2))
+    names = ["retried", *(f"retried.r{number}" for number in range(1, 6))]
+    shared_engine.errors |= dict.fromkeys(names, error)
+    job = enqueue(shared_queue, job_id="retried", retry=Retry(max=5))
     assert _failure(job) == "failed: internal: out of luck"
-    assert [shared_engine.runs[name] for name in ("retried", "retried.r1", "retried.r2")] == [1, 1, 1]
+    assert [shared_engine.runs[name] for name in names] == [1] * 6
     job.requeue()
     wait_for("finished", job)
-    assert shared_engine.runs["retried.r3"] == 1
+    assert shared_engine.runs["retried.r6"] == 1
     assert job.id not in shared_queue.failed_job_registry
 
 
