@@ -58,7 +58,7 @@ def main() -> None:
             vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=vocabulary.eos_token_ids, slices=[]
         )
     except BaseException as error:  # its parser's errors, and panics of Rust
-        refused = Checked(error=f"are not possible with the tokenizer of this model: {_shortened(str(error))}")
+        refused = Checked(error=f"is not possible with the tokenizer of this model: {_shortened(str(error))}")
         while receive(channel) is not None:
             send(channel, refused)
         return

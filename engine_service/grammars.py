@@ -16,7 +16,6 @@ from millrace.producer import InvalidRequest, StructuredOutputs
 _MAX_KEPT = 256
 _ANSWER_S = 60.0
 """How long the process may take for its start and an answer, on a busy machine."""
-_FIELD = "structured_outputs"
 
 _decode = msgspec.msgpack.Decoder(Checked).decode
 
@@ -52,7 +51,8 @@ class Grammars:
                 if len(self._checked) > _MAX_KEPT:
                     del self._checked[next(iter(self._checked))]
         if checked.error:
-            raise InvalidRequest(_FIELD, checked.error)
+            message = checked.error.removeprefix(f"{wanted.form}: ") if wanted.given_as else checked.error
+            raise InvalidRequest(wanted.field, message)
         return checked.grammar
 
     def close(self) -> None:
@@ -83,4 +83,5 @@ class Grammars:
 
 
 def _digest(wanted: StructuredOutputs) -> bytes:
-    return hashlib.blake2b(msgspec.msgpack.encode(wanted), digest_size=16).digest()
+    form = wanted.form, getattr(wanted, wanted.form)
+    return hashlib.blake2b(msgspec.msgpack.encode(form), digest_size=16).digest()

@@ -21,21 +21,22 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_OBJECT_BYTES = 16 * 1024
 
 FieldChecks = Mapping[str, tuple[object, Check]]
-"""By name the default and the check of each field."""
+"""By name the default, or what makes it, and the check of each field."""
 
 
 def field_checks(kind: type[msgspec.Struct]) -> FieldChecks:
     """Return the checks that annotate the fields of a Struct, which must have `repr_omit_defaults`."""
     hints = get_type_hints(kind, include_extras=True)
     annotated = [field for field in msgspec.structs.fields(kind) if get_origin(hints[field.name]) is Annotated]
-    return {field.name: (field.default, hints[field.name].__metadata__[0]) for field in annotated}
+    defaults = (one.default_factory if one.default is msgspec.NODEFAULT else one.default for one in annotated)
+    return {one.name: (each, hints[one.name].__metadata__[0]) for one, each in zip(annotated, defaults, strict=True)}
 
 
 def check_fields(made: msgspec.Struct, checks: FieldChecks) -> list[str]:
     """Check the fields of a new object. Return the names of those that were checked. Raises InvalidRequest.
 
     Fields that have their default are not checked: most fields of most requests. Values with one meaning get one form, so
-    that they are equal on the wire: a default that was given explicitly, and an integer for a number.
+    that they are equal on the wire: a default that was given explicitly, also as None, and an integer for a number.
     """
     checked: list[str] = []
     # Every request comes here, and this call finds the fields without their default five times as fast as a loop.
@@ -43,8 +44,12 @@ def check_fields(made: msgspec.Struct, checks: FieldChecks) -> list[str]:
         if name not in checks:
             continue
         default, check = checks[name]
+        wrong = check(value)
+        if wrong and value is None:
+            msgspec.structs.force_setattr(made, name, default() if callable(default) else default)
+            continue
         checked.append(name)
-        if wrong := check(value):
+        if wrong:
             raise InvalidRequest(name, wrong)
         if value == default:
             msgspec.structs.force_setattr(made, name, default)
@@ -172,8 +177,14 @@ def remedy(name: str, known: Iterable[str]) -> str:
 
     if name == "chat_template":
         return "the operator of the engine chooses the template; leave it out"
+    if name in _OPENAI_NAMES:
+        return f"use {_OPENAI_NAMES[name]}"
     similar = get_close_matches(name[:60], known, 1, 0.75)
     return f"did you mean {similar[0]}?" if similar else "leave it out"
+
+
+_OPENAI_NAMES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs, with their number"}
+"""Names of OpenAI's API, which only `run-batch` takes, and ours."""
 
 
 class NamesUnknown(msgspec.StructMeta):

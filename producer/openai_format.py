@@ -6,6 +6,8 @@ A line of a batch file is `{"custom_id": ..., "method": "POST", "url": ..., "bod
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -37,6 +39,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields without an equal here, and the values with which they change nothing. null changes nothing in any field."""
 _WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
 """Fields that say nothing about the text."""
+_ALIASES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
+"""Names of a chat's fields in OpenAI's API, and ours."""
 
 
 class BatchLine(msgspec.Struct, frozen=True):
@@ -56,7 +60,8 @@ class Call(msgspec.Struct, frozen=True):
     model: str
     num_top: int | None = None
     """For how many of the most likely tokens the answer has log-probabilities; -1: all. None: it has none at all."""
-    has_response_format: bool = False
+    aliases: Mapping[str, str] = {}
+    """By the name of a field the name that the line has for it, for errors."""
 
 
 _line_decoder = msgspec.json.Decoder(BatchLine)
@@ -80,8 +85,7 @@ def parse_line(raw: bytes) -> tuple[Call, GenerationRequest]:
     if type(model) is not str or not model:
         raise InvalidRequest("model", f"must be the name of the model, got {shown(model)}")
     request = to_request(url, line.body)
-    has_format = line.body.get("response_format") is not None
-    return Call(line.custom_id, url, model, request.sampling.logprobs, has_format), request
+    return Call(line.custom_id, url, model, request.sampling.logprobs, _aliases(url, line.body)), request
 
 
 def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
@@ -95,6 +99,8 @@ def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
         raise InvalidRequest(text_field, "is missing")
     fields |= {"messages": given.pop("messages")} if is_chat else _prompt(given.pop("prompt"))
     if is_chat and "max_completion_tokens" in given:
+        if "max_tokens" in given:
+            raise InvalidRequest("max_completion_tokens", "is another name of max_tokens; give one of them")
         given["max_tokens"] = given.pop("max_completion_tokens")
     if is_chat:
         sampling |= _chat_logprobs(given.pop("logprobs", False), given.pop("top_logprobs", None))
@@ -109,7 +115,26 @@ def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
             raise InvalidRequest(name, f"is not supported with the value {shown(value)}; leave it out")
         else:
             raise InvalidRequest(name, f"is not supported by {url}; leave it out")
-    return GenerationRequest(sampling=SamplingParams(**sampling), **fields)
+    try:
+        return GenerationRequest(sampling=SamplingParams(**sampling), **fields)
+    except InvalidRequest as error:
+        raise _renamed(error, _aliases(url, body)) from error
+
+
+def _aliases(url: Url, body: dict[str, Any]) -> dict[str, str]:
+    is_chat = url == "/v1/chat/completions"
+    return {name: alias for alias, name in _ALIASES.items() if is_chat and body.get(alias) is not None}
+
+
+def _renamed(error: InvalidRequest, aliases: Mapping[str, str]) -> InvalidRequest:
+    """Return the error in the names that its line has for the fields."""
+    return InvalidRequest(_in_names(error.field, aliases), _in_names(error.message, aliases))
+
+
+def _in_names(text: str, aliases: Mapping[str, str]) -> str:
+    for name, alias in aliases.items():
+        text = re.sub(rf"(?<![\w-]){name}\b", alias, text)
+    return text
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -155,8 +180,11 @@ def ended_line(line_id: str, call: Call, job: Job) -> dict[str, Any]:
     return {"id": line_id, "custom_id": call.custom_id, "response": None, "error": error}
 
 
-def refused_line(line_id: str, custom_id: str | None, error: InvalidRequest) -> dict[str, Any]:
-    """Return the line of the output file for a line of the input that cannot run."""
+def refused_line(
+    line_id: str, custom_id: str | None, error: InvalidRequest, aliases: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the line of the output file for a line of the input that cannot run. `aliases`: of its call."""
+    error = _renamed(error, aliases or {})
     return _answer(line_id, custom_id, 400, _error("invalid_request_error", str(error), error.field, None))
 
 
@@ -169,10 +197,8 @@ def _failure(call: Call, error: JobError) -> tuple[int, dict[str, Any]]:
     if error.kind == "model_mismatch":
         return 404, _error("invalid_request_error", error.message, "model", "model_not_found")
     if error.kind == "invalid_request":
-        message, field = error.message, error.field
-        if field == "structured_outputs" and call.has_response_format:
-            message, field = message.replace(field, "response_format", 1), "response_format"
-        return 400, _error("invalid_request_error", message, field, None)
+        field = error.field and _in_names(error.field, call.aliases)
+        return 400, _error("invalid_request_error", _in_names(error.message, call.aliases), field, None)
     return 500, _error("server_error", error.message, None, error.kind)
 
 

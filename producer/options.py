@@ -91,7 +91,8 @@ def build_request(prompt: str | None, options: SubmitOptions) -> GenerationReque
             todo = "use job_id" if name == "id" else remedy(name, SubmitOptions.__annotations__)
             raise InvalidRequest(name, f"is not an argument of submit; {todo}")
     if own:
-        if "sampling" in fields:
-            raise InvalidRequest(next(iter(own)), "cannot be combined with sampling; give one of them")
+        if fields.get("sampling") is not None:
+            name = next(name for name in options if name in own or name == "response_model")
+            raise InvalidRequest(name, "cannot be combined with sampling; give one of them")
         fields["sampling"] = SamplingParams(**own)
     return GenerationRequest(**fields)

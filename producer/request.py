@@ -112,8 +112,8 @@ class GenerationRequest(
     def _take_response_format(self, response_format: dict[str, Any]) -> None:
         wanted = from_response_format(response_format)
         if wanted is not None:
-            if self.sampling.structured_outputs is not None:
-                raise InvalidRequest("response_format", "cannot be combined with structured_outputs; give one of them")
+            if (other := self.sampling.structured_outputs) is not None:
+                raise InvalidRequest("response_format", f"cannot be combined with {other.field}; give one of them")
             msgspec.structs.force_setattr(
                 self, "sampling", msgspec.structs.replace(self.sampling, structured_outputs=wanted)
             )
@@ -137,8 +137,8 @@ class GenerationRequest(
     def _check_tool_choice(self) -> None:
         if self.tool_choice in ("auto", "none"):
             return
-        if self.sampling.structured_outputs is not None:
-            raise InvalidRequest("tool_choice", "cannot be combined with structured_outputs; use auto or none")
+        if (form := self.sampling.structured_outputs) is not None:
+            raise InvalidRequest("tool_choice", f"cannot be combined with {form.field}; use auto or none")
         names = [tool["function"]["name"] for tool in self.tools or []]
         wanted = self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
         if wanted not in names if wanted is not None else not names:

@@ -112,8 +112,6 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
             _set(self, "stop", [self.stop])
         elif type(self.stop) is list and not self.stop:
             _set(self, "stop", None)
-        if self.stop_token_ids is None:
-            _set(self, "stop_token_ids", [])
         if self.structured_outputs is not None:
             _set(self, "structured_outputs", structured_outputs(self.structured_outputs))
         for name, kind in (("logit_bias", dict), ("bad_words", list)):

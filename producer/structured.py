@@ -18,6 +18,7 @@ MAX_DEPTH = 64
 Form = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
 _FORMS: tuple[Form, ...] = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _FIELD = "structured_outputs"
+_OTHER_FIELDS = ("response_format", "response_model")
 
 
 class StructuredOutputs(
@@ -38,13 +39,23 @@ class StructuredOutputs(
     structural_tag: Any = None
     """{"structures": [{"begin": ..., "schema": ..., "end": ...}], "triggers": [...]}: text is free up to a trigger; from
     there on it is the `begin` of a structure, JSON of its schema, and its `end`. A compact string after construction."""
+    given_as: str | None = None
+    """response_format or response_model, where the form was given so. Errors name that field."""
 
     @property
     def form(self) -> Form:
         """The name of the field that is given."""
         return next(name for name in _FORMS if getattr(self, name) is not None)
 
+    @property
+    def field(self) -> str:
+        """The field of the request that has the form."""
+        return self.given_as or _FIELD
+
     def __post_init__(self) -> None:
+        if self.given_as not in (None, *_OTHER_FIELDS):
+            rule = f"given_as must be {' or '.join(_OTHER_FIELDS)}"
+            raise InvalidRequest(_FIELD, f"{rule}, got {shown(self.given_as)}")
         if self.json_object is False:
             _set(self, "json_object", None)
         given = [name for name in _FORMS if getattr(self, name) is not None]
@@ -80,7 +91,7 @@ def structured_outputs(value: Any) -> StructuredOutputs:
         return value
     if type(value) is not dict:
         raise InvalidRequest(_FIELD, f"must be an object with one of {', '.join(_FORMS)}, got {shown(value)}")
-    if unknown := next((name for name in value if name not in _FORMS), None):
+    if unknown := next((name for name in value if name not in (*_FORMS, "given_as")), None):
         raise unknown_form(unknown)
     return StructuredOutputs(**value)
 
@@ -95,16 +106,17 @@ def from_response_format(value: Any) -> StructuredOutputs | None:
     kind = value.get("type") if type(value) is dict else None
     if kind == "text":
         return None
-    if kind == "json_object":
-        return StructuredOutputs(json_object=True)
     try:
+        if kind == "json_object":
+            return StructuredOutputs(json_object=True, given_as="response_format")
         if kind == "json_schema":
             named = value.get("json_schema")
             if type(named) is not dict or named.get("schema") is None:
                 raise InvalidRequest(_FIELD, f'json_schema must be {{"name": ..., "schema": ...}}, got {shown(named)}')
-            return StructuredOutputs(json=named["schema"])
+            return StructuredOutputs(json=named["schema"], given_as="response_format")
         if kind == "structural_tag":
-            return StructuredOutputs(structural_tag={name: value[name] for name in value if name != "type"})
+            tag = {name: value[name] for name in value if name != "type"}
+            return StructuredOutputs(structural_tag=tag, given_as="response_format")
     except InvalidRequest as error:
         raise InvalidRequest("response_format", error.message) from error
     rule = "must be an object of the type text, json_object, json_schema or structural_tag"
@@ -115,8 +127,8 @@ def for_model(model: Any) -> StructuredOutputs:
     """Return the form of a pydantic model, or of another type that msgspec decodes. Raises InvalidRequest."""
     try:
         if isinstance(model, type) and hasattr(model, "model_json_schema"):
-            return StructuredOutputs(json=model.model_json_schema())
-        return StructuredOutputs(json=msgspec.json.schema(model))
+            return StructuredOutputs(json=model.model_json_schema(), given_as="response_model")
+        return StructuredOutputs(json=msgspec.json.schema(model), given_as="response_model")
     except InvalidRequest as error:
         raise InvalidRequest("response_model", error.message) from error
     except Exception as error:  # of pydantic, of the model's own code, or msgspec's TypeError

@@ -24,7 +24,6 @@ from millrace.producer.errors import InvalidRequest, PayloadTooLarge
 from millrace.producer.prompt_start import prompt_digest
 from millrace.producer.request import ID_PATTERN, GenerationRequest
 from millrace.producer.sampling import SamplingParams
-from millrace.producer.structured import unknown_form
 from millrace.results.messages import DEFAULT_RETRIES, JobId, Submission
 from millrace.results.replies import Outcome
 
@@ -39,15 +38,22 @@ caller's stack, so one parser might refuse what another one accepted."""
 _REQUEST_FIELDS = [field for field in msgspec.structs.fields(GenerationRequest) if field.name != "sampling"]
 _REQUEST_NAMES = [field.name for field in _REQUEST_FIELDS]
 _SAMPLING_NAMES = SamplingParams.__struct_fields__
+_FLAT_FIELDS = [*_REQUEST_FIELDS, *msgspec.structs.fields(SamplingParams)]
 
-# The flat form inherits the fields of SamplingParams and adds those of GenerationRequest.
+# The flat form inherits the checks of SamplingParams and adds the fields of GenerationRequest. Its decoder checks no types:
+# the two classes do, so that an error reads the same for a request in Python and in JSON.
 _FlatRequest = new_class(
     "_FlatRequest",
     (SamplingParams,),
     {"kw_only": True, "frozen": True, "forbid_unknown_fields": True},
     lambda body: body.update(
-        {field.name: field.default for field in _REQUEST_FIELDS},
-        __annotations__={field.name: field.type for field in _REQUEST_FIELDS},
+        {
+            one.name: msgspec.field(default_factory=one.default_factory)
+            if one.default is msgspec.NODEFAULT
+            else one.default
+            for one in _FLAT_FIELDS
+        },
+        __annotations__={one.name: Any for one in _FLAT_FIELDS},
         __module__=__name__,
     ),
 )
@@ -171,7 +177,10 @@ def parse_body(raw: bytes) -> GenerationRequest:
 
 def _is_canonical(flat: Any, raw: bytes) -> bool:
     """Return whether `canonical_body` could have written this body: then no name is repeated, and nothing is deep."""
-    return flat.messages is None and flat.meta is None and _encoder.encode(flat) == raw
+    try:
+        return flat.messages is None and flat.meta is None and _encoder.encode(flat) == raw
+    except RecursionError:  # a field has a wrong type
+        return False
 
 
 def _reason(raw: bytes, error: Exception) -> str:
@@ -225,20 +234,18 @@ _UNKNOWN_FIELD = "Object contains unknown field `"
 
 
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
-    """Parse the decoder's message, such as "Expected `int`, got `str` - at `$.max_tokens`"."""
     if isinstance(error.__cause__, InvalidRequest):  # raised by our own checks
         return error.__cause__
-    message, _, path = str(error).partition(" - at `$")
-    path = path.rstrip("`").lstrip(".")
-    if path == "structured_outputs" and message.startswith(_UNKNOWN_FIELD):
-        return unknown_form(message[len(_UNKNOWN_FIELD) : -1])
     if str(error).startswith(_UNKNOWN_FIELD):
         name = str(error)[len(_UNKNOWN_FIELD) : -1]
         if not name:
             return InvalidRequest("body", "has a field without a name; leave it out")
         known = [*_REQUEST_NAMES, *_SAMPLING_NAMES]
         return InvalidRequest(name, f"is not a field of a request; {remedy(name, known)}")
-    return InvalidRequest(re.split(r"[.\[]", path)[0] or "body", f"{message[0].lower()}{message[1:]}")
+    message, _, path = str(error).partition(" - at `$.")
+    if path:  # a number that no type holds
+        return InvalidRequest(re.split(r"[`.\[]", path)[0], f"{message[0].lower()}{message[1:]}")
+    return InvalidRequest("body", f"must be a JSON object: {message}")
 
 
 def _refuse_repeated_names(raw: bytes) -> None:

@@ -105,16 +105,18 @@ class Admission:
                 raise InvalidRequest("tools", "strict tools and a required call need a queue and `millrace serve`")
             return sampling
         form = self._chat_outputs.form(request, prompt_token_ids)
-        if form is sampling.structured_outputs:
+        wanted = sampling.structured_outputs
+        if form is wanted:
             return sampling
         self._grammar(sampling, is_quick)  # an error names the place in the caller's own form
         changed = msgspec.structs.replace(sampling, structured_outputs=form)
         try:
             self._grammar(changed, is_quick)
         except InvalidRequest as error:
-            if not has_calls or error.field != "structured_outputs":
+            if form is None or error.field != form.field:
                 raise
-            raise InvalidRequest("tools", error.message) from error
+            field = "tools" if has_calls or wanted is None else wanted.field
+            raise InvalidRequest(field, error.message) from error
         return changed
 
     def admit(
@@ -261,11 +263,11 @@ class Admission:
             return ""
         if self._grammars is None:
             lacks = "tokenizer" if self._tokenizer is None else "token that ends a text"
-            raise InvalidRequest("structured_outputs", f"are not possible: the engine's model has no {lacks}")
+            raise InvalidRequest(wanted.field, f"is not possible: the engine's model has no {lacks}")
         for field in ("ignore_eos", "min_tokens"):
             if getattr(sampling, field):
                 rule = "a structured output ends where its form is complete; leave it out"
-                raise InvalidRequest(field, f"cannot be given with structured_outputs: {rule}")
+                raise InvalidRequest(field, f"cannot be given with {wanted.field}: {rule}")
         if is_quick and not self._grammars.is_known(wanted):
             raise NotQuick(is_slow_template=False)
         return self._grammars.grammar(wanted)

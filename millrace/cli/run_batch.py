@@ -109,7 +109,7 @@ class _Run:
             for line_id, end in client.run_all(self._jobs(lines), max_open=MAX_OPEN, check=check):
                 call = self._open.pop(line_id)
                 if isinstance(end, InvalidRequest):
-                    self._output.write(refused_line(line_id, call.custom_id, end))
+                    self._output.write(refused_line(line_id, call.custom_id, end, call.aliases))
                 else:
                     self._output.write(ended_line(line_id, call, end))
                 self._progress.show(self._output.num_written)

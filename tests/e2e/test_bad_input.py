@@ -59,7 +59,7 @@ BAD_BODIES: dict[str, tuple[str, bytes]] = {
     ),
     "several greedy texts": ("n", b'{"id":"ID","prompt":"x","n":2,"temperature":0}'),
     "too many texts": ("n", b'{"id":"ID","prompt":"x","n":65}'),
-    "deep nesting": ("messages", b'{"id":"ID","messages":' + b"[" * 10_000 + b"]" * 10_000 + b"}"),
+    "deep nesting": ("body", b'{"id":"ID","messages":' + b"[" * 10_000 + b"]" * 10_000 + b"}"),
     "deep nesting where anything goes": (
         "body",
         b'{"id":"ID","messages":[{"role":"user","content":' + b"[" * 10_000 + b"]" * 10_000 + b"}]}",

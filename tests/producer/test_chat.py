@@ -85,7 +85,6 @@ def test_a_wrong_message_is_refused_with_its_number(message: dict[str, Any], wor
         ("tool_choice", {"type": "function", "function": {"name": 5}}, "must be auto, none, required or"),
         ("tool_choice", {"type": "function", "name": "a"}, "must be auto, none, required or"),
         ("tool_choice", "any", "must be auto, none, required or .*, got 'any'"),
-        ("tool_choice", None, "must be auto, none, required or .*, got None"),
         ("parallel_tool_calls", 1, "must be true or false"),
         ("add_generation_prompt", "yes", "must be true or false"),
         ("continue_final_message", True, "cannot be combined with add_generation_prompt; set that one to false"),
@@ -110,7 +109,7 @@ def test_a_call_of_a_known_tool_can_be_required() -> None:
     named, form = {"type": "function", "function": {"name": "other"}}, {"type": "json_object"}
     with pytest.raises(InvalidRequest, match=r"^tool_choice: .*'other'.* names no tool of `tools`"):
         GenerationRequest(messages=[USER], tools=[WEATHER], tool_choice=named)
-    with pytest.raises(InvalidRequest, match=r"^tool_choice: cannot be combined with structured_outputs"):
+    with pytest.raises(InvalidRequest, match=r"^tool_choice: cannot be combined with response_format"):
         GenerationRequest(messages=[USER], tools=[WEATHER], tool_choice="required", response_format=form)
 
 

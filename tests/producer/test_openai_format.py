@@ -47,7 +47,9 @@ def test_a_chat_generates_to_the_end_of_the_context_unless_it_says_otherwise() -
 def test_a_response_format_is_the_form_of_the_output() -> None:
     schema = {"type": "object", "properties": {"z": {}, "a": {}}}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
-    sampling = SamplingParams(max_tokens=None, structured_outputs=StructuredOutputs(json=schema))
+    sampling = SamplingParams(
+        max_tokens=None, structured_outputs=StructuredOutputs(json=schema, given_as="response_format")
+    )
     expected = GenerationRequest(messages=MESSAGES, model="m", sampling=sampling)
     assert parsed(CHAT, {"messages": MESSAGES, "response_format": form}) == expected
 
@@ -259,13 +261,33 @@ def test_a_failed_job_is_an_answer_with_an_error(kind: str, status: int, code: s
     assert (error["message"], error["code"]) == ("why", code)
 
 
-@pytest.mark.parametrize("name", ["response_format", "structured_outputs"])
-def test_the_form_of_a_failed_line_has_the_name_that_the_line_has(name: str) -> None:
-    forms = {"response_format": {"type": "json_object"}, "structured_outputs": {"json_object": True}}
-    call, _ = parse_line(line(CHAT, {"messages": MESSAGES, name: forms[name]}))
-    error = JobError(kind="invalid_request", message="structured_outputs: json: why", field="structured_outputs")
+@pytest.mark.parametrize("alias", ["", "max_completion_tokens", "top_logprobs"])
+def test_an_error_has_the_name_that_the_line_has(alias: str) -> None:
+    given = {alias: 5, "logprobs": True} if alias else {"max_tokens": 5, "logprobs": True}
+    call, _ = parse_line(line(CHAT, {"messages": MESSAGES, **given}))
+    name = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}.get(alias, "logprobs")
+    message = f"{name}: is too much, see --max-logprobs"
+    error = JobError(kind="invalid_request", message=message, field=name)
+    expected = message.replace(name, alias or name, 1)
     found = ended_line("r-1", call, ended("failed", error))["response"]["body"]["error"]
-    assert (found["param"], found["message"]) == (name, f"{name}: json: why")
+    assert (found["param"], found["message"]) == (alias or name, expected)
+    refused = refused_line("r-1", None, InvalidRequest(name, message.partition(": ")[2]), call.aliases)
+    assert refused["response"]["body"]["error"]["message"] == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"max_completion_tokens": "5"}, "max_completion_tokens: must be an integer from 1 "),
+        ({"max_completion_tokens": 3, "min_tokens": 4}, "min_tokens: is 4, more than max_completion_tokens, 3"),
+        ({"max_completion_tokens": 3, "max_tokens": 3}, "max_completion_tokens: is another name of "),
+        ({"logprobs": True, "top_logprobs": 2**31}, "top_logprobs: must be an integer from -1 "),
+        ({"logprobs": 5, "top_logprobs": 2}, "logprobs: must be true or false in a chat"),
+    ],
+)
+def test_a_refused_field_has_the_name_that_the_line_has(body: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{message}"):
+        parse_line(line(CHAT, {"messages": MESSAGES, **body}))
 
 
 @pytest.mark.parametrize(

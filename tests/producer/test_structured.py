@@ -153,6 +153,7 @@ def test_the_order_of_a_schemas_keys_is_part_of_the_request() -> None:
     ],
 )
 def test_a_response_format_becomes_structured_outputs(given: dict[str, Any], wanted: Any) -> None:
+    wanted = wanted and {**wanted, "given_as": "response_format"}
     expected = build_request("x", {"structured_outputs": wanted, "max_tokens": 5})
     sampling = SamplingParams(max_tokens=5)
     assert build_request("x", {"response_format": given, "sampling": sampling}) == expected
@@ -183,8 +184,8 @@ def test_both_forms_together_are_refused() -> None:
 
 
 def test_an_rq_job_takes_both_forms() -> None:
-    expected = build_request("x", {"structured_outputs": {"json_object": True}})
     for form in ({"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}):
+        expected = build_request("x", form)  # type: ignore[arg-type]
         submission = read_submission("a", json.dumps([FUNCTION, None, ["x"], form]).encode())
         assert submission.body == canonical_body(expected)
 
@@ -212,7 +213,8 @@ class Broken:
     ("model", "schema"), [(Answer, Answer.model_json_schema()), (Plain, msgspec.json.schema(Plain)), (int, None)]
 )
 def test_a_response_model_is_its_json_schema(model: Any, schema: dict[str, Any] | None) -> None:
-    expected = build_request("x", {"structured_outputs": {"json": schema or {"type": "integer"}}})
+    form = {"json": schema or {"type": "integer"}, "given_as": "response_model"}
+    expected = build_request("x", {"structured_outputs": form})
     assert build_request("x", {"response_model": model}) == expected
     assert build_request("x", {"response_model": None}) == build_request("x", {})
 
@@ -226,7 +228,9 @@ def test_what_is_no_model_is_refused(model: Any) -> None:
 def test_a_model_beside_another_form_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"^response_model: cannot be combined with structured_outputs"):
         build_request("x", {"response_model": Answer, "structured_outputs": {"json": {}}})
-    with pytest.raises(InvalidRequest, match=r"^response_format: cannot be combined with structured_outputs"):
+    with pytest.raises(InvalidRequest, match=r"^response_model: cannot be combined with sampling"):
+        build_request("x", {"response_model": Answer, "sampling": SamplingParams()})
+    with pytest.raises(InvalidRequest, match=r"^response_format: cannot be combined with response_model"):
         build_request("x", {"response_model": Answer, "response_format": {"type": "json_object"}})
 
 

@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from itertools import product
 from string import ascii_letters
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.producer import GenerationRequest, InvalidRequest, PayloadTooLarge, SamplingParams
+from millrace.producer.openai_format import to_request
+from millrace.producer.options import SubmitOptions, build_request
 from millrace.producer.wire import MAX_BODY_BYTES, canonical_body, estimate_cost, parse_body, to_submission, usable_id
 
 DEEP = b"[" * 10_000 + b"]" * 10_000
@@ -112,7 +115,7 @@ def test_the_queue_knows_how_many_candidates_a_request_has() -> None:
     assert (alone.n, alone.body) == (1, b'{"prompt":"x"}')
 
 
-@pytest.mark.parametrize("fields", [b'"n":2,"temperature":0', b'"n":65', b'"n":0', b'"n":null', b'"n":[2]'])
+@pytest.mark.parametrize("fields", [b'"n":2,"temperature":0', b'"n":65', b'"n":0', b'"n":[2]'])
 def test_candidates_that_cannot_be_are_refused_by_the_name_of_n(fields: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"^n: "):
         parse_body(b'{"prompt":"x",' + fields + b"}")
@@ -218,7 +221,6 @@ MALFORMED: list[tuple[bytes, str]] = [
     (b'{"prompt":"x","stream":"yes"}', "stream"),
     (b'{"prompt":"x","model":""}', "model"),
     (b'{"prompt":"x","priority":"high"}', "priority"),
-    (b'{"prompt":"x","priority":null}', "priority"),
     (b'{"prompt":"x","tenant":""}', "tenant"),
     (b'{"prompt":"x","tenant":"a b"}', "tenant"),
     (b'{"prompt":"x","tenant":"a:jobs"}', "tenant"),
@@ -235,7 +237,6 @@ MALFORMED: list[tuple[bytes, str]] = [
     (b'{"prompt":"x","run_at":5,"delay_s":5}', "run_at"),
     (b'{"prompt":"x","max_retries":-1}', "max_retries"),
     (b'{"prompt":"x","max_retries":101}', "max_retries"),
-    (b'{"prompt":"x","max_retries":null}', "max_retries"),
     (b'{"prompt":"x","meta":[1]}', "meta"),
     (b'{"prompt":"x","meta":"text"}', "meta"),
     (b'{"prompt":"x","meta":{"a":"' + b"x" * 16384 + b'"}}', "meta"),
@@ -258,7 +259,7 @@ NAMES = [CONTROLS, "x" * 900_000, CONTROLS * 20_000, "`", "\\", " - at `$", "\U0
 def test_whatever_name_a_field_has_its_error_is_one_short_line(name: str) -> None:
     bodies = {
         "is not a field": {"prompt": "x", name: 1},
-        "expected": {"prompt": "x", "messages": [name]},
+        "must be an object": {"prompt": "x", "messages": [name]},
         "must match": {"prompt": "x", "tenant": name},
     }
     raws = {words: json.dumps(body).encode() for words, body in bodies.items()}
@@ -274,6 +275,40 @@ def test_whatever_name_a_field_has_its_error_is_one_short_line(name: str) -> Non
         assert message.startswith(f"{caught.value.field}: ")
     if len(name) < 40 and name.isprintable():
         assert name in message
+
+
+PROMPTS = ("prompt", "prompt_token_ids", "messages")
+FIELDS = [*GenerationRequest.__struct_fields__, *SamplingParams.__struct_fields__]
+
+
+@pytest.mark.parametrize("value", ["5", 1.5, True, [], {}, {"a": 1}, ["x", 5], 2**40, "\x1b"], ids=repr)
+@pytest.mark.parametrize("field", [name for name in FIELDS if name not in ("id", "sampling")])
+def test_a_wrong_value_has_one_error_in_json_and_in_python(field: str, value: Any) -> None:
+    body = {field: value} if field in PROMPTS else {"messages": [{"role": "user", "content": "x"}], field: value}
+    options = {name: body[name] for name in body if name != "prompt"}
+    makers: list[Callable[[], GenerationRequest]] = [
+        lambda: parse_body(json.dumps(body).encode()),
+        lambda: build_request(body.get("prompt"), cast(SubmitOptions, options)),
+    ]
+    if field in ("response_format", "tool_choice", "top_p", "seed", "stop", "n", "logit_bias"):
+        makers.append(lambda: to_request("/v1/chat/completions", {"max_tokens": 16, **body}))
+    found: set[bytes] = set()
+    for make in makers:
+        try:
+            found.add(canonical_body(make()))
+        except InvalidRequest as error:
+            found.add(str(error).encode())
+    assert len(found) == 1
+
+
+def test_null_is_the_default_of_every_field_but_max_tokens() -> None:
+    fields = dict.fromkeys(FIELDS)
+    del fields["sampling"], fields["max_tokens"], fields["prompt"]
+    expected = GenerationRequest(prompt="x")
+    assert parse_body(json.dumps({"prompt": "x", **fields}).encode()) == expected
+    del fields["id"]
+    assert build_request("x", cast(SubmitOptions, {**fields, "sampling": None})) == expected
+    assert parse_body(b'{"prompt":"x","max_tokens":null}').sampling.max_tokens is None
 
 
 def test_empty_and_repeated_names_are_refused_too() -> None:
@@ -380,7 +415,7 @@ def test_requests_made_in_python_are_checked_as_those_on_the_wire() -> None:
         ("prompt_token_ids", {"prompt_token_ids": [True]}),
         ("messages", {"messages": [{"role": "user", "content": "x", 5: 6}]}),
         ("id", {"prompt": "x", "id": "a\n"}),
-        ("tenant", {"prompt": "x", "tenant": None}),
+        ("tenant", {"prompt": "x", "tenant": 5}),
         ("priority", {"prompt": "x", "priority": True}),
         ("sampling", {"prompt": "x", "sampling": {"max_tokens": 5}}),
         ("meta", {"prompt": "x", "meta": {"a": object()}}),
