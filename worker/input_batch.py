@@ -33,6 +33,9 @@ from millrace.worker.logprobs import ScoredTokens
 from millrace.worker.sampling_rows import SamplingRows, SamplingTable
 from millrace.worker.transfer import to_device
 
+NO_SLOT = -1
+"""Of a row without a sequence: the end of a tensor that has one entry more than there are slots."""
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -176,12 +179,17 @@ class InputBatch:
         self._prompt_lens = torch.zeros(max_num_seqs, dtype=torch.int64)
         self._samples = samples
         self._sampling = SamplingTable(max_num_seqs, device, grammars)
-        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        """The token sampled last by slot, NO_TOKEN once a row of the sequence has failed."""
+        self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        """The token sampled last by slot, NO_TOKEN once a row of the sequence has failed. The last one is NO_SLOT's."""
 
     @property
     def num_sequences(self) -> int:
         return len(self._sequences)
+
+    @property
+    def num_slots(self) -> int:
+        """While it stays, `keep` writes to the same addresses."""
+        return len(self._prompt_lens)
 
     def update(self, plan: StepPlan) -> StepBatch | None:
         """Apply the plan's differences and return the batch of its step; None if it has no rows.
@@ -205,10 +213,16 @@ class InputBatch:
     def record(self, rows: SampledRows, token_ids: Tensor) -> Tensor:
         """Keep the sampled ids [M], on the device, for the rows that feed them. Return them with NO_TOKEN for the rows of
         sequences that had failed before."""
-        token_ids = token_ids.masked_fill(self._last_tokens[rows.slots] == NO_TOKEN, NO_TOKEN)
-        self._last_tokens[rows.slots] = token_ids
+        token_ids = self.keep(rows.slots, token_ids)
         if rows.sampling.processors is not None:
             rows.sampling.processors.record(token_ids)
+        return token_ids
+
+    def keep(self, slots: Tensor, token_ids: Tensor) -> Tensor:
+        """Do what `record` does, without processors. All is done on the device, so it can be part of a graph; NO_SLOT is
+        for the rows that pad one."""
+        token_ids = token_ids.masked_fill(self._last_tokens[slots] == NO_TOKEN, NO_TOKEN)
+        self._last_tokens[slots] = token_ids
         return token_ids
 
     # --- differences ---

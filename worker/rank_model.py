@@ -59,10 +59,15 @@ class RankModel:
         """Of the weights before the sleep."""
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has a part of the model."""
+        return self._topology.world_size == 1
+
+    @property
     def uses_graphs(self) -> bool:
-        """Whether decode steps run as graphs where they can. Several ranks do not: their sums are not captured."""
-        is_alone, config = self._topology.world_size == 1, self._config
-        return is_alone and self.attention.name == "triton" and not (config.enforce_eager or config.batch_invariant)
+        """Whether decode steps run as graphs where they can. Not in a pipeline: its transfers are not captured."""
+        can_capture, config = self._topology.pp_size == 1, self._config
+        return can_capture and self.attention.name == "triton" and not (config.enforce_eager or config.batch_invariant)
 
     @property
     def module(self) -> PreTrainedModel:

@@ -146,7 +146,10 @@ class Runner:
 
         assert isinstance(model.attention, TritonAttention)
         width = num_blocks_for(model.facts.max_model_len, self._pool.block_size)
-        return DecodeGraphs(self.decoder, model.attention, max_num_seqs, width, CudaCapture())
+        is_alone = model.is_alone
+        return DecodeGraphs(
+            self.decoder, model.attention, self._sequences, max_num_seqs, width, CudaCapture(), is_alone=is_alone
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -207,6 +210,9 @@ class Runner:
         if batch.prompts is not None:
             return self._sample_and_score_prompts(batch, batch.prompts)
         sampled = batch.sampled
+        token_ids = self._draw_in_graph(batch)
+        if token_ids is not None:
+            return StepOutput(token_ids)
         takes_peaks = sampled.sampling.is_plain_greedy or (self._masks_head and sampled.sampling.is_masked_greedy)
         if self.decoder is not None and takes_peaks and sampled.scored is None:
             hidden, processors = self._run_decoder(self.decoder, batch), sampled.sampling.processors
@@ -215,8 +221,12 @@ class Runner:
             return StepOutput(self._sequences.record(sampled, token_ids))
         return self._sample_from(self.compute_logits(batch), sampled)
 
+    def _draw_in_graph(self, batch: StepBatch) -> Tensor | None:  # [M]
+        """Run the batch and record a token for each row, if a graph can."""
+        return self._graphs.draw(batch) if self._graphs is not None else None
+
     def _run_decoder(self, decoder: FusedDecoder, batch: StepBatch) -> Tensor:  # [M, H]
-        hidden = self._graphs.run(batch) if self._graphs is not None else None
+        hidden = self._graphs.forward(batch) if self._graphs is not None else None
         return decoder.run(batch, self._received_hidden(batch)) if hidden is None else hidden
 
     def _received_hidden(self, batch: StepBatch) -> Tensor | None:  # [T, H]

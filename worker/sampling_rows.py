@@ -42,6 +42,11 @@ class SamplingRows:
         return self.processors is None and not bool(self.temperatures.any())
 
     @property
+    def has_limits(self) -> bool:
+        """Whether top_k or top_p may exclude ids in some row that is drawn."""
+        return bool(((self.temperatures > 0) & ((self.top_k > 0) | (self.top_p < 1.0))).any())
+
+    @property
     def is_masked_greedy(self) -> bool:
         """Whether every row takes the largest logit of those that its grammar allows, or of all."""
         return self.processors is not None and self.processors.is_grammar_alone and not bool(self.temperatures.any())

@@ -22,6 +22,7 @@ from torch import Tensor
 from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker.counter_rng import next_keys
 from millrace.worker.sampling_rows import SamplingRows
+from millrace.worker.transfer import pinned
 
 PART = 4096
 """Token ids of one program."""
@@ -41,10 +42,32 @@ _INF = tl.constexpr(float("inf"))
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Draw one token for each row of logits [M, V], in any floating dtype, without the processors. Return the ids [M],
     NO_TOKEN for rows whose largest logit is NaN or infinite."""
+    num_rows = len(logits)
+    if num_rows == 0:
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
+    settings = None
+    if bool(rows.temperatures.any()):
+        settings = pack_settings(rows, num_rows, logits.device).to(logits.device, non_blocking=True)
+    return draw(logits, settings, has_limits=rows.has_limits)
+
+
+def pack_settings(rows: SamplingRows, size: int, device: torch.device) -> Tensor:
+    """Return what `draw` needs of the rows [M], in pinned memory if they go to a GPU: temperatures, floors of min_p, top_k
+    and top_p, as float64, and the row keys [5, size] int64. Rows from M on are greedy."""
+    on_host = (torch.empty if device.type == "cpu" else pinned)((5, size), dtype=torch.int64)
+    numbers, own = on_host[:4].view(torch.float64), slice(rows.num_rows)
+    on_host[:, rows.num_rows :] = 0
+    for number, values in zip(numbers, (rows.temperatures, rows.min_p.log(), rows.top_k, rows.top_p), strict=True):
+        number[own] = values
+    on_host[4, own] = next_keys(rows.streams, rows.output_positions)
+    return on_host
+
+
+def draw(logits: Tensor, settings: Tensor | None, *, has_limits: bool) -> Tensor:
+    """Draw from logits [M, V], M > 0, with settings of `pack_settings` [5, M], whose floors it raises. None: all rows are
+    greedy. What it launches depends on shapes and on `has_limits` alone, so it can be part of a graph."""
     num_rows, vocab_size = logits.shape
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if num_rows == 0:
-        return token_ids
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     num_parts = triton.cdiv(vocab_size, PART)
@@ -52,17 +75,14 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     row = (logits, logits.stride(0), vocab_size)
     peaks = _empty_parts(num_rows, num_parts, logits.device)
     _find_peaks[num_rows, num_parts](*row, *peaks, num_parts, **shape)
-    is_drawn = rows.temperatures > 0
-    draws = bool(is_drawn.any())
-    scores, numbers, keys = peaks, token_ids, token_ids  # of no use without a draw
-    if draws:
-        numbers, keys = _copy_settings(rows, logits.device)
-        limits = (rows.top_k > 0) & (rows.top_k < vocab_size) | (rows.top_p < 1.0)
-        if bool((is_drawn & limits).any()):
+    scores, numbers = peaks, token_ids  # of no use without a draw
+    if settings is not None:
+        numbers, keys = settings[:4].view(torch.float64), settings[4]
+        if has_limits:
             _raise_floors[(num_rows,)](*row, *peaks, num_parts, numbers, num_rows, **shape)
         scores = _empty_parts(num_rows, num_parts, logits.device)
         _draw_parts[num_rows, num_parts](*row, *peaks, num_parts, numbers, num_rows, keys, *scores, **shape)
-    parts = shape["PARTS"]
+    draws, parts = settings is not None, shape["PARTS"]
     _finish[(num_rows,)](*peaks, *scores, num_parts, numbers, token_ids, DRAWS=draws, PARTS=parts, num_warps=1)
     return token_ids
 
@@ -71,16 +91,6 @@ def _empty_parts(num_rows: int, num_parts: int, device: torch.device) -> tuple[T
     """Return space for a number and a token id of each part [M, C]."""
     values = torch.empty(num_rows, num_parts, device=device)
     return values, torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
-
-
-def _copy_settings(rows: SamplingRows, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return temperatures, floors of min_p, top_k and top_p [4, M] float64, and the row keys [M] on the device. They are
-    parts of one tensor, which is copied from pinned memory without waiting."""
-    on_host = torch.empty(5, rows.num_rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-    torch.stack((rows.temperatures, rows.min_p.log(), rows.top_k, rows.top_p), out=on_host[:4].view(torch.float64))
-    on_host[4] = next_keys(rows.streams, rows.output_positions)
-    settings = on_host.to(device, non_blocking=True)
-    return settings[:4].view(torch.float64), settings[4]
 
 
 @triton.jit

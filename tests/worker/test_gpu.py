@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from millrace.executor.wire.messages import NewSequence, SeqId, StepId, StepPlan, StepRow
+from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.host_tier import HostTier
 from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, Driver, execute, start_worker
@@ -109,9 +109,11 @@ def test_a_token_has_the_same_bits_in_any_batch_and_chunk(name: str, dtype: str,
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
 def test_graphs_yield_the_tokens_of_eager_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millrace.worker.graphs.CAPTURE_PAUSE_S", 0.0)
+    monkeypatch.setattr("millrace.worker.graphs.CAPTURE_PAUSE_STEPS", 0)
     make_model(name, tmp_path)
     prompts = [[index, index + 1, index + 2] for index in range(1, 21)]
+    kinds = [GREEDY, *(RowSampling(0.9, top_k, 0.9, 0.0, 7, 0, 0, []) for top_k in (0, 20)), ROWS["penalties"]]
+    sampling = [kinds[index % (4 if index < 4 else 3)] for index in range(len(prompts))]
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 24}
     expected: list[list[int]] = []
     found: list[list[int]] = []
@@ -121,9 +123,10 @@ def test_graphs_yield_the_tokens_of_eager_steps(name: str, tmp_path: Path, monke
         runner = worker.runner
         assert runner is not None and runner.decoder is not None and (runner._graphs is None) == enforce_eager
         del runner.decoder.run, runner.decoder.most_likely  # the driver's, which watch eager steps
-        outputs += [request.output for request in driver.run(prompts, 30)]
+        outputs += [request.output for request in driver.run(prompts, 30, sampling)]
         if runner._graphs is not None:
-            assert {size for size, _ in runner._graphs.sizes} >= {1, 2, 4, 8, 16, 24}
+            assert {kind.num_rows for kind in runner._graphs.kinds} >= {1, 2, 4, 8, 16, 24}
+            assert {kind.draws for kind in runner._graphs.kinds} == {True, False}
         worker.shutdown()
     assert found == expected
 
@@ -148,14 +151,19 @@ def test_a_step_does_not_wait_for_the_device(name: str) -> None:
 
 
 @pytest.mark.usefixtures("default_afterwards")
-def test_a_step_of_a_model_does_not_wait_for_the_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "random", "penalties"])
+def test_a_step_of_a_model_does_not_wait_for_the_device(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.worker.graphs.CAPTURE_PAUSE_STEPS", 0)
     make_model("qwen3", tmp_path, max_position_embeddings=512)
-    worker = start_worker(tmp_path, device="cuda")
-    assert worker.runner is not None
-    rows = [structs.replace(GREEDY, temperature=temperature) for temperature in (0.0, 0.9)]
-    expected = [each.token_ids for each in run_ahead(worker.runner, rows)]
-    again = start_worker(tmp_path, device="cuda").runner
-    assert again is not None
-    torch.cuda.set_sync_debug_mode("error")
-    results = run_ahead(again, rows)
-    assert [each.token_ids for each in results] == expected
+    rows = [ROWS[kind], structs.replace(GREEDY, temperature=0.9)]
+    outputs: list[list[list[int]]] = []
+    for is_checked in (False, True):  # the first run compiles kernels
+        runner = start_worker(tmp_path, device="cuda", num_blocks=1000).runner
+        assert runner is not None and runner._graphs is not None
+        if is_checked:
+            torch.cuda.set_sync_debug_mode("error")
+        outputs.append([each.token_ids for each in run_ahead(runner, rows)])
+        assert runner._graphs.kinds, "no step was a graph"
+    assert outputs[0] == outputs[1]

@@ -85,6 +85,9 @@ class ParallelRunner(Runner):
         self._send_tokens(output.token_ids)
         return output
 
+    def _draw_in_graph(self, batch: StepBatch) -> None:
+        return None  # the ranks compare their parts of the ids outside of graphs
+
     def _draw_greedily(self, peaks: Tensor, token_ids: Tensor) -> Tensor:
         return self._sampler.merge(peaks, token_ids)
 

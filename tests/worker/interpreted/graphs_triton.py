@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,85 +12,195 @@ import pytest
 import torch
 from torch import Tensor
 
-from millrace.executor.wire.messages import RowSampling
+from millrace.executor.wire.messages import RowSampling, SeqId, StepId, StepPlan
 from millrace.worker import graphs, rank, rank_model
+from millrace.worker import runner as runner_module
 from millrace.worker.attention.triton import TritonAttention
-from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.fusion.device import DeviceOperations
 from millrace.worker.graphs import DecodeGraphs, Replay
+from millrace.worker.input_batch import NO_SLOT
 from millrace.worker.kernels import rows_torch
 from millrace.worker.rank import Rank
+from millrace.worker.runner import Runner
 from tests.worker.driver import GREEDY, Driver, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
+from tests.worker.test_no_waiting import ROWS, run_ahead
 
 MAX_NUM_SEQS, MAX_TOKENS = 6, 6
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-SAMPLING = [GREEDY, RowSampling(0.9, 20, 0.9, 0.0, 7, 0, 0, []), GREEDY]
+DRAWN, LIMITED = RowSampling(0.9, 0, 1.0, 0.01, 7, 0, 0, []), RowSampling(0.9, 20, 0.9, 0.0, 7, 0, 0, [])
+SAMPLING = [GREEDY, LIMITED, DRAWN]
 
 
 @pytest.fixture(autouse=True)
 def triton_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_worker(monkeypatch)
+
+
+def patch_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the worker of this process run on the CPU what it runs on a GPU."""
+
     def choose(_: TritonAttention, dtype: torch.dtype, device: torch.device, **options: Any) -> DeviceOperations:
         return DeviceOperations(TritonAttention(), dtype, device, rows_torch)
 
     monkeypatch.setattr(rank, "choose_attention", lambda *_, **options: TritonAttention())
     monkeypatch.setattr(rank_model, "choose_operations", choose)
-    monkeypatch.setattr(graphs, "CAPTURE_PAUSE_S", 0.0)
+    monkeypatch.setattr(runner_module, "to_host", torch.clone)  # the copy of a GPU's memory
+    monkeypatch.setattr(graphs, "CAPTURE_PAUSE_STEPS", 0)
 
 
 class CaptureDouble:
-    """Runs the function again. Its buffers must stay where they are, and nothing else may have changed them since."""
+    """Runs the function again. Its buffers must stay where they are, nothing else may have changed them since, and rows that
+    pad a step must change no slot and no block but block 0."""
 
-    def __init__(self, decoder: FusedDecoder) -> None:
-        self._decoder = decoder
-        self.num_replays = 0
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.num_replays = self.num_padded = 0
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        before = self._state()
         compute()
         result, buffers = compute(), self._addresses()
+        assert self._changed(before) == (set(), set()), "a capture has no rows"
 
         def replay() -> None:
             assert self._addresses() == buffers, "the graph writes to buffers that are gone"
-            assert compute().data_ptr() == result.data_ptr()
+            batch = next(one.batch for one in self._graphs()._graphs.values() if one.replay is replay)
+            slots, blocks = (
+                set(batch.sampled.slots.tolist()) - {NO_SLOT},
+                set(batch.token_blocks.flatten().tolist()),
+            )
+            self.num_padded += len(slots) < batch.num_rows
+            before = self._state()
+            result.copy_(compute())
+            changed_slots, changed_blocks = self._changed(before)
+            assert changed_slots <= slots and changed_blocks <= blocks - {0}, "padding writes"
             assert self._addresses() == buffers, "a replay allocates"
             self.num_replays += 1
 
         return result, replay
 
+    def _graphs(self) -> DecodeGraphs:
+        assert self._runner._graphs is not None
+        return self._runner._graphs
+
+    def _state(self) -> list[Tensor]:
+        pool = self._runner._pool.layers.values()
+        tensors = [
+            self._runner._sequences._last_tokens[:-1],
+            *(part[1:] for one in pool for part in (one.keys, one.values)),
+        ]
+        return [tensor.clone() for tensor in tensors]
+
+    def _changed(self, before: list[Tensor]) -> tuple[set[int], set[int]]:
+        """Return the slots and the blocks that have changed."""
+        slots, *blocks = [
+            set(
+                (one != other)
+                .flatten(1 if one.dim() > 1 else 0)
+                .reshape(len(one), -1)
+                .any(1)
+                .nonzero()
+                .flatten()
+                .tolist()
+            )
+            for one, other in zip(self._state(), before, strict=True)
+        ]
+        return slots, {1 + index for part in blocks for index in part}
+
     def _addresses(self) -> dict[str, int]:
-        return {name: buffer.data_ptr() for name, buffer in self._decoder._workspace._buffers.items()}
+        decoder = self._runner.decoder
+        assert decoder is not None
+        found = {name: buffer.data_ptr() for name, buffer in decoder._workspace._buffers.items()}
+        return found | {"last tokens": self._runner._sequences._last_tokens.data_ptr()}
 
 
-def use_graphs(worker: Rank, capture: Callable[[FusedDecoder], Any] = CaptureDouble) -> tuple[DecodeGraphs, Any]:
+def use_graphs(worker: Rank, *, is_alone: bool = True) -> tuple[DecodeGraphs, CaptureDouble]:
     runner = worker.runner
-    assert runner is not None and runner.decoder is not None and runner._graphs is None
-    double = capture(runner.decoder)
-    runner._graphs = DecodeGraphs(runner.decoder, TritonAttention(), MAX_NUM_SEQS, 32, double)
+    assert runner is not None and runner.decoder is not None
+    for layer in runner._pool.layers.values():  # what it has not been given may be NaN, which equals nothing
+        layer.keys.nan_to_num_()
+        layer.values.nan_to_num_()
+    double = CaptureDouble(runner)
+    runner._graphs = DecodeGraphs(
+        runner.decoder, TritonAttention(), runner._sequences, MAX_NUM_SEQS, 32, double, is_alone=is_alone
+    )
     return runner._graphs, double
 
 
-def generate(worker: Rank, seed: int, num_prompts: int = 6, longest: int = 3, **options: Any) -> list[list[int]]:
+def small_worker(path: Path) -> Rank:
+    make_model("llama", path, **SMALL)
+    return start_worker(path, max_num_seqs=MAX_NUM_SEQS, num_blocks=1000)
+
+
+def ahead(worker: Rank, rows: list[RowSampling]) -> list[list[int]]:
+    """Run a prompt for each row, and decode steps, 3 of them of all rows. Each is launched before the one before it is
+    collected. Return the tokens of each step."""
+    assert worker.runner is not None
+    results = [each.token_ids for each in run_ahead(worker.runner, rows, 4)]
+    finish_all(worker)
+    return results
+
+
+def finish_all(worker: Rank) -> None:
+    worker.launch(StepPlan(StepId(100), 1, 1, 0, 0, finished=[SeqId(index) for index in range(MAX_NUM_SEQS + 1)]))
+    worker.collect()
+
+
+def generate(
+    worker: Rank,
+    seed: int,
+    num_prompts: int = 6,
+    longest: int = 3,
+    sampling: list[RowSampling] = SAMPLING,
+    **options: Any,
+) -> list[list[int]]:
+    """Return the outputs of prompts, the last of which is there twice."""
     source = random.Random(1)
-    prompts = [[source.randrange(VOCAB_SIZE) for _ in range(source.randint(1, longest))] for _ in range(num_prompts)]
+    prompts = [
+        [source.randrange(VOCAB_SIZE) for _ in range(source.randint(1, longest))] for _ in range(num_prompts - 1)
+    ]
+    prompts.append(prompts[-1])
     driver = Driver(worker, seed, **options)
     runner = worker.runner
     assert runner is not None and runner.decoder is not None
     del runner.decoder.run, runner.decoder.most_likely  # the driver's, which watch eager steps
-    sampling = [SAMPLING[index % len(SAMPLING)] for index in range(num_prompts)]
-    return [request.output for request in driver.run(prompts, MAX_TOKENS, sampling)]
+    rows = [sampling[index % len(sampling)] for index in range(num_prompts)]
+    return [request.output for request in driver.run(prompts, MAX_TOKENS, rows)]
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
 def test_tokens_are_those_of_eager_steps(arch: str, tmp_path: Path) -> None:
-    """In random batches with preemptions and padding, with full attention and sliding windows."""
+    """In random batches with preemptions, forks and padding, with full attention and sliding windows."""
     options: dict[str, Any] = {} if arch == "llama" else {"layer_types": ["sliding_attention"]}
     make_model(arch, tmp_path, **SMALL, **options)
     worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
     expected = generate(worker, 1)
     found, double = use_graphs(worker)
     assert generate(worker, 1) == expected
-    assert len(found.sizes) >= 3 and double.num_replays > len(found.sizes)
-    assert {size for size, _ in found.sizes} <= {1, 2, 4, MAX_NUM_SEQS}
+    assert double.num_replays > len(found.kinds) >= 3 and double.num_padded
+    assert {kind.num_rows for kind in found.kinds} <= {1, 2, 4, MAX_NUM_SEQS}
+
+
+@pytest.mark.parametrize(("num_rows", "first"), [(1, DRAWN), (3, LIMITED), (5, DRAWN), (6, GREEDY)])
+def test_steps_of_each_size_yield_the_tokens_of_eager_steps(num_rows: int, first: RowSampling, tmp_path: Path) -> None:
+    worker, rows = small_worker(tmp_path), [first, *([GREEDY, DRAWN] * num_rows)][:num_rows]
+    expected = ahead(worker, rows)
+    found, double = use_graphs(worker)
+    assert ahead(worker, rows) == expected
+    size = min(1 << (num_rows - 1).bit_length(), MAX_NUM_SEQS)
+    assert found.kinds == [graphs.Kind(size, 1, draws=True, has_limits=first is LIMITED)]
+    assert double.num_replays == 3 and (double.num_padded > 0) == (num_rows < size)
+
+
+@pytest.mark.parametrize("name", ["penalties", "min_tokens", "logprobs"])
+def test_rows_with_processors_are_drawn_behind_the_graph(name: str, tmp_path: Path) -> None:
+    worker = small_worker(tmp_path)
+    rows = [DRAWN, ROWS[name], LIMITED]
+    expected = ahead(worker, rows)
+    found, double = use_graphs(worker)
+    assert ahead(worker, rows) == expected
+    assert found.kinds == [graphs.Kind(4, 1, draws=False)] and double.num_padded == 3
 
 
 def test_long_rows_have_graphs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +208,10 @@ def test_long_rows_have_graphs_of_their_own(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(f"millrace.worker.{module}.CHUNK", 32)
     make_model("mistral", tmp_path, **SMALL)
     worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
-    expected = generate(worker, 2, 2, 60, preempts=False)
+    expected = generate(worker, 2, 3, 60, preempts=False)
     found, _ = use_graphs(worker)
-    assert generate(worker, 2, 2, 60, preempts=False) == expected
-    assert {chunks for _, chunks in found.sizes} == {1, 2}
+    assert generate(worker, 2, 3, 60, preempts=False) == expected
+    assert {kind.num_chunks for kind in found.kinds} == {1, 2}
 
 
 def test_graphs_are_captured_again_when_a_buffer_has_grown_and_not_again_and_again_where_that_fails(
@@ -111,11 +222,18 @@ def test_graphs_are_captured_again_when_a_buffer_has_grown_and_not_again_and_aga
     expected = generate(worker, 3, 2)
     found, double = use_graphs(worker)
     assert generate(worker, 3, 2) == expected
-    num_replays = double.num_replays
     assert worker.runner is not None and worker.runner.decoder is not None
-    worker.runner.decoder._workspace.clear()
-    assert generate(worker, 3, 2) == expected
-    assert double.num_replays > num_replays and found.sizes
+
+    def grow_slots() -> None:
+        sequences = worker.runner._sequences  # type: ignore[union-attr]
+        taken = [sequences._take_slot() for _ in range(sequences.num_slots + 1)]
+        sequences._free_slots += taken
+
+    for change in (worker.runner.decoder._workspace.clear, grow_slots):
+        num_replays = double.num_replays
+        change()
+        assert generate(worker, 3, 2) == expected
+        assert double.num_replays > num_replays and found.kinds
     calls = []
 
     def fails(compute: Callable[[], Tensor]) -> Any:
@@ -125,20 +243,42 @@ def test_graphs_are_captured_again_when_a_buffer_has_grown_and_not_again_and_aga
     monkeypatch.setattr(found, "_capture", fails)
     worker.runner.decoder._workspace.clear()
     assert generate(worker, 3, 2) == expected
-    assert (len(calls), found.sizes) == (1, [])
+    assert (len(calls), found.kinds) == (1, [])
 
 
-def test_captures_have_pauses_and_steps_with_too_many_chunks_none(
+def test_while_captures_pause_a_larger_graph_runs_and_steps_with_too_many_chunks_run_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model("llama", tmp_path, **SMALL)
-    worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
-    expected = generate(worker, 5, 3)
-    monkeypatch.setattr(graphs, "CAPTURE_PAUSE_S", 1e6)
+    worker = small_worker(tmp_path)
+    expected = ahead(worker, [LIMITED] * 5), ahead(worker, [GREEDY] * 2)
+    monkeypatch.setattr(graphs, "CAPTURE_PAUSE_STEPS", 1000)
     found, double = use_graphs(worker)
-    assert generate(worker, 5, 3) == expected
-    assert len(found.sizes) == 1
-    num_replays = double.num_replays
+    assert (ahead(worker, [LIMITED] * 5), ahead(worker, [GREEDY] * 2)) == expected
+    assert len(found.kinds) == 1 and double.num_replays == 6
     monkeypatch.setattr(graphs, "MOST_CHUNKS", 0)
-    assert generate(worker, 5, 3) == expected
-    assert double.num_replays == num_replays > 0
+    assert ahead(worker, [GREEDY] * 2) == expected[1]
+    assert double.num_replays == 6
+
+
+def test_steps_behind_an_error_and_a_sleep_yield_the_same_tokens(tmp_path: Path) -> None:
+    worker, rows = small_worker(tmp_path), [GREEDY, LIMITED, DRAWN]
+    expected = ahead(worker, rows)
+    found, _ = use_graphs(worker)
+    ahead(worker, rows)
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError
+
+    ((kind, graph),) = found._graphs.items()
+    found._graphs[kind] = replace(graph, replay=fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        ahead(worker, rows)
+    found._graphs[kind] = graph
+    finish_all(worker)
+    assert ahead(worker, rows) == expected
+    for level in (1, 2):
+        worker.sleep(level)
+        worker.wake_up(["weights", "kv_cache"], 1)
+        _, double = use_graphs(worker)
+        assert ahead(worker, rows) == expected
+        assert double.num_replays == 3

@@ -1,0 +1,52 @@
+"""Tensor-parallel ranks replay the forward pass as graphs, with the double of a capture, over gloo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.worker.driver import Driver
+from tests.worker.interpreted import graphs_triton
+from tests.worker.models import make_model
+from tests.worker.parallel.ranks import RankProcesses
+
+
+def run_triton(_: None) -> None:
+    """Make this process choose Triton for the next rank."""
+    patch = pytest.MonkeyPatch()  # until the process ends
+    graphs_triton.patch_worker(patch)
+
+
+def use_graphs(rank: Any) -> None:
+    graphs_triton.use_graphs(rank, is_alone=False)
+
+
+def replays(rank: Any) -> tuple[int, list[Any]]:
+    graphs = rank.runner._graphs
+    return graphs._capture.num_replays, graphs.kinds
+
+
+def test_ranks_capture_together_and_yield_the_tokens_of_eager_steps(tmp_path: Path) -> None:
+    make_model("llama", tmp_path, **graphs_triton.SMALL | {"num_key_value_heads": 2})
+    processes = RankProcesses(2)
+    try:
+        for connection in processes._connections:
+            connection.send(("inspect", (run_triton,)))
+            assert connection.recv() == ("ok", None)
+        with processes.group(tmp_path, tp=2, max_num_seqs=graphs_triton.MAX_NUM_SEQS) as group:
+            prompts = [[1, 2], [3], [4, 5, 6]]
+
+            def outputs() -> list[list[int]]:
+                driver = Driver(group, 1, preempts=False)
+                return [one.output for one in driver.run(prompts, 6, graphs_triton.SAMPLING)]
+
+            expected = outputs()
+            group.call("inspect", use_graphs)
+            assert outputs() == expected
+            (count, kinds), other = group.call("inspect", replays)
+            assert (count, kinds) == other and count >= len(kinds) >= 2
+            assert not any(kind.draws for kind in kinds)
+    finally:
+        processes.close()
