@@ -32,30 +32,36 @@ local MAX_READ_AHEAD = 4  -- jobs of one tenant, when other tenants wait
 
 local NOTHING = {}
 
+local cached = ARGV[8] and ARGV[8] ~= '' and ARGV[8]
+local JOB_FIELDS = {'cost', 'seed', 'created', 'stream', 'batch', 'v', 'deadline', 'n', 'priority', 'attempt'}
+if cached then JOB_FIELDS[11] = 'passed_over' end
+
 -- The tokens and the log-probabilities; false for each one that does not exist.
 local function read_checkpoint(name)
   return redis.call('MGET', prefix .. 'tokens:' .. name, prefix .. 'logprobs:' .. name)
 end
 
--- A fingerprint is written with the first tokens: without one there is no checkpoint to read. `fields` has what is needed once:
--- with more than 16 names, `lease` among them, the table takes twice the memory, and a claim of many jobs 13 % more time.
-local function read_job(id)
-  local f = record(id, 'tenant', 'cost', 'crashes', 'fingerprint', 'published', 'attempt', 'seed', 'created', 'stream',
-    'started', 'batch', 'v', 'deadline', 'n', 'priority', 'passed_over')
-  local saved = f[4] and read_checkpoint(id) or NOTHING
-  local job = {id = id, tenant = f[1], cost = whole_number(f[2], 0), crashes = whole_number(f[3], 0),
-    fingerprint = f[4], published = whole_number(f[5], 0), attempt = whole_number(f[6], 0),
-    started = f[10], batch = f[11], deadline = tonumber(f[13] or nil), n = f[14], priority = f[15], fields = f,
-    tokens = saved[1] or ''}
+-- A job that was never claimed has no `attempt`, and none of the fields that come with it. A fingerprint is written with the first
+-- tokens: without one there is no checkpoint to read. Each field costs 1 % of a claim, so `fields` has what is needed once.
+local function read_job(id, tenant)
+  local f = record(id, unpack(JOB_FIELDS))
+  local crashes, mark, published, started, saved = nil, nil, nil, nil, NOTHING
+  if f[10] then
+    crashes, mark, published, started = unpack(record(id, 'crashes', 'fingerprint', 'published', 'started'))
+    if mark then saved = read_checkpoint(id) end
+  end
+  local job = {id = id, tenant = tenant, cost = whole_number(f[1], 0), crashes = whole_number(crashes, 0), fingerprint = mark,
+    published = whole_number(published, 0), attempt = whole_number(f[10], 0), started = started, fields = f,
+    is_gone = not f[3], batch = f[5], deadline = tonumber(f[7] or nil), n = f[8], priority = f[9], tokens = saved[1] or ''}
   if saved[2] then job.logprobs = saved[2] end
   return job
 end
 
 -- What is needed of a job that others may pass over.
 local function read_some(id)
-  local f = record(id, 'tenant', 'cost', 'crashes', 'priority', 'passed_over')
-  return {id = id, tenant = f[1], cost = whole_number(f[2], 0), crashes = whole_number(f[3], 0), priority = f[4],
-    num_times = f[5] or 0}
+  local f = record(id, 'cost', 'crashes', 'priority', 'passed_over')
+  return {id = id, cost = whole_number(f[1], 0), crashes = whole_number(f[2], 0), is_gone = not f[3], priority = f[3],
+    num_times = f[4] or 0}
 end
 
 -- The reply. One command reads all bodies, and whether somebody reads the jobs live.
@@ -66,9 +72,9 @@ local function reply_with(num_left, num_set_aside, jobs)
   end
   local found = #keys > 0 and redis.call('MGET', unpack(keys))
   for i, job in ipairs(jobs) do
-    local f = job.fields  -- 7 is the seed, 8 created, 9 whether it is streamed, 12 the protocol's version
-    local described = {job.id, job.lease, job.attempt, found[2 * i - 1], f[7], job.cost, job.crashes, job.tokens,
-      job.published, (f[9] == '1' or found[2 * i]) and 1 or 0, f[8], f[12], job.tenant, job.priority}
+    local f = job.fields  -- 2 is the seed, 3 created, 4 whether it is streamed, 6 the protocol's version
+    local described = {job.id, job.lease, job.attempt, found[2 * i - 1], f[2], job.cost, job.crashes, job.tokens,
+      job.published, (f[4] == '1' or found[2 * i]) and 1 or 0, f[3], f[6], job.tenant, job.priority}
     local logprobs, has_logprobs = {job.logprobs}, job.logprobs
     if job.n then
       -- include: candidates
@@ -90,7 +96,7 @@ local function repeat_claim(claimed)
   local jobs = {}
   for id, lease in string.gmatch(claimed, '(%S+) (%S+)') do
     if lease_state(id, lease) == 'owned' then
-      jobs[#jobs + 1] = read_job(id)
+      jobs[#jobs + 1] = read_job(id, record(id, 'tenant')[1])
       jobs[#jobs].lease = lease
     end
   end
@@ -154,8 +160,7 @@ end
 
 -- Takes the job, or sets it aside; returns what its tenant is charged.
 local function take_or_set_aside(job, tenant)
-  local is_gone = not job.tenant  -- somebody has deleted the record
-  local is_expired = is_gone or job.deadline and job.deadline <= now  -- `expire_due` has a limit
+  local is_expired = job.is_gone or job.deadline and job.deadline <= now  -- `expire_due` has a limit
   if not is_expired and fits_this_model(job) then
     take(job)
     claimed[#claimed + 1] = job
@@ -165,7 +170,7 @@ local function take_or_set_aside(job, tenant)
   end
   num_set_aside = num_set_aside + 1
   if is_expired then num_expired_of[tenant] = (num_expired_of[tenant] or 0) + 1 end
-  if is_gone then
+  if job.is_gone then  -- somebody has deleted the record
     count_waiting(tenant, -1, 0)
   elseif is_expired then
     -- include: end_job
@@ -177,7 +182,6 @@ end
 -- Where the engine has cached prompts: one of the next jobs of a tenant goes first if its prompt is cached and that of the first
 -- one is not.
 local MAX_LOOKAHEAD, MAX_PASSED_OVER = 16, 16  -- jobs that are looked at; jobs that may pass over one first job
-local cached = ARGV[8] and ARGV[8] ~= '' and ARGV[8]
 
 -- The first members of a ready set: those that the claim may take, and with cached prompts those that may pass over them. The
 -- second value says by rank whether a prompt is cached; nil where no job can pass over another one.
@@ -185,9 +189,9 @@ local function read_ready(key, most)
   local members = redis.call('ZRANGE', key, 0, most - 1 + (cached and MAX_LOOKAHEAD - 1 or 0))
   if not cached then return members end
   local is_cached, num_cached = {}, 0
-  local sub, find = string.sub, string.find
+  local sub, search = string.sub, string.find
   for rank = 1, #members do
-    if find(cached, sub(members[rank], 18, 25), 1, true) then
+    if search(cached, sub(members[rank], 18, 25), 1, true) then
       is_cached[rank], num_cached = true, num_cached + 1
       if num_cached == most and rank == most then return members end
     end
@@ -197,19 +201,19 @@ end
 
 -- Returns a function that returns the rank of the job to take and the job: members[first], or one of the next ones. Only a
 -- first job that the claim may take is passed over; it is added to `passed_over`.
-local function cached_first(members, is_cached, passed_over, most)
+local function cached_first(tenant, members, is_cached, passed_over, most)
   local job, num_seen = {}, 0  -- members[num_seen] and those before it pass over no other job any more
   return function(first, num_passed)
     local id = id_of_member(members[first])
-    if is_cached[first] then return first, read_job(id) end
+    if is_cached[first] then return first, read_job(id, tenant) end
     if job.id ~= id then
-      job = num_passed < most - 1 and read_job(id) or read_some(id)  -- the last job that the claim takes is another one
+      job = num_passed < most - 1 and read_job(id, tenant) or read_some(id)  -- the last job that the claim takes is another one
     end
     for rank = math.max(first, num_seen) + 1, math.min(num_passed + MAX_LOOKAHEAD, #members) do
-      if alone or not job.tenant or not may_take(job) then break end
+      if alone or job.is_gone or not may_take(job) then break end
       if is_cached[rank] then
-        local other = read_job(id_of_member(members[rank]))
-        local num_times = job.changes and job.changes[2] or whole_number(job.num_times or job.fields[16], 0)
+        local other = read_job(id_of_member(members[rank]), tenant)
+        local num_times = job.changes and job.changes[2] or whole_number(job.num_times or job.fields[11], 0)
         if other.priority ~= job.priority or num_times >= MAX_PASSED_OVER then break end
         if other.cost <= budget and not must_be_alone(other) then
           if not job.changes then passed_over[#passed_over + 1] = job end
@@ -219,7 +223,7 @@ local function cached_first(members, is_cached, passed_over, most)
       end
       num_seen = rank
     end
-    return first, job.fields and job or read_job(id)
+    return first, job.fields and job or read_job(id, tenant)
   end
 end
 
@@ -232,11 +236,11 @@ local function serve(tenant, time, next_time)
   local members, is_cached = read_ready(key, most)
   local first = 1  -- the rank of the first job that is left
   local ahead, is_ahead, passed_over = {}, {}, {}  -- the ranks of the jobs that went before it; jobs that were passed over
-  local next_job = is_cached and cached_first(members, is_cached, passed_over, most)
+  local next_job = is_cached and cached_first(tenant, members, is_cached, passed_over, most)
   while num_passed < most and first <= #members do
     if num_passed > 0 and next_time and time + cost / weight >= next_time then break end
     local rank, job = first, nil
-    if next_job then rank, job = next_job(first, num_passed) else job = read_job(id_of_member(members[first])) end
+    if next_job then rank, job = next_job(first, num_passed) else job = read_job(id_of_member(members[first]), tenant) end
     may_continue = may_take(job) and not alone
     if not may_continue then break end
     num_passed = num_passed + 1

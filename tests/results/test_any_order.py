@@ -196,8 +196,9 @@ class AnyOrder(RuleBasedStateMachine):
         model.has_deadline = "deadline_ms" in options
         model.max_retries = options.get("max_retries", 2)
         model.crashes, model.false_starts = past
-        key = self.queue.keys.job(job_id)
-        self.client.hset(key, mapping={"crashes": model.crashes, "false_starts": model.false_starts})
+        if any(past):  # then it has been claimed before
+            counts = {"attempt": 0, "crashes": model.crashes, "false_starts": model.false_starts}
+            self.client.hset(self.queue.keys.job(job_id), mapping=counts)
 
     def _limit_reached(self, tenant: str) -> str | None:
         waiting = [model.tenant for model in self.jobs.values() if model.state in ("queued", "delayed")]

@@ -254,7 +254,7 @@ def test_an_engine_takes_all_when_no_other_can(queue: FullQueue, redis_client: r
     engine, other = Engine(queue), Engine(queue)
     submit(queue, "first", "large", cost=50)
     if why == "runs a job alone":
-        redis_client.hset(queue.keys.job("first"), "crashes", 2)
+        redis_client.hset(queue.keys.job("first"), mapping={"crashes": 2, "attempt": 2})
     if why != "alone":
         other.claim(1 if why == "full" else 3, budget=50 if why == "no capacity in tokens" else 1000)
     if why == "silent":
