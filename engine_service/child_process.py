@@ -1,6 +1,7 @@
 """A process that answers an engine's questions, so that no question can hang the engine or take its memory.
 
-Messages are MessagePack behind their length in 4 bytes. The process ends when the engine closes the socket.
+Messages are JSON behind their length in 4 bytes: like a request, they may have integers of more than 64 bits. The process
+ends when the engine closes the socket.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def send(channel: socket.socket, message: msgspec.Struct) -> None:
-    raw = msgspec.msgpack.encode(message)
+    raw = msgspec.json.encode(message)
     channel.sendall(_LENGTH.pack(len(raw)) + raw)
 
 

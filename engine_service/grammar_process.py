@@ -52,7 +52,7 @@ def main() -> None:
     channel = open_channel()
     if (raw := receive(channel)) is None:
         return
-    vocabulary = msgspec.msgpack.decode(raw, type=Vocabulary)
+    vocabulary = msgspec.json.decode(raw, type=Vocabulary)
     try:
         tokenizer = LLTokenizer(
             vocabulary.tokenizer, n_vocab=vocabulary.size, eos_token=vocabulary.eos_token_ids, slices=[]
@@ -63,7 +63,7 @@ def main() -> None:
             send(channel, refused)
         return
     limit_memory(MAX_MEMORY_BYTES)
-    decoder = msgspec.msgpack.Decoder(StructuredOutputs)
+    decoder = msgspec.json.Decoder(StructuredOutputs)
     while (raw := receive(channel)) is not None:
         signal.setitimer(signal.ITIMER_PROF, LIMIT_S)  # its signal ends the process
         checked = check(decoder.decode(raw), tokenizer)

@@ -17,7 +17,7 @@ _MAX_KEPT = 256
 _ANSWER_S = 60.0
 """How long the process may take for its start and an answer, on a busy machine."""
 
-_decode = msgspec.msgpack.Decoder(Checked).decode
+_decode = msgspec.json.Decoder(Checked).decode
 
 
 class Grammars:

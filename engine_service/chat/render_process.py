@@ -44,11 +44,11 @@ def main() -> None:
     limit_memory(MAX_MEMORY_BYTES)
     if (raw := receive(channel)) is None:
         return
-    template = msgspec.msgpack.decode(raw, type=ChatTemplate)
+    template = msgspec.json.decode(raw, type=ChatTemplate)
     for source in template.sources.values():
         with contextlib.suppress(Exception):  # each chat reports it
             compile_template(source)
-    decoder = msgspec.msgpack.Decoder(Task)
+    decoder = msgspec.json.Decoder(Task)
     while (raw := receive(channel)) is not None:
         send(channel, _answer(template, decoder.decode(raw)))
 

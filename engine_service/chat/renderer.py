@@ -21,7 +21,7 @@ _ANSWER_S = 1.0
 _BUSY_ANSWER_S = 30.0
 """The same for a new process, where nobody waits but chats like this one."""
 
-_decode = msgspec.msgpack.Decoder(Rendered).decode
+_decode = msgspec.json.Decoder(Rendered).decode
 
 
 class NotQuick(EngineError):

@@ -55,6 +55,10 @@ def test_a_process_renders_what_this_process_would(family: str) -> None:
         assert len(pids(renderer)) == 1
 
 
+def test_integers_of_more_than_64_bits_reach_the_template(make: Make) -> None:
+    assert make("{{ k }}").render(chat(k=[2**70, -(2**63) - 1])) == f"[{2**70}, {-(2**63) - 1}]"
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
