@@ -73,8 +73,10 @@ def run_tail(args: argparse.Namespace) -> int:
         return follow(client, args, args.id, after=args.after)
 
 
-def follow(client: Client, args: argparse.Namespace, job_id: str, after: str | None = None) -> int:
-    """Print a job's events until it ends, with --json as JSON. Return the exit status.
+def follow(
+    client: Client, args: argparse.Namespace, job_id: str, after: str | None = None, *, has_form: bool = False
+) -> int:
+    """Print a job's events until it ends, with --json as JSON. Return the exit status. `has_form`: see `end_of`.
 
     As text, candidate 0 is printed as it comes, and the others at the end.
     """
@@ -98,7 +100,7 @@ def follow(client: Client, args: argparse.Namespace, job_id: str, after: str | N
     if not args.json:
         print_text("\n" if job.text or job.state == "finished" else "")
         print_outputs(job, first=1)
-    return end_of(job)
+    return end_of(job, has_form=has_form)
 
 
 def run_cancel(args: argparse.Namespace) -> int:
@@ -217,7 +219,8 @@ def _facts(job: Job, state: str | None) -> list[str]:
     from millrace.results.waiting import duration
 
     has_reason = job.finish_reason and job.finish_reason != job.state
-    facts = [state or (f"{job.state} ({job.finish_reason})" if has_reason else job.state)]
+    why = "length: cut at the limit of tokens" if job.finish_reason == "length" else job.finish_reason
+    facts = [state or (f"{job.state} ({why})" if has_reason else job.state)]
     if not job.is_done:
         facts.append(f"submitted {duration(_age_s(job.timings.created_ms))} ago")
         facts += [f"tenant {job.tenant}"] if job.tenant != "default" else []

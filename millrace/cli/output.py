@@ -97,9 +97,16 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, must_
     console.print(table, crop=False)
 
 
-def end_of(job: Job) -> int:
-    """Return the exit status for a job that has ended. If it did not finish, print why on stderr."""
+def end_of(job: Job, *, has_form: bool = False) -> int:
+    """Return the exit status for a job that has ended. If it did not finish, print why on stderr.
+
+    `has_form`: its output is structured. Then print on stderr, too, that it is not complete.
+    """
     if job.state == "finished":
+        if has_form and any(output.finish_reason == "length" for output in job.outputs):
+            remark(
+                f"{job.id}: cut at the limit of tokens, before its form was complete; ask for more with --max-tokens"
+            )
         return OK
     remark(f"{job.id}: {job.state}" + (f": {job.error.message}" if job.error else ""))
     return OTHER

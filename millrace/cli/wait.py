@@ -44,14 +44,14 @@ def run(args: argparse.Namespace) -> int:
         return wait_for_jobs(client, args, ids, resume_with(args, "wait", "--batch", args.batch))
 
 
-def wait_for_job(client: ReconnectingClient, args: argparse.Namespace, job_id: str) -> int:
-    """Wait for one job and print its texts, or with --json the job. Return the exit status."""
+def wait_for_job(client: ReconnectingClient, args: argparse.Namespace, job_id: str, *, has_form: bool = False) -> int:
+    """Wait for one job and print its texts, or with --json the job. Return the exit status. `has_form`: see `end_of`."""
     client.limit_waiting(args.timeout)
     hint = f"job {job_id!r} continues", resume_with(args, "wait", job_id)
     with resumable(lambda: hint), WaitReport(args, job_id):
         job = client.wait(job_id, timeout_s=args.timeout)
     print_job(job) if args.json else print_outputs(job)
-    return end_of(job)
+    return end_of(job, has_form=has_form)
 
 
 def wait_for_jobs(client: ReconnectingClient, args: argparse.Namespace, ids: Sequence[str], how_to_resume: str) -> int:
