@@ -48,13 +48,25 @@ def _unlisted_models() -> Iterator[None]:
         if os.path.basename(path) != "models":
             return scandir(path)
         with scandir(path) as entries:
-            return contextlib.nullcontext([entry for entry in entries if entry.is_file() or entry.name == "auto"])
+            return _Entries(iter([entry for entry in entries if entry.is_file() or entry.name == "auto"]))
 
     os.scandir = list_files  # type: ignore[assignment]
     try:
         yield
     finally:
         os.scandir = scandir
+
+
+class _Entries(contextlib.AbstractContextManager[Any]):
+    """What `os.scandir` returns: an iterator, and a context that gives itself. Python 3.12 also iterates in the context."""
+
+    def __init__(self, entries: Iterator[os.DirEntry[str]]) -> None:
+        self._entries = entries
+
+    def __iter__(self) -> Iterator[os.DirEntry[str]]:
+        return self._entries
+
+    def __exit__(self, *_error: object) -> None: ...
 
 
 def _replace_compiler() -> None:

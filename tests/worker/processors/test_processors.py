@@ -239,7 +239,7 @@ def as_transformers(sampling: RowSampling, num_prompt_tokens: int) -> LogitsProc
     [
         LogitsSettings(repetition_penalty=1.7),
         LogitsSettings(repetition_penalty=0.6),
-        LogitsSettings(logit_bias={0: 2.5, 11: -100.0}),
+        LogitsSettings(logit_bias={1: 2.5, 11: -100.0}),
         LogitsSettings(allowed_token_ids=[1, 5, 9]),
         LogitsSettings(bad_words=[[7], [2, 3], [8, 2, 3], [1, 1]]),
         LogitsSettings(repetition_penalty=1.2, logit_bias={3: 4.0}, bad_words=[[2, 3]]),
