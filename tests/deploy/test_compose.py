@@ -125,10 +125,12 @@ def test_redis_is_reachable_from_this_host_only_and_keeps_its_data() -> None:
     assert "healthcheck" in redis
 
 
-def test_the_cpu_engine_has_an_image_of_its_own_without_cuda() -> None:
-    service = SERVICES["engine-cpu"]
-    assert service["build"]["args"] == {"TORCH_INDEX": "https://download.pytorch.org/whl/cpu"}
-    assert service["image"] != SERVICES["engine"]["image"]
+def test_services_without_a_gpu_share_an_image_without_cuda() -> None:
+    for service in (SERVICES["engine-cpu"], SERVICES["gateway"]):
+        assert service["build"]["args"] == {"TORCH_INDEX": "https://download.pytorch.org/whl/cpu"}
+        assert service["image"] == "millrace:0.1.0-cpu"
+    assert SERVICES["engine"]["image"] == "millrace:0.1.0"
+    assert "args" not in SERVICES["engine"]["build"]
 
 
 def hold(folder: Path, program: str) -> LoggedProcess:
