@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
 from itertools import chain
 
 import promql_parser
+import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -14,7 +18,9 @@ from millrace import Client
 from tests.e2e.conftest import Service
 from tests.e2e.engines import wait_until
 from tests.e2e.test_metrics import fetch, run_a_few
-from tests.processes import ROOT
+from tests.processes import LIMIT_S, ROOT
+
+PROMTOOL = os.environ.get("MILLRACE_PROMTOOL") or shutil.which("promtool")
 
 
 def test_names_follow_the_rules_of_prometheus(service: Service, shared_client: Client) -> None:
@@ -54,3 +60,21 @@ def test_alerts_and_dashboard_are_valid_and_use_what_an_engine_has(service: Serv
     optional = {"millrace_queue_", "millrace_device_utilization_ratio"}
     assert set(re.findall(r"millrace_\w+", text)) - optional <= names
     assert {rule["alert"] for group in groups for rule in group["rules"]} <= set(re.findall(r"Millrace\w+", text))
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="no promtool on PATH or in MILLRACE_PROMTOOL")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "config", "deploy/prometheus.yml"),
+        ("check", "rules", "deploy/alerts.yml"),
+        ("test", "rules", "tests/e2e/alerts_test.yml"),
+        ("check", "metrics"),
+    ],
+    ids=" ".join,
+)
+def test_promtool_finds_nothing(arguments: tuple[str, ...], service: Service) -> None:
+    assert PROMTOOL is not None
+    _, page = fetch(service.engine, "/metrics")
+    ran = subprocess.run([PROMTOOL, *arguments], cwd=ROOT, input=page, capture_output=True, text=True, timeout=LIMIT_S)
+    assert ran.returncode == 0 and not ran.stderr, ran.stdout + ran.stderr
