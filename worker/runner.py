@@ -104,7 +104,7 @@ class LaunchedStep:
 def _failure(rows: SampledRows, index: int) -> RowFailure:
     position = int(rows.sampling.output_positions[index])
     if rows.sampling.processors is not None and (reason := rows.sampling.processors.failure(index)) is not None:
-        message = f"no token is allowed at output {position}: {reason}"
+        message = f"the form of the output allows no token at output {position}: {reason}"
         return RowFailure(rows.seq_ids[index], "invalid_request", message)
     message = f"no finite logit, or no token that is allowed, at output {position} or before it"
     return RowFailure(rows.seq_ids[index], "nan_logits", message)

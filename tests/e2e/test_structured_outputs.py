@@ -125,7 +125,7 @@ def test_what_others_exclude_stays_excluded() -> None:
     params = SamplingParams(
         temperature=0, structured_outputs=StructuredOutputs(regex="[ab]{3}"), allowed_token_ids=[69, 200]
     )
-    reason = "no token is allowed at output 3: the form goes on with none of allowed_token_ids"
+    reason = "the form of the output allows no token at output 3: the form goes on with none of allowed_token_ids"
     with LLM(TINY, device="cpu", executor="uni") as llm:
         text = llm.get_tokenizer().decode([69])
         barred = SamplingParams(structured_outputs=StructuredOutputs(regex="[ab]"), bad_words=["a", "b"])
