@@ -322,6 +322,22 @@ def test_the_parts_for_a_gpu_run_on_a_cpu(tmp_path: Path) -> None:
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_sleep_wake_and_restart_are_measured(tmp_path: Path) -> None:
+    figures = gpu.sleep(gpu.Setting("cpu", True, tmp_path))
+    for level in ("level 1", "level 2"):
+        assert figures[level]["sleep_s"] > 0 and figures[level]["wake_s"] > 0 and figures[level]["memory_left_mib"] > 0
+    assert len(figures["killed_to_next_token_s"]) == 1 and figures["memory_after_restarts_mib"] > 0
+
+
+def test_engines_for_which_the_time_does_not_suffice_are_cut_and_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "NANO_LIMIT_S", 0.0)
+    figures = gpu.throughput(gpu.Setting("cpu", True, tmp_path))
+    assert [figures[name]["failed"] for name in gpu.VARIANTS] == ["no time is left to start it"] * len(gpu.VARIANTS)
+    assert "batch-invariant: no time is left" in figures["failed"]
+
+
 def test_a_part_for_a_gpu_that_fails_or_takes_too_long_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,4 +358,5 @@ def test_the_whole_measurement_of_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     command = ["make", "bench-gpu", f"OUT={tmp_path}", "ARGS=--quick --device cpu"]
     subprocess.run(command, cwd=ROOT, check=True)
     result = json.loads((tmp_path / "gpu.json").read_text())
-    assert result["throughput"]["over_transformers"] > 0 and "collected" in result["tests"]["summary"]
+    assert all(result["throughput"][name]["tokens_per_s"] > 0 for name in ("transformers", *gpu.VARIANTS))
+    assert "collected" in result["tests"]["summary"]
