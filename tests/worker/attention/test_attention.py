@@ -85,12 +85,13 @@ def test_the_cpu_path_equals_the_reference_with_capped_scores() -> None:
     torch.testing.assert_close(attend(CPUAttention(), random_rows(3), 3, 5, softcap=2.0), expected)
 
 
-def test_a_batch_of_decodes_is_computed_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_batch_of_decodes_is_computed_in_groups_that_fit(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(length, 1) for length in range(1, 91, 3)]
-    expected = attend(ReferenceAttention(), rows, 1, None)
+    expected = attend(ReferenceAttention(), rows, 1, window)
     for elements in (1, 1 << 10, 1 << 13, 1 << 30):
         monkeypatch.setattr("millrace.worker.attention.cpu.GATHERED_ELEMENTS", elements)
-        torch.testing.assert_close(attend(CPUAttention(), rows, 1, None), expected, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(attend(CPUAttention(), rows, 1, window), expected, rtol=1e-5, atol=2e-6)
 
 
 def test_a_low_cap_makes_all_positions_count_alike() -> None:
