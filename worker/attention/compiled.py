@@ -148,22 +148,9 @@ class CompiledAttention:
         dtype, pool_dtype = query.dtype, layer.keys.dtype
         if dtype not in DTYPES or pool_dtype not in DTYPES or not (key.dtype == value.dtype == dtype):
             return self._torch_path.forward(query, key, value, layer, scaling, sliding_window, softcap, batch)
-        output = query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
-        query, key, value = _dense(query), _dense(key), _dense(value)  # they have to outlive the call
-        call = AttentionCall()
-        _, call.block_size, call.num_kv_heads, call.key_dim = layer.keys.shape
-        call.rows = step_rows(batch, call.block_size).address(self.kernels, layer.group)
-        call.num_heads, call.value_dim = query.shape[0], value.shape[-1]
-        call.dtype, call.pool_dtype = DTYPES[dtype], DTYPES[pool_dtype]
-        call.scaling, call.window, call.softcap = scaling, sliding_window or 0, softcap or 0.0
-        call.query, (call.query_head_stride, call.query_token_stride, _) = query.data_ptr(), query.stride()
-        call.key, (call.key_head_stride, call.key_token_stride, _) = key.data_ptr(), key.stride()
-        call.value, (call.value_head_stride, call.value_token_stride, _) = value.data_ptr(), value.stride()
-        call.keys, call.values, call.output = layer.keys.data_ptr(), layer.values.data_ptr(), output.data_ptr()
-        self.kernels.attend(call)
+        num_heads, num_tokens, _ = query.shape
+        qkv = torch.cat([each.transpose(0, 1).reshape(num_tokens, -1) for each in (query, key, value)], dim=1)
+        output = query.new_empty(num_tokens, num_heads, value.shape[-1])
+        attention = LayerAttention(self.kernels, layer, num_heads, dtype, scaling, sliding_window, softcap)
+        attention.run(qkv, output, step_rows(batch, layer.keys.shape[1]))
         return output
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension has stride 1."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

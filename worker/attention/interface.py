@@ -48,21 +48,6 @@ class Attention(Protocol):
         With a softcap scores become `softcap * tanh(score / softcap)`."""
 
 
-class AttentionStep(Protocol):
-    """The value of the argument STEP_KEYWORD of one forward pass."""
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,  # [Hq, T, D]
-        key: Tensor,  # [Hkv, T, D]
-        value: Tensor,  # [Hkv, T, Dv]
-        attention_mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor:  # [T, Hq, Dv]
-        """Compute the attention of one layer, with the keyword arguments of its module."""
-
-
 class ForwardStep:
     """Binds one batch to an attention implementation and the KV pool's layers for one forward pass."""
 
@@ -72,13 +57,7 @@ class ForwardStep:
         self._batch = batch
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        options: dict[str, Any],
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> Tensor:
         scaling = options.get("scaling")
         return self._attention.forward(
@@ -102,10 +81,12 @@ def run_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:  # [1, T, Hq, Dv]
     """Compute the attention of one layer. Called by transformers' modules."""
-    step: AttentionStep | None = options.pop(STEP_KEYWORD, None)
+    step: Any = options.pop(STEP_KEYWORD, None)  # a `ForwardStep`, or what takes its place
     if step is None:
         raise unsupported(f"{type(module).__name__} does not pass keyword arguments on to attention")
-    return step.attend(module, query[0], key[0], value[0], attention_mask, options).unsqueeze(0), None
+    if attention_mask is not None:
+        raise unsupported(f"{type(module).__name__} passes its own attention mask")
+    return step.attend(module, query[0], key[0], value[0], options).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, run_attention)

@@ -8,7 +8,7 @@ a head, P positions, R rotary size, M rows, V token ids.
 from __future__ import annotations
 
 import sys
-from typing import Protocol
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -25,43 +25,8 @@ from millrace.worker.linear.packed import PackedLinear
 from millrace.worker.triton_support import find_triton
 
 
-class RowKernels(Protocol):
-    """The functions of `rows_torch`, which describes them, and `rows_triton`."""
-
-    @property
-    def rms_norm(self) -> RMSNorm: ...
-
-    @property
-    def gated_activation(self) -> Gate: ...
-
-    @property
-    def norm_and_rotate(self) -> Rotation: ...
-
-
-class RMSNorm(Protocol):
-    def __call__(self, inputs: Tensor, weights: Tensor, epsilon: float, outputs: Tensor, adds: bool) -> None: ...
-
-
-class Gate(Protocol):
-    def __call__(self, inputs: Tensor, outputs: Tensor, activation: str) -> None: ...
-
-
-class Rotation(Protocol):
-    def __call__(
-        self,
-        projected: Tensor,
-        positions: Tensor,
-        tables: tuple[Tensor, Tensor],
-        norms: tuple[Tensor, Tensor] | None,
-        epsilon: float,
-        num_heads: int,
-        head_dim: int,
-        outputs: Tensor,
-    ) -> None: ...
-
-
-def find_row_kernels(device: torch.device) -> RowKernels:
-    """Return Triton's row operations where they run, else torch's."""
+def find_row_kernels(device: torch.device) -> ModuleType:
+    """Return Triton's row operations where they run, else torch's. Both have the functions that `rows_torch` describes."""
     if device.type != "cuda" or not find_triton():
         return rows_torch
     from millrace.worker.kernels import rows_triton
@@ -80,7 +45,7 @@ class DeviceOperations:
         attention: Attention,
         dtype: torch.dtype,
         device: torch.device,
-        rows: RowKernels,
+        rows: ModuleType,
         *,
         batch_invariant: bool = False,
     ) -> None:
@@ -143,7 +108,7 @@ class DeviceOperations:
 class DeviceNorm:
     """An RMSNorm."""
 
-    def __init__(self, weights: Tensor, epsilon: float, rows: RowKernels) -> None:
+    def __init__(self, weights: Tensor, epsilon: float, rows: ModuleType) -> None:
         self._weights, self._epsilon, self._run = weights, epsilon, rows.rms_norm
 
     def into(self, inputs: Tensor, outputs: Tensor, *, adds: bool = False) -> None:
@@ -153,7 +118,7 @@ class DeviceNorm:
 class DeviceActivation:
     """`activation(gate) * value`."""
 
-    def __init__(self, name: str, rows: RowKernels) -> None:
+    def __init__(self, name: str, rows: ModuleType) -> None:
         self._name, self._run = name, rows.gated_activation
 
     def into(self, inputs: Tensor, outputs: Tensor) -> None:
@@ -169,7 +134,7 @@ class DeviceAttention:
         layer: LayerCache,
         attention: Attention,
         workspace: Workspace,
-        rows: RowKernels,
+        rows: ModuleType,
         tables: tuple[Tensor, Tensor],  # cosines and sines, float32 [P, R / 2]
         norms: tuple[Tensor, Tensor] | None,  # of queries and of keys, float32 [D]
     ) -> None:

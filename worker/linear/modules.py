@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from millrace.worker.kernels.library import DTYPES
 from millrace.worker.linear.choice import join, join_biases, pack_linear
-from millrace.worker.linear.packed import AddingLinear, PackedLinear, TorchLinear
+from millrace.worker.linear.packed import PackedLinear, TorchLinear
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def pack_modules(
     return packed
 
 
-def merge_modules(linears: list[nn.Linear], dtype: torch.dtype, kind: type[TorchLinear] = AddingLinear) -> PackedLinear:
+def merge_modules(linears: list[nn.Linear], dtype: torch.dtype, kind: type[TorchLinear] = TorchLinear) -> PackedLinear:
     """Return one layer of this kind for several, on their device. The first module has the weights of all, and they stay its
     parameters; the others have none."""
     first, *others = linears

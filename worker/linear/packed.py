@@ -242,15 +242,8 @@ class TorchLinear(StoringLinear):
         super().__init__(weight.shape[1], weight.shape[0], dtype, output_dtype or dtype)
         self.weights, self._bias = weight, None if bias is None else bias.to(dtype)
 
-    def _multiply(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.weights.to(self.dtype), self._bias)
-
-
-class AddingLinear(TorchLinear):
-    """A layer of torch that adds its results to the outputs in the product itself, where the dtypes allow it."""
-
     def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
-        if not self.weights.dtype == self.dtype == outputs.dtype:
+        if not self.weights.dtype == self.dtype == outputs.dtype:  # else the product itself writes or adds
             super().into(inputs, outputs, accumulate)
         elif accumulate:
             outputs.addmm_(inputs, self.weights.T)
@@ -260,3 +253,6 @@ class AddingLinear(TorchLinear):
             torch.mm(inputs, self.weights.T, out=outputs)
         else:
             torch.addmm(self._bias, inputs, self.weights.T, out=outputs)
+
+    def _multiply(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.weights.to(self.dtype), self._bias)

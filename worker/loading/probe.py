@@ -42,26 +42,18 @@ class _WithoutProducts(TorchFunctionMode):
 
 
 class ProbeStep:
-    """An `AttentionStep` that records each layer once and returns zeros."""
+    """Takes the place of a `ForwardStep`: records each layer once, and returns zeros."""
 
     def __init__(self) -> None:
         self.specs: dict[int, LayerSpec] = {}
 
     def attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        options: dict[str, Any],
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
     ) -> Tensor:
         name = type(module).__name__
         layer_index = getattr(module, "layer_idx", None)
         if not isinstance(layer_index, int) or layer_index in self.specs:
             raise unsupported(f"{name} calls attention without a layer_idx of its own (got {layer_index!r})")
-        if attention_mask is not None:
-            raise unsupported(f"{name} passes its own attention mask")
         if not getattr(module, "is_causal", True) or options.get("is_causal") is False:
             raise unsupported(f"{name} attends to later tokens")
         _check_options(name, options)
