@@ -171,14 +171,14 @@ def generate(
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
 def test_tokens_are_those_of_eager_steps(arch: str, tmp_path: Path) -> None:
-    """In random batches with preemptions, forks and padding, with full attention and sliding windows."""
+    """In random batches with preemptions and forks, with full attention and sliding windows."""
     options: dict[str, Any] = {} if arch == "llama" else {"layer_types": ["sliding_attention"]}
     make_model(arch, tmp_path, **SMALL, **options)
     worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
-    expected = generate(worker, 1)
+    expected = generate(worker, 1, 4)
     found, double = use_graphs(worker)
-    assert generate(worker, 1) == expected
-    assert double.num_replays > len(found.kinds) >= 3 and double.num_padded
+    assert generate(worker, 1, 4) == expected
+    assert double.num_replays > len(found.kinds) >= 3
     assert {kind.num_rows for kind in found.kinds} <= {1, 2, 4, MAX_NUM_SEQS}
 
 
