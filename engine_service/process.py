@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -55,6 +56,9 @@ EXIT_WORKERS_LOST = 6
 _EXIT_BY_CAUSE = {"device_lost": EXIT_DEVICE_LOST, "out_of_memory": EXIT_OUT_OF_MEMORY}
 
 _FLUSH_S = 10.0
+_GC_THRESHOLD = 50_000
+"""New objects until a collection. With Python's 700, 1 MB of JSON with 300,000 lists is parsed in 3 times the time, and all
+threads wait for each collection."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,7 +120,10 @@ class _Process:
 
     def run(self) -> int:
         try:
-            is_all_written = self._serve(self._start())
+            service = self._start()
+            gc.freeze()  # as in a rank
+            gc.set_threshold(_GC_THRESHOLD)
+            is_all_written = self._serve(service)
         finally:
             self._engine.shutdown()
             if self._renderer is not None:
