@@ -197,8 +197,8 @@ class AnyOrder(RuleBasedStateMachine):
         model.max_retries = options.get("max_retries", 2)
         model.crashes, model.false_starts = past
         if any(past):  # then it has been claimed before
-            counts = {"attempt": 0, "crashes": model.crashes, "false_starts": model.false_starts}
-            self.client.hset(self.queue.keys.job(job_id), mapping=counts)
+            key = self.queue.keys.job(job_id)
+            self.client.hset(key, mapping={"attempt": 0, "crashes": model.crashes, "false_starts": model.false_starts})
 
     def _limit_reached(self, tenant: str) -> str | None:
         waiting = [model.tenant for model in self.jobs.values() if model.state in ("queued", "delayed")]
