@@ -52,7 +52,8 @@ local function read_job(id, tenant)
   end
   local job = {id = id, tenant = tenant, cost = whole_number(f[1], 0), crashes = whole_number(crashes, 0), fingerprint = mark,
     published = whole_number(published, 0), attempt = whole_number(f[10], 0), started = started, fields = f,
-    is_gone = not f[3], batch = f[5], deadline = tonumber(f[7] or nil), n = f[8], priority = f[9], tokens = saved[1] or ''}
+    is_gone = not (f[1] or f[3]), batch = f[5], deadline = tonumber(f[7] or nil), n = f[8], priority = f[9],
+    tokens = saved[1] or ''}
   if saved[2] then job.logprobs = saved[2] end
   return job
 end
@@ -60,8 +61,8 @@ end
 -- What is needed of a job that others may pass over.
 local function read_some(id)
   local f = record(id, 'cost', 'crashes', 'priority', 'passed_over')
-  return {id = id, cost = whole_number(f[1], 0), crashes = whole_number(f[2], 0), is_gone = not f[3], priority = f[3],
-    num_times = f[4] or 0}
+  return {id = id, cost = whole_number(f[1], 0), crashes = whole_number(f[2], 0), is_gone = not (f[1] or f[3]),
+    priority = f[3], num_times = f[4] or 0}
 end
 
 -- The reply. One command reads all bodies, and whether somebody reads the jobs live.

@@ -211,7 +211,7 @@ def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(
     submit(queue, "seed", "created", "tokens", "well", body=BODY)
     redis_client.hset(queue.keys.job("seed"), "seed", "abc")
     redis_client.hdel(queue.keys.job("created"), "created")
-    redis_client.hset(queue.keys.job("tokens"), "fingerprint", FINGERPRINT)
+    redis_client.hset(queue.keys.job("tokens"), mapping={"fingerprint": FINGERPRINT, "attempt": 1})
     redis_client.set(queue.keys.tokens("tokens"), b"12345")
     queue.pause(False)
     parts.intake.start()

@@ -140,6 +140,7 @@ def test_whatever_the_arguments_are_the_error_is_one_short_line(arguments: tuple
 
 
 WITHOUT_OPTION = {
+    "given_as": "says that a form was given as response_format or response_model",
     "response_format": "--schema, --json-object and --structural-tag say the same",
     "sampling": "each of its fields has an option",
     "structured_outputs": "each of its fields has an option",
