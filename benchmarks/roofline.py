@@ -109,12 +109,15 @@ def _measure() -> dict[str, Any]:
         for rows, inputs, outputs in PRODUCTS:
             left, weight = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
             work: list[Callable[[], object]] = [partial(F.linear, left, weight)]
-            if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+            if has_onednn and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()):
                 packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
                 work.append(partial(torch.ops.mkldnn._linear_pointwise, left, packed, None, "none", [], ""))
             with torch.inference_mode():
                 best = max(best, *(2 * rows * inputs * outputs / best_s(one, MEASURE_S) / 1e9 for one in work))
         figures[f"{str(dtype).removeprefix('torch.')}_gflops"] = round(best, 1)
+    # Weights in bfloat16 can be multiplied in float32.
+    figures["bfloat16_gflops"] = max(figures["bfloat16_gflops"], figures["float32_gflops"])
     return figures
 
 
