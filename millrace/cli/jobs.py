@@ -73,10 +73,8 @@ def run_tail(args: argparse.Namespace) -> int:
         return follow(client, args, args.id, after=args.after)
 
 
-def follow(
-    client: Client, args: argparse.Namespace, job_id: str, after: str | None = None, *, has_form: bool = False
-) -> int:
-    """Print a job's events until it ends, with --json as JSON. Return the exit status. `has_form`: see `end_of`.
+def follow(client: Client, args: argparse.Namespace, job_id: str, after: str | None = None) -> int:
+    """Print a job's events until it ends, with --json as JSON. Return the exit status.
 
     As text, candidate 0 is printed as it comes, and the others at the end.
     """
@@ -100,7 +98,7 @@ def follow(
     if not args.json:
         print_text("\n" if job.text or job.state == "finished" else "")
         print_outputs(job, first=1)
-    return end_of(job, has_form=has_form)
+    return end_of(job)
 
 
 def run_cancel(args: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from millrace.results.job import Job
 
 
+CUT = "cut at the limit of tokens; ask for more with --max-tokens"
 _MIN_FOLDED = 12
 """Least characters of a table's last column. A terminal with less space folds whole lines."""
 
@@ -97,16 +98,21 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, must_
     console.print(table, crop=False)
 
 
-def end_of(job: Job, *, has_form: bool = False) -> int:
-    """Return the exit status for a job that has ended. If it did not finish, print why on stderr.
+def end_of(job: Job) -> int:
+    """Return the exit status for a job that has ended. If it did not finish, or was cut, print why on stderr."""
+    if was_cut(job):
+        remark(f"{job.id}: {CUT}")
+    return status_of(job)
 
-    `has_form`: its output is structured. Then print on stderr, too, that it is not complete.
-    """
+
+def was_cut(job: Job) -> bool:
+    """Return whether a limit of tokens has ended one of the job's outputs."""
+    return any(output.finish_reason == "length" for output in job.outputs)
+
+
+def status_of(job: Job) -> int:
+    """Return the exit status for a job that has ended. If it did not finish, print why on stderr."""
     if job.state == "finished":
-        if has_form and any(output.finish_reason == "length" for output in job.outputs):
-            remark(
-                f"{job.id}: cut at the limit of tokens, before its form was complete; ask for more with --max-tokens"
-            )
         return OK
     remark(f"{job.id}: {job.state}" + (f": {job.error.message}" if job.error else ""))
     return OTHER

@@ -11,6 +11,7 @@ from millrace.cli.exits import OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_client
 from millrace.cli.output import job_fields, print_job, print_json, print_table, remark
 from millrace.cli.values import counted
+from millrace.cli.wait_report import warn_if_never_served
 
 if TYPE_CHECKING:
     from millrace.results.counts import QueueStats
@@ -53,6 +54,8 @@ def add_parsers(verbs: Verbs) -> None:
 def run_stats(args: argparse.Namespace) -> int:
     with open_client(args) as client:
         counts = client.stats()
+    from millrace.results.waiting import counted_noun, describe_obstacle
+
     if args.json:
         print_json(_with_obstacle(counts))
     else:
@@ -62,11 +65,11 @@ def run_stats(args: argparse.Namespace) -> int:
         rows += [(f"engine {engine_id}", _SLEEP_STATES[at]) for engine_id, at in sorted(counts.sleep_levels.items())]
         print_table(("name", "value"), rows)
     if args.min_engines and counts.engines < args.min_engines:
-        from millrace.results.waiting import counted_noun
-
         verb = "has" if counts.engines == 1 else "have"
         found = counted_noun(counts.engines, "engine")
         raise CommandError(f"queue {args.queue}: {found} {verb} a heartbeat, {args.min_engines} required")
+    if not args.json and (obstacle := describe_obstacle(counts, args.queue)):
+        remark(obstacle)
     return OK
 
 
@@ -136,4 +139,5 @@ def _write_jobs(path: str, jobs: Iterable[Job]) -> None:
 def run_pause(args: argparse.Namespace) -> int:
     with open_client(args) as client:
         client.pause() if args.is_paused else client.resume()
+        warn_if_never_served(client, args.queue)
     return OK

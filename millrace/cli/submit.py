@@ -165,11 +165,10 @@ def _submit_prompt(args: argparse.Namespace) -> int:
         known = client.look_up([args.id]) if args.id and not args.wait and not args.stream else {}
         options = {"messages": args.messages, "prompt_token_ids": args.prompt_token_ids, **given_options(args)}
         job_id = client.submit(prompt=prompt, job_id=args.id, stream=args.stream, **_call_options(args), **options)
-        has_form = "structured_outputs" in options
         if args.stream:
-            return follow(client, args, job_id, has_form=has_form)
+            return follow(client, args, job_id)
         if args.wait:
-            return wait_for_job(client, args, job_id, has_form=has_form)
+            return wait_for_job(client, args, job_id)
         report_known(args, known, 0)
         warn_if_never_served(client, args.queue)
         print_id(job_id, as_json=args.json)

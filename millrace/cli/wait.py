@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
-from millrace.cli.output import end_of, print_job, print_outputs, progress_bar
+from millrace.cli.output import CUT, end_of, print_job, print_outputs, progress_bar, remark, status_of, was_cut
 from millrace.cli.values import seconds
 from millrace.cli.wait_report import WaitReport, resumable, resume_with
 
@@ -44,20 +44,22 @@ def run(args: argparse.Namespace) -> int:
         return wait_for_jobs(client, args, ids, resume_with(args, "wait", "--batch", args.batch))
 
 
-def wait_for_job(client: ReconnectingClient, args: argparse.Namespace, job_id: str, *, has_form: bool = False) -> int:
-    """Wait for one job and print its texts, or with --json the job. Return the exit status. `has_form`: see `end_of`."""
+def wait_for_job(client: ReconnectingClient, args: argparse.Namespace, job_id: str) -> int:
+    """Wait for one job and print its texts, or with --json the job. Return the exit status."""
     client.limit_waiting(args.timeout)
     hint = f"job {job_id!r} continues", resume_with(args, "wait", job_id)
     with resumable(lambda: hint), WaitReport(args, job_id):
         job = client.wait(job_id, timeout_s=args.timeout)
     print_job(job) if args.json else print_outputs(job)
-    return end_of(job, has_form=has_form)
+    return end_of(job)
 
 
 def wait_for_jobs(client: ReconnectingClient, args: argparse.Namespace, ids: Sequence[str], how_to_resume: str) -> int:
     """Wait for jobs and print each as JSON when it ends. Return the exit status."""
+    from millrace.results.waiting import counted_noun
+
     client.limit_waiting(args.timeout)
-    status, num_ended = OK, 0
+    status, num_ended, num_cut = OK, 0, 0
     with (
         resumable(lambda: (f"{num_ended} of {len(ids)} jobs have ended, the others continue", how_to_resume)),
         progress_bar() as bar,
@@ -68,5 +70,8 @@ def wait_for_jobs(client: ReconnectingClient, args: argparse.Namespace, ids: Seq
             num_ended += 1
             bar.advance(task)
             print_job(job)
-            status = max(status, end_of(job))
+            status = max(status, status_of(job))
+            num_cut += was_cut(job)
+    if num_cut:
+        remark(f"{num_cut} of {counted_noun(len(ids), 'job')}: {CUT}")
     return status

@@ -70,7 +70,7 @@ def test_every_way_to_submit_takes_a_form(
             cut = [sys.executable, "-m", "millrace", *("2" if each == "60" else each for each in command)]
             ran = subprocess.run(cut, capture_output=True, text=True, timeout=LIMIT_S)
             assert (ran.returncode, len(ran.stderr.splitlines())) == (0, 1)
-            assert "before its form was complete" in ran.stderr
+            assert "cut at the limit of tokens" in ran.stderr
     answer = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]["choices"][0]
     validate(json.loads(answer["message"]["content"]), SCHEMA)
     assert answer["finish_reason"] == "stop"

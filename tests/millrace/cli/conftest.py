@@ -54,7 +54,7 @@ class EngineByHand:
         append = Append(job_id=job.job_id, lease=job.lease, fingerprint="none", outputs=[output])
         assert self._queue.write([append]) == ["ok"]
 
-    def finish(self, job: ClaimedJob, *texts: str) -> None:
+    def finish(self, job: ClaimedJob, *texts: str, reason: str = "stop") -> None:
         """`texts`: one for each candidate."""
         indices = range(len(texts)) if len(texts) > 1 else [None]
         events = [
@@ -62,20 +62,20 @@ class EngineByHand:
             for text, index in zip(texts, indices, strict=True)
         ]
         num_tokens = sum(len(event.token_ids) for event in events)
-        self._write(job, Usage(prompt_tokens=3, completion_tokens=num_tokens), events=events)
+        self._write(job, Usage(prompt_tokens=3, completion_tokens=num_tokens), reason, events=events)
 
     def fail(self, job: ClaimedJob, message: str, *, kind: str = "internal") -> None:
         error = JobError(kind=kind, message=message)
-        self._write(job, Usage(prompt_tokens=3, completion_tokens=0), error=error)
+        self._write(job, Usage(prompt_tokens=3, completion_tokens=0), "error", error=error)
 
     def _write(
-        self, job: ClaimedJob, usage: Usage, *, events: Sequence[Event] = (), error: JobError | None = None
+        self, job: ClaimedJob, usage: Usage, reason: str, *, events: Sequence[Event] = (), error: JobError | None = None
     ) -> None:
         finish = Finish(
             job_id=job.job_id,
             lease=job.lease,
             state="failed" if error else "finished",
-            finish_reason="error" if error else "stop",
+            finish_reason=reason,
             usage=usage,
             events=list(events),
             error=error,

@@ -98,6 +98,19 @@ def test_a_paused_queue_gives_nothing_out(millrace: Command, engine: EngineByHan
     assert [job.job_id for job in engine.claim()] == ["a"]
 
 
+def test_a_queue_without_engines_is_reported(
+    millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
+) -> None:
+    assert millrace("stats").err.startswith(f"millrace: no engine serves queue {queue_name!r} now: `millrace serve ")
+    assert millrace("stats", "--json").err == millrace("resume").err == ""
+    redis_client.delete(QueueKeys(queue_name).prefix + "counts")
+    for verb in ("pause", "resume", "stats"):
+        assert millrace(verb).err.startswith(f"millrace: no engine has ever served queue {queue_name!r}: ")
+    engine.beat(0)
+    for verb in ("resume", "stats"):
+        assert millrace(verb).err == ""
+
+
 def test_get_tells_a_jobs_place(millrace: Command, engine: EngineByHand) -> None:
     for job_id in ("a", "b", "c"):
         millrace("submit", "x", "--id", job_id)

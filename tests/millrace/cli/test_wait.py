@@ -192,6 +192,23 @@ def test_waiting_for_several_jobs_or_a_batch_prints_each(millrace: Command, engi
     assert millrace("wait", "a", "none").status == 3
 
 
+def test_an_output_that_a_limit_of_tokens_has_cut_is_reported_once_for_each_wait(
+    millrace: Command, engine: EngineByHand
+) -> None:
+    for job_id in ("a", "b", "c"):
+        millrace("submit", "x", "--id", job_id, "--batch", "all")
+    for job in engine.claim():
+        engine.finish(job, "text", reason="stop" if job.job_id == "c" else "length")
+    cut = "cut at the limit of tokens; ask for more with --max-tokens\n"
+    assert millrace("wait", "a") == (0, "text\n", f"millrace: a: {cut}")
+    assert millrace("tail", "a") == (0, "text\n", f"millrace: a: {cut}")
+    assert millrace("submit", "x", "--id", "a", "--wait") == (0, "text\n", f"millrace: a: {cut}")
+    assert millrace("wait", "c").err == ""
+    lines = "".join(f'{{"id": "{job_id}", "prompt": "x"}}\n' for job_id in "abc")
+    for ran in (millrace("wait", "--batch", "all"), millrace("submit", "--file", "-", "--wait", stdin=lines)):
+        assert (ran.status, ran.err.splitlines()[-1] + "\n") == (0, f"millrace: 2 of 3 jobs: {cut}")
+
+
 def test_the_queues_of_a_server_are_listed(millrace: Command, engine: EngineByHand, queue_name: str) -> None:
     millrace("submit", "x")
     (row,) = [line for line in millrace("queues").out.splitlines() if line.startswith(queue_name + "\t")]
