@@ -23,11 +23,11 @@ def chat(value: Any) -> str | None:
 
 
 def _message(message: Any) -> str | None:
-    if type(message) is not dict or not all(type(key) is str for key in message):
+    if type(message) is not dict or set(map(type, message)) - {str}:
         return f" must be an object, got {shown(message)}"
     if wrong := text(message.get("role")):
         return f": role {wrong}"
-    if not all(type(part) is str for part in message.values()):
+    if set(map(type, message.values())) != {str}:
         if wrong := json_value(message):
             return f" {wrong}"
         if wrong := _tool_calls(message.get("tool_calls")):

@@ -19,6 +19,10 @@ Check = Callable[[Any], str | None]
 MAX_COUNT = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_OBJECT_BYTES = 16 * 1024
+MAX_PARTS = 50_000
+"""Strings (also names), lists and objects in a JSON text. Each takes time in which no other thread of an engine runs."""
+MAX_COMMAS = 200_000
+"""Outside strings. They bound the numbers; a body of 1 MiB has room for fewer token ids of five digits."""
 
 FieldChecks = Mapping[str, tuple[object, Check]]
 """By name the default, or what makes it, and the check of each field."""
@@ -156,17 +160,38 @@ def optional(check: Check) -> Check:
     return lambda value: None if value is None else check(value)
 
 
-def is_deeper(body: bytes, max_depth: int) -> bool:
-    """Return whether a text, which must be JSON, has more than `max_depth` levels of objects and lists."""
-    if body.count(b"[") + body.count(b"{") <= max_depth:
+def few_parts(text: bytes) -> str | None:
+    """A JSON text of at most MAX_PARTS strings, lists and objects, and MAX_COMMAS between values."""
+    if _has_few_parts(text) or _has_few_parts(_outline(text)):
+        return None
+    rule = f"{MAX_PARTS:,} strings, lists and objects, where names count as strings, or {MAX_COMMAS:,} commas between values"
+    return f"has more than {rule}; shorten it"
+
+
+def _has_few_parts(text: bytes) -> bool:
+    """What strings contain is counted too."""
+    num_parts = text.count(b'"') // 2 + text.count(b"[") + text.count(b"{")
+    return num_parts <= MAX_PARTS and text.count(b",") <= MAX_COMMAS
+
+
+def is_deeper(text: bytes, max_depth: int) -> bool:
+    """Return whether a text, which must be JSON that `few_parts` accepts, has more than `max_depth` levels of objects and
+    lists."""
+    if text.count(b"[") + text.count(b"{") <= max_depth:
         return False  # the usual case
-    brackets = _STRING.sub(b"", body).translate(_BRACKETS_ALIKE, delete=_NO_BRACKETS)
+    brackets = _outline(text).translate(_BRACKETS_ALIKE, delete=_NO_BRACKETS)
     for _ in range(max_depth):
         brackets = brackets.replace(b"[]", b"")  # removes the innermost level
     return bool(brackets)
 
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+def _outline(text: bytes) -> bytes:
+    """Return a JSON text with empty strings. What follows the first MAX_PARTS strings may stay."""
+    # A regular expression that matches each string takes longer, and so does a split of a million quotes.
+    parts = text.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"', 2 * MAX_PARTS + 2)
+    return b'""'.join(parts[::2])
+
+
 _BRACKETS_ALIKE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from millrace.producer.checks import NamesUnknown, is_deeper, json_value, remedy, shown, text, texts
+from millrace.producer.checks import NamesUnknown, few_parts, is_deeper, json_value, remedy, shown, text, texts
 from millrace.producer.errors import InvalidRequest
 
 MAX_BYTES = 256 * 1024
@@ -138,7 +138,7 @@ def for_model(model: Any) -> StructuredOutputs:
 
 @lru_cache(maxsize=32)
 def _normalized_text(form: Form, value: str) -> str:
-    _require(form, text(value))
+    _require(form, text(value) or few_parts(value.encode()))
     try:
         return _normalized(form, msgspec.json.decode(value))
     except (msgspec.DecodeError, RecursionError) as error:

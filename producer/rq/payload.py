@@ -10,7 +10,7 @@ import json
 import zlib
 from typing import Any
 
-from millrace.producer.checks import shown
+from millrace.producer.checks import few_parts, shown
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.wire import MAX_BODY_BYTES, parse_body, to_submission
 from millrace.results.messages import Submission
@@ -52,6 +52,8 @@ def _inflate(payload: bytes | None) -> bytes:
 
 
 def _read_call(plain: bytes) -> tuple[Any, Any, Any, Any]:
+    if wrong := few_parts(plain):
+        raise PayloadRefused(f"the payload {wrong}")
     try:
         call = json.loads(plain)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError

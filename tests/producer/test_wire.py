@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.producer import GenerationRequest, InvalidRequest, PayloadTooLarge, SamplingParams
+from millrace.producer.checks import MAX_COMMAS, MAX_PARTS
 from millrace.producer.openai_format import to_request
 from millrace.producer.options import SubmitOptions, build_request
 from millrace.producer.wire import MAX_BODY_BYTES, canonical_body, estimate_cost, parse_body, to_submission, usable_id
@@ -324,10 +325,63 @@ def test_empty_and_repeated_names_are_refused_too() -> None:
 
 def test_a_repeated_name_among_very_many_is_found_at_once() -> None:
     """Comparing each with each would take longer than a test may."""
-    names = list(map("".join, product(ascii_letters, repeat=3)))[:125_000]
+    names = list(map("".join, product(ascii_letters, repeat=3)))[: MAX_PARTS - 10]
     fields = ",".join(f'"{name}":0' for name in [*names, names[-1]])
     with pytest.raises(InvalidRequest, match=f"^{names[-1]}: the name '{names[-1]}' is given twice"):
         parse_body(b'{"prompt":"x","meta":{%s}}' % fields.encode())
+
+
+def with_parts(number: int, inner: bytes) -> bytes:
+    """Return a chat of exactly `number` strings, lists and objects, mostly copies of `inner`."""
+    rest = b'{"messages":[{"role":"user","content":"\\\\","own":[%s]}]}'
+    num_free = number - 10  # two objects, two lists, six strings
+    inner_parts = inner.count(b'"') // 2 + inner.count(b"[") + inner.count(b"{")
+    copies, strings = divmod(num_free, inner_parts)
+    return rest % b",".join([inner] * copies + [b'"[{\\"\\\\"'] * strings)
+
+
+@pytest.mark.parametrize("inner", [b"[]", b"{}", b'"a"', b"[[[[[]]]]]", b'{"a":{"b":"c"}}'], ids=repr)
+def test_a_body_has_at_most_so_many_strings_lists_and_objects(inner: bytes) -> None:
+    to_submission(request := parse_body(with_parts(MAX_PARTS, inner)))
+    too_large = with_parts(MAX_PARTS + 1, inner)
+    rule = r"^body: has more than 50,000 strings, lists and objects, where names count as strings, or 200,000 commas"
+    with pytest.raises(InvalidRequest, match=rule):
+        parse_body(too_large)
+    with pytest.raises(InvalidRequest, match=rule):
+        to_submission(GenerationRequest(messages=[*(request.messages or []), {"role": "user", "content": "x"}]))
+    with pytest.raises(InvalidRequest, match=rule):
+        parse_body(b'{"broken' + b'"",' * 300_000)
+
+
+def test_what_strings_contain_is_not_counted() -> None:
+    text = '\\[{"a":["\\"]}],,,,,,,,,,' * 20_000
+    made = GenerationRequest(prompt=text), GenerationRequest(messages=[{"role": "user", "content": text}])
+    for request in made:
+        assert parse_body(canonical_body(request)) == request
+
+
+def test_a_body_has_at_most_so_many_numbers() -> None:
+    ids = [1] * (MAX_COMMAS + 1)
+    body = canonical_body(GenerationRequest(prompt_token_ids=ids))
+    assert parse_body(body).prompt_token_ids == ids
+    rule = r"^body: has more than .* or 200,000 commas between values; shorten it$"
+    with pytest.raises(InvalidRequest, match=rule):
+        parse_body(body.replace(b"[1", b"[1,1"))
+    with pytest.raises(InvalidRequest, match=rule):
+        to_submission(GenerationRequest(prompt_token_ids=[*ids, 1]))
+
+
+@pytest.mark.parametrize(
+    "meta",
+    ['"a":1,"\\u0061":2', '"a:":1,"a\\u003a":2', '"a":"\\u003A","a":""', '"b":{"a":":","a":{}}', '"a":1, "a" : 1'],
+)
+def test_a_repeated_name_is_found_however_it_and_the_colons_are_written(meta: str) -> None:
+    good = b'{"prompt":"::\\u003a","meta":{"a" : ":","b":[{"a:":"\\u003A"}]}}'
+    assert parse_body(good).meta == {"a": ":", "b": [{"a:": ":"}]}
+    with pytest.raises(InvalidRequest, match="is given twice"):
+        parse_body(f'{{"prompt":"::\\u003a","meta":{{{meta}}}}}'.encode())
+    with pytest.raises(InvalidRequest, match="is given twice"):
+        parse_body(f'{{"prompt":"x","meta":{{{meta}}}}}'.encode())
 
 
 def test_the_limit_of_nesting_is_the_same_for_every_caller_and_every_parser() -> None:

@@ -53,6 +53,10 @@ def test_a_chat_is_taken() -> None:
     assert _body(_payload(messages=messages)) == {"messages": messages}
 
 
+def test_a_payload_with_too_many_lists_is_not_opened() -> None:
+    assert _refusal(b"[" * 50_001).startswith("the payload has more than 50,000 strings, lists and objects")
+
+
 def test_any_text_survives() -> None:
     assert _body(_payload("Grüße, 世界 🙂 \x00 \u2028"))["prompt"] == "Grüße, 世界 🙂 \x00 \u2028"
 
