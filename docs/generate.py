@@ -97,6 +97,7 @@ def _python_page() -> str:
 
 
 def _describe(name: str, kind: type) -> Iterator[str]:
+    assert vars(kind).get("__doc__"), f"{name} needs a docstring of its own: an inherited one describes another class"
     if issubclass(kind, BaseException):
         base = kind.__bases__[0].__name__
         yield f"- **`{name}`** ({base}): {_text(kind)}"

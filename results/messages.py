@@ -45,6 +45,8 @@ class JobError(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of tokens of a job."""
+
     prompt_tokens: int
     completion_tokens: int
     """Of all candidates."""
