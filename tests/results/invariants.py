@@ -34,7 +34,14 @@ class _Check:
         self._keys = keys
         pattern = keys.prefix.replace("{", "\\{").replace("}", "\\}") + "*"
         self._all = [key.decode().removeprefix(keys.prefix) for key in self._client.scan_iter(pattern, count=5000)]
-        self._records = {name: self._hash("job:" + name) for name in self._names("job:")}
+        job_ids = self._names("job:")
+        keys_of_jobs = [keys.job(job_id) for job_id in job_ids]
+        records = map(_fields, self._read_each("hgetall", keys_of_jobs))
+        self._records = dict(zip(job_ids, records, strict=True))
+        self._ttl_s = dict(zip(job_ids, self._read_each("ttl", keys_of_jobs), strict=True))
+        entries = self._read_each("xrange", [keys.result(job_id) for job_id in job_ids])
+        self._entries = dict(zip(job_ids, entries, strict=True))
+        self._have_checkpoints = {name.split(":")[1] for name in self._all if name.startswith(("tokens:", "logprobs:"))}
 
     def run(self) -> dict[str, str]:
         places = self._places()
@@ -70,7 +77,7 @@ class _Check:
         return places
 
     def _check_output(self, job_id: str, record: dict[str, str]) -> None:
-        entries = [_fields(fields) for _, fields in self._client.xrange(self._keys.result(job_id))]
+        entries = [_fields(fields) for _, fields in self._entries[job_id]]
         terminals = [i for i, fields in enumerate(entries) if "state" in fields]
         has_ended = record["state"] in TERMINAL_STATES
         assert terminals == ([len(entries) - 1] if has_ended else []), f"{job_id}: terminal entries at {terminals}"
@@ -90,13 +97,10 @@ class _Check:
             assert entries[-1]["state"] == record["state"]
             assert int(entries[-1]["offset"]) == sum(ends.values()), f"{job_id}: offset of the end"
             has_lost = bool(int(record.get("trimmed", 0)))
-            kept = {
-                name
-                for name in self._all
-                if name.partition(":")[0] in ("tokens", "logprobs") and name.split(":")[1] == job_id
-            }
-            assert has_lost or not kept, f"{job_id} has ended, and its checkpoints are still there"
-            assert self._client.ttl(self._keys.job(job_id)) > 0, f"{job_id} stays for ever"
+            assert has_lost or job_id not in self._have_checkpoints, (
+                f"{job_id} has ended, and its checkpoints are still there"
+            )
+            assert self._ttl_s[job_id] > 0, f"{job_id} stays for ever"
         else:
             for index, end in ends.items():
                 key = self._keys.tokens(job_id) + (f":{index}" if index is not None else "")
@@ -104,7 +108,7 @@ class _Check:
                 assert end <= num_kept, f"{job_id}: visible but not kept"
                 lines = self._client.get(key.replace(":tokens:", ":logprobs:"))
                 assert lines is None or lines.count(b"\n") == num_kept, f"{job_id}: log-probabilities of other tokens"
-            assert self._client.ttl(self._keys.job(job_id)) == -1, f"{job_id} expires before its end"
+            assert self._ttl_s[job_id] == -1, f"{job_id} expires before its end"
 
     def _check_owners(self) -> None:
         engines = {member.decode() for member in self._client.zrange(self._keys.prefix + "engines", 0, -1)}
@@ -165,6 +169,13 @@ class _Check:
             assert record is None or record["state"] == fields["state"]
         has_ended = {job_id for job_id, record in self._records.items() if record["state"] in TERMINAL_STATES}
         assert has_ended <= set(ids), "an end was not announced"
+
+    def _read_each(self, method: str, keys: list[str]) -> list[Any]:
+        with self._client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                getattr(pipe, method)(key)
+            replies: list[Any] = pipe.execute()
+            return replies
 
     def _key(self, name: str) -> str:
         return self._keys.prefix + name
