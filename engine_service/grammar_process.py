@@ -9,8 +9,10 @@ A grammar that takes too much ends the process.
 from __future__ import annotations
 
 import json
+import random
 import re
 import signal
+import time
 from typing import Any
 
 import msgspec
@@ -18,17 +20,30 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from millrace.engine_service.chat.grammars import structural_tag_grammar
-from millrace.engine_service.chat.schemas import drop_keywords_without_effect, parts
+from millrace.engine_service.chat.schemas import drop_endless_parts, drop_keywords_without_effect, every_part, parts
 from millrace.engine_service.child_process import limit_memory, open_channel, receive, send
 from millrace.producer.structured import StructuredOutputs
 
 LIMIT_S = 2.0
 """CPU time for one grammar. Usual ones need less than 50 ms."""
 MAX_MEMORY_BYTES = 2 * 1024**3
+_NUM_TRIAL_TOKENS = 400
+_TRIAL_S = 0.5
+"""CPU time of a trial."""
+_MAX_PLACE_CHARS = 150
 _MAX_REASON_CHARS = 250
 _IN_GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+_JSON_RULE = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
+"""As the grammars of chats have it."""
+_COUNTED_GROUP = re.compile(r"\)[*+]?\{\d")
 _NO_DETAILS = " <non-verbose/>"
 _UNSATISFIABLE = "no text satisfies it"
+_ENDLESS = (
+    "nothing satisfies it, since it requires itself without an end; leave it out of required, or allow another value"
+)
+_TOO_AMBIGUOUS = (
+    "nested repetitions match the same text in too many ways; use smaller counts, or separate what is repeated"
+)
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -74,37 +89,106 @@ def main() -> None:
 def check(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> Checked:
     """Return the grammar of what is wanted, or an error that names the place in a schema."""
     try:
-        grammar = _grammar(wanted, tokenizer)
-    except Exception as refused:  # of the parser of GBNF, which has no class of its own
-        return Checked(error=f"{wanted.form}: {_shortened(str(refused))}")
-    error = _error(grammar, tokenizer)
-    if not error:
-        return Checked(grammar)
-    place = ""
-    if wanted.json is not None:
-        schema = json.loads(wanted.json)
-        shared = {name: schema[name] for name in ("$defs", "definitions") if type(schema) is dict and name in schema}
-        place = "at #" + "".join(f"/{each}" for each in _path(schema, shared, error, tokenizer)) + ": "
-    return Checked(error=f"{wanted.form}: {place}{_shortened(error)}")
+        return Checked(_grammar(wanted, tokenizer))
+    except Exception as refused:  # also of the parser of GBNF, which has no class of its own
+        return Checked(error=f"{wanted.form}: {_shortened(str(refused), _MAX_PLACE_CHARS + _MAX_REASON_CHARS)}")
 
 
 def _grammar(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> str:
     match wanted.form:
         case "json":
-            return _of_schema(json.loads(wanted.json))
+            return _schema_grammar(json.loads(wanted.json), tokenizer)
         case "json_object":
             return _of_schema({"type": "object"})
         case "regex":
-            return LLMatcher.grammar_from_regex(wanted.regex or "")
+            grammar = LLMatcher.grammar_from_regex(wanted.regex or "")
         case "choice":
             choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice or [])
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            grammar = LLMatcher.grammar_from_lark(f"start: {choices}")
         case "structural_tag":
-            lark = structural_tag_grammar(wanted.structural_tag, lambda text: _special_id(text, tokenizer))
-            return LLMatcher.grammar_from_lark(lark)
+            tag = json.loads(wanted.structural_tag)
+            for index, structure in enumerate(tag["structures"]):
+                try:
+                    _schema_grammar(structure["schema"], tokenizer)
+                except ValueError as refused:
+                    raise ValueError(f"structures: item {index}: schema: {refused}") from None
+            lark = structural_tag_grammar(json.dumps(tag), lambda text: _special_id(text, tokenizer))
+            grammar = LLMatcher.grammar_from_lark(lark)
         case _:
             text = wanted.grammar or ""
-            return LLMatcher.grammar_from_lark(gbnf_to_lark(text) if _IN_GBNF.search(text) else text)
+            text = (
+                gbnf_to_lark(text)
+                if _IN_GBNF.search(text)
+                else _JSON_RULE.sub(lambda rule: _checked_rule(rule, tokenizer), text)
+            )
+            grammar = LLMatcher.grammar_from_lark(text)
+    if error := _error(grammar, tokenizer):
+        raise ValueError(error)
+    if wanted.form in ("regex", "grammar") and _is_too_ambiguous(grammar, tokenizer):
+        raise ValueError(_TOO_AMBIGUOUS)
+    return grammar
+
+
+def _schema_grammar(schema: Any, tokenizer: LLTokenizer) -> str:
+    """Return the grammar of a schema, without its parts that only an endless value satisfies. Raises ValueError."""
+    if (path := drop_endless_parts(schema)) is not None:
+        raise ValueError(f"at {_place(path)}: {_ENDLESS}")
+    grammar = _of_schema(schema)
+    if error := _error(grammar, tokenizer):
+        shared = {name: schema[name] for name in ("$defs", "definitions") if type(schema) is dict and name in schema}
+        raise ValueError(f"at {_place(_path(schema, shared, error, tokenizer))}: {_shortened(error)}")
+    for path, part in every_part(schema):
+        if type(part) is dict and _COUNTED_GROUP.search(str(part.get("pattern"))):
+            text = {name: part[name] for name in ("pattern", "minLength", "maxLength") if name in part}
+            if _is_too_ambiguous(_of_schema({"type": "string", **text}), tokenizer):
+                raise ValueError(f"at {_place(path)}: {_TOO_AMBIGUOUS}")
+    return grammar
+
+
+def _checked_rule(rule: re.Match[str], tokenizer: LLTokenizer) -> str:
+    schema = json.loads(rule[2])
+    _schema_grammar(schema, tokenizer)
+    return rule[1] + json.dumps(schema)
+
+
+def _is_too_ambiguous(grammar: str, tokenizer: LLTokenizer) -> bool:
+    """Return whether a text of the grammar, drawn at random, soon exceeds what a step may cost.
+
+    llguidance follows all ways to read a text: those of (a{1,500}){1,500} grow with its square.
+    """
+    if not _COUNTED_GROUP.search(grammar):
+        return False
+    matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(verbose_errors=False), log_level=0)
+    draw, until_s = random.Random(0), time.process_time() + _TRIAL_S
+    last: int | None = None
+    ends: set[int] = set()  # tokens that have ended a text, such as a quote: longer texts cost more
+    for _ in range(_NUM_TRIAL_TOKENS):
+        token_id = _drawn(matcher.compute_bitmask(), ends, draw, tokenizer)
+        if matcher.is_error():
+            return True
+        if time.process_time() > until_s or (token_id is None and last is None):
+            break
+        if token_id is not None:
+            matcher.consume_token(token_id)
+        else:
+            assert last is not None
+            ends.add(last)
+            matcher.rollback(1)
+        last = token_id
+    return False
+
+
+def _drawn(mask: bytes, ends: set[int], draw: random.Random, tokenizer: LLTokenizer) -> int | None:
+    """Return a token id of a mask that is no special one and not in `ends`; None if it has none."""
+    allowed, num_bits = int.from_bytes(mask, "little"), 8 * len(mask)
+    while allowed:
+        above = allowed >> (start := draw.randrange(num_bits)) << start
+        lowest = above or allowed
+        token_id = (lowest & -lowest).bit_length() - 1
+        if token_id not in ends and not tokenizer.is_special_token(token_id):
+            return token_id
+        allowed &= ~(1 << token_id)
+    return None
 
 
 def _special_id(text: str, tokenizer: LLTokenizer) -> int | None:
@@ -137,8 +221,13 @@ def _path(schema: Any, shared: dict[str, Any], error: str, tokenizer: LLTokenize
     return []
 
 
-def _shortened(error: str) -> str:
-    return " ".join(error.split())[:_MAX_REASON_CHARS]
+def _place(path: list[str]) -> str:
+    place = "#" + "".join(f"/{each}" for each in path)
+    return place if len(place) <= _MAX_PLACE_CHARS else f"{place[:_MAX_PLACE_CHARS]}..."
+
+
+def _shortened(error: str, num_chars: int = _MAX_REASON_CHARS) -> str:
+    return " ".join(error.split())[:num_chars]
 
 
 if __name__ == "__main__":

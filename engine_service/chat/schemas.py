@@ -1,4 +1,4 @@
-"""Where a JSON schema has other schemas in it."""
+"""Where a JSON schema has other schemas in it, and which of them no finite value satisfies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 _IN_ONE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SHARED = ("$defs", "definitions")
 _IN_LIST = ("prefixItems", "anyOf", "oneOf", "allOf")
 _WITHOUT_EFFECT = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True}
 """Values that allow everything, of keywords that llguidance refuses."""
@@ -34,3 +35,136 @@ def drop_keywords_without_effect(schema: Any) -> None:
             del schema[name]
     for _, part in parts(schema):
         drop_keywords_without_effect(part)
+
+
+def every_part(schema: Any) -> Iterator[tuple[list[str], Any]]:
+    """Return all schemas in a schema, and itself, each with its path."""
+    yield [], schema
+    for path, part in parts(schema):
+        for rest, inner in every_part(part):
+            yield path + rest, inner
+
+
+def drop_endless_parts(schema: Any) -> list[str] | None:
+    """Replace by false each schema in a schema that only an endless value satisfies, since it requires itself.
+
+    Returns the path of such a part if the whole schema is one, and None if it is not.
+    """
+    return _Recursion(schema).drop() if type(schema) is dict else None
+
+
+class _Recursion:
+    """Owns the knowledge which parts of a schema some finite value satisfies, as far as references decide it."""
+
+    def __init__(self, schema: dict[str, Any]) -> None:
+        self._root = schema
+        self._parts = [(path, part) for path, part in every_part(schema) if type(part) is dict]
+        self._at = {tuple(path): part for path, part in self._parts}
+        self._finite: set[int] = set()
+        """Ids of parts."""
+
+    def drop(self) -> list[str] | None:
+        if not any("$ref" in part for _, part in self._parts):
+            return None
+        self._find()
+        if id(self._root) not in self._finite:
+            return self._reason()
+        for path, part in self._parts:
+            if id(part) not in self._finite and path:
+                self._replace(path)
+        return None
+
+    def _find(self) -> None:
+        """Parts become known after those in them and those that they refer to, in as many passes as that takes."""
+        left, num_before = [part for _, part in reversed(self._parts)], -1
+        while len(self._finite) > num_before:
+            num_before = len(self._finite)
+            for part in left:
+                if self._is_finite(part):
+                    self._finite.add(id(part))
+            left = [part for part in left if id(part) not in self._finite]
+
+    def _knows(self, part: Any) -> bool:
+        return id(part) in self._finite if type(part) is dict else part is not False
+
+    def _is_finite(self, part: dict[str, Any]) -> bool:
+        target = self._target(part)
+        if target is not None and not self._knows(target):
+            return False
+        if not all(map(self._knows, _listed(part, "allOf"))):
+            return False
+        if any(_listed(part, name) and not any(map(self._knows, part[name])) for name in ("anyOf", "oneOf")):
+            return False
+        types = part.get("type")
+        types = {types} if type(types) is str else set(map(str, types)) if type(types) is list else set()
+        if not types or types - {"object", "array"} or "const" in part or "enum" in part:
+            return True
+        return ("object" in types and self._has_finite_object(part)) or (
+            "array" in types and self._has_finite_array(part)
+        )
+
+    def _has_finite_object(self, part: dict[str, Any]) -> bool:
+        named, patterns = _named(part, "properties"), _named(part, "patternProperties")
+        others = part.get("additionalProperties", True)
+        for name in _listed(part, "required"):
+            if type(name) is not str or (name not in named and patterns):
+                continue
+            if not self._knows(named.get(name, others)):
+                return False
+        return not part.get("minProperties") or any(map(self._knows, [*named.values(), *patterns.values(), others]))
+
+    def _has_finite_array(self, part: dict[str, Any]) -> bool:
+        least, first = part.get("minItems", 0), _listed(part, "prefixItems")
+        if type(least) is not int or not all(map(self._knows, first[:least])):
+            return type(least) is not int
+        return least <= len(first) or self._knows(part.get("items", True))
+
+    def _target(self, part: dict[str, Any]) -> dict[str, Any] | None:
+        path = self._target_path(part)
+        return None if path is None else self._at[path]
+
+    def _target_path(self, part: dict[str, Any]) -> tuple[str, ...] | None:
+        reference = part.get("$ref")
+        if type(reference) is not str or not reference.startswith("#"):
+            return None
+        steps = reference[1:].split("/")
+        path = tuple(step.replace("~1", "/").replace("~0", "~") for step in steps[1:])
+        return path if steps[0] == "" and path in self._at else None
+
+    def _reason(self) -> list[str]:
+        """Return the path of the part where the whole schema comes back to one that it has begun with."""
+        path: tuple[str, ...] = ()
+        begun = {path}
+        while True:
+            part = self._at[path]
+            inner = [
+                path + tuple(step) for step, each in parts(part) if not self._knows(each) and step[0] not in _SHARED
+            ]
+            target = self._target_path(part)
+            if target is not None and not self._knows(self._at[target]):
+                if target in begun:
+                    return list(path)
+                path = target
+            elif not inner:
+                return list(path)
+            else:
+                path = inner[0]
+            begun.add(path)
+
+    def _replace(self, path: list[str]) -> None:
+        place: Any = self._root
+        for step in path[:-1]:
+            place = place[int(step) if type(place) is list else step]
+            if place is False:  # a part that has this one in it
+                return
+        place[int(path[-1]) if type(place) is list else path[-1]] = False
+
+
+def _listed(part: dict[str, Any], name: str) -> list[Any]:
+    value = part.get(name)
+    return value if type(value) is list else []
+
+
+def _named(part: dict[str, Any], name: str) -> dict[str, Any]:
+    value = part.get(name)
+    return value if type(value) is dict else {}

@@ -142,9 +142,10 @@ def test_required_calls_have_arguments_that_fit(
             assert call.function.name == "add" or choice == "required"
             if call.function.name == "add":
                 validate(json.loads(call.function.arguments), ADD["parameters"])
-    bad = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"uniqueItems": True}}}
+    bad: dict[str, Any] = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {}}}
+    bad["function"]["parameters"] = {"properties": {"a": {"uniqueItems": True}}}
     error = client.wait(client.submit(**{**options, "tools": [bad]}), LIMIT_S).error
-    assert error is not None and error.field == "tools" and "uniqueItems" in error.message
+    assert error is not None and error.field == "tools" and "at #/properties/a: Unimpl" in error.message
     form = {"json": {"type": "object", "properties": {"a": {"type": "objct"}}}}
     error = client.wait(client.submit(messages=CHAT, structured_outputs=form), LIMIT_S).error
     assert error is not None and error.field == "structured_outputs"

@@ -157,7 +157,7 @@ def test_through_the_queue(start_engine: StartEngine, client: Client, expected: 
     bad: dict[str, dict[str, Any]] = {
         "at #/properties/a/items: Invalid type": {"json": {"properties": {"a": {"items": {"type": "strin"}}}}},
         "unclosed group": {"regex": "(a"},
-        "no text satisfies it": {"json": {"$ref": "#"}},
+        "nothing satisfies it": {"json": {"$ref": "#"}},
     }
     refused = {words: client.submit(prompt=PROMPT, structured_outputs=form) for words, form in bad.items()}
     endless = client.submit(prompt=PROMPT, structured_outputs={"regex": "a"}, ignore_eos=True)

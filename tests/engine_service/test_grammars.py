@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -10,14 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from millrace.engine_service.chat.schemas import drop_endless_parts
 from millrace.engine_service.grammars import Grammars
 from millrace.engine_service.text import Tokenizer
 from millrace.producer import InvalidRequest, StructuredOutputs
 from tests.e2e.engines import TINY
+from tests.matchers import TOKENIZER, is_beginning
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +58,10 @@ def test_each_form_has_a_grammar(grammars: Grammars, form: dict[str, Any]) -> No
     assert grammars.grammar(StructuredOutputs(**form)) == grammar
 
 
+REQUIRES_A: dict[str, Any] = {"type": "object", "required": ["a"]}
+ENDLESS = {**REQUIRES_A, "properties": {"a": {"$ref": "#/$defs/n"}}}
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [
@@ -68,7 +77,23 @@ def test_each_form_has_a_grammar(grammars: Grammars, form: dict[str, Any]) -> No
         ({"json": {"properties": {"a": {"unevaluatedItems": False}}}}, 'at #/properties/a: Unimplemented keys: ["un'),
         ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "is unsatisfiable"),
         ({"json": False}, "json: at #: Unsatisfiable schema: schema is false"),
-        ({"json": {"$ref": "#"}}, "json: at #: no text satisfies it"),
+        ({"json": {"$ref": "#"}}, "json: at #: nothing satisfies it"),
+        ({"json": {**REQUIRES_A, "properties": {"a": {"$ref": "#"}}}}, "json: at #/properties/a: nothing satisfies it"),
+        (
+            {"json": {"items": {"$ref": "#/$defs/n"}, "minItems": 1, "type": "array", "$defs": {"n": ENDLESS}}},
+            "json: at #/$defs/n/properties/a: nothing satisfies it",
+        ),
+        (
+            {"json": {"anyOf": [{"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"$ref": "#"}]}},
+            "json: at #/anyOf/0/items: nothing satisfies it",
+        ),
+        ({"json": {"allOf": [{"$ref": "#/$defs/n"}], "$defs": {"n": ENDLESS}}}, "at #/$defs/n/properties/a: nothing"),
+        ({"regex": "((a{1,500}){1,500}){1,500}"}, "regex: nested repetitions match the same text in too many ways"),
+        ({"grammar": "start: /(.{1,100}){1,100}/"}, "grammar: nested repetitions match"),
+        (
+            {"json": {"properties": {"b": {"type": "string", "pattern": "^([a-z]{1,90} ?){1,500}$"}}}},
+            "json: at #/properties/b: nested repetitions match",
+        ),
         ({"json": {"$ref": "#/$defs/gone"}}, "does not exist"),
         ({"regex": "(a"}, "unclosed group"),
         ({"regex": "a(?!b)"}, "look-around"),
@@ -81,10 +106,10 @@ def test_each_form_has_a_grammar(grammars: Grammars, form: dict[str, Any]) -> No
             {
                 "structural_tag": {
                     "triggers": ["<"],
-                    "structures": [{"begin": "<", "schema": {"type": "strin"}, "end": ""}],
+                    "structures": [{"begin": "<", "schema": {"items": {"type": "strin"}}, "end": ""}],
                 }
             },
-            "failed to compile JSON schema: Invalid type: strin",
+            "structural_tag: structures: item 0: schema: at #/items: Invalid type: strin",
         ),
     ],
 )
@@ -97,6 +122,56 @@ def test_what_cannot_be_used_is_an_error_with_its_place(grammars: Grammars, form
         assert message in error.value.message
         assert len(str(error.value)) < 500
         assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"$ref": "#"}}},
+        {**REQUIRES_A, "type": ["object", "null"], "properties": {"a": {"$ref": "#"}}},
+        {**REQUIRES_A, "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "integer"}]}}},
+        {**REQUIRES_A, "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}},
+        {"type": "array", "items": {"$ref": "#"}, "maxItems": 2},
+        {"type": "object", "additionalProperties": {"$ref": "#"}},
+        {"$ref": "#/$defs/b~1c", "$defs": {"b/c": {"type": "null"}}},
+    ],
+)
+def test_a_recursive_schema_that_a_finite_value_satisfies_stays_as_it_is(
+    grammars: Grammars, schema: dict[str, Any]
+) -> None:
+    assert json.loads(grammars.grammar(StructuredOutputs(json=schema)))
+    assert drop_endless_parts(kept := copy.deepcopy(schema)) is None
+    assert kept == schema
+
+
+@pytest.mark.parametrize("place", ["json", "structural_tag", "tools"])
+def test_an_optional_part_without_an_end_is_left_out(grammars: Grammars, place: str) -> None:
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/n"}, "y": {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}},
+        "additionalProperties": False,
+        "$defs": {"n": ENDLESS},
+    }
+    tag = {"triggers": ["<"], "structures": [{"begin": "<", "schema": schema, "end": ""}]}
+    forms: dict[str, dict[str, Any]] = {
+        "json": {"json": schema},
+        "structural_tag": {"structural_tag": tag},
+        "tools": {"grammar": f'start: "<" r1\nr1: %json {json.dumps(schema)}'},
+    }
+    matcher = LLMatcher(TOKENIZER, grammars.grammar(StructuredOutputs(**forms[place])), log_level=0)
+    begin = "" if place == "json" else "<"
+    assert is_beginning(matcher, begin + '{"y') and not is_beginning(matcher, begin + '{"x')
+    assert is_beginning(matcher, begin + '{"y":null') or is_beginning(matcher, begin + '{"y": null')
+    assert not is_beginning(matcher, begin + '{"y":{') and not is_beginning(matcher, begin + '{"y": {')
+
+
+@pytest.mark.parametrize(
+    "regex", ["([a-z]{1,20} ){1,500}", "(.{1,10}){1,10}", "(((a{1,500}b){1,500}c){1,500}d){1,500}", "a{1,100000}"]
+)
+def test_repetitions_that_are_read_in_few_ways_are_taken(grammars: Grammars, regex: str) -> None:
+    assert grammars.grammar(StructuredOutputs(regex=regex))
+    pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": f"^{regex}$"}}}
+    assert grammars.grammar(StructuredOutputs(json=pattern))
 
 
 def test_keywords_that_mean_nothing_are_not_refused(grammars: Grammars) -> None:
