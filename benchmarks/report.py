@@ -53,7 +53,13 @@ SECTIONS = {
         "`mp_random` draws with temperature 0.8 and top-p 0.95. The least prefill computes what all prompts share once. The "
         "roofline is what the measured rates of the machine allow.",
     ),
-    "service": Section("Through Redis", ("workload", "path"), ("over_offline", *RUN, "idle_cpu_share_of_a_core")),
+    "service": Section(
+        "Through Redis",
+        ("workload", "path"),
+        ("over_offline", *RUN, "idle_cpu_share_of_a_core"),
+        "The peak memory of `redis` is that of the service and its workers. Before 2026-11-24 it included the client's 50 "
+        "MiB.",
+    ),
     "step": Section(
         "One decode step of a service",
         ("sequences x context",),

@@ -32,7 +32,7 @@ from benchmarks.service import Service, greedy
 from millrace import GenerationRequest
 from millrace.engine_service.core.scheduler import Scheduler
 from millrace.engine_service.engine import Engine
-from millrace.engine_service.process import main
+from millrace.engine_service.serve import main
 from millrace.engine_service.serving.service import Service as EngineService
 from millrace.executor.remote import RemoteExecutor
 from millrace.executor.wire.calls import PendingCall

@@ -7,20 +7,22 @@ import os
 import re
 import tomllib
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 from msgspec.structs import FieldInfo
 
 from millrace.engine_service.chat.output_format import REASONING_PARSERS, THINKING_MARKS, TOOL_CALL_PARSERS
-from millrace.engine_service.core.scheduler import SchedulerConfig
 from millrace.engine_service.errors import ConfigurationError
 from millrace.engine_service.model_files import eos_token_ids
 from millrace.executor.launch.select import NAMES as EXECUTORS
 from millrace.executor.logs import FORMATS as LOG_FORMATS
 from millrace.executor.wire.messages import WorkerConfig
-from millrace.producer.checks import shown
+from millrace.results.errors import shown
 from millrace.results.keys import QUEUE_PATTERN
+
+if TYPE_CHECKING:
+    from millrace.engine_service.core.scheduler import SchedulerConfig
 
 _MAX_COUNT = 2**31 - 1
 _MAX_TEXT = 4096
@@ -206,6 +208,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def for_scheduler(self) -> SchedulerConfig:
         """Return the scheduler's part."""
+        from millrace.engine_service.core.scheduler import (
+            SchedulerConfig,  # a rank starts before the scheduler is imported
+        )
+
         config = msgspec.convert(self, SchedulerConfig, from_attributes=True)
         return msgspec.structs.replace(config, force_swap=_is_swap_forced())
 

@@ -82,15 +82,6 @@ class Engine:
 
     # --- start, sleep, shutdown ---
 
-    @property
-    def has_local_ranks(self) -> bool:
-        """Whether this process starts the ranks, or the one rank, on this host."""
-        return self._executor.name in ("mp", "uni")
-
-    def begin_start(self) -> None:
-        """Let the workers begin before `start`; see `Executor.begin_start`."""
-        self._executor.begin_start()
-
     def start(self) -> ModelFacts:
         """Start the workers and make the KV pool. Raises `ConfigurationError` when this can't work, else `EngineDead`."""
         self._workers.start()

@@ -10,7 +10,7 @@ from typing import Any
 
 from millrace.engine_service.errors import ConfigurationError
 from millrace.executor.sizes import why_impossible
-from millrace.producer.checks import shown
+from millrace.results.errors import shown
 
 _SAMPLE_BYTES = 1 << 16
 

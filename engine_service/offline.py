@@ -19,10 +19,10 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from millrace.engine_service.build import build_engine
+from millrace.engine_service.build import build_executor
 from millrace.engine_service.config import EngineConfig, checked
 from millrace.engine_service.core.scheduler import SchedulerStats
-from millrace.engine_service.engine import EngineMetrics, Progress
+from millrace.engine_service.engine import Engine, EngineMetrics, Progress
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.model_files import default_sampling, eos_token_ids, resolve_model
@@ -34,7 +34,7 @@ from millrace.engine_service.vllm_arguments import translated
 from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
-from millrace.producer.checks import shown
+from millrace.results.errors import shown
 
 logger = logging.getLogger("millrace.engine")
 
@@ -93,12 +93,13 @@ class LLM:
         if not isinstance(seed, int):
             raise ConfigurationError(f"seed: expected `int`, got `{type(seed).__name__}`")
         path = resolve_model(config.model)
-        self._engine = build_engine(config, path, is_service=False)
+        ranks = build_executor(config, path, is_service=False)
+        self._engine = Engine(ranks, config.for_scheduler())
         self._seeds = random.Random(seed)
         self._default_sampling = default_sampling(path)
         self._uses_models_defaults = vllm_arguments.get("generation_config") == "auto"
         try:
-            self._engine.begin_start()
+            ranks.begin_start()
             with timed(logger, "tokenizer"):
                 given_path = Path(config.tokenizer).expanduser() if config.tokenizer else None
                 self._tokenizer = Tokenizer(given_path) if given_path else _own_tokenizer(path)

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from millrace.engine_service.build import build_engine
 from millrace.engine_service.chat.output_format import output_format
 from millrace.engine_service.chat.outputs import ChatOutputs
 from millrace.engine_service.chat.renderer import ProcessRenderer
-from millrace.engine_service.config import ServeConfig, parse
+from millrace.engine_service.config import ServeConfig
 from millrace.engine_service.engine import Engine
-from millrace.engine_service.errors import ConfigurationError, EngineDead
-from millrace.engine_service.model_files import eos_token_ids, fingerprint, resolve_model
+from millrace.engine_service.model_files import eos_token_ids, fingerprint
 from millrace.engine_service.observe.endpoint import Endpoint
 from millrace.engine_service.observe.health import Health
 from millrace.engine_service.observe.metrics import MetricsCollector
@@ -36,24 +31,16 @@ from millrace.engine_service.serving.output import Output
 from millrace.engine_service.serving.prefixes import CachedPrefixes
 from millrace.engine_service.serving.service import Service
 from millrace.engine_service.text import Tokenizer
+from millrace.executor.base import Executor
 from millrace.executor.heap import release_freed_memory
-from millrace.executor.launch.devices import lock_free_gpus
-from millrace.executor.launch.external import become_rank, die_with_rank_0, is_torchrun_rank
-from millrace.executor.logs import FORMAT_VARIABLE, set_up_logs
+from millrace.executor.launch.external import die_with_rank_0
 from millrace.executor.phases import process_age_s, timed
-from millrace.executor.wire.failures import EXIT_CONFIGURATION, EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY
 from millrace.results.connection import connect
-from millrace.results.errors import QueueError
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
 from millrace.results.writer import Writer
 
 logger = logging.getLogger("millrace.engine")
-
-EXIT_REDIS = 4
-EXIT_WORKERS_LOST = 6
-
-_EXIT_BY_CAUSE = {"device_lost": EXIT_DEVICE_LOST, "out_of_memory": EXIT_OUT_OF_MEMORY}
 
 _FLUSH_S = 10.0
 _GC_THRESHOLD = 50_000
@@ -61,69 +48,34 @@ _GC_THRESHOLD = 50_000
 threads wait for each collection."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Return the exit status."""
-    try:
-        signal.signal(signal.SIGTERM, _stop_starting)
-        signal.signal(signal.SIGINT, _stop_starting)
-        config = parse(argv)
-        os.environ[FORMAT_VARIABLE] = config.log_format
-        set_up_logs(config.log_level)
-        logger.info("start: imports and options %.2f s", process_age_s())
-        if config.executor in ("auto", "external") and is_torchrun_rank(os.environ):
-            _become_rank(config, sys.argv[1:] if argv is None else argv)
-        return _Process(config).run()
-    except (ConfigurationError, QueueError, EngineDead) as error:
-        if os.environ.get(FORMAT_VARIABLE) == "json":
-            logger.critical("%s", error)
-        else:
-            print(f"millrace serve: {error}", file=sys.stderr)
-        if isinstance(error, EngineDead):
-            return _EXIT_BY_CAUSE.get(error.cause, EXIT_WORKERS_LOST)
-        return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_REDIS
-
-
-def _become_rank(config: ServeConfig, arguments: list[str]) -> NoReturn:
-    """Turn this process, which torchrun started, into a rank. Rank 0 starts the service."""
-    world_size, stages = int(os.environ["WORLD_SIZE"]), config.pipeline_parallel_size
-    if config.tensor_parallel_size not in (1, world_size // stages) or world_size % stages:
-        raise ConfigurationError(
-            f"tensor_parallel_size x pipeline_parallel_size: must be torchrun's {world_size} processes, "
-            f"got {config.tensor_parallel_size} x {stages}"
-        )
-    chosen = ["--executor", "external", "--tensor-parallel-size", str(world_size // stages)]
-    command = [sys.executable, "-P", "-m", "millrace.engine_service", *arguments, *chosen]
-    try:
-        become_rank(command, log_level=config.log_level)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
-
-
-def _stop_starting(number: int, frame: FrameType | None) -> None:
-    """Handle a signal before there is anything to drain: exit, but run the cleanup."""
-    raise SystemExit(0)
+def run(config: ServeConfig, path: Path, executor: Executor) -> bool:
+    """Serve the model in `path` until SIGTERM or SIGINT. The workers of the executor may have begun to start. Return whether
+    Redis has taken every write. Raises `ConfigurationError`, `QueueError` and `EngineDead`."""
+    return _Process(config, path, executor).run()
 
 
 class _Process:
     """Owns the parts of one engine service."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, path: Path, executor: Executor) -> None:
         self._config = config
-        self._path = resolve_model(config.model)
-        self._tokenizer_path = Path(config.tokenizer).expanduser() if config.tokenizer else self._path
-        self._engine = build_engine(config, self._path, is_service=True, log_level=config.log_level)
+        self._path = path
+        self._tokenizer_path = Path(config.tokenizer).expanduser() if config.tokenizer else path
+        self._engine = Engine(executor, config.for_scheduler())
         self._health = Health(self._engine)
         self._metrics_collector = MetricsCollector(self._engine, self._health)
         self._endpoint: Endpoint | None = None
         self._renderer: ProcessRenderer | None = None
         self._admission: Admission | None = None
 
-    def run(self) -> int:
+    def run(self) -> bool:
+        """See `run` of this module."""
         try:
-            service = self._start()
+            admission = self._start()
             gc.freeze()  # as in a rank
             gc.set_threshold(_GC_THRESHOLD)
-            is_all_written = self._serve(service)
+            gc.enable()
+            is_all_written = self._serve(admission)
         finally:
             self._engine.shutdown()
             if self._renderer is not None:
@@ -133,15 +85,13 @@ class _Process:
             if self._endpoint is not None:
                 self._endpoint.close()
         logger.info("done")
-        return 0 if is_all_written else EXIT_REDIS
+        return is_all_written
 
     def _start(self) -> Admission:
-        """Start the workers, and meanwhile load the tokenizer and open the connections."""
+        """Load the tokenizer and open the connections while the workers start."""
         for warning in self._connect().check_server():
             logger.warning("redis: %s", warning)
         self._endpoint = self._open_endpoint()
-        self._choose_devices()
-        self._engine.begin_start()
         with timed(logger, "tokenizer"):
             tokenizer = Tokenizer(self._tokenizer_path)
         self._renderer = ProcessRenderer(tokenizer.chat_template)
@@ -162,15 +112,6 @@ class _Process:
             chat_outputs=ChatOutputs(form, tokenizer),
         )
         return self._admission
-
-    def _choose_devices(self) -> None:
-        config = self._config
-        if config.device != "auto" or not self._engine.has_local_ranks:
-            return
-        try:
-            lock_free_gpus(config.tensor_parallel_size * config.pipeline_parallel_size, Path(config.device_locks))
-        except ValueError as error:
-            raise ConfigurationError(str(error)) from error
 
     def _serve(self, admission: Admission) -> bool:
         """Serve until a signal. Return whether Redis has taken every write."""

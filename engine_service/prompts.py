@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
-from millrace.producer.checks import shown
+from millrace.results.errors import shown
 
 
 def as_prompts(prompts: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import msgspec
 
 from millrace.engine_service.config import EngineConfig, add_option
 from millrace.engine_service.errors import ConfigurationError
-from millrace.producer.checks import shown
+from millrace.results.errors import shown
 
 logger = logging.getLogger("millrace.engine")
 

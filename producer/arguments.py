@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, get_args
 
-from millrace.producer.checks import Check, integer, matching, optional, shown, text
+from millrace.producer.checks import Check, integer, matching, optional, text
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import BATCH_PATTERN, ID_PATTERN, MAX_SECONDS
 from millrace.results.durability import DURABILITIES
-from millrace.results.errors import BatchNotFound, EngineNotFound, JobNotFound
+from millrace.results.errors import BatchNotFound, EngineNotFound, JobNotFound, shown
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import EndState
 

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from millrace.producer import arguments
-from millrace.producer.checks import shown
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import refusal, to_submission
 from millrace.results import commands, replies
 from millrace.results.durability import check_confirmed, confirmation
-from millrace.results.errors import JobConflict, QueueError, QueueFull
+from millrace.results.errors import JobConflict, QueueError, QueueFull, shown
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import Submission
 from millrace.results.replies import Outcome

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.producer.checks import json_value, shown, small_object, text
+from millrace.producer.checks import json_value, small_object, text
+from millrace.results.errors import shown
 
 MAX_TOOLS = 1024
 

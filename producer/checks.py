@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -12,7 +11,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import msgspec
 
 from millrace.producer.errors import InvalidRequest
-from millrace.results.errors import one_line
+from millrace.results.errors import shown
 
 Check = Callable[[Any], str | None]
 
@@ -231,15 +230,3 @@ class NamesUnknown(msgspec.StructMeta):
             if isinstance(kind, NamesUnknown) and name in kind.__struct_fields__:
                 return f"did you mean {field}={kind.__name__}({name}=...)?"
         return remedy(name, self.__struct_fields__)
-
-
-def shown(value: Any) -> str:
-    """Return any value for a message: at most 60 characters, all printable."""
-    try:
-        return one_line(_repr.repr(value), 60)
-    except Exception:  # from the value's own class, or an integer too large to be printed
-        return f"a value of type {one_line(type(value).__name__, 40)}"
-
-
-_repr = reprlib.Repr()  # it does not print the whole of a large list first
-_repr.maxstring = _repr.maxother = 100

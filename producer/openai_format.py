@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from millrace.producer.checks import shown
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import CHAT_FIELDS, GenerationRequest
 from millrace.producer.sampling import SamplingParams
-from millrace.results.errors import one_line
+from millrace.results.errors import one_line, shown
 from millrace.results.job import CompletionOutput, Job
 from millrace.results.logprobs import Logprob, TokenLogprobs
 from millrace.results.messages import JobError

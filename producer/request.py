@@ -16,7 +16,6 @@ from millrace.producer.checks import (
     mapping,
     matching,
     number,
-    shown,
     small_object,
     text,
     token_ids,
@@ -24,6 +23,7 @@ from millrace.producer.checks import (
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.sampling import SamplingParams
 from millrace.producer.structured import from_response_format
+from millrace.results.errors import shown
 from millrace.results.messages import DEFAULT_RETRIES
 
 ID_PATTERN = r"[A-Za-z0-9._-]{1,128}"

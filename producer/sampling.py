@@ -19,12 +19,12 @@ from millrace.producer.checks import (
     mapping,
     number,
     optional,
-    shown,
     texts,
     token_ids,
 )
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.structured import StructuredOutputs, structured_outputs
+from millrace.results.errors import shown
 
 log = logging.getLogger(__name__)
 

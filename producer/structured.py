@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from millrace.producer.checks import NamesUnknown, few_parts, is_deeper, json_value, remedy, shown, text, texts
+from millrace.producer.checks import NamesUnknown, few_parts, is_deeper, json_value, remedy, text, texts
 from millrace.producer.errors import InvalidRequest
+from millrace.results.errors import shown
 
 MAX_BYTES = 256 * 1024
 """Of a schema, a regular expression, the choices, a grammar, or structural tags."""

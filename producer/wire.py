@@ -19,11 +19,12 @@ from typing import Any
 
 import msgspec
 
-from millrace.producer.checks import few_parts, is_deeper, remedy, shown
+from millrace.producer.checks import few_parts, is_deeper, remedy
 from millrace.producer.errors import InvalidRequest, PayloadTooLarge
 from millrace.producer.prompt_start import prompt_digest
 from millrace.producer.request import ID_PATTERN, GenerationRequest
 from millrace.producer.sampling import SamplingParams
+from millrace.results.errors import shown
 from millrace.results.messages import DEFAULT_RETRIES, JobId, Submission
 from millrace.results.replies import Outcome
 

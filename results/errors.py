@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
+from typing import Any
 
 MAX_MESSAGE = 400
 """Characters of an error's message: what users put into it may be longer."""
@@ -19,6 +21,18 @@ def one_line(text: str, limit: int = MAX_MESSAGE) -> str:
 def _without_middle(text: str, limit: int) -> str:
     num_last = limit // 3
     return text if len(text) <= limit else f"{text[: limit - num_last - 3]}...{text[-num_last:]}"
+
+
+def shown(value: Any) -> str:
+    """Return any value for a message: at most 60 characters, all printable."""
+    try:
+        return one_line(_repr.repr(value), 60)
+    except Exception:  # from the value's own class, or an integer too large to be printed
+        return f"a value of type {one_line(type(value).__name__, 40)}"
+
+
+_repr = reprlib.Repr()  # it does not print the whole of a large list first
+_repr.maxstring = _repr.maxother = 100
 
 
 def some_ids(job_ids: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -184,6 +185,17 @@ def test_engines_run_in_turns_and_one_that_fails_does_not_stop_the_others(monkey
 
     figures = contenders.run_workloads(replace(options, limit_s=0), ["TINY"], lambda _: [[a, b, c]])["TINY"]
     assert [figures[name]["num_rounds"] for name in ("a", "b", "c")] == [1, 1, 1]
+
+
+def test_the_memory_of_a_client_is_not_that_of_its_engine() -> None:
+    script = "print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as engine:
+        assert engine.stdout is not None and engine.stdout.readline() == b"\n"
+        with_client, without = (
+            runner.memory(counts_this_process=is_engine)["peak_memory_mib"] for is_engine in (True, False)
+        )
+        engine.communicate(b"\n")
+    assert 5 <= without <= with_client - 10
 
 
 class StumblingEngine(runner.Engine):

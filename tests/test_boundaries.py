@@ -275,6 +275,12 @@ def test_no_module_is_a_drawer_for_odds_and_ends() -> None:
 
 HEAVY = ("torch", "transformers", "numpy", "huggingface_hub", "tqdm", "ray", "scipy", "PIL")
 """What takes long to import. The service imports transformers for the tokenizer while the workers start, and no torch."""
+LATER_THAN_RANKS = (
+    *HEAVY,
+    *("asyncio", "jinja2", "prometheus_client", "redis", "rq", "tokenizers"),
+    *("millrace.engine_service.core", "millrace.engine_service.process", "millrace.producer"),
+)
+"""What a service imports only after it has started its ranks, which take longer to start than the service itself."""
 COMPILER = ("sympy", "torch._inductor", "torch._dynamo.convert_frame", "torch.onnx")
 SHARDED = ("torch.distributed.tensor", "torch.distributed.fsdp")
 
@@ -291,6 +297,7 @@ SHARDED = ("torch.distributed.tensor", "torch.distributed.fsdp")
         ("from millrace import LLM", HEAVY),
         ("import millrace.cli.serve", HEAVY),
         ("import millrace.engine_service.process", HEAVY),
+        ("import millrace.engine_service.serve", LATER_THAN_RANKS),
         ("import millrace.worker, millrace.executor.rank.serve", HEAVY),
         ("import millrace.engine_service", ("torch",)),
         ("import millrace.engine_service.config", ("torch",)),

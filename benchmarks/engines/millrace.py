@@ -58,6 +58,8 @@ class Offline(runner.Engine):
 
 
 class ThroughRedis(runner.Engine):
+    runs_here = False
+
     def __init__(self, path: Path, workload: Workload, url: str, idle_s: float = IDLE_S) -> None:
         options = ("--max-model-len", str(workload.max_model_len))
         self._service = Service(url, path, f"bench-{workload.name}", options=options)

@@ -36,6 +36,8 @@ class Engine(ABC):
 
     packages: Sequence[str] = ()
     """Distributions whose versions belong to the results."""
+    runs_here = True
+    """Whether this process is part of the engine, and not only a client of it, whose memory does not count."""
 
     @abstractmethod
     def generate(self, requests: Sequence[Request]) -> list[int]:
@@ -68,7 +70,7 @@ def run(load: Callable[..., Engine]) -> None:
     print(json.dumps(engine.facts()), file=replies)
     measure = _measure_steps if workloads.is_step(options.workload) else _measure_round
     for line in sys.stdin:
-        print(json.dumps(measure(engine, make, int(line)) | _memory()), file=replies)
+        print(json.dumps(measure(engine, make, int(line)) | memory(counts_this_process=engine.runs_here)), file=replies)
     sys.stderr.flush()
     os._exit(0)  # some engines crash or hang when they are taken down
 
@@ -97,8 +99,8 @@ def _timed(engine: Engine, workload: Workload) -> float:
     return seconds
 
 
-def _memory() -> dict[str, int]:
-    """Return the sum of the largest resident sizes so far, of this process and the processes below it."""
+def memory(*, counts_this_process: bool) -> dict[str, int]:
+    """Return the sum of the largest resident sizes so far, of the processes below this one, and perhaps of this one too."""
     parents: dict[int, int] = {}
     peaks_kib: dict[int, int] = {}
     for directory in Path("/proc").glob("[0-9]*"):
@@ -112,4 +114,6 @@ def _memory() -> dict[str, int]:
     ours = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
         ours |= more
+    if not counts_this_process:
+        ours.remove(os.getpid())
     return {"peak_memory_mib": sum(peaks_kib.get(pid, 0) for pid in ours) // 1024}

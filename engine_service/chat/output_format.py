@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from millrace.engine_service.chat.template import ChatTemplate
+if TYPE_CHECKING:  # it imports jinja2, and the names of the parsers are options of a service
+    from millrace.engine_service.chat.template import ChatTemplate
 
 THINKING_MARKS = {
     "qwen3": ("<think>", "</think>"),

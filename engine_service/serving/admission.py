@@ -18,7 +18,7 @@ from millrace.engine_service.grammars import Grammars
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.wire.messages import LogitsSettings, ModelFacts, RowSampling, SeqId, ThinkingLimit
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
-from millrace.producer.checks import shown
+from millrace.results.errors import shown
 
 _SEED_MASK = 2**64 - 1
 

@@ -30,9 +30,8 @@ from millrace.engine_service.serving.jobs import (
 from millrace.engine_service.serving.leases import Leases
 from millrace.engine_service.serving.preparation import Preparation
 from millrace.producer import InvalidRequest
-from millrace.producer.checks import shown
 from millrace.producer.wire import parse_body
-from millrace.results.errors import one_line
+from millrace.results.errors import one_line, shown
 from millrace.results.messages import PROTOCOL, Claim, ClaimedJob, JobError, Signal
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue

@@ -12,6 +12,7 @@ import math
 import secrets
 import shutil
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from millrace.executor.directory_reaper import PrivateDirectory
 from millrace.executor.wire.messages import FromWorker, StepReply, ToWorker, decode_from_worker, encode
@@ -37,6 +37,8 @@ this time, the loss of a whole host later."""
 
 _HEARTBEAT = ".beat"
 """Ends the identity of a heartbeat's socket."""
+_MONITOR_EVENT = struct.Struct("=Hi")
+"""The first frame of a message of ZeroMQ's monitor: the event and its value. zmq's own function for it imports asyncio."""
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 
@@ -172,7 +174,7 @@ class Channel:
     def _handle_connection_event(self) -> None:
         # For most refused connections ZeroMQ reports two events: the refusal, then the closing. It does not say which two
         # belong together, so one closing is skipped for each refusal.
-        event = recv_monitor_message(self._monitor)["event"]
+        event = _MONITOR_EVENT.unpack(self._monitor.recv_multipart()[0])[0]
         if event & _REFUSED:
             self.num_dropped += 1
             self._num_closings_to_skip += 1

@@ -10,9 +10,10 @@ import json
 import zlib
 from typing import Any
 
-from millrace.producer.checks import few_parts, shown
+from millrace.producer.checks import few_parts
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.wire import MAX_BODY_BYTES, parse_body, to_submission
+from millrace.results.errors import shown
 from millrace.results.messages import Submission
 
 FUNCTION = "millrace.generate"

@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-import millrace.engine_service.process as service
-from millrace.engine_service import build
+from millrace.engine_service import build, process, serve
 from millrace.engine_service.engine import Engine, Progress
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.serving import intake
@@ -72,8 +71,8 @@ def main(faults: Faults, arguments: list[str]) -> int:
         _die_after(faults.dies_after_steps)
     if faults.serves_when:
         _wait_before_serving(Path(faults.serves_when))
-    engines, writers = _remember("build_engine"), _remember("Writer")
-    status = service.main(arguments)
+    engines, writers = _remember("Engine"), _remember("Writer")
+    status = serve.main(arguments)
     if status != 0:
         return status
     for writer in writers:
@@ -148,15 +147,15 @@ def _wait_before_serving(mark: Path) -> None:
 
 
 def _remember(maker: str) -> list[Any]:
-    """Return a list that gets what the service creates with this function."""
+    """Return a list that gets what the service creates with this function or class."""
     made: list[Any] = []
-    make = getattr(service, maker)
+    make = getattr(process, maker)
 
     def make_and_remember(*args: Any, **kw: Any) -> Any:
         made.append(make(*args, **kw))
         return made[-1]
 
-    _patch(service, maker, make_and_remember)
+    _patch(process, maker, make_and_remember)
     return made
 
 

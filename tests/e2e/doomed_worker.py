@@ -71,7 +71,7 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
 def main(doom: str, arguments: list[str]) -> int:
     from millrace.engine_service import build, worker_group
-    from millrace.engine_service import process as service
+    from millrace.engine_service import serve as service
 
     os.environ[VARIABLE] = doom
     worker_group.RESTART_BACKOFF_S = (0.0, 0.0)  # type: ignore[assignment]

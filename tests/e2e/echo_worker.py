@@ -40,7 +40,7 @@ class EchoWorker(StubWorker):
 
 def main(arguments: list[str]) -> int:
     from millrace.engine_service import build
-    from millrace.engine_service import process as service
+    from millrace.engine_service import serve as service
 
     make: Any = build.make_executor  # type: ignore[attr-defined]
     build.make_executor = lambda *args, **kw: make(*args, worker_module="tests.e2e.echo_worker", **kw)  # type: ignore[attr-defined]

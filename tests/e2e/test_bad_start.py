@@ -16,6 +16,9 @@ from millrace.embedded import EmbeddedServer
 from tests.e2e.engines import LIMIT_S, ROOT, TINY
 from tests.worker.models import make_model
 
+STARTED = "start: options and launch"
+"""What a service logs when it has started its ranks."""
+
 
 def serve(*options: str, cwd: Path | None = None) -> tuple[int, str]:
     """Return the exit status and stderr of an engine service that must not start."""
@@ -78,11 +81,22 @@ def test_too_little_memory_for_one_sequence_is_one_sentence(redis_url: str) -> N
     assert error.splitlines()[-1].endswith("give the pool more memory (kv_cache_memory, gpu_memory_utilization)")
 
 
-def test_without_redis_there_is_one_sentence() -> None:
-    status, error = serve("--model", str(TINY), "--redis", "redis://127.0.0.1:1/0")
+def test_without_redis_there_is_one_sentence_and_no_rank_is_left() -> None:
+    status, error = serve(
+        "--model", str(TINY), "--redis", "redis://127.0.0.1:1/0"
+    )  # waits for all that write to stderr
     assert status == 4
     assert "Traceback" not in error
-    assert "Cannot connect to Redis" in error
+    lines = error.splitlines()
+    assert STARTED in error and [line for line in lines if "Cannot connect to Redis" in line] == lines[-1:]
+
+
+def test_a_tokenizer_that_cannot_be_used_ends_the_start_with_one_sentence(redis_url: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    status, error = serve("--model", str(TINY), "--redis", redis_url, "--tokenizer", str(tmp_path))
+    assert status == 2
+    assert "Traceback" not in error
+    assert STARTED in error and error.splitlines()[-1].startswith("millrace serve: tokenizer: ")
 
 
 def test_a_server_that_evicts_is_refused_by_name_of_the_setting() -> None:
@@ -100,3 +114,20 @@ def test_a_bad_option_is_named(option: str, value: str, redis_url: str, tmp_path
     assert status == 2
     assert option in error
     assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--model", "/nowhere"), "model: there is no directory /nowhere"),
+        (("--model", str(TINY), "--tensor-parallel-size", "3"), "tensor_parallel_size"),
+        (("--model", str(TINY), "--executor", "uni", "--tensor-parallel-size", "2"), "uni runs one rank"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_before_a_rank_starts(
+    options: tuple[str, ...], reason: str, redis_url: str
+) -> None:
+    status, error = serve(*options, "--redis", redis_url)
+    assert status == 2
+    assert STARTED not in error and "Traceback" not in error
+    assert reason in error.splitlines()[-1]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams, StructuredOutputsParams
-from millrace.producer.checks import shown
+from millrace.results.errors import shown
 
 
 def test_the_defaults_are_vllms() -> None:

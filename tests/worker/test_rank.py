@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.engine_service.build import build_engine
+from millrace.engine_service.build import build_executor
 from millrace.engine_service.config import EngineConfig
+from millrace.engine_service.engine import Engine
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import (
     NO_TOKEN,
@@ -308,7 +309,8 @@ def test_sequences_end_where_the_pool_does_unless_their_length_was_asked_for(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = 10 * 16 * 3 * 2 * 2 * 16 * 4
-    engine = build_engine(EngineConfig(model=str(model), device="cpu", kv_cache_memory=memory), model, is_service=False)
+    config = EngineConfig(model=str(model), device="cpu", kv_cache_memory=memory)
+    engine = Engine(build_executor(config, model, is_service=False), config.for_scheduler())
     assert engine.start().max_model_len == engine.facts.max_model_len == 144
     assert "the KV pool holds 144 tokens, so sequences end there and not at the model's 512" in caplog.text
     engine.shutdown()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from millrace import LLM
-from millrace.engine_service.build import build_engine
+from millrace.engine_service.build import build_executor
 from millrace.engine_service.config import EngineConfig
 from millrace.engine_service.errors import ConfigurationError
 from millrace.executor.launch.external import RENDEZVOUS_DIR
@@ -120,7 +120,7 @@ def test_sizes_that_do_not_fit_the_model_are_refused_from_its_config(
     model = {"num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 4}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": model}))
     with pytest.raises(ConfigurationError, match=reason):
-        build_engine(EngineConfig(model=str(tmp_path), **sizes), tmp_path, is_service=False)  # type: ignore[arg-type]
+        build_executor(EngineConfig(model=str(tmp_path), **sizes), tmp_path, is_service=False)  # type: ignore[arg-type]
 
 
 def test_one_gpu_by_its_number_is_refused_for_several_ranks() -> None:
