@@ -20,6 +20,8 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_OBJECT_BYTES = 16 * 1024
 MAX_PARTS = 50_000
 """Strings (also names), lists and objects in a JSON text. Each takes time in which no other thread of an engine runs."""
+MAX_NAMES = 25_000
+"""Of the fields of all objects. To find the one that is repeated takes longest."""
 MAX_COMMAS = 200_000
 """Outside strings. They bound the numbers; a body of 1 MiB has room for fewer token ids of five digits."""
 
@@ -160,17 +162,17 @@ def optional(check: Check) -> Check:
 
 
 def few_parts(text: bytes) -> str | None:
-    """A JSON text of at most MAX_PARTS strings, lists and objects, and MAX_COMMAS between values."""
+    """A JSON text of at most MAX_PARTS strings, lists and objects, MAX_NAMES, and MAX_COMMAS between values."""
     if _has_few_parts(text) or _has_few_parts(_outline(text)):
         return None
-    rule = f"{MAX_PARTS:,} strings, lists and objects, where names count as strings, or {MAX_COMMAS:,} commas between values"
-    return f"has more than {rule}; shorten it"
+    limits = f"{MAX_PARTS:,} strings, lists and objects, {MAX_NAMES:,} names or {MAX_COMMAS:,} commas between values"
+    return f"has more than {limits}; shorten it"
 
 
 def _has_few_parts(text: bytes) -> bool:
     """What strings contain is counted too."""
     num_parts = text.count(b'"') // 2 + text.count(b"[") + text.count(b"{")
-    return num_parts <= MAX_PARTS and text.count(b",") <= MAX_COMMAS
+    return num_parts <= MAX_PARTS and text.count(b":") <= MAX_NAMES and text.count(b",") <= MAX_COMMAS
 
 
 def is_deeper(text: bytes, max_depth: int) -> bool:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.producer import GenerationRequest, InvalidRequest, PayloadTooLarge, SamplingParams
-from millrace.producer.checks import MAX_COMMAS, MAX_PARTS
+from millrace.producer.checks import MAX_COMMAS, MAX_NAMES, MAX_PARTS
 from millrace.producer.openai_format import to_request
 from millrace.producer.options import SubmitOptions, build_request
 from millrace.producer.wire import MAX_BODY_BYTES, canonical_body, estimate_cost, parse_body, to_submission, usable_id
@@ -325,7 +325,7 @@ def test_empty_and_repeated_names_are_refused_too() -> None:
 
 def test_a_repeated_name_among_very_many_is_found_at_once() -> None:
     """Comparing each with each would take longer than a test may."""
-    names = list(map("".join, product(ascii_letters, repeat=3)))[: MAX_PARTS - 10]
+    names = list(map("".join, product(ascii_letters, repeat=3)))[: MAX_NAMES - 3]
     fields = ",".join(f'"{name}":0' for name in [*names, names[-1]])
     with pytest.raises(InvalidRequest, match=f"^{names[-1]}: the name '{names[-1]}' is given twice"):
         parse_body(b'{"prompt":"x","meta":{%s}}' % fields.encode())
@@ -340,11 +340,11 @@ def with_parts(number: int, inner: bytes) -> bytes:
     return rest % b",".join([inner] * copies + [b'"[{\\"\\\\"'] * strings)
 
 
-@pytest.mark.parametrize("inner", [b"[]", b"{}", b'"a"', b"[[[[[]]]]]", b'{"a":{"b":"c"}}'], ids=repr)
+@pytest.mark.parametrize("inner", [b"[]", b"{}", b'"a"', b"[[[[[]]]]]", b'{"a":["b"]}'], ids=repr)
 def test_a_body_has_at_most_so_many_strings_lists_and_objects(inner: bytes) -> None:
     to_submission(request := parse_body(with_parts(MAX_PARTS, inner)))
     too_large = with_parts(MAX_PARTS + 1, inner)
-    rule = r"^body: has more than 50,000 strings, lists and objects, where names count as strings, or 200,000 commas"
+    rule = r"^body: has more than 50,000 strings, lists and objects, 25,000 names or 200,000 commas between values"
     with pytest.raises(InvalidRequest, match=rule):
         parse_body(too_large)
     with pytest.raises(InvalidRequest, match=rule):
@@ -358,6 +358,14 @@ def test_what_strings_contain_is_not_counted() -> None:
     made = GenerationRequest(prompt=text), GenerationRequest(messages=[{"role": "user", "content": text}])
     for request in made:
         assert parse_body(canonical_body(request)) == request
+
+
+def test_a_body_has_at_most_so_many_names() -> None:
+    names = ",".join(f'"{n}":{n}' for n in range(MAX_NAMES - 4))
+    raw = b'{"messages":[{"role":"user","content":":","own":{%s}}]}' % names.encode()
+    to_submission(parse_body(raw))
+    with pytest.raises(InvalidRequest, match=r"^body: has more than .* 25,000 names or "):
+        parse_body(raw.replace(b'"0":0', b'"0":0,"x":0'))
 
 
 def test_a_body_has_at_most_so_many_numbers() -> None:
