@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Annotated, Any, get_origin, get_type_hints
 
 import msgspec
@@ -181,9 +182,7 @@ def is_deeper(text: bytes, max_depth: int) -> bool:
     if text.count(b"[") + text.count(b"{") <= max_depth:
         return False  # the usual case
     brackets = _outline(text).translate(_BRACKETS_ALIKE, delete=_NO_BRACKETS)
-    for _ in range(max_depth):
-        brackets = brackets.replace(b"[]", b"")  # removes the innermost level
-    return bool(brackets)
+    return max(accumulate(map((92).__sub__, brackets)), default=0) > max_depth  # "[" is 91, "]" is 93
 
 
 def _outline(text: bytes) -> bytes:
