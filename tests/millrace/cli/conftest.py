@@ -12,6 +12,7 @@ from millrace.results.keys import QueueKeys
 from millrace.results.messages import (
     Append,
     ClaimedJob,
+    EndReason,
     EngineId,
     Event,
     Finish,
@@ -54,7 +55,7 @@ class EngineByHand:
         append = Append(job_id=job.job_id, lease=job.lease, fingerprint="none", outputs=[output])
         assert self._queue.write([append]) == ["ok"]
 
-    def finish(self, job: ClaimedJob, *texts: str, reason: str = "stop") -> None:
+    def finish(self, job: ClaimedJob, *texts: str, reason: EndReason = "stop") -> None:
         """`texts`: one for each candidate."""
         indices = range(len(texts)) if len(texts) > 1 else [None]
         events = [
@@ -69,7 +70,13 @@ class EngineByHand:
         self._write(job, Usage(prompt_tokens=3, completion_tokens=0), "error", error=error)
 
     def _write(
-        self, job: ClaimedJob, usage: Usage, reason: str, *, events: Sequence[Event] = (), error: JobError | None = None
+        self,
+        job: ClaimedJob,
+        usage: Usage,
+        reason: EndReason,
+        *,
+        events: Sequence[Event] = (),
+        error: JobError | None = None,
     ) -> None:
         finish = Finish(
             job_id=job.job_id,
