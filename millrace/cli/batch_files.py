@@ -111,7 +111,7 @@ class OutputFile:
         self._path, self._source = path, source
         self._state_path = path.with_name(path.name + ".state")
         self._check_paths()
-        self._lock = self._state_path.open("a+b")
+        self._lock = self._state_path.open("a+b", buffering=0)
         try:
             self._state, self.is_continued = self._open_state()
             self._file = path.open("r+b" if path.exists() else "x+b", buffering=0)
@@ -177,9 +177,11 @@ class OutputFile:
         self._lock.seek(0)
         if not (text := self._lock.read()):
             state = _State(uuid.uuid4().hex[:12], self._source.digest)
-            self._lock.write(msgspec.json.encode(state))
-            self._lock.flush()
-            os.fsync(self._lock.fileno())
+            try:
+                self._lock.write(msgspec.json.encode(state))
+                os.fsync(self._lock.fileno())
+            except OSError as error:
+                raise CommandError(f"{self._state_path}: {error.strerror}") from error
             return state, False
         try:
             state = msgspec.json.decode(text, type=_State)

@@ -131,9 +131,16 @@ def _write_jobs(path: str, jobs: Iterable[Job]) -> None:
     import msgspec
 
     part = f"{path}.part"
-    with open(part, "wb") as file:
-        file.writelines(msgspec.json.encode(job_fields(job)) + b"\n" for job in jobs)
-    os.replace(part, path)
+    file = open(part, "wb")  # noqa: SIM115
+    try:
+        with file:
+            file.writelines(msgspec.json.encode(job_fields(job)) + b"\n" for job in jobs)
+        os.replace(part, path)
+    except BaseException as error:
+        os.unlink(part)
+        if isinstance(error, OSError):
+            raise CommandError(f"{path}: {error.strerror}") from error
+        raise
 
 
 def run_pause(args: argparse.Namespace) -> int:

@@ -59,6 +59,9 @@ def submit_file(
                 ids.append(job_id)
             else:
                 print_id(job_id, as_json=args.json)
+        sys.stdout.flush()
+    if not submission.num_submitted + submission.num_refused:
+        raise CommandError(f"{'stdin' if args.file == '-' else args.file}: the file has no lines", INVALID)
     report_known(args, submission.known, submission.num_submitted - len(submission.known))
     status = OK
     if args.wait:

@@ -104,8 +104,9 @@ class WaitReport:
 
 @contextlib.contextmanager
 def resumable(hint: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Report after Ctrl-C, and with a timeout, how to resume. `hint` returns what continues, and the way to resume it."""
-    from millrace import WaitTimeout
+    """Report after Ctrl-C, a timeout, or output that cannot be written, how to resume. `hint` returns what continues, and
+    the way to resume it."""
+    from millrace import MillraceError, WaitTimeout
 
     try:
         yield
@@ -114,6 +115,11 @@ def resumable(hint: Callable[[], tuple[str, str]]) -> Iterator[None]:
         raise
     except WaitTimeout as error:
         raise CommandError(f"{str(error).removesuffix('; wait again')}; {hint()[1]}", TIMED_OUT) from error
+    except OSError as error:
+        # An input that cannot be read has a name, and the reader of a closed pipe has enough.
+        if error.filename or isinstance(error, (BrokenPipeError, MillraceError)):
+            raise
+        raise CommandError(f"the output cannot be written: {error.strerror}; {'; '.join(hint())}") from error
 
 
 def resume_with(args: argparse.Namespace, *words: str) -> str:

@@ -17,6 +17,15 @@ from unittest.mock import patch
 from millrace.cli import main
 from tests.processes import LIMIT_S, ROOT
 
+WITH_SMALL_FILES = """\
+import resource, signal, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from millrace.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""A program for `python -c`: the command, where no file can be larger than 5,000 bytes."""
+
 
 class Ran(NamedTuple):
     """What a command line returned and wrote."""

@@ -19,7 +19,7 @@ from millrace.cli import batch_files
 from millrace.cli.exits import INTERRUPTED, INVALID, OK, OTHER
 from millrace.executor.launch.devices import lock_free_gpus
 from millrace.results.keys import QueueKeys
-from tests.millrace.cli.command import Command, run_main, started
+from tests.millrace.cli.command import WITH_SMALL_FILES, Command, run_main, started
 from tests.millrace.cli.conftest import EngineByHand
 from tests.processes import ROOT, wait_until
 
@@ -224,19 +224,22 @@ def test_a_full_disk_is_named_and_the_same_command_continues(
     millrace: Command, engine: EngineByHand, files: Files
 ) -> None:
     files.write([call(f"c{i}") for i in range(50)])
-    script = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000));"
-        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "from millrace.cli import main; sys.exit(main(sys.argv[1:]))"
-    )
     with answering(engine):
-        with started("-c", script, "run-batch", *millrace.place, *files.arguments) as process:
+        with started("-c", WITH_SMALL_FILES, "run-batch", *millrace.place, *files.arguments) as process:
             _, err = process.communicate()
         assert process.returncode == OTHER
         assert "out.jsonl: File too large" in err and "run the same command again" in err
         assert millrace("run-batch", *files.arguments).status == OK
     assert files.statuses() == {f"c{i}": 200 for i in range(50)}
     assert len(files.answers()) == 50
+
+
+def test_a_disk_without_room_for_the_state_is_named(millrace: Command, files: Files) -> None:
+    files.write([call("a")])
+    script = WITH_SMALL_FILES.replace("5000", "0")
+    with started("-c", script, "run-batch", *millrace.place, *files.arguments) as process:
+        _, err = process.communicate()
+    assert (process.returncode, err) == (OTHER, f"millrace: {files.state}: File too large\n")
 
 
 def test_a_second_process_cannot_write_the_same_output(millrace: Command, engine: EngineByHand, files: Files) -> None:

@@ -16,9 +16,13 @@ from millrace.cli.exits import CommandError
 from millrace.cli.reconnecting_client import ReconnectingClient
 from millrace.cli.submit_file import _Submission, submit_file
 from millrace.results.messages import ClaimedJob
-from tests.millrace.cli.command import Command, run_main, started
+from tests.millrace.cli.command import WITH_SMALL_FILES, Command, python, run_main, started
 from tests.millrace.cli.conftest import EngineByHand
 from tests.processes import LIMIT_S
+
+TO_FULL_DISK = (
+    "import subprocess, sys; sys.exit(subprocess.call([sys.executable, *sys.argv[1:]], stdout=open('/dev/full', 'w')))"
+)
 
 
 def write_lines(path: Path, *lines: bytes | dict[str, Any]) -> Path:
@@ -252,6 +256,34 @@ def test_the_results_of_a_batch_are_printed_or_written(millrace: Command, engine
     assert [(job["id"], job["text"]) for job in printed.json_lines()] == [("a", "text")]
     assert printed.err.startswith("millrace: 1 of 2 jobs have not ended; to wait for them: millrace wait --batch both")
     assert run_main("batch", "results", *millrace.place, "none").status == 3
+
+
+@pytest.mark.parametrize("lines", ["", "\n \r\n"])
+def test_a_file_without_lines_is_refused(lines: str, millrace: Command, tmp_path: Path) -> None:
+    (file := tmp_path / "jobs").write_text(lines)
+    assert millrace("submit", "--file", str(file)) == (2, "", f"millrace: {file}: the file has no lines\n")
+    assert millrace("submit", "--file", "-", "--wait", stdin=lines).err == "millrace: stdin: the file has no lines\n"
+
+
+def test_a_full_disk_below_the_ids_says_what_is_submitted(millrace: Command, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "jobs", *({"id": f"j{n}", "prompt": "x"} for n in range(3)))
+    ran = python("-c", TO_FULL_DISK, *millrace.line("submit", "--file", str(file)))
+    assert (ran.status, ran.out) == (1, "")
+    assert ran.err.startswith("millrace: the output cannot be written: No space left on device; ")
+    assert ran.err.endswith("the same command resumes\n")
+    assert millrace("stats", "--json").json_lines()[0]["queued"] == 3
+
+
+def test_results_that_the_disk_has_no_room_for_leave_the_file_as_it_was(
+    millrace: Command, engine: EngineByHand, tmp_path: Path
+) -> None:
+    millrace("submit", "x", "--id", "a", "--batch", "one")
+    engine.finish(engine.claim()[0], "text" * 2000)
+    (output := tmp_path / "out").write_text("before")
+    options = ("results", *millrace.place, "one", "-o", str(output))
+    ran = python("-c", WITH_SMALL_FILES, "batch", *options)
+    assert (ran.status, ran.err) == (1, f"millrace: {output}: File too large\n")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out", "before")]
 
 
 def test_options_fill_what_a_line_leaves_out(millrace: Command, engine: EngineByHand) -> None:
