@@ -48,7 +48,7 @@ def test_without_cached_prompts_the_order_is_that_of_age(queue: FullQueue, engin
 
 
 def test_only_the_first_jobs_are_looked_at(queue: FullQueue, engine: Engine) -> None:
-    submit_mixed(queue, " ".join(f"b{n}" for n in range(16)) + " a")
+    submit_mixed(queue, " ".join(f"b{n}" for n in range(8)) + " a")
     assert engine.claim_ids(1, cached_prompts=CACHED) == ["b0"]
     assert engine.claim_ids(2, cached_prompts=CACHED) == ["a", "b1"]
 
@@ -161,6 +161,14 @@ def test_the_jobs_that_are_looked_at_cost_no_command(
 
     engine.claim(1)
     assert count_commands(engine, redis_client, 3, CACHED) <= count_commands(engine, redis_client, 3, [])
+
+
+def test_a_claim_of_one_job_is_few_commands(queue: FullQueue, engine: Engine, redis_client: redis.Redis) -> None:
+    submit_mixed(queue, " ".join(f"b{n}" for n in range(40)))
+
+    engine.claim(1)
+    assert count_commands(engine, redis_client, 1, []) <= 23
+    assert count_commands(engine, redis_client, 1, CACHED) <= 23
 
 
 def test_jobs_that_pass_over_others_cost_no_more_commands(

@@ -5,12 +5,13 @@ local function id_of_member(member)
   return string.sub(member, 27)
 end
 
--- Counts ready jobs of a tenant that the caller has removed, and returns the number of ready jobs of all tenants. `has_more`
--- where the caller knows that the tenant has more of them. Without any, its virtual time is kept while others have some; after
--- the last tenant, all start again at 0.
+-- Counts ready jobs of a tenant that the caller has removed, and returns the number of ready jobs of all tenants. `has_more`:
+-- whether the tenant has more of them; nil where the caller does not know. Without any, its virtual time is kept while others have
+-- some; after the last tenant, all start again at 0.
 local function count_removed(tenant, num_jobs, has_more)
   local num_left = redis.call('HINCRBY', prefix .. 'counts', 'queued', 0 - num_jobs)  -- Redis 6.2 refuses "-0"
-  if has_more or redis.call('EXISTS', prefix .. 'ready:' .. tenant) == 1 then return num_left end
+  if has_more == nil then has_more = redis.call('EXISTS', prefix .. 'ready:' .. tenant) == 1 end
+  if has_more then return num_left end
   local key, away = prefix .. 'tenants', prefix .. 'away'
   local time = redis.call('ZSCORE', key, tenant)
   redis.call('ZREM', key, tenant)

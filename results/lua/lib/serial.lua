@@ -13,8 +13,12 @@ local function reserve_serials(count)
   redis.call('SET', key, string.format('%d', last_serial + count))
 end
 
-local function next_serial()
+local function next_number()
   if num_reserved == 0 then reserve_serials(1) end
   last_serial, num_reserved = last_serial + 1, num_reserved - 1
-  return string.format('%d', last_serial)
+  return last_serial
+end
+
+local function next_serial()
+  return string.format('%d', next_number())
 end

@@ -3,7 +3,7 @@
 
 -- A value as a whole number; the default where it is not one.
 local function whole_number(value, default)
-  local number = tonumber(value)
+  local number = value and tonumber(value)
   return number and number >= 0 and number < 2 ^ 53 and math.floor(number) or default
 end
 
