@@ -29,7 +29,6 @@ local heartbeat, leases = prefix .. 'engine:' .. engine, prefix .. 'leases:' .. 
 
 local NOTHING = {}
 local JOB_FIELDS = {'cost', 'seed', 'created', 'stream', 'batch', 'v', 'deadline', 'n', 'priority', 'attempt'}
-if cached then JOB_FIELDS[11] = 'passed_over' end
 
 -- The tokens and the log-probabilities; false for each one that does not exist.
 local function read_checkpoint(name)
@@ -148,7 +147,7 @@ local function serve(tenant, weight, time, next_time)
     -- include: cached_prompts
     local is_cached, num_front = find_cached(members, most)
     if is_cached then
-      ranks, moved, passed_over = {}, {}, {}
+      ranks, moved, passed_over, JOB_FIELDS[11] = {}, {}, {}, 'passed_over'
       next_job = cached_first(tenant, members, is_cached, num_front, passed_over, most)
     end
   end

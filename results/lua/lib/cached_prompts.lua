@@ -1,18 +1,18 @@
 -- Cached prompts: one of the next jobs of a tenant goes first if its prompt is cached and that of the first one is not. Part of
 -- `claim`, whose variables and functions it uses.
--- include: queue settings record dequeue
+-- include: settings record dequeue
 
 -- The ranks of members whose prompt is cached, behind one whose prompt is not; and the number of those in front, whose prompts are
 -- all cached. nil where no job can pass over another one.
 local function find_cached(members, most)
-  local sub, search, num_front = string.sub, string.find, 0
-  while num_front < #members and search(cached, sub(members[num_front + 1], 18, 25), 1, true) do
-    num_front = num_front + 1
-    if num_front == most then return nil end
-  end
-  local is_cached
-  for rank = num_front + 2, #members do
-    if search(cached, sub(members[rank], 18, 25), 1, true) then
+  local sub, search, num_front, is_cached, last, is_found = string.sub, string.find, 0, nil, nil, nil
+  for rank = 1, #members do
+    local beginning = sub(members[rank], 18, 25)
+    if beginning ~= last then last, is_found = beginning, search(cached, beginning, 1, true) end
+    if is_found and num_front == rank - 1 then
+      num_front = rank
+      if rank == most then return nil end
+    elseif is_found then
       is_cached = is_cached or {}
       is_cached[rank] = true
       if most == 1 then break end
