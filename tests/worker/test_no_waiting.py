@@ -95,14 +95,15 @@ def make_runner(device: torch.device) -> Runner:
     return runner
 
 
-def run_ahead(runner: Runner, rows: list[RowSampling], num_steps: int = 12) -> list[StepResult]:
-    """Run the prompts and decode steps. Each step is launched before the one before it is collected. In the middle the
-    first sequence is replaced by one with the same settings and more tokens. In a small pool sequences share blocks."""
+def run_ahead(runner: Runner, rows: list[RowSampling], num_steps: int = 12, *, num_more: int = 3) -> list[StepResult]:
+    """Run the prompts and decode steps. Each step is launched before the one before it is collected. Each prompt has
+    `num_more` tokens more than the one before it. In the middle the first sequence is replaced by one with the same
+    settings and more tokens. In a small pool sequences share blocks."""
     results, count = [], BLOCKS_PER_SEQUENCE
     blocks = [1 + i % (runner._pool.num_blocks - 1) for i in range((len(rows) + 1) * count)]
     for number in range(num_steps + 1):
         starts = {0: range(len(rows)), num_steps // 2: [len(rows)]}.get(number, [])
-        tokens = {index: PROMPT + list(range(20, 20 + index * 3)) for index in starts}
+        tokens = {index: PROMPT + list(range(20, 20 + index * num_more)) for index in starts}
         new = [NewSequence(SeqId(i), tokens[i], len(PROMPT), rows[i % len(rows)]) for i in starts]
         listed = [StepRow(SeqId(i), 0, len(tokens[i]), blocks[i * count : (i + 1) * count]) for i in starts]
         finished = [SeqId(0)] if number == num_steps // 2 else []

@@ -14,10 +14,9 @@ import pytest
 FILES = sorted((Path(__file__).parent / "interpreted").glob("*_triton.py"))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_kernels_do_in_the_interpreter_what_the_cpu_does(file: Path) -> None:
+def test_kernels_do_in_the_interpreter_what_the_cpu_does() -> None:
     # Triton reads the variable when it is imported, so the interpreter has a process of its own.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, FILES)]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,33 @@ from tests.worker.driver import GREEDY, Driver, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
 from tests.worker.test_no_waiting import ROWS, run_ahead
 
-MAX_NUM_SEQS, MAX_TOKENS = 6, 6
-SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+MAX_NUM_SEQS, MAX_TOKENS = 6, 4
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
 DRAWN, LIMITED = RowSampling(0.9, 0, 1.0, 0.01, 7, 0, 0, []), RowSampling(0.9, 20, 0.9, 0.0, 7, 0, 0, [])
 SAMPLING = [GREEDY, LIMITED, DRAWN]
 
 
-@pytest.fixture(autouse=True)
-def triton_on_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    patch_worker(monkeypatch)
+@pytest.fixture(autouse=True, scope="module")
+def triton_on_this_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch_worker(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def started(triton_on_this_cpu: None, tmp_path_factory: pytest.TempPathFactory) -> Rank:
+    """A worker that tests use one after the other, since a start runs kernels too."""
+    path = tmp_path_factory.mktemp("llama")
+    make_model("llama", path, **SMALL)
+    return start_worker(path, max_num_seqs=MAX_NUM_SEQS, num_blocks=1000)
+
+
+@pytest.fixture
+def worker(started: Rank) -> Rank:
+    """A worker without graphs."""
+    assert started.runner is not None
+    started.runner._graphs = None
+    return started
 
 
 def patch_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,16 +146,11 @@ def use_graphs(worker: Rank, *, is_alone: bool = True) -> tuple[DecodeGraphs, Ca
     return runner._graphs, double
 
 
-def small_worker(path: Path) -> Rank:
-    make_model("llama", path, **SMALL)
-    return start_worker(path, max_num_seqs=MAX_NUM_SEQS, num_blocks=1000)
-
-
 def ahead(worker: Rank, rows: list[RowSampling]) -> list[list[int]]:
     """Run a prompt for each row, and decode steps, 3 of them of all rows. Each is launched before the one before it is
     collected. Return the tokens of each step."""
     assert worker.runner is not None
-    results = [each.token_ids for each in run_ahead(worker.runner, rows, 4)]
+    results = [each.token_ids for each in run_ahead(worker.runner, rows, 4, num_more=1)]
     finish_all(worker)
     return results
 
@@ -170,11 +183,11 @@ def generate(
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
-def test_tokens_are_those_of_eager_steps(arch: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_eager_steps(arch: str, worker: Rank, tmp_path: Path) -> None:
     """In random batches with preemptions and forks, with full attention and sliding windows."""
-    options: dict[str, Any] = {} if arch == "llama" else {"layer_types": ["sliding_attention"]}
-    make_model(arch, tmp_path, **SMALL, **options)
-    worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
+    if arch != "llama":
+        make_model(arch, tmp_path, **SMALL, layer_types=["sliding_attention"])
+        worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
     expected = generate(worker, 1, 4)
     found, double = use_graphs(worker)
     assert generate(worker, 1, 4) == expected
@@ -183,8 +196,8 @@ def test_tokens_are_those_of_eager_steps(arch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("num_rows", "first"), [(1, DRAWN), (3, LIMITED), (5, DRAWN), (6, GREEDY)])
-def test_steps_of_each_size_yield_the_tokens_of_eager_steps(num_rows: int, first: RowSampling, tmp_path: Path) -> None:
-    worker, rows = small_worker(tmp_path), [first, *([GREEDY, DRAWN] * num_rows)][:num_rows]
+def test_steps_of_each_size_yield_the_tokens_of_eager_steps(num_rows: int, first: RowSampling, worker: Rank) -> None:
+    rows = [first, *([GREEDY, DRAWN] * num_rows)][:num_rows]
     expected = ahead(worker, rows)
     found, double = use_graphs(worker)
     assert ahead(worker, rows) == expected
@@ -194,8 +207,7 @@ def test_steps_of_each_size_yield_the_tokens_of_eager_steps(num_rows: int, first
 
 
 @pytest.mark.parametrize("name", ["penalties", "min_tokens", "logprobs"])
-def test_rows_with_processors_are_drawn_behind_the_graph(name: str, tmp_path: Path) -> None:
-    worker = small_worker(tmp_path)
+def test_rows_with_processors_are_drawn_behind_the_graph(name: str, worker: Rank) -> None:
     rows = [DRAWN, ROWS[name], LIMITED]
     expected = ahead(worker, rows)
     found, double = use_graphs(worker)
@@ -208,17 +220,15 @@ def test_long_rows_have_graphs_of_their_own(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(f"millrace.worker.{module}.CHUNK", 32)
     make_model("mistral", tmp_path, **SMALL)
     worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
-    expected = generate(worker, 2, 3, 60, preempts=False)
+    expected = generate(worker, 2, 3, 40, preempts=False)
     found, _ = use_graphs(worker)
-    assert generate(worker, 2, 3, 60, preempts=False) == expected
+    assert generate(worker, 2, 3, 40, preempts=False) == expected
     assert {kind.num_chunks for kind in found.kinds} == {1, 2}
 
 
 def test_graphs_are_captured_again_when_a_buffer_has_grown_and_not_again_and_again_where_that_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_model("llama", tmp_path, **SMALL)
-    worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
     expected = generate(worker, 3, 2)
     found, double = use_graphs(worker)
     assert generate(worker, 3, 2) == expected
@@ -247,9 +257,8 @@ def test_graphs_are_captured_again_when_a_buffer_has_grown_and_not_again_and_aga
 
 
 def test_while_captures_pause_a_larger_graph_runs_and_steps_with_too_many_chunks_run_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    worker = small_worker(tmp_path)
     expected = ahead(worker, [LIMITED] * 5), ahead(worker, [GREEDY] * 2)
     monkeypatch.setattr(graphs, "CAPTURE_PAUSE_STEPS", 1000)
     found, double = use_graphs(worker)
@@ -260,8 +269,8 @@ def test_while_captures_pause_a_larger_graph_runs_and_steps_with_too_many_chunks
     assert double.num_replays == 6
 
 
-def test_steps_behind_an_error_and_a_sleep_yield_the_same_tokens(tmp_path: Path) -> None:
-    worker, rows = small_worker(tmp_path), [GREEDY, LIMITED, DRAWN]
+def test_steps_behind_an_error_and_a_sleep_yield_the_same_tokens(worker: Rank) -> None:
+    rows = [GREEDY, LIMITED, DRAWN]
     expected = ahead(worker, rows)
     found, _ = use_graphs(worker)
     ahead(worker, rows)

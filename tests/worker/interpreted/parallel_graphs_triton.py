@@ -29,8 +29,8 @@ def replays(rank: Any) -> tuple[int, list[Any]]:
 
 
 def test_ranks_capture_together_and_yield_the_tokens_of_eager_steps(tmp_path: Path) -> None:
-    make_model("llama", tmp_path, **graphs_triton.SMALL | {"num_key_value_heads": 2})
-    processes = RankProcesses(2)
+    make_model("llama", tmp_path, **graphs_triton.SMALL | {"num_attention_heads": 2, "num_key_value_heads": 2})
+    processes = RankProcesses(2, start_method="fork")  # they import nothing again
     try:
         for connection in processes._connections:
             connection.send(("inspect", (run_triton,)))
@@ -40,7 +40,7 @@ def test_ranks_capture_together_and_yield_the_tokens_of_eager_steps(tmp_path: Pa
 
             def outputs() -> list[list[int]]:
                 driver = Driver(group, 1, preempts=False)
-                return [one.output for one in driver.run(prompts, 6, graphs_triton.SAMPLING)]
+                return [one.output for one in driver.run(prompts, graphs_triton.MAX_TOKENS, graphs_triton.SAMPLING)]
 
             expected = outputs()
             group.call("inspect", use_graphs)

@@ -32,9 +32,9 @@ class RankFailed(Exception):
 class RankProcesses:
     """Owns the processes. Each has at most one rank at a time."""
 
-    def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")  # torch is imported once, for all of them
-        context.set_forkserver_preload([__name__])
+    def __init__(self, count: int, start_method: str = "forkserver") -> None:
+        context: Any = multiprocessing.get_context(start_method)
+        context.set_forkserver_preload([__name__])  # torch is imported once, for all of them
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         for _ in range(count):
@@ -71,8 +71,8 @@ class RankProcesses:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            process.join(10)
             process.kill()
+            process.join()
 
 
 @dataclass
