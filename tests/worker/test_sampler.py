@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from millrace.executor.wire.messages import NO_TOKEN, RowSampling
 from millrace.worker.sampler import sample
@@ -61,16 +63,38 @@ def test_low_precision_logits_are_sampled_in_float32() -> None:
     assert draw(torch.tensor([[0.0, 1.0]], dtype=torch.bfloat16), [GREEDY]) == [1]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax(temperature: float) -> None:
-    generator = torch.Generator().manual_seed(7)
-    logits = torch.randn(20, generator=generator) * 2
-    count = 20_000
-    ids = draw(logits.expand(count, -1), [row(temperature, seed=seed) for seed in range(count)])
-    expected = torch.softmax(logits / temperature, -1) * count
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        *({"temperature": temperature} for temperature in (0.5, 1.0, 2.0)),
+        {"top_k": 8},
+        {"top_p": 0.8},
+        {"min_p": 0.05},
+        {"temperature": 1.6, "min_p": 0.05, "top_k": 12, "top_p": 0.9},
+    ],
+    ids=str,
+)
+def test_draws_have_the_exact_distribution(sampling: dict[str, Any]) -> None:
+    """Chi-square, with fixed seeds. The distribution is that of transformers' processors in vLLM's order."""
+    logits, count = torch.randn(20, generator=torch.Generator().manual_seed(7)) * 2, 20_000
+    ids = draw(logits.expand(count, -1), [row(**sampling, seed=seed) for seed in range(count)])
+    warpers: list[Any] = [
+        TemperatureLogitsWarper(sampling.get("temperature", 1.0)),
+        MinPLogitsWarper(sampling.get("min_p", 0.0)),
+        TopKLogitsWarper(sampling.get("top_k", 20)),
+        TopPLogitsWarper(sampling.get("top_p", 1.0)),
+    ]
+    left = logits.unsqueeze(0)
+    for warper in warpers:
+        left = warper(None, left)
+    expected = left[0].softmax(-1) * count
     observed = torch.bincount(torch.tensor(ids), minlength=20)
-    chi_square = float(((observed - expected) ** 2 / expected)[expected > 5].sum())
-    assert chi_square < 45, "19 degrees of freedom: 43.8 is passed once in a thousand seeds"
+    assert not observed[expected == 0].any()
+    is_frequent = expected > 5
+    chi_square = float(((observed - expected) ** 2 / expected)[is_frequent].sum())
+    freedom = int(is_frequent.sum()) - 1
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.09 * math.sqrt(2 / (9 * freedom))) ** 3  # by Wilson and Hilferty
+    assert chi_square < limit, "passed once in a thousand seeds"
 
 
 def test_output_positions_and_candidates_draw_independently() -> None:
