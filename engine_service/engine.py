@@ -218,6 +218,9 @@ class Engine:
         run_ahead = self._executor.is_asynchronous if self._run_ahead is None else self._run_ahead
         while (plan := self.scheduler.schedule(num_stages, run_ahead=run_ahead)) is not None:
             self._set_step_limits(plan)
+            for new in plan.new:
+                generation = self._generations[new.seq_id]
+                generation.scheduled_s = generation.scheduled_s or time.time()
             try:
                 self._in_flight.append((plan, self._executor.execute_model(plan)))
             except ExecutorError as error:

@@ -51,6 +51,8 @@ class Generation:
         """Where in the text the stop string begins that has ended the generation."""
         self._final_text: str | None = None
         self.finish_reason: StopReason | None = sequence.finish_reason()
+        self.scheduled_s: float | None = None
+        """When the first step with it was made, in seconds since the epoch."""
         if rules.stop:
             sequence.is_followed = True
             self._start_decoding()

@@ -43,10 +43,10 @@ Messages: TypeAlias = list[dict[str, Any]]
 
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "chat_template_content_format": ("auto", "string"),
-    "lora_request": (),
     "tokenization_kwargs": ({},),
 }
-"""Arguments of vLLM's `chat` without an equal here, and the values that change nothing. None changes nothing either."""
+"""Arguments of vLLM's `generate` and `chat` without an equal here, and the values that change nothing. None never does, also
+for arguments that are not named here, such as `lora_request` and `priority`."""
 
 
 class LLM:
@@ -117,16 +117,19 @@ class LLM:
         self,
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Generate for every prompt. Return the outputs in the order of the prompts.
 
         A prompt is a string, a list of token ids, or an object with one of "prompt", "prompt_token_ids" and "messages".
-        `sampling_params` is one for all prompts or a list with one for each. `use_tqdm` shows a progress bar.
+        `sampling_params` is one for all prompts or a list with one for each. `use_tqdm` shows a progress bar;
+        it can be a function that makes one, like tqdm. Arguments of vLLM's `generate` are taken where they change nothing.
 
         Raises `InvalidRequest`, before anything runs, for an argument or a prompt that can't work, `Asleep` while the engine
         sleeps, and `EngineError` when a generation fails or the workers are lost for good.
         """
+        _refuse_unsupported(vllm_arguments, "generate")
         given = as_prompts(prompts)
         return self._generate(given, as_request, self._params(sampling_params, len(given)), use_tqdm, self._admission)
 
@@ -134,7 +137,7 @@ class LLM:
         self,
         messages: Messages | SequenceOf[Messages],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -147,9 +150,7 @@ class LLM:
         model's chat template makes a prompt of, or `chat_template`, a text in Jinja.
 
         The other arguments are those of a request. The outputs are raw: `LLM` parses no tool calls."""
-        for name, value in vllm_arguments.items():
-            if value is not None and value not in _WITHOUT_EFFECT.get(name, ()):
-                raise InvalidRequest(name, "is not supported by chat; leave it out")
+        _refuse_unsupported(vllm_arguments, "chat")
         if not isinstance(messages, list | tuple):
             raise InvalidRequest(
                 "messages", f"must be a list of messages, or a list of such lists, got {shown(messages)}"
@@ -183,7 +184,7 @@ class LLM:
         prompts: SequenceOf[Any],
         make_request: Callable[[Any], GenerationRequest],
         all_params: list[SamplingParams],
-        use_tqdm: bool,
+        use_tqdm: bool | Callable[..., Any],
         admission: Admission,
     ) -> list[RequestOutput]:
         requests, candidates = [], []
@@ -247,7 +248,7 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.shutdown()
 
-    def _run(self, generations: list[Generation], use_tqdm: bool) -> dict[Generation, Times]:
+    def _run(self, generations: list[Generation], use_tqdm: bool | Callable[..., Any]) -> dict[Generation, Times]:
         from tqdm.auto import tqdm
 
         self._engine.check_workers()  # a loss since the last call is not to be blamed on these generations
@@ -257,7 +258,8 @@ class LLM:
             generation.sequence.is_followed = True  # until its first token
             self._engine.add(generation)
         try:
-            with tqdm(total=len(generations), desc="texts", disable=not use_tqdm, dynamic_ncols=True) as bar:
+            make_bar = use_tqdm if callable(use_tqdm) else tqdm
+            with make_bar(total=len(generations), desc="texts", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while self._engine.has_work:
                     num_ended = 0
                     for progress in self._engine.step():
@@ -274,6 +276,12 @@ class LLM:
             for generation in generations:
                 self._engine.abort(generation)  # does nothing for those that have ended
         return times
+
+
+def _refuse_unsupported(arguments: Mapping[str, Any], method: str) -> None:
+    for name, value in arguments.items():
+        if value is not None and value not in _WITHOUT_EFFECT.get(name, ()):
+            raise InvalidRequest(name, f"is not supported by {method}; leave it out")
 
 
 def _has_ended(progress: Progress) -> bool:

@@ -16,6 +16,8 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """When a prompt was computed, in seconds since the epoch."""
 
     arrival_time: float
+    first_scheduled_time: float
+    """Of the candidate that began first."""
     first_token_time: float
     """Of the candidate that had its first token first."""
     finished_time: float
@@ -63,6 +65,7 @@ def output_of(
         prompt_logprobs=None if prompt_entries is None else [None, *map(as_logprobs, prompt_entries)],
         metrics=RequestMetrics(
             arrival_time=arrival_s,
+            first_scheduled_time=min(each.scheduled_s or arrival_s for each in candidates),
             first_token_time=min(times[each].first_token_s for each in candidates),
             finished_time=max(times[each].finished_s for each in candidates),
         ),

@@ -28,15 +28,24 @@ _REQUEST_NAMES = frozenset({"priority", "cache_salt", "response_format"})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
+    "include_reasoning": (True,),
+    "length_penalty": (1, 1.0),
     "logprobs": (False,),
     "modalities": (["text"],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "store": (True, False),
     "stream": (False,),
     "suffix": ("",),
+    "truncation_side": ("left",),
+    "use_beam_search": (False,),
 }
-"""Fields without an equal here, and the values with which they change nothing. null changes nothing in any field."""
-_WITHOUT_EFFECT = frozenset({"metadata", "prompt_cache_key", "safety_identifier", "user"})
+"""Fields of OpenAI's and vLLM's APIs without an equal here, and the values with which they change nothing. null changes
+nothing in any field."""
+_WITHOUT_EFFECT = frozenset(
+    {"metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "user"}
+)
 """Fields that say nothing about the text."""
 _ALIASES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}
 """Names of a chat's fields in OpenAI's API, and ours."""
@@ -103,6 +112,8 @@ def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
         given["max_tokens"] = given.pop("max_completion_tokens")
     if is_chat:
         sampling |= _chat_logprobs(given.pop("logprobs", False), given.pop("top_logprobs", None))
+    if given.get("add_special_tokens") is (not is_chat):  # vLLM's field, and its default: a template writes them itself
+        del given["add_special_tokens"]
     for name, value in given.items():
         if name in _WITHOUT_EFFECT or _is_neutral(name, value):
             continue
@@ -143,8 +154,8 @@ def _is_neutral(name: str, value: Any) -> bool:
 def _chat_logprobs(is_wanted: Any, num_top: Any) -> dict[str, int]:
     if type(is_wanted) is not bool:
         raise InvalidRequest("logprobs", f"must be true or false in a chat, got {shown(is_wanted)}")
-    if num_top is not None and (type(num_top) is not int or num_top < 0):
-        raise InvalidRequest("top_logprobs", f"must be an integer of at least 0, got {shown(num_top)}")
+    if num_top is not None and (type(num_top) is not int or num_top < -1):
+        raise InvalidRequest("top_logprobs", f"must be an integer of at least -1, got {shown(num_top)}")
     if num_top and not is_wanted:
         raise InvalidRequest("top_logprobs", "needs logprobs; set logprobs to true")
     return {"logprobs": num_top or 0} if is_wanted else {}
@@ -236,6 +247,7 @@ def _result(call: Call, job: Job) -> dict[str, Any]:
             "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
         },
+        "metrics": {**job.timings.durations, "attempt": job.attempt, "engine": job.engine},
         **(prompt_logprobs if is_chat else {}),
     }
 

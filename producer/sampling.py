@@ -50,17 +50,21 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
     min_tokens: Annotated[int, integer(0, MAX_COUNT)] = 0
     """Number of tokens before which end-of-sequence and stop tokens are not sampled."""
     temperature: Annotated[float, number(0.0, 2.0)] = 1.0
-    """0: greedy."""
+    """The logits are divided by it. 0: greedy."""
     top_p: Annotated[float, number(0.0, 1.0, above_low=True)] = 1.0
+    """Draw only from the fewest most likely tokens whose probabilities reach this sum, after min_p and top_k. 1: off."""
     top_k: Annotated[int, integer(-1, MAX_TOKEN_ID)] = 0
-    """0 or -1: off."""
+    """Draw only from so many most likely tokens. 0 or -1: off."""
     min_p: Annotated[float, number(0.0, 1.0)] = 0.0
+    """Draw no token that is less likely than this times the most likely one, after temperature. 0: off."""
     seed: Annotated[int | None, optional(integer(-(2**63), 2**63 - 1))] = None
     """The same seed gives the same text. None or -1: a random seed, chosen at submission and kept in the record."""
     stop: Annotated[str | list[str] | None, optional(_few_strings)] = None
     """Strings before which the text ends. A list after construction."""
     stop_token_ids: Annotated[list[int], token_ids] = []
+    """Tokens that end the text, besides the model's own."""
     ignore_eos: Annotated[bool, boolean] = False
+    """Go on after an end-of-sequence token."""
     detokenize: Annotated[bool, boolean] = True
     """False: only token ids, no text."""
     skip_special_tokens: Annotated[bool, boolean] = True

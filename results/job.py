@@ -64,6 +64,11 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
         """From the submission to the end."""
         return _seconds(self.created_ms, self.ended_ms)
 
+    @property
+    def durations(self) -> dict[str, float | None]:
+        """All four by name."""
+        return {name: getattr(self, name) for name in ("queued_s", "prefill_s", "decode_s", "total_s")}
+
 
 def _seconds(begin_ms: int | None, end_ms: int | None) -> float | None:
     return None if begin_ms is None or end_ms is None else max(0, end_ms - begin_ms) / 1000

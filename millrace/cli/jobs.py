@@ -224,7 +224,8 @@ def _facts(job: Job, state: str | None) -> list[str]:
         facts += [f"tenant {job.tenant}"] if job.tenant != "default" else []
         facts.append(f"prompt: {one_line(' '.join(job.prompt.split()), 60)}")
     if job.usage:
-        facts.append(f"{job.usage.prompt_tokens} prompt + {job.usage.completion_tokens} output tokens")
+        cached = f" ({job.usage.cached_tokens} cached)" if job.usage.cached_tokens else ""
+        facts.append(f"{job.usage.prompt_tokens} prompt{cached} + {job.usage.completion_tokens} output tokens")
     if job.error:
         facts.append(job.error.message)
     if job.num_retries:
@@ -233,4 +234,12 @@ def _facts(job: Job, state: str | None) -> list[str]:
         facts.append(f"run again as {job.redriven_as}")
     if not job.has_result:
         facts.append("its result has expired")
-    return facts
+    return facts + (_run_facts(job) if job.usage else [])
+
+
+def _run_facts(job: Job) -> list[str]:
+    """Return how a job that has ended was run."""
+    times = job.timings.durations.items()
+    durations = [f"{name.removesuffix('_s')} {value:.2f} s" for name, value in times if value is not None]
+    where = [f"attempt {job.attempt}"] if job.attempt else []
+    return [*durations, *where, *([f"engine {job.engine}"] if job.engine else [])]

@@ -43,6 +43,7 @@ def job_fields(job: Job) -> dict[str, Any]:
     import msgspec
 
     fields = msgspec.structs.asdict(job)
+    fields["timings"] = {**msgspec.structs.asdict(job.timings), **job.timings.durations}
     if len(job.outputs) == 1 and job.outputs[0].logprobs is None:
         del fields["outputs"]
     if job.content == job.text:

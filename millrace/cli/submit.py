@@ -12,7 +12,17 @@ from millrace.cli.jobs import follow
 from millrace.cli.known_jobs import report_known
 from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
 from millrace.cli.output import print_id
-from millrace.cli.values import integer, json_list, json_object, moment, number, text_file, tool_choice
+from millrace.cli.values import (
+    TO_CONTEXT,
+    integer,
+    json_list,
+    json_object,
+    max_tokens,
+    moment,
+    number,
+    text_file,
+    tool_choice,
+)
 from millrace.cli.wait import add_timeout, wait_for_job
 from millrace.cli.wait_report import warn_if_never_served
 
@@ -20,7 +30,7 @@ _Option = tuple[str, Callable[[str], Any] | bool, str, str]
 """Name, type, name of the value and help. A bool is what the option, which has no value, sets."""
 
 _SAMPLING: tuple[_Option, ...] = (
-    ("--max-tokens", integer, "N", "generate at most N tokens (default: 16)"),
+    ("--max-tokens", max_tokens, "N", "generate at most N tokens (default: 16); none: as many as the context holds"),
     ("--min-tokens", integer, "N", "generate at least N tokens"),
     ("--temperature", number, "T", "randomness of the choice of tokens; 0: the likeliest token (default: 1.0)"),
     ("--top-p", number, "P", "sample from the likeliest tokens whose probabilities add up to P"),
@@ -147,7 +157,8 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     values["structured_outputs"] = {name: value for name, value in forms.items() if value is not None} or None
     if args.continue_final_message:
         values["add_generation_prompt"] = False
-    return {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
+    return {**given, "max_tokens": None} if args.max_tokens == TO_CONTEXT else given
 
 
 def _field(option: str) -> str:

@@ -26,6 +26,15 @@ def integer(text: str) -> int:
         raise ArgumentTypeError(f"must be an integer, got {text[:60]!r}") from None
 
 
+TO_CONTEXT = "none"
+"""`--max-tokens` for the field's value None, as many tokens as the context holds: None is an option that is not given."""
+
+
+def max_tokens(text: str) -> int | str:
+    """An integer, or TO_CONTEXT."""
+    return TO_CONTEXT if text == TO_CONTEXT else integer(text)
+
+
 def number(text: str) -> float:
     """Any number. The request checks its range."""
     try:

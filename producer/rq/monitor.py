@@ -168,7 +168,8 @@ def _end_of(run: GatewayRun, job: Job) -> RunEnd:
             value["outputs"] = outputs
         if job.prompt_logprobs is not None:
             value["prompt_logprobs"] = msgspec.to_builtins(job.prompt_logprobs)
-        return RunEnd(run, "finished", {**value, "usage": msgspec.to_builtins(job.usage)})
+        value |= {"usage": msgspec.to_builtins(job.usage), "timings": job.timings.durations}
+        return RunEnd(run, "finished", {**value, "attempt": job.attempt, "engine": job.engine})
     if job.state == "cancelled" and run.is_stopping:
         return RunEnd(run, "stopped", reason="stopped by RQ's stop-job command")
     why = f": {job.error.kind}: {job.error.message}" if job.error else ""

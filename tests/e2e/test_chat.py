@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -189,6 +190,25 @@ def test_the_example_calls_functions_until_the_model_answers(
         assert (ran.returncode, ran.stderr) == (0, "")
         assert ran.stdout.splitlines()[-1] == result
     assert client.stats().finished == 4
+
+
+def test_the_example_is_a_conversation_with_reasoning_tokens_and_times(
+    client: Client, start_echo: Callable[..., None], redis_url: str, queue_name: str
+) -> None:
+    start_echo("<think> </think>", ("<think>", "</think>"), "--reasoning-parser", "qwen3")
+    example = [sys.executable, str(ROOT / "examples" / "chat.py"), "--redis", redis_url, "--queue", queue_name]
+    questions = ["<think>Hm.</think>Seven.", "Eight."]
+    ran = subprocess.run(
+        [*example, *questions, "--thinking-token-budget", "9"], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    lines = ran.stdout.splitlines()
+    assert (lines[:2], lines[5]) == (["(Hm.)", "Seven."], "Eight.")
+    tokens, times, engine = lines[2:5]
+    assert re.fullmatch(r"  [0-9]+ prompt tokens \(0 cached\), [0-9]+ of the answer", tokens)
+    assert re.fullmatch(r"  [0-9.]+ s in the queue, [0-9.]+ s to the first token, [0-9.]+ s in all", times)
+    assert engine.startswith("  attempt 1 on engine ")
+    assert client.stats().finished == 2
 
 
 def test_a_file_of_chats_is_answered_in_the_form_that_openais_own_types_read(

@@ -31,7 +31,15 @@ def test_a_sum_comes_back_right_with_all_that_belongs_to_it(client: Client) -> N
     timings = job.timings
     assert timings.started_ms is not None
     assert timings.ended_ms is not None
-    assert timings.created_ms <= timings.started_ms <= timings.ended_ms
+    assert timings.first_token_ms is not None
+    assert timings.created_ms <= timings.started_ms <= timings.first_token_ms <= timings.ended_ms
+    assert timings.durations == {
+        "queued_s": (timings.started_ms - timings.created_ms) / 1000,
+        "prefill_s": (timings.first_token_ms - timings.started_ms) / 1000,
+        "decode_s": (timings.ended_ms - timings.first_token_ms) / 1000,
+        "total_s": (timings.ended_ms - timings.created_ms) / 1000,
+    }
+    assert job.attempt == 1 and job.engine
 
 
 def test_usage_counts_the_tokens_that_an_earlier_prompt_has_computed(client: Client) -> None:

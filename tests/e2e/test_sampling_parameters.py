@@ -69,6 +69,7 @@ PARAMS = [SamplingParams(**each) for each in REQUESTS.values()]
 SMALL_POOL: dict[str, Any] = {"block_size": 4, "num_blocks": 80, "max_num_batched_tokens": 24}
 CONTEXT = 148
 
+
 class Outcome(NamedTuple):
     """What a reader gets."""
 
@@ -166,6 +167,7 @@ def test_in_processes_of_their_own(options: dict[str, Any], thinker: Path, expec
 
 
 # --- the thinking budget --------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_thinking_ends_where_its_budget_does(thinker: Path, run_ahead: bool) -> None:

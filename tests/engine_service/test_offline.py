@@ -9,11 +9,13 @@ import time
 from argparse import ArgumentParser
 from array import array
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tqdm import tqdm
 
 from millrace import LLM, EngineArgs
 from millrace.engine_service.errors import ConfigurationError, WorkersLost
@@ -269,6 +271,26 @@ def test_a_chat_is_rendered_with_the_models_template(llm: LLM) -> None:
         llm.chat(chat, params, lora_request=object())
     with pytest.raises(InvalidRequest, match=r"^messages: must be a list"):
         llm.chat("3 + 4 =")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match=r"^priority: is not supported by generate"):
+        llm.generate("3 + 4 =", params, priority=[1])
+    assert llm.generate("3 + 4 =", params, use_tqdm=False, lora_request=None, tokenization_kwargs={})
+
+
+def test_the_progress_bar_counts_the_texts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    llm.generate(["3 + 4 =", "5 + 6 ="], params)
+    assert "2/2" in capsys.readouterr().err
+    llm.generate(["3 + 4 =", "5 + 6 ="], params, use_tqdm=partial(tqdm, bar_format="{n} of {total} are done"))
+    assert "2 of 2 are done" in capsys.readouterr().err
+    llm.generate(["3 + 4 ="], params, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_prompt_that_waits_for_a_place_is_scheduled_later() -> None:
+    with LLM(TINY, device="cpu", executor="uni", num_blocks=64, max_num_seqs=1) as llm:
+        outputs = llm.generate(["3 + 4 ="] * 2, SamplingParams(max_tokens=9, ignore_eos=True), use_tqdm=False)
+    first, second = (output.metrics for output in outputs)
+    assert first.first_token_time < second.first_scheduled_time
 
 
 def test_a_chat_is_continued_and_has_a_template_and_variables_of_its_own(llm: LLM) -> None:
@@ -318,7 +340,8 @@ def test_an_output_says_when_it_was_computed_and_what_has_ended_it(llm: LLM) -> 
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     (plain,) = llm.generate(["3 + 4 ="], params, use_tqdm=False)
     times = plain.metrics
-    assert before_s <= times.arrival_time <= times.first_token_time <= times.finished_time <= time.time()
+    assert before_s <= times.arrival_time <= times.first_scheduled_time <= times.first_token_time
+    assert times.first_token_time <= times.finished_time <= time.time()
     assert (plain.finished, plain.outputs[0].stop_reason) == (True, None)
     stop = plain.outputs[0].text[3:5]
     (by_string,) = llm.generate(["3 + 4 ="], msgspec.structs.replace(params, stop=["never", stop]), use_tqdm=False)

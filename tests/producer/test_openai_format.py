@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
+from openai.types.completion_create_params import CompletionCreateParamsBase as CompletionParams
 
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams, StructuredOutputs
 from millrace.producer.openai_format import Call, ended_line, parse_line, refused_line
@@ -69,10 +71,28 @@ def test_a_prompt_may_be_token_ids(prompt: Any) -> None:
     [
         {"stream": False, "logprobs": None, "n": 1, "response_format": {"type": "text"}},
         {"tools": [], "tool_choice": "none", "store": False, "metadata": {"a": "b"}, "presence_penalty": 0},
+        {
+            "prompt_cache_key": "k",
+            "prompt_cache_retention": "24h",
+            "add_special_tokens": False,
+            "include_reasoning": True,
+        },
+        {"use_beam_search": False, "length_penalty": 1.0, "return_token_ids": False, "truncation_side": "left"},
     ],
 )
 def test_fields_that_change_nothing_are_taken(body: dict[str, Any]) -> None:
     assert parsed(CHAT, {"messages": MESSAGES, **body}) == parsed(CHAT, {"messages": MESSAGES})
+
+
+@pytest.mark.parametrize(("url", "kind"), [(CHAT, ChatParams), (COMPLETIONS, CompletionParams)])
+def test_no_field_of_openais_types_is_taken_and_ignored(url: str, kind: Any) -> None:
+    text_field = {"messages": MESSAGES} if url == CHAT else {"prompt": "p"}
+    say_nothing_of_the_text = {"metadata", "safety_identifier", "user"}
+    for name in get_type_hints(kind).keys() - say_nothing_of_the_text:
+        if not name.startswith("prompt_cache_"):
+            with pytest.raises(InvalidRequest) as refused:
+                parsed(url, {**text_field, name: {"unlikely": 1}})
+            assert refused.value.field == name
 
 
 @pytest.mark.parametrize(
@@ -82,7 +102,7 @@ def test_fields_that_change_nothing_are_taken(body: dict[str, Any]) -> None:
         *[(CHAT, {"messages": MESSAGES, "logprobs": value}, "logprobs") for value in (1, "true", [True])],
         *[
             (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": value}, "top_logprobs")
-            for value in (-1, "2", True, 1.0)
+            for value in (-2, "2", True, 1.0)
         ],
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
         (COMPLETIONS, {"prompt": "p", "logprobs": True}, "logprobs"),
@@ -93,6 +113,9 @@ def test_fields_that_change_nothing_are_taken(body: dict[str, Any]) -> None:
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"prompt": "p"}, "messages"),
         (COMPLETIONS, {"prompt": "p", "echo": True}, "echo"),
+        (COMPLETIONS, {"prompt": "p", "use_beam_search": True}, "use_beam_search"),
+        *[(CHAT, {"messages": MESSAGES, "add_special_tokens": value}, "add_special_tokens") for value in (True, "no")],
+        (COMPLETIONS, {"prompt": "p", "add_special_tokens": False}, "add_special_tokens"),
         (COMPLETIONS, {"prompt": "p", "logprobs": -2}, "logprobs"),
         (COMPLETIONS, {"prompt": "p", "max_completion_tokens": 3}, "max_completion_tokens"),
         (COMPLETIONS, {"prompt": "p", "max_token": 3}, "max_token"),
@@ -155,7 +178,9 @@ def ended(
         finish_reason="stop",
         usage=Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4),
         error=error,
-        timings=Timings(created_ms=1000, ended_ms=9000),
+        timings=Timings(created_ms=1000, started_ms=2500, first_token_ms=3000, ended_ms=9000),
+        attempt=2,
+        engine="e-1",
         has_result=has_result,
         prompt_logprobs=None if logprobs is None else [None, *logprobs],
     )
@@ -180,6 +205,8 @@ def test_a_chat_is_answered_in_openais_form() -> None:
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 4},
     }
+    times = {"queued_s": 1.5, "prefill_s": 0.5, "decode_s": 6.0, "total_s": 8.0}
+    assert body["metrics"] == {**times, "attempt": 2, "engine": "e-1"}
 
 
 def test_a_completion_is_answered_in_openais_form() -> None:
@@ -197,6 +224,7 @@ SCORED: list[TokenLogprobs] = [
 def test_log_probabilities_of_a_chat_have_openais_form() -> None:
     assert parsed(CHAT, {"messages": MESSAGES, "logprobs": True}).sampling.logprobs == 0
     assert parsed(CHAT, {"messages": MESSAGES, "logprobs": False, "top_logprobs": 0}).sampling.logprobs is None
+    assert parsed(CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": -1}).sampling.logprobs == -1
     call, request = parse_line(line(CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}))
     assert request.sampling.logprobs == 2
     body = ended_line("r-1", call, ended(logprobs=SCORED))["response"]["body"]

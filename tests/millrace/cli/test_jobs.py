@@ -57,6 +57,9 @@ def test_the_parameters_of_logits_and_text_reach_the_request(millrace: Command, 
     flags = {"include_stop_str_in_output": True, "skip_special_tokens": False, "spaces_between_special_tokens": False}
     lists = {"bad_words": ["a", "b"], "allowed_token_ids": [5]}
     assert json.loads(job.body) == {"prompt": "x", **fields, **lists, **flags}
+    assert millrace("submit", "x", "--max-tokens", "none").status == 0
+    (job,) = engine.claim()
+    assert json.loads(job.body) == {"prompt": "x", "max_tokens": None}
     assert "logit_bias: of token id 5 must be a number" in millrace("submit", "x", "--logit-bias", '{"5":"1"}').err
 
 
@@ -138,7 +141,13 @@ def test_tokens_are_submitted_and_no_text_is_made(millrace: Command, engine: Eng
 def test_what_an_engine_wrote_is_shown(millrace: Command, engine: EngineByHand) -> None:
     millrace("submit", "x", "--id", "a")
     engine.finish(engine.claim()[0], "täglich\n")
-    assert millrace("get", "a").out == "a: finished (stop), 3 prompt + 9 output tokens\ntäglich\n\n"
+    facts, text = millrace("get", "a").out.split("\n", 1)
+    run = r"queued [0-9]+\.[0-9]{2} s, total [0-9]+\.[0-9]{2} s, attempt 1, engine by-hand"
+    assert re.fullmatch(r"a: finished \(stop\), 3 prompt \+ 9 output tokens, " + run, facts)
+    assert text == "täglich\n\n"
+    times = json.loads(millrace("get", "a", "--json").out)["timings"]
+    assert times["total_s"] == (times["ended_ms"] - times["created_ms"]) / 1000
+    assert (times["prefill_s"], times["decode_s"]) == (None, None)  # this engine does not say when the first token came
     assert millrace("submit", "x", "--id", "a", "--wait").out == "täglich\n\n"
     assert millrace("tail", "a").out == "täglich\n\n"
     first, last = millrace("tail", "a", "--json").json_lines()
@@ -184,7 +193,7 @@ def test_a_failed_job_gives_status_1_and_its_reason(millrace: Command, engine: E
     engine.fail(engine.claim()[0], "the model is tired")
     for verb in (("tail", "a"), ("submit", "x", "--id", "a", "--wait")):
         assert millrace(*verb) == (1, "", "millrace: a: failed: the model is tired\n")
-    assert millrace("get", "a").out == "a: failed (error), 3 prompt + 0 output tokens, the model is tired\n"
+    assert millrace("get", "a").out.startswith("a: failed (error), 3 prompt + 0 output tokens, the model is tired, ")
 
 
 def test_cancelling_says_what_became_of_each(millrace: Command) -> None:
@@ -477,7 +486,8 @@ def test_every_candidate_is_shown(millrace: Command, engine: EngineByHand) -> No
     engine.finish(claimed, "one", "two")
     texts = "--- candidate 0\none\n--- candidate 1\ntwo\n"
     assert millrace("submit", "x", "--id", "a", "--n", "2", "--wait").out == texts
-    assert millrace("get", "a").out == "a: finished (stop), 3 prompt + 6 output tokens\n" + texts
+    facts, shown = millrace("get", "a").out.split("\n", 1)
+    assert facts.startswith("a: finished (stop), 3 prompt + 6 output tokens, ") and shown == texts
     assert millrace("tail", "a").out == "one\n--- candidate 1\ntwo\n"
     (job,) = millrace("get", "a", "--json").json_lines()
     assert (job["text"], [output["text"] for output in job["outputs"]]) == ("one", ["one", "two"])

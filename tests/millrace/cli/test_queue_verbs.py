@@ -40,7 +40,8 @@ def test_failed_jobs_are_run_again(millrace: Command, engine: EngineByHand) -> N
     for job in engine.claim():
         engine.fail(job, "no luck")
     assert millrace("retry", "a").out == "a\ta.r1\n"
-    assert millrace("get", "a").out == "a: failed (error), 3 prompt + 0 output tokens, no luck, run again as a.r1\n"
+    facts = "a: failed (error), 3 prompt + 0 output tokens, no luck, run again as a.r1, "
+    assert millrace("get", "a").out.startswith(facts)
     assert millrace("retry", "--all", "--json").json_lines() == [{"id": "b", "redriven_as": "b.r1"}]
     refused = millrace("retry", "a.r1")
     assert refused.status == 2
