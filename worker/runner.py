@@ -171,11 +171,14 @@ class Runner:
         if not self._launched:
             raise StepSkipped("an earlier step has failed")
         try:
-            return self._launched.popleft().result()
+            return self._result(self._launched.popleft())
         except Exception:
             self._has_failed = True
             self._launched.clear()
             raise
+
+    def _result(self, launched: LaunchedStep) -> StepResult:
+        return launched.result()
 
     def is_result_ready(self) -> bool:
         """Whether `collect` would return at once."""

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from millrace.executor.wire.messages import StepPlan
+from millrace.executor.wire.messages import StepPlan, StepResult
 from millrace.worker.input_batch import SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.parallel.peers import Peers
@@ -61,7 +61,15 @@ class ParallelRunner(Runner):
         """Run this rank's part of one step. Only the output rank's result has tokens."""
         self._receive_tokens_for(plan)
         launched = super()._launch(plan)
-        return launched if self._topology.is_output_rank else replace(launched, output=None)
+        if launched.done is None:
+            self._send_tokens(launched.output)
+        return launched
+
+    def _result(self, launched: LaunchedStep) -> StepResult:
+        if launched.done is not None:
+            launched.done.synchronize()  # here and not in the launch, which would wait for the device
+            self._send_tokens(launched.output)
+        return super()._result(launched if self._topology.is_output_rank else replace(launched, output=None))
 
     def finish(self) -> None:
         while self._pending:
@@ -80,10 +88,7 @@ class ParallelRunner(Runner):
             self._peers.send(hidden, self._topology.stage + 1)
             self._start_receiving(plan.micro_batch, batch.sampled)
             return None
-        output = super()._sample(plan, batch)
-        assert output is not None
-        self._send_tokens(output.token_ids)
-        return output
+        return super()._sample(plan, batch)
 
     def _draw_in_graph(self, batch: StepBatch) -> None:
         return None  # the ranks compare their parts of the ids outside of graphs
@@ -114,9 +119,11 @@ class ParallelRunner(Runner):
 
     # --- the sampled ids, from the last stage to the others ---
 
-    def _send_tokens(self, token_ids: Tensor) -> None:
-        for stage in range(self._topology.stage if len(token_ids) else 0):
-            self._peers.send(token_ids.cpu(), stage)
+    def _send_tokens(self, output: StepOutput | None) -> None:
+        """Send what a step of the last stage yields, which is on the host."""
+        if output is not None and len(output.token_ids):
+            for stage in range(self._topology.stage):
+                self._peers.send(output.token_ids, stage)
 
     def _start_receiving(self, micro_batch: int, rows: SampledRows) -> None:
         if rows.seq_ids:

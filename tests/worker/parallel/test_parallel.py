@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Iterator
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from millrace.executor.wire.messages import (
     NO_TOKEN,
@@ -21,10 +24,12 @@ from millrace.executor.wire.messages import (
     StepPlan,
     StepRow,
 )
+from millrace.worker import runner as runner_module
 from millrace.worker.kernels.library import find_kernels
 from millrace.worker.linear.packed import PackedLinear
 from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.rank import Rank
+from tests.worker.device_double import WRONG_VALUE, DeviceDouble, DeviceEvent
 from tests.worker.driver import GREEDY, Driver, Request, execute, start_worker
 from tests.worker.logprobs import WANTED, check_logprobs, with_logprobs
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
@@ -334,6 +339,30 @@ def test_plans_may_come_before_the_results_of_earlier_ones(
         assert [result.token_ids[0] for result in results[0:10:2]] == expected[0]
         assert [result.token_ids[0] for result in results[1:10:2]] == expected[1]
         assert {stats["num_sequences"] for stats in group.call("stats")} == {0}
+
+
+def copy_late(rank: Rank) -> None:
+    """Let results come to the host as those of a GPU do: wrong until an event is synchronized."""
+    device, runner = DeviceDouble(), rank.runner
+    assert runner is not None
+
+    def to_host(tensor: Tensor) -> Tensor:
+        device.copies.append((torch.full_like(tensor, WRONG_VALUE), tensor.clone()))
+        return device.copies[-1][0]
+
+    pytest.MonkeyPatch().setattr(runner_module, "to_host", to_host)  # until the process ends
+    runner._record_event = lambda: DeviceEvent(device)  # type: ignore[assignment,method-assign,return-value]
+
+
+def test_the_last_stage_of_gpus_sends_ids_that_are_on_the_host(
+    models: dict[str, Path], expected: dict[str, list[list[int]]]
+) -> None:
+    with (
+        contextlib.closing(RankProcesses(4)) as processes,
+        processes.group(models["llama"], 2, 2) as group,
+    ):
+        group.call("inspect", copy_late)
+        assert generate(group) == expected["llama"]
 
 
 def poison(rank: Rank) -> None:
