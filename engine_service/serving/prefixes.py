@@ -11,7 +11,7 @@ import msgspec
 
 from millrace.engine_service.core.sequence import Sequence
 
-MAX_CLAIMED = 32
+MAX_CLAIMED = 8
 """Digests that a claim names."""
 _MAX_KNOWN = 256
 _MAX_BLOCKS = 64

@@ -138,46 +138,37 @@ local function serve(tenant, weight, time, next_time)
   local most = max_jobs - #claimed
   if next_time then most = math.min(most, 4) end  -- the other tenants wait
   local key = prefix .. 'ready:' .. tenant
-  -- One more than the claim may take, or with cached prompts those that may pass over the first ones.
-  local members = redis.call('ZRANGE', key, 0, cached and most + 6 or most)
-  local num_before, num_passed, cost, may_continue = #claimed, 0, 0, true
-  local first = 1  -- the rank of the first job that is left
-  local next_job, ranks, moved, passed_over  -- ranks and members of the jobs that went before it; jobs that were passed over
+  -- One more than the claim may take, or with cached prompts those that may go before the last of these.
+  local members = redis.call('ZRANGE', key, 0, cached and most + 2 or most)
+  local num_before, num_passed, cost, may_continue, ranks, places = #claimed, 0, 0, true, nil, nil
   if cached then
     -- include: cached_prompts
-    local is_cached, num_front = find_cached(members, most)
-    if is_cached then
-      ranks, moved, passed_over, JOB_FIELDS[11] = {}, {}, {}, 'passed_over'
-      next_job = cached_first(tenant, members, is_cached, num_front, passed_over, most)
-    end
+    ranks, places = put_cached_first(key, members, most)
   end
-  while num_passed < most and first <= #members do
+  while num_passed < most and num_passed < #members do
     if num_passed > 0 and next_time and time + cost / weight >= next_time then break end
-    local rank, job = first, nil
-    if next_job then rank, job = next_job(first, num_passed) else job = read_job(id_of_member(members[first]), tenant) end
+    local job = read_job(id_of_member(members[num_passed + 1]), tenant)
     may_continue = may_take(job) and not alone
     if not may_continue then break end
     num_passed = num_passed + 1
     cost = cost + take_or_set_aside(job, tenant)
-    if rank > first then
-      ranks[#ranks + 1], moved[#moved + 1], members[rank] = rank, members[rank], false
-    else
-      repeat first = first + 1 until members[first] ~= false
-    end
   end
   if #claimed > num_before then
     count_waiting(tenant, num_before - #claimed, 0 - cost)
     charge(tenant, cost, weight)
   end
-  if next_job then
-    local apart = 1  -- from here on they are not in front of the first job that is left
-    while ranks[apart] and ranks[apart] < first do apart = apart + 1 end
-    if moved[apart] then redis.call('ZREM', key, unpack(moved, apart)) end
-    for _, job in ipairs(passed_over) do
-      if not job.lease then redis.call('HSET', prefix .. 'job:' .. job.id, unpack(job.changes)) end
+  local num_in_front, num_moved = num_passed, 0  -- of those taken
+  if ranks then
+    while (places[num_moved + 1] or most + 1) <= num_passed do num_moved = num_moved + 1 end
+    local apart = {}  -- those behind one that is left
+    while num_moved > 0 and ranks[num_moved] - num_moved > num_passed - num_moved - #apart do
+      apart[#apart + 1] = members[places[num_moved]]
+      num_moved = num_moved - 1
     end
+    if #apart > 0 then redis.call('ZREM', key, unpack(apart)) end
+    num_in_front = num_passed - #apart
   end
-  if first > 1 then redis.call('ZREMRANGEBYRANK', key, 0, first - 2) end
+  if num_in_front > 0 then redis.call('ZREMRANGEBYRANK', key, 0, num_in_front - 1) end
   num_queued = count_removed(tenant, num_passed, #members > num_passed)  -- also where somebody has deleted the set
   return may_continue
 end
