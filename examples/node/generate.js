@@ -1,14 +1,10 @@
 // node examples/node/generate.js '3 + 4 =' [redis URL] [queue]     prints the answer while it is generated
 // Without a URL: that of MILLRACE_REDIS_URL, of REDIS_URL, or redis://localhost:6379.
 
-import { dirname, join } from "node:path";
-import { fileURLToPath } from "node:url";
-
 import { Millrace } from "./millrace.js";
 import { Redis } from "./redis.js";
 
 const [prompt = "3 + 4 =", url, queue = "default"] = process.argv.slice(2);
-const lua = join(dirname(fileURLToPath(import.meta.url)), "../../results/lua");
 
 process.on("uncaughtException", (error) => {
   console.error(error.message || error.code); // a connection that fails on two addresses has no message
@@ -16,7 +12,7 @@ process.on("uncaughtException", (error) => {
 });
 
 const redis = await Redis.connect(url);
-const millrace = new Millrace(redis, { queue, lua });
+const millrace = new Millrace(redis, { queue });
 const id = await millrace.submit({ prompt, max_tokens: 32, stream: true, meta: { from: "node" } });
 console.error(`job ${id}`);
 for await (const event of millrace.stream(id)) {

@@ -107,7 +107,7 @@ export interface EndedJob extends EndEvent {
 }
 
 export class Millrace {
-  constructor(redis: Connection, options: { queue?: string; lua: string });
+  constructor(redis: Connection, options?: { queue?: string; lua?: string });
   submit(request: Request): Promise<string>;
   stream(id: string, after?: string): AsyncGenerator<OutputEvent | EndEvent, void, void>;
   wait(id: string): Promise<EndedJob>;

@@ -2,12 +2,14 @@
 
 import { createHash, randomBytes, randomUUID } from "node:crypto";
 import { readFileSync } from "node:fs";
+import { fileURLToPath } from "node:url";
 
 import { asText } from "./redis.js";
 
 const TERMINAL = new Set(["finished", "failed", "cancelled", "expired"]);
 const BLOCK_MS = 5000;
 const WATCH_EVERY_MS = 10_000;
+const LUA = fileURLToPath(new URL("../../results/lua", import.meta.url));
 
 export class Millrace {
   #redis;
@@ -15,8 +17,8 @@ export class Millrace {
   #lua;
   #shas = new Map();
 
-  /** `redis` has the methods of redis.js; `lua` is the folder with the scripts, results/lua/. */
-  constructor(redis, { queue = "default", lua }) {
+  /** `redis` has the methods of redis.js; `lua` is the folder with the scripts, by default that of the checkout. */
+  constructor(redis, { queue = "default", lua = LUA } = {}) {
     this.#redis = redis;
     this.#prefix = `millrace:{${queue}}:`;
     this.#lua = lua;

@@ -24,7 +24,7 @@ OPEN = """
 import { Millrace } from "./examples/node/millrace.js";
 import { Redis } from "./examples/node/redis.js";
 const redis = await Redis.connect();
-const millrace = new Millrace(redis, { queue: "examples", lua: "results/lua" });
+const millrace = new Millrace(redis, { queue: "examples" });
 """
 
 
