@@ -26,6 +26,7 @@ setup: $(STAMP) ## create .venv with all dependencies and the project as an edit
 $(STAMP): pyproject.toml constraints.txt $(wildcard worker/kernels/*.[ch])
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "millrace needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "installing torch and the other packages into $(VENV): this takes minutes, once"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# torch first and alone: pip takes the build that fits this machine, and nothing later changes it.
 	$(PIP) install --quiet --constraint constraints.txt torch
