@@ -86,6 +86,9 @@ class AsyncClient:
     async def retry_all(self) -> calls.Retried:
         return await self._run(calls.retry_all(self._keys))
 
+    async def retry_batch(self, batch: str) -> calls.Retried:
+        return await self._run(calls.retry_batch(self._keys, batch))
+
     async def pause(self) -> None:
         await self._transport.send(commands.pause(self._keys, True))
 

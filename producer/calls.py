@@ -6,7 +6,7 @@ A generator yields the commands of one round trip, receives their replies, and r
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from millrace.results.counts import RejectedEntry
 from millrace.results.errors import BatchNotFound, JobNotFound
 from millrace.results.job import Job
 from millrace.results.keys import QueueKeys
+from millrace.results.messages import WITHOUT_RESULT
 from millrace.results.reader import MAX_ENTRIES, START, Deadline
 from millrace.results.scripts import Command
 from millrace.results.transport import Reply
@@ -88,27 +89,41 @@ def batch_jobs(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:
 class Retried(dict[str, str]):
     """The new ids of jobs that run again, by the old ones."""
 
-    left_out: list[str]
-    """Failed jobs whose requests are invalid: they would fail again."""
+    def __init__(self) -> None:
+        self.left_out: list[str] = []
+        """Failed jobs whose requests are invalid: they would fail again."""
 
 
 def retry_all(keys: QueueKeys) -> Call[Retried]:
     new_ids = Retried()
-    new_ids.left_out = []
     made: set[str] = set()
     after = 0
     while failed := replies.decode_list((yield [commands.dead(keys, after, CHANGED_JOBS)])[0]):
         # Without `made`, a job that always fails would be retried for ever.
-        old = [job_id for job_id in failed if job_id not in made]
-        kinds = yield [commands.error_kind(keys, job_id) for job_id in old]
-        invalid = {job_id for job_id, kind in zip(old, kinds, strict=True) if kind == b"invalid_request"}
-        new_ids.left_out += invalid
-        old = [job_id for job_id in old if job_id not in invalid]
-        redriven = replies.all_redriven(old, (yield [commands.redrive(keys, job_id) for job_id in old]))
-        new_ids |= redriven
+        redriven = yield from _retry_valid(keys, [job_id for job_id in failed if job_id not in made], new_ids)
         made.update(redriven.values())
         after += len(failed) - len(redriven)  # the redriven ones have left the list
     return new_ids
+
+
+def retry_batch(keys: QueueKeys, batch: str) -> Call[Retried]:
+    new_ids = Retried()
+    state_by_id = yield from batch_jobs(keys, batch)
+    without_result = [job_id for job_id, state in state_by_id.items() if state in WITHOUT_RESULT]
+    for some in batched(without_result, CHANGED_JOBS):
+        yield from _retry_valid(keys, some, new_ids)
+    return new_ids
+
+
+def _retry_valid(keys: QueueKeys, old: Sequence[str], new_ids: Retried) -> Call[dict[str, str]]:
+    """Run these jobs again, except those whose requests are invalid. Add them to `new_ids`, and return what was added."""
+    kinds = yield [commands.error_kind(keys, job_id) for job_id in old]
+    invalid = {job_id for job_id, kind in zip(old, kinds, strict=True) if kind == b"invalid_request"}
+    new_ids.left_out += invalid
+    valid = [job_id for job_id in old if job_id not in invalid]
+    redriven = replies.all_redriven(valid, (yield [commands.redrive(keys, job_id) for job_id in valid]))
+    new_ids |= redriven
+    return redriven
 
 
 def list_jobs(keys: QueueKeys, state: str, limit: int) -> Call[list[Job]]:

@@ -130,6 +130,13 @@ class Client:
         """
         return self._run(calls.retry_all(self._keys))
 
+    def retry_batch(self, batch: str) -> calls.Retried:
+        """Run each failed, expired or cancelled job of a batch again, in the same batch. Return what `retry_all` returns.
+
+        A second call runs no job a second time. Raises BatchNotFound.
+        """
+        return self._run(calls.retry_batch(self._keys, batch))
+
     def pause(self) -> None:
         """Stop starting jobs of this queue. Running jobs finish, and new jobs are accepted."""
         self._transport.send(commands.pause(self._keys, True))

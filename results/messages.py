@@ -29,6 +29,8 @@ DEFAULT_RETRIES = 2
 
 EndState = Literal["finished", "failed", "cancelled", "expired"]
 TERMINAL_STATES: frozenset[str] = frozenset(get_args(EndState))
+WITHOUT_RESULT = TERMINAL_STATES - {"finished"}
+"""Of jobs that can be run again."""
 
 
 EndReason = Literal["stop", "length", "error", "cancelled", "expired"]

@@ -17,16 +17,18 @@ def add_parsers(verbs: Verbs) -> None:
     retry = add_verb(verbs, "retry", "run failed, expired or cancelled jobs again, as new jobs with the same body")
     retry.add_argument("ids", nargs="*", metavar="id")
     retry.add_argument("--all", action="store_true", help="every failed job of the queue whose request is valid")
+    batch_help = "every job of this batch that has failed, expired or been cancelled, and whose request is valid"
+    retry.add_argument("--batch", metavar="NAME", help=batch_help)
     add_json(retry)
     retry.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    if bool(args.ids) == args.all:
-        raise CommandError("retry: give either job ids or --all", INVALID)
+    if [bool(args.ids), args.all, bool(args.batch)].count(True) != 1:
+        raise CommandError("retry: give either job ids, --all or --batch", INVALID)
     with open_client(args) as client:
-        if args.all:
-            retried = client.retry_all()
+        if not args.ids:
+            retried = client.retry_batch(args.batch) if args.batch else client.retry_all()
             for job_id, new_id in retried.items():
                 _print_retried(job_id, new_id, as_json=args.json)
             if retried.left_out:

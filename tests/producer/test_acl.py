@@ -67,6 +67,7 @@ def test_each_user_can_do_its_part(url_of: dict[str, str]) -> None:
         assert reader.stats().queued == 2
         assert producer.retry(third.job_id) == "j2.r1"
         producer.retry_all()
+        producer.retry_batch("b")
         producer.pause()
         producer.resume()
         assert producer.sleep(1) == [engine.id]

@@ -24,6 +24,7 @@ JOB_VERBS: dict[str, Verb] = {
 BATCH_VERBS: dict[str, Verb] = {
     "batch_status": lambda client, batch: client.batch_status(batch),
     "cancel_batch": lambda client, batch: client.cancel_batch(batch),
+    "retry_batch": lambda client, batch: client.retry_batch(batch),
 }
 ENGINE_VERBS: dict[str, Verb] = {
     "sleep": lambda client, engine_id: client.sleep(engine_id=engine_id),

@@ -167,6 +167,7 @@ ARGUMENTS: dict[str, tuple[Call, tuple[type, ...]]] = {
     "cancel_many(job_ids=)": (lambda client, value: client.cancel_many(value), ITERABLE),
     "cancel_batch(batch=)": (lambda client, value: client.cancel_batch(value), (str,)),
     "retry(job_id=)": (lambda client, value: client.retry(value), (str,)),
+    "retry_batch(batch=)": (lambda client, value: client.retry_batch(value), (str,)),
     "sleep(level=)": (lambda client, value: client.sleep(value), (int,)),
     "sleep(engine_id=)": (lambda client, value: client.sleep(engine_id=value), (str, NoneType)),
     "reset_prefix_cache()": (lambda client, value: client.reset_prefix_cache(engine_id=value), (str, NoneType)),

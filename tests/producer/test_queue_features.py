@@ -20,6 +20,7 @@ from millrace import (
     SamplingParams,
 )
 from millrace.producer.wire import parse_body
+from millrace.results.messages import JobError
 from millrace.results.queue import JobQueue
 from tests.processes import wait_until
 from tests.results.engines import Engine
@@ -186,6 +187,25 @@ def test_failed_jobs_are_retried_one_by_one_or_all_at_once(client: Client, engin
     assert client.stats().queued == 600
 
 
+def test_the_jobs_of_a_batch_without_a_result_are_run_again(client: Client, engine: Engine) -> None:
+    client.submit_many(requests(700), batch="b")
+    client.submit("x", job_id="other")
+    client.cancel("other")
+    finished, failed, invalid, *_ = engine.claim(4)  # the fourth runs on
+    engine.finish(finished)
+    engine.finish(failed, state="failed")
+    engine.finish(invalid, state="failed", error=JobError(kind="invalid_request", message="too long"))
+    client.cancel_many([f"j{i}" for i in range(4, 700)])
+    retried = client.retry_batch("b")
+    assert retried == {f"j{i}": f"j{i}.r1" for i in range(1, 700) if i not in (2, 3)}
+    assert retried.left_out == ["j2"]
+    assert client.retry_batch("b") == retried
+    status = client.batch_status("b")
+    assert (status.total, status.queued, status.cancelled) == (1397, 697, 696)
+    with pytest.raises(BatchNotFound):
+        client.retry_batch("nothing")
+
+
 def test_what_fails_again_meanwhile_is_not_retried_by_the_same_call(
     client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +250,7 @@ async def test_the_async_client_has_all_of_it(redis_url: str, queue_name: str, e
         assert await client.retry("j0") == "j0.r1"
         engine.finish(engine.claim_one(), state="failed")
         assert await client.retry_all() == {"j1": "j1.r1"}
+        assert await client.retry_batch("b") == {"j0": "j0.r1", "j1": "j1.r1"}
         await client.pause()
         assert (await client.stats()).is_paused
         await client.resume()

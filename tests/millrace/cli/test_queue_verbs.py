@@ -72,6 +72,18 @@ def test_retrying_all_leaves_out_what_would_fail_again(millrace: Command, engine
     assert millrace("retry", second.job_id).out == f"{second.job_id}\t{second.job_id}.r1\n"
 
 
+def test_a_batch_is_run_again(millrace: Command, tmp_path: Path) -> None:
+    (file := tmp_path / "jobs").write_text("".join(f'{{"id": "j{i}", "prompt": "x"}}\n' for i in range(6)))
+    millrace("submit", "--file", str(file), "--batch", "b")
+    millrace("cancel", "--batch", "b")
+    ran = millrace("submit", "--file", str(file), "--batch", "b")
+    assert "j4 and 1 more; to run them: millrace retry --batch b " in ran.err
+    ran = millrace("retry", "--batch", "b")
+    assert (ran.status, ran.out) == (0, "".join(f"j{i}\tj{i}.r1\n" for i in range(6)))
+    assert millrace("retry", "--batch", "none").status == 3
+    assert millrace("retry", "--batch", "b", "--all").status == 2
+
+
 def test_rejected_entries_of_the_inbox_are_seen(millrace: Command, redis_client: redis.Redis, queue_name: str) -> None:
     queue = JobQueue(redis_client, queue_name)
     assert "rejected\t0\n" in millrace("stats").out
