@@ -13,7 +13,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -24,17 +24,42 @@ from millrace.executor.wire.messages import NO_TOKEN, LogitsSettings, NewSequenc
 MAX_COMPILED = 256
 MAX_LEXER_STATES = 50_000
 """Of one grammar, with 1 to 2 KiB of memory each."""
+_MIN_TOKENS_BETWEEN = 8
+"""A sequence that uses up its lexer within fewer tokens fails: to compile again for it would slow down all others."""
 _MAX_THREADS = 8
 _MAX_REASON_CHARS = 200
+_USED_UP = "too many states"
+_LIMITS = ("LexerTooComplex", "ParserTooComplex")
+_TOO_MUCH_WORK = "the form takes too much work here; make it simpler"
+
+
+class CompiledGrammar:
+    """Owns a matcher without any token. Its copies share its lexer, and so the number of states that are left."""
+
+    def __init__(self, compiled: Future[LLMatcher], compile_again: Callable[[], LLMatcher]) -> None:
+        self._compiled = compiled
+        self._compile_again = compile_again
+
+    @cached_property
+    def original(self) -> LLMatcher:
+        """Wait until the grammar is compiled."""
+        return self._compiled.result()
+
+    def replace(self, used_up: LLMatcher) -> None:
+        """Compile the grammar again, unless that has been done for another sequence."""
+        if self.original is used_up:
+            self.original = self._compile_again()
 
 
 class GrammarState:
     """Owns the place of one sequence in its grammar. Used by the thread of the masks alone, except `reason`."""
 
-    def __init__(self, compiled: Future[LLMatcher], new: NewSequence) -> None:
+    def __init__(self, compiled: CompiledGrammar, new: NewSequence) -> None:
         self._compiled = compiled
         self._output = new.token_ids[new.num_prompt_tokens :]
-        """What the matcher begins with."""
+        """All tokens that the matcher has taken, or begins with."""
+        self._may_renew_at = 0
+        """Number of tokens from which on the grammar is compiled again if its lexer is used up."""
         settings = new.sampling.processors or LogitsSettings()
         self._allowed_bits = None if settings.allowed_token_ids is None else _bits(settings.allowed_token_ids)
         self._bad_bits = _bits([word[-1] for word in settings.bad_words]) if settings.bad_words else None
@@ -46,16 +71,26 @@ class GrammarState:
         """Take a sampled token. One that is not allowed is an error of the next step; `NO_TOKEN` has no next step."""
         if token_id != NO_TOKEN:
             self._matcher.consume_token(token_id)
+            self._output.append(token_id)
 
     def matcher(self) -> LLMatcher | None:
         """Wait until the grammar is compiled. None after an error."""
-        if self._matcher.is_error() and not self._has_failed:
-            self._has_failed, self.reason = True, _one_line(self._matcher.get_error())
+        while not self._has_failed and self._matcher.is_error():
+            error = self._matcher.get_error()
+            is_used_up = _USED_UP in error
+            if is_used_up and len(self._output) >= self._may_renew_at:
+                self._may_renew_at = len(self._output) + _MIN_TOKENS_BETWEEN
+                self._compiled.replace(self._original)
+                del self._matcher
+            else:
+                is_limit = is_used_up or self._matcher.stop_reason() in _LIMITS
+                self._has_failed, self.reason = True, _TOO_MUCH_WORK if is_limit else _one_line(error)
         return None if self._has_failed else self._matcher
 
     @cached_property
     def _matcher(self) -> LLMatcher:
-        matcher = self._compiled.result().deep_copy()
+        self._original = self._compiled.original
+        matcher = self._original.deep_copy()
         matcher.consume_tokens(self._output)
         return matcher
 
@@ -90,7 +125,7 @@ class Grammars:
         self._num_threads = num_threads or min(_MAX_THREADS, os.cpu_count() or 1)
         self._compiling = ThreadPoolExecutor(1, "grammars")
         self._masking = ThreadPoolExecutor(1, "masks")
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[str, CompiledGrammar] = OrderedDict()
         """By grammar, the one used last at the end."""
         self.last_compiled = 0
         """The number of the grammar that was announced and compiled last."""
@@ -112,10 +147,11 @@ class Grammars:
         for each token id, set if it is allowed. A function of `sampled` returns a token for each of its states."""
         return self._masking.submit(self._masks, sampled, states)
 
-    def _compile(self, grammar: str) -> Future[LLMatcher]:
+    def _compile(self, grammar: str) -> CompiledGrammar:
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = self._compiled[grammar] = self._compiling.submit(self._make_matcher, grammar)
+            make = partial(self._make_matcher, grammar)
+            compiled = self._compiled[grammar] = CompiledGrammar(self._compiling.submit(make), make)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
@@ -139,10 +175,11 @@ class Grammars:
         matchers = [(matcher, row) for row, state in enumerate(states) if (matcher := state.matcher()) is not None]
         num_bytes = -(-self._tokenizer.vocab_size // 32) * 4
         masks = torch.zeros(len(states), num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
-        if matchers:
+        while matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), masks.shape[1], len(masks))
-        for row in [row for _, row in matchers if states[row].matcher() is None]:  # the mask was too much work
-            masks[row] = 0
+            failed = [row for matcher, row in matchers if matcher.is_error()]  # the mask was too much work
+            masks[failed] = 0
+            matchers = [(matcher, row) for row in failed if (matcher := states[row].matcher()) is not None]
         is_empty = (masks.amax(dim=1) == 0).tolist()
         for row, state in enumerate(states):
             if is_empty[row] or state.is_limited:

@@ -238,6 +238,36 @@ def test_a_known_grammar_does_not_wait_for_one_that_is_compiled(path: Path) -> N
     wait_until(lambda: grammars.last_compiled == 4, what="the other grammar")
 
 
+@pytest.mark.parametrize("num_at_once", [1, 6])
+def test_a_sequence_does_not_fail_since_others_have_used_up_the_states_of_their_lexer(
+    path: Path, num_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance's copies of a matcher share one lexer, whose number of states has a limit."""
+    grammar = LLMatcher.grammar_from_regex("[a-z{}]{4,200}b[a-z]{3,30}")
+    monkeypatch.setattr("millrace.worker.grammars.MAX_LEXER_STATES", 500)
+    batch = Batch(path, seed=6)
+    slots = list(range(num_at_once))
+    for batch.seed in range(24 // num_at_once):
+        for slot in slots:
+            batch.add(slot, grammar, 1.0, [])
+        batch.run(slots, 40)
+        assert not any(NO_TOKEN in batch.outputs[slot] for slot in slots), batch.seed
+
+
+def test_a_sequence_that_uses_up_a_lexer_in_few_tokens_fails_with_a_clear_reason(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.worker.grammars.MAX_LEXER_STATES", 500)
+    batch = Batch(path, seed=7)
+    batch.add(0, LLMatcher.grammar_from_regex("(.|\\n)*a(.|\\n){200}"), 1.0, [])
+    batch.add(1, GRAMMAR, 1.0, [])
+    rows = batch.step([0, 1])
+    while NO_TOKEN not in batch.outputs[0]:
+        rows = batch.step([0, 1])
+    assert rows.processors is not None and rows.processors.failure(1) is None
+    assert rows.processors.failure(0) == "the form takes too much work here; make it simpler"
+
+
 def sequence(grammar: str) -> NewSequence:
     return NewSequence(SeqId(1), [1], 1, RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [], grammar=grammar))
 
