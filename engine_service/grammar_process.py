@@ -20,7 +20,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from millrace.engine_service.chat.grammars import structural_tag_grammar
-from millrace.engine_service.chat.schemas import drop_endless_parts, drop_keywords_without_effect, every_part, parts
+from millrace.engine_service.chat.schemas import (
+    drop_endless_parts,
+    drop_keywords_without_effect,
+    every_part,
+    parts,
+    target_path,
+)
 from millrace.engine_service.child_process import limit_memory, open_channel, receive, send
 from millrace.producer.structured import StructuredOutputs
 
@@ -30,14 +36,25 @@ MAX_MEMORY_BYTES = 2 * 1024**3
 _NUM_TRIAL_TOKENS = 400
 _TRIAL_S = 0.5
 """CPU time of a trial."""
+_SEARCH_S = 1.2
+"""CPU time of the search for the place of an error."""
 _MAX_PLACE_CHARS = 150
 _MAX_REASON_CHARS = 250
 _IN_GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _JSON_RULE = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
 """As the grammars of chats have it."""
+_LONE_BACKSLASH = re.compile(r"(?<!\\)(\\\\)*\\\Z")
 _COUNTED_GROUP = re.compile(r"\)[*+]?\{\d")
 _NO_DETAILS = " <non-verbose/>"
+_BEHIND_REFERENCE = re.compile(r" while processing json-schema:///\S*\Z")
+_BECAUSE_OF = re.compile(
+    r"required property '(.*)' is unsatisfiable|prefixItems\[(\d+)\] is|required item is", re.DOTALL
+)
+"""Errors of an object or a list that has a part which nothing satisfies."""
+_ECHO = re.compile(r"\n *\d+ \| .*", re.DOTALL)
+"""The lines of a grammar that llguidance repeats after an error."""
 _UNSATISFIABLE = "no text satisfies it"
+_TOO_MUCH_WORK = "takes too much work to compile; make it simpler"
 _ENDLESS = (
     "nothing satisfies it, since it requires itself without an end; leave it out of required, or allow another value"
 )
@@ -101,7 +118,10 @@ def _grammar(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> str:
         case "json_object":
             return _of_schema({"type": "object"})
         case "regex":
-            grammar = LLMatcher.grammar_from_regex(wanted.regex or "")
+            regex = wanted.regex or ""
+            if _LONE_BACKSLASH.search(regex):  # llguidance would drop it
+                raise ValueError("incomplete escape sequence: it ends with a single backslash")
+            grammar = LLMatcher.grammar_from_regex(regex)
         case "choice":
             choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice or [])
             grammar = LLMatcher.grammar_from_lark(f"start: {choices}")
@@ -135,8 +155,8 @@ def _schema_grammar(schema: Any, tokenizer: LLTokenizer) -> str:
         raise ValueError(f"at {_place(path)}: {_ENDLESS}")
     grammar = _of_schema(schema)
     if error := _error(grammar, tokenizer):
-        shared = {name: schema[name] for name in ("$defs", "definitions") if type(schema) is dict and name in schema}
-        raise ValueError(f"at {_place(_path(schema, shared, error, tokenizer))}: {_shortened(error)}")
+        path, reason = _Search(schema, tokenizer).innermost(error)
+        raise ValueError(f"at {_place(path)}: {_shortened(reason)}")
     for path, part in every_part(schema):
         if type(part) is dict and _COUNTED_GROUP.search(str(part.get("pattern"))):
             text = {name: part[name] for name in ("pattern", "minLength", "maxLength") if name in part}
@@ -209,25 +229,64 @@ def _error(grammar: str, tokenizer: LLTokenizer) -> str:
     matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(verbose_errors=False), log_level=0)
     can_begin = any(matcher.compute_bitmask())  # may be too much work
     error = matcher.get_error().removesuffix(_NO_DETAILS) if matcher.is_error() else ""
-    return _UNSATISFIABLE if error.startswith("NoExtension") or not (error or can_begin) else error
+    if error.startswith("NoExtension") or not (error or can_begin):
+        return _UNSATISFIABLE
+    return _TOO_MUCH_WORK if "fuel exhausted" in error else _BEHIND_REFERENCE.sub("", error)
 
 
-def _path(schema: Any, shared: dict[str, Any], error: str, tokenizer: LLTokenizer) -> list[str]:
-    """Return the way to the innermost part of a schema that has this error."""
-    for path, part in parts(schema):
-        whole = {**shared, **part} if type(part) is dict else part
-        if _error(_of_schema(whole), tokenizer) == error:
-            return path + _path(part, shared, error, tokenizer)
-    return []
+class _Search:
+    """Looks for the innermost part of a schema that has an error."""
+
+    def __init__(self, schema: Any, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._until_s = time.process_time() + _SEARCH_S
+        self._at = {tuple(path): part for path, part in every_part(schema)}
+        self._shared = {
+            name: schema[name] for name in ("$defs", "definitions") if type(schema) is dict and name in schema
+        }
+
+    def innermost(self, error: str) -> tuple[list[str], str]:
+        """Return the path of the part, and its own error. `error`: that of the whole schema. After `_SEARCH_S`: of a part
+        that has it in it."""
+        path: tuple[str, ...] = ()
+        visited = {path}
+        while (found := self._next(path, error)) is not None and found[0] not in visited:
+            path, error = found
+            visited.add(path)
+        return list(path), error
+
+    def _next(self, path: tuple[str, ...], error: str) -> tuple[tuple[str, ...], str] | None:
+        """Return a part that the part at a path has or refers to, and that causes its error."""
+        part = self._at[path]
+        target = target_path(part, self._at)
+        if target is not None and (cause := self._error_at(target)):
+            return target, cause
+        if because := _BECAUSE_OF.search(error):
+            name, index = because.groups()
+            step = ("prefixItems", index) if index else ("items",) if name is None else ("properties", name)
+            if (each := path + step) in self._at and (cause := self._error_at(each)):
+                return each, cause
+        inner = (path + tuple(step) for step, _ in parts(part))
+        return next(((each, error) for each in inner if self._error_at(each) == error), None)
+
+    def _error_at(self, path: tuple[str, ...]) -> str:
+        if time.process_time() > self._until_s:
+            return ""
+        part = self._at[path]
+        return _error(_of_schema({**self._shared, **part} if type(part) is dict else part), self._tokenizer)
 
 
 def _place(path: list[str]) -> str:
-    place = "#" + "".join(f"/{each}" for each in path)
-    return place if len(place) <= _MAX_PLACE_CHARS else f"{place[:_MAX_PLACE_CHARS]}..."
+    return _shortened(
+        "#" + "".join(f"/{each.replace('~', '~0').replace('/', '~1')}" for each in path), _MAX_PLACE_CHARS
+    )
 
 
 def _shortened(error: str, num_chars: int = _MAX_REASON_CHARS) -> str:
-    return " ".join(error.split())[:num_chars]
+    """Return an error in one line: a long one without its middle, as the reason is often at the end."""
+    line = " ".join(_ECHO.sub("", error).split())
+    half = num_chars // 2
+    return line if len(line) <= num_chars else f"{line[:half]}...{line[3 - half :]}"
 
 
 if __name__ == "__main__":

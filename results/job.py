@@ -107,7 +107,7 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             if hasattr(response_model, "model_validate_json"):
                 return response_model.model_validate_json(text)
             return msgspec.json.decode(text, type=Any if response_model is None else response_model)
-        except (ValueError, msgspec.DecodeError) as error:
+        except (ValueError, msgspec.DecodeError, RecursionError) as error:
             raise OutputNotParsed(self.finish_reason, str(error)) from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _IN_ONE = ("items", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
@@ -43,6 +43,16 @@ def every_part(schema: Any) -> Iterator[tuple[list[str], Any]]:
     for path, part in parts(schema):
         for rest, inner in every_part(part):
             yield path + rest, inner
+
+
+def target_path(part: Any, at: Mapping[tuple[str, ...], Any]) -> tuple[str, ...] | None:
+    """Return the path of the schema that a schema refers to; None if there is none in `at`, the schemas by their paths."""
+    reference = part.get("$ref") if type(part) is dict else None
+    if type(reference) is not str or not reference.startswith("#"):
+        return None
+    steps = reference[1:].split("/")
+    path = tuple(step.replace("~1", "/").replace("~0", "~") for step in steps[1:])
+    return path if steps[0] == "" and path in at else None
 
 
 def drop_endless_parts(schema: Any) -> list[str] | None:
@@ -120,16 +130,8 @@ class _Recursion:
         return least <= len(first) or self._knows(part.get("items", True))
 
     def _target(self, part: dict[str, Any]) -> dict[str, Any] | None:
-        path = self._target_path(part)
+        path = target_path(part, self._at)
         return None if path is None else self._at[path]
-
-    def _target_path(self, part: dict[str, Any]) -> tuple[str, ...] | None:
-        reference = part.get("$ref")
-        if type(reference) is not str or not reference.startswith("#"):
-            return None
-        steps = reference[1:].split("/")
-        path = tuple(step.replace("~1", "/").replace("~0", "~") for step in steps[1:])
-        return path if steps[0] == "" and path in self._at else None
 
     def _reason(self) -> list[str]:
         """Return the path of the part where the whole schema comes back to one that it has begun with."""
@@ -140,7 +142,7 @@ class _Recursion:
             inner = [
                 path + tuple(step) for step, each in parts(part) if not self._knows(each) and step[0] not in _SHARED
             ]
-            target = self._target_path(part)
+            target = target_path(part, self._at)
             if target is not None and not self._knows(self._at[target]):
                 if target in begun:
                     return list(path)

@@ -59,7 +59,13 @@ def test_each_form_has_a_grammar(grammars: Grammars, form: dict[str, Any]) -> No
 
 
 REQUIRES_A: dict[str, Any] = {"type": "object", "required": ["a"]}
+SHORT = {"type": "string", "minLength": 5, "maxLength": 2}
+REQUIRES_SHORT = {**REQUIRES_A, "properties": {"a": SHORT}}
 ENDLESS = {**REQUIRES_A, "properties": {"a": {"$ref": "#/$defs/n"}}}
+
+
+def deep(num_levels: int, inner: dict[str, Any]) -> dict[str, Any]:
+    return {"items": deep(num_levels - 1, inner)} if num_levels else inner
 
 
 @pytest.mark.parametrize(
@@ -72,10 +78,31 @@ ENDLESS = {**REQUIRES_A, "properties": {"a": {"$ref": "#/$defs/n"}}}
         ),
         (
             {"json": {"$defs": {"x": {"minimum": 5, "maximum": 3, "type": "integer"}}, "items": {"$ref": "#/$defs/x"}}},
-            "json: at #",
+            "json: at #/$defs/x: Unsatisfiable schema: minimum (5)",
         ),
         ({"json": {"properties": {"a": {"unevaluatedItems": False}}}}, 'at #/properties/a: Unimplemented keys: ["un'),
-        ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "is unsatisfiable"),
+        (
+            {"json": {**REQUIRES_A, "properties": {"a": False}}},
+            "json: at #/properties/a: Unsatisfiable schema: schema is",
+        ),
+        (
+            {"json": {**REQUIRES_A, "properties": {"a": {"$ref": "#/$defs/b~1c"}}, "$defs": {"b/c": REQUIRES_SHORT}}},
+            "json: at #/$defs/b~1c/properties/a: Unsatisfiable schema: minLength (5) is greater than maxLength (2)",
+        ),
+        (
+            {"json": {"oneOf": [{"type": "array", "prefixItems": [True, REQUIRES_SHORT], "minItems": 2}]}},
+            "json: at #/oneOf/0/prefixItems/1/properties/a: Unsatisfiable schema: minLength (5)",
+        ),
+        (
+            {"json": {"type": "array", "items": {"anyOf": [SHORT, SHORT]}, "minItems": 1}},
+            "json: at #/items/anyOf/0: Unsatisfiable schema: minLength (5)",
+        ),
+        ({"json": deep(40, {"type": "objct"})}, "items/items/items: Invalid type: objct"),
+        ({"json": {"items": {"pattern": "(long)" * 200 + "("}}}, "json: at #/items: regex parse error: (long)"),
+        ({"json": {"items": {"pattern": "(long)" * 200 + "("}}}, "error: unclosed group"),
+        ({"json": {"items": {"type": "integer", "multipleOf": 982451653}}}, "json: at #/items: takes too much work to"),
+        ({"regex": "(long)" * 200 + "("}, "error: unclosed group"),
+        ({"regex": "ab\\\\\\"}, "regex: incomplete escape sequence"),
         ({"json": False}, "json: at #: Unsatisfiable schema: schema is false"),
         ({"json": {"$ref": "#"}}, "json: at #: nothing satisfies it"),
         ({"json": {**REQUIRES_A, "properties": {"a": {"$ref": "#"}}}}, "json: at #/properties/a: nothing satisfies it"),
