@@ -8,8 +8,8 @@ graph. Padding feeds a token to block 0, which is never read, and its token goes
     tokens, some by top_k or top_p        the same, with the search for floors
     masks, penalties, log-probabilities   forward pass; the rest follows eagerly
 
-A graph is captured when a step first needs it. Until then a larger one runs, or the step runs eagerly, as it does where
-capturing fails. The results are the same.
+The largest graph is captured first, the others when a step first needs them. Until then a larger one runs, or the step runs
+eagerly, as it does where capturing fails. The results are the same.
 
 Shapes: R rows of a step, B rows of a graph, G groups of layers, P blocks of one group in a row's block table.
 """
@@ -158,13 +158,18 @@ class DecodeGraphs:
     def _find(self, wanted: Kind, batch: StepBatch) -> _Graph | None:
         """Return the graph, or a larger one while captures pause."""
         self._num_steps_to_pause = max(0, self._num_steps_to_pause - 1)
-        if wanted not in self._graphs:
-            if self._num_steps_to_pause == 0:
-                return self._captured(wanted, batch)
-            wanted = min((kind for kind in self._graphs if kind.serves(wanted)), default=wanted)
-        return self._graphs.get(wanted)
+        if wanted not in self._graphs and self._num_steps_to_pause == 0:
+            # The largest one first: the others find place in its memory, which the profile of the memory has counted.
+            is_first = all(kind.draws < wanted.draws for kind in self._graphs)
+            self._add(self._largest(wanted, batch.block_size) if is_first else wanted, batch)
+        return self._graphs.get(min((kind for kind in self._graphs if kind.serves(wanted)), default=wanted))
 
-    def _captured(self, kind: Kind, batch: StepBatch) -> _Graph | None:
+    def _largest(self, kind: Kind, block_size: int) -> Kind:
+        num_chunks = 1 << (MOST_CHUNKS // self._max_num_seqs).bit_length() >> 1  # a power of 2
+        longest = _chunks_for(self._table_width * block_size)
+        return kind._replace(num_rows=self._max_num_seqs, num_chunks=max(1, min(num_chunks, longest)))
+
+    def _add(self, kind: Kind, batch: StepBatch) -> None:
         began_s = time.monotonic()
         kept, settings = self._padding(kind, batch)
 
@@ -183,14 +188,13 @@ class DecodeGraphs:
             logger.warning("steps run without graphs, which is slower: %.300s", error)
             self._has_failed = True
             self._graphs.clear()
-            return None
+            return
         self._num_steps_to_pause = CAPTURE_PAUSE_STEPS
         if self._buffers != self._current_buffers():  # the first graph of its size may have made buffers anew
             self._graphs.clear()
             self._buffers = self._current_buffers()
         logger.debug("captured %r: %.2f s", kind, time.monotonic() - began_s)
-        graph = self._graphs[kind] = _Graph(kept, settings, result, replay)
-        return graph
+        self._graphs[kind] = _Graph(kept, settings, result, replay)
 
     def _padding(self, kind: Kind, like: StepBatch) -> tuple[StepBatch, Tensor]:
         """Return a batch of tensors that stay, with padding only, and settings [5, B] for it."""

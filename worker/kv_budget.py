@@ -73,6 +73,11 @@ def host_pool_bytes(config: WorkerConfig, facts: ModelFacts, num_ranks: int) -> 
     return min((wanted_blocks + 1) * facts.kv_bytes_per_block, int(free_host_bytes() * FREE_MEMORY_SHARE / num_ranks))
 
 
+def most_pool_bytes(config: WorkerConfig, facts: ModelFacts) -> int:
+    """Return the bytes of a pool that holds `max_num_seqs` sequences of the greatest length."""
+    return (config.max_num_seqs * facts.kv_layout.num_blocks(facts.max_model_len) + 1) * facts.kv_bytes_per_block
+
+
 def num_blocks_within(pool_bytes: int, config: WorkerConfig, facts: ModelFacts) -> int:
     """Return the number of blocks that fit into `pool_bytes`. Raises `ModelError` when they do not hold one sequence of
     the configured `max_model_len`. Without it, the engine ends sequences at the size of the pool."""

@@ -20,6 +20,7 @@ from millrace.worker.kv_budget import (
     check_possible,
     fixed_num_blocks,
     host_pool_bytes,
+    most_pool_bytes,
     num_blocks_within,
     num_host_blocks,
 )
@@ -28,7 +29,7 @@ from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.runner import ParallelRunner
 from millrace.worker.parallel.topology import Topology
 from millrace.worker.rank_model import RankModel
-from millrace.worker.runner import Runner, largest_prefill
+from millrace.worker.runner import Runner, largest_decode, largest_prefill
 
 logger = logging.getLogger("millrace.worker")
 
@@ -223,17 +224,20 @@ class Rank:
         return ParallelRunner(self._model, pool, self._config.max_num_seqs, self._topology, self._peers)
 
     def _profile_gpu(self) -> int:
-        """Run the largest step, and return the bytes that the configured share of the GPU leaves for the pool."""
-        config = self._config
-        longest = min(self._model.facts.max_model_len, max(self._max_pool_tokens(), config.max_num_batched_tokens))
-        plan = largest_prefill(self._model.facts.kv_layout, config.max_num_seqs, longest)
+        """Run the largest steps, and return the bytes that the configured share of the GPU leaves for the pool, if running
+        sequences can use them."""
+        config, facts = self._config, self._model.facts
+        longest = min(facts.max_model_len, max(self._max_pool_tokens(), config.max_num_batched_tokens))
         pool = self._model.make_pool(2, min(1, self._num_host_blocks))
         torch.cuda.reset_peak_memory_stats(self._device)
         runner = self._make_runner(pool)
-        runner.launch(plan)
-        runner.collect()
+        prefill = largest_prefill(facts.kv_layout, config.max_num_seqs, longest)
+        for plan in (prefill, *largest_decode(facts.kv_layout, config.max_num_seqs)):
+            runner.launch(plan)
+            runner.collect()
         runner.finish()
-        peak = torch.cuda.max_memory_allocated(self._device) - pool.num_bytes()
+        # Reserved: with what the allocator cannot use, and the memory of graphs.
+        peak = torch.cuda.max_memory_reserved(self._device) - pool.num_bytes()
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
         used_by_others = total - free - torch.cuda.memory_reserved(self._device)
@@ -243,6 +247,9 @@ class Rank:
             f"{_mib(total)} x {share:g} - {_mib(used_by_others)} of other processes - {_mib(peak)} peak "
             f"= {_mib(pool_bytes)}"
         )
+        if (most := most_pool_bytes(config, facts)) < pool_bytes:
+            pool_bytes = most
+            self._pool_budget += f", of which max_num_seqs x max_model_len can use {_mib(most)}"
         return pool_bytes
 
     def _max_pool_tokens(self) -> int:

@@ -314,3 +314,16 @@ def largest_prefill(layout: KVLayout, max_num_seqs: int, longest: int) -> StepPl
         blocks = [1] * layout.num_columns(length) * layout.num_groups
         rows.append(StepRow(SeqId(index), length - num_fed, num_fed, blocks))
     return StepPlan(StepId(0), 0, 1, sum(row.num_tokens for row in rows), num_rows, rows, new)
+
+
+def largest_decode(layout: KVLayout, max_num_seqs: int) -> list[StepPlan]:
+    """Return two steps behind `largest_prefill`. The first one replaces its sequences by short ones, the second one is a
+    decode step of as many rows as there may be, for which a graph is captured."""
+    count = min(max_num_seqs, layout.max_step_tokens)
+    seq_ids = [SeqId(index) for index in range(count)]
+    rows = [StepRow(seq_id, 0, 1, [1] * layout.num_columns(2) * layout.num_groups) for seq_id in seq_ids]
+    new = [NewSequence(seq_id, [0], 1, RowSampling(1.0, 50, 0.9, 0.0, 0, 0, 0, [])) for seq_id in seq_ids]
+    return [
+        StepPlan(StepId(1), 0, 1, count, count, rows, new, finished=seq_ids),
+        StepPlan(StepId(2), 0, 1, count, count),
+    ]

@@ -85,6 +85,7 @@ def test_the_end_of_a_long_prompt_takes_no_more_than_was_profiled(tmp_path: Path
         block_size=16,
         num_blocks=None,
         max_num_batched_tokens=CHUNK,
+        max_num_seqs=CHUNK,  # so many that they can use all the memory
         gpu_memory_utilization=share,
     )
     free, total = torch.cuda.mem_get_info()

@@ -333,10 +333,11 @@ def test_the_profiled_step_of_short_sequences_is_as_large_as_a_step_can_be() -> 
 
 
 @pytest.mark.gpu
-def test_the_gpu_pool_fills_the_share_that_it_may_take(model: Path) -> None:
+def test_the_gpu_pool_fills_the_share_that_it_may_take(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
-    worker = Rank(0, 1, 1, WorkerConfig(model=str(model), device="cuda", gpu_memory_utilization=0.3))
+    make_model("llama", tmp_path, max_position_embeddings=1 << 18)  # 256 such sequences can use all the memory
+    worker = Rank(0, 1, 1, WorkerConfig(model=str(tmp_path), device="cuda", gpu_memory_utilization=0.3))
     worker.start(lambda _: None)
     worker.initialize_cache(*worker.determine_num_available_blocks())
     total = torch.cuda.mem_get_info()[1]

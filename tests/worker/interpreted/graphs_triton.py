@@ -6,10 +6,12 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from millrace.executor.wire.messages import RowSampling, SeqId, StepId, StepPlan
@@ -20,6 +22,7 @@ from millrace.worker.fusion.device import DeviceOperations
 from millrace.worker.graphs import DecodeGraphs, Replay
 from millrace.worker.input_batch import NO_SLOT
 from millrace.worker.kernels import rows_torch
+from millrace.worker.kv_pool import KVPool
 from millrace.worker.rank import Rank
 from millrace.worker.runner import Runner
 from tests.worker.driver import GREEDY, Driver, start_worker
@@ -134,8 +137,12 @@ class CaptureDouble:
 
 
 def use_graphs(worker: Rank, *, is_alone: bool = True) -> tuple[DecodeGraphs, CaptureDouble]:
-    runner = worker.runner
-    assert runner is not None and runner.decoder is not None
+    assert worker.runner is not None
+    return add_graphs(worker.runner, is_alone=is_alone)
+
+
+def add_graphs(runner: Runner, *, is_alone: bool = True) -> tuple[DecodeGraphs, CaptureDouble]:
+    assert runner.decoder is not None
     for layer in runner._pool.layers.values():  # what it has not been given may be NaN, which equals nothing
         layer.keys.nan_to_num_()
         layer.values.nan_to_num_()
@@ -202,8 +209,10 @@ def test_steps_of_each_size_yield_the_tokens_of_eager_steps(num_rows: int, first
     found, double = use_graphs(worker)
     assert ahead(worker, rows) == expected
     size = min(1 << (num_rows - 1).bit_length(), MAX_NUM_SEQS)
-    assert found.kinds == [graphs.Kind(size, 1, draws=True, has_limits=first is LIMITED)]
-    assert double.num_replays == 3 and (double.num_padded > 0) == (num_rows < size)
+    kinds = {graphs.Kind(rows, 1, draws=True, has_limits=first is LIMITED) for rows in (size, MAX_NUM_SEQS)}
+    assert found.kinds == sorted(kinds)  # the largest one was captured in the first step
+    assert double.num_replays == 3
+    assert double.num_padded == (3 if num_rows < size else len(kinds) - 1)
 
 
 @pytest.mark.parametrize("name", ["penalties", "min_tokens", "logprobs"])
@@ -212,7 +221,8 @@ def test_rows_with_processors_are_drawn_behind_the_graph(name: str, worker: Rank
     expected = ahead(worker, rows)
     found, double = use_graphs(worker)
     assert ahead(worker, rows) == expected
-    assert found.kinds == [graphs.Kind(4, 1, draws=False)] and double.num_padded == 3
+    assert found.kinds == [graphs.Kind(size, 1, draws=False) for size in (4, MAX_NUM_SEQS)]
+    assert double.num_padded == 3
 
 
 def test_long_rows_have_graphs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +233,7 @@ def test_long_rows_have_graphs_of_their_own(tmp_path: Path, monkeypatch: pytest.
     expected = generate(worker, 2, 3, 40, preempts=False)
     found, _ = use_graphs(worker)
     assert generate(worker, 2, 3, 40, preempts=False) == expected
-    assert {kind.num_chunks for kind in found.kinds} == {1, 2}
+    assert {kind.num_chunks for kind in found.kinds} == {1, 2, 4}
 
 
 def test_graphs_are_captured_again_when_a_buffer_has_grown_and_not_again_and_again_where_that_fails(
@@ -278,11 +288,11 @@ def test_steps_behind_an_error_and_a_sleep_yield_the_same_tokens(worker: Rank) -
     def fails() -> None:
         raise torch.OutOfMemoryError
 
-    ((kind, graph),) = found._graphs.items()
-    found._graphs[kind] = replace(graph, replay=fails)
+    captured = dict(found._graphs)
+    found._graphs.update({kind: replace(graph, replay=fails) for kind, graph in captured.items()})
     with pytest.raises(torch.OutOfMemoryError):
         ahead(worker, rows)
-    found._graphs[kind] = graph
+    found._graphs.update(captured)
     finish_all(worker)
     assert ahead(worker, rows) == expected
     for level in (1, 2):
@@ -291,3 +301,37 @@ def test_steps_behind_an_error_and_a_sleep_yield_the_same_tokens(worker: Rank) -
         _, double = use_graphs(worker)
         assert ahead(worker, rows) == expected
         assert double.num_replays == 3
+
+
+def test_the_memory_profile_has_the_largest_graph_and_the_pool_no_more_than_sequences_can_use(
+    worker: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts, made = worker._model.facts, list[Any]()
+    total, used, reserved, peak = 4 << 20, 1 << 20, 1 << 19, 2 << 20
+    figures: dict[str, Any] = {
+        "mem_get_info": (total - used, total),
+        "memory_reserved": reserved,
+        "max_memory_reserved": peak + 2 * facts.kv_bytes_per_block,
+        "get_device_properties": SimpleNamespace(total_memory=total),
+    }
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, figure=figure: figure)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    make_runner = worker._make_runner
+
+    def make_with_graphs(pool: KVPool) -> Runner:
+        made.append(make_runner(pool))
+        add_graphs(made[0])
+        return made[0]
+
+    monkeypatch.setattr(worker, "_make_runner", make_with_graphs)
+    monkeypatch.setattr(worker, "_device", torch.device("cuda"))
+    monkeypatch.setattr(worker, "_config", structs.replace(worker._config, num_blocks=None))
+    layout = structs.replace(facts.kv_layout, max_step_tokens=8)
+    monkeypatch.setattr(worker._model, "facts", structs.replace(facts, kv_layout=layout))
+    assert worker._profile_gpu() == int(total * 0.9) - (used - reserved) - peak
+    assert made[0]._graphs.kinds == [graphs.Kind(MAX_NUM_SEQS, 1, draws=True, has_limits=True)]
+    made.clear()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40))
+    assert worker._num_device_blocks() == MAX_NUM_SEQS * layout.num_blocks(facts.max_model_len) + 1
