@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from importlib.util import find_spec
 
 from millrace.cli.exits import OK, CommandError
@@ -21,6 +22,9 @@ def add_parsers(verbs: Verbs) -> None:
     rq.add_argument("--to-queue", metavar="NAME", help="the Millrace queue that runs the jobs (default: --queue)")
     most = "hold at most N RQ jobs at a time (default: %(default)s)"
     rq.add_argument("--max-in-flight", type=counted, default=DEFAULT_MAX_IN_FLIGHT, metavar="N", help=most)
+    rq.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="text lines, or one JSON object a line"
+    )
     rq.add_argument("--check", action="store_true", help="exit with 0 if such a gateway runs on this host, else with 1")
     rq.set_defaults(run=run_rq)
 
@@ -28,10 +32,13 @@ def add_parsers(verbs: Verbs) -> None:
 def run_rq(args: argparse.Namespace) -> int:
     if find_spec("rq") is None:
         raise CommandError("the RQ gateway needs rq; run in the checkout: pip install '.[gateway]'")
+    from millrace.executor.logs import FORMAT_VARIABLE, set_up_logs
     from millrace.producer.rq.gateway import is_running_here, serve
 
     to_queue = args.to_queue or args.queue
     if not args.check:
+        os.environ[FORMAT_VARIABLE] = args.log_format
+        set_up_logs("INFO")
         serve(args.redis, args.queues, to_queue, args.max_in_flight)
     elif not is_running_here(args.redis, args.queues, to_queue):
         raise CommandError("no gateway on this host serves these queues")

@@ -25,6 +25,7 @@ from rq import Queue
 from rq.serializers import JSONSerializer
 
 from millrace.producer.rq.intake import Intake
+from millrace.producer.rq.isolation import is_outage
 from millrace.producer.rq.millrace_jobs import MillraceJobs
 from millrace.producer.rq.monitor import Monitor
 from millrace.producer.rq.result_writer import ResultWriter
@@ -33,7 +34,8 @@ from millrace.producer.rq.runs import RunTable
 from millrace.producer.rq.source_queue import SourceQueue
 from millrace.producer.rq.worker_entry import CommandListener, WorkerEntry
 from millrace.results.connection import as_unavailable, connect, server_name
-from millrace.results.errors import QueueError, one_line
+from millrace.results.errors import QueueError, RedisUnavailable, one_line
+from millrace.results.outage import Outage
 
 logger = logging.getLogger("millrace.gateway")
 
@@ -47,8 +49,6 @@ _CLOSE_LIMIT_S = 15.0
 def serve(redis_url: str | None, rq_queues: Sequence[str], to_queue: str, max_in_flight: int) -> None:
     """Run a gateway until SIGTERM, SIGINT or RQ's shutdown command. Raises RedisUnavailable or ServerUnsuitable when it
     cannot start."""
-    line = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=line, datefmt="%Y-%m-%dT%H:%M:%S%z")
     client = connect(redis_url)
     try:
         gateway = Gateway(client, connect(redis_url, blocking=True), list(rq_queues), to_queue, max_in_flight)
@@ -82,6 +82,8 @@ class Gateway:
     ) -> None:
         self.name = f"{_name_start()}{os.getpid()}-{secrets.token_hex(3)}"
         self._blocking_client = blocking_client
+        self._server = server_name(client)
+        self._outage = Outage()
         self._stopping = threading.Event()
         self._stop_requests: queue.SimpleQueue[None] = queue.SimpleQueue()  # unlike an Event, safe in a signal handler
         self._millrace = millrace = MillraceJobs(client, blocking_client, to_queue)
@@ -167,13 +169,11 @@ class Gateway:
             while not self._stopping.is_set():
                 try:
                     step()
+                    self._outage.note_success()
                     retry_s = 0.1
                     self._stopping.wait(interval_s)
                 except Exception as error:
-                    is_expected = isinstance(error, redis.RedisError | QueueError | OSError)
-                    logger.warning(
-                        "%s: %s; again in %.1f s", name, one_line(str(error)), retry_s, exc_info=not is_expected
-                    )
+                    self._log(error, retry_s)
                     if on_error is not None:
                         on_error()
                     self._stopping.wait(retry_s)
@@ -182,6 +182,15 @@ class Gateway:
         thread = threading.Thread(target=repeat, name=name, daemon=True)
         thread.start()
         return thread
+
+    def _log(self, error: Exception, retry_s: float) -> None:
+        if is_outage(error):
+            unavailable = None if isinstance(error, RedisUnavailable) else as_unavailable(error, self._server)
+            self._outage.note_failure(unavailable or error)
+        else:
+            name = threading.current_thread().name
+            is_expected = isinstance(error, redis.RedisError | QueueError)
+            logger.warning("%s: %s; again in %.1f s", name, one_line(str(error)), retry_s, exc_info=not is_expected)
 
 
 def _stop_on_signal(stop: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@ the gateway itself."""
 
 from __future__ import annotations
 
+import json
 import signal
 
 import pytest
@@ -14,10 +15,11 @@ from tests.processes import LIMIT_S
 
 
 def test_it_serves_until_it_is_told_to_stop(millrace: Command, queue_name: str) -> None:
-    with started("-P", "-m", "millrace", "gateway", "rq", *millrace.place, "--queues", f"{queue_name}-rq") as running:
+    options = ("--queues", f"{queue_name}-rq", "--log-format", "json")
+    with started("-P", "-m", "millrace", "gateway", "rq", *millrace.place, *options) as running:
         assert running.stderr
         for line in running.stderr:
-            if f"{queue_name}-rq -> Millrace queue {queue_name}" in line:
+            if f"{queue_name}-rq -> Millrace queue {queue_name}" in json.loads(line)["message"]:
                 break
         running.send_signal(signal.SIGTERM)
         assert "stopped" in running.communicate(timeout=LIMIT_S)[1]

@@ -304,7 +304,7 @@ def test_the_server_dies_and_returns(tmp_path: Path) -> None:
             jobs = enqueue_many(rq_queue, 100)
             wait_until(lambda: len(engine.held) == 100, what="the claims")
             server.kill()
-            wait_until(lambda: "again in" in gateway.text(), what="the gateway's complaint")
+            gateway.wait_for_log("outage, seen by ")
             server.start()
             engine.let_go()
             wait_for_finished(rq_queue, 100)
@@ -314,5 +314,7 @@ def test_the_server_dies_and_returns(tmp_path: Path) -> None:
             channel = f"rq:pubsub:{gateway.name}"
             wait_until(lambda: connection.pubsub_numsub(channel)[0][1] == 1, what="the new subscription")
             assert all(len(job.results()) == 1 for job in jobs)
+            gateway.wait_for_log("the outage is over after ")
+            assert gateway.text().count("outage, seen by ") <= 3, "the connection is closed, refused, and loads"
             assert gateway.terminate() == 0
         connection.close()
