@@ -66,7 +66,7 @@ class AsyncClient:
                 call.feed([await self._transport.send(command) for command in to_send])
         job_ids = call.end()
         known = await self._run(calls.look_up(self._keys, call.known_ids))
-        job_ids.known = {job_id: state for job_id, (state, _) in known.items()}
+        job_ids.known = {job_id: job.state for job_id, job in known.items()}
         return job_ids
 
     async def cancel(self, job_id: str) -> str:

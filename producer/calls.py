@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -68,13 +68,22 @@ def _members(keys: QueueKeys, batch: str) -> Call[list[str]]:
     return job_ids
 
 
-def look_up(keys: QueueKeys, job_ids: Iterable[str]) -> Call[dict[str, tuple[str, str | None]]]:
-    """Return the state and the batch of each job that the queue knows, by id."""
-    found: dict[str, tuple[str, str | None]] = {}
+class KnownJob(NamedTuple):
+    """A job that the queue has had before."""
+
+    state: str
+    batch: str | None
+    redriven_as: str | None
+
+
+def look_up(keys: QueueKeys, job_ids: Iterable[str]) -> Call[dict[str, KnownJob]]:
+    """Return each job that the queue knows, by id."""
+    found: dict[str, KnownJob] = {}
     for some in batched(job_ids, CHANGED_JOBS):
-        for job_id, (state, batch) in zip(some, (yield [commands.look_up(keys, one) for one in some]), strict=True):
+        for job_id, fields in zip(some, (yield [commands.look_up(keys, one) for one in some]), strict=True):
+            state, batch, new_id = (replies.text(field) if field else None for field in fields)
             if state:
-                found[job_id] = replies.text(state), replies.text(batch) if batch else None
+                found[job_id] = KnownJob(state, batch, new_id)
     return found
 
 

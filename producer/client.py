@@ -98,7 +98,7 @@ class Client:
                 call.feed([self._transport.send(command, call.prepare) for command in to_send])
         job_ids = call.end()
         known = self._run(calls.look_up(self._keys, call.known_ids))
-        job_ids.known = {job_id: state for job_id, (state, _) in known.items()}
+        job_ids.known = {job_id: job.state for job_id, job in known.items()}
         return job_ids
 
     def cancel(self, job_id: str) -> str:

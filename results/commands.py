@@ -95,7 +95,7 @@ def body_start(keys: QueueKeys, job_id: str) -> Command:
 
 
 def look_up(keys: QueueKeys, job_id: str) -> Command:
-    return command("HMGET", keys.job(job_id), "state", "batch")
+    return command("HMGET", keys.job(job_id), "state", "batch", "redriven_as")
 
 
 def error_kind(keys: QueueKeys, job_id: str) -> Command:

@@ -9,7 +9,7 @@ from itertools import islice
 from millrace.cli.output import remark
 from millrace.producer import Client, InvalidRequest
 from millrace.producer.batches import batches, refused
-from millrace.producer.calls import READ_JOBS, batched, get_many, look_up
+from millrace.producer.calls import READ_JOBS, KnownJob, batched, get_many, look_up
 from millrace.results import commands, replies
 from millrace.results.connection import Connection
 from millrace.results.durability import Durability, check_confirmed, confirmation
@@ -40,8 +40,8 @@ class ReconnectingClient(Client):
         if timeout_s is not None:
             self._reconnecting.ends_s = time.monotonic() + timeout_s
 
-    def look_up(self, job_ids: Iterable[str]) -> dict[str, tuple[str, str | None]]:
-        """Return the state and the batch of each job that the queue knows, by id."""
+    def look_up(self, job_ids: Iterable[str]) -> dict[str, KnownJob]:
+        """Return each job that the queue knows, by id."""
         return self._run(look_up(self._keys, job_ids))
 
     def run_all(

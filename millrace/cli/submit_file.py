@@ -22,6 +22,7 @@ from millrace.cli.reconnecting_client import ReconnectingClient
 from millrace.cli.wait import wait_for_jobs
 from millrace.cli.wait_report import resumable, resume_with, warn_if_never_served
 from millrace.producer import InvalidRequest
+from millrace.producer.calls import KnownJob
 from millrace.producer.options import build_request
 from millrace.producer.request import CHAT_FIELDS
 from millrace.producer.wire import parse_body, to_submission
@@ -90,8 +91,8 @@ class _Submission:
         self._client = client
         self._batch, self._durability = call_options.get("batch"), call_options.get("durability", "memory")
         self._options = options
-        self.known: dict[str, tuple[str, str | None]] = {}
-        """State and batch of the submitted jobs that the queue has had before."""
+        self.known: dict[str, KnownJob] = {}
+        """The submitted jobs that the queue has had before."""
         self.num_submitted = 0
         self.num_refused = 0
         self._last_line = 0
