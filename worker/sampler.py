@@ -53,7 +53,7 @@ def _processed(logits: Tensor, rows: SamplingRows, *, but_grammars: bool = False
 
 def without_failed(peaks: Tensor, token_ids: Tensor) -> Tensor:
     """Return the ids [M] with NO_TOKEN for rows whose largest logit [M] is NaN or infinite."""
-    return token_ids.masked_fill_(~peaks.isfinite(), NO_TOKEN)
+    return token_ids.masked_fill_(peaks - peaks != 0, NO_TOKEN)  # it is NaN then; isfinite makes more tensors
 
 
 def _kernels_for(logits: Tensor) -> Kernels | None:

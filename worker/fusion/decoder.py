@@ -138,7 +138,10 @@ class FusedDecoder:
         if embedding is None:
             head = self._weights.head
             assert isinstance(head, CompiledLinear)
-            return hidden.copy_(head.weight_rows(input_ids))
+            weights_dtype = head.weights.dtype
+            rows = hidden if weights_dtype == hidden.dtype else torch.empty_like(hidden, dtype=weights_dtype)
+            head.weight_rows(input_ids, rows)
+            return hidden if rows is hidden else hidden.copy_(rows)
         if type(embedding) is nn.Embedding and embedding.weight.dtype == hidden.dtype:
             return torch.index_select(embedding.weight, 0, input_ids, out=hidden)
         return hidden.copy_(embedding(input_ids))

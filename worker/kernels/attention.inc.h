@@ -58,12 +58,6 @@ static inline int64_t smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-static int64_t tokens_per_tile(const struct attention *c)
-{
-    int64_t tokens = TILE_VECTORS / (c->num_heads / c->num_kv_heads);
-    return tokens > 1 ? tokens : 1;
-}
-
 static int64_t num_vectors(const struct attention *c, const struct tile *tile)
 {
     return (int64_t)tile->num_rows * tile->num_tokens * tile->num_heads * (c->num_heads / c->num_kv_heads);
@@ -91,12 +85,8 @@ static struct scratch divide_scratch(const struct attention *c, int64_t vectors,
 /* Copy a vector into padded float32. */
 static inline void widen(float *to, const void *from, int64_t offset, int64_t dim, int64_t dtype)
 {
-    if (dtype == FLOAT32)
-        for (int64_t d = 0; d < dim; d++)
-            to[d] = ((const float *)from)[offset + d];
-    else
-        for (int64_t d = 0; d < dim; d++)
-            to[d] = from_bf16(((const uint16_t *)from)[offset + d]);
+    for (int64_t d = 0; d < dim; d++)
+        to[d] = item(from, offset + d, dtype);
     for (int64_t d = dim; d < padded(dim); d++)
         to[d] = 0;
 }
@@ -104,12 +94,8 @@ static inline void widen(float *to, const void *from, int64_t offset, int64_t di
 /* Copy a vector out of float32. */
 static inline void narrow(void *to, int64_t offset, const float *from, int64_t dim, int64_t dtype, float factor)
 {
-    if (dtype == FLOAT32)
-        for (int64_t d = 0; d < dim; d++)
-            ((float *)to)[offset + d] = from[d] * factor;
-    else
-        for (int64_t d = 0; d < dim; d++)
-            ((uint16_t *)to)[offset + d] = to_bf16(from[d] * factor);
+    for (int64_t d = 0; d < dim; d++)
+        put(to, offset + d, from[d] * factor, dtype);
 }
 
 /* Normalize and rotate a query or a key: D elements in float32, padded with zeros. */
@@ -670,7 +656,7 @@ static int64_t rows_together(const struct attention *c, int64_t first, int32_t *
 static int64_t list_tiles(const struct attention *c, struct tile *tiles)
 {
     const struct attention_rows *rows = c->rows;
-    int64_t count = 0, step = tokens_per_tile(c);
+    int64_t count = 0, group = c->num_heads / c->num_kv_heads, step = group < TILE_VECTORS ? TILE_VECTORS / group : 1;
     int64_t heads = rows->num_rows >= ROWS_PER_THREAD * rows->num_threads ? c->num_kv_heads : 1;
     for (int64_t i = rows->num_decodes; i < rows->num_rows; i++) {
         int64_t num_tokens = rows->query_starts[rows->order[i] + 1] - rows->query_starts[rows->order[i]];

@@ -5,7 +5,6 @@
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -36,4 +35,4 @@ PUSH_TARGET(TARGET)
 #pragma clang attribute pop
 #endif
 
-const struct kernels TABLE = {attend, argmax, draw, linear, pack, PANEL_OUTPUTS, norm, gate};
+const struct kernels TABLE = {attend, argmax, draw, linear, pack, unpack, PANEL_OUTPUTS, norm, gate};

@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 14
+#define MILLRACE_KERNELS_VERSION 15
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -102,10 +102,11 @@ struct gate {
     int64_t num_rows, size, dtype, activation, num_threads;
 };
 
-/* Weights [N, K], contiguous, to be packed as outputs `first_output` and following of panels that are zero there. */
+/* Weights [N, K], contiguous, and where they are in panels. */
 struct packing {
-    const void *weights;
+    void *weights;
     void *panels;
+    const int64_t *output_ids; /* [N], for unpack */
     int64_t first_output, num_outputs, num_inputs, dtype, num_threads;
 };
 
@@ -121,7 +122,9 @@ struct kernels {
     /* Write the output of a linear layer, or with `accumulates` add it; without an output find the argmax of the allowed
      * ones. A row's result does not depend on the other rows. Return 0, or -1 if there is no memory. */
     int (*linear)(const struct linear *call);
+    /* Pack weights as the outputs from `first_output` on of panels that are zero there. */
     void (*pack)(const struct packing *call);
+    void (*unpack)(const struct packing *call); /* of the outputs `output_ids` */
     int panel_outputs; /* outputs of a panel of packed weights */
     void (*norm)(const struct norm *call);
     void (*gate)(const struct gate *call);

@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 14
+VERSION = 15
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -108,7 +108,7 @@ class PackCall(ctypes.Structure):
     """`struct packing`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weights", "panels")),
+        *((name, ctypes.c_void_p) for name in ("weights", "panels", "output_ids")),
         *((name, ctypes.c_int64) for name in ("first_output", "num_outputs", "num_inputs", "dtype", "num_threads")),
     )
 
@@ -127,7 +127,7 @@ class KernelTable(ctypes.Structure):
 
     _fields_ = (
         *(("attend", _CALL), ("argmax", _ARGMAX), ("draw", _CALL), ("linear", _CALL)),
-        *(("pack", _CALL_WITHOUT_STATUS), ("panel_outputs", ctypes.c_int)),
+        *(("pack", _CALL_WITHOUT_STATUS), ("unpack", _CALL_WITHOUT_STATUS), ("panel_outputs", ctypes.c_int)),
         *(("norm", _CALL_WITHOUT_STATUS), ("gate", _CALL_WITHOUT_STATUS)),
     )
 

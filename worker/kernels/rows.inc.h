@@ -32,14 +32,10 @@ static void norm(const struct norm *c)
     for (int64_t row = 0; row < c->num_rows; row++) {
         int64_t offset = row * c->size;
         float factor = 1.0f / sqrtf(sum_of_squares(c->input, offset, c->size, c->dtype) / c->size + c->epsilon);
-        if (c->dtype == FLOAT32 && !c->adds)
-            for (int64_t i = 0; i < c->size; i++)
-                ((float *)c->output)[offset + i] = ((const float *)c->input)[offset + i] * factor * c->weights[i];
-        else
-            for (int64_t i = 0; i < c->size; i++) {
-                float normed = item(c->input, offset + i, c->dtype) * factor * c->weights[i];
-                put(c->output, offset + i, c->adds ? item(c->output, offset + i, c->dtype) + normed : normed, c->dtype);
-            }
+        for (int64_t i = 0; i < c->size; i++) {
+            float normed = item(c->input, offset + i, c->dtype) * factor * c->weights[i];
+            put(c->output, offset + i, c->adds ? item(c->output, offset + i, c->dtype) + normed : normed, c->dtype);
+        }
     }
     end_region(region);
 }

@@ -21,19 +21,6 @@ static inline int any_lane(vi mask)
 #endif
 }
 
-static inline float item(const void *from, int64_t offset, int64_t dtype)
-{
-    return dtype == FLOAT32 ? ((const float *)from)[offset] : from_bf16(((const uint16_t *)from)[offset]);
-}
-
-static inline void put(void *to, int64_t at, float number, int64_t dtype)
-{
-    if (dtype == FLOAT32)
-        ((float *)to)[at] = number;
-    else
-        ((uint16_t *)to)[at] = to_bf16(number);
-}
-
 /* --- argmax --- */
 
 /* What is known of a row: lane by lane the largest number, the first id that has it, and whether one is NaN. */
@@ -309,7 +296,6 @@ static void draw_row(const struct draws *c, struct draw_scratch *s, int64_t row)
     if (c->top_k[row] > 0 && c->top_k[row] < c->vocab_size)
         floor = top_k_floor(s, c->vocab_size, c->top_k[row], floor);
     int64_t peak_id = c->token_ids[row];
-    uint64_t key = (uint64_t)c->row_keys[row];
     double target = 0;
     if (c->top_p[row] < 1.0) {
         double total = fill_masses(s, c->vocab_size, fmaxf(floor, NEGLIGIBLE));
@@ -317,12 +303,12 @@ static void draw_row(const struct draws *c, struct draw_scratch *s, int64_t row)
         /* V entries below this one have less than (1 - top_p) of the total. */
         floor = fmaxf(floor, (float)log(fmax((total - target) / (double)c->vocab_size, 1e-30)) - 0.01f);
     }
-    int64_t token_id = best_token(s->scaled, c->vocab_size, floor, key, peak_id);
+    int64_t token_id = best_token(s->scaled, c->vocab_size, floor, c->row_keys[row], peak_id);
     /* The token drawn is mostly one that top_p leaves, also without its floor. The mass of larger ones tells. */
     float drawn = s->scaled[token_id];
     if (c->top_p[row] < 1.0 && drawn < 0 && mass_from(s, c->vocab_size, nextafterf(drawn, 0)) >= target) {
         floor = entry_reaching(s, c->vocab_size, floor, target);
-        token_id = best_token(s->scaled, c->vocab_size, floor, key, peak_id);
+        token_id = best_token(s->scaled, c->vocab_size, floor, c->row_keys[row], peak_id);
     }
     c->token_ids[row] = token_id;
 }

@@ -166,3 +166,16 @@ static inline uint16_t to_bf16(float number)
     uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return number == number ? (uint16_t)rounded : 0x7fc0;
 }
+
+static inline float item(const void *from, int64_t offset, int64_t dtype)
+{
+    return dtype == FLOAT32 ? ((const float *)from)[offset] : from_bf16(((const uint16_t *)from)[offset]);
+}
+
+static inline void put(void *to, int64_t at, float number, int64_t dtype)
+{
+    if (dtype == FLOAT32)
+        ((float *)to)[at] = number;
+    else
+        ((uint16_t *)to)[at] = to_bf16(number);
+}

@@ -112,7 +112,7 @@ class CompiledLinear(PackedLinear):
         )
         self._reference = ctypes.byref(self._call)
         self._screen: tuple[Tensor, Tensor] | None = None
-        self._linear = kernels.table.linear
+        self._linear, self._unpack = kernels.table.linear, kernels.table.unpack
 
     def screen_argmax(self) -> None:
         """Let `argmax` find from rounded weights and inputs the outputs that can be the largest, and compute only these
@@ -134,11 +134,22 @@ class CompiledLinear(PackedLinear):
         if self._linear(self._reference):
             check(-1)
 
-    def weight_rows(self, output_ids: Tensor) -> Tensor:  # [M] -> [M, K]
-        """Return the weights of some outputs, as they were before they were packed."""
-        width = self.weights.shape[2]
-        rows = self.weights[output_ids // width, :, output_ids % width]
-        return rows.flatten(1)[:, : self.num_inputs]
+    def weight_rows(self, output_ids: Tensor, rows: Tensor) -> None:  # [M], [M, K]
+        """Fill rows of the weights' dtype with the weights of some outputs, as they were before they were packed. The ids
+        (int64) and rows are contiguous and not checked."""
+        self._unpack(
+            ctypes.byref(
+                PackCall(
+                    weights=rows.data_ptr(),
+                    panels=self.weights.data_ptr(),
+                    output_ids=output_ids.data_ptr(),
+                    num_outputs=len(output_ids),
+                    num_inputs=self.num_inputs,
+                    dtype=DTYPES[self.weights.dtype],
+                    num_threads=torch.get_num_threads(),
+                )
+            )
+        )
 
     def argmax(self, inputs: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
         """See `PackedLinear.argmax`. Of a row with a mask only outputs that it allows are computed. If it allows none, the

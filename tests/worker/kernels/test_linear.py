@@ -54,9 +54,11 @@ def test_float32_equals_torchs(kernels: Kernels, shape: tuple[int, int], num_thr
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_packed_weights_can_be_read_by_output(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    linear = make_linear(shape, dtype)
-    output_ids = torch.tensor([0, shape[1] - 1, shape[1] // 2])
-    assert torch.equal(pack(linear, kernels).weight_rows(output_ids), linear.weight[output_ids])
+    linear, generator = make_linear(shape, dtype), torch.Generator().manual_seed(0)
+    output_ids = torch.cat([torch.tensor([0, shape[1] - 1]), torch.randint(shape[1], (300,), generator=generator)])
+    rows = torch.empty(len(output_ids), shape[0], dtype=dtype)
+    pack(linear, kernels).weight_rows(output_ids, rows)
+    assert torch.equal(rows, linear.weight[output_ids])
 
 
 @torch.inference_mode()
