@@ -11,6 +11,7 @@ import msgspec
 
 from millrace.engine_service.config import EngineConfig, add_option
 from millrace.engine_service.errors import ConfigurationError
+from millrace.producer.checks import remedy
 from millrace.results.errors import shown
 
 logger = logging.getLogger("millrace.engine")
@@ -77,10 +78,10 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif name in _WITHOUT_EFFECT:
             logger.debug("%s has no effect in Millrace", name)
         elif value is not None and not any(value == neutral for neutral in _NEUTRAL.get(name, ())):
-            known = (
-                f"must be {' or '.join(map(repr, _NEUTRAL[name]))}" if name in _NEUTRAL else "is not an argument of LLM"
-            )
-            raise ConfigurationError(f"{name}: {known}, got {shown(value)}; leave it out")
+            rule, what_to_do = "is not an argument of LLM", remedy(name, (*EngineConfig.__struct_fields__, *_RENAMED))
+            if name in _NEUTRAL:
+                rule, what_to_do = f"must be {' or '.join(map(repr, _NEUTRAL[name]))}", "leave it out"
+            raise ConfigurationError(f"{name}: {rule}, got {shown(value)}; {what_to_do}")
     return found
 
 

@@ -244,6 +244,13 @@ def test_an_argument_of_vllm_that_millrace_cannot_do_is_refused_by_name(name: st
         LLM(TINY, **{name: value})
 
 
+def test_an_unknown_argument_is_answered_with_the_similar_one() -> None:
+    with pytest.raises(ConfigurationError, match=r"^max_modle_len: .*, got 5; did you mean max_model_len\?$"):
+        LLM(TINY, max_modle_len=5)
+    with pytest.raises(ConfigurationError, match=r"^quantization: .*, got 'awq'; leave it out$"):
+        LLM(TINY, quantization="awq")
+
+
 def test_arguments_of_vllm_that_change_nothing_are_taken() -> None:
     arguments: dict[str, Any] = {
         "trust_remote_code": False,
