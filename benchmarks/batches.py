@@ -35,9 +35,10 @@ def batch(num_rows: int, length: int, num_fed: int, device: torch.device) -> tup
     blocks = random.Random(0).sample(range(1, num_blocks), num_blocks - 1)
     new, rows = sequences(num_rows, length, num_fed, blocks)
     plan = StepPlan(StepId(1), 1, 1, num_rows * num_fed, num_rows, rows, new)
-    made = InputBatch(num_rows, length, BLOCK_SIZE, 1, device).update(plan)
-    assert made is not None
-    return made, num_blocks
+    input_batch = InputBatch(num_rows, length, BLOCK_SIZE, 1, device)
+    on_host = input_batch.update(plan)
+    assert on_host is not None
+    return input_batch.send(on_host), num_blocks
 
 
 def sampling_rows(

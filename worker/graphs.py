@@ -1,7 +1,7 @@
 """Decode steps as graphs of a GPU: one launch replays all kernels of a forward pass, and of the draw where it can.
 
-A graph has fixed sizes and addresses. So the rows of a step are copied into tensors that stay, and padded to the size of a
-graph. Padding feeds a token to block 0, which is never read, and its token goes to NO_SLOT.
+A graph has fixed sizes and addresses. So the rows of a step are padded to the size of a graph, and brought to the device by
+one copy into tensors that stay. Padding feeds a token to block 0, which is never read, and its token goes to NO_SLOT.
 
     what the step's rows want             in the graph
     tokens, by temperature and min_p      forward pass, draw, last token of each slot
@@ -25,10 +25,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker import sampling_triton
 from millrace.worker.attention.triton import CHUNK, TritonAttention
 from millrace.worker.fusion.decoder import FusedDecoder
-from millrace.worker.input_batch import NO_SLOT, InputBatch, StepBatch
+from millrace.worker.input_batch import NO_SLOT, HostBatch, InputBatch, SampledRows, StepBatch
+from millrace.worker.transfer import FixedBuffer
 
 logger = logging.getLogger("millrace.worker")
 
@@ -91,7 +93,8 @@ class _Graph:
     """Tensors that stay, and what reads and writes them."""
 
     batch: StepBatch
-    settings: Tensor  # [5, B], see `sampling_triton.pack_settings`
+    inputs: FixedBuffer
+    """See `_inputs`."""
     result: Tensor
     replay: Replay
 
@@ -125,60 +128,66 @@ class DecodeGraphs:
         """The graphs that are captured."""
         return sorted(self._graphs)
 
-    def draw(self, batch: StepBatch) -> Tensor | None:  # [R]
+    def draw(self, rows: HostBatch) -> Tensor | None:  # [R]
         """Run a step, draw a token for each row, and keep them as `InputBatch.record` does. Return the ids, valid until the
         next call. None: run it in another way."""
-        sampled = batch.sampled
-        if sampled.sampling.processors is not None or sampled.scored is not None:
+        sampling = rows.sampled.sampling
+        if sampling.processors is not None or sampling.logprobs:
             return None
-        return self._run(batch, draws=True, has_limits=sampled.sampling.has_limits)
+        return self._run(rows, draws=True, has_limits=sampling.has_limits)
 
-    def forward(self, batch: StepBatch) -> Tensor | None:  # [R, H]
+    def forward(self, rows: HostBatch) -> Tensor | None:  # [R, H]
         """Return what the decoder's `run` does. None: run it eagerly."""
-        return self._run(batch, draws=False)
+        return self._run(rows, draws=False)
 
-    def _run(self, batch: StepBatch, *, draws: bool, has_limits: bool = False) -> Tensor | None:
-        num_rows = batch.num_rows
-        is_decode = batch.input_ids.shape[1] == num_rows == len(batch.sample_indices) and not batch.is_permuted
-        size, chunks = min(_size_for(num_rows), self._max_num_seqs), _chunks_for(max(batch.kv_lens))
+    def _run(self, rows: HostBatch, *, draws: bool, has_limits: bool = False) -> Tensor | None:
+        num_rows, num_tokens, num_sampled = (
+            len(each) for each in (rows.kv_lens, rows.tensors["token_slots"], rows.tensors["sample_indices"])
+        )
+        is_decode = num_tokens == num_rows == num_sampled and not rows.is_permuted
+        size, chunks = min(_size_for(num_rows), self._max_num_seqs), _chunks_for(max(rows.kv_lens))
         if not is_decode or self._has_failed or num_rows > size or size * chunks > MOST_CHUNKS:
             return None
         if self._buffers != self._current_buffers():  # the graphs write to buffers that are gone
             self._graphs.clear()
-        graph = self._find(Kind(size, chunks, draws, has_limits), batch)
+        graph = self._find(Kind(size, chunks, draws, has_limits), rows.sampled)
         if graph is None:
             return None
-        self._fill(graph, batch)
+        self._fill(graph, rows)
         graph.replay()
         return graph.result[:num_rows]
 
     def _current_buffers(self) -> tuple[int, int]:
         return self._decoder.num_buffers_made, self._sequences.num_slots
 
-    def _find(self, wanted: Kind, batch: StepBatch) -> _Graph | None:
+    def _find(self, wanted: Kind, rows: SampledRows) -> _Graph | None:
         """Return the graph, or a larger one while captures pause."""
         self._num_steps_to_pause = max(0, self._num_steps_to_pause - 1)
         if wanted not in self._graphs and self._num_steps_to_pause == 0:
             # The largest one first: the others find place in its memory, which the profile of the memory has counted.
             is_first = all(kind.draws < wanted.draws for kind in self._graphs)
-            self._add(self._largest(wanted, batch.block_size) if is_first else wanted, batch)
+            self._add(self._largest(wanted) if is_first else wanted, rows)
         return self._graphs.get(min((kind for kind in self._graphs if kind.serves(wanted)), default=wanted))
 
-    def _largest(self, kind: Kind, block_size: int) -> Kind:
+    def _largest(self, kind: Kind) -> Kind:
         num_chunks = 1 << (MOST_CHUNKS // self._max_num_seqs).bit_length() >> 1  # a power of 2
-        longest = _chunks_for(self._table_width * block_size)
+        longest = _chunks_for(self._table_width * self._sequences.block_size)
         return kind._replace(num_rows=self._max_num_seqs, num_chunks=max(1, min(num_chunks, longest)))
 
-    def _add(self, kind: Kind, batch: StepBatch) -> None:
+    def _add(self, kind: Kind, rows: SampledRows) -> None:
         began_s = time.monotonic()
-        kept, settings = self._padding(kind, batch)
+        inputs = self._inputs(kind)
+        slots, known_ids, *_, settings = inputs.tensors
+        kept = self._batch(kind, inputs.tensors, rows)
 
         def compute() -> Tensor:
+            kept.input_ids[0] = self._sequences.input_ids(slots, known_ids)
+            self._attention.update_decodes(kept)
             hidden = self._decoder.run(kept)
             if not kind.draws:
                 return hidden
             token_ids = sampling_triton.draw(self._decoder.logits(hidden), settings, has_limits=kind.has_limits)
-            return self._sequences.keep(kept.sampled.slots, token_ids)
+            return self._sequences.keep(slots, token_ids)
 
         try:
             result, replay = self._capture(compute)
@@ -194,43 +203,53 @@ class DecodeGraphs:
             self._graphs.clear()
             self._buffers = self._current_buffers()
         logger.debug("captured %r: %.2f s", kind, time.monotonic() - began_s)
-        self._graphs[kind] = _Graph(kept, settings, result, replay)
+        self._graphs[kind] = _Graph(kept, inputs, result, replay)
 
-    def _padding(self, kind: Kind, like: StepBatch) -> tuple[StepBatch, Tensor]:
-        """Return a batch of tensors that stay, with padding only, and settings [5, B] for it."""
-        size, tables, device = kind.num_rows, like.block_tables, like.block_tables.device
-        slots = torch.full((size,), NO_SLOT, device=device)
-        batch = StepBatch(
-            input_ids=torch.zeros(1, size, dtype=like.input_ids.dtype, device=device),
-            positions=torch.zeros(1, size, dtype=like.positions.dtype, device=device),
-            token_blocks=torch.zeros(size, tables.shape[0], dtype=tables.dtype, device=device),
-            block_tables=torch.zeros(tables.shape[0], size, self._table_width, dtype=tables.dtype, device=device),
-            sample_indices=torch.arange(size, device=device),
-            query_starts=list(range(size + 1)),
-            kv_lens=[1] * size,
-            sampled=replace(like.sampled, seq_ids=[], slots=slots),
-            block_size=like.block_size,
+    def _inputs(self, kind: Kind) -> FixedBuffer:
+        """Return slots [B], known ids [B], positions [1, B], blocks of the tokens [B, G], block tables [G, B, P], and the
+        settings of the draw [5, B], see `sampling_triton.pack_settings`. All rows are padding."""
+        size, num_groups, block_size = kind.num_rows, self._sequences.num_groups, self._sequences.block_size
+        width = min(self._table_width, -(-kind.num_chunks * CHUNK // block_size))
+        inputs = FixedBuffer(
+            self._sequences.device,
+            [
+                ((size,), torch.int64),
+                ((size,), torch.int64),
+                ((1, size), torch.int64),
+                ((size, num_groups), torch.int32),
+                ((num_groups, size, width), torch.int32),
+                ((5, size), torch.int64),
+            ],
+        )
+        inputs.tensors[0].fill_(NO_SLOT)
+        return inputs
+
+    def _batch(self, kind: Kind, inputs: list[Tensor], rows: SampledRows) -> StepBatch:
+        """Return a batch of tensors that stay."""
+        slots, _, positions, token_blocks, block_tables, _ = inputs
+        return StepBatch(
+            input_ids=torch.zeros_like(positions),
+            positions=positions,
+            token_blocks=token_blocks,
+            block_tables=block_tables,
+            sample_indices=torch.arange(kind.num_rows, device=slots.device),
+            query_starts=list(range(kind.num_rows + 1)),
+            kv_lens=[1] * kind.num_rows,
+            sampled=replace(rows, seq_ids=[], slots=slots),
+            block_size=self._sequences.block_size,
             chunks_of_decodes=kind.num_chunks,
         )
-        return batch, torch.zeros(5, size, dtype=torch.int64, device=device)
 
-    def _fill(self, graph: _Graph, batch: StepBatch) -> None:
-        """Copy the rows [R] of a step, and pad them to [B]."""
-        kept, slots = graph.batch, graph.batch.sampled.slots
-        num_rows, size, width = batch.num_rows, kept.num_rows, batch.block_tables.shape[2]
-        kept.input_ids[:, :num_rows] = batch.input_ids
-        kept.positions[:, :num_rows] = batch.positions
-        kept.token_blocks[:num_rows] = batch.token_blocks
-        kept.block_tables[:, :num_rows, :width] = batch.block_tables
-        slots[:num_rows] = batch.sampled.slots
-        if num_rows < size:
-            kept.positions[:, num_rows:] = 0
-            kept.token_blocks[num_rows:] = 0
-            kept.block_tables[:, num_rows:, 0] = 0
-            slots[num_rows:] = NO_SLOT
-        self._attention.update_decodes(kept, batch.kv_lens + [1] * (size - num_rows))
-        settings = sampling_triton.pack_settings(batch.sampled.sampling, size, slots.device)
-        graph.settings.copy_(settings, non_blocking=True)
+    def _fill(self, graph: _Graph, rows: HostBatch) -> None:
+        """Bring the rows [R] of a step to the device, with padding to [B]."""
+        given, num_rows, width = rows.tensors, len(rows.kv_lens), rows.tensors["block_tables"].shape[2]
+        with graph.inputs.filling() as (slots, known_ids, positions, token_blocks, block_tables, settings):
+            slots[:num_rows], slots[num_rows:] = given["token_slots"], NO_SLOT
+            known_ids[:num_rows] = given.get("known_ids", NO_TOKEN)
+            positions[:, :num_rows] = given["positions"]
+            token_blocks[:num_rows] = given["token_blocks"]
+            block_tables[:, :num_rows, :width] = given["block_tables"]
+            sampling_triton.pack_settings(rows.sampled.sampling, settings)
 
 
 def _size_for(num_rows: int) -> int:

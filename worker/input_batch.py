@@ -38,6 +38,20 @@ NO_SLOT = -1
 
 
 @dataclass(frozen=True)
+class HostBatch:
+    """The rows of one step, on the host. The fields are those of `StepBatch` of the same name."""
+
+    tensors: dict[str, Tensor]
+    """Those that go to the device, by name."""
+    query_starts: list[int]
+    kv_lens: list[int]
+    sampled: SampledRows
+    scored_parts: list[tuple[int, int]]
+    """See `ScoredTokens`."""
+    is_permuted: bool
+
+
+@dataclass(frozen=True)
 class StepBatch:
     """The rows of one step, flattened. Tensors are on the device, lists on the host."""
 
@@ -59,6 +73,8 @@ class StepBatch:
     chunks_of_decodes: int | None = None
     """Space for the chunks of each decode row, see `attention/triton.py`: in a graph it is the same in every step. None: as
     many as each one has."""
+    on_host: HostBatch | None = None
+    """What it was made of, if a plan was."""
     derived: dict[Any, Any] = field(default_factory=dict)
     """What an attention implementation computes once per step and uses in every layer."""
 
@@ -165,9 +181,9 @@ class InputBatch:
         grammars: Grammars | None = None,
     ) -> None:
         """`samples`: whether this rank draws the tokens. Others receive them. `grammars`: None for rows without any."""
-        self._block_size = block_size
-        self._num_groups = num_groups
-        self._device = device
+        self.block_size = block_size
+        self.num_groups = num_groups
+        self.device = device
         self._sequences: dict[SeqId, SequenceState] = {}
         self._decodes: defaultdict[int, DecodeRows] = defaultdict(_no_rows)
         """By micro-batch."""
@@ -191,8 +207,8 @@ class InputBatch:
         """While it stays, `keep` writes to the same addresses."""
         return len(self._prompt_lens)
 
-    def update(self, plan: StepPlan) -> StepBatch | None:
-        """Apply the plan's differences and return the batch of its step; None if it has no rows.
+    def update(self, plan: StepPlan) -> HostBatch | None:
+        """Apply the plan's differences and return the rows of its step; None if it has none.
 
         Raises `PlanError` when the rows are not those that the engine means.
         """
@@ -209,6 +225,37 @@ class InputBatch:
         if num_tokens == 0:
             return None
         return self._batch(plan, decodes)
+
+    def send(self, rows: HostBatch) -> StepBatch:
+        """Return the batch of these rows on the device."""
+        sampling = rows.sampled.sampling
+        sent = dict(zip(rows.tensors, to_device(self.device, rows.tensors.values()), strict=True))
+        scored = None
+        if sampling.logprobs:
+            scored = ScoredTokens(sent["scored_rows"], [(1, num_ids) for _, num_ids in sampling.logprobs])
+        prompts = None
+        if rows.scored_parts:
+            prompts = ScoredTokens(sent["prompt_rows"], rows.scored_parts, sent["prompt_ids"])
+        return StepBatch(
+            input_ids=self.input_ids(sent["token_slots"], sent.get("known_ids")).unsqueeze(0),
+            positions=sent["positions"],
+            token_blocks=sent["token_blocks"],
+            block_tables=sent["block_tables"],
+            sample_indices=sent["sample_indices"],
+            query_starts=rows.query_starts,
+            kv_lens=rows.kv_lens,
+            sampled=SampledRows(rows.sampled.seq_ids, sent["sampled_slots"], sampling, scored),
+            block_size=self.block_size,
+            prompts=prompts,
+            is_permuted=rows.is_permuted,
+            on_host=rows,
+        )
+
+    def input_ids(self, token_slots: Tensor, known_ids: Tensor | None) -> Tensor:  # [T]
+        """Return the tokens that a step feeds, on the device: the known one, or, where that is NO_TOKEN, the last one of the
+        slot."""
+        sampled = self._last_tokens[token_slots].clamp_(min=0)  # a failed row computes anything
+        return sampled if known_ids is None else torch.where(known_ids == NO_TOKEN, sampled, known_ids)
 
     def record(self, rows: SampledRows, token_ids: Tensor) -> Tensor:
         """Keep the sampled ids [M], on the device, for the rows that feed them. Return them with NO_TOKEN for the rows of
@@ -259,7 +306,7 @@ class InputBatch:
                 self._sampling.add(slot, each)
         if new:
             slots = torch.tensor([self._sequences[each.seq_id].slot for each in new])
-            self._last_tokens.index_fill_(0, to_device(self._device, [slots])[0], 0)
+            self._last_tokens.index_fill_(0, to_device(self.device, [slots])[0], 0)
 
     def _append_blocks(self, sequence: SequenceState, block_ids: list[int]) -> None:
         if block_ids:
@@ -280,16 +327,16 @@ class InputBatch:
 
     # --- the batch ---
 
-    def _batch(self, plan: StepPlan, decodes: DecodeRows) -> StepBatch:
+    def _batch(self, plan: StepPlan, decodes: DecodeRows) -> HostBatch:
         count, listed = len(decodes.seq_ids), self._list_rows(plan)
         ends = decodes.positions + 1
         positions = _extended(decodes.positions, listed.positions)
         token_slots = _extended(decodes.slots, listed.token_slots)
-        tables = self._tables.unflatten(1, (-1, self._num_groups))  # [S, P, G]
-        blocks = tables[token_slots, positions // self._block_size]  # [T, G]
+        tables = self._tables.unflatten(1, (-1, self.num_groups))  # [S, P, G]
+        blocks = tables[token_slots, positions // self.block_size]  # [T, G]
         assert bool(blocks.all()), f"step {plan.step_id} has a row without a block for its position"
         kv_lens = ends.tolist() + listed.kv_lens
-        width = num_blocks_for(max(kv_lens), self._block_size)
+        width = num_blocks_for(max(kv_lens), self.block_size)
         row_slots = _extended(decodes.slots, listed.slots)
         sampled_slots = _extended(decodes.slots, listed.sampled_slots)
         output_positions = _extended(ends, listed.sampled_ends) - self._prompt_lens[sampled_slots]
@@ -310,27 +357,12 @@ class InputBatch:
         if listed.scored_parts:
             on_host["prompt_rows"] = torch.arange(len(sampled_slots), len(sampled_slots) + len(listed.scored_ids))
             on_host["prompt_ids"] = torch.tensor(listed.scored_ids)
-        sent = dict(zip(on_host, to_device(self._device, on_host.values()), strict=True))
-        batch = StepBatch(
-            input_ids=self._input_ids(sent["token_slots"], sent.get("known_ids")).unsqueeze(0),
-            positions=sent["positions"],
-            token_blocks=sent["token_blocks"],
-            block_tables=sent["block_tables"],
-            sample_indices=sent["sample_indices"],
+        batch = HostBatch(
+            on_host,
             query_starts=list(range(count)) + [count + offset for offset in listed.offsets],
             kv_lens=kv_lens,
-            sampled=SampledRows(
-                decodes.seq_ids + listed.sampled_ids,
-                sent["sampled_slots"],
-                sampling,
-                ScoredTokens(sent["scored_rows"], [(1, num_ids) for _, num_ids in sampling.logprobs])
-                if sampling.logprobs
-                else None,
-            ),
-            block_size=self._block_size,
-            prompts=ScoredTokens(sent["prompt_rows"], listed.scored_parts, sent["prompt_ids"])
-            if listed.scored_parts
-            else None,
+            sampled=SampledRows(decodes.seq_ids + listed.sampled_ids, sampled_slots, sampling),
+            scored_parts=listed.scored_parts,
             is_permuted=bool(listed.scored_parts) or any(row.num_tokens == 0 for row in plan.rows),
         )
         decodes.advance(listed.sampled_ids, listed.sampled_slots, listed.sampled_ends)
@@ -369,10 +401,6 @@ class InputBatch:
             listed.scored_offsets += range(first, first + len(token_ids))
             listed.scored_ids += token_ids
             listed.scored_parts.append((len(token_ids), state.prompt_logprobs))
-
-    def _input_ids(self, token_slots: Tensor, known_ids: Tensor | None) -> Tensor:  # [T]
-        sampled = self._last_tokens[token_slots].clamp_(min=0)  # a failed row computes anything
-        return sampled if known_ids is None else torch.where(known_ids == NO_TOKEN, sampled, known_ids)
 
 
 def _extended(tensor: Tensor, values: list[int]) -> Tensor:

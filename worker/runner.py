@@ -26,7 +26,7 @@ from millrace.executor.wire.messages import (
 from millrace.worker.attention.interface import STEP_KEYWORD, ForwardStep
 from millrace.worker.errors import PlanError, StepSkipped
 from millrace.worker.fusion.decoder import FusedDecoder
-from millrace.worker.input_batch import InputBatch, SampledRows, StepBatch
+from millrace.worker.input_batch import HostBatch, InputBatch, SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool, num_blocks_for
 from millrace.worker.linear.packed import RowMasks
 from millrace.worker.logprobs import ScoredTokens, head_logits
@@ -200,22 +200,29 @@ class Runner:
         if self._pool.host is not None:
             self._pool.host.swap_out(plan.swap_out)
             self._pool.host.swap_in(plan.swap_in)
-        batch = self._sequences.update(plan)
+        on_host = self._sequences.update(plan)
         began_s, began = time.perf_counter(), self._record_event()
-        output = self._sample(plan, batch) if batch is not None else None
+        output, rows, prompts = self._run(plan, on_host) if on_host is not None else (None, None, None)
         self._pool.copy_blocks(plan.copy)
-        rows, prompts = (batch.sampled, batch.prompts) if batch is not None and output is not None else (None, None)
         output = output.to_host() if output is not None else None
         return LaunchedStep(plan, rows, prompts, output, self._record_event(), began, time.perf_counter() - began_s)
+
+    def _run(
+        self, plan: StepPlan, on_host: HostBatch
+    ) -> tuple[StepOutput | None, SampledRows | None, ScoredTokens | None]:
+        """Run the rows of a step. Return what they yield, its rows, and its prompts; None if another rank samples."""
+        token_ids = self._draw_in_graph(on_host)
+        if token_ids is not None:
+            return StepOutput(token_ids), on_host.sampled, None
+        batch = self._sequences.send(on_host)
+        output = self._sample(plan, batch)
+        return (output, batch.sampled, batch.prompts) if output is not None else (None, None, None)
 
     def _sample(self, plan: StepPlan, batch: StepBatch) -> StepOutput | None:
         """Run the batch. Return what it yields, or None if another rank samples."""
         if batch.prompts is not None:
             return self._sample_and_score_prompts(batch, batch.prompts)
         sampled = batch.sampled
-        token_ids = self._draw_in_graph(batch)
-        if token_ids is not None:
-            return StepOutput(token_ids)
         takes_peaks = sampled.sampling.is_plain_greedy or (self._masks_head and sampled.sampling.is_masked_greedy)
         if self.decoder is not None and takes_peaks and sampled.scored is None:
             hidden, processors = self._run_decoder(self.decoder, batch), sampled.sampling.processors
@@ -224,12 +231,13 @@ class Runner:
             return StepOutput(self._sequences.record(sampled, token_ids))
         return self._sample_from(self.compute_logits(batch), sampled)
 
-    def _draw_in_graph(self, batch: StepBatch) -> Tensor | None:  # [M]
-        """Run the batch and record a token for each row, if a graph can."""
-        return self._graphs.draw(batch) if self._graphs is not None else None
+    def _draw_in_graph(self, rows: HostBatch) -> Tensor | None:  # [M]
+        """Run the step and record a token for each row, if a graph can."""
+        return self._graphs.draw(rows) if self._graphs is not None else None
 
     def _run_decoder(self, decoder: FusedDecoder, batch: StepBatch) -> Tensor:  # [M, H]
-        hidden = self._graphs.forward(batch) if self._graphs is not None else None
+        rows = batch.on_host
+        hidden = self._graphs.forward(rows) if self._graphs is not None and rows is not None else None
         return decoder.run(batch, self._received_hidden(batch)) if hidden is None else hidden
 
     def _received_hidden(self, batch: StepBatch) -> Tensor | None:  # [T, H]

@@ -22,7 +22,7 @@ from torch import Tensor
 from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker.counter_rng import next_keys
 from millrace.worker.sampling_rows import SamplingRows
-from millrace.worker.transfer import pinned
+from millrace.worker.transfer import staging
 
 PART = 4096
 """Token ids of one program."""
@@ -47,20 +47,19 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     settings = None
     if bool(rows.temperatures.any()):
-        settings = pack_settings(rows, num_rows, logits.device).to(logits.device, non_blocking=True)
+        on_host = staging(logits.device, (5, num_rows), torch.int64)
+        pack_settings(rows, on_host)
+        settings = on_host.to(logits.device, non_blocking=True)
     return draw(logits, settings, has_limits=rows.has_limits)
 
 
-def pack_settings(rows: SamplingRows, size: int, device: torch.device) -> Tensor:
-    """Return what `draw` needs of the rows [M], in pinned memory if they go to a GPU: temperatures, floors of min_p, top_k
-    and top_p, as float64, and the row keys [5, size] int64. Rows from M on are greedy."""
-    on_host = (torch.empty if device.type == "cpu" else pinned)((5, size), dtype=torch.int64)
-    numbers, own = on_host[:4].view(torch.float64), slice(rows.num_rows)
-    on_host[:, rows.num_rows :] = 0
+def pack_settings(rows: SamplingRows, packed: Tensor) -> None:
+    """Store what `draw` needs of the rows [M]: temperatures, floors of min_p, top_k and top_p, as float64, and the row keys,
+    in `packed` [5, M or more] int64 on the host."""
+    numbers, own = packed[:4].view(torch.float64), slice(rows.num_rows)
     for number, values in zip(numbers, (rows.temperatures, rows.min_p.log(), rows.top_k, rows.top_p), strict=True):
         number[own] = values
-    on_host[4, own] = next_keys(rows.streams, rows.output_positions)
-    return on_host
+    packed[4, own] = next_keys(rows.streams, rows.output_positions)
 
 
 def draw(logits: Tensor, settings: Tensor | None, *, has_limits: bool) -> Tensor:

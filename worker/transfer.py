@@ -20,13 +20,32 @@ def to_device(device: torch.device, tensors: Collection[Tensor]) -> list[Tensor]
     """Return tensors of the host on the device. They are packed into pinned memory and moved by one copy."""
     if device.type == "cpu":
         return list(tensors)
-    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
-    starts = list(accumulate(sizes, initial=0))
+    starts = _starts(tensors)
     packed = pinned((starts[-1],), torch.uint8)
     for start, tensor in zip(starts, tensors, strict=False):
         _view(packed, start, tensor).copy_(tensor)
     packed = packed.to(device, non_blocking=True)
     return [_view(packed, start, tensor) for start, tensor in zip(starts, tensors, strict=False)]
+
+
+class FixedBuffer:
+    """Tensors on the device that stay where they are, filled by one copy."""
+
+    def __init__(self, device: torch.device, shapes: Collection[tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self._like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
+        *self._starts, num_bytes = _starts(self._like)
+        self._packed = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.tensors = self._views(self._packed)
+
+    @contextmanager
+    def filling(self) -> Iterator[list[Tensor]]:
+        """Give tensors of zeros on the host to the block, which fills them."""
+        on_host = staging(self._packed.device, self._packed.shape, torch.uint8).zero_()
+        yield self._views(on_host)
+        self._packed.copy_(on_host, non_blocking=True)
+
+    def _views(self, packed: Tensor) -> list[Tensor]:
+        return [_view(packed, start, each) for start, each in zip(self._starts, self._like, strict=True)]
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -90,6 +109,16 @@ class CopyStream:
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return pinned memory of the host with any contents."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+def staging(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return memory of the host with any contents, for a copy to the device."""
+    return torch.empty(shape, dtype=dtype) if device.type == "cpu" else pinned(shape, dtype)
+
+
+def _starts(tensors: Collection[Tensor]) -> list[int]:
+    """Return the places of tensors in packed bytes, and the number of bytes."""
+    return list(accumulate((-(-each.nbytes // _ALIGNMENT) * _ALIGNMENT for each in tensors), initial=0))
 
 
 def _view(packed: Tensor, start: int, tensor: Tensor) -> Tensor:

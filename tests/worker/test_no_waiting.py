@@ -31,7 +31,7 @@ from millrace.worker.processors.penalties import WIDTH_UNIT
 from millrace.worker.runner import Runner
 from millrace.worker.sampler import sample
 from millrace.worker.sampling_rows import SamplingRows
-from millrace.worker.transfer import HostCopy, to_device
+from millrace.worker.transfer import FixedBuffer, HostCopy, to_device
 from tests.worker.device_double import DEVICE, DeviceDouble, DeviceTensor, Waited
 
 VOCAB_SIZE = 257
@@ -153,6 +153,18 @@ def test_a_step_is_one_copy_and_its_processors_another_one(device: DeviceDouble)
             num_steps = len(run_ahead(runner, [ROWS[name], GREEDY]))
         num_starts = 2 * (2 if name == "penalties" else 1)  # the first tokens, and the tables of penalties
         assert device.num_uploads - before == per_step * num_steps + num_starts
+
+
+def test_tensors_that_stay_are_filled_by_one_copy(device: DeviceDouble) -> None:
+    with device:
+        buffer = FixedBuffer(DEVICE, [((3,), torch.int64), ((2, 1), torch.float32)])
+        for number in (1, 2):
+            before = device.num_uploads
+            with buffer.filling() as (ids, weights):
+                ids[number:], weights[:] = number, number / 2
+            assert device.num_uploads == before + 1
+            values = [each.on_host.tolist() for each in buffer.tensors if isinstance(each, DeviceTensor)]
+            assert values == [[0, number * (number < 2), number], [[number / 2]] * 2]
 
 
 def test_blocks_are_copied_without_waiting(device: DeviceDouble) -> None:

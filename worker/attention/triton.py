@@ -19,7 +19,6 @@ from torch import Tensor
 from millrace.worker.attention.paged_triton import decode_chunk, merge_chunks, prefill, write_kv
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import LayerCache
-from millrace.worker.transfer import to_device
 
 CHUNK = 256
 """Positions of a decode row that one program attends to. A multiple of the tiles' sizes."""
@@ -51,12 +50,11 @@ class TritonAttention:
         is one tile."""
         self._largest_decode = 0 if batch_invariant else 1
 
-    def update_decodes(self, batch: StepBatch, kv_lens: list[int]) -> None:
-        """Give the decode rows of a batch whose tensors stay other lengths."""
-        indices, lengths = torch.arange(len(kv_lens)), torch.tensor(kv_lens)
-        for (_, _, window), rows in batch.derived.items():
-            decodes, _, _ = _decodes(indices, indices, lengths, window, batch.chunks_of_decodes)
-            rows.decodes.copy_(*to_device(rows.decodes.device, [decodes]))
+    def update_decodes(self, batch: StepBatch) -> None:
+        """Give the decode rows of a batch whose tensors stay the lengths that follow from its positions. The number of
+        their chunks stays. All is done on the device, so it can be part of a graph."""
+        for rows in batch.derived.values():
+            rows.decodes[:, 2] = batch.positions[0] + 1
 
     def forward(
         self,

@@ -139,6 +139,7 @@ def _batch(vocab_size: int, max_model_len: int, device: torch.device) -> StepBat
         rows.append(StepRow(SeqId(index), start, end - start, blocks))
     num_tokens = sum(row.num_tokens for row in rows)
     plan = StepPlan(StepId(0), 0, 1, num_tokens, len(rows), rows, new)
-    batch = InputBatch(len(rows), max_model_len, BLOCK_SIZE, 1, device).update(plan)
-    assert batch is not None
-    return replace(batch, sample_indices=torch.arange(num_tokens, device=device))
+    sequences = InputBatch(len(rows), max_model_len, BLOCK_SIZE, 1, device)
+    on_host = sequences.update(plan)
+    assert on_host is not None
+    return replace(sequences.send(on_host), sample_indices=torch.arange(num_tokens, device=device))

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from millrace.executor.wire.messages import StepPlan, StepResult
-from millrace.worker.input_batch import SampledRows, StepBatch
+from millrace.worker.input_batch import HostBatch, SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.sampler import VocabParallelSampler
@@ -90,7 +90,7 @@ class ParallelRunner(Runner):
             return None
         return super()._sample(plan, batch)
 
-    def _draw_in_graph(self, batch: StepBatch) -> None:
+    def _draw_in_graph(self, rows: HostBatch) -> None:
         return None  # the ranks compare their parts of the ids outside of graphs
 
     def _draw_greedily(self, peaks: Tensor, token_ids: Tensor) -> Tensor:

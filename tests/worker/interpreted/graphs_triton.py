@@ -20,11 +20,12 @@ from millrace.worker import runner as runner_module
 from millrace.worker.attention.triton import TritonAttention
 from millrace.worker.fusion.device import DeviceOperations
 from millrace.worker.graphs import DecodeGraphs, Replay
-from millrace.worker.input_batch import NO_SLOT
+from millrace.worker.input_batch import NO_SLOT, InputBatch
 from millrace.worker.kernels import rows_torch
 from millrace.worker.kv_pool import KVPool
 from millrace.worker.rank import Rank
 from millrace.worker.runner import Runner
+from millrace.worker.transfer import FixedBuffer
 from tests.worker.driver import GREEDY, Driver, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
 from tests.worker.test_no_waiting import ROWS, run_ahead
@@ -153,6 +154,18 @@ def add_graphs(runner: Runner, *, is_alone: bool = True) -> tuple[DecodeGraphs, 
     return runner._graphs, double
 
 
+def count(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[str]:
+    """Return a list to which each call of a method adds its name."""
+    calls, method = list[str](), getattr(owner, name)
+
+    def call(*args: Any) -> Any:
+        calls.append(name)
+        return method(*args)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
 def ahead(worker: Rank, rows: list[RowSampling]) -> list[list[int]]:
     """Run a prompt for each row, and decode steps, 3 of them of all rows. Each is launched before the one before it is
     collected. Return the tokens of each step."""
@@ -203,11 +216,15 @@ def test_tokens_are_those_of_eager_steps(arch: str, worker: Rank, tmp_path: Path
 
 
 @pytest.mark.parametrize(("num_rows", "first"), [(1, DRAWN), (3, LIMITED), (5, DRAWN), (6, GREEDY)])
-def test_steps_of_each_size_yield_the_tokens_of_eager_steps(num_rows: int, first: RowSampling, worker: Rank) -> None:
+def test_steps_of_each_size_yield_the_tokens_of_eager_steps(
+    num_rows: int, first: RowSampling, worker: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [first, *([GREEDY, DRAWN] * num_rows)][:num_rows]
     expected = ahead(worker, rows)
     found, double = use_graphs(worker)
+    eager, copies = count(monkeypatch, InputBatch, "send"), count(monkeypatch, FixedBuffer, "filling")
     assert ahead(worker, rows) == expected
+    assert (len(eager), len(copies)) == (2, 3), "a step with a graph is one copy to the device"
     size = min(1 << (num_rows - 1).bit_length(), MAX_NUM_SEQS)
     kinds = {graphs.Kind(rows, 1, draws=True, has_limits=first is LIMITED) for rows in (size, MAX_NUM_SEQS)}
     assert found.kinds == sorted(kinds)  # the largest one was captured in the first step
