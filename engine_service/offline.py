@@ -96,8 +96,7 @@ class LLM:
         ranks = build_executor(config, path, is_service=False)
         self._engine = Engine(ranks, config.for_scheduler())
         self._seeds = random.Random(seed)
-        self._default_sampling = default_sampling(path)
-        self._uses_models_defaults = vllm_arguments.get("generation_config") == "auto"
+        self._default_sampling = {} if vllm_arguments.get("generation_config") == "vllm" else default_sampling(path)
         try:
             ranks.begin_start()
             with timed(logger, "tokenizer"):
@@ -175,9 +174,9 @@ class LLM:
         return self._generate(chats, chat_request, params, use_tqdm, admission)
 
     def _params(self, sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
-        if sampling_params is None and self._uses_models_defaults:
-            sampling_params = self.get_default_sampling_params()
-        return as_params(sampling_params, num_prompts)
+        return as_params(
+            self.get_default_sampling_params() if sampling_params is None else sampling_params, num_prompts
+        )
 
     def _generate(
         self,
@@ -210,7 +209,8 @@ class LLM:
         return self._tokenizer.of_transformers
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of the model's generation_config.json, where it has some."""
+        """Return what is used where no `sampling_params` are given: those of the model's generation_config.json, if it has
+        some. `LLM(generation_config="vllm")`: always `SamplingParams()`."""
         return SamplingParams(**self._default_sampling)
 
     def stats(self) -> SchedulerStats:

@@ -44,8 +44,8 @@ def _is_list_like(value: Any) -> TypeGuard[Iterable[Any]]:
 
 def as_params(sampling_params: Any, num_prompts: int) -> list[SamplingParams]:
     """Return the parameters of each prompt."""
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params or SamplingParams()] * num_prompts
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
     is_list = isinstance(sampling_params, SequenceOf)
     if not is_list or not all(isinstance(params, SamplingParams) for params in sampling_params):
         rule = "must be SamplingParams or a list of them"

@@ -146,7 +146,7 @@ class Admission:
         end_token_ids = frozenset(sampling.stop_token_ids) | eos_token_ids
         stop_rules = self._stop_rules(sampling, len(prompt_token_ids), end_token_ids)
         text_rules = self._text_rules(sampling)
-        row_sampling = self._row_sampling(sampling, drawn_seed, end_token_ids, is_quick)
+        row_sampling = self._row_sampling(sampling, drawn_seed, is_quick)
 
         def make(candidate: int, output: list[int], known: list[bytes]) -> Generation:
             only_first = {} if candidate == 0 else {"candidate": candidate, "prompt_logprobs": None}
@@ -173,10 +173,10 @@ class Admission:
             generations.append(generation)
         return generations
 
-    def _row_sampling(
-        self, sampling: SamplingParams, drawn_seed: int, end_token_ids: frozenset[int], is_quick: bool
-    ) -> RowSampling:
+    def _row_sampling(self, sampling: SamplingParams, drawn_seed: int, is_quick: bool) -> RowSampling:
         seed = drawn_seed if sampling.seed is None else sampling.seed
+        # vLLM's rule: with ignore_eos too.
+        held_token_ids = self._eos_token_ids.union(sampling.stop_token_ids) if sampling.min_tokens else frozenset[int]()
         return RowSampling(
             temperature=0.0 if sampling.is_greedy else sampling.temperature,
             top_k=max(0, sampling.top_k),
@@ -185,10 +185,10 @@ class Admission:
             seed=seed & _SEED_MASK,
             candidate=0,
             min_tokens=sampling.min_tokens,
-            end_token_ids=sorted(end_token_ids) if sampling.min_tokens else [],
+            end_token_ids=sorted(held_token_ids),
             logprobs=self._num_logprobs("logprobs", sampling.logprobs),
             prompt_logprobs=self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs),
-            processors=self._logits_settings(sampling, end_token_ids),
+            processors=self._logits_settings(sampling, held_token_ids),
             grammar=self._grammar(sampling, is_quick),
         )
 
@@ -272,7 +272,7 @@ class Admission:
             raise NotQuick(is_slow_template=False)
         return self._grammars.grammar(wanted)
 
-    def _logits_settings(self, sampling: SamplingParams, end_token_ids: frozenset[int]) -> LogitsSettings | None:
+    def _logits_settings(self, sampling: SamplingParams, held_token_ids: frozenset[int]) -> LogitsSettings | None:
         """Return None if nothing does."""
         bias = {int(token_id): value for token_id, value in (sampling.logit_bias or {}).items()}
         self._check_vocabulary("logit_bias", list(bias))
@@ -287,8 +287,7 @@ class Admission:
             thinking=self._thinking_limit(sampling.thinking_token_budget),
         )
         if sampling.allowed_token_ids is not None:
-            excluded = {ids[0] for ids in settings.bad_words if len(ids) == 1}
-            excluded |= end_token_ids if sampling.min_tokens else set()
+            excluded = held_token_ids.union(ids[0] for ids in settings.bad_words if len(ids) == 1)
             if excluded.issuperset(sampling.allowed_token_ids):
                 raise InvalidRequest("allowed_token_ids", "leaves no token: min_tokens or bad_words exclude them all")
         return settings if settings != LogitsSettings() else None

@@ -58,7 +58,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "marks": MARKS,
     "special tokens": {**MARKS, "skip_special_tokens": False},
     "no spaces": {**MARKS, "skip_special_tokens": False, "spaces_between_special_tokens": False},
-    "thinking": {**MARKS, "thinking_token_budget": 5},
+    "thinking": {"logit_bias": {str(START): 14.0, str(END): -100.0}, "thinking_token_budget": 25},
     "no text": {"detokenize": False},
     "truncated": {"truncate_prompt_tokens": 4},
 }

@@ -308,6 +308,10 @@ def test_a_chat_is_continued_and_has_a_template_and_variables_of_its_own(llm: LL
     tokenizer = llm.get_tokenizer()
     text = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
     assert continued.prompt_token_ids == tokenizer(text, add_special_tokens=False).input_ids
+    for is_added in (True, False):
+        (output,) = llm.chat(chat[:1], params, add_generation_prompt=is_added, use_tqdm=False)
+        text = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=is_added)
+        assert output.prompt_token_ids == tokenizer(text, add_special_tokens=False).input_ids
     source = "{{ tools[0].function.name }}: {{ messages[0].content }}{{ end }}"
     tool = {"type": "function", "function": {"name": "add"}}
     (other,) = llm.chat(
@@ -330,16 +334,18 @@ def test_the_tokenizer_is_that_of_transformers(llm: LLM) -> None:
     assert "Hi" in text
 
 
-def test_default_sampling_parameters_are_those_of_the_models_generation_config(llm: LLM) -> None:
-    assert isinstance(llm.get_default_sampling_params(), SamplingParams)
-
-
-def test_the_models_sampling_parameters_are_used_when_they_are_asked_for_and_none_are_given(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arguments", "expected"), [({}, 3), ({"generation_config": "vllm"}, 16)])
+def test_the_models_sampling_parameters_are_used_where_none_are_given_as_with_vllm(
+    arguments: dict[str, Any], expected: int, tmp_path: Path
+) -> None:
     model = shutil.copytree(TINY, tmp_path / "model")
     (model / "generation_config.json").write_text('{"max_new_tokens": 3, "temperature": 0.5}')
-    with LLM(model, device="cpu", executor="uni", num_blocks=8, generation_config="auto") as llm:
+    with LLM(model, device="cpu", executor="uni", num_blocks=8, **arguments) as llm:
         outputs = [llm.generate(["A story"], params, use_tqdm=False)[0] for params in (None, SamplingParams())]
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 16]
+        assert llm.get_default_sampling_params() == (
+            SamplingParams() if arguments else SamplingParams(max_tokens=3, temperature=0.5)
+        )
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [expected, 16]
 
 
 def test_an_output_says_when_it_was_computed_and_what_has_ended_it(llm: LLM) -> None:

@@ -76,6 +76,16 @@ def test_an_eos_token_outside_the_vocabulary_is_ignored() -> None:
     assert generation.sequence.sampling.end_token_ids == [2]
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_no_token_that_could_end_a_text_is_sampled_before_min_tokens(ignore_eos: bool) -> None:
+    """As with vLLM, where `ignore_eos` does not end that either."""
+    admission = Admission(FACTS, None, [2])
+    params = SamplingParams(min_tokens=3, stop_token_ids=[7], ignore_eos=ignore_eos)
+    (generation,) = admission.admit([1], params, drawn_seed=0)
+    assert generation.sequence.sampling.end_token_ids == [2, 7]
+    assert generation.sequence.stop_rules.end_token_ids == ({7} if ignore_eos else {2, 7})
+
+
 # --- what changes the logits ---------------------------------------------------------------------------------------
 
 
