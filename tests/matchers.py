@@ -9,6 +9,9 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from millrace.engine_service.grammar_process import Checked, check
+from millrace.producer import StructuredOutputs
+
 EOS = 256
 
 
@@ -32,8 +35,16 @@ def byte_tokenizer(special: list[str]) -> LLTokenizer:
 TOKENIZER = byte_tokenizer([])
 
 
+def checked(schema: Any) -> Checked:
+    """Return what a service says of a schema."""
+    return check(StructuredOutputs(json=schema), TOKENIZER)
+
+
 def matcher_for(schema: Any) -> LLMatcher:
-    return LLMatcher(TOKENIZER, LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
+    """Return the matcher of a service's grammar. The schema must have one."""
+    answer = checked(schema)
+    assert not answer.error, (schema, answer.error)
+    return LLMatcher(TOKENIZER, answer.grammar, log_level=0)
 
 
 def accepts(matcher: LLMatcher, text: str) -> bool:
