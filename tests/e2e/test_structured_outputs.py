@@ -44,6 +44,7 @@ FORMS: dict[str, dict[str, Any] | None] = {
     "grammar": {"grammar": NESTED},
     "object": {"json_object": True},
     "long": {"regex": "[a-z ]{600}"},
+    "string": {"json": {"type": "string", "minLength": 600}},
 }
 DRAWN: dict[str, Any] = {"temperature": 1.3, "max_tokens": LENGTH, "n": 2, "seed": 5}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -60,6 +61,7 @@ def generate(model: Path = TINY, **options: Any) -> tuple[Tokens, int]:
     """Return the tokens of all requests in one batch, and the number of preemptions."""
     with LLM(model, device="cpu", dtype="float32", max_model_len=148, **options) as llm:
         outputs = llm.generate([PROMPT] * len(PARAMS), PARAMS, use_tqdm=False)
+        assert sum(output.num_cached_tokens > 0 for output in outputs) > len(PARAMS) // 2
         for (name, _), output in zip(REQUESTS, outputs, strict=True):
             for one in output.outputs:
                 check(name, one.text, one.finish_reason)
@@ -68,7 +70,8 @@ def generate(model: Path = TINY, **options: Any) -> tuple[Tokens, int]:
 
 def check(name: str, text: str, finish_reason: str | None) -> None:
     if finish_reason == "length":
-        assert name in ("none", "json", "object", "grammar", "long"), text
+        assert name in ("none", "json", "object", "grammar", "long", "string"), text
+        assert text[:1] == '"' or name != "string"
         return
     match name:
         case "json":
@@ -82,7 +85,7 @@ def check(name: str, text: str, finish_reason: str | None) -> None:
             assert text == "(" * depth + "." + ")" * depth
         case "object":
             assert isinstance(json.loads(text), dict)
-        case "long":
+        case "long" | "string":
             raise AssertionError("it ended before its form was complete")
 
 
@@ -177,7 +180,7 @@ def test_through_the_queue(start_engine: StartEngine, client: Client, expected: 
 def test_after_the_worker_is_killed(start_engine: StartEngine, client: Client, expected: Tokens) -> None:
     engine = start_engine()
     job_ids = submit_all(client)
-    next(iter(client.stream(job_ids[-1])))
+    assert next(iter(client.stream(job_ids[-1]))).text[:1] == '"'  # in the middle of a JSON string
     os.kill(engine.worker_pids()[0], signal.SIGKILL)
     assert tokens_of(client, job_ids) == expected
 
@@ -188,7 +191,8 @@ def test_after_the_engine_is_killed_and_another_takes_over(
 ) -> None:
     engine = start_engine()
     job_ids = submit_all(client)
-    next(iter(client.stream(job_ids[-1])))
+    assert next(iter(client.stream(job_ids[-1]))).text[:1] == '"'  # in the middle of a JSON string
     engine.kill()
     start_engine()
     assert tokens_of(client, job_ids) == expected
+    assert client.wait(job_ids[-1], LIMIT_S).attempt == 2
