@@ -28,7 +28,8 @@ _MIN_TOKENS_BETWEEN = 8
 """A sequence that uses up its lexer within fewer tokens fails: to compile again for it would slow down all others."""
 _MAX_THREADS = 8
 _MAX_REASON_CHARS = 200
-_USED_UP = "too many states"
+_USED_UP = "lexer error: too many "
+"""States, or expressions, of which there are more with each token of any sequence."""
 _LIMITS = ("LexerTooComplex", "ParserTooComplex")
 _TOO_MUCH_WORK = "the form takes too much work here; make it simpler"
 
@@ -76,7 +77,7 @@ class GrammarState:
     def matcher(self) -> LLMatcher | None:
         """Wait until the grammar is compiled. None after an error."""
         while not self._has_failed and self._matcher.is_error():
-            error = self._matcher.get_error()
+            error = self._error()
             is_used_up = _USED_UP in error
             if is_used_up and len(self._output) >= self._may_renew_at:
                 self._may_renew_at = len(self._output) + _MIN_TOKENS_BETWEEN
@@ -86,6 +87,12 @@ class GrammarState:
                 is_limit = is_used_up or self._matcher.stop_reason() in _LIMITS
                 self._has_failed, self.reason = True, _TOO_MUCH_WORK if is_limit else _one_line(error)
         return None if self._has_failed else self._matcher
+
+    def _error(self) -> str:
+        # A lexer whose states are used up by a token says that the token does not fit, and only then the reason.
+        again = self._original.deep_copy()
+        again.consume_tokens(self._output)
+        return again.get_error() or self._matcher.get_error()
 
     @cached_property
     def _matcher(self) -> LLMatcher:

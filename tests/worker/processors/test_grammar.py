@@ -238,12 +238,13 @@ def test_a_known_grammar_does_not_wait_for_one_that_is_compiled(path: Path) -> N
     wait_until(lambda: grammars.last_compiled == 4, what="the other grammar")
 
 
+@pytest.mark.parametrize("regex", ["[a-z{}]{4,200}b[a-z]{3,30}", "[a-z{}]*a[a-z{}]{20}"])
 @pytest.mark.parametrize("num_at_once", [1, 6])
 def test_a_sequence_does_not_fail_since_others_have_used_up_the_states_of_their_lexer(
-    path: Path, num_at_once: int, monkeypatch: pytest.MonkeyPatch
+    path: Path, num_at_once: int, regex: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """llguidance's copies of a matcher share one lexer, whose number of states has a limit."""
-    grammar = LLMatcher.grammar_from_regex("[a-z{}]{4,200}b[a-z]{3,30}")
+    grammar = LLMatcher.grammar_from_regex(regex)
     monkeypatch.setattr("millrace.worker.grammars.MAX_LEXER_STATES", 500)
     batch = Batch(path, seed=6)
     slots = list(range(num_at_once))
