@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,6 +28,7 @@ from millrace.executor.wire.messages import (
 from millrace.worker import runner as runner_module
 from millrace.worker.kernels.library import find_kernels
 from millrace.worker.linear.packed import PackedLinear
+from millrace.worker.parallel.peers import MOST_GATHERED_BYTES
 from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.rank import Rank
 from tests.worker.device_double import WRONG_VALUE, DeviceDouble, DeviceEvent
@@ -201,6 +203,25 @@ def test_a_token_has_the_same_bits_in_any_batch_and_chunk(tp: int, processes: Ra
     assert run(2, prompts()) == together
     for index in (2, 3):
         assert run(3, [prompts()[index]]) == [together[index]]
+
+
+def sums_and_rings(rank: Rank) -> tuple[list[list[float]], int]:
+    """Sum the numbers of the ranks, in tensors of three sizes. Return the sums, and how many were made by a ring."""
+    assert rank._peers is not None
+    most = MOST_GATHERED_BYTES // 4
+    tensors = [torch.full((size,), rank._rank + 1.0) for size in (1, most, most + 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        rings, all_reduce = list[Tensor](), dist.all_reduce
+        patch.setattr(dist, "all_reduce", lambda one, **options: (all_reduce(one, **options), rings.append(one)))  # type: ignore[func-returns-value]
+        return [rank._peers.all_reduce(tensor).unique().tolist() for tensor in tensors], len(rings)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_small_tensors_of_many_ranks_are_gathered(tp: int, processes: RankProcesses, tmp_path: Path) -> None:
+    make_model("llama", tmp_path, num_key_value_heads=4)
+    with processes.group(tmp_path, tp) as group:
+        total = [tp * (tp + 1) / 2]
+        assert group.call("inspect", sums_and_rings) == [([total] * 3, 1 if tp > 2 else 3)] * tp
 
 
 def test_bfloat16_is_exchanged_as_it_is(processes: RankProcesses, tmp_path: Path) -> None:
