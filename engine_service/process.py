@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -46,6 +47,9 @@ _FLUSH_S = 10.0
 _GC_THRESHOLD = 50_000
 """New objects until a collection. With Python's 700, 1 MB of JSON with 300,000 lists is parsed in 3 times the time, and all
 threads wait for each collection."""
+_SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may compute while others wait. A job passes through several threads: with Python's 5 ms, each of them
+waits so long for the thread that parses a large body."""
 
 
 def run(config: ServeConfig, path: Path, executor: Executor) -> bool:
@@ -74,6 +78,7 @@ class _Process:
             admission = self._start()
             gc.freeze()  # as in a rank
             gc.set_threshold(_GC_THRESHOLD)
+            sys.setswitchinterval(_SWITCH_INTERVAL_S)
             gc.enable()
             is_all_written = self._serve(admission)
         finally:
