@@ -51,6 +51,10 @@ class EntryPoint(ABC):
     def send(self, rng: random.Random, job_id: str) -> list[str]:
         """Send one bad input. Returns the ids of jobs that must reach a terminal record."""
 
+    def send_good(self, job_id: str) -> list[str]:
+        """Send what `send` sends beside the bad input, without it."""
+        return []
+
     def close(self) -> None:  # noqa: B027
         """Close connections."""
 
@@ -209,22 +213,32 @@ class SubmitFile(EntryPoint):
         self._place = ["--redis", url, "--queue", queue]
 
     def send(self, rng: random.Random, job_id: str) -> list[str]:
-        ids = [f"{job_id}-{n}" for n in range(2)]
-        good = {one: json.dumps({"id": one, "prompt": "3 + 4 =", "max_tokens": 2}) for one in ids}
+        good = _good_lines(job_id)
         lines = [line.encode() for line in good.values()]
         for n in range(rng.randint(1, 3)):
             lines.insert(rng.randrange(len(lines) + 1), values.body(rng, f"{job_id}-bad-{n}").replace(b"\n", b" "))
+        submitted = self._submit(b"\n".join(lines) + rng.choice([b"", b"\n", b"\r\n", b"\n\n"]))
+        assert good.keys() <= set(submitted), f"good lines were not submitted: {good.keys() - set(submitted)}"
+        return submitted
+
+    def send_good(self, job_id: str) -> list[str]:
+        return self._submit("\n".join(_good_lines(job_id).values()).encode())
+
+    def _submit(self, content: bytes) -> list[str]:
         with tempfile.NamedTemporaryFile(suffix=".jsonl") as file:
-            Path(file.name).write_bytes(b"\n".join(lines) + rng.choice([b"", b"\n", b"\r\n", b"\n\n"]))
+            Path(file.name).write_bytes(content)
             out, err = io.StringIO(), io.StringIO()
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 status = main(["submit", *self._place, "--file", file.name])
         assert status in EXIT_STATUSES, status
         for line in err.getvalue().splitlines():
             check_message(line)
-        submitted = out.getvalue().split()
-        assert good.keys() <= set(submitted), f"good lines were not submitted: {good.keys() - set(submitted)}"
-        return submitted
+        return out.getvalue().split()
+
+
+def _good_lines(job_id: str) -> dict[str, str]:
+    ids = [f"{job_id}-{n}" for n in range(2)]
+    return {one: json.dumps({"id": one, "prompt": "3 + 4 =", "max_tokens": 2}) for one in ids}
 
 
 class Http(EntryPoint):

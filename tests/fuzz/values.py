@@ -153,6 +153,7 @@ def body(rng: random.Random, job_id: str) -> bytes:
         lambda: _damaged(rng, _dump({"id": job_id, **fields(rng)})): 4,
         lambda: _repeated(rng, job_id): 1,
         lambda: _nested(rng, job_id): 1,
+        lambda: _just_below_limits(rng, job_id): 0.5,
         lambda: _dump({odd_text(rng) * rng.choice([1, 1, 20_000]): 1, "id": job_id, "prompt": "x"}): 1,
         lambda: _dump({"id": job_id, "model": large_text(rng), "prompt": "x"}): 0.3,
         lambda: _dump({"id": job_id, "prompt": large_text(rng)}): 1,
@@ -201,6 +202,24 @@ def _nested(rng: random.Random, job_id: str) -> bytes:
     inner = left * depth + b"1" + right * rng.choice([depth, depth - 1])
     name = rng.choice([b"messages", b"meta", b"prompt", b"unknown"])
     return b'{"id":"' + job_id.encode() + b'","prompt":"x","' + name + b'":' + inner + b"}"
+
+
+def _just_below_limits(rng: random.Random, job_id: str) -> bytes:
+    """Return a body with nearly as many names, lists and objects, or commas as a request may have."""
+    names = ",".join(f'"a{n}":{n}' for n in range(24_900))
+    empty, numbers = ",".join(["[]"] * 49_900), ",".join(["0.5"] * 199_000)
+    messages = ",".join(['{"role":"user","content":"hi"}'] * 9_900)
+    nested = ",".join(['{"a":' * 25 + "1" + "}" * 25] * 990)
+    inner = rng.choice(
+        [
+            f'"tools":[{{{names},"a0":1}}]',
+            f'"messages":[{{"role":"user","content":"a","x":[{nested}]}}]',
+            f'"messages":[{{"role":"user","content":"a","x":[{empty}]}}]',
+            f'"messages":[{messages}]',
+            f'"prompt_token_ids":[{numbers}]',
+        ]
+    )
+    return f'{{"id":"{job_id}",{inner}}}'.encode()
 
 
 def python_value(rng: random.Random) -> Any:
