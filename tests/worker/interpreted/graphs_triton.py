@@ -77,12 +77,16 @@ class CaptureDouble:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self.num_replays = self.num_padded = 0
+        self.num_captures = self.num_replays = self.num_padded = 0
+        self._inputs: dict[Any, list[int]] = {}
+        """By replay: the addresses that its graph reads."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         before = self._state()
         compute()
-        result, buffers = compute(), self._addresses()
+        buffers, result = self._addresses(), compute()
+        assert self._addresses() == buffers, "a capture allocates"
+        self.num_captures += 1
         assert self._changed(before) == (set(), set()), "a capture has no rows"
 
         def replay() -> None:
@@ -92,6 +96,10 @@ class CaptureDouble:
                 set(batch.sampled.slots.tolist()) - {NO_SLOT},
                 set(batch.token_blocks.flatten().tolist()),
             )
+            rows = [each.decodes for each in batch.derived.values()]
+            inputs = [batch.input_ids, batch.positions, batch.token_blocks, batch.block_tables, batch.sampled.slots]
+            addresses = [each.data_ptr() for each in inputs + rows]
+            assert self._inputs.setdefault(replay, addresses) == addresses, "a graph reads what has moved"
             self.num_padded += len(slots) < batch.num_rows
             before = self._state()
             result.copy_(compute())
@@ -228,7 +236,7 @@ def test_steps_of_each_size_yield_the_tokens_of_eager_steps(
     size = min(1 << (num_rows - 1).bit_length(), MAX_NUM_SEQS)
     kinds = {graphs.Kind(rows, 1, draws=True, has_limits=first is LIMITED) for rows in (size, MAX_NUM_SEQS)}
     assert found.kinds == sorted(kinds)  # the largest one was captured in the first step
-    assert double.num_replays == 3
+    assert (double.num_captures, double.num_replays) == (len(kinds), 3)
     assert double.num_padded == (3 if num_rows < size else len(kinds) - 1)
 
 
