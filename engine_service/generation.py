@@ -10,7 +10,7 @@ import msgspec
 
 from millrace.engine_service.core.sequence import Sequence, StopReason
 from millrace.engine_service.logprob_records import MAX_BEFORE, read_record
-from millrace.engine_service.stop_strings import StopStrings
+from millrace.engine_service.stop_strings import Found, StopStrings
 from millrace.engine_service.text import Detokenizer, Tokenizer
 from millrace.executor.wire.messages import record_bytes
 from millrace.results.logprobs import Entry, encode_tokens
@@ -47,8 +47,8 @@ class Generation:
         self._detokenizer: Detokenizer | None = None
         self._stops = StopStrings(rules.stop) if rules.stop else None
         self._stop_state = 0
-        self._stop_at: int | None = None
-        """Where in the text the stop string begins that has ended the generation."""
+        self._stop: Found | None = None
+        """The stop string that has ended the generation."""
         self._final_text: str | None = None
         self.finish_reason: StopReason | None = sequence.finish_reason()
         self.scheduled_s: float | None = None
@@ -67,11 +67,7 @@ class Generation:
     @property
     def stop_string(self) -> str | None:
         """The stop string that has ended the generation, None if none has."""
-        if self._stop_at is None:
-            return None
-        assert self._detokenizer is not None
-        text = self._detokenizer.text
-        return min((stop for stop in self._rules.stop if text.startswith(stop, self._stop_at)), key=len)
+        return None if self._stop is None else self._stop.string
 
     def advance(self, reason: StopReason | None) -> StopReason | None:
         """Process the new tokens of the sequence. `reason` is why they are the last, None if they are not.
@@ -165,9 +161,9 @@ class Generation:
         return self._tokenizer if self._rules.is_text_wanted else None
 
     def _decode_whole(self) -> str:
-        if self._stop_at is not None:
-            assert self._detokenizer is not None and self.stop_string is not None
-            end = self._stop_at + (len(self.stop_string) if self._rules.include_stop else 0)
+        if self._stop is not None:
+            assert self._detokenizer is not None
+            end = self._stop.begin + (len(self._stop.string) if self._rules.include_stop else 0)
             return self._detokenizer.text[:end]
         output = self.token_ids
         if self._leaves_out_last():
@@ -182,7 +178,7 @@ class Generation:
 
     def _leaves_out_last(self) -> bool:
         """Whether the text is without that of the last token, a stop token."""
-        return self.finish_reason == "stop" and self._stop_at is None and not self._rules.include_stop
+        return self.finish_reason == "stop" and self._stop is None and not self._rules.include_stop
 
     def _start_decoding(self) -> Detokenizer:
         """Decode all tokens so far, unless that has been done, and from now on each new token."""
@@ -203,15 +199,16 @@ class Generation:
             if len(detokenizer.ends) == len(output) - 1 and self._leaves_out_last():
                 return  # the token that ends a sequence has no text
             self._feed(detokenizer, output[len(detokenizer.ends)])
-            if self._stop_at is not None:
+            if self._stop is not None:
                 del output[len(detokenizer.ends) :]
                 return
 
     def _feed(self, detokenizer: Detokenizer, token_id: int) -> None:
         start = len(detokenizer.text)
         detokenizer.feed(token_id)
-        if self._stops is None or len(detokenizer.ends) <= self.sequence.stop_rules.min_tokens:
-            return  # the search begins after the text of the first `min_tokens` tokens, so no stop string begins in it
-        self._stop_at, self._stop_state = self._stops.search(detokenizer.text, start, self._stop_state)
-        if self._stop_at is not None:
-            self.finish_reason = "stop"
+        if self._stops is None:
+            return
+        found, self._stop_state = self._stops.search(detokenizer.text, start, self._stop_state)
+        # A stop string counts if it ends behind the first `min_tokens` tokens, also if it begins in them, as with vLLM.
+        if found is not None and len(detokenizer.ends) > self.sequence.stop_rules.min_tokens:
+            self._stop, self.finish_reason = found, "stop"

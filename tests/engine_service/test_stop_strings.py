@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import random
 
-from millrace.engine_service.stop_strings import StopStrings
+from millrace.engine_service.stop_strings import Found, StopStrings
 
 NUM_CASES = 20_000
 
 
-def plain_search(strings: list[str], pieces: list[str]) -> tuple[int, int] | None:
-    """After which piece the first string is complete, and where the earliest of those begins that are complete by then."""
+def plain_search(strings: list[str], pieces: list[str]) -> tuple[int, Found] | None:
+    """After which piece the first string is complete, and which of those it is that are complete by then: vLLM's rule."""
     text = ""
     for number, piece in enumerate(pieces):
         text += piece
-        found = [position for string in strings if (position := text.find(string)) >= 0]
-        if found:
-            return number, min(found)
+        ends = [(at + len(string), place) for place, string in enumerate(strings) if (at := text.find(string)) >= 0]
+        if ends:
+            end, place = min(ends)
+            return number, Found(end - len(strings[place]), strings[place])
     return None
 
 
-def search(strings: list[str], pieces: list[str]) -> tuple[int, int] | None:
+def search(strings: list[str], pieces: list[str]) -> tuple[int, Found] | None:
     automaton, text, state = StopStrings(strings), "", 0
     for number, piece in enumerate(pieces):
         start = len(text)

@@ -162,23 +162,39 @@ def test_what_could_become_a_stop_string_is_held_back_until_it_can_not(tokenizer
     assert "<stones" in one.text_between(0, one.num_settled())
 
 
-def test_the_earliest_of_several_stop_strings_counts(tokenizer: Tokenizer) -> None:
-    one = generation(tokenizer, stop=("text", "long", "ong"))
+@pytest.mark.parametrize(
+    ("stops", "text", "stop_string"),
+    [
+        (("text", "long", "ong"), "a ", "long"),
+        (("text", "ong", "long"), "a l", "ong"),
+        (("long text", "on"), "a l", "on"),
+    ],
+)
+def test_the_stop_string_counts_that_is_complete_first_and_of_equals_the_first_one(
+    tokenizer: Tokenizer, stops: tuple[str, ...], text: str, stop_string: str
+) -> None:
+    one = generation(tokenizer, stop=stops)
     assert feed(one, tokenizer.encode("a long text")) == "stop"
-    assert one.final_text() == "a "
+    assert (one.final_text(), one.stop_string) == (text, stop_string)
 
 
 def plain_search(
     tokenizer: Tokenizer, token_ids: list[int], stops: list[str], min_tokens: int
 ) -> tuple[int, str] | None:
-    """How many tokens there are when a stop string is complete, and the text before it."""
+    """How many tokens there are when a stop string is complete, and the text before it: vLLM's rule."""
     text = Detokenizer(tokenizer, tokenizer.encode("Say:"), skip_special_tokens=True)
     for token_id in token_ids:
+        start = len(text.text)
         text.feed(token_id)
         if len(text.ends) <= min_tokens:
             continue
-        if found := [position for stop in stops if (position := text.text.find(stop, text.end_of(min_tokens))) >= 0]:
-            return len(text.ends), text.text[: min(found)]
+        found = []
+        for place, stop in enumerate(stops):
+            if (at := text.text.find(stop, max(0, start + 1 - len(stop)))) >= 0:
+                found.append((at + len(stop), place))
+        if found:
+            end, place = min(found)
+            return len(text.ends), text.text[: end - len(stops[place])]
     return None
 
 
@@ -209,9 +225,10 @@ def test_stop_strings_end_a_text_where_a_plain_search_finds_them(
 def test_a_stop_string_does_not_count_within_the_first_min_tokens(tokenizer: Tokenizer) -> None:
     token_ids = tokenizer.encode("x END y END z")
     early = len(tokenizer.encode("x END"))
-    one = generation(tokenizer, stop=("END",), min_tokens=early)
-    assert feed(one, token_ids) == "stop"
-    assert one.final_text() == "x END y "
+    for min_tokens, text in ((early - 1, "x "), (early, "x END y ")):
+        one = generation(tokenizer, stop=("END",), min_tokens=min_tokens)
+        assert feed(one, token_ids) == "stop"
+        assert one.final_text() == text
 
 
 def test_a_stop_string_goes_before_the_limit_reached_with_the_same_token(tokenizer: Tokenizer) -> None:
