@@ -28,9 +28,8 @@ from millrace.results.errors import shown
 
 log = logging.getLogger(__name__)
 
-GREEDY_BELOW = 1e-5
 MIN_TEMPERATURE = 1e-2
-"""Lower temperatures that are not greedy are raised to this, because a division by them would overflow."""
+"""Lower temperatures than this are raised to it, but not 0: a division by them would overflow."""
 MAX_CANDIDATES = 64
 MAX_STRINGS = 128
 MAX_CHARS = 4096
@@ -104,7 +103,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
+        return self.temperature == 0
 
     @property
     def stop_strings(self) -> list[str]:
@@ -141,7 +140,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
             )
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop", "needs the text; set detokenize to true or leave stop out")
-        if GREEDY_BELOW <= self.temperature < MIN_TEMPERATURE:
+        if 0 < self.temperature < MIN_TEMPERATURE:
             log.warning("temperature %g is raised to %g; use 0 for greedy", self.temperature, MIN_TEMPERATURE)
             _set(self, "temperature", MIN_TEMPERATURE)
         for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
