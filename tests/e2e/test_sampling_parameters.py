@@ -183,11 +183,18 @@ def test_thinking_ends_where_its_budget_does(thinker: Path, run_ahead: bool) -> 
     budgets = [SamplingParams(**thoughts, thinking_token_budget=budget) for budget in (0, 5, 7, 50)]
     again = {**thoughts, "logit_bias": {START: 100.0, END: -100.0}}
     with LLM(thinker, device="cpu", dtype="float32", run_ahead=run_ahead) as llm:
-        prompts = ["3 + 4 =<think>a b", "3 + 4 =", *["3 + 4 =<think>"] * 4, "3 + 4 ="]
-        params = [budgets[1], budgets[1], *budgets, SamplingParams(**again, thinking_token_budget=2)]
+        prompts = [
+            "3 + 4 =<think>a b",
+            "3 + 4 =",
+            "Say <think> first. 3 + 4 =<think>",
+            *["3 + 4 =<think>"] * 4,
+            "3 + 4 =",
+        ]
+        params = [budgets[1], budgets[1], budgets[1], *budgets, SamplingParams(**again, thinking_token_budget=2)]
         outputs = llm.generate([*prompts, "3 + 4 =<think>"], [*params, unlimited], use_tqdm=False)
-    begun, none, *in_output, repeated, free = [output.outputs[0].token_ids for output in outputs]
-    assert begun.index(END) == 5 - (len(outputs[0].prompt_token_ids) - len(outputs[2].prompt_token_ids))
+    begun, none, last, *in_output, repeated, free = [output.outputs[0].token_ids for output in outputs]
+    assert begun.index(END) == 5 - (len(outputs[0].prompt_token_ids) - len(outputs[3].prompt_token_ids))
+    assert last.index(END) == 5
     assert END not in none
     assert END not in free
     for tokens, budget in zip(in_output, (0, 5, 7), strict=False):

@@ -40,7 +40,7 @@ class ThinkingBudget(LogitsProcessor[LimitedSequence]):
             return None
         if slot >= len(self._num_thought):
             self._num_thought = pad(self._num_thought, (0, 2 * slot + 1 - len(self._num_thought)))
-        self._num_thought[slot] = num_thought(new.token_ids, limit)
+        self._num_thought[slot] = num_thought(new.token_ids, new.num_prompt_tokens, limit)
         return LimitedSequence(slot, limit)
 
     def numbers(self, state: LimitedSequence) -> tuple[int, ...]:
@@ -59,14 +59,15 @@ class ThinkingBudget(LogitsProcessor[LimitedSequence]):
         self._num_thought[slots] = counts.masked_fill_(token_ids == end_ids, NOT_THINKING)
 
 
-def num_thought(token_ids: list[int], limit: ThinkingLimit) -> int:
-    """Return the number of tokens since the first start marker behind the last end marker, or NOT_THINKING."""
+def num_thought(token_ids: list[int], num_prompt_tokens: int, limit: ThinkingLimit) -> int:
+    """Return the number of tokens since the start marker behind the last end marker, or NOT_THINKING. Of several start
+    markers it is the last one of the prompt, where others may be text about thinking, or the first one of the output."""
     count = NOT_THINKING
-    for token_id in token_ids:
+    for position, token_id in enumerate(token_ids):
         if token_id == limit.end_id:
             count = NOT_THINKING
+        elif token_id == limit.start_id and (count == NOT_THINKING or position < num_prompt_tokens):
+            count = 0
         elif count != NOT_THINKING:
             count += 1
-        elif token_id == limit.start_id:
-            count = 0
     return count

@@ -36,13 +36,15 @@ def processed(logits: Row, sampling: RowSampling, prompt: list[int], output: lis
     for token_id, count in counts.items():
         row[token_id] -= np.float32(settings.frequency_penalty) * np.float32(count)
         row[token_id] -= np.float32(settings.presence_penalty)
-    if settings.thinking is not None and has_to_end(prompt + output, settings.thinking):
+    if settings.thinking is not None and has_to_end(prompt, output, settings.thinking):
         row[settings.thinking.end_id] = 1e9
     return row
 
 
-def has_to_end(token_ids: list[int], limit: ThinkingLimit) -> bool:
+def has_to_end(prompt: list[int], output: list[int], limit: ThinkingLimit) -> bool:
     """Whether the text thinks, and has as many tokens of thoughts as it may have."""
-    last_end = max((i for i, token_id in enumerate(token_ids) if token_id == limit.end_id), default=-1)
-    thoughts = token_ids[last_end + 1 :]
-    return limit.start_id in thoughts and len(thoughts) - thoughts.index(limit.start_id) - 1 >= limit.budget
+    last_end = max((i for i, token_id in enumerate(prompt + output) if token_id == limit.end_id), default=-1)
+    in_prompt = [i for i, token_id in enumerate(prompt) if token_id == limit.start_id and i > last_end]
+    in_output = [i for i, token_id in enumerate(output, len(prompt)) if token_id == limit.start_id and i > last_end]
+    begins = in_prompt[-1:] or in_output
+    return bool(begins) and len(prompt + output) - begins[0] - 1 >= limit.budget
