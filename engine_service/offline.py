@@ -186,11 +186,12 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
         admission: Admission,
     ) -> list[RequestOutput]:
-        requests, candidates = [], []
+        requests, texts, candidates = [], [], []
         for number, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
             with number_in_errors(number):
                 requests.append(make_request(prompt))
-                token_ids = admission.prompt_token_ids(requests[-1], params.truncate_prompt_tokens)
+                texts.append(admission.prompt_text(requests[-1]))
+                token_ids = admission.prompt_token_ids(requests[-1], params.truncate_prompt_tokens, text=texts[-1])
                 params = admission.with_form(params, requests[-1], token_ids)
                 drawn_seed = self._seeds.getrandbits(64)
                 salt = requests[-1].cache_salt
@@ -198,8 +199,8 @@ class LLM:
         arrival_s = time.time()
         times = self._run([generation for some in candidates for generation in some], use_tqdm)
         return [
-            output_of(number, request, params, some, arrival_s, times)
-            for number, (request, params, some) in enumerate(zip(requests, all_params, candidates, strict=True))
+            output_of(number, text, params, some, arrival_s, times)
+            for number, (text, params, some) in enumerate(zip(texts, all_params, candidates, strict=True))
         ]
 
     def get_tokenizer(self) -> Any:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import msgspec
 
 from millrace.engine_service.generation import Generation
-from millrace.producer import GenerationRequest, SamplingParams
+from millrace.producer import SamplingParams
 from millrace.results.job import CompletionOutput
 from millrace.results.logprobs import TokenLogprobs, as_logprobs, cumulative
 
 
 class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """When a prompt was computed, in seconds since the epoch."""
+    """When a prompt was computed, in seconds since the epoch. The names are those of vLLM's versions 0 and 1."""
 
     arrival_time: float
     first_scheduled_time: float
@@ -21,6 +21,18 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
     first_token_time: float
     """Of the candidate that had its first token first."""
     finished_time: float
+    num_generation_tokens: int
+    """Of all candidates."""
+
+    queued_ts = property(lambda self: self.arrival_time)
+    scheduled_ts = property(lambda self: self.first_scheduled_time)
+    first_token_ts = property(lambda self: self.first_token_time)
+    last_token_time = last_token_ts = property(lambda self: self.finished_time)
+    time_in_queue = queued_s = property(lambda self: self.first_scheduled_time - self.arrival_time)
+    first_token_latency = property(lambda self: self.first_token_time - self.arrival_time)
+    prefill_s = property(lambda self: self.first_token_time - self.first_scheduled_time)
+    decode_s = property(lambda self: self.finished_time - self.first_token_time)
+    total_s = property(lambda self: self.finished_time - self.arrival_time)
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +40,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     prompt: str | None
+    """Of a chat, what the template made of it. None for token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     """The `n` candidates, by index."""
@@ -48,7 +61,7 @@ class Times(msgspec.Struct):
 
 def output_of(
     number: int,
-    request: GenerationRequest,
+    prompt: str | None,
     params: SamplingParams,
     candidates: list[Generation],
     arrival_s: float,
@@ -58,7 +71,7 @@ def output_of(
     first, prompt_entries = candidates[0].sequence, candidates[0].prompt_entries()
     return RequestOutput(
         request_id=str(number),
-        prompt=request.prompt,
+        prompt=prompt,
         prompt_token_ids=first.prompt_token_ids,
         outputs=[_completion(index, generation, params) for index, generation in enumerate(candidates)],
         num_cached_tokens=first.num_cached_tokens or 0,
@@ -68,6 +81,7 @@ def output_of(
             first_scheduled_time=min(each.scheduled_s or arrival_s for each in candidates),
             first_token_time=min(times[each].first_token_s for each in candidates),
             finished_time=max(times[each].finished_s for each in candidates),
+            num_generation_tokens=sum(len(each.token_ids) for each in candidates),
         ),
     )
 

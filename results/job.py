@@ -94,6 +94,10 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     tool_calls: list[ToolCall] = []
     """Of a chat with `tools`."""
 
+    def finished(self) -> bool:
+        """Whether the text has ended."""
+        return self.finish_reason is not None
+
     def parsed(self, response_model: Any = None) -> Any:
         """Return the value of the text, which must be JSON: an object of `response_model`, or without it what JSON gives.
 

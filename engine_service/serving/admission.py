@@ -66,18 +66,34 @@ class Admission:
             changed._renderer = Renderer(ChatTemplate({"default": source}, variables))
         return changed
 
+    def prompt_text(self, request: GenerationRequest, *, is_quick: bool = False) -> str | None:
+        """Return the text of the prompt: the template's, for messages. None: the request has token ids. Raises as
+        `prompt_token_ids`."""
+        if request.prompt_token_ids is not None:
+            return None
+        if self._tokenizer is None:
+            field = "messages" if request.prompt is None else "prompt"
+            raise InvalidRequest(field, "the engine's model has no tokenizer; send prompt_token_ids")
+        return request.prompt or self._render(request, is_quick)
+
     def prompt_token_ids(
-        self, request: GenerationRequest, truncate_to: int | None = None, *, is_quick: bool = False
+        self,
+        request: GenerationRequest,
+        truncate_to: int | None = None,
+        *,
+        text: str | None = None,
+        is_quick: bool = False,
     ) -> list[int]:
         """Return the ids of the prompt, prompt_token_ids or messages of the request: the last `truncate_to`, as in
-        `SamplingParams.truncate_prompt_tokens`.
+        `SamplingParams.truncate_prompt_tokens`. `text`: its `prompt_text`, if that is known.
 
         Raises `InvalidRequest`, also when they do not fit into the context; without tokenizing, where that is sure before.
         `is_quick`: raises `NotQuick` for a chat that takes longer than a claim may.
         """
         num_kept = self._num_kept(truncate_to)
         if request.prompt_token_ids is None:
-            return self._encode(request, num_kept, is_quick)
+            text = self.prompt_text(request, is_quick=is_quick) if text is None else text
+            return self._encode(text or "", num_kept, is_chat=request.prompt is None)
         token_ids = request.prompt_token_ids[-(num_kept or 0) :]
         self._check_fits("prompt_token_ids", len(token_ids))
         self._check_vocabulary("prompt_token_ids", token_ids)
@@ -210,12 +226,9 @@ class Admission:
             raise InvalidRequest("truncate_prompt_tokens", f"is {truncate_to}, but {rule}")
         return limit if truncate_to == -1 else truncate_to
 
-    def _encode(self, request: GenerationRequest, num_kept: int | None, is_quick: bool) -> list[int]:
-        is_chat = request.prompt is None
+    def _encode(self, text: str, num_kept: int | None, *, is_chat: bool) -> list[int]:
+        assert self._tokenizer is not None
         field = "messages" if is_chat else "prompt"
-        if self._tokenizer is None:
-            raise InvalidRequest(field, "the engine's model has no tokenizer; send prompt_token_ids")
-        text = request.prompt or self._render(request, is_quick)
         if num_kept is None and len(text) >= self._facts.max_model_len:  # the bound of a shorter text refuses nothing
             self._check_fits(field, self._tokenizer.min_num_tokens(text), "at least ")
         token_ids = self._tokenizer.encode(text, add_special_tokens=not is_chat, num_kept=num_kept)

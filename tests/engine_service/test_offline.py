@@ -308,10 +308,12 @@ def test_a_chat_is_continued_and_has_a_template_and_variables_of_its_own(llm: LL
     tokenizer = llm.get_tokenizer()
     text = tokenizer.apply_chat_template(chat, tokenize=False, continue_final_message=True)
     assert continued.prompt_token_ids == tokenizer(text, add_special_tokens=False).input_ids
+    assert continued.prompt == text
     for is_added in (True, False):
         (output,) = llm.chat(chat[:1], params, add_generation_prompt=is_added, use_tqdm=False)
         text = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=is_added)
         assert output.prompt_token_ids == tokenizer(text, add_special_tokens=False).input_ids
+        assert output.prompt == text
     source = "{{ tools[0].function.name }}: {{ messages[0].content }}{{ end }}"
     tool = {"type": "function", "function": {"name": "add"}}
     (other,) = llm.chat(
@@ -355,7 +357,12 @@ def test_an_output_says_when_it_was_computed_and_what_has_ended_it(llm: LLM) -> 
     times = plain.metrics
     assert before_s <= times.arrival_time <= times.first_scheduled_time <= times.first_token_time
     assert times.first_token_time <= times.finished_time <= time.time()
-    assert (plain.finished, plain.outputs[0].stop_reason) == (True, None)
+    assert (times.queued_ts, times.scheduled_ts) == (times.arrival_time, times.first_scheduled_time)
+    assert (times.first_token_ts, times.last_token_ts) == (times.first_token_time, times.finished_time)
+    assert times.queued_s + times.prefill_s + times.decode_s == pytest.approx(times.total_s)
+    assert times.first_token_latency == pytest.approx(times.time_in_queue + times.prefill_s)
+    assert times.num_generation_tokens == 20
+    assert (plain.finished, plain.outputs[0].finished(), plain.outputs[0].stop_reason) == (True, True, None)
     stop = plain.outputs[0].text[3:5]
     (by_string,) = llm.generate(["3 + 4 ="], msgspec.structs.replace(params, stop=["never", stop]), use_tqdm=False)
     assert by_string.outputs[0].stop_reason == stop

@@ -8,6 +8,7 @@ import queue as queues
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -158,9 +159,9 @@ class Gate:
         self.num_held = 0
         admission.prompt_token_ids = self.hold  # type: ignore[method-assign]
 
-    def hold(self, request: GenerationRequest, truncate_to: int | None = None, *, is_quick: bool = False) -> list[int]:
+    def hold(self, request: GenerationRequest, *args: Any, **options: Any) -> list[int]:
         if len(request.prompt_token_ids or []) < LARGE_BODY_BYTES:
-            return self._prompt_token_ids(request, truncate_to, is_quick=is_quick)
+            return self._prompt_token_ids(request, *args, **options)
         self.num_held += 1
         assert self._is_open.wait(60)
         return [1, 2, 3]
