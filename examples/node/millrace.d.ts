@@ -26,7 +26,7 @@ export interface Request {
   prompt_token_ids?: number[];
   messages?: Message[];
   tools?: Tool[];
-  tool_choice?: "auto" | "none";
+  tool_choice?: "auto" | "none" | "required" | { type: "function"; function: { name: string } };
   parallel_tool_calls?: boolean;
   add_generation_prompt?: boolean;
   continue_final_message?: boolean;
@@ -41,6 +41,7 @@ export interface Request {
   stop?: string | string[] | null;
   stop_token_ids?: number[];
   ignore_eos?: boolean;
+  detokenize?: boolean;
   skip_special_tokens?: boolean;
   spaces_between_special_tokens?: boolean;
   include_stop_str_in_output?: boolean;
@@ -53,6 +54,10 @@ export interface Request {
   bad_words?: string[] | null;
   thinking_token_budget?: number | null;
   n?: number;
+  logprobs?: number | null;
+  prompt_logprobs?: number | null;
+  structured_outputs?: Record<string, unknown> | null;
+  response_format?: Record<string, unknown> | null;
   tenant?: string;
   priority?: number;
   stream?: boolean;
@@ -73,6 +78,9 @@ export interface JobError {
   field?: string;
 }
 
+/** A token as [id, logprob, rank, text], then the most likely ones in its place. */
+export type TokenLogprobs = [number, number, number, string | null][];
+
 /** New output of one candidate. */
 export interface OutputEvent {
   id: string;
@@ -80,6 +88,8 @@ export interface OutputEvent {
   offset: number;
   tokens: number[];
   text: string;
+  /** One for each token, where they are wanted; what was trimmed before it was read has none. */
+  logprobs?: TokenLogprobs[];
   restart?: true;
   state?: undefined;
 }
@@ -97,6 +107,11 @@ export interface EndEvent {
   state: EndState;
   reason: string;
   reasons?: string[];
+  /** Where an engine ended the job. */
+  usage?: { prompt_tokens: number; completion_tokens: number; cached_tokens: number };
+  /** When the first token came, in ms since the epoch. */
+  first_token_ms?: number;
+  prompt_logprobs?: (TokenLogprobs | null)[];
   error?: JobError;
   chat?: (ChatOutput | null)[];
 }

@@ -41,9 +41,9 @@ export class Millrace {
   }
 
   /**
-   * Yields {id, index, offset, tokens, text} as they come, and last {id, state, reason, reasons, error, chat}. `index` is the
-   * candidate. To go on after an event give its id as `after`. Where the stream has lost that place, the first event has
-   * `restart`, and all follows from the beginning.
+   * Yields {id, index, offset, tokens, text, logprobs} as they come, and last {id, state, reason, usage, error, chat} and what
+   * else EndEvent in millrace.d.ts has. `index` is the candidate. To go on after an event give its id as `after`. Where the
+   * stream has lost that place, the first event has `restart`, and all follows from the beginning.
    */
   async *stream(id, after = "0-0") {
     const connection = await this.#redis.duplicate(); // it blocks, so no other call shares it
@@ -90,7 +90,7 @@ export class Millrace {
     }
   }
 
-  /** The job when it has ended: {state, reason, reasons, error, chat, text, texts}. `texts` are those of the candidates. */
+  /** The job when it has ended: its last event, with `text` and `texts`, which are those of the candidates. */
   async wait(id) {
     const texts = [""];
     for await (const event of this.stream(id)) {
@@ -173,10 +173,18 @@ export class Millrace {
 
 export const hasEnded = (state) => TERMINAL.has(state);
 
-function toEvent({ id, index = 0, offset, tokens, text, state, reason, reasons, error, chat }) {
+function toEvent({ id, index = 0, offset, tokens, text, logprobs, state, ...end }) {
   const parsed = (json) => json && JSON.parse(json);
-  if (state) return { id, state, reason, reasons: reasons?.split(" "), error: parsed(error), chat: parsed(chat) };
-  return { id, index: Number(index), offset: Number(offset), tokens: JSON.parse(tokens), text };
+  if (!state) {
+    const output = { tokens: JSON.parse(tokens), text, logprobs: parsed(logprobs) };
+    return { id, index: Number(index), offset: Number(offset), ...output };
+  }
+  const { reason, reasons, prompt_tokens, completion_tokens, cached_tokens } = end;
+  const counts = Object.entries({ prompt_tokens, completion_tokens, cached_tokens });
+  const usage = prompt_tokens && Object.fromEntries(counts.map(([name, count]) => [name, Number(count)]));
+  const [first_token_ms, error, chat] = [end.first_token, end.error, end.chat].map(parsed);
+  const prompt_logprobs = parsed(end.prompt_logprobs);
+  return { id, state, reason, reasons: reasons?.split(" "), usage, first_token_ms, error, chat, prompt_logprobs };
 }
 
 /** The tokens of all candidates in the events before an entry. */

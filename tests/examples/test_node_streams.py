@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
+from millrace import GenerationRequest, SamplingParams
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
-from millrace.results.messages import ClaimedJob
+from millrace.results.logprobs import LazyJson
+from millrace.results.messages import ClaimedJob, Event, Usage
 from millrace.results.queue import JobQueue
 from tests.examples.conftest import LIMIT_S, NODE, needs_node
 from tests.processes import ROOT, wait_until
-from tests.results.engines import Engine, submit
+from tests.results.engines import Engine, finish_of, submit
 
 pytestmark = needs_node
 
@@ -293,3 +297,24 @@ def test_node_starts_over_with_all_candidates(server: EmbeddedServer, short: Sho
         events = node.read_json()
     check_candidates(short, events)
     assert [event.get("restart", False) for event in events] == [True] + [False] * (len(events) - 1)
+
+
+def test_node_has_usage_times_and_log_probabilities(server: EmbeddedServer, short: ShortStream) -> None:
+    token, prompt = [(300, -0.5, 1, "é0 "), (7, -1.5, 2, "x")], [None, [(4, -0.25, 1, "p")]]
+    event = Event(offset=0, token_ids=[300], text="é0 ", logprobs=LazyJson(lambda: json.dumps([token]).encode(), 40))
+    finish = finish_of(short.job, event, usage=Usage(prompt_tokens=9, completion_tokens=1, cached_tokens=4))
+    more = {"prompt_logprobs": LazyJson(lambda: json.dumps(prompt).encode(), 40), "first_token_age_ms": 0}
+    assert short.queue.write([msgspec.structs.replace(finish, **more)]) == ["ok"]
+    with Node(server.url, 'console.log(JSON.stringify(await read(millrace.stream("long")))); close();') as node:
+        shown, end = node.read_json()
+    assert shown["logprobs"] == [[[300, -0.5, 1, "é0 "], [7, -1.5, 2, "x"]]]
+    assert end["usage"] == {"prompt_tokens": 9, "completion_tokens": 1, "cached_tokens": 4}
+    assert end["prompt_logprobs"] == [None, [[4, -0.25, 1, "p"]]]
+    assert end["first_token_ms"] == short.queue.get("long").timings.first_token_ms
+
+
+def test_the_types_have_every_field_of_a_request() -> None:
+    types = (ROOT / "examples" / "node" / "millrace.d.ts").read_text()
+    (fields,) = re.findall(r"interface Request \{(.*?)\n\}", types, re.DOTALL)
+    expected = {*GenerationRequest.__struct_fields__, *SamplingParams.__struct_fields__} - {"sampling"}
+    assert set(re.findall(r"^  (\w+)\?:", fields, re.MULTILINE)) == expected
