@@ -11,6 +11,7 @@ Arguments and outputs have the names of vLLM's offline class, so that a script o
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import time
@@ -96,6 +97,7 @@ class LLM:
         ranks = build_executor(config, path, is_service=False)
         self._engine = Engine(ranks, config.for_scheduler())
         self._seeds = random.Random(seed)
+        self._request_numbers = itertools.count()
         self._default_sampling = {} if vllm_arguments.get("generation_config") == "vllm" else default_sampling(path)
         try:
             ranks.begin_start()
@@ -199,8 +201,8 @@ class LLM:
         arrival_s = time.time()
         times = self._run([generation for some in candidates for generation in some], use_tqdm)
         return [
-            output_of(number, text, params, some, arrival_s, times)
-            for number, (text, params, some) in enumerate(zip(texts, all_params, candidates, strict=True))
+            output_of(next(self._request_numbers), text, params, some, arrival_s, times)
+            for text, params, some in zip(texts, all_params, candidates, strict=True)
         ]
 
     def get_tokenizer(self) -> Any:

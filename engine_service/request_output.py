@@ -39,6 +39,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one prompt."""
 
     request_id: str
+    """Unlike that of any other output of the same `LLM`."""
     prompt: str | None
     """Of a chat, what the template made of it. None for token ids."""
     prompt_token_ids: list[int]

@@ -326,6 +326,12 @@ def test_a_chat_is_continued_and_has_a_template_and_variables_of_its_own(llm: LL
         llm.chat(chat, params, chat_template=1)  # type: ignore[arg-type]
 
 
+def test_the_outputs_of_all_calls_have_ids_of_their_own(llm: LLM) -> None:
+    calls = [llm.generate(["3 + 4 ="] * 2, SamplingParams(max_tokens=1), use_tqdm=False) for _ in range(2)]
+    first, *others = [int(output.request_id) for outputs in calls for output in outputs]
+    assert others == [first + 1, first + 2, first + 3]
+
+
 def test_the_tokenizer_is_that_of_transformers(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     (output,) = llm.generate(["3 + 4 ="], SamplingParams(max_tokens=1), use_tqdm=False)
