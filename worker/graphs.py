@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,18 +56,23 @@ class CudaCapture:
     """Captures CUDA graphs. They share the memory of what is allocated on the way, since one runs at a time."""
 
     def __init__(self) -> None:
-        self._memory: Any = None
+        self._stream = torch.cuda.Stream()
+        self._newest: torch.cuda.CUDAGraph | None = None
+        """Kept when all graphs are dropped: torch refuses to capture into memory that no graph holds any more."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            compute()  # compiles kernels, makes buffers and plans the attention, which a capture must not
-        torch.cuda.current_stream().wait_stream(stream)
+        steps, memory = torch.cuda.current_stream(), None if self._newest is None else self._newest.pool()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            result = compute()
-        self._memory = graph.pool()
+        self._stream.wait_stream(steps)
+        try:
+            with torch.cuda.stream(self._stream):
+                compute()  # compiles kernels, makes buffers and plans the attention, which a capture must not
+            with torch.cuda.graph(graph, memory, self._stream, capture_error_mode="thread_local"):
+                result = compute()
+        finally:
+            torch.cuda.set_stream(steps)  # a capture that fails leaves its own
+            steps.wait_stream(self._stream)
+        self._newest = graph
         return result, graph.replay
 
 
