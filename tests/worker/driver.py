@@ -95,7 +95,16 @@ def execute(worker: Steps, plan: StepPlan) -> StepResult:
 class Driver:
     """Owns the free blocks and the requests' progress."""
 
-    def __init__(self, worker: Rank | Group, seed: int, *, preempts: bool = True, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(
+        self,
+        worker: Rank | Group,
+        seed: int,
+        *,
+        preempts: bool = True,
+        num_blocks: int = NUM_BLOCKS,
+        keeps_logits: bool = True,
+    ) -> None:
+        """`keeps_logits`: a worker's steps are eager then, since those of graphs show no logits."""
         self._worker = worker
         self._random = random.Random(seed)
         self._preempts = preempts
@@ -109,7 +118,7 @@ class Driver:
         self._members: list[Request] = []
         """Those with a decode row that goes on, in the order of the rows."""
         self._captured: list[tuple[SeqId, Tensor]] = []
-        if isinstance(worker, Rank):
+        if isinstance(worker, Rank) and keeps_logits:
             self._capture_logits(worker)
 
     def run(
@@ -254,11 +263,12 @@ class Driver:
     def _capture_logits(self, worker: Rank) -> None:
         runner = worker.runner
         assert runner is not None
+        runner._graphs = None
         compute = type(runner).compute_logits
 
         def compute_and_keep(batch: StepBatch) -> Tensor:
             logits = compute(runner, batch)
-            kept = logits.detach().cpu().clone()
+            kept = logits.detach().float().cpu().clone()
             self._captured += [(seq_id, kept[i]) for i, seq_id in enumerate(batch.sampled.seq_ids)]
             return logits
 
@@ -279,8 +289,9 @@ class Driver:
             if masks is not None:
                 bits = masks.bits.unsqueeze(-1) >> torch.arange(8) & 1
                 logits[masks.rows] += bits.flatten(1)[:, : logits.shape[1]].log()
-            assert torch.equal(peaks, logits.amax(dim=-1)) and torch.equal(token_ids, logits.argmax(dim=-1))
-            self._captured += [(seq_id, logits[i].clone()) for i, seq_id in enumerate(self._batch.sampled.seq_ids)]
+            kept = logits.detach().float().cpu().clone()
+            assert torch.equal(peaks.cpu(), kept.amax(dim=-1)) and torch.equal(token_ids.cpu(), kept.argmax(dim=-1))
+            self._captured += [(seq_id, kept[i]) for i, seq_id in enumerate(self._batch.sampled.seq_ids)]
             return peaks, token_ids
 
         decoder.run, decoder.most_likely = run_and_keep, check_most_likely  # type: ignore[method-assign]

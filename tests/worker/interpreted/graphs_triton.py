@@ -202,10 +202,7 @@ def generate(
         [source.randrange(VOCAB_SIZE) for _ in range(source.randint(1, longest))] for _ in range(num_prompts - 1)
     ]
     prompts.append(prompts[-1])
-    driver = Driver(worker, seed, **options)
-    runner = worker.runner
-    assert runner is not None and runner.decoder is not None
-    del runner.decoder.run, runner.decoder.most_likely  # the driver's, which watch eager steps
+    driver = Driver(worker, seed, keeps_logits=False, **options)
     rows = [sampling[index % len(sampling)] for index in range(num_prompts)]
     return [request.output for request in driver.run(prompts, MAX_TOKENS, rows)]
 
