@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,26 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     scheduling._split_scope = group_of
     return scheduling
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """End the run behind a test after which the GPU refuses all work of this process: the other tests would fail too."""
+    report = yield
+    if report.failed and "gpu" in item.keywords and _is_device_lost():
+        item.session.shouldstop = "the GPU is lost for this process"
+    return report
+
+
+def _is_device_lost() -> bool:
+    import torch
+
+    try:
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import redis
+import torch
 
 from benchmarks import compare, contenders, gpu, queueing, report, workloads
 from benchmarks.__main__ import PARTS
@@ -24,6 +26,7 @@ from benchmarks.service import Service
 from benchmarks.timing import median_interval
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
+from tests import conftest
 from tests.processes import wait_until
 from tests.results.full_queue import FullQueue
 
@@ -359,6 +362,45 @@ def test_a_part_for_a_gpu_that_fails_or_takes_too_long_does_not_end_the_others(
     assert "exit status 2: " in result["unknown"]["failed"] and "see unknown.log" in result["unknown"]["failed"]
     assert "it took longer than" in result["rates"]["failed"]
     assert "unknown failed: exit status 2" in capsys.readouterr().out
+
+
+def test_tests_behind_one_that_has_lost_the_gpu_run_in_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [
+        (
+            gpu.INTERRUPTED,
+            ["tests/a.py::one[x-1] PASSED  [ 33%]", "tests/a.py::two FAILED  [ 66%]", "!!! the GPU is lost"],
+        ),
+        (0, ["tests/a.py::three SKIPPED (no)  [100%]", "1 skipped, 2 deselected"]),
+    ]
+    commands = []
+
+    def run(command: list[str]) -> tuple[int, list[str]]:
+        commands.append({each for each in command if each.startswith("--deselect")})
+        return runs[len(commands) - 1]
+
+    monkeypatch.setattr(gpu, "_run_and_show", run)
+    figures = gpu.tests(gpu.Setting("cuda", False, tmp_path))
+    assert figures == {"summary": "{'PASSED': 1, 'FAILED': 1, 'SKIPPED': 1}", "failed": "tests/a.py::two"}
+    assert commands == [set(), {"--deselect=tests/a.py::one[x-1]", "--deselect=tests/a.py::two"}]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_run_of_tests_ends_behind_one_that_has_lost_the_gpu(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def synchronize() -> None:
+        if is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    session = SimpleNamespace(shouldstop=False)
+    item: Any = SimpleNamespace(keywords={"gpu": True}, session=session)
+    hook = conftest.pytest_runtest_makereport(item)
+    next(hook)
+    with pytest.raises(StopIteration):
+        hook.send(SimpleNamespace(failed=True))  # type: ignore[arg-type]
+    assert bool(session.shouldstop) == is_lost
 
 
 def test_the_limits_of_the_parts_for_a_gpu_leave_a_minute_of_eight_for_the_model() -> None:
