@@ -212,10 +212,13 @@ class Rank:
     def _drop_pool(self) -> None:
         if self.runner is not None:
             self.runner.finish()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # copies of the host tier, whose memory is unpinned with the pool
         self.runner = self._pool = None
 
     def _empty_cache(self) -> None:
         if torch.cuda.is_initialized():
+            torch._C._cuda_clearCublasWorkspaces()  # some 30 MiB for each stream
             torch.cuda.empty_cache()
 
     def _make_runner(self, pool: KVPool) -> Runner:

@@ -45,6 +45,23 @@ def test_a_rank_that_woke_up_generates_the_same(level: int, model: Path) -> None
     assert generate(worker) == before
 
 
+def test_a_gpu_ends_its_copies_and_gives_back_what_torch_and_cublas_keep(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, calls = start_worker(model), list[str]()
+
+    def synchronize(_: torch.device) -> None:
+        calls.append(f"synchronize, the pool is {'there' if worker._pool else 'gone'}")
+
+    monkeypatch.setattr(worker, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty the cache"))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("clear cuBLAS"), raising=False)
+    worker.sleep(1)
+    assert calls == ["synchronize, the pool is there", "clear cuBLAS", "empty the cache"]
+
+
 def test_weights_and_pool_wake_up_apart_in_any_order(model: Path) -> None:
     worker = start_worker(model)
     before = generate(worker)
