@@ -65,11 +65,16 @@ class EngineProcess:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [str(kind.python), "-P", "-m", f"benchmarks.engines.{kind.module}"]
         command += ["--workload", workload, "--options", json.dumps(kind.options), *(["--quick"] if is_quick else [])]
+        packages = os.environ.get("PYTHONPATH") if kind.environment is None else None
         began_s = time.monotonic()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **kind.variables},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), packages])),
+                    **kind.variables,
+                },
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -224,9 +225,9 @@ def test_the_time_of_a_decode_step_leaves_out_the_prompt_and_a_late_run_of_one_t
 
 
 FAKE_ENGINE = """
-import sys
+import json, os, sys
 print("{}", flush=True)
-print('{"versions": {"fake": "1"}, "is_warm": true}', flush=True)
+print(json.dumps({"is_warm": True, "path": os.environ["PYTHONPATH"]}), flush=True)
 for line in sys.stdin:
     print('{"seconds": %s}' % line.strip(), flush=True)
 """
@@ -238,8 +239,10 @@ def test_an_engine_is_warm_before_the_rounds_of_any_engine_begin(
     (engines := bench_home / "benchmarks" / "engines").mkdir(parents=True)
     (engines / "fake.py").write_text(FAKE_ENGINE)
     monkeypatch.setattr(contenders, "ROOT", bench_home)
+    monkeypatch.setenv("PYTHONPATH", "build/wheels")
     engine = contenders.EngineProcess(contenders.EngineKind("a", "fake"), "W1", is_quick=True, end_s=float("inf"))
     assert engine.summary["is_warm"] and engine.summary["start_to_first_token_s"] > 0
+    assert engine.summary["path"] == f"{bench_home}{os.pathsep}build/wheels"
     assert engine.run_round(7) == {"seconds": 7}
     engine.close()
 
