@@ -12,8 +12,9 @@ parts:
                run-ahead, with a KV pool in fp8, and batch-invariant
 
 Each part is a process with a time limit. If one fails, the JSON says why, the next one begins, and the exit status is 1.
---part NAME runs a part alone, without a limit.
-No Redis and no installed Millrace is needed: torch, transformers, Triton and the packages of Millrace's extra `engine`.
+--part NAME runs a part alone, without a limit. Its tests compile kernels, which the whole run finds in Triton's cache.
+No Redis and no installed Millrace is needed: torch, transformers, Triton and other packages of Millrace's extra `engine`
+(hiredis, jinja2, llguidance, msgspec, prometheus-client, pyzmq, redis, rich), for the tests pytest and hypothesis.
 """
 
 from __future__ import annotations
@@ -246,7 +247,7 @@ def tests(setting: Setting) -> Figures:
 def _run_and_show(command: list[str]) -> tuple[int, list[str]]:
     """Run a command in the root of the checkout, and print its output as it comes. Return its status and the lines."""
     lines = []
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
