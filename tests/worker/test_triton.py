@@ -1,15 +1,23 @@
-"""Tests of Triton's kernels without a GPU: in Triton's interpreter, and whether they compile."""
+"""Tests of Triton's kernels without a GPU: in Triton's interpreter, and compiled with the arguments of their launches."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from millrace.executor.wire.messages import RowSampling
+from millrace.worker.kv_pool import FP8
+from tests.worker.attention.paged import attend
+from tests.worker.rows import sampling_rows
 
 FILES = sorted((Path(__file__).parent / "interpreted").glob("*_triton.py"))
 
@@ -22,69 +30,135 @@ def test_kernels_do_in_the_interpreter_what_the_cpu_does() -> None:
     assert done.returncode == 0, done.stdout[-5000:]
 
 
-CHANGING = {
-    *("table_stride", "num_rows", "num_groups", "group"),
-    *("tables", "rows", "tiles", "maxima", "totals", "positions", "token_blocks"),
-}
-"""Arguments whose divisibility by 16, or of whose address, changes from step to step."""
+MOST_SHARED = 227 << 10
+"""Bytes of shared memory that a program can have on an H100 or H200."""
+KERNEL_FILES = ("attention.paged_triton", "sampling_triton", "kernels.rows_triton", "linear.linear_triton")
+
+
+class CompilingDriver:
+    """A GPU of the kind H100 or H200 that runs nothing."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 @pytest.fixture
-def compile_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """The interpreter accepts more than the compiler does."""
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The kernels that were launched, by hash. They are compiled as for a launch, and do not run. The interpreter accepts
+    more than the compiler does, and does not see what the compiler makes of the arguments of a launch."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    found: dict[str, Any] = {}
+
+    def load(kernel: Any) -> None:
+        kernel.module = kernel.function = 0
+        kernel._run = lambda *_: found.update({kernel.hash: kernel})
+
+    def forget() -> None:
+        for name in KERNEL_FILES:
+            for each in vars(importlib.import_module(f"millrace.worker.{name}")).values():
+                if isinstance(each, JITFunction):
+                    each.device_caches.clear()
+
+    monkeypatch.setattr(driver, "_active", CompilingDriver())
+    monkeypatch.setattr(CompiledKernel, "_init_handles", load)
+    forget()
+    yield found
+    forget()
+
+
+def check_resources(kernels: dict[str, Any], path: Path) -> None:
+    """The kernels fit into shared memory and into registers."""
     import triton
-    from triton.backends.compiler import GPUTarget
 
-    def compile_for_h200(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> Any:
-        names = kernel.arg_names
-        for parameter in kernel.params:
-            if parameter.name in CHANGING:
-                assert parameter.do_not_specialize or parameter.do_not_specialize_on_alignment, parameter.name
-        source = triton.compiler.ASTSource(
-            kernel,
-            {name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
-            {name: value for name, value in constants.items() if name in names},
-        )
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert compiled.asm["cubin"]
-        assert compiled.metadata.shared <= 227 << 10
-        return compiled
-
-    return compile_for_h200
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    for kernel in kernels.values():
+        (path / "cubin").write_bytes(kernel.asm["cubin"])
+        usage = subprocess.run([tool, "-res-usage", path / "cubin"], capture_output=True, text=True, check=True).stdout
+        found = re.search(r"STACK:(\d+)", usage)
+        assert found is not None and int(found[1]) <= 16 and kernel.metadata.shared <= MOST_SHARED, (kernel.name, usage)
 
 
-def test_sampling_compiles_for_a_gpu(compile_kernel: Callable[..., Any]) -> None:
-    from millrace.worker import sampling_triton as kernels
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype", "head_size", "group", "options"),
+    [
+        (torch.bfloat16, None, 64, 7, {"window": 40, "block_size": 256}),
+        (torch.bfloat16, None, 128, 2, {}),
+        (torch.bfloat16, None, 256, 2, {"window": 100, "softcap": 50.0}),
+        (torch.float16, FP8, 64, 16, {}),
+        (torch.bfloat16, FP8, 128, 8, {}),
+        (torch.bfloat16, FP8, 256, 2, {"softcap": 50.0}),
+        (torch.float32, None, 24, 3, {}),
+    ],
+)
+def test_attention_compiles_for_a_gpu_and_not_again_for_other_lengths(
+    dtype: torch.dtype,
+    pool_dtype: torch.dtype | None,
+    head_size: int,
+    group: int,
+    options: dict[str, Any],
+    launched: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    from millrace.worker.attention.triton import TritonAttention
 
-    types = {"logits": "*bf16", "peaks": "*fp32", "scores": "*fp32", "numbers": "*fp64", "keys": "*i64"}
-    types |= {"peak_ids": "*i32", "score_ids": "*i32", "token_ids": "*i64"}
-    constants = {"PART": 256, "PARTS": 2, "DRAWS": True}
-    for kernel in (kernels._find_peaks, kernels._raise_floors, kernels._draw_parts, kernels._finish):
-        compile_kernel(kernel, types, constants, num_warps=1)
+    options |= {"shape": (2 * group, 2, head_size, head_size), "dtype": dtype, "pool_dtype": pool_dtype}
+    attend(TritonAttention(), [(70, 1), (300, 5)], **options)
+    assert {each.name for each in launched.values()} == {"write_kv", "decode_chunk", "merge_chunks", "prefill"}
+    check_resources(launched, tmp_path)
+    before = set(launched)
+    for rows in ([(5, 1), (7, 3)], [(256, 1), (257, 1), (16, 16)], [(9, 1), (8, 1), (30, 30), (16, 15)]):
+        attend(TritonAttention(), rows, **options)
+    assert set(launched) == before
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4)])
-def test_linear_layers_compile_for_a_gpu(dtype: str, size: int, compile_kernel: Callable[..., Any]) -> None:
-    from millrace.worker.linear.linear_triton import TILES, multiply
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size"), [(torch.bfloat16, 151_936), (torch.float32, 500), (torch.bfloat16, 1)]
+)
+def test_sampling_compiles_for_a_gpu_and_not_again_for_other_numbers_of_rows(
+    dtype: torch.dtype, vocab_size: int, launched: dict[str, Any], tmp_path: Path
+) -> None:
+    from millrace.worker.sampling_triton import sample
 
-    types = dict.fromkeys(("inputs", "weights", "bias", "outputs"), f"*{dtype}")
-    tile = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), TILES[size], strict=True))
-    compile_kernel(multiply, types, tile | {"HAS_BIAS": True, "ACCUMULATES": True}, num_stages=3)
+    limited, greedy = RowSampling(0.9, 20, 0.9, 0.01, 7, 0, 0, []), RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [])
+    for settings in ([limited], [greedy]):
+        sample(torch.zeros(1, vocab_size, dtype=dtype), sampling_rows([(each, 0) for each in settings]))
+    assert sorted(each.name for each in launched.values()) == [
+        *("_draw_parts", "_find_peaks", "_finish", "_finish", "_raise_floors")
+    ]
+    check_resources(launched, tmp_path)
+    before = set(launched)
+    for number in (2, 3, 16):
+        sample(torch.zeros(number, vocab_size, dtype=dtype), sampling_rows([(limited, 1)] * number))
+    assert set(launched) == before
 
 
-@pytest.mark.parametrize("pool_type", ["bf16", "fp8e4nv"])
-def test_attention_compiles_for_a_gpu(pool_type: str, compile_kernel: Callable[..., Any]) -> None:
-    from millrace.worker.attention import paged_triton as kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_compile_for_a_gpu(dtype: torch.dtype, launched: dict[str, Any], tmp_path: Path) -> None:
+    from millrace.worker.kernels import rows_triton
+    from millrace.worker.linear.linear_triton import TritonLinear
 
-    types = dict.fromkeys(("query", "key", "value", "output"), "*bf16") | {"scaling": "fp32", "positions": "*i64"}
-    types |= dict.fromkeys(("keys", "values"), f"*{pool_type}")
-    types |= dict.fromkeys(("sums", "maxima", "totals", "key_scales", "value_scales"), "*fp32")
-    types |= dict.fromkeys(("tables", "rows", "tiles", "token_blocks"), "*i32")
-    constants = {"WINDOW": 100, "SOFTCAP": 30.0, "CHUNK": 256, "BLOCK_SIZE": 16, "GROUP": 2, "NUM_HEADS": 8}
-    constants |= {"NUM_KV_HEADS": 4, "KEY_DIM": 128, "VALUE_DIM": 128, "BLOCK_H": 4, "BLOCK_N": 64}
-    constants |= {"BLOCK_D": 128, "BLOCK_DV": 128, "HAS_SCALES": pool_type != "bf16"}
-    tiles = {"decode_chunk": (16, 4), "prefill": (128, 8)}
-    for kernel in (kernels.write_kv, kernels.decode_chunk, kernels.merge_chunks, kernels.prefill):
-        block_m, num_warps = tiles.get(kernel.__name__, (0, 4))
-        compile_kernel(kernel, types, constants | {"BLOCK_M": block_m}, num_stages=2, num_warps=num_warps)
+    size, table = 1024, torch.zeros(9, 64)
+    for num_rows in (1, 3, 16):
+        inputs, outputs = torch.zeros(num_rows, size, dtype=dtype), torch.zeros(num_rows, 2 * size, dtype=dtype)
+        TritonLinear(torch.zeros(2 * size, size, dtype=dtype), torch.zeros(2 * size, dtype=dtype)).into(inputs, outputs)
+        rows_triton.rms_norm(inputs, torch.ones(size), 1e-6, inputs, adds=True)
+        rows_triton.gated_activation(outputs, inputs, "silu")
+        positions, norms = torch.zeros(num_rows, dtype=torch.int64), (torch.ones(128), torch.ones(128))
+        rows_triton.norm_and_rotate(outputs, positions, (table, table), norms, 1e-6, 4, 128, inputs)
+    assert sorted(each.name for each in launched.values()) == [
+        *("_gated_activation", "_norm_and_rotate", "_rms_norm", "multiply")
+    ]
+    check_resources(launched, tmp_path)
