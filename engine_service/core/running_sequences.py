@@ -99,13 +99,11 @@ class RunningSequences:
             sequence.num_registered_columns = end
 
     def choose_victim(self) -> Sequence:
-        """Return the sequence to preempt: of the lowest priority, then of the tenant with most blocks, then the youngest."""
-        lowest = min(sequence.priority for sequence in self)
+        """Return the sequence to preempt: of the tenant with most blocks, then of the lowest priority, then the youngest."""
         blocks_of: Counter[str] = Counter()
         for sequence in self:
             blocks_of[sequence.tenant] += self.pool.layout.num_blocks(sequence.num_computed)
-        candidates = [sequence for sequence in reversed(self) if sequence.priority == lowest]
-        return max(candidates, key=lambda each: blocks_of[each.tenant])
+        return max(reversed(self), key=lambda each: (blocks_of[each.tenant], -each.priority))
 
     # --- the end ---
 

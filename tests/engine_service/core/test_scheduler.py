@@ -387,16 +387,20 @@ def preempted_first(sequences: list[Sequence]) -> int:
             return first.seq_id
 
 
-def test_the_youngest_of_the_lowest_priority_is_preempted_first() -> None:
+def test_of_one_tenant_the_youngest_of_the_lowest_priority_is_preempted_first() -> None:
     priorities = {1: 0, 2: 0, 3: 1, 4: 1}
     sequences = [make_sequence(number, 6, 30, priority=priority) for number, priority in priorities.items()]
     assert preempted_first(sequences) == 2
 
 
-def test_of_equal_priority_the_tenant_with_most_blocks_gives_way() -> None:
+@pytest.mark.parametrize("priority", [0, 1])
+def test_the_tenant_with_most_blocks_gives_way_whatever_its_priority(priority: int) -> None:
     tenants = {1: "a", 2: "b", 3: "b", 4: "a", 5: "c"}
     lengths = {1: 4, 2: 10, 3: 10, 4: 4, 5: 4}
-    sequences = [make_sequence(number, lengths[number], 30, tenant=tenant) for number, tenant in tenants.items()]
+    sequences = [
+        make_sequence(number, lengths[number], 30, tenant=tenant, priority=priority if tenant == "b" else 0)
+        for number, tenant in tenants.items()
+    ]
     assert preempted_first(sequences) == 3
 
 
