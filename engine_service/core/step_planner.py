@@ -76,9 +76,10 @@ class StepPlanner:
         step.max_rows -= len(micro_batch.members)
 
     def _limit_prompts(self, step: PlannedStep) -> None:
-        """Keep the step short if somebody reads the output of one of its decode rows."""
+        """Keep the step short if somebody reads the output of a decoding sequence, also of another micro-batch: in a
+        pipeline its next step waits for this one."""
         has_prompts = bool(self._running.ready or self._waiting.has_ready)
-        if has_prompts and any(sequence.is_watched for sequence in step.micro_batch.members):
+        if has_prompts and any(each.is_watched and each.clock is not None for each in self._running):
             step.budget = self._pace.limit(step.budget)
 
     def _schedule_ready(self, step: PlannedStep, *, run_ahead: bool) -> None:

@@ -407,9 +407,10 @@ def test_the_tenant_with_most_blocks_gives_way_whatever_its_priority(priority: i
 # --- prompts beside watched sequences ---
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("is_watched", [False, True])
-def test_a_long_prompt_does_not_stall_a_sequence_that_somebody_reads(is_watched: bool) -> None:
-    bench = Bench(num_blocks=2000, budget=1024)
+def test_a_long_prompt_does_not_stall_a_sequence_that_somebody_reads(is_watched: bool, num_stages: int) -> None:
+    bench = Bench(num_blocks=2000, budget=1024, num_stages=num_stages)
     bench.seconds_of = lambda plan: 0.01 + 0.001 * plan.num_tokens  # the target is 0.1 s
     reader = make_sequence(1, prompt_len=100, max_tokens=60)
     reader.is_watched = is_watched
