@@ -130,6 +130,8 @@ class WaitingQueue:
         return self._layout.num_blocks(sequence.num_tokens + 1)
 
     def check_integrity(self) -> None:
-        """Check that waiting sequences have no state in the pool, and that the sum of their blocks is right."""
+        """Check that waiting sequences have no state in the pool, that none was passed over too often, and that the sum of
+        their blocks is right."""
         assert all(not each.block_ids and each.num_computed == 0 for each in self), "a waiting sequence has blocks"
+        assert all(each.num_passed_over <= _MAX_PASSED_OVER for each in self), "a sequence was passed over too often"
         assert self.num_blocks == sum(each.num_waiting_blocks for each in self), "the sum of their blocks is wrong"

@@ -206,9 +206,6 @@ def test_what_was_stored_removed_and_cleared_is_counted() -> None:
     assert (pool.stats().num_stored, pool.stats().num_removed, pool.stats().num_cleared) == (2, 1, 1)
 
 
-# --- any order -----------------------------------------------------------------------------------------------------
-
-
 # --- groups of layers ----------------------------------------------------------------------------------------------
 
 HYBRID = KVLayout(SIZE, (None, 2 * SIZE + 1))
@@ -267,6 +264,9 @@ def test_groups_do_not_find_blocks_of_each_other() -> None:
     second = pool.allocate(4)
     assert pool.cache.register(second, hashes_of(list(range(8)))) == [second[2]]
     assert pool.cache.find(hashes_of(list(range(8)))) == [table[0], table[1], second[2], table[3]]
+
+
+# --- any order -----------------------------------------------------------------------------------------------------
 
 
 class PoolMachine(RuleBasedStateMachine):

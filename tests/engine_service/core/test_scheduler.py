@@ -55,6 +55,7 @@ class Bench:
         swap_s: float = 0.0,
     ) -> None:
         self.num_blocks = num_blocks
+        self.max_num_seqs = max_num_seqs
         self.num_host_blocks = num_host_blocks
         self.layout = KVLayout(BLOCK_SIZE, windows, budget)
         self.num_stages = num_stages
@@ -88,6 +89,8 @@ class Bench:
             self.has_failed = False
             self.in_flight.append(self.execute(plan))
             assert plan.depth == len(self.in_flight) <= self.num_stages + self.run_ahead
+            assert max(plan.num_tokens, plan.num_sampled) <= self.scheduler.token_budget.tokens
+            assert len(self.rows[-1]) <= self.scheduler.stats().num_running <= self.max_num_seqs
         self.scheduler.check_integrity()
         return plan
 
