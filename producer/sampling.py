@@ -136,7 +136,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
             raise InvalidRequest("min_tokens", f"is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
         if self.n > 1 and self.is_greedy:
             raise InvalidRequest(
-                "n", f"is {self.n}, but at temperature 0 all texts are the same; raise it, or set n to 1"
+                "n", f"is {self.n}, but at temperature 0 all texts are the same; raise the temperature, or set n to 1"
             )
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop", "needs the text; set detokenize to true or leave stop out")

@@ -88,8 +88,8 @@ def num_blocks_within(pool_bytes: int, config: WorkerConfig, facts: ModelFacts) 
         longest = facts.kv_layout.longest_sequence(num_blocks - 1)
         shorter = f"set max_model_len to at most {longest}, or " if longest else ""
         raise ModelError(
-            f"one sequence of {shortest} tokens needs {needed * facts.kv_bytes_per_block:,} bytes of KV pool, "
-            f"and {max(pool_bytes, 0):,} are available: {shorter}give the pool more memory "
-            "(kv_cache_memory, gpu_memory_utilization)"
+            f"one sequence of {shortest} tokens needs a KV pool of {needed:,} blocks x {facts.kv_bytes_per_block:,} bytes = "
+            f"{needed * facts.kv_bytes_per_block:,} bytes, and {max(pool_bytes, 0):,} are available: "
+            f"{shorter}give the pool more memory (kv_cache_memory, gpu_memory_utilization)"
         )
     return num_blocks

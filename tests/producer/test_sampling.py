@@ -160,7 +160,7 @@ def test_values_with_one_meaning_have_one_form() -> None:
 
 @pytest.mark.parametrize("temperature", [0, 0.0])
 def test_several_texts_of_greedy_sampling_are_refused_by_the_name_of_n(temperature: float) -> None:
-    with pytest.raises(InvalidRequest, match=r"^n: is 2, but at temperature 0 all texts are the same"):
+    with pytest.raises(InvalidRequest, match=r"^n: is 2, but at temperature 0 all texts are the same; raise the temp"):
         SamplingParams(n=2, temperature=temperature)
 
 

@@ -287,7 +287,9 @@ def test_the_default_pool_leaves_most_of_the_memory(model: Path, monkeypatch: py
 
 def test_a_pool_too_small_for_one_sequence_is_refused_with_numbers(model: Path) -> None:
     block_bytes = 16 * 3 * 2 * 2 * 16 * 4
-    with pytest.raises(ModelError, match=r"one sequence of 500 tokens needs .* set max_model_len to at most 144"):
+    with pytest.raises(
+        ModelError, match=r"one sequence of 500 tokens needs a KV pool of 33 blocks x 12,288 bytes = .* at most 144"
+    ):
         blocks_of(model, kv_cache_memory_bytes=10 * block_bytes, max_model_len=500)
     with pytest.raises(ModelError, match="and 100 are available: give the pool more memory"):
         blocks_of(model, kv_cache_memory_bytes=100)
