@@ -71,23 +71,35 @@ def test_in_this_process(
     assert (stats.pool.num_swapped_in > 0) == (is_short and bool(swap))
 
 
-SIZES = [
-    pytest.param({"executor": "mp"}, id="mp"),
-    pytest.param({"tensor_parallel_size": 2}, id="TP 2", marks=pytest.mark.ranks),
-    pytest.param({"pipeline_parallel_size": 2}, id="PP 2", marks=pytest.mark.ranks),
+SIZES: dict[str, dict[str, Any]] = {
+    "mp": {"executor": "mp"},
+    "TP 2": {"tensor_parallel_size": 2},
+    "PP 2": {"pipeline_parallel_size": 2},
+}
+CASES = [
+    pytest.param(size, run_ahead, caching, swaps, marks=[] if size == "mp" else pytest.mark.ranks)
+    for run_ahead, caching, swaps in product((False, True), repeat=3)
+    for size in ("mp", "TP 2" if run_ahead == swaps else "PP 2")
 ]
+"""Each of the eight choices with one rank and with two."""
 
 
-@pytest.mark.parametrize("swap", [{}, SWAP], ids=["recompute", "swap"])
-@pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize(("size", "run_ahead", "caching", "swaps"), CASES)
 def test_in_processes_of_their_own(
-    sizes: dict[str, Any], run_ahead: bool, swap: dict[str, Any], expected: list[list[int]]
+    size: str, run_ahead: bool, caching: bool, swaps: bool, expected: list[list[int]]
 ) -> None:
-    tokens, stats = generate(run_ahead=run_ahead, max_num_batched_tokens=40, **SMALL_POOL, **swap, **sizes)
+    is_cut = (run_ahead + caching + swaps) % 2 == 1  # prompts into chunks
+    tokens, stats = generate(
+        run_ahead=run_ahead,
+        enable_prefix_caching=caching,
+        max_num_batched_tokens=24 if is_cut else 2048,
+        **SMALL_POOL,
+        **(SWAP if swaps else {}),
+        **SIZES[size],
+    )
     assert tokens == expected
     assert stats.num_preemptions > 0
-    assert (stats.pool.num_swapped_in > 0) == bool(swap)
+    assert (stats.pool.num_swapped_in > 0) == swaps
 
 
 # --- a pool that swaps, and a fault --------------------------------------------------------------------------------
