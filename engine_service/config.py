@@ -82,12 +82,12 @@ _HELP = {
     "max_model_len": ("TOKENS", "longest prompt and output together (default: the model's limit)"),
     "max_num_seqs": ("N", "most sequences in one step"),
     "max_num_batched_tokens": ("TOKENS", "most tokens in one step"),
-    "max_logprobs": ("N", "most log-probabilities that a job can have for each token; -1 for the whole vocabulary"),
+    "max_logprobs": ("N", "most log-probabilities that a job can request for each token; -1: the whole vocabulary"),
     "block_size": ("TOKENS", "size of one KV block in tokens"),
-    "num_blocks": ("N", "size of the KV pool in blocks (default: what the memory holds)"),
-    "kv_cache_memory": ("BYTES", "size of the KV pool in bytes, such as 512M or 4GiB (default: what the memory holds)"),
+    "num_blocks": ("N", "size of the KV pool in blocks (default: as many as fit)"),
+    "kv_cache_memory": ("BYTES", "size of the KV pool in bytes, such as 512M or 4GiB (default: as many as fit)"),
     "kv_cache_dtype": (None, "number format of the KV pool; auto takes that of the activations; fp8 needs a GPU"),
-    "attention": (None, "implementation of attention; auto takes the fastest of the device"),
+    "attention": (None, "implementation of attention; auto takes the fastest one for the device"),
     "swap_space_gib": ("GIB", "host memory of each rank for KV blocks that do not fit on its GPU; 0 for none"),
     "gpu_memory_utilization": ("SHARE", "share of a GPU's memory that the engine may use, above 0 and up to 1"),
     "tool_call_parser": (
@@ -96,17 +96,17 @@ _HELP = {
     ),
     "reasoning_parser": (
         "NAME",
-        f"how reasoning is read from them: {', '.join(THINKING_MARKS)}, none; auto: by the chat template",
+        f"how reasoning is read from the outputs of chats: {', '.join(THINKING_MARKS)}, none; auto: by the chat template",
     ),
-    "drain_grace": ("SECONDS", "time that running jobs get to finish after SIGTERM"),
+    "drain_grace": ("SECONDS", "time for running jobs to finish after SIGTERM"),
     "inter_token_latency": (
         "SECONDS",
-        "how long prompts may make a step while somebody reads the output of a running job",
+        "longest step while a client reads the output of a running job; prompts are computed in smaller chunks",
     ),
     "heartbeat": ("SECONDS", "time without a heartbeat after which other engines take this engine's jobs"),
     "metrics_port": ("PORT", "port that serves /metrics and /health over HTTP; 0 takes a free one (default: off)"),
     "metrics_host": ("ADDRESS", "address that serves /metrics and /health"),
-    "log_level": (None, "least severe messages that are logged"),
+    "log_level": (None, "lowest level of the messages to log"),
     "log_format": (None, "text lines, or one JSON object a line"),
 }
 """By option: how the help calls its value, and what it says."""
@@ -115,18 +115,18 @@ _SWITCHES = {
     "--no-prefix-caching": (
         "enable_prefix_caching",
         False,
-        "compute every prompt whole, also if a cached one begins alike",
+        "compute every prompt completely, even if its beginning is cached",
     ),
     "--no-run-ahead": (
         "run_ahead",
         False,
-        "plan a step only when the one before it has returned, to compare speeds",
+        "do not plan the next step while a step runs; slower, for comparisons",
     ),
-    "--enforce-eager": ("enforce_eager", True, "run no decode step of a GPU as a graph: slower; CPUs have no graphs"),
+    "--enforce-eager": ("enforce_eager", True, "use no CUDA graphs for decode steps; slower, without effect on a CPU"),
     "--batch-invariant": (
         "batch_invariant",
         True,
-        "give a job the same tokens whatever runs beside it, is cached, or restarts; no cost on a CPU without AMX",
+        "make the tokens of a job independent of other jobs, cached prompts and restarts; no cost on a CPU without AMX",
     ),
 }
 """By switch: the option that it sets, the value, and what the help says."""
@@ -134,8 +134,8 @@ _SWITCHES = {
 _EXITS = """\
 Exit status: 0 after SIGTERM or SIGINT, 1 for a failure of the program, 2 when
 an option or the model can't work, 4 when Redis cannot be used or did not take
-the last results, 6 when the workers are lost for good, 7 when the device is,
-8 when the device's memory is too small."""
+the last results, 6 when the workers are lost and cannot be replaced, 7 when
+the device is lost, 8 when the device's memory is too small."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -217,11 +217,11 @@ class _Serving:
         """Serve until a signal, then finish the running jobs."""
         try:
             self.service.serve()
-            logger.info("draining: no jobs are claimed any more")
+            logger.info("draining: the engine claims no more jobs")
             self._stop_intake()
             self.service.finish_running(self._config.drain_grace)
         except KeyboardInterrupt:  # by `_drain_on_signal`
-            logger.info("draining, without the workers")
+            logger.info("draining: the workers are not available, so running jobs go back to the queue")
 
     def close(self) -> bool:
         """Return the running jobs to the queue. Return whether Redis has taken every write."""

@@ -17,9 +17,9 @@ class RequestMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
     arrival_time: float
     first_scheduled_time: float
-    """Of the candidate that began first."""
+    """When the first candidate started."""
     first_token_time: float
-    """Of the candidate that had its first token first."""
+    """When the first token of any candidate came."""
     finished_time: float
     num_generation_tokens: int
     """Of all candidates."""
@@ -47,9 +47,9 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The `n` candidates, by index."""
     finished: bool = True
     num_cached_tokens: int = 0
-    """Prompt tokens that the prefix cache had."""
+    """Prompt tokens whose keys and values were in the prefix cache."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One for each token of the prompt, None for the first one; None where they are not wanted."""
+    """One for each prompt token, None for the first one. None if the request wants none."""
     metrics: RequestMetrics
 
 

@@ -146,7 +146,7 @@ class WorkerGroup:
             if smaller is None:
                 also = f"; with fewer ranks: {error}" if error is not first_error else ""
                 raise _dead(f"the workers do not start: {first_error}{also}", first_error)
-            logger.error("%s; falling to %s ranks", error, _format_sizes(smaller))
+            logger.error("%s; continuing with %s ranks", error, _format_sizes(smaller))
             self._fall_to(smaller, error.rank)
             attempt = self._executor.restart
 

@@ -122,7 +122,7 @@ class RemoteExecutor(Executor):
 
     def _discard_workers(self) -> None:
         if self._has_timed_out and self._handles and self._lost is None:
-            logger.error("a call has timed out; the stacks of all ranks follow, then they are ended")
+            logger.error("a call has timed out; the ranks are ended after their stacks are logged")
             self._dump_stacks()
         self._has_timed_out = False
         handles = self._release_handles()
@@ -275,7 +275,7 @@ class RemoteExecutor(Executor):
         stuck = self._watchdog.find_stuck(now_s, is_busy=self._calls.has_other_than_steps)
         if stuck is not None:
             rank, reason = stuck
-            logger.error("rank %d is %s; the stacks of all ranks follow, then they are ended", rank, reason)
+            logger.error("rank %d is %s; the ranks are ended after their stacks are logged", rank, reason)
             self._dump_stacks()
             self._kill_stuck()
             self._mark_lost(rank, reason, 1)

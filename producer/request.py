@@ -57,14 +57,17 @@ class GenerationRequest(
     model: Annotated[str | None, text] = None
     """The name of the model that the queue must serve. None: any."""
     prompt: Annotated[str | None, text] = None
+    """The text to continue."""
     prompt_token_ids: Annotated[list[int] | None, _prompt_ids] = None
+    """The token ids to continue."""
     messages: Annotated[list[dict[str, Any]] | None, chat] = None
     """A chat for the model's chat template: objects with `role` and `content`."""
     tools: Annotated[list[dict[str, Any]] | None, tools] = None
     """The functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name": ...}}."""
     tool_choice: Annotated[str | dict[str, Any], tool_choice] = "auto"
-    """"auto": the model may call `tools`. "none": the prompt has them, and calls stay text. "required": it calls at least
-    one. {"type": "function", "function": {"name": ...}}: it calls this one. Arguments of the last two fit the schemas."""
+    """"auto": the model may call `tools`. "none": the prompt contains them, and calls stay text. "required": it calls at
+    least one. {"type": "function", "function": {"name": ...}}: it calls this one. Arguments of the last two fit the
+    schemas."""
     parallel_tool_calls: Annotated[bool, boolean] = True
     """False: only the first tool call of an output counts."""
     add_generation_prompt: Annotated[bool, boolean] = True
@@ -76,23 +79,24 @@ class GenerationRequest(
     response_format: Annotated[dict[str, Any] | None, mapping] = None
     """The form of the output as OpenAI's API names it. It becomes `SamplingParams.structured_outputs`."""
     sampling: Annotated[SamplingParams, _sampling] = msgspec.field(default_factory=_default_sampling)
+    """How tokens are sampled, and when the text ends."""
     tenant: Annotated[str, matching(TENANT_PATTERN)] = "default"
     """The account that the job belongs to. Tenants share the engines fairly."""
     priority: Annotated[int, integer(-(2**31), 2**31 - 1)] = 0
-    """Within the tenant; lower numbers first."""
+    """Order within the tenant: lower numbers first."""
     stream: Annotated[bool, boolean] = False
     """Publish output while it is generated, also if nobody reads it."""
 
     deadline_s: Annotated[float | None, number(0.0, MAX_SECONDS, above_low=True)] = None
     """Seconds from the submission until the job expires, also while it runs."""
     delay_s: Annotated[float | None, number(0.0, MAX_SECONDS)] = None
-    """Seconds from the submission before which the job does not start."""
+    """Seconds from the submission until the job may start."""
     run_at: Annotated[float | None, number(0.0, MAX_SECONDS)] = None
-    """Time before which the job does not start, in seconds since the epoch. A time in the past means now."""
+    """When the job may start, in seconds since the epoch. A time in the past means now."""
     meta: Annotated[dict[str, Any] | None, small_object] = None
     """Your own data: kept with the job and returned in `Job.meta`. At most 16 KiB as JSON."""
     cache_salt: Annotated[str | None, text] = None
-    """Prompts share cached blocks only with prompts of the same salt: one for each tenant keeps tenants apart."""
+    """Prompts share cached blocks only with prompts of the same salt. A salt for each tenant separates the tenants."""
     max_retries: Annotated[int, integer(0, MAX_RETRIES)] = DEFAULT_RETRIES
     """How often the job is tried again after a temporary failure, with growing delays."""
 

@@ -45,58 +45,59 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
     """Checked when it is created and when a field is set. Raises InvalidRequest, a ValueError, which names the field."""
 
     max_tokens: Annotated[int | None, optional(integer(1, MAX_COUNT))] = 16
-    """Maximum number of tokens to generate. None: as many as the context holds."""
+    """Maximum number of tokens to generate. None: up to the length of the context."""
     min_tokens: Annotated[int, integer(0, MAX_COUNT)] = 0
-    """Number of tokens before which end-of-sequence and stop tokens are not sampled."""
+    """Minimum number of tokens to generate: until then no end-of-sequence or stop token is sampled."""
     temperature: Annotated[float, number(0.0, 2.0)] = 1.0
-    """The logits are divided by it. 0: greedy."""
+    """Divides the logits. 0: greedy sampling."""
     top_p: Annotated[float, number(0.0, 1.0, above_low=True)] = 1.0
-    """Draw only from the fewest most likely tokens whose probabilities reach this sum, after min_p and top_k. 1: off."""
+    """Sample from the smallest set of likeliest tokens whose probabilities reach this sum, after min_p and top_k. 1: off."""
     top_k: Annotated[int, integer(-1, MAX_TOKEN_ID)] = 0
-    """Draw only from so many most likely tokens. 0 or -1: off."""
+    """Sample from this number of most likely tokens. 0 or -1: off."""
     min_p: Annotated[float, number(0.0, 1.0)] = 0.0
-    """Draw no token that is less likely than this times the most likely one, after temperature. 0: off."""
+    """Exclude tokens whose probability is below this share of the highest probability, after temperature. 0: off."""
     seed: Annotated[int | None, optional(integer(-(2**63), 2**63 - 1))] = None
     """The same seed gives the same text. None or -1: a random seed, chosen at submission and kept in the record."""
     stop: Annotated[str | list[str] | None, optional(_few_strings)] = None
-    """Strings before which the text ends. A list after construction."""
+    """Strings that end the text; the text stops before them. A list after construction."""
     stop_token_ids: Annotated[list[int], token_ids] = []
-    """Tokens that end the text, besides the model's own."""
+    """Token ids that end the text, in addition to the model's own end tokens."""
     ignore_eos: Annotated[bool, boolean] = False
-    """Go on after an end-of-sequence token."""
+    """Continue after an end-of-sequence token."""
     detokenize: Annotated[bool, boolean] = True
     """False: only token ids, no text."""
     skip_special_tokens: Annotated[bool, boolean] = True
+    """False: the text contains special tokens."""
     spaces_between_special_tokens: Annotated[bool, boolean] = True
-    """False: no space between special tokens that follow one another. It matters if skip_special_tokens is false."""
+    """False: no space between adjacent special tokens. Has an effect only if skip_special_tokens is false."""
     include_stop_str_in_output: Annotated[bool, boolean] = False
     """True: the text keeps the stop string, or the text of the stop token, that ends it."""
     truncate_prompt_tokens: Annotated[int | None, optional(_truncation)] = None
-    """Keep only the last tokens of the prompt, at most this many. -1: as many as the context can hold."""
+    """Keep at most this number of the last prompt tokens. -1: as many as fit into the context."""
 
     presence_penalty: Annotated[float, number(-2.0, 2.0)] = 0.0
-    """Subtracted from the logits of tokens that the output has."""
+    """Subtracted from the logit of each token that occurs in the output."""
     frequency_penalty: Annotated[float, number(-2.0, 2.0)] = 0.0
-    """Subtracted from the logits of tokens for each time that the output has them."""
+    """Subtracted from the logit of a token once for each time that it occurs in the output."""
     repetition_penalty: Annotated[float, number(1e-9, 1e9)] = 1.0
-    """Divides the logits of tokens that the prompt or the output has; negative ones are multiplied by it."""
+    """Of each token that occurs in the prompt or the output: divides a positive logit, multiplies a negative one."""
     logit_bias: Annotated[dict[Any, float] | None, optional(_logit_bias)] = None
-    """Numbers to add to the logits of token ids. The keys are strings after construction."""
+    """Numbers to add to the logits, by token id. The keys are strings after construction."""
     allowed_token_ids: Annotated[list[int] | None, optional(_few_ids)] = None
     """Only these tokens are generated."""
     bad_words: Annotated[list[str] | None, optional(_bad_words)] = None
-    """Words whose last token is not generated where the output ends with the tokens before it."""
+    """Words that are not generated: the last token of a word is excluded after the other tokens of the word."""
     thinking_token_budget: Annotated[int | None, optional(integer(-1, MAX_COUNT))] = None
-    """Most tokens between the model's thinking markers, such as <think> and </think>. None or -1: no limit."""
+    """Maximum number of tokens between the model's thinking markers, such as <think> and </think>. None or -1: no limit."""
 
     n: Annotated[int, integer(1, MAX_CANDIDATES)] = 1
-    """Number of texts, the candidates. Each has random numbers of its own: it does not depend on how many there are."""
+    """Number of texts, the candidates. Each has its own random numbers, so it does not depend on n."""
 
     logprobs: Annotated[int | None, optional(integer(-1, MAX_COUNT))] = None
-    """For each output token its log-probability, and those of this many most likely tokens. 0: only its own. -1: all
-    tokens of the vocabulary. None: none. At most the engine's max_logprobs."""
+    """Return for each output token its log-probability, and those of this number of most likely tokens. 0: only its own.
+    -1: those of the whole vocabulary. None: none. At most the engine's max_logprobs."""
     prompt_logprobs: Annotated[int | None, optional(integer(-1, MAX_COUNT))] = None
-    """The same for each token of the prompt but the first. The prompt is computed even where it is cached."""
+    """The same for each prompt token except the first one. The prompt is then computed even if it is cached."""
 
     structured_outputs: StructuredOutputs | None = None
     """The form of the output, such as a JSON schema. A dict with one of the fields of StructuredOutputs works too."""

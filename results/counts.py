@@ -25,22 +25,22 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     expired: int
     generated_tokens: int
     stale_writes: int = 0
-    """Writes refused because the job was no longer the writer's."""
+    """Writes that were refused, because the job had another lease by then."""
     waiting_tokens: int = 0
     """Expected tokens of the queued and the delayed jobs."""
     oldest_queued_ms: int = 0
-    """Age of the oldest queued job; 0 without one."""
+    """Age of the oldest queued job. 0 if there is none."""
     is_paused: bool = False
     sleep_levels: dict[str, int] = {}
-    """By the id of each engine alive: 0 awake, 1 asleep with its weights in host memory, 2 without them."""
+    """By engine id: 0 awake, 1 asleep with the weights in host memory, 2 asleep without the weights."""
     rejected: int = 0
     """Inbox entries that could not become a job; `list_rejected` returns the last ones."""
     was_served: bool = True
-    """False when no engine has ever served the queue: its name may be mistyped."""
+    """False if no engine has ever served the queue: its name may be mistyped."""
 
     @property
     def obstacle(self) -> Obstacle | None:
-        """Why no job begins now; None where engines claim jobs."""
+        """Why no job can start now. None if engines claim jobs."""
         if not self.engines:
             return "no_engine" if self.was_served else "never_served"
         if self.is_paused:
@@ -52,16 +52,16 @@ class RejectedEntry(msgspec.Struct, frozen=True, kw_only=True):
     """An inbox entry that could not become a job, not even a failed one."""
 
     rejected_ms: int
-    """When, server time."""
+    """When it was rejected, server time in ms since the epoch."""
     id: str | None
-    """The id in the entry, where it belongs to another job."""
+    """The id in the entry, if it belongs to another job."""
     error: JobError
     raw: str
     """The beginning of the entry."""
 
 
 class Position(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimate of when a job begins; fair share and new jobs change it."""
+    """An estimate of when a job starts. Fair share and new jobs change it."""
 
     state: str
     num_ahead: int | None

@@ -17,10 +17,10 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     """Where a reader can resume: `stream(job_id, after=event.id)`."""
     offset: int
-    """Of the first token in the output of its candidate. Of the terminal event: the tokens in all events."""
+    """Position of its first token in the output of its candidate. In the terminal event: number of tokens in all events."""
     token_ids: list[int]
     text: str
-    """What this event adds; the texts of the events of a candidate join to its text. The terminal event adds none."""
+    """The text that this event adds. The joined texts of a candidate's events are its text. Empty in the terminal event."""
     index: int = 0
     """The candidate."""
     state: str | None = None
@@ -29,7 +29,7 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Set when the entries after `after` were trimmed from the stream: this event starts at offset 0 and replaces all that
     was read before, of every candidate."""
     logprobs: list[TokenLogprobs] | None = None
-    """One for each of `token_ids`; None where they are not wanted, and in the terminal event."""
+    """One for each of `token_ids`. None if the request wants none, and in the terminal event."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,14 +85,14 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     stop_reason: int | str | None = None
     """Only of `LLM`: the stop string, or the id in `stop_token_ids`, at which the text ended."""
     logprobs: list[TokenLogprobs] | None = None
-    """One for each of `token_ids`; None where they are not wanted."""
+    """One for each of `token_ids`. None if the request wants none."""
     cumulative_logprob: float | None = None
     """The log-probability of all tokens together."""
     content: str | None = None
-    """The text without reasoning and tool calls; None where nothing is left, and in `LLM`."""
+    """The text without reasoning and tool calls. None if nothing is left, and in `LLM`."""
     reasoning: str | None = None
     tool_calls: list[ToolCall] = []
-    """Of a chat with `tools`."""
+    """The tool calls in a chat with `tools`."""
 
     def finished(self) -> bool:
         """Whether the text has ended."""
@@ -121,7 +121,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     state: str
     text: str
-    """Of candidate 0, as are `token_ids`."""
+    """The text of candidate 0. The token ids are also those of candidate 0."""
     token_ids: list[int]
     outputs: list[CompletionOutput]
     """All candidates, by index."""
@@ -140,21 +140,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     redriven_as: str | None = None
     """The redrive of this job."""
     has_result: bool = True
-    """False when the result has expired and the record has not: the text is lost, not empty."""
+    """False if the result has expired and the record has not: the text is lost, not empty."""
     engine: str | None = None
     """The engine that runs the job, or has ended it."""
     tenant: str = "default"
     num_tokens: int = 0
-    """Output tokens so far, of all candidates. A running job's grow every second, or every 64 tokens."""
+    """Output tokens so far, of all candidates. Updated every second, or every 64 tokens, while the job runs."""
     prompt: str = ""
-    """How the prompt begins; only of `get` and `list_jobs`."""
+    """The beginning of the prompt. Only `get` and `list_jobs` return it."""
     content: str | None = None
-    """The text without reasoning and tool calls; None where nothing is left. Of candidate 0, as are the next two."""
+    """The text of candidate 0 without reasoning and tool calls. None if nothing is left."""
     reasoning: str | None = None
+    """The reasoning of candidate 0."""
     tool_calls: list[ToolCall] = []
-    """What the model calls, of a chat with `tools`."""
+    """The tool calls of candidate 0, in a chat with `tools`."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One for each token of the prompt, None for the first one; None where they are not wanted, and before the end."""
+    """One for each prompt token, None for the first one. None if the request wants none, and before the end."""
 
     @property
     def is_done(self) -> bool:

@@ -28,8 +28,8 @@ class Logprob(msgspec.Struct, frozen=True):
     rank: int | None = None
     """1: no other token is more likely."""
     decoded_token: str | None = None
-    """The text of the token. None without detokenization. Empty where a character is not complete: the token that
-    completes it has all of it."""
+    """The text of the token. None without detokenization. Empty if the token ends within a character: the token that
+    completes the character has its text."""
 
 
 TokenLogprobs = dict[int, Logprob]

@@ -135,7 +135,7 @@ class Inbox:
         except Exception:  # our bug, here or in a script: the entry stays for a fixed version, and the others continue
             if entry.entry_id not in self._reported:
                 self._reported.append(entry.entry_id)
-                logger.exception("inbox entry %s stays where it is", entry.entry_id)
+                logger.exception("inbox entry %s stays in the inbox", entry.entry_id)
             return _STAYS
 
     def _take(self, entry: InboxEntry, limits: _TenantLimits, overtaken: Set[str]) -> Outcome:

@@ -199,7 +199,7 @@ class Handshake:
 
     def _end_stuck(self, rank: int, message: str) -> NoReturn:
         phase = self._phases[rank]
-        consequence = "the stacks of all ranks follow, then they are ended"
+        consequence = "the ranks are ended after their stacks are logged"
         logger.error("rank %d is stuck in phase %s: %s; %s", rank, phase, message, consequence)
         dump_all(self._handles, self._channel, self._limits.dump_s, self._receive)
         self._handles[rank].kill()  # the executor ends the others

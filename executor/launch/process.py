@@ -74,7 +74,7 @@ def dump_all(handles: Sequence[RankHandle], channel: Channel, limit_s: float, re
     """Let all ranks write their stacks, since others may wait for a stuck one. They share a log, so one writes after the
     other, for `limit_s` each. `receive_all` logs the stacks that have arrived over the channel."""
     for handle in handles:
-        logger.error("rank %d, whose stacks are:", handle.rank)
+        logger.error("stacks of rank %d:", handle.rank)
         handle.dump_stacks()
         deadline_s = time.monotonic() + limit_s
         while (left_s := deadline_s - time.monotonic()) > 0:

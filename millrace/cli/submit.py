@@ -30,7 +30,7 @@ _Option = tuple[str, Callable[[str], Any] | bool, str, str]
 """Name, type, name of the value and help. A bool is what the option, which has no value, sets."""
 
 _SAMPLING: tuple[_Option, ...] = (
-    ("--max-tokens", max_tokens, "N", "generate at most N tokens (default: 16); none: as many as the context holds"),
+    ("--max-tokens", max_tokens, "N", "generate at most N tokens (default: 16); none: up to the length of the context"),
     ("--min-tokens", integer, "N", "generate at least N tokens"),
     ("--temperature", number, "T", "randomness of the choice of tokens; 0: the likeliest token (default: 1.0)"),
     ("--top-p", number, "P", "sample from the likeliest tokens whose probabilities add up to P"),

@@ -144,8 +144,8 @@ class Gateway:
                 source.sign_off()
             self._worker_entry.sign_off()
         except redis.RedisError as error:
-            logger.warning("could not sign off: %s; the next gateway will wait for this one's heartbeat", error)
-        logger.info("gateway %s: stopped, %d jobs in flight left to the next one", self.name, len(self._runs))
+            logger.warning("could not deregister: %s; its jobs are taken over when its heartbeat expires", error)
+        logger.info("gateway %s: stopped; the next gateway takes over %d jobs", self.name, len(self._runs))
 
     def _take_from(self, source: SourceQueue) -> Callable[[], None]:
         def take() -> None:

@@ -161,7 +161,7 @@ class Intake:
         self._writer.write_ends(refused)
         if waiting:
             self._runs.remove(waiting)
-            logger.warning("Millrace's queue is full: %d jobs wait in front of it", self._num_waiting())
+            logger.warning("the Millrace queue is full: %d RQ jobs wait in the gateway", self._num_waiting())
 
     def _register(self, source: SourceQueue, job_ids: Sequence[str], damage: str = "") -> list[_Started]:
         """Give the jobs an RQ execution and a Millrace id, in one transaction. With `damage` they are refused."""

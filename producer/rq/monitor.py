@@ -64,7 +64,7 @@ class Monitor:
             run.is_stopping = True
             self._millrace.cancel(run.millrace_id)
         else:
-            logger.info("RQ's stop-job command for %s, which is not in flight here", one_line(job_id, 200))
+            logger.info("ignored RQ's stop-job command for %s, which this gateway has not taken", one_line(job_id, 200))
 
     # --- Millrace's side ---
 

@@ -23,7 +23,7 @@ def check_replaced_once(place: Place, engine: ChaosEngine) -> None:
     place.wait_all()
     place.check(ALL, engine)
     text = engine.text()
-    assert text.count("the stacks of all ranks follow, then they are ended") == 1
+    assert text.count("the ranks are ended after their stacks are logged") == 1
     assert text.count("restarting the workers") == 1
     assert {place.record(job_id)["attempt"] for job_id in place.accepted} == {"1"}
 

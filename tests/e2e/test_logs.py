@@ -39,7 +39,7 @@ def test_a_failed_job_and_a_drain(start_engine: StartEngine, client: Client) -> 
     assert "invalid_request: prompt: has at least" in message
     assert SECRET not in engine.text()
     first, second, *_, last = (message for _, message in messages(engine, "^drain"))
-    assert first == "draining: no jobs are claimed any more"
+    assert first == "draining: the engine claims no more jobs"
     assert second == "draining: 1 jobs run and have 25 s to end; the others go back to the queue"
     assert re.fullmatch(r"drained in [\d.]+ s: 1 jobs have ended, 0 go back to the queue", last)
     assert all(re.search(r"[+-]\d\d:\d\d$", line["time"]) for line in lines_of(engine))

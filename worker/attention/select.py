@@ -47,7 +47,9 @@ def attention_for(attention: Attention, specs: Iterable[LayerSpec]) -> Attention
     size = max((max(spec.key_dim, spec.value_dim) for spec in specs), default=0)
     if attention.name != "triton" or size <= MAX_HEAD_SIZE:
         return attention
-    logger.warning("attention is the reference's, which is slow: Triton's has no heads of %d elements", size)
+    logger.warning(
+        "attention uses the slow reference implementation: the Triton kernel has no heads of %d elements", size
+    )
     return ReferenceAttention()
 
 
