@@ -56,10 +56,10 @@ _ECHO = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 _UNSATISFIABLE = "no text satisfies it"
 _TOO_MUCH_WORK = "takes too much work to compile; make it simpler"
 _ENDLESS = (
-    "nothing satisfies it, since it requires itself without an end; leave it out of required, or allow another value"
+    "no finite value satisfies it, since it always requires itself; leave it out of required, or allow another value"
 )
 _TOO_AMBIGUOUS = (
-    "nested repetitions match the same text in too many ways; use smaller counts, or separate what is repeated"
+    "nested repetitions match the same text in too many ways; use smaller counts, or separate the repetitions"
 )
 
 
@@ -199,7 +199,7 @@ def _is_too_ambiguous(grammar: str, tokenizer: LLTokenizer) -> bool:
 
 
 def _drawn(mask: bytes, ends: set[int], draw: random.Random, tokenizer: LLTokenizer) -> int | None:
-    """Return a token id of a mask that is no special one and not in `ends`; None if it has none."""
+    """Return a random token id of a mask that is neither special nor in `ends`. None if there is none."""
     allowed, num_bits = int.from_bytes(mask, "little"), 8 * len(mask)
     while allowed:
         above = allowed >> (start := draw.randrange(num_bits)) << start
@@ -225,7 +225,7 @@ def _of_schema(schema: Any) -> str:
 
 
 def _error(grammar: str, tokenizer: LLTokenizer) -> str:
-    """Return why the grammar cannot be used; "" if it can."""
+    """Return why the grammar cannot be used, or ""."""
     matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(verbose_errors=False), log_level=0)
     can_begin = any(matcher.compute_bitmask())  # may be too much work
     error = matcher.get_error().removesuffix(_NO_DETAILS) if matcher.is_error() else ""
@@ -246,8 +246,8 @@ class _Search:
         }
 
     def innermost(self, error: str) -> tuple[list[str], str]:
-        """Return the path of the part, and its own error. `error`: that of the whole schema. After `_SEARCH_S`: of a part
-        that has it in it."""
+        """Return the path of the part, and its error. `error`: that of the whole schema. After `_SEARCH_S` of CPU time the
+        result may be a part that contains the innermost one."""
         path: tuple[str, ...] = ()
         visited = {path}
         while (found := self._next(path, error)) is not None and found[0] not in visited:
@@ -256,7 +256,7 @@ class _Search:
         return list(path), error
 
     def _next(self, path: tuple[str, ...], error: str) -> tuple[tuple[str, ...], str] | None:
-        """Return a part that the part at a path has or refers to, and that causes its error."""
+        """Return a part that is in the part at a path, or that it refers to, and that causes its error."""
         part = self._at[path]
         target = target_path(part, self._at)
         if target is not None and (cause := self._error_at(target)):

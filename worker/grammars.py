@@ -29,13 +29,13 @@ _MIN_TOKENS_BETWEEN = 8
 _MAX_THREADS = 8
 _MAX_REASON_CHARS = 200
 _USED_UP = "lexer error: too many "
-"""States, or expressions, of which there are more with each token of any sequence."""
+"""The limit of states or of expressions is reached. Each token of any sequence may add some."""
 _LIMITS = ("LexerTooComplex", "ParserTooComplex")
 _TOO_MUCH_WORK = "the form takes too much work here; make it simpler"
 
 
 class CompiledGrammar:
-    """Owns a matcher without any token. Its copies share its lexer, and so the number of states that are left."""
+    """Owns a matcher that has consumed no token. Its copies share its lexer, and with it the limit of the lexer's states."""
 
     def __init__(self, compiled: Future[LLMatcher], compile_again: Callable[[], LLMatcher]) -> None:
         self._compiled = compiled
@@ -58,9 +58,9 @@ class GrammarState:
     def __init__(self, compiled: CompiledGrammar, new: NewSequence) -> None:
         self._compiled = compiled
         self._output = new.token_ids[new.num_prompt_tokens :]
-        """All tokens that the matcher has taken, or begins with."""
+        """All tokens that the matcher has consumed, or will consume when it is made."""
         self._may_renew_at = 0
-        """Number of tokens from which on the grammar is compiled again if its lexer is used up."""
+        """The grammar is compiled again for a used-up lexer only if the output has at least this number of tokens."""
         settings = new.sampling.processors or LogitsSettings()
         self._allowed_bits = None if settings.allowed_token_ids is None else _bits(settings.allowed_token_ids)
         self._bad_bits = _bits([word[-1] for word in settings.bad_words]) if settings.bad_words else None
@@ -69,7 +69,7 @@ class GrammarState:
         """Why the row has no token, if it has none. Set with the mask of the step."""
 
     def consume(self, token_id: int) -> None:
-        """Take a sampled token. One that is not allowed is an error of the next step; `NO_TOKEN` has no next step."""
+        """Consume a sampled token. The next step reports one that is not allowed. After `NO_TOKEN` there is no next step."""
         if token_id != NO_TOKEN:
             self._matcher.consume_token(token_id)
             self._output.append(token_id)
@@ -89,7 +89,7 @@ class GrammarState:
         return None if self._has_failed else self._matcher
 
     def _error(self) -> str:
-        # A lexer whose states are used up by a token says that the token does not fit, and only then the reason.
+        # When a token uses up the lexer, the first error is that the token does not fit. A new copy gives the reason.
         again = self._original.deep_copy()
         again.consume_tokens(self._output)
         return again.get_error() or self._matcher.get_error()
@@ -107,20 +107,20 @@ class GrammarState:
         return self._allowed_bits is not None or self._bad_bits is not None
 
     def explain(self, mask: Tensor) -> None:
-        """Set `reason` if this mask [B] allows no token, or only such as other fields of the request may exclude."""
+        """Set `reason` if this mask [B] allows no token, or other fields of the request exclude all that it allows."""
         if not mask.any():
-            self.reason = self.reason or "no text goes on from here"
+            self.reason = self.reason or "no text of the form continues the output"
             return
         self.reason, left = None, mask.clone()
         if (allowed := self._allowed_bits) is not None:
             left = left[: len(allowed)] & allowed
             if not left.any():
-                self.reason = "the form goes on with none of allowed_token_ids"
+                self.reason = "allowed_token_ids excludes every token that continues the form"
                 return
         if (bad := self._bad_bits) is not None:
             left[: len(bad)] &= ~bad[: len(left)]
             if not left.any():
-                self.reason = "the form goes on only with tokens that bad_words excludes"
+                self.reason = "bad_words excludes every token that continues the form"
 
 
 class Grammars:
@@ -184,7 +184,9 @@ class Grammars:
         masks = torch.zeros(len(states), num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
         while matchers:
             self._executor.unsafe_compute_mask_ptr(matchers, masks.data_ptr(), masks.shape[1], len(masks))
-            failed = [row for matcher, row in matchers if matcher.is_error()]  # the mask was too much work
+            failed = [
+                row for matcher, row in matchers if matcher.is_error()
+            ]  # a limit was exceeded while the mask was computed
             masks[failed] = 0
             matchers = [(matcher, row) for row in failed if (matcher := states[row].matcher()) is not None]
         is_empty = (masks.amax(dim=1) == 0).tolist()
@@ -214,7 +216,7 @@ def load_tokenizer(path: str, vocab_size: int, eos_token_ids: list[int]) -> LLTo
 
 
 def _bits(token_ids: list[int]) -> Tensor:
-    """Return the begin of a mask [B] that allows these ids."""
+    """Return the first bytes of a mask [B] that allows these ids."""
     bits = bytearray(max(token_ids) // 8 + 1)
     for token_id in token_ids:
         bits[token_id // 8] |= 1 << token_id % 8

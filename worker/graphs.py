@@ -1,11 +1,11 @@
 """Decode steps as graphs of a GPU: one launch replays all kernels of a forward pass, and of the draw where it can.
 
-A graph has fixed sizes and addresses. So the rows of a step are padded to the size of a graph, and brought to the device by
-one copy into tensors that stay. Padding feeds a token to block 0, which is never read, and its token goes to NO_SLOT.
+A graph has fixed sizes and addresses. So the rows of a step are padded to the size of a graph, and copied to the device at
+once, into tensors with fixed addresses. A padding row writes to block 0, which is never read, and its token goes to NO_SLOT.
 
-    what the step's rows want             in the graph
+    what the rows of the step need        what the graph computes
     tokens, by temperature and min_p      forward pass, draw, last token of each slot
-    tokens, some by top_k or top_p        the same, with the search for floors
+    tokens, some by top_k or top_p        the same, with top_k and top_p
     masks, penalties, log-probabilities   forward pass; the rest follows eagerly
 
 The largest graph is captured first, the others when a step first needs them. Until then a larger one runs, or the step runs
@@ -45,15 +45,15 @@ Replay = Callable[[], None]
 
 
 class Capture(Protocol):
-    """Records what a function queues on the device."""
+    """Records the work that a function queues on the device."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Run `compute`, which writes to the same addresses each time, and record it. Return its result, and what runs it
-        again."""
+        """Run `compute`, which writes to the same addresses each time, and record it. Return its result, and a
+        function that runs it again."""
 
 
 class CudaCapture:
-    """Captures CUDA graphs. They share the memory of what is allocated on the way, since one runs at a time."""
+    """Captures CUDA graphs. They share one memory pool for intermediate tensors, since only one graph runs at a time."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -77,7 +77,7 @@ class CudaCapture:
 
 
 class Kind(NamedTuple):
-    """What a graph is for."""
+    """The steps that a graph can run."""
 
     num_rows: int
     num_chunks: int
@@ -95,7 +95,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class _Graph:
-    """Tensors that stay, and what reads and writes them."""
+    """Tensors with fixed addresses, and the recorded work that reads and writes them."""
 
     batch: StepBatch
     inputs: FixedBuffer
@@ -124,7 +124,7 @@ class DecodeGraphs:
         self._max_num_seqs, self._table_width, self._is_alone = max_num_seqs, table_width, is_alone
         self._graphs: dict[Kind, _Graph] = {}
         self._buffers = (0, 0)
-        """Stands for the addresses that the graphs have."""
+        """Identifies the buffers whose addresses are in the graphs."""
         self._num_steps_to_pause = 0
         self._has_failed = False
 
@@ -169,7 +169,7 @@ class DecodeGraphs:
         """Return the graph, or a larger one while captures pause."""
         self._num_steps_to_pause = max(0, self._num_steps_to_pause - 1)
         if wanted not in self._graphs and self._num_steps_to_pause == 0:
-            # The largest one first: the others find place in its memory, which the profile of the memory has counted.
+            # The largest one first: the others fit into its memory, which the memory profile has counted.
             is_first = all(kind.draws < wanted.draws for kind in self._graphs)
             self._add(self._largest(wanted) if is_first else wanted, rows)
         return self._graphs.get(min((kind for kind in self._graphs if kind.serves(wanted)), default=wanted))
@@ -230,7 +230,7 @@ class DecodeGraphs:
         return inputs
 
     def _batch(self, kind: Kind, inputs: list[Tensor], rows: SampledRows) -> StepBatch:
-        """Return a batch of tensors that stay."""
+        """Return a batch of tensors with fixed addresses."""
         slots, _, positions, token_blocks, block_tables, _ = inputs
         return StepBatch(
             input_ids=torch.zeros_like(positions),
@@ -246,7 +246,7 @@ class DecodeGraphs:
         )
 
     def _fill(self, graph: _Graph, rows: HostBatch) -> None:
-        """Bring the rows [R] of a step to the device, with padding to [B]."""
+        """Copy the rows [R] of a step to the device, padded to [B]."""
         given, num_rows, width = rows.tensors, len(rows.kv_lens), rows.tensors["block_tables"].shape[2]
         with graph.inputs.filling() as (slots, known_ids, positions, token_blocks, block_tables, settings):
             slots[:num_rows], slots[num_rows:] = given["token_slots"], NO_SLOT

@@ -29,7 +29,7 @@ def to_device(device: torch.device, tensors: Collection[Tensor]) -> list[Tensor]
 
 
 class FixedBuffer:
-    """Tensors on the device that stay where they are, filled by one copy."""
+    """Owns tensors on the device with fixed addresses. One copy fills all of them."""
 
     def __init__(self, device: torch.device, shapes: Collection[tuple[tuple[int, ...], torch.dtype]]) -> None:
         self._like = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
@@ -39,7 +39,7 @@ class FixedBuffer:
 
     @contextmanager
     def filling(self) -> Iterator[list[Tensor]]:
-        """Give tensors of zeros on the host to the block, which fills them."""
+        """Yield tensors of zeros on the host. The block fills them; at its end they are copied to the device."""
         on_host = staging(self._packed.device, self._packed.shape, torch.uint8).zero_()
         yield self._views(on_host)
         self._packed.copy_(on_host, non_blocking=True)
@@ -49,14 +49,14 @@ class FixedBuffer:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Start the copy of a tensor to pinned memory. It is there when an event happens that is recorded after this call."""
+    """Start the copy of a tensor to pinned memory. It is complete when an event that is recorded later has happened."""
     if tensor.device.type == "cpu":
         return tensor
     return pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
 
 def record_event(device: torch.device, *, enable_timing: bool = False) -> torch.cuda.Event | None:
-    """Mark the present end of the device's queue of work. None on a CPU."""
+    """Record an event behind the work that is queued on the device so far. None on a CPU."""
     if device.type == "cpu":
         return None
     event = torch.cuda.Event(enable_timing=enable_timing)
@@ -107,12 +107,12 @@ class CopyStream:
 
 
 def pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return pinned memory of the host with any contents."""
+    """Return uninitialized pinned memory of the host."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def staging(device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return memory of the host with any contents, for a copy to the device."""
+    """Return uninitialized memory of the host, for a copy to the device."""
     return torch.empty(shape, dtype=dtype) if device.type == "cpu" else pinned(shape, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Where a JSON schema has other schemas in it, and which of them no finite value satisfies."""
+"""The schemas inside a JSON schema, and which of them no finite value satisfies."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependen
 _SHARED = ("$defs", "definitions")
 _IN_LIST = ("prefixItems", "anyOf", "oneOf", "allOf")
 _WITHOUT_EFFECT = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True}
-"""Values that allow everything, of keywords that llguidance refuses."""
+"""Keywords that llguidance refuses, with the value that allows everything."""
 
 
 def parts(schema: Any) -> Iterator[tuple[list[str], Any]]:
-    """Return the schemas directly in a schema, each with its path."""
+    """Yield the schemas directly in a schema, each with its path."""
     if type(schema) is not dict:
         return
     for name, value in schema.items():
@@ -27,7 +27,7 @@ def parts(schema: Any) -> Iterator[tuple[list[str], Any]]:
 
 
 def drop_keywords_without_effect(schema: Any) -> None:
-    """Remove them from a schema and all schemas in it."""
+    """Remove the keywords of `_WITHOUT_EFFECT` from a schema and all schemas in it."""
     if type(schema) is not dict:
         return
     for name, value in _WITHOUT_EFFECT.items():
@@ -38,7 +38,7 @@ def drop_keywords_without_effect(schema: Any) -> None:
 
 
 def every_part(schema: Any) -> Iterator[tuple[list[str], Any]]:
-    """Return all schemas in a schema, and itself, each with its path."""
+    """Yield a schema and all schemas in it, each with its path."""
     yield [], schema
     for path, part in parts(schema):
         for rest, inner in every_part(part):
@@ -46,7 +46,7 @@ def every_part(schema: Any) -> Iterator[tuple[list[str], Any]]:
 
 
 def target_path(part: Any, at: Mapping[tuple[str, ...], Any]) -> tuple[str, ...] | None:
-    """Return the path of the schema that a schema refers to; None if there is none in `at`, the schemas by their paths."""
+    """Return the path of the schema that `part` refers to. None if `at`, the schemas by path, does not have it."""
     reference = part.get("$ref") if type(part) is dict else None
     if type(reference) is not str or not reference.startswith("#"):
         return None
@@ -56,22 +56,22 @@ def target_path(part: Any, at: Mapping[tuple[str, ...], Any]) -> tuple[str, ...]
 
 
 def drop_endless_parts(schema: Any) -> list[str] | None:
-    """Replace by false each schema in a schema that only an endless value satisfies, since it requires itself.
+    """Replace each inner schema that no finite value satisfies, because it always requires itself, by false.
 
-    Returns the path of such a part if the whole schema is one, and None if it is not.
+    If no finite value satisfies the whole schema, return the path of a part that causes this; otherwise None.
     """
     return _Recursion(schema).drop() if type(schema) is dict else None
 
 
 class _Recursion:
-    """Owns the knowledge which parts of a schema some finite value satisfies, as far as references decide it."""
+    """Owns the set of the parts of a schema that some finite value satisfies, as far as references decide it."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._root = schema
         self._parts = [(path, part) for path, part in every_part(schema) if type(part) is dict]
         self._at = {tuple(path): part for path, part in self._parts}
         self._finite: set[int] = set()
-        """Ids of parts."""
+        """The `id()` of parts."""
 
     def drop(self) -> list[str] | None:
         if not any("$ref" in part for _, part in self._parts):
@@ -85,7 +85,7 @@ class _Recursion:
         return None
 
     def _find(self) -> None:
-        """Parts become known after those in them and those that they refer to, in as many passes as that takes."""
+        """Fill `_finite`. A part is added after the parts that it needs, so passes are repeated until one adds nothing."""
         left, num_before = [part for _, part in reversed(self._parts)], -1
         while len(self._finite) > num_before:
             num_before = len(self._finite)
@@ -134,7 +134,7 @@ class _Recursion:
         return None if path is None else self._at[path]
 
     def _reason(self) -> list[str]:
-        """Return the path of the part where the whole schema comes back to one that it has begun with."""
+        """Follow parts that are not finite from the root. Return the path of the one that refers back to an earlier one."""
         path: tuple[str, ...] = ()
         begun = {path}
         while True:
@@ -157,7 +157,7 @@ class _Recursion:
         place: Any = self._root
         for step in path[:-1]:
             place = place[int(step) if type(place) is list else step]
-            if place is False:  # a part that has this one in it
+            if place is False:  # the part that contains this one was replaced
                 return
         place[int(path[-1]) if type(place) is list else path[-1]] = False
 

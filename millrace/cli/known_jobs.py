@@ -1,4 +1,4 @@
-"""What `millrace submit` reports of jobs that the queue has had before: a job is submitted once."""
+"""What `millrace submit` reports about jobs that were in the queue before: they are not submitted again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from millrace.producer.calls import KnownJob
 
 _MOST_IDS = 5
-"""Ids that a command to copy names."""
+"""Largest number of ids in a command that the user can copy."""
 
 
 def report_known(args: argparse.Namespace, known: Mapping[str, KnownJob], num_new: int) -> None:
@@ -29,7 +29,7 @@ def report_known(args: argparse.Namespace, known: Mapping[str, KnownJob], num_ne
     )
     remark(f"jobs: {num_new} new, {len(known)} in the queue already ({counts})")
     if redriven := [f"{job_id} (as {job.redriven_as})" for job_id, job in known.items() if job.redriven_as]:
-        remark(f"run again since then: {some_ids(redriven)}")
+        remark(f"already run again: {some_ids(redriven)}")
     lost = [job_id for job_id, job in known.items() if job.state in WITHOUT_RESULT and not job.redriven_as]
     if lost:
         again = command_line(args, "retry", *_which(lost, {known[job_id].batch for job_id in lost}))

@@ -18,8 +18,8 @@
 --       later failed, where the output is another model's
 -- include: queue clock settings serial record work dequeue fair_share state engine_share
 
--- To capture a variable in a function takes longer than a line here: constants stand where they are used, and functions that few
--- claims need are modules.
+-- For speed: capturing a variable in a function takes longer than one more line here. So constants are written where they are used,
+-- and functions that few claims need are in modules.
 allow_writes_without_memory()
 local engine, claim_id = ARGV[1], ARGV[2]
 local max_jobs, budget = math.min(2000, tonumber(ARGV[3])), tonumber(ARGV[4])  -- the arguments of a command fit on Lua's stack

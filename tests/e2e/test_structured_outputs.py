@@ -128,11 +128,12 @@ def test_what_others_exclude_stays_excluded() -> None:
     params = SamplingParams(
         temperature=0, structured_outputs=StructuredOutputs(regex="[ab]{3}"), allowed_token_ids=[69, 200]
     )
-    reason = "the form of the output allows no token at output 3: the form goes on with none of allowed_token_ids"
+    excluded = "allowed_token_ids excludes every token that continues the form"
+    reason = f"the form of the output allows no token at output 3: {excluded}"
     with LLM(TINY, device="cpu", executor="uni") as llm:
         text = llm.get_tokenizer().decode([69])
         barred = SamplingParams(structured_outputs=StructuredOutputs(regex="[ab]"), bad_words=["a", "b"])
-        with pytest.raises(EngineError, match="the form goes on only with tokens that bad_words excludes"):
+        with pytest.raises(EngineError, match="bad_words excludes every token that continues the form"):
             llm.generate(PROMPT, barred, use_tqdm=False)
         with pytest.raises(EngineError, match=reason):
             llm.generate(PROMPT, params, use_tqdm=False)
@@ -160,7 +161,7 @@ def test_through_the_queue(start_engine: StartEngine, client: Client, expected: 
     bad: dict[str, dict[str, Any]] = {
         "at #/properties/a/items: Invalid type": {"json": {"properties": {"a": {"items": {"type": "strin"}}}}},
         "unclosed group": {"regex": "(a"},
-        "nothing satisfies it": {"json": {"$ref": "#"}},
+        "no finite value satisfies it": {"json": {"$ref": "#"}},
     }
     refused = {words: client.submit(prompt=PROMPT, structured_outputs=form) for words, form in bad.items()}
     endless = client.submit(prompt=PROMPT, structured_outputs={"regex": "a"}, ignore_eos=True)

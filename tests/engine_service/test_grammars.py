@@ -104,17 +104,23 @@ def deep(num_levels: int, inner: dict[str, Any]) -> dict[str, Any]:
         ({"regex": "(long)" * 200 + "("}, "error: unclosed group"),
         ({"regex": "ab\\\\\\"}, "regex: incomplete escape sequence"),
         ({"json": False}, "json: at #: Unsatisfiable schema: schema is false"),
-        ({"json": {"$ref": "#"}}, "json: at #: nothing satisfies it"),
-        ({"json": {**REQUIRES_A, "properties": {"a": {"$ref": "#"}}}}, "json: at #/properties/a: nothing satisfies it"),
+        ({"json": {"$ref": "#"}}, "json: at #: no finite value satisfies it"),
+        (
+            {"json": {**REQUIRES_A, "properties": {"a": {"$ref": "#"}}}},
+            "json: at #/properties/a: no finite value satisfies it",
+        ),
         (
             {"json": {"items": {"$ref": "#/$defs/n"}, "minItems": 1, "type": "array", "$defs": {"n": ENDLESS}}},
-            "json: at #/$defs/n/properties/a: nothing satisfies it",
+            "json: at #/$defs/n/properties/a: no finite value satisfies it",
         ),
         (
             {"json": {"anyOf": [{"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"$ref": "#"}]}},
-            "json: at #/anyOf/0/items: nothing satisfies it",
+            "json: at #/anyOf/0/items: no finite value satisfies it",
         ),
-        ({"json": {"allOf": [{"$ref": "#/$defs/n"}], "$defs": {"n": ENDLESS}}}, "at #/$defs/n/properties/a: nothing"),
+        (
+            {"json": {"allOf": [{"$ref": "#/$defs/n"}], "$defs": {"n": ENDLESS}}},
+            "at #/$defs/n/properties/a: no finite value",
+        ),
         ({"regex": "((a{1,500}){1,500}){1,500}"}, "regex: nested repetitions match the same text in too many ways"),
         ({"grammar": "start: /(.{1,100}){1,100}/"}, "grammar: nested repetitions match"),
         (

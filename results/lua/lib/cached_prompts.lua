@@ -1,8 +1,9 @@
 -- Cached prompts: which of a tenant's next jobs goes first. Part of `claim`, whose variables it uses.
 
--- Puts each member whose prompt is cached before those among the 3 in front of it whose prompt is not, that have its priority and
--- are less than a second older. So no job waits for later ones without end, and nothing has to be counted. At least the first `most`
--- members are in order then. Returns nil where none moves, else the ranks that the others had, and their places.
+-- Moves each member whose prompt is cached forward by at most 3 places: past members whose prompt is not cached, of the same
+-- priority, and less than a second older. So later jobs can delay a job only for a bounded time, and nothing has to be counted. The
+-- order is correct for at least the first `most` members. Returns nil if no member moves, else the old ranks of the members that
+-- moved, and their new places.
 local function put_cached_first(key, members, most)
   local sub, search, num_front, num_found, ranks, last, is_found = string.sub, string.find, 0, 0, nil, nil, nil
   for rank = 1, #members do

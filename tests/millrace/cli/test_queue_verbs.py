@@ -81,7 +81,7 @@ def test_a_batch_is_run_again(millrace: Command, tmp_path: Path) -> None:
     ran = millrace("retry", "--batch", "b")
     assert (ran.status, ran.out) == (0, "".join(f"j{i}\tj{i}.r1\n" for i in range(6)))
     ran = millrace("submit", "--file", str(file), "--batch", "b")
-    assert "run again since then: j0 (as j0.r1), j1 (as j1.r1)," in ran.err
+    assert "already run again: j0 (as j0.r1), j1 (as j1.r1)," in ran.err
     assert "to run them" not in ran.err
     assert millrace("retry", "--batch", "none").status == 3
     assert millrace("retry", "--batch", "b", "--all").status == 2
