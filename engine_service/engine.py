@@ -73,7 +73,7 @@ class Engine:
         self._deepest_sleep = 0
         self._is_draining = False
         self._step_limits: tuple[float, float] | None = None
-        """Of the step that the engine waits for: when the wait began and when it counts as stuck, by the monotonic clock."""
+        """For the step that the engine waits for: when the wait began, and when it counts as stuck (monotonic clock)."""
         self._facts: ModelFacts | None = None
 
     def __repr__(self) -> str:

@@ -43,7 +43,7 @@ class Generation:
         self._rules = rules
         self._tokenizer = tokenizer
         self._logprobs = list(logprobs)
-        """Of the first output tokens."""
+        """Log-probabilities of the first output tokens."""
         self._detokenizer: Detokenizer | None = None
         self._stops = StopStrings(rules.stop) if rules.stop else None
         self._stop_state = 0

@@ -54,7 +54,7 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Times(msgspec.Struct):
-    """Of one generation, in seconds since the epoch."""
+    """When one generation had its first token and its end, in seconds since the epoch."""
 
     first_token_s: float
     finished_s: float = 0.0

@@ -84,7 +84,7 @@ class SubmitCall:
         """`calls_prepare`: the caller calls `prepare` while the server works on the last commands."""
         self.job_ids = Submitted()
         self.known_ids: list[str] = []
-        """Of the jobs that the queue had before."""
+        """Ids of the jobs that were in the queue before."""
         self.confirmation = confirmation(arguments.durability(durability))
         """To send after the commands, on the same connection. None: nothing to confirm."""
         self._keys = keys

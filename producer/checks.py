@@ -20,9 +20,9 @@ MAX_COUNT = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_OBJECT_BYTES = 16 * 1024
 MAX_PARTS = 50_000
-"""Strings (also names), lists and objects in a JSON text. Each takes time in which no other thread of an engine runs."""
+"""Strings (including names), lists and objects in a JSON text. Parsing each one blocks the other threads of an engine."""
 MAX_NAMES = 25_000
-"""Of the fields of all objects. To find the one that is repeated takes longest."""
+"""Names of fields in all objects together. The search for a repeated name takes longest."""
 MAX_COMMAS = 200_000
 """Outside strings. They bound the numbers; a body of 1 MiB has room for fewer token ids of five digits."""
 

@@ -179,5 +179,5 @@ CHAT_FIELDS = {
     "chat_template_kwargs",
 }
 _CHAT_DEFAULTS = [(name, default) for name, (default, _) in _CHECKS.items() if name in CHAT_FIELDS]
-"""Of the fields that need messages."""
+"""The defaults of the fields that need messages."""
 _TIMES = {"deadline_s", "delay_s", "run_at"}

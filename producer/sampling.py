@@ -33,10 +33,10 @@ MIN_TEMPERATURE = 1e-2
 MAX_CANDIDATES = 64
 MAX_STRINGS = 128
 MAX_CHARS = 4096
-"""Of stop strings and of bad words: how many a request may have, and how long they may be together. What a step costs grows
+"""Limits of the number of stop strings, or bad words, of a request, and of their total length. The cost of a step grows
 with them."""
 MAX_IDS = 1024
-"""Of logit_bias and allowed_token_ids."""
+"""Largest number of entries in logit_bias and in allowed_token_ids."""
 MAX_BIAS = 1e8
 """Far above any logit, and far below the logit of a token that the thinking budget forces."""
 
@@ -80,7 +80,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
     frequency_penalty: Annotated[float, number(-2.0, 2.0)] = 0.0
     """Subtracted from the logit of a token once for each time that it occurs in the output."""
     repetition_penalty: Annotated[float, number(1e-9, 1e9)] = 1.0
-    """Of each token that occurs in the prompt or the output: divides a positive logit, multiplies a negative one."""
+    """For each token that occurs in the prompt or the output: divides a positive logit, multiplies a negative one."""
     logit_bias: Annotated[dict[Any, float] | None, optional(_logit_bias)] = None
     """Numbers to add to the logits, by token id. The keys are strings after construction."""
     allowed_token_ids: Annotated[list[int] | None, optional(_few_ids)] = None

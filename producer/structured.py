@@ -12,7 +12,7 @@ from millrace.producer.errors import InvalidRequest
 from millrace.results.errors import shown
 
 MAX_BYTES = 256 * 1024
-"""Of a schema, a regular expression, the choices, a grammar, or structural tags."""
+"""Largest size of a schema, a regular expression, the choices, a grammar, or structural tags."""
 MAX_DEPTH = 64
 """Levels of objects and lists in a schema."""
 

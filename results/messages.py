@@ -30,7 +30,7 @@ DEFAULT_RETRIES = 2
 EndState = Literal["finished", "failed", "cancelled", "expired"]
 TERMINAL_STATES: frozenset[str] = frozenset(get_args(EndState))
 WITHOUT_RESULT = TERMINAL_STATES - {"finished"}
-"""Of jobs that can be run again."""
+"""States of jobs that can be run again."""
 
 
 EndReason = Literal["stop", "length", "error", "cancelled", "expired"]
@@ -51,9 +51,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     completion_tokens: int
-    """Of all candidates."""
+    """Output tokens of all candidates."""
     cached_tokens: int = 0
-    """Of the prompt tokens, those whose keys and values the engine's prefix cache had."""
+    """Prompt tokens whose keys and values were in the engine's prefix cache."""
 
 
 class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     token_ids: list[int]
     num_published: int
-    """Of those, the tokens in events."""
+    """The number of these tokens that are in events."""
 
 
 class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,13 +144,13 @@ class ClaimedJob(msgspec.Struct, frozen=True, kw_only=True):
     corruption: str | None = None
     """What is wrong with a record that was changed so that the job cannot run: the job fails with this message."""
     others: list[Checkpoint] = []
-    """Of the candidates from the second on."""
+    """Checkpoints of the second and later candidates."""
     logprobs: list[list[bytes]] = []
-    """Of each candidate the JSON of each token in its checkpoint, see `results.logprobs`. Empty without any."""
+    """For each candidate the JSON of each token in its checkpoint, see `results.logprobs`. Empty if there is none."""
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """Of all candidates, by index."""
+        """Return the checkpoints of all candidates, by index."""
         return [Checkpoint(self.token_ids, self.num_published), *self.others]
 
 
@@ -212,15 +212,15 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     lease: Lease
     state: EndState
     finish_reason: EndReason
-    """Of the job, and of candidate 0 when the job has finished."""
+    """Reason of the job, and of candidate 0 if the job has finished."""
     usage: Usage
     events: list[Event] = []
     finish_reasons: list[EndReason] = []
-    """Of each candidate, where there are several."""
+    """Reason of each candidate, if there are several."""
     error: JobError | None = None
     is_retryable: bool = False
     chat: list[ChatOutput | None] = []
-    """Of each candidate; None, or an empty list: the text is the content."""
+    """Parts of the output of each candidate. None, or an empty list: the text is the content."""
     first_token_age_ms: int | None = None
     """How long ago the first token came; None where this engine has not sampled it."""
     prompt_logprobs: LazyJson | None = None
@@ -267,7 +267,7 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
     next_lapse_ms: int = 2**31
     """Until the next heartbeat of any engine expires."""
     reset_number: int = 0
-    """Of the last requested reset of the prefix cache; grows with each request. 0: there was none."""
+    """Number of the last requested reset of the prefix cache. It grows with each request. 0: there was none."""
 
 
 SignalKind = Literal["cancel", "watch", "expire", "mismatch", "mismatch_failed"]
@@ -289,4 +289,4 @@ class InboxEntry(msgspec.Struct, frozen=True, kw_only=True):
     raw: bytes
     """The field `job`; empty when the entry has none. Only its beginning when it is longer than the reader accepts."""
     num_bytes: int
-    """Of the whole field."""
+    """Size of the whole field."""

@@ -58,7 +58,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """"exists": the same job is known; "conflict": another job has the id; "taken": another engine had the inbox entry. Not
     taken: "full", at a limit that may allow the job later; "oversized", its cost alone exceeds the limit; "invalid"."""
     name: str = ""
-    """Of the limit that refuses the job, or of the invalid field."""
+    """Name of the limit that refuses the job, or of the invalid field."""
     limit: str = ""
     """The value of that limit."""
 

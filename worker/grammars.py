@@ -23,7 +23,7 @@ from millrace.executor.wire.messages import NO_TOKEN, LogitsSettings, NewSequenc
 
 MAX_COMPILED = 256
 MAX_LEXER_STATES = 50_000
-"""Of one grammar, with 1 to 2 KiB of memory each."""
+"""Limit for one grammar. A state takes 1 to 2 KiB of memory."""
 _MIN_TOKENS_BETWEEN = 8
 """A sequence that uses up its lexer within fewer tokens fails: to compile again for it would slow down all others."""
 _MAX_THREADS = 8

@@ -35,8 +35,8 @@ from millrace.worker.transfer import FixedBuffer
 logger = logging.getLogger("millrace.worker")
 
 MOST_CHUNKS = 8192
-"""Of all rows of a graph: their partial results take 64 MiB with 16 heads of 128 elements. Larger steps are bound by memory,
-and run eagerly."""
+"""Limit for all rows of a graph: their partial results take 64 MiB with 16 heads of 128 elements. Larger steps are bound by
+memory and run eagerly."""
 CAPTURE_PAUSE_STEPS = 64
 """Least number of steps between two captures, each of which takes as long as several steps. Ranks count the same steps, so
 they capture together."""
@@ -81,7 +81,7 @@ class Kind(NamedTuple):
 
     num_rows: int
     num_chunks: int
-    """Of the keys of each row."""
+    """Chunks of the keys of each row."""
     draws: bool
     """Whether it yields token ids [B], which are kept for the next step. If not, it yields hidden states [B, H]."""
     has_limits: bool = False

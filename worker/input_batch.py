@@ -34,7 +34,7 @@ from millrace.worker.sampling_rows import SamplingRows, SamplingTable
 from millrace.worker.transfer import to_device
 
 NO_SLOT = -1
-"""Of a row without a sequence: the end of a tensor that has one entry more than there are slots."""
+"""The slot of a row without a sequence: the last entry of a tensor that has one entry more than there are slots."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class ListedRows:
     slots: list[int] = field(default_factory=list)
     kv_lens: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=lambda: [0])
-    """Of the rows' tokens, and one past the end."""
+    """Offsets of the rows' tokens, and one past the end."""
     positions: list[int] = field(default_factory=list)
     token_slots: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -156,7 +156,7 @@ class ListedRows:
     sampled_ends: list[int] = field(default_factory=list)
     sample_offsets: list[int] = field(default_factory=list)
     scored_offsets: list[int] = field(default_factory=list)
-    """Of the tokens behind which a scored token of the prompt comes; the next two describe those."""
+    """Offsets of the tokens that precede a scored token of the prompt. The next two fields describe the scored tokens."""
     scored_ids: list[int] = field(default_factory=list)
     scored_parts: list[tuple[int, int]] = field(default_factory=list)
 

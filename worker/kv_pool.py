@@ -61,7 +61,7 @@ class LayerCache:
     group: int = 0
     """Whose block tables and slots the layer has in a `StepBatch`."""
     scales: tuple[Tensor, Tensor] | None = None
-    """Of keys and values [N, S, Hkv], float32. None unless they are fp8."""
+    """Scales of keys and values [N, S, Hkv], float32. None unless they are fp8."""
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store key [Hkv, T, D] and value [Hkv, T, Dv] in the slots [T], in the pool's dtype."""

@@ -62,7 +62,7 @@ def _records(logits: Tensor, token_ids: Tensor, num_ids: int) -> Tensor:
 def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Return the logits [L, V] of last hidden states [L, H], with all that the model does to its logits.
 
-    The model runs with a stand-in for its layers, since its class alone knows the factors and caps.
+    The model runs without its layers, because only its class knows the factors and caps.
     """
     name = model.base_model_prefix
     layers = getattr(model, name)

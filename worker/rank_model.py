@@ -56,7 +56,7 @@ class RankModel:
         self.location: Literal["device", "host", "disk"] = "disk"
         """Where the weights are."""
         self._checksums: dict[str, int] = {}
-        """Of the weights before the sleep."""
+        """Checksums of the weights before the sleep."""
 
     @property
     def is_alone(self) -> bool:

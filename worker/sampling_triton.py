@@ -142,7 +142,7 @@ def _find_peaks(logits, row_stride, vocab_size, peaks, peak_ids, num_parts, PART
 
 @triton.jit
 def _tally(logits, row_stride, vocab_size, row, peak, temperature, floor, PART: tl.constexpr):
-    """Of the ids that reach the floor, return the number, the sum of exp(scaled logit), and the smallest logit."""
+    """Return the number of ids that reach the floor, their sum of exp(scaled logit), and their smallest logit."""
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0, tl.float64)
     smallest = peak

@@ -26,7 +26,7 @@ _BARE_SLASH = re.compile(r"\\.|[/\n]", re.DOTALL)
 SpecialId = Callable[[str], int | None]
 """Returns the token id of a mark that is a special token; None for other texts."""
 _SEPARATORS = {"item_separator": ", ?", "key_separator": ": ?"}
-"""Of the arguments of calls, which templates write with or without spaces."""
+"""Separators in the arguments of calls: templates write them with or without spaces."""
 
 
 def must_constrain_tools(request: GenerationRequest) -> bool:

@@ -54,7 +54,7 @@ class OutputFormat(NamedTuple):
     tool_calls: str | None = None
     reasoning: str | None = None
     has_args_mark: bool = False
-    """Of the family mistral: whether calls are [TOOL_CALLS]name[ARGS]{...}."""
+    """For the family mistral: whether calls are [TOOL_CALLS]name[ARGS]{...}."""
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -28,11 +28,11 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     num_queried_tokens: int
     """Known tokens of the sequences that were admitted since the start."""
     num_hit_tokens: int
-    """Of those, the tokens that were not computed again."""
+    """Tokens among them that were not computed again."""
     num_stored: int
     """Blocks that a prompt could find from then on, since the start."""
     num_removed: int
-    """Of those, the blocks that were evicted, because their place was needed or their step failed."""
+    """Blocks among them that were evicted, because their space was needed or their step failed."""
     num_cleared: int
     """Times that all were forgotten."""
     num_host_blocks: int

@@ -21,7 +21,7 @@ class Swaps(msgspec.Struct, frozen=True):
     swap_out: list[tuple[int, int]] = []
     swap_in: list[tuple[int, int]] = []
     keys: list[BlockKey] = []
-    """Of all these blocks. When the step fails, nobody knows what they hold."""
+    """Keys of all blocks that move. If the step fails, their contents are unknown."""
 
 
 class HostTier:

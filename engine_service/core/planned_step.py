@@ -26,7 +26,7 @@ class PlannedStep:
         self.copy: list[tuple[int, int]] = []
         """(source, destination) blocks of forks."""
         self.new_blocks: list[tuple[Sequence, int]] = []
-        """Of decode rows that go on."""
+        """New blocks of decode rows that continue."""
         self.registered: list[int] = []
         """Blocks that are cached since the step was planned."""
         self.is_short_of_blocks = False

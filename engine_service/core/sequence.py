@@ -92,7 +92,7 @@ class Sequence:
         self.seq_id = seq_id
         self.prompt_token_ids = prompt_token_ids
         self.output_token_ids = output_token_ids or []
-        """Of a resumed sequence: starts with what an earlier attempt has produced."""
+        """In a resumed sequence these begin with the tokens of an earlier attempt."""
         self.sampling = sampling
         self.stop_rules = stop_rules
         self._num_computed = 0
@@ -105,7 +105,7 @@ class Sequence:
         self.block_ids: list[int] = []
         """The block table, see `KVLayout`."""
         self.block_hashes: list[bytes] = []
-        """Of the first full blocks; see `hash_blocks`."""
+        """Hashes of the first full blocks, see `hash_blocks`."""
         self.hash_root = root_hash(cache_salt)
         self.num_hit_columns = 0
         """Columns at the beginning of the table that the prefix cache had when the sequence was admitted last."""

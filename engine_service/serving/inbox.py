@@ -33,7 +33,7 @@ _MAX_REST_S = 10.0
 _MAX_REPORTED = 1000
 _QUEUE_LIMIT = "max_queued_jobs"
 _STAYS = Outcome("full")
-"""Of an entry that was not tried, or whose attempt failed."""
+"""The outcome of an entry that was not tried, or whose attempt failed."""
 
 
 class _TenantLimits:

@@ -31,7 +31,7 @@ class JobMetrics(msgspec.Struct, kw_only=True):
     num_by_outcome: dict[Outcome, int] = msgspec.field(default_factory=lambda: dict.fromkeys(get_args(Outcome), 0))
     """A job that fails and is tried again counts each time."""
     num_prompt_tokens: int = 0
-    """Of the jobs whose first token this engine has sampled."""
+    """Prompt tokens of the jobs whose first token this engine has sampled."""
     queue_s: Histogram = msgspec.field(default_factory=partial(Histogram, _BOUNDS_S))
     """From when a job could run until this engine had it, in the first attempt; so is the next field."""
     first_token_s: Histogram = msgspec.field(default_factory=partial(Histogram, _BOUNDS_S))

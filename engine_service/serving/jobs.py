@@ -187,7 +187,7 @@ class ResetCache(msgspec.Struct, frozen=True):
     """The operator wants the prefix cache to be forgotten. Repeated with every heartbeat."""
 
     number: int
-    """Of the request; a later one has a larger number."""
+    """Number of the request. A later request has a larger number."""
 
 
 EngineEvent: TypeAlias = (

@@ -22,7 +22,7 @@ class _Prefix(msgspec.Struct):
     """What is known of the prompts with one digest."""
 
     hashes: list[bytes]
-    """Of the first blocks of the last prompt."""
+    """Hashes of the first blocks of the last prompt."""
     last_shared: bytes | None
     """The last of them that the prompt before it had too."""
 

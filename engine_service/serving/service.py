@@ -72,7 +72,7 @@ class Service:
         self._num_unsaved_steps = 0
         self._saved_at_s = 0.0
         self._reset_number = 0
-        """Of the last reset of the prefix cache."""
+        """Number of the last reset of the prefix cache."""
 
     def __repr__(self) -> str:
         return f"Service({self._jobs}, {self._engine})"

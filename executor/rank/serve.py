@@ -223,7 +223,7 @@ class _LaunchedSteps:
         self.call_ids: deque[int] = deque()
         """The oldest step first."""
         self._failures: dict[int, Failure] = {}
-        """Of steps that failed when they were launched."""
+        """Failures of steps at their launch."""
 
     def launch(self, call_id: int, plan: StepPlan) -> None:
         self.call_ids.append(call_id)

@@ -57,7 +57,7 @@ _PEER_LOST_TEXTS = ("connection closed by peer", "connection reset by peer", "ti
 """In gloo's errors when a peer is lost. They are plain RuntimeErrors that also name a file of gloo's source."""
 _GLOO_SOURCES = "gloo/transport/"
 _REFUSAL_KINDS = frozenset({"ConfigError", "DeviceError", "ModelError", "StepSkipped"})
-"""Of `millrace.worker.errors`: their message says all."""
+"""Classes of `millrace.worker.errors` whose message is sufficient without a traceback."""
 
 
 def to_failure(error: BaseException) -> Failure:

@@ -100,7 +100,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of one block over the layers of a group on this rank, keys and values."""
     kv_layout: KVLayout
     weights_checksum: int = 0
-    """Of a sample of the weights on this rank. The same in every start with the same parallel sizes and files."""
+    """Checksum of a sample of the weights on this rank. Equal in every start with the same parallel sizes and files."""
     kv_cache_dtype: str = ""
 
 

@@ -96,7 +96,7 @@ class _Submission:
         self.num_submitted = 0
         self.num_refused = 0
         self._last_line = 0
-        """Of the jobs that were submitted."""
+        """Number of the last line whose job was submitted."""
         self._can_repeat = True
         """Whether all lines have ids of their own, so that the same file can be submitted again."""
 

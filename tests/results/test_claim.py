@@ -170,18 +170,18 @@ def test_a_line_that_somebody_deleted_does_not_block_the_queue(
 
 
 @pytest.mark.parametrize("field", ["cost", "crashes", "attempt", "published"])
-def test_a_number_that_somebody_spoiled_does_not_block_the_queue(
+def test_a_number_that_somebody_damaged_does_not_block_the_queue(
     queue: FullQueue, engine: Engine, redis_client: redis.Redis, field: str
 ) -> None:
-    submit(queue, "spoiled", "here")
-    redis_client.hset(queue.keys.job("spoiled"), field, "x")
-    spoiled, here = engine.claim()
-    assert engine.release(spoiled) == "ok"
-    (spoiled,) = engine.claim(1)
+    submit(queue, "damaged", "here")
+    redis_client.hset(queue.keys.job("damaged"), field, "x")
+    damaged, here = engine.claim()
+    assert engine.release(damaged) == "ok"
+    (damaged,) = engine.claim(1)
     event = Event(offset=0, token_ids=[1], text="x")
-    assert [engine.finish(job, event) for job in (spoiled, here)] == ["ok", "ok"]
+    assert [engine.finish(job, event) for job in (damaged, here)] == ["ok", "ok"]
     assert (queue.stats().running, queue.stats().finished) == (0, 2)
-    redis_client.hset(queue.keys.job("spoiled"), field, 1)  # for who looks at the queue after every test
+    redis_client.hset(queue.keys.job("damaged"), field, 1)  # for who looks at the queue after every test
 
 
 def test_a_job_that_costs_nothing_is_claimed_and_cancelled_like_others(queue: FullQueue, engine: Engine) -> None:

@@ -34,9 +34,9 @@ class Rows:
     tiles: Tensor  # [M, 4] int32: row, first token, tokens, position of the first token
     decodes: Tensor  # [B, 4] int32: row, token, length, number of its first chunk
     num_chunks: int
-    """Of all decode rows."""
+    """Chunks of all decode rows together."""
     most_chunks: int
-    """Of one decode row."""
+    """Largest number of chunks of one decode row."""
 
 
 class TritonAttention:

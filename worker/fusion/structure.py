@@ -54,13 +54,13 @@ class Rotary:
 @dataclass(frozen=True)
 class AttentionParts:
     projections: list[nn.Linear]
-    """Of query, key and value, or one of all three."""
+    """Projections of query, key and value, or one projection for all three."""
     output: nn.Linear
     divided: RowParallelLinear | None
     """Sums the outputs over the ranks that divide the heads; None if this rank has all."""
     num_heads: int
     head_norms: tuple[Norm, Norm] | None
-    """Of each query head and each key head."""
+    """Norms of each query head and of each key head."""
     rotary: Rotary
     scaling: float
     softcap: float | None
@@ -75,7 +75,7 @@ class AttentionParts:
 @dataclass(frozen=True)
 class MLPParts:
     projections: list[nn.Linear]
-    """Of gate and value, or one of both."""
+    """Projections of gate and value, or one projection for both."""
     output: nn.Linear
     activation: str
     divided: RowParallelLinear | None = None
@@ -109,10 +109,10 @@ class LayerParts:
     """A module is run as it is."""
     input_norm: Norm
     attention_norm: Norm | None
-    """Of the attention's output."""
+    """Norm of the output of the attention."""
     mlp_input_norm: Norm
     mlp_norm: Norm | None
-    """Of the output of the MLP."""
+    """Norm of the output of the MLP."""
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def join_biases(weights: Sequence[Tensor], biases: Sequence[Tensor | None] | Non
 
 
 _accepted: dict[tuple[object, ...], bool] = {}
-"""Of the shapes that were compared with torch."""
+"""Results of the comparisons with torch, by shape."""
 
 
 def _is_accepted(packed: PackedLinear, weights: Sequence[Tensor], bias: Tensor | None) -> bool:

@@ -44,7 +44,7 @@ class PackedLinear(ABC):
         self.dtype, self.output_dtype = dtype, output_dtype
 
     name: str
-    """Of what computes the layer, for logs."""
+    """Name of the implementation, for logs."""
     weights: Tensor
     """The layer's only copy of the weights. Their order is that of the implementation."""
 

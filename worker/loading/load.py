@@ -45,7 +45,7 @@ class LoadedModel:
     specs: list[LayerSpec]
     facts: ModelFacts
     dtype: torch.dtype
-    """Of the activations. Weights may be bfloat16 where this is float32."""
+    """Dtype of the activations. Weights may be bfloat16 although this is float32."""
     kv_cache_dtype: torch.dtype
     attention: Attention
 

@@ -24,7 +24,7 @@ from millrace.worker.errors import ModelError, unsupported
 logger = logging.getLogger("millrace.worker")
 
 _DRAWS = frozenset({"normal_", "uniform_", "kaiming_uniform_"})
-"""Of tensors, and of torch.nn.init."""
+"""Methods of tensors and functions of torch.nn.init."""
 SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 

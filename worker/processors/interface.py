@@ -22,7 +22,7 @@ class ProcessedRows(Generic[State]):
     """The rows of one step that one processor changes."""
 
     row_indices: list[int]
-    """Of the logits."""
+    """Rows of the logits."""
     states: list[State]
     indices: Tensor  # [N], `row_indices` on the device
     numbers: Tensor  # [X, N], on the device: see `LogitsProcessor.numbers`

@@ -1,4 +1,4 @@
-"""The open door at the limits of the queue: who waits, whom that keeps out, and in which order they get in."""
+"""The inbox at the limits of the queue: which entries wait, which ones they delay, and in which order they are taken."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_an_idle_engine_goes_on_claiming_behind_overdue_jobs(
     assert waits == [], "as if the engine were full"
 
 
-def test_a_spoiled_record_is_refused_by_name_and_its_batch_mates_run(
+def test_a_damaged_record_is_refused_by_name_and_its_batch_mates_run(
     parts: Parts, connect_queue: Connect, redis_client: redis.Redis
 ) -> None:
     queue = connect_queue()
