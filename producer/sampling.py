@@ -58,7 +58,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
     """Exclude tokens whose probability is below this share of the highest probability, after temperature. 0: off."""
     seed: Annotated[int | None, optional(integer(-(2**63), 2**63 - 1))] = None
     """The same seed gives the same text. None or -1: a random seed, chosen at submission and kept in the record."""
-    stop: Annotated[str | list[str] | None, optional(_few_strings)] = None
+    stop: Annotated[str | list[str] | None, optional(_stop)] = None
     """Strings that end the text; the text stops before them. A list after construction."""
     stop_token_ids: Annotated[list[int], token_ids] = []
     """Token ids that end the text, in addition to the model's own end tokens."""
@@ -152,6 +152,11 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
 
 
 _set = msgspec.structs.force_setattr
+
+
+def _stop(value: Any) -> str | None:
+    """A string has become a list by now."""
+    return _few_strings(value) if type(value) is list else f"must be a string or a list of strings, got {shown(value)}"
 
 
 def _few_strings(value: Any) -> str | None:

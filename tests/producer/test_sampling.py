@@ -58,6 +58,8 @@ def test_too_many_or_too_long_stop_strings_are_refused_with_their_count_and_the_
     SamplingParams(stop=["a" * 32] * 128)
     with pytest.raises(InvalidRequest, match=r"^stop: has 100000 strings, at most 128 are taken$"):
         SamplingParams(stop=["a"] * 100_000)
+    with pytest.raises(InvalidRequest, match=r"^stop: must be a string or a list of strings, got \{\}$"):
+        SamplingParams(stop={})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=r"^stop: has 4097 characters, at most 4096 are taken$"):
         SamplingParams(stop=["a" * 4096, "b"])
 
