@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from millrace.producer.checks import remedy
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import CHAT_FIELDS, GenerationRequest
 from millrace.producer.sampling import SamplingParams
@@ -124,7 +125,8 @@ def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
         elif name in _NEUTRAL:
             raise InvalidRequest(name, f"is not supported with the value {shown(value)}; leave it out")
         else:
-            raise InvalidRequest(name, f"is not supported by {url}; leave it out")
+            known = (*_SAMPLING_NAMES, *_REQUEST_NAMES, text_field, *((*CHAT_FIELDS, *_ALIASES) if is_chat else ()))
+            raise InvalidRequest(name, f"is not supported by {url}; {remedy(name, known)}")
     try:
         return GenerationRequest(sampling=SamplingParams(**sampling), **fields)
     except InvalidRequest as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, get_type_hints
 
 import msgspec
@@ -132,6 +133,22 @@ def test_what_cannot_be_done_is_refused_by_name(url: str, body: dict[str, Any], 
     with pytest.raises(InvalidRequest) as refused:
         parse_line(line(url, body))
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("url", "field", "remedy"),
+    [
+        (COMPLETIONS, "max_token", "did you mean max_tokens?"),
+        (COMPLETIONS, "max_completion_tokens", "use max_tokens"),
+        (COMPLETIONS, "weather", "leave it out"),
+        (CHAT, "max_completion_token", "did you mean max_completion_tokens?"),
+        (CHAT, "chat_template", "the operator of the engine chooses the template; leave it out"),
+    ],
+)
+def test_an_unknown_field_is_refused_with_the_one_that_could_be_meant(url: str, field: str, remedy: str) -> None:
+    text_field = {"messages": MESSAGES} if url == CHAT else {"prompt": "p"}
+    with pytest.raises(InvalidRequest, match=re.escape(f"{field}: is not supported by {url}; {remedy}")):
+        parsed(url, {**text_field, field: 3})
 
 
 @pytest.mark.parametrize(
