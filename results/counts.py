@@ -67,7 +67,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     num_ahead: int | None
     """Jobs that are likely to begin before it; None unless it is queued."""
     eta_s: float | None
-    """Seconds until it begins, at the pace of the last completions; None where there were none lately."""
+    """Seconds until it begins, at the pace of the last completions while jobs waited; None without any."""
 
 
 class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +83,7 @@ class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: int
     expired: int
     eta_s: float | None
-    """Seconds until all have ended, at the pace of the last completions; None where there were none lately."""
+    """Seconds until all have ended, at the pace of the last completions while jobs waited; None without any."""
 
     @property
     def total(self) -> int:

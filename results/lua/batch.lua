@@ -2,27 +2,27 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  1 the batch
 -- Returns nil (unknown) or an array: created ms, queued, delayed, running, finished, failed, cancelled, expired, and the
---       milliseconds until all have ended, estimated from the pace of the last completions and from the jobs in
+--       milliseconds until all have ended, estimated from the pace of the last completions while jobs waited and from the jobs in
 --       front of its latest jobs; -1 where that is not known
 -- include: queue clock record work estimates
 
 local MAX_LATEST = 256
 local batch = ARGV[1]
 
--- For its latest jobs, which are likely to end last: how many jobs begin before the last queued one, and when the last
--- delayed one is due.
-local function latest_begin()
-  local num_ahead, due = nil, now
+-- For its latest jobs, which are likely to end last: how many jobs begin before the last queued one, when the last
+-- delayed one is due, and since when jobs have waited.
+local function latest_begin(created)
+  local num_ahead, due, since = nil, now, created
   local ids = redis.call('LRANGE', prefix .. 'members:' .. batch, -MAX_LATEST, -1)
   for i = #ids, 1, -1 do
     local state, tenant, serial = unpack(record(ids[i], 'state', 'tenant', 'serial'))
     if state == 'delayed' then
       due = math.max(due, tonumber(redis.call('ZSCORE', prefix .. 'delayed', ids[i]) or 0))
     elseif state == 'queued' and not num_ahead then
-      num_ahead = count_ahead(ids[i], tenant, serial)
+      num_ahead, since = count_ahead(ids[i], tenant, serial), waiting_since(tenant, created)
     end
   end
-  return num_ahead or 0, due
+  return num_ahead or 0, due, since
 end
 
 local key = prefix .. 'batch:' .. batch
@@ -31,10 +31,10 @@ local names = {'created', 'queued', 'delayed', 'running', 'finished', 'failed', 
 local reply = {}
 for i, count in ipairs(redis.call('HMGET', key, unpack(names))) do reply[i] = tonumber(count or 0) end
 local num_open = reply[2] + reply[3] + reply[4]
-local pace = num_open > 0 and not is_paused() and jobs_per_ms()
 reply[9] = num_open == 0 and 0 or -1
-if pace then
-  local num_ahead, due = latest_begin()
-  reply[9] = math.ceil(math.max(math.max(num_open, num_ahead + 1) / pace, due - now + 1 / pace))
+if num_open > 0 and not is_paused() then
+  local num_ahead, due, since = latest_begin(reply[1])
+  local pace = jobs_per_ms(since)
+  if pace then reply[9] = math.ceil(math.max(math.max(num_open, num_ahead + 1) / pace, due - now + 1 / pace)) end
 end
 return reply

@@ -2,11 +2,11 @@
 -- KEYS  1 the queue's prefix
 -- ARGV  1 job id
 -- Returns nil (unknown) or an array: state; jobs likely to begin before it, -1 unless it is queued; milliseconds until it
---       begins at the pace of the last completions, -1 where that is not known
+--       begins at the pace of the last completions while jobs waited, -1 where that is not known
 -- include: queue clock record work estimates
 
 local id = ARGV[1]
-local state, tenant, serial = unpack(record(id, 'state', 'tenant', 'serial'))
+local state, tenant, serial, created = unpack(record(id, 'state', 'tenant', 'serial', 'created'))
 if not state then return false end
 if state == 'delayed' then
   local due = redis.call('ZSCORE', prefix .. 'delayed', id)
@@ -14,5 +14,5 @@ if state == 'delayed' then
 end
 if state ~= 'queued' then return {state, -1, -1} end
 local num_ahead = count_ahead(id, tenant, serial)
-local pace = jobs_per_ms()
-return {state, num_ahead, pace and not is_paused() and math.ceil(num_ahead / pace) or -1}
+local pace = jobs_per_ms(waiting_since(tenant, created))
+return {state, num_ahead, pace and not is_paused() and math.ceil((num_ahead + 1) / pace) or -1}

@@ -111,6 +111,24 @@ def test_jobs_that_end_in_one_moment_have_taken_their_time(queue: FullQueue, eng
     assert eta_s >= 0.4 * 31 / 8
 
 
+def test_what_ended_before_jobs_waited_says_nothing_about_the_pace(
+    queue: FullQueue, engine: Engine, redis_client: redis.Redis
+) -> None:
+    submit(queue, "old")
+    engine.finish(engine.claim_one())
+    ended_ms = queue.get("old").timings.ended_ms
+    assert ended_ms is not None
+    while redis_client.time()[0] * 1000 + redis_client.time()[1] // 1000 <= ended_ms:  # the next millisecond
+        pass
+    submit(queue, "a", "b", "c", batch="b")
+    assert queue.position("c").eta_s is None, "the engines may have been idle"
+    assert queue.batch_status("b").eta_s is None
+    engine.finish(engine.claim_one())
+    place = queue.position("b")
+    assert (place.num_ahead, queue.batch_status("b").eta_s is None) == (0, False)
+    assert place.eta_s, "it begins when another job ends"
+
+
 def test_the_pace_is_known_longer_than_the_records(queue: FullQueue, engine: Engine, redis_client: redis.Redis) -> None:
     queue.submit([submission(f"x{i}") for i in range(40)])
     for job in engine.claim(2):

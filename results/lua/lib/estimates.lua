@@ -1,11 +1,19 @@
 -- Estimates of when jobs begin.
--- include: queue clock settings record ready fair_share
+-- include: queue clock settings record ready fair_share dequeue
 
--- Throughput: jobs completed in a millisecond, over the last completions. nil where there were none lately. There is a limit of
--- pages, since many jobs that never began may have ended in between.
+-- Since when jobs of a tenant have waited: `created`, or the creation of the job that begins next.
+local function waiting_since(tenant, created)
+  local member = redis.call('ZRANGE', prefix .. 'ready:' .. tenant, 0, 0)[1]
+  local first = member and record(id_of_member(member), 'created')[1]
+  return math.min(whole_number(created, now), whole_number(first, now))
+end
+
+-- Throughput: jobs completed in a millisecond, over the last completions since a time. nil where there were none lately. `since`
+-- is when jobs began to wait: before it the engines may have been idle. There is a limit of pages, since many jobs that never
+-- began may have ended in between.
 local MAX_COMPLETIONS, MAX_PAGES = 500, 10
-local function jobs_per_ms()
-  local oldest, latest = now - 600000, '+'
+local function jobs_per_ms(since)
+  local oldest, latest = math.max(now - 600000, since), '+'
   local num_completed, earliest = 0, nil
   for _ = 1, MAX_PAGES do
     local entries = redis.call('XREVRANGE', prefix .. 'done', latest, oldest, 'COUNT', MAX_COMPLETIONS)

@@ -131,8 +131,8 @@ def test_get_tells_a_jobs_place(millrace: Command, engine: EngineByHand) -> None
     for job_id in ("a", "b", "c"):
         millrace("submit", "x", "--id", job_id)
     (job,) = [job for job in engine.claim() if job.job_id == "a"]
-    engine.finish(job, "x")
     millrace("submit", "x", "--id", "d", "--priority", "1")
+    engine.finish(job, "x")
     place = millrace("get", "d", "--json").json_lines()[0]
     assert place["num_ahead"] == 0
     assert place["eta_s"] is not None
