@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,8 +18,35 @@ if TYPE_CHECKING:
 
 
 CUT = "cut at the limit of tokens; ask for more with --max-tokens"
+_CLEAR_LINE = "\r\x1b[K"
 _MIN_FOLDED = 12
 """Least characters of a table's last column. A terminal with less space folds whole lines."""
+
+
+class LiveLine:
+    """Owns the line of the terminal that is rewritten. Remarks clear it, so that they begin lines of their own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_shown = False
+
+    def show(self, text: str) -> None:
+        with self._lock:
+            self._is_shown = True
+            self._write(_CLEAR_LINE + text[: shutil.get_terminal_size().columns - 1])
+
+    def clear(self) -> None:
+        with self._lock:
+            if self._is_shown:
+                self._is_shown = False
+                self._write(_CLEAR_LINE)
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+live_line = LiveLine()
 
 
 def print_json(value: Any) -> None:
@@ -72,6 +101,7 @@ def print_text(text: str) -> None:
 def remark(message: str) -> None:
     from millrace.results.errors import one_line
 
+    live_line.clear()
     print(f"millrace: {one_line(message, 480)}", file=sys.stderr, flush=True)
 
 

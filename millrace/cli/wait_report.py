@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import shutil
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 from millrace.cli.exits import TIMED_OUT, CommandError
 from millrace.cli.options import command_line, open_client
-from millrace.cli.output import remark
+from millrace.cli.output import live_line, remark
 
 if TYPE_CHECKING:
     from millrace.producer import Client
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 _INTERVAL_S = 1.0
 _REPEAT_S = 30.0
 """After this time a line is printed also when only its numbers have changed."""
-_CLEAR_LINE = "\r\x1b[K"
 _client_log = logging.getLogger("millrace.client")
 
 
@@ -37,7 +35,6 @@ class WaitReport:
         self._args = args
         self._job_id = job_id
         self._is_live = job_id is not None and sys.stderr.isatty()
-        self._has_line = False
         self._reason, self._text, self._shown_s = "running", "", 0.0
         self._lock = threading.Lock()
         self._has_ended = threading.Event()
@@ -55,9 +52,8 @@ class WaitReport:
     def clear(self) -> None:
         """Clear the line, before a text is printed; later reports are lines of their own."""
         with self._lock:
-            if self._has_line:
-                self._write(_CLEAR_LINE)
-            self._is_live = self._has_line = False
+            live_line.clear()
+            self._is_live = False
 
     def _run(self) -> None:
         from millrace import MillraceError
@@ -89,17 +85,12 @@ class WaitReport:
             if self._has_ended.is_set():
                 return
             if self._is_live:
-                self._has_line = True
-                self._write(_CLEAR_LINE + text[: shutil.get_terminal_size().columns - 1])
+                live_line.show(text)
                 return
             is_due = reason != "running" and text != self._text and time.monotonic() - self._shown_s > _REPEAT_S
             if reason != self._reason or is_due:
                 self._reason, self._text, self._shown_s = reason, text, time.monotonic()
                 remark(text)
-
-    def _write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
 
 
 @contextlib.contextmanager

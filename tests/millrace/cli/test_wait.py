@@ -15,7 +15,7 @@ import redis
 from rich.progress import ProgressColumn
 
 from millrace import Client, WaitTimeout
-from millrace.cli.output import progress_bar
+from millrace.cli.output import live_line, progress_bar, remark
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import ClaimedJob
 from tests.millrace.cli.command import Command, environment, started
@@ -103,6 +103,15 @@ def test_a_terminal_gets_one_line_that_is_rewritten_and_cleared(millrace: Comman
                 seen += shown.read(4096)
         assert seen.startswith(b"\r\x1b[Kjob 'a': queued, ") and seen.endswith(b"\r\x1b[K")
         assert b"\n" not in seen
+
+
+def test_a_remark_clears_the_line_that_is_rewritten(capsys: pytest.CaptureFixture[str]) -> None:
+    live_line.show("job 'a': queued")
+    remark("the server is away")
+    remark("it is back")
+    assert (
+        capsys.readouterr().err == "\r\x1b[Kjob 'a': queued\r\x1b[Kmillrace: the server is away\nmillrace: it is back\n"
+    )
 
 
 def test_a_wait_in_python_logs_why_it_takes_long(
