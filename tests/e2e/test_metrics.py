@@ -63,7 +63,7 @@ def test_the_figures_are_those_of_the_work_that_was_done(start_engine: StartEngi
     engine = start_engine(*ANY_PORT)
     assert figures(engine)["millrace_jobs_total[finished]"] == 0
     run_a_few(client)
-    client.wait(client.submit(prompt="x", max_tokens=100_000, deadline_s=0.3, ignore_eos=True), LIMIT_S)
+    client.wait(client.submit(prompt="x", n=64, max_tokens=100_000, deadline_s=0.3, ignore_eos=True), LIMIT_S)
     client.wait(client.submit(prompt_token_ids=[100_000]), LIMIT_S)
     wait_until(lambda: figures(engine)["millrace_jobs_open"] == 0)
     now = figures(engine)
