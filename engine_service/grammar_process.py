@@ -19,7 +19,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from millrace.engine_service.chat.grammars import structural_tag_grammar
+from millrace.engine_service.chat.grammars import form_grammar, schema_grammar, structural_tag_grammar
 from millrace.engine_service.chat.schemas import (
     drop_endless_parts,
     drop_keywords_without_effect,
@@ -45,7 +45,11 @@ _JSON_RULE = re.compile(r"^(\w+: %json )(\{.*\})$", re.MULTILINE)
 """As the grammars of chats have it."""
 _LONE_BACKSLASH = re.compile(r"(?<!\\)(\\\\)*\\\Z")
 _COUNTED_GROUP = re.compile(r"\)[*+]?\{\d")
-_NO_DETAILS = " <non-verbose/>"
+_NO_FORCING = '\n%llguidance {"no_forcing": true}'
+"""Masks allow each token with which a text goes on. Without this llguidance writes, for each token, all the text that must
+follow, and allows only the first token of it: 50 ms for 200,000 characters."""
+_IN_SCHEMA = "at 1(8): failed to compile JSON schema: "
+_NO_DETAILS = "<non-verbose/>"
 _BEHIND_REFERENCE = re.compile(r" while processing json-schema:///\S*\Z")
 _BECAUSE_OF = re.compile(
     r"required property '(.*)' is unsatisfiable|prefixItems\[(\d+)\] is|required item is", re.DOTALL
@@ -115,16 +119,6 @@ def _grammar(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> str:
     match wanted.form:
         case "json":
             return _schema_grammar(json.loads(wanted.json), tokenizer)
-        case "json_object":
-            return _of_schema({"type": "object"})
-        case "regex":
-            regex = wanted.regex or ""
-            if _LONE_BACKSLASH.search(regex):  # llguidance would drop it
-                raise ValueError("incomplete escape sequence: it ends with a single backslash")
-            grammar = LLMatcher.grammar_from_regex(regex)
-        case "choice":
-            choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in wanted.choice or [])
-            grammar = LLMatcher.grammar_from_lark(f"start: {choices}")
         case "structural_tag":
             tag = json.loads(wanted.structural_tag)
             for index, structure in enumerate(tag["structures"]):
@@ -133,15 +127,18 @@ def _grammar(wanted: StructuredOutputs, tokenizer: LLTokenizer) -> str:
                 except ValueError as refused:
                     raise ValueError(f"structures: item {index}: schema: {refused}") from None
             lark = structural_tag_grammar(json.dumps(tag), lambda text: _special_id(text, tokenizer))
-            grammar = LLMatcher.grammar_from_lark(lark)
-        case _:
+        case "grammar":
             text = wanted.grammar or ""
-            text = (
+            lark = (
                 gbnf_to_lark(text)
                 if _IN_GBNF.search(text)
                 else _JSON_RULE.sub(lambda rule: _checked_rule(rule, tokenizer), text)
             )
-            grammar = LLMatcher.grammar_from_lark(text)
+        case _:
+            if _LONE_BACKSLASH.search(wanted.regex or ""):  # llguidance would drop it
+                raise ValueError("incomplete escape sequence: it ends with a single backslash")
+            lark = form_grammar(wanted)
+    grammar = _of_lark(lark)
     if error := _error(grammar, tokenizer):
         raise ValueError(error)
     if wanted.form in ("regex", "grammar") and _is_too_ambiguous(grammar, tokenizer):
@@ -167,6 +164,7 @@ def _schema_grammar(schema: Any, tokenizer: LLTokenizer) -> str:
 
 def _checked_rule(rule: re.Match[str], tokenizer: LLTokenizer) -> str:
     schema = json.loads(rule[2])
+    drop_keywords_without_effect(schema)
     _schema_grammar(schema, tokenizer)
     return rule[1] + json.dumps(schema)
 
@@ -218,17 +216,18 @@ def _special_id(text: str, tokenizer: LLTokenizer) -> int | None:
 
 def _of_schema(schema: Any) -> str:
     """Return the grammar of the JSON that satisfies a schema, without white space between its tokens."""
-    drop_keywords_without_effect(schema)
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides={"whitespace_flexible": False} if type(schema) is dict else None
-    )
+    return _of_lark(schema_grammar(schema))
+
+
+def _of_lark(text: str) -> str:
+    return LLMatcher.grammar_from_lark(text + _NO_FORCING)
 
 
 def _error(grammar: str, tokenizer: LLTokenizer) -> str:
     """Return why the grammar cannot be used, or ""."""
     matcher = LLMatcher(tokenizer, grammar, limits=LLParserLimits(verbose_errors=False), log_level=0)
     can_begin = any(matcher.compute_bitmask())  # may be too much work
-    error = matcher.get_error().removesuffix(_NO_DETAILS) if matcher.is_error() else ""
+    error = _ECHO.sub("", matcher.get_error()).removeprefix(_IN_SCHEMA).removesuffix(_NO_DETAILS).rstrip()
     if error.startswith("NoExtension") or not (error or can_begin):
         return _UNSATISFIABLE
     return _TOO_MUCH_WORK if "fuel exhausted" in error else _BEHIND_REFERENCE.sub("", error)
@@ -284,7 +283,7 @@ def _place(path: list[str]) -> str:
 
 def _shortened(error: str, num_chars: int = _MAX_REASON_CHARS) -> str:
     """Return an error in one line: a long one without its middle, as the reason is often at the end."""
-    line = " ".join(_ECHO.sub("", error).split())
+    line = " ".join(error.split())
     half = num_chars // 2
     return line if len(line) <= num_chars else f"{line[:half]}...{line[3 - half :]}"
 

@@ -28,6 +28,7 @@ _MIN_TOKENS_BETWEEN = 8
 """A sequence that uses up its lexer within fewer tokens fails: to compile again for it would slow down all others."""
 _MAX_THREADS = 8
 _MAX_REASON_CHARS = 200
+_NO_DETAILS = "<non-verbose/>"
 _USED_UP = "lexer error: too many "
 """The limit of states or of expressions is reached. Each token of any sequence may add some."""
 _LIMITS = ("LexerTooComplex", "ParserTooComplex")
@@ -224,4 +225,4 @@ def _bits(token_ids: list[int]) -> Tensor:
 
 
 def _one_line(error: str) -> str:
-    return " ".join(error.split())[:_MAX_REASON_CHARS]
+    return " ".join(error.removesuffix(_NO_DETAILS).split())[:_MAX_REASON_CHARS]

@@ -62,6 +62,17 @@ def chat_form(
     return rules.grammar(rules.form(wanted), output_format.reasoning, begins_in_reasoning, may_reason=True)
 
 
+def form_grammar(wanted: StructuredOutputs) -> str:
+    """Return the grammar of a form other than `grammar` and `structural_tag`."""
+    rules = _Rules(lambda _: None)
+    return rules.whole(rules.form(wanted))
+
+
+def schema_grammar(schema: dict[str, Any] | bool) -> str:
+    """Return the grammar of the JSON that satisfies a schema, without white space between its tokens."""
+    return f"start: {_json(schema)}"
+
+
 def structural_tag_grammar(tag: str, special_id: SpecialId) -> str:
     """Return the grammar of `StructuredOutputs.structural_tag`."""
     rules, given = _Rules(special_id), json.loads(tag)
@@ -104,12 +115,7 @@ class _Rules:
 
     def json(self, schema: dict[str, Any] | bool, **separators: str) -> str:
         """Return the name of a rule for JSON of this schema, compact but for the separators."""
-        if isinstance(schema, bool):
-            schema = {} if schema else {"enum": []}
-        schema = copy.deepcopy(schema)
-        drop_keywords_without_effect(schema)
-        options = {**schema.get("x-guidance", {}), "whitespace_flexible": False, **separators}
-        return self._rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+        return self._rule(_json(schema, **separators))
 
     def tool_calls(self, request: GenerationRequest, family: str | None, *, has_args_mark: bool) -> str:
         """Return the expression for one or more calls; of "auto" also for text without any."""
@@ -166,6 +172,15 @@ class _Rules:
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}{option}: {body}")
         return name
+
+
+def _json(schema: dict[str, Any] | bool, **separators: str) -> str:
+    if schema is False:
+        return "%json false"
+    schema = {} if schema is True else copy.deepcopy(schema)
+    drop_keywords_without_effect(schema)
+    options = {**schema.get("x-guidance", {}), "whitespace_flexible": False, **separators}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -56,6 +56,37 @@ def test_each_form_has_a_grammar(grammars: Grammars, form: dict[str, Any]) -> No
     assert grammar
     assert grammars.is_known(wanted)
     assert grammars.grammar(StructuredOutputs(**form)) == grammar
+
+
+TEXT = "hello world " * 10_000
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"json": {"const": TEXT}},
+        {"regex": TEXT},
+        {"regex": '"(hello world ){10000}"'},
+        {"choice": [TEXT]},
+        {"grammar": f'%llguidance {{"no_forcing": false}}\nstart: {json.dumps(TEXT)}'},
+        {"grammar": f"root ::= {json.dumps(TEXT)}"},
+        {"structural_tag": {"triggers": ["h"], "structures": [{"begin": TEXT, "schema": {}, "end": ""}]}},
+    ],
+    ids=lambda form: next(iter(form)),
+)
+def test_a_mask_allows_each_token_with_which_a_text_goes_on(grammars: Grammars, form: dict[str, Any]) -> None:
+    """Also where the rest of the text is certain. llguidance would spell it out for each token, and allow only one."""
+    tokenizer = LLTokenizer(Tokenizer(TINY).as_json(), n_vocab=512, eos_token=[2])
+    matcher = LLMatcher(tokenizer, grammars.grammar(StructuredOutputs(**form)), log_level=0)
+    quote, first = tokenizer.tokenize_str('"h')
+    matcher.try_consume_tokens([quote])
+    matcher.consume_token(first)
+    mask = int.from_bytes(matcher.compute_bitmask(), "little")
+    assert [tokenizer.decode_str([token_id]) for token_id in range(512) if mask >> token_id & 1] == ["e", "el", "ell"]
+
+
+def test_a_schema_that_allows_everything_has_no_white_space_either(grammars: Grammars) -> None:
+    assert grammars.grammar(StructuredOutputs(json=True)) == grammars.grammar(StructuredOutputs(json={}))
 
 
 REQUIRES_A: dict[str, Any] = {"type": "object", "required": ["a"]}
@@ -172,7 +203,7 @@ def test_what_cannot_be_used_is_an_error_with_its_place(grammars: Grammars, form
 def test_a_recursive_schema_that_a_finite_value_satisfies_stays_as_it_is(
     grammars: Grammars, schema: dict[str, Any]
 ) -> None:
-    assert json.loads(grammars.grammar(StructuredOutputs(json=schema)))
+    assert grammars.grammar(StructuredOutputs(json=schema))
     assert drop_endless_parts(kept := copy.deepcopy(schema)) is None
     assert kept == schema
 

@@ -269,6 +269,18 @@ def test_a_sequence_that_uses_up_a_lexer_in_few_tokens_fails_with_a_clear_reason
     assert rows.processors.failure(0) == "the form takes too much work here; make it simpler"
 
 
+def test_a_grammar_with_too_many_readings_at_once_fails_with_a_readable_reason(path: Path) -> None:
+    batch = Batch(path, seed=8)
+    choices = " | ".join(f'"a{number}" start' for number in range(3000))
+    batch.add(0, LLMatcher.grammar_from_lark(f"start: {choices}"), 1.0, [])
+    rows = batch.step([0])
+    while NO_TOKEN not in batch.outputs[0]:
+        rows = batch.step([0])
+    assert rows.processors is not None
+    reason = rows.processors.failure(0) or ""
+    assert "Current row has 3001 items" in reason and reason.endswith("right-recursive")
+
+
 def sequence(grammar: str) -> NewSequence:
     return NewSequence(SeqId(1), [1], 1, RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [], grammar=grammar))
 
