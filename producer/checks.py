@@ -208,7 +208,11 @@ def remedy(name: str, known: Iterable[str]) -> str:
     return f"did you mean {similar[0]}?" if similar else "leave it out"
 
 
-_OPENAI_NAMES = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs, with their number"}
+_OPENAI_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs, with their number",
+    "custom_id": "id, or run-batch for a file in OpenAI's batch format",
+}
 """Names of OpenAI's API, which only `run-batch` takes, and ours."""
 
 

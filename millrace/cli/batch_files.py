@@ -168,6 +168,8 @@ class OutputFile:
             raise CommandError(f"{path}: is the input; name another file for the output", INVALID)
         if path.exists() and not state_path.exists():
             raise CommandError(f"{path}: exists already; remove it, or name another file", INVALID)
+        if not path.parent.is_dir():
+            raise CommandError(f"{path}: there is no directory {path.parent}; create it, or name another file", INVALID)
 
     def _open_state(self) -> tuple[_State, bool]:
         try:

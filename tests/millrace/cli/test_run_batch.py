@@ -204,7 +204,7 @@ def test_files_that_cannot_be_used_are_named(millrace: Command, files: Files, tm
         (files.input, "is the input"),
         (before, "exists already"),
         (tmp_path, "exists already"),
-        (tmp_path / "no" / "out.jsonl", "No such file"),
+        (tmp_path / "no" / "out.jsonl", f"out.jsonl: there is no directory {tmp_path / 'no'}"),
     ):
         ran = millrace("run-batch", "-i", str(files.input), "-o", str(output))
         assert ran.status == INVALID

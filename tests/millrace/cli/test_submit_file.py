@@ -41,6 +41,12 @@ def test_every_line_becomes_a_job(millrace: Command, tmp_path: Path) -> None:
     assert millrace("submit", "--file", str(file), "--json").json_lines()[599] == {"id": "j599"}
 
 
+def test_a_line_in_openais_batch_format_names_run_batch(millrace: Command, tmp_path: Path) -> None:
+    body = {"model": "m", "prompt": "x"}
+    file = write_lines(tmp_path / "jobs", {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
+    assert "use id, or run-batch for a file in OpenAI's batch format" in millrace("submit", "--file", str(file)).err
+
+
 def test_a_bad_line_is_named_and_stops_nothing(millrace: Command, tmp_path: Path) -> None:
     file = write_lines(
         tmp_path / "jobs",
