@@ -11,15 +11,15 @@ local batch = ARGV[1]
 
 -- For its latest jobs, which are likely to end last: how many jobs begin before the last queued one, when the last
 -- delayed one is due, and since when jobs have waited.
-local function latest_begin(created)
-  local num_ahead, due, since = nil, now, created
+local function latest_begin(created_ms)
+  local num_ahead, due, since = nil, now, created_ms
   local ids = redis.call('LRANGE', prefix .. 'members:' .. batch, -MAX_LATEST, -1)
   for i = #ids, 1, -1 do
     local state, tenant, serial = unpack(record(ids[i], 'state', 'tenant', 'serial'))
     if state == 'delayed' then
       due = math.max(due, tonumber(redis.call('ZSCORE', prefix .. 'delayed', ids[i]) or 0))
     elseif state == 'queued' and not num_ahead then
-      num_ahead, since = count_ahead(ids[i], tenant, serial), waiting_since(tenant, created)
+      num_ahead, since = count_ahead(ids[i], tenant, serial), waiting_since(tenant, created_ms)
     end
   end
   return num_ahead or 0, due, since

@@ -1,11 +1,11 @@
 -- Estimates of when jobs begin.
 -- include: queue clock settings record ready fair_share dequeue
 
--- Since when jobs of a tenant have waited: `created`, or the creation of the job that begins next.
-local function waiting_since(tenant, created)
+-- Since when jobs of a tenant have waited: `created_ms`, or the creation of the job that begins next.
+local function waiting_since(tenant, created_ms)
   local member = redis.call('ZRANGE', prefix .. 'ready:' .. tenant, 0, 0)[1]
   local first = member and record(id_of_member(member), 'created')[1]
-  return math.min(whole_number(created, now), whole_number(first, now))
+  return math.min(whole_number(created_ms, now), whole_number(first, now))
 end
 
 -- Throughput: jobs completed in a millisecond, over the last completions since a time. nil where there were none lately. `since`

@@ -177,7 +177,7 @@ def test_jobs_wait_in_front_of_a_full_queue_and_are_not_failed(
     with Client(redis_url, queue=queue_name) as client:
         client.pause()
         enqueue_many(rq_queue, 300)
-        wait_until(lambda: "queue is full: 299 jobs wait" in gateway.text(), what="the gateway's complaint")
+        wait_until(lambda: "queue is full: 299 RQ jobs wait" in gateway.text(), what="the gateway's complaint")
         assert client.stats().queued == 1
         rq_queue.connection.hdel(settings, "max_queued_jobs")
         client.resume()
@@ -196,7 +196,7 @@ def test_a_tenant_at_its_limit_keeps_no_other_out_and_does_not_empty_rqs_queue(
     ):
         client.pause()
         many = [enqueue(rq_queue, tenant="many") for _ in range(4)]
-        wait_until(lambda: "queue is full: 3 jobs wait" in gateway.text(), what="the gateway's complaint")
+        wait_until(lambda: "queue is full: 3 RQ jobs wait" in gateway.text(), what="the gateway's complaint")
         few = enqueue(rq_queue, tenant="few")
         more = [enqueue(rq_queue, tenant="many") for _ in range(4)]
         wait_until(lambda: client.stats().queued == 2, what="the job of the other tenant")
