@@ -379,7 +379,8 @@ static void pack(const struct packing *c)
     }
 }
 
-/* A weight costs a cache line: about the time of 16 multiplications. */
+/* A weight costs a cache line: about the time of 16 multiplications. A step begins with this, when the other threads may sleep.
+ * That they come late does not mean that the cores are busy: so there is no end_region. */
 static void unpack(const struct packing *c)
 {
     int64_t size = c->dtype == BFLOAT16 ? 2 : 4, lines = (c->num_inputs * size + 3) / 4;
@@ -393,5 +394,4 @@ static void unpack(const struct packing *c)
             memcpy(to + line * 4, from, 4);
         memcpy(to + (lines - 1) * 4, from, c->num_inputs * size - (lines - 1) * 4);
     }
-    end_region(region);
 }
