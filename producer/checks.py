@@ -19,7 +19,7 @@ Check = Callable[[Any], str | None]
 MAX_COUNT = 2**31 - 1
 MAX_TOKEN_ID = 2**31 - 1
 MAX_OBJECT_BYTES = 16 * 1024
-MAX_PARTS = 50_000
+MAX_PARTS = 30_000
 """Strings (including names), lists and objects in a JSON text. Parsing each one blocks the other threads of an engine."""
 MAX_NAMES = 25_000
 """Names of fields in all objects together. The search for a repeated name takes longest."""

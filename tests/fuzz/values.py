@@ -207,9 +207,9 @@ def _nested(rng: random.Random, job_id: str) -> bytes:
 def _just_below_limits(rng: random.Random, job_id: str) -> bytes:
     """Return a body with nearly as many names, lists and objects, or commas as a request may have."""
     names = ",".join(f'"a{n}":{n}' for n in range(24_900))
-    empty, numbers = ",".join(["[]"] * 49_900), ",".join(["0.5"] * 199_000)
-    messages = ",".join(['{"role":"user","content":"hi"}'] * 9_900)
-    nested = ",".join(['{"a":' * 25 + "1" + "}" * 25] * 990)
+    empty, numbers = ",".join(["[]"] * 29_900), ",".join(["0.5"] * 199_000)
+    messages = ",".join(['{"role":"user","content":"hi"}'] * 5_900)
+    nested = ",".join(['{"a":' * 25 + "1" + "}" * 25] * 590)
     inner = rng.choice(
         [
             f'"tools":[{{{names},"a0":1}}]',

@@ -344,7 +344,7 @@ def with_parts(number: int, inner: bytes) -> bytes:
 def test_a_body_has_at_most_so_many_strings_lists_and_objects(inner: bytes) -> None:
     to_submission(request := parse_body(with_parts(MAX_PARTS, inner)))
     too_large = with_parts(MAX_PARTS + 1, inner)
-    rule = r"^body: has more than 50,000 strings, lists and objects, 25,000 names or 200,000 commas between values"
+    rule = r"^body: has more than 30,000 strings, lists and objects, 25,000 names or 200,000 commas between values"
     with pytest.raises(InvalidRequest, match=rule):
         parse_body(too_large)
     with pytest.raises(InvalidRequest, match=rule):

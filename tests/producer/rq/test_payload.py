@@ -54,7 +54,7 @@ def test_a_chat_is_taken() -> None:
 
 
 def test_a_payload_with_too_many_lists_is_not_opened() -> None:
-    assert _refusal(b"[" * 50_001).startswith("the payload has more than 50,000 strings, lists and objects")
+    assert _refusal(b"[" * 30_001).startswith("the payload has more than 30,000 strings, lists and objects")
 
 
 def test_any_text_survives() -> None:
