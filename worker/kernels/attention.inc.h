@@ -165,9 +165,8 @@ static inline struct vectors vectors_at(const struct attention *c, const void *p
 /* Prefetch a share of the vectors at a position and behind it in its block: that of one of the part's heads. With all heads
  * in a part the shares are in the order of the memory, which the hardware's prefetcher recognizes.
  * GCC removes calls of functions that only prefetch, for they seem to have no effect. So they are always inlined. */
-static inline __attribute__((always_inline)) void prefetch(const struct attention *c, const void *pool, int64_t dim,
-                                                           const struct tile *tile, const struct part *part,
-                                                           int64_t head, int64_t position)
+static ALWAYS_INLINE void prefetch(const struct attention *c, const void *pool, int64_t dim, const struct tile *tile,
+                                   const struct part *part, int64_t head, int64_t position)
 {
     if (position >= part->end)
         return;
@@ -183,44 +182,39 @@ static inline __attribute__((always_inline)) void prefetch(const struct attentio
                 __builtin_prefetch(first + i * slot_size + (tile->first_head + head) * size + byte, 0, 2);
 }
 
-static inline __attribute__((always_inline)) vf load_item(const void *from, int64_t offset, const int64_t dtype)
+static ALWAYS_INLINE vf load_item(const void *from, int64_t offset, const int64_t dtype)
 {
     return dtype == FLOAT32 ? load((const float *)from + offset) : load_bf16((const uint16_t *)from + offset);
 }
 
 /* Fill scores [num_queries, LANES] with the dot products of queries and LANES keys. */
-static inline __attribute__((always_inline)) void score_tile(const float *queries, struct vectors keys, int64_t dim,
-                                                             const int num_queries, const int64_t dtype, float *scores)
+static ALWAYS_INLINE void score_tile(const float *queries, struct vectors keys, int64_t dim, const int num_queries,
+                                     const int64_t dtype, float *scores)
 {
     const int num_keys = LANES / num_queries;
     for (int first = 0; first < LANES; first += num_keys) {
         vf sums[LANES];
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++)
+        UNROLLED for (int i = 0; i < LANES; i++)
             sums[i] = (vf){0};
         for (int64_t d = 0; d < dim; d += LANES) {
             vf parts[4];
-#pragma GCC unroll 4
-            for (int q = 0; q < num_queries; q++)
+            UNROLLED for (int q = 0; q < num_queries; q++)
                 parts[q] = load(queries + q * dim + d);
-#pragma GCC unroll 16
-            for (int i = 0; i < num_keys; i++) {
+            UNROLLED for (int i = 0; i < num_keys; i++) {
                 vf key = load_item(keys.first, (first + i) * keys.distance + d, dtype);
-#pragma GCC unroll 4
-                for (int q = 0; q < num_queries; q++)
+                UNROLLED for (int q = 0; q < num_queries; q++)
                     sums[q * num_keys + i] += parts[q] * key;
             }
         }
         float totals[LANES];
         store(totals, sums_of_lanes(sums));
-#pragma GCC unroll 4
-        for (int q = 0; q < num_queries; q++)
+        UNROLLED for (int q = 0; q < num_queries; q++)
             memcpy(scores + q * SPAN + first, totals + q * num_keys, num_keys * sizeof(float));
     }
 }
 
-static inline __attribute__((always_inline)) void score_vectors(const float *queries, int64_t count, struct vectors keys,
-                                                                int64_t dim, const int64_t dtype, float *scores)
+static ALWAYS_INLINE void score_vectors(const float *queries, int64_t count, struct vectors keys, int64_t dim,
+                                        const int64_t dtype, float *scores)
 {
     int64_t q = 0;
     for (; q + 4 <= count; q += 4)
@@ -248,33 +242,27 @@ static inline void score_lanes(const float *turned, const float *keys, int64_t d
     for (int64_t v = 0; v < width; v += LANES) {
         vf sums[5][LANE_KEYS]; /* of 1, 2, 4, 8 and 16 entries */
         int level = 0;
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
+        UNROLLED for (int i = 0; i < LANES; i++) {
             vf own[LANE_KEYS] = {0};
             for (int64_t d = (i & 1) * LANES / 2 + (i & 2) * LANES / 8 + (i & 4) * LANES / 32 + (i & 8) * LANES / 128;
                  d < dim; d += LANES) {
                 vf query = load(turned + v * dim + d * LANES);
-#pragma GCC unroll 4
-                for (int key = 0; key < LANE_KEYS; key++)
+                UNROLLED for (int key = 0; key < LANE_KEYS; key++)
                     own[key] += query * splat(keys[key * distance + d]);
             }
-#pragma GCC unroll 4
-            for (level = 0; i >> level & 1; level++)
-#pragma GCC unroll 4
-                for (int key = 0; key < LANE_KEYS; key++)
+            UNROLLED for (level = 0; i >> level & 1; level++)
+                UNROLLED for (int key = 0; key < LANE_KEYS; key++)
                     own[key] = sums[level][key] + own[key];
             memcpy(sums[level], own, sizeof own);
         }
-#pragma GCC unroll 4
-        for (int key = 0; key < LANE_KEYS; key++)
+        UNROLLED for (int key = 0; key < LANE_KEYS; key++)
             store(scores + key * width + v, sums[level][key]);
     }
 }
 
 /* While the rows of a tile attend to their common positions, which is bound by arithmetic, prefetch a share of what each
  * row has of its own, which is bound by memory. A step is LANE_KEYS common keys of a head. */
-static inline __attribute__((always_inline)) void prefetch_own(const struct attention *c, const struct tile *tile,
-                                                               int64_t head, int64_t position)
+static ALWAYS_INLINE void prefetch_own(const struct attention *c, const struct tile *tile, int64_t head, int64_t position)
 {
     int64_t steps_per_row = tile->num_heads * tile->common / (tile->num_rows * LANE_KEYS);
     int64_t step = (head * tile->common + position) / LANE_KEYS, member = step / steps_per_row;
@@ -404,36 +392,29 @@ struct weights {
 };
 
 /* sums [num_queries, columns] += weights [num_queries, count] @ values [count, columns], in columns of LANES. */
-static inline __attribute__((always_inline)) void add_columns(float *sums, struct weights weights, struct vectors values,
-                                                              int64_t column, int64_t count, int64_t dim,
-                                                              const int num_queries, const int columns,
-                                                              const int64_t dtype)
+static ALWAYS_INLINE void add_columns(float *sums, struct weights weights, struct vectors values, int64_t column,
+                                      int64_t count, int64_t dim, const int num_queries, const int columns,
+                                      const int64_t dtype)
 {
     vf parts[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < num_queries * columns; i++)
+    UNROLLED for (int i = 0; i < num_queries * columns; i++)
         parts[i] = load(sums + i / columns * dim + column + i % columns * LANES);
     for (int64_t k = 0; k < count; k++) {
         vf factors[4];
-#pragma GCC unroll 4
-        for (int q = 0; q < num_queries; q++)
+        UNROLLED for (int q = 0; q < num_queries; q++)
             factors[q] = splat(weights.first[q * weights.query_stride + k * weights.key_stride]);
-#pragma GCC unroll 8
-        for (int i = 0; i < columns; i++) {
+        UNROLLED for (int i = 0; i < columns; i++) {
             vf value = load_item(values.first, k * values.distance + column + i * LANES, dtype);
-#pragma GCC unroll 4
-            for (int q = 0; q < num_queries; q++)
+            UNROLLED for (int q = 0; q < num_queries; q++)
                 parts[q * columns + i] += factors[q] * value;
         }
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < num_queries * columns; i++)
+    UNROLLED for (int i = 0; i < num_queries * columns; i++)
         store(sums + i / columns * dim + column + i % columns * LANES, parts[i]);
 }
 
-static inline __attribute__((always_inline)) void add_tile_values(float *sums, struct weights weights,
-                                                                  struct vectors values, int64_t count, int64_t dim,
-                                                                  const int num_queries, const int64_t dtype)
+static ALWAYS_INLINE void add_tile_values(float *sums, struct weights weights, struct vectors values, int64_t count,
+                                          int64_t dim, const int num_queries, const int64_t dtype)
 {
     const int wide = smaller(8, (LANES == 16 ? 16 : 8) / num_queries); /* what the registers hold */
     int64_t column = 0;
@@ -445,9 +426,8 @@ static inline __attribute__((always_inline)) void add_tile_values(float *sums, s
         add_columns(sums, weights, values, column, count, dim, num_queries, 1, dtype);
 }
 
-static inline __attribute__((always_inline)) void add_vectors(float *sums, struct weights weights, int64_t num_queries,
-                                                              struct vectors values, int64_t count, int64_t dim,
-                                                              const int64_t dtype)
+static ALWAYS_INLINE void add_vectors(float *sums, struct weights weights, int64_t num_queries, struct vectors values,
+                                      int64_t count, int64_t dim, const int64_t dtype)
 {
     int64_t q = 0;
     for (; q + 4 <= num_queries; q += 4, weights.first += 4 * weights.query_stride)
@@ -486,9 +466,7 @@ static void add_values(const struct attention *c, const struct scratch *s, const
 }
 
 /* Where a member or a query vector comes from: its token among the T, its position, and its head among the Hq. */
-struct origin {
-    int64_t token, position, head;
-};
+struct origin { int64_t token, position, head; };
 
 static inline struct origin origin_of_member(const struct attention *c, const struct tile *tile, int64_t member)
 {
@@ -535,9 +513,7 @@ static void write_output(const struct attention *c, const struct scratch *s, con
 }
 
 /* The keys of a span that a member sees, counted from the first one. */
-struct range {
-    int32_t first, end;
-};
+struct range { int32_t first, end; };
 
 static inline struct range seen_by(const struct attention *c, const struct tile *tile, const struct part *part,
                                    int64_t member)

@@ -1,4 +1,4 @@
-/* All kernels for one instruction set. Each isa_*.c includes it, and defines LANES, TABLE, perhaps TARGET, HAS_BF16_PAIRS. */
+/* All kernels for one instruction set. Each isa_*.c includes it, and defines LANES, TABLE, perhaps TARGET, HAS_BF16_PAIRS and HAS_VNNI. */
 #include "kernels.h"
 
 #include <math.h>
@@ -22,6 +22,7 @@ PUSH_TARGET(TARGET)
 
 #ifndef HAS_BF16_PAIRS
 #define HAS_BF16_PAIRS 0
+#define HAS_VNNI 0
 #endif
 
 #include "simd.h"

@@ -8,9 +8,9 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 15
+#define MILLRACE_KERNELS_VERSION 16
 
-enum { FLOAT32 = 0, BFLOAT16 = 1 };
+enum { FLOAT32 = 0, BFLOAT16 = 1, UINT8 = 2 };
 enum { SILU = 0, GELU_TANH = 1 };
 
 /* The rows of one step. Shapes: R rows, T tokens of all rows one after the other, P blocks in a table row. */
@@ -77,8 +77,9 @@ struct linear {
     int64_t num_rows, accumulates, num_threads;
     const void *panels;
     const float *bias;   /* [N], or NULL */
-    const void *rounded; /* for the argmax: the panels in bfloat16, or NULL, */
-    const float *errors; /* and for each panel: the most that its outputs differ then, for rounded inputs of length 1 */
+    const void *rounded; /* for the argmax: the panels in 8 bits, or NULL, */
+    const float *scales; /* for each panel: its weights are (byte - 128) * scale, */
+    const float *errors; /* and the most that its outputs differ then, for inputs of length 1 in 15 bits */
     int64_t num_outputs, num_inputs;
     int64_t weight_dtype, input_dtype, output_dtype; /* sums are float32 */
 };

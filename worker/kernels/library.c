@@ -16,12 +16,13 @@ const struct kernels *millrace_kernels(const char *name)
     __builtin_cpu_init();
     int has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    int has_vnni = __builtin_cpu_supports("avx512vnni");
     if (strcmp(name, "avx2") == 0)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &kernels_avx2 : NULL;
     if (strcmp(name, "avx512") == 0)
         return has_avx512 ? &kernels_avx512 : NULL;
     if (strcmp(name, "avx512bf16") == 0)
-        return has_avx512 && __builtin_cpu_supports("avx512bf16") ? &kernels_avx512bf16 : NULL;
+        return has_avx512 && __builtin_cpu_supports("avx512bf16") && has_vnni ? &kernels_avx512bf16 : NULL;
 #endif
     return strcmp(name, "generic") == 0 ? &kernels_generic : NULL;
 }

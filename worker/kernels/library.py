@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 15
+VERSION = 16
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -79,7 +79,7 @@ class LinearCall(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("input", "output", "peaks", "token_ids", "allowed")),
         *((name, ctypes.c_int64) for name in ("num_rows", "accumulates", "num_threads")),
-        *((name, ctypes.c_void_p) for name in ("panels", "bias", "rounded", "errors")),
+        *((name, ctypes.c_void_p) for name in ("panels", "bias", "rounded", "scales", "errors")),
         *((name, ctypes.c_int64) for name in ("num_outputs", "num_inputs")),
         *((name, ctypes.c_int64) for name in ("weight_dtype", "input_dtype", "output_dtype")),
     )

@@ -21,12 +21,14 @@ enum {
 };
 
 #define ALL_OUTPUTS ((UINT64_C(1) << PANEL_OUTPUTS) - 1) /* of a panel */
+#define ROUNDED_SIZE(num_inputs) (((num_inputs) + 3) / 4 * 4 + 32) /* of a row of OF_BYTES; no multiple of 1024, see below */
 
 /* How the products of a tile are made. */
 enum products {
     OF_FLOAT32, /* from float32 weights and inputs */
     WIDENED,    /* from bfloat16 weights, widened on the way, and float32 inputs */
     IN_PAIRS,   /* from bfloat16 weights and inputs: the instruction adds the products of a pair to the sum */
+    OF_BYTES,   /* from weights in 8 bits and inputs in 15, of which four are in the order 0, 2, 1, 3 */
 };
 
 /* The inputs of a call as the tiles read them: those of the caller, or a copy. */
@@ -36,65 +38,65 @@ struct rows {
     enum products products;
 };
 
-static inline vf add_pairs(vf sums, vf weights, const char *pair)
+static inline vf add_pairs(vf sums, vf weights, vf pairs)
 {
 #if HAS_BF16_PAIRS
-    int32_t bits;
-    memcpy(&bits, pair, sizeof bits);
-    return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)_mm512_set1_epi32(bits));
+    return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)pairs);
 #else
-    (void)weights, (void)pair;
     return sums;
 #endif
 }
 
-/* Add the products of one input, or of a pair of inputs, of each row. */
-static inline __attribute__((always_inline)) void multiply(vf sums[TILE_ROWS][PANEL_VECTORS],
-                                                           const vf weights[PANEL_VECTORS], const char *input,
-                                                           int64_t stride, const int is_pair, const int num_rows)
-{
-#pragma GCC unroll 8
-    for (int row = 0; row < num_rows; row++, input += stride) {
-        vf part = splat(is_pair ? 0 : *(const float *)input);
-#pragma GCC unroll 8
-        for (int v = 0; v < PANEL_VECTORS; v++)
-            sums[row][v] = is_pair ? add_pairs(sums[row][v], weights[v], input) : sums[row][v] + part * weights[v];
-    }
-}
-
 /* Add the products of one span to results [num_rows, PANEL_OUTPUTS], or begin them. */
-static inline __attribute__((always_inline)) void add_span(const char *input, int64_t stride, const float *line,
-                                                           int64_t size, const enum products products,
-                                                           const int num_rows, int is_first, float *results)
+static ALWAYS_INLINE void add_span(const char *input, int64_t stride, const float *line, int64_t size,
+                                   const enum products products, const int num_rows, int is_first, float *results)
 {
     vf sums[TILE_ROWS][PANEL_VECTORS] = {{{0}}};
     for (int64_t k = 0; k < size; k += products == OF_FLOAT32 ? 1 : 2, line += PANEL_OUTPUTS) {
-        vf weights[PANEL_VECTORS], halves[PANEL_VECTORS];
-#pragma GCC unroll 8
-        for (int v = 0; v < PANEL_VECTORS; v++) {
-            weights[v] = load(line + v * LANES);
+        vf first[PANEL_VECTORS], second[PANEL_VECTORS];
+        UNROLLED for (int v = 0; v < PANEL_VECTORS; v++) {
+            vf weights = load(line + v * LANES);
             __builtin_prefetch(line + AHEAD + v * LANES, 0, 2);
-            halves[v] = (vf)((vi)weights[v] << 16);
+            first[v] = products == WIDENED ? (vf)((vi)weights << 16) : weights;
+            second[v] = (vf)((vi)weights & (int32_t)0xffff0000);
         }
-        if (products != WIDENED) {
-            multiply(sums, weights, input, stride, products == IN_PAIRS, num_rows);
-            input += sizeof(float);
-            continue;
-        }
-        multiply(sums, halves, input, stride, 0, num_rows);
-        if (k + 1 < size) {
-#pragma GCC unroll 8
-            for (int v = 0; v < PANEL_VECTORS; v++)
-                halves[v] = (vf)((vi)weights[v] & (int32_t)0xffff0000);
-            multiply(sums, halves, input + sizeof(float), stride, 0, num_rows);
-        }
-        input += 2 * sizeof(float);
+        for (int half = 0; half < (products == WIDENED ? 2 : 1) && k + half < size; half++, input += sizeof(float))
+            UNROLLED for (int row = 0; row < num_rows; row++) {
+                vf part = (vf)splat_bits(input + row * stride);
+                UNROLLED for (int v = 0; v < PANEL_VECTORS; v++)
+                    sums[row][v] = products == IN_PAIRS ? add_pairs(sums[row][v], first[v], part)
+                                                        : sums[row][v] + part * (half ? second : first)[v];
+            }
     }
-#pragma GCC unroll 8
-    for (int row = 0; row < num_rows; row++)
-#pragma GCC unroll 8
-        for (int v = 0; v < PANEL_VECTORS; v++, results += LANES)
+    UNROLLED for (int row = 0; row < num_rows; row++)
+        UNROLLED for (int v = 0; v < PANEL_VECTORS; v++, results += LANES)
             store(results, is_first ? sums[row][v] : load(results) + sums[row][v]);
+}
+
+/* As add_span, of bytes. The sums of a span are integers. */
+static ALWAYS_INLINE void add_span_of_bytes(const char *input, int64_t stride, const float *line, int64_t size,
+                                            const int num_rows, int is_first, float *results)
+{
+    vi sums[TILE_ROWS][PANEL_VECTORS] = {{{0}}};
+    for (int64_t k = 0; k < size; k += 4, line += PANEL_OUTPUTS, input += 4 * sizeof(int16_t)) {
+        vi first[PANEL_VECTORS], second[PANEL_VECTORS];
+        UNROLLED for (int v = 0; v < PANEL_VECTORS; v++) {
+            vi bytes = (vi)load(line + v * LANES);
+            __builtin_prefetch(line + AHEAD + v * LANES, 0, 2);
+            first[v] = bytes & 0x00ff00ff;
+            second[v] = bytes >> 8 & 0x00ff00ff;
+        }
+        UNROLLED for (int row = 0; row < num_rows; row++)
+            UNROLLED for (int v = 0; v < PANEL_VECTORS; v++) {
+                sums[row][v] = add_products(sums[row][v], first[v], splat_bits(input + row * stride));
+                sums[row][v] = add_products(sums[row][v], second[v], splat_bits(input + row * stride + 4));
+            }
+    }
+    UNROLLED for (int row = 0; row < num_rows; row++)
+        UNROLLED for (int v = 0; v < PANEL_VECTORS; v++, results += LANES) {
+            vf own = __builtin_convertvector(sums[row][v], vf);
+            store(results, is_first ? own : load(results) + own);
+        }
 }
 
 /* The compiler makes a version of add_span for each number of rows and each kind of products. */
@@ -104,6 +106,8 @@ static inline __attribute__((always_inline)) void add_span(const char *input, in
             add_span(input, rows.stride, line, size, OF_FLOAT32, num_rows, is_first, results); \
         else if (HAS_BF16_PAIRS && rows.products == IN_PAIRS) \
             add_span(input, rows.stride, line, size, IN_PAIRS, num_rows, is_first, results); \
+        else if (rows.products == OF_BYTES) \
+            add_span_of_bytes(input, rows.stride, line, size, num_rows, is_first, results); \
         else \
             add_span(input, rows.stride, line, size, WIDENED, num_rows, is_first, results); \
         break;
@@ -112,15 +116,9 @@ static __attribute__((noinline)) void add_tile(struct rows rows, const char *inp
                                                int64_t num_rows, int is_first, float *results)
 {
     switch (num_rows) {
-        ADD_SPAN(1)
-        ADD_SPAN(2)
-        ADD_SPAN(3)
-        ADD_SPAN(4)
-        ADD_SPAN(5)
-        ADD_SPAN(6)
+        ADD_SPAN(1) ADD_SPAN(2) ADD_SPAN(3) ADD_SPAN(4) ADD_SPAN(5) ADD_SPAN(6)
 #if LANES == 16
-        ADD_SPAN(7)
-        ADD_SPAN(8)
+        ADD_SPAN(7) ADD_SPAN(8)
 #endif
     }
 }
@@ -130,7 +128,8 @@ static __attribute__((noinline)) void add_tile(struct rows rows, const char *inp
 /* Where the outputs go if the call has no output: to `leaders`, or to `largest`. */
 struct sink {
     struct leader *leaders; /* [threads, M] */
-    float *largest;         /* [M, panels], the largest output of each panel */
+    float *largest;         /* [M, panels], the largest output of each panel, */
+    const float *factors;   /* and for sums of bytes [M, 2]: what they are multiplied by, and what is added before */
 };
 
 static int64_t num_panels(const struct linear *c)
@@ -153,6 +152,8 @@ static void finish_tile(const struct linear *c, float *sums, int64_t first_row, 
 {
     int64_t first_output = panel * PANEL_OUTPUTS, num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
     for (int64_t row = first_row; row < first_row + num_rows; row++, sums += PANEL_OUTPUTS) {
+        for (int i = 0; sink.factors && i < PANEL_OUTPUTS; i++)
+            sums[i] = (sums[i] + sink.factors[2 * row + 1]) * sink.factors[2 * row] * c->scales[panel];
         for (int64_t i = 0; c->bias && i < num_outputs; i++)
             sums[i] += c->bias[first_output + i];
         if (c->output) {
@@ -177,38 +178,18 @@ static void finish_tile(const struct linear *c, float *sums, int64_t first_row, 
     }
 }
 
-/* Widen lines of pairs to lines of single weights. */
-static void widen_lines(const float *line, int64_t size, float *to)
-{
-    for (int64_t k = 0; k < size; k += 2, line += PANEL_OUTPUTS, to += 2 * PANEL_OUTPUTS)
-        for (int v = 0; v < PANEL_VECTORS; v++) {
-            vi pairs = (vi)load(line + v * LANES);
-            store(to + v * LANES, (vf)(pairs << 16));
-            store(to + PANEL_OUTPUTS + v * LANES, (vf)(pairs & (int32_t)0xffff0000));
-        }
-}
-
 /* Compute some rows of a panel. `sums` is [num_rows, PANEL_OUTPUTS]. A tile is finished before the next one, so that the
  * processor writes the outputs while it multiplies. */
 static void compute_panel(const struct linear *c, struct rows rows, int64_t first_row, int64_t num_rows, int64_t panel,
                           float *sums, struct sink sink)
 {
-    int64_t inputs_per_line = c->weight_dtype == BFLOAT16 ? 2 : 1;
+    int64_t inputs_per_line = c->weight_dtype == UINT8 ? 4 : c->weight_dtype == BFLOAT16 ? 2 : 1;
     int64_t lines = (c->num_inputs + inputs_per_line - 1) / inputs_per_line;
     const float *first_line = (const float *)c->panels + panel * lines * PANEL_OUTPUTS;
     int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
-    float widened[SPAN_INPUTS * PANEL_OUTPUTS];
-    /* With few registers the weights are widened once for all tiles. The sums are the same. */
-    int widens_once = LANES < 16 && rows.products == WIDENED && num_tiles > 2;
-    if (widens_once)
-        rows.products = OF_FLOAT32;
     for (int64_t k = 0; k < c->num_inputs; k += SPAN_INPUTS) {
         int64_t size = smaller(SPAN_INPUTS, c->num_inputs - k);
         const float *line = first_line + k / inputs_per_line * PANEL_OUTPUTS;
-        if (widens_once) {
-            widen_lines(line, size, widened);
-            line = widened;
-        }
         for (int64_t tile = 0; tile < num_tiles; tile++) { /* of about the same size */
             int64_t from = num_rows * tile / num_tiles, to = num_rows * (tile + 1) / num_tiles, row = first_row + from;
             float *sums_of_tile = sums + from * PANEL_OUTPUTS;
@@ -223,9 +204,9 @@ static void compute_panel(const struct linear *c, struct rows rows, int64_t firs
  * Rows whose distance is a power of 2 would displace each other from the cache. */
 static int prepare_rows(const struct linear *c, struct rows *rows, char **copy)
 {
-    enum products products = HAS_BF16_PAIRS && c->input_dtype == BFLOAT16 ? IN_PAIRS : WIDENED;
-    if (c->weight_dtype == FLOAT32)
-        products = OF_FLOAT32;
+    enum products products = c->weight_dtype == FLOAT32                        ? OF_FLOAT32
+                             : HAS_BF16_PAIRS && c->input_dtype == BFLOAT16 ? IN_PAIRS
+                                                                            : WIDENED;
     int64_t size = products == IN_PAIRS ? sizeof(uint16_t) : sizeof(float);
     int is_direct = products == IN_PAIRS ? c->num_inputs % 2 == 0 : c->input_dtype == FLOAT32;
     *rows = (struct rows){c->input, c->num_inputs * size, size, products};
@@ -261,7 +242,8 @@ static void compute_panels(const struct linear *c, struct rows rows, const char 
 #pragma omp parallel num_threads(num_threads)
     {
         float sums[BLOCK_ROWS * PANEL_OUTPUTS];
-        struct sink own = {sink.leaders ? sink.leaders + omp_get_thread_num() * c->num_rows : NULL, sink.largest};
+        struct sink own = sink;
+        own.leaders = sink.leaders ? sink.leaders + omp_get_thread_num() * c->num_rows : NULL;
         /* Units are not divided in advance: a thread that loses its core for a while takes fewer than the others. */
 #pragma omp for schedule(monotonic : dynamic, 1 + units / (16 * num_threads)) nowait /* ids of a thread ascend */
         for (int64_t unit = 0; unit < units; unit++) {
@@ -277,31 +259,48 @@ static void compute_panels(const struct linear *c, struct rows rows, const char 
     }
 }
 
+/* Round the inputs of each row to 15 bits, as sums of bytes need them. Fill the factors [M, 2]. */
+static void round_rows(const struct linear *c, int16_t *rounded, int64_t row_size, float *factors)
+{
+    memset(rounded, 0, c->num_rows * row_size * sizeof(int16_t));
+    for (int64_t row = 0; row < c->num_rows; row++, rounded += row_size, factors += 2) {
+        const float *input = (const float *)c->input + row * c->num_inputs;
+        float largest = 1e-30f;
+        int64_t sum = 0;
+        for (int64_t k = 0; k < c->num_inputs; k++)
+            largest = fmaxf(largest, fabsf(input[k]));
+        for (int64_t k = 0; k < c->num_inputs; k++) {
+            float shifted = input[k] * (16383.0f / largest) + 12582912.0f; /* the integer is in the low bits, see v_exp */
+            int16_t *to = rounded + k / 4 * 4 + k % 2 * 2 + k / 2 % 2;
+            memcpy(to, &shifted, sizeof *to);
+            sum += *to;
+        }
+        factors[0] = largest / 16383.0f;
+        factors[1] = -128.0f * (float)sum;
+    }
+}
+
 /* Find the panels that can have a row's largest allowed output. Return 1 or 0 for each, [M, panels], or NULL if so many are
- * left that it does not pay. `memory` has 5 * panels + 2 * K bytes for each row.
- * Rounded weights and inputs take half the time. By the inequality of Cauchy and Schwarz those outputs differ from the
- * exact ones at most by the length of the row times the error of the panel. A NaN is kept. */
+ * left that it does not pay. `memory` has 5 bytes for each, and 8 and a rounded row for each row.
+ * Rounded weights take a quarter of the memory and half the time. By the inequality of Cauchy and Schwarz those outputs differ
+ * from the exact ones at most by the length of the row times the error of the panel. A NaN is kept. */
 static const char *screen(const struct linear *c, char *memory, int num_threads)
 {
-    int64_t panels = num_panels(c), num_kept = 0, few = c->num_rows * panels / 8;
-    float *largest = (float *)memory;
-    uint16_t *inputs = (uint16_t *)(largest + c->num_rows * panels);
-    char *kept = (char *)(inputs + c->num_rows * c->num_inputs), *copy;
+    int64_t panels = num_panels(c), num_kept = 0, few = c->num_rows * panels / 8, row_size = ROUNDED_SIZE(c->num_inputs);
+    float *largest = (float *)memory, *factors = largest + c->num_rows * panels;
+    int16_t *inputs = (int16_t *)(factors + 2 * c->num_rows);
+    char *kept = (char *)(inputs + c->num_rows * row_size);
     for (int64_t i = 0, row = 0; row < c->num_rows; row++)
         for (int64_t panel = 0; panel < panels; panel++, i++)
             num_kept += kept[i] = !c->allowed || allowed_outputs(c, row, panel) != 0;
     if (!c->rounded || num_kept <= few)
         return kept;
     struct linear rounded = *c;
-    rounded.input = inputs;
     rounded.panels = c->rounded;
-    rounded.input_dtype = rounded.weight_dtype = BFLOAT16;
-    struct rows rows;
-    narrow(inputs, 0, c->input, c->num_rows * c->num_inputs, BFLOAT16, 1.0f);
-    if (prepare_rows(&rounded, &rows, &copy) != 0)
-        return kept;
-    compute_panels(&rounded, rows, num_kept < c->num_rows * panels ? kept : NULL, (struct sink){NULL, largest}, num_threads);
-    free(copy);
+    rounded.weight_dtype = UINT8;
+    round_rows(c, inputs, row_size, factors);
+    compute_panels(&rounded, (struct rows){(char *)inputs, 2 * row_size, 2, OF_BYTES},
+                   num_kept < c->num_rows * panels ? kept : NULL, (struct sink){NULL, largest, factors}, num_threads);
     num_kept = 0;
 #pragma omp parallel for schedule(static) num_threads(num_threads) reduction(+ : num_kept)
     for (int64_t row = 0; row < c->num_rows; row++) {
@@ -323,9 +322,9 @@ static int find_peaks(const struct linear *c, struct rows rows, int num_threads)
         return -1;
     for (int64_t i = 0; i < num_threads * c->num_rows; i++)
         leaders[i] = (struct leader)NO_LEADER;
-    char *memory = malloc(c->num_rows * (5 * num_panels(c) + 2 * c->num_inputs));
+    char *memory = malloc(c->num_rows * (5 * num_panels(c) + 8 + 2 * ROUNDED_SIZE(c->num_inputs)));
     const char *kept = memory ? screen(c, memory, num_threads) : NULL;
-    compute_panels(c, rows, kept, (struct sink){leaders, NULL}, num_threads);
+    compute_panels(c, rows, kept, (struct sink){leaders, NULL, NULL}, num_threads);
     for (int64_t row = 0; row < c->num_rows; row++)
         find_leader(leaders + row, num_threads, c->num_rows, c->peaks + row, c->token_ids + row);
     free(memory);
@@ -340,11 +339,9 @@ static int linear(const struct linear *c)
     if (prepare_rows(c, &rows, &copy) != 0)
         return -1;
     struct region region = begin_region(c->num_rows * c->num_outputs * c->num_inputs, c->num_threads);
-    int status = 0;
+    int status = c->output ? 0 : find_peaks(c, rows, region.num_threads);
     if (c->output)
-        compute_panels(c, rows, NULL, (struct sink){NULL, NULL}, region.num_threads);
-    else
-        status = find_peaks(c, rows, region.num_threads);
+        compute_panels(c, rows, NULL, (struct sink){NULL, NULL, NULL}, region.num_threads);
     end_region(region);
     free(copy);
     return status;

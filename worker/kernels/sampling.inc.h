@@ -237,8 +237,7 @@ static inline vf uniforms(uint64_t state, const vu *increments)
 #else
     vi upper = SHUFFLE(low, high, 1, 3, 5, 7);
 #endif
-    typedef uint32_t vu32 __attribute__((vector_size(LANES * 4)));
-    return __builtin_convertvector((vi)((vu32)upper >> 1), vf);
+    return __builtin_convertvector(upper >> 1 & 0x7fffffff, vf);
 }
 
 /* Return the token with the best score among those that reach the floor; of equal scores the lowest id.

@@ -6,6 +6,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+#define UNROLLED _Pragma("GCC unroll 16") /* so that vectors in arrays stay in registers */
+
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
 
@@ -24,6 +27,28 @@ static inline void store(float *to, vf stored)
 static inline vf splat(float number)
 {
     return number - (vf){0};
+}
+
+/* Copy 4 bytes into every lane. */
+static inline vi splat_bits(const void *from)
+{
+    int32_t bits;
+    memcpy(&bits, from, sizeof bits);
+    return (vi){0} + bits;
+}
+
+/* Lane by lane: add the products of two pairs of 16-bit integers to a sum of 32 bits. */
+static inline vi add_products(vi sums, vi a, vi b)
+{
+#if HAS_VNNI
+    return (vi)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
+#elif LANES == 16
+    return sums + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif LANES == 8
+    return sums + (vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return sums + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+#endif
 }
 
 /* 0, 1, 2, ... */
@@ -127,13 +152,13 @@ static inline vf v_tanh(vf x)
 static inline vf sums_of_lanes(vf v[LANES])
 {
 #if LANES == 16
-    _Pragma("GCC unroll 8") ADD_HALVES(8);
+    UNROLLED ADD_HALVES(8);
 #endif
 #if LANES >= 8
-    _Pragma("GCC unroll 8") ADD_HALVES(4);
+    UNROLLED ADD_HALVES(4);
 #endif
-    _Pragma("GCC unroll 8") ADD_HALVES(2);
-    _Pragma("GCC unroll 8") ADD_HALVES(1);
+    UNROLLED ADD_HALVES(2);
+    UNROLLED ADD_HALVES(1);
     return v[0];
 }
 

@@ -75,12 +75,10 @@ def _pack(
 
 
 def screen_argmax(head: PackedLinear) -> None:
-    """Let a head find the largest output from rounded weights first, where that takes half the time."""
-    kernels, dtypes = find_kernels(), {head.weights.dtype, head.dtype}
-    if kernels is None or kernels.instruction_set != "avx512bf16" or dtypes != {torch.float32}:
-        return
-    has_memory = head.weights.nbytes < free_host_bytes()  # half of it stays, the other half is needed on the way
-    if isinstance(head, CompiledLinear) and head.num_outputs >= LEAST_SCREENED_OUTPUTS and has_memory:
+    """Let a head find the largest output from rounded weights first."""
+    is_large = head.num_outputs >= LEAST_SCREENED_OUTPUTS
+    has_memory = 2 * head.num_outputs * head.num_inputs < free_host_bytes()  # half of it for what is rounded together
+    if isinstance(head, CompiledLinear) and head.dtype == torch.float32 and is_large and has_memory:
         head.screen_argmax()
 
 

@@ -24,6 +24,8 @@ ROWS_OF_ONEDNN, ROW_MULTIPLE = 256, 16
 """Number of rows for which oneDNN orders its weights, and the multiple to which more rows than that are padded."""
 LARGE_BYTES = 32 << 20
 """Memory of this size is always returned to the system when it is released."""
+PANELS_AT_A_TIME = 16
+"""As many are rounded together."""
 
 
 class RowMasks(NamedTuple):
@@ -111,21 +113,29 @@ class CompiledLinear(PackedLinear):
             output_dtype=DTYPES[self.output_dtype],
         )
         self._reference = ctypes.byref(self._call)
-        self._screen: tuple[Tensor, Tensor] | None = None
+        self._screen: tuple[Tensor, Tensor, Tensor] | None = None
         self._linear, self._unpack = kernels.table.linear, kernels.table.unpack
 
     def screen_argmax(self) -> None:
         """Let `argmax` find from rounded weights and inputs the outputs that can be the largest, and compute only these
-        exactly: the results are the same. Weights and inputs are float32."""
-        panels, num_inputs = self.weights.squeeze(-1), self.num_inputs
-        rounded = torch.zeros(len(panels), -(-num_inputs // 2), panels.shape[2], 2, dtype=torch.bfloat16)
-        rounded[..., 0].copy_(panels[:, 0::2])
-        rounded[:, : num_inputs // 2, :, 1].copy_(panels[:, 1::2])
-        # Rounding changes a weight and an input by at most 2^-8 of it each, and a sum by 2^-24 for each input.
-        lengths = torch.linalg.vector_norm(panels, dim=1).amax(dim=1)
-        errors = lengths.mul_(1.01 * (2.0**-7 + num_inputs * 2.0**-22)).add_(1e-30)
-        self._screen = rounded, errors
-        self._call.rounded, self._call.errors = rounded.data_ptr(), errors.data_ptr()
+        exactly: the results are the same. Inputs are float32. Takes a byte for each weight."""
+        num_panels, width, num_inputs = self.weights.shape[0], self.weights.shape[2], self.num_inputs
+        rounded = torch.empty(num_panels, -(-num_inputs // 4), width, dtype=torch.int32)  # of four bytes
+        scales, errors = torch.empty(num_panels), torch.empty(num_panels)
+        for first in range(0, num_panels, PANELS_AT_A_TIME):
+            part = slice(first, first + PANELS_AT_A_TIME)
+            weights = self.weights[part].transpose(2, 3).flatten(1, 2)[:, :num_inputs].float()
+            scale = torch.maximum(weights.amax(dim=(1, 2)), -weights.amin(dim=(1, 2))).div_(127).add_(1e-36)
+            scaled = weights.div(scale.view(-1, 1, 1))
+            integers = scaled.round()
+            fours = F.pad(integers + 128, (0, 0, 0, -num_inputs % 4), value=128).int().unflatten(1, (-1, 4)).unbind(2)
+            rounded[part] = fours[0] | fours[1] << 8 | fours[2] << 16 | fours[3] << 24
+            length, difference = (each.square().sum(dim=1).amax(dim=1).sqrt() for each in (integers, scaled - integers))
+            # Rounding changes inputs by at most 2^-15 of the largest one each, and a sum by 2^-24 for each input.
+            difference += (length + difference) * (num_inputs**0.5 * 2.0**-15 + num_inputs * 2.0**-22)
+            scales[part], errors[part] = scale, difference.mul_(scale).mul_(1.01).add_(1e-30)
+        self._screen = rounded, scales, errors
+        self._call.rounded, self._call.scales, self._call.errors = (each.data_ptr() for each in self._screen)
 
     def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
         call = self._call

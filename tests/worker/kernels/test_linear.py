@@ -149,9 +149,11 @@ def wild_inputs(num_inputs: int) -> torch.Tensor:
 @torch.inference_mode()
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("weights", ["random", "alike", "equal", "tiny", "wild"])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_screened_argmax_is_that_of_all_outputs(kernels: Kernels, weights: str, bias: bool, num_threads: int) -> None:
-    linear = make_linear((37, 3001), bias=bias)
+@pytest.mark.parametrize(("bias", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
+def test_a_screened_argmax_is_that_of_all_outputs(
+    kernels: Kernels, weights: str, bias: bool, dtype: torch.dtype, num_threads: int
+) -> None:
+    linear = make_linear((37, 3001), dtype, bias=bias)
     weight = linear.weight.data
     if weights == "alike":
         weight[:] = weight[0] + 1e-5 * weight
@@ -161,11 +163,11 @@ def test_a_screened_argmax_is_that_of_all_outputs(kernels: Kernels, weights: str
         weight *= 1e-30
     elif weights == "wild":
         weight[700, 3], weight[900, 4], weight[1700, 5], weight[2999] = torch.nan, torch.inf, 3.4e38, 1e-41
-    exact, screened = pack(linear, kernels), pack(linear, kernels)
+    exact, screened = (pack(linear, kernels, torch.float32) for _ in range(2))
     screened.screen_argmax()
     torch.set_num_threads(num_threads)
     try:
-        for inputs in (*(make_inputs(num_rows, linear) for num_rows in (1, 5, 300)), wild_inputs(37)):
+        for inputs in (*(make_inputs(num_rows, linear).float() for num_rows in (1, 5, 300)), wild_inputs(37)):
             for found, expected in zip(screened.argmax(inputs), exact.argmax(inputs), strict=True):
                 torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     finally:
@@ -178,11 +180,11 @@ def test_a_screened_argmax_computes_only_panels_that_can_have_it(kernels: Kernel
     packed, inputs = pack(linear, kernels), make_inputs(20, linear)
     packed.screen_argmax()
     assert packed._screen is not None
-    rounded, errors = packed._screen
+    rounded, _, errors = packed._screen
     errors.zero_()
-    rounded.zero_()
+    rounded = rounded.view(torch.uint8).fill_(128)
     width = kernels.table.panel_outputs
-    rounded[3] = 1.0  # now only this panel seems to have outputs that are not 0
+    rounded[3] = 129  # now only this panel seems to have outputs that are not 0
     inputs = inputs.abs()
     _, found = packed.argmax(inputs)
     assert torch.equal(found, 3 * width + packed.forward(inputs)[:, 3 * width : 4 * width].argmax(dim=1))
@@ -279,3 +281,27 @@ def test_not_a_number_stays_in_its_row_and_output(kernels: Kernels) -> None:
     others = outputs[[0, 1, 2, 3, 5, 6, 7, 8]]
     assert others[:, :7].isfinite().all()
     assert not others[:, 7].isfinite().any()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_inputs", [1, 5, 288, 1023])
+def test_a_rounded_output_differs_by_less_than_its_panels_error(kernels: Kernels, num_inputs: int) -> None:
+    """What a row's first pass is sure of: the arithmetic of linear.inc.h, done with integers of torch."""
+    linear = make_linear((num_inputs, 500), bias=False)
+    linear.weight.data[::7] *= 20
+    packed = pack(linear, kernels)
+    packed.screen_argmax()
+    assert packed._screen is not None
+    rounded, scales, errors = packed._screen
+    integers = (
+        rounded.view(torch.uint8).unflatten(2, (-1, 4)).permute(0, 2, 1, 3).flatten(2)[..., :num_inputs].double() - 128
+    )
+    weights = (integers * scales.view(-1, 1, 1)).flatten(0, 1)[:500]
+    for scale in (1e-3, 1.0, 1e4):
+        inputs = make_inputs(8, linear).double() * scale
+        inputs[4:, 0] *= 1000
+        factor = inputs.abs().amax(dim=1, keepdim=True) / 16383
+        difference = ((inputs / factor).round() * factor @ weights.T - inputs @ linear.weight.double().T).abs()
+        bound = inputs.norm(dim=1, keepdim=True) * errors.double().repeat_interleave(rounded.shape[2])[:500]
+        assert (difference < bound).all()
+        assert (difference > bound / 1000).any()
