@@ -77,7 +77,7 @@ struct linear {
     int64_t num_rows, accumulates, num_threads;
     const void *panels;
     const float *bias;   /* [N], or NULL */
-    const void *rounded; /* for the argmax: the panels in 8 bits, or NULL, */
+    const void *rounded; /* for the argmax without bias: the panels in 8 bits, or NULL, */
     const float *scales; /* for each panel: its weights are (byte - 128) * scale, */
     const float *errors; /* and the most that its outputs differ then, for inputs of length 1 in 15 bits */
     int64_t num_outputs, num_inputs;

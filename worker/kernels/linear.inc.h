@@ -84,7 +84,7 @@ static ALWAYS_INLINE void add_span_of_bytes(const char *input, int64_t stride, c
             vi bytes = (vi)load(line + v * LANES);
             __builtin_prefetch(line + AHEAD + v * LANES, 0, 2);
             first[v] = bytes & 0x00ff00ff;
-            second[v] = bytes >> 8 & 0x00ff00ff;
+            second[v] = (vi)((vh)bytes >> 8);
         }
         UNROLLED for (int row = 0; row < num_rows; row++)
             UNROLLED for (int v = 0; v < PANEL_VECTORS; v++) {
@@ -128,8 +128,8 @@ static __attribute__((noinline)) void add_tile(struct rows rows, const char *inp
 /* Where the outputs go if the call has no output: to `leaders`, or to `largest`. */
 struct sink {
     struct leader *leaders; /* [threads, M] */
-    float *largest;         /* [M, panels], the largest output of each panel, */
-    const float *factors;   /* and for sums of bytes [M, 2]: what they are multiplied by, and what is added before */
+    float *largest;         /* [M, panels], of sums of bytes the largest output of each panel */
+    const float *factors;   /* [M, 2], what the sums are multiplied by, and what is added before */
 };
 
 static int64_t num_panels(const struct linear *c)
@@ -152,8 +152,6 @@ static void finish_tile(const struct linear *c, float *sums, int64_t first_row, 
 {
     int64_t first_output = panel * PANEL_OUTPUTS, num_outputs = smaller(PANEL_OUTPUTS, c->num_outputs - first_output);
     for (int64_t row = first_row; row < first_row + num_rows; row++, sums += PANEL_OUTPUTS) {
-        for (int i = 0; sink.factors && i < PANEL_OUTPUTS; i++)
-            sums[i] = (sums[i] + sink.factors[2 * row + 1]) * sink.factors[2 * row] * c->scales[panel];
         for (int64_t i = 0; c->bias && i < num_outputs; i++)
             sums[i] += c->bias[first_output + i];
         if (c->output) {
@@ -174,7 +172,8 @@ static void finish_tile(const struct linear *c, float *sums, int64_t first_row, 
             else
                 largest = larger(largest, load(sums + v * LANES));
         if (sink.largest)
-            sink.largest[row * num_panels(c) + panel] = largest_lane(largest);
+            sink.largest[row * num_panels(c) + panel] =
+                (largest_lane(largest) + sink.factors[2 * row + 1]) * sink.factors[2 * row] * c->scales[panel];
     }
 }
 

@@ -11,6 +11,7 @@
 
 typedef float vf __attribute__((vector_size(LANES * 4)));
 typedef int32_t vi __attribute__((vector_size(LANES * 4)));
+typedef uint16_t vh __attribute__((vector_size(LANES * 4)));
 
 static inline vf load(const float *from)
 {

@@ -76,9 +76,10 @@ def _pack(
 
 def screen_argmax(head: PackedLinear) -> None:
     """Let a head find the largest output from rounded weights first."""
-    is_large = head.num_outputs >= LEAST_SCREENED_OUTPUTS
+    if not isinstance(head, CompiledLinear) or head.bias is not None or head.dtype != torch.float32:
+        return
     has_memory = 2 * head.num_outputs * head.num_inputs < free_host_bytes()  # half of it for what is rounded together
-    if isinstance(head, CompiledLinear) and head.dtype == torch.float32 and is_large and has_memory:
+    if head.num_outputs >= LEAST_SCREENED_OUTPUTS and has_memory:
         head.screen_argmax()
 
 

@@ -102,10 +102,10 @@ class CompiledLinear(PackedLinear):
         dtype, weight_dtype = dtype or weights[0].dtype, weights[0].dtype
         super().__init__(weights[0].shape[1], sum(map(len, weights)), dtype, output_dtype or dtype)
         self.weights = _to_panels(weights, self.num_outputs, kernels)
-        self._bias = None if bias is None else bias.float().contiguous()
+        self.bias = None if bias is None else bias.float().contiguous()
         self._call = LinearCall(
             panels=self.weights.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
             num_outputs=self.num_outputs,
             num_inputs=self.num_inputs,
             weight_dtype=DTYPES[weight_dtype],
@@ -118,7 +118,8 @@ class CompiledLinear(PackedLinear):
 
     def screen_argmax(self) -> None:
         """Let `argmax` find from rounded weights and inputs the outputs that can be the largest, and compute only these
-        exactly: the results are the same. Inputs are float32. Takes a byte for each weight."""
+        exactly: the results are the same. Inputs are float32, and there is no bias. Takes a byte for each weight."""
+        assert self.bias is None
         num_panels, width, num_inputs = self.weights.shape[0], self.weights.shape[2], self.num_inputs
         rounded = torch.empty(num_panels, -(-num_inputs // 4), width, dtype=torch.int32)  # of four bytes
         scales, errors = torch.empty(num_panels), torch.empty(num_panels)

@@ -149,11 +149,11 @@ def wild_inputs(num_inputs: int) -> torch.Tensor:
 @torch.inference_mode()
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("weights", ["random", "alike", "equal", "tiny", "wild"])
-@pytest.mark.parametrize(("bias", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_screened_argmax_is_that_of_all_outputs(
-    kernels: Kernels, weights: str, bias: bool, dtype: torch.dtype, num_threads: int
+    kernels: Kernels, weights: str, dtype: torch.dtype, num_threads: int
 ) -> None:
-    linear = make_linear((37, 3001), dtype, bias=bias)
+    linear = make_linear((37, 3001), dtype, bias=False)
     weight = linear.weight.data
     if weights == "alike":
         weight[:] = weight[0] + 1e-5 * weight
@@ -200,10 +200,10 @@ def test_a_masked_argmax_is_that_of_the_stored_outputs_that_are_allowed(
     torch.set_num_threads(num_threads)
     try:
         for shape in ((1, 1), (64, 48), (17, 47), (385, 96), (37, 3001)):
-            linear = make_linear(shape, bias=shape[1] < 3000)
+            linear = make_linear(shape, bias=shape[1] < 90)
             linear.weight.data[shape[1] // 2 :] = linear.weight.data[: shape[1] - shape[1] // 2].clone()  # equal ones
             packed = pack(linear, kernels)
-            if screens:
+            if screens and linear.bias is None:
                 packed.screen_argmax()
             for num_rows in (1, 2, 5, 61):
                 inputs, masks = make_inputs(num_rows, linear), random_masks(num_rows, shape[1], shares)
