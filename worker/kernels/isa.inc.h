@@ -1,4 +1,4 @@
-/* All kernels for one instruction set. Each isa_*.c includes it, and defines LANES, TABLE, perhaps TARGET, HAS_BF16_PAIRS and HAS_VNNI. */
+/* All kernels for one instruction set. Each isa_*.c includes it, and defines LANES, TABLE, perhaps TARGET and the HAS_... */
 #include "kernels.h"
 
 #include <math.h>
