@@ -55,7 +55,7 @@ def _processed(logits: Tensor, rows: SamplingRows, *, but_grammars: bool = False
 
 def without_failed(peaks: Tensor, token_ids: Tensor) -> Tensor:
     """Return the ids [M] with NO_TOKEN for rows whose largest logit [M] is NaN or infinite."""
-    if peaks.device.type == "cpu" and all(map(math.isfinite, peaks.tolist())):  # a fifth of the time of the tensors below
+    if peaks.device.type == "cpu" and all(map(math.isfinite, peaks.tolist())):  # faster than tensors
         return token_ids
     return token_ids.masked_fill_(peaks - peaks != 0, NO_TOKEN)  # it is NaN then; isfinite makes more tensors
 
