@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,11 +31,22 @@ def hang(place: Place, tmp_path: Path) -> Callable[[], ChaosEngine]:
     return start
 
 
-def submit_and_hang(place: Place, folder: Path, *, max_tokens: int, deadline_s: float | None = None) -> str:
+def submit_and_hang(
+    place: Place, engine: ChaosEngine, folder: Path, *, max_tokens: int, deadline_s: float | None = None
+) -> str:
+    """Submit a job. Return when the engine waits for its fourth step. It may still handle the third when that begins."""
     (job,) = make_jobs(1, max_tokens=max_tokens)
     (job_id,) = place.submit([msgspec.structs.replace(job, deadline_s=deadline_s, stream=False)])
     wait_until((folder / "has-hung").exists)
+    wait_until(lambda: all(_is_asleep(engine.process.pid) for _ in range(10)), what="sleep of the engine")
     return job_id
+
+
+def _is_asleep(pid: int) -> bool:
+    """Whether no thread of the process runs or waits for a core. Takes 10 ms."""
+    states = [path.read_text().rsplit(")", 1)[1].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    time.sleep(0.01)
+    return "R" not in states
 
 
 def go_on_after_the_signal(place: Place, engine: ChaosEngine, folder: Path) -> None:
@@ -52,7 +64,7 @@ def test_a_cancellation(
 ) -> None:
     """After the last step the job has finished."""
     engine = hang()
-    job_id = submit_and_hang(place, tmp_path, max_tokens=max_tokens)
+    job_id = submit_and_hang(place, engine, tmp_path, max_tokens=max_tokens)
     assert place.client.cancel(job_id) == "cancelling"
     go_on_after_the_signal(place, engine, tmp_path)
     assert place.states() == {job_id: end}
@@ -61,7 +73,7 @@ def test_a_cancellation(
 
 def test_a_deadline(place: Place, tmp_path: Path, hang: Callable[[], ChaosEngine]) -> None:
     engine = hang()
-    job_id = submit_and_hang(place, tmp_path, max_tokens=64, deadline_s=3.0)
+    job_id = submit_and_hang(place, engine, tmp_path, max_tokens=64, deadline_s=3.0)
     wait_until(lambda: place.record(job_id).get("expire") == "1")
     go_on_after_the_signal(place, engine, tmp_path)
     assert place.states() == {job_id: "expired"}
@@ -71,7 +83,7 @@ def test_a_deadline(place: Place, tmp_path: Path, hang: Callable[[], ChaosEngine
 def test_a_reader(place: Place, tmp_path: Path, hang: Callable[[], ChaosEngine]) -> None:
     """Events are published from then on. A job without a reader gets all of them at its end."""
     engine = hang()
-    job_id = submit_and_hang(place, tmp_path, max_tokens=600)
+    job_id = submit_and_hang(place, engine, tmp_path, max_tokens=600)
     place.watch(job_id)
     wait_until(lambda: place.redis.exists(place.client._keys.prefix + "watched:" + job_id) == 1)
     go_on_after_the_signal(place, engine, tmp_path)
