@@ -21,7 +21,7 @@ enum {
 };
 
 #define ALL_OUTPUTS ((UINT64_C(1) << PANEL_OUTPUTS) - 1) /* of a panel */
-#define ROUNDED_SIZE(num_inputs) (((num_inputs) + 3) / 4 * 4 + 32) /* of a row of OF_BYTES; no multiple of 1024, see below */
+#define ROUNDED_SIZE(num_inputs) (((num_inputs) + 3) / 4 * 4 + 32) /* of a row of OF_BYTES. 32: see prepare_rows */
 
 /* How the products of a tile are made. */
 enum products {
@@ -280,7 +280,7 @@ static void round_rows(const struct linear *c, int16_t *rounded, int64_t row_siz
 }
 
 /* Find the panels that can have a row's largest allowed output. Return 1 or 0 for each, [M, panels], or NULL if so many are
- * left that it does not pay. `memory` has 5 bytes for each, and 8 and a rounded row for each row.
+ * left that it does not pay. `memory` has 5 bytes for each panel of each row, and 8 and a rounded row for each row.
  * Rounded weights take a quarter of the memory and half the time. By the inequality of Cauchy and Schwarz those outputs differ
  * from the exact ones at most by the length of the row times the error of the panel. A NaN is kept. */
 static const char *screen(const struct linear *c, char *memory, int num_threads)
