@@ -13,10 +13,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Test processes side by side: two for each core by default, since tests mostly wait. JOBS=0 runs the tests one by one.
 JOBS ?= auto
 # The tests of a file share its fixtures, so they run in one process. The files with the longest tests are collected first.
+# Tests start hundreds of processes. Where the environment forbids bytecode files, each would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults test-ranks test-old-redis test-floor test-all chaos fuzz lint format type bench bench-gpu docs peers report clean
+.PHONY: help setup demo test test-faults test-ranks test-packages test-old-redis test-floor test-all chaos fuzz lint format type bench bench-gpu docs peers report clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 18
@@ -36,14 +38,17 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard worker/kernels/*.[ch])
 demo: $(STAMP) ## run a Redis, an engine on the CPU and a producer for some seconds
 	$(BIN)/millrace demo
 
-test: $(STAMP) ## the tests, except those marked slow, faults, ranks or ray
-	$(PYTEST) -m "not slow and not faults and not ranks and not ray"
+test: $(STAMP) ## the tests, except those marked slow, faults, ranks, ray or packages
+	$(PYTEST) -m "not slow and not faults and not ranks and not ray and not packages"
 
 test-faults: $(STAMP) ## a whole service under one fault at a time: a kill, a freeze, a lost connection, a full Redis
 	$(PYTEST) -m "faults and not slow"
 
 test-ranks: $(STAMP) ## several ranks: of a service, under torchrun, and under Ray on one or several nodes
 	$(PYTEST) -m "ray or (ranks and not slow)"
+
+test-packages: $(STAMP) ## the wheel and the editable install, in environments of their own
+	$(PYTEST) -m "packages and not slow" tests/deploy
 
 test-old-redis: $(STAMP) $(OLD_REDIS) ## clients and queue on the oldest supported Redis, 6.2
 	MILLRACE_EMBEDDED_SERVER="$(CURDIR)/$(OLD_REDIS)/redis-server" $(PYTEST) -m "not slow and not new_redis" tests/results tests/producer --ignore tests/producer/rq

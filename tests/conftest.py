@@ -26,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 GROUPS = (
     (re.compile(r"/e2e/test_(one_job|lifecycle|bad_input|metric_names)\.py"), "the engine that tests share"),
     (re.compile(r"/test_ray\.py|[\[-]ray[\]-]"), "the local Ray that tests share"),
+    (re.compile(r"/deploy/test_(wheel|image)\.py"), "the wheel that tests share"),
 )
 """Tests of several files that share what takes long to start: a pattern of their ids, and the name of the group."""
 

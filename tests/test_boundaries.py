@@ -13,6 +13,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,12 +127,10 @@ def _is_late(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
 
+@cache
 def _all_imports() -> list[Import]:
     files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return [found for path in files for found in _imports_of(path)]
-
-
-IMPORTS = _all_imports()
 
 
 def test_the_folders_are_packages_of_millrace() -> None:
@@ -157,13 +156,13 @@ def test_every_folder_imports_only_what_the_table_allows() -> None:
             return True
         return bool(found.names() & MAY_IMPORT[found.folder])
 
-    assert not (wrong := [found for found in IMPORTS if not is_allowed(found)]), _wrong(wrong)
+    assert not (wrong := [found for found in _all_imports() if not is_allowed(found)]), _wrong(wrong)
 
 
 def test_foreign_packages_are_known_only_where_they_belong() -> None:
     wrong = [
         found
-        for found in IMPORTS
+        for found in _all_imports()
         if found.package in MAY_BE_IMPORTED_BY and not found.file.startswith(MAY_BE_IMPORTED_BY[found.package])
     ]
     assert not wrong, _wrong(wrong)
@@ -172,7 +171,7 @@ def test_foreign_packages_are_known_only_where_they_belong() -> None:
 def test_the_engine_service_takes_only_the_torch_free_tokenizer_from_transformers() -> None:
     wrong = [
         found
-        for found in IMPORTS
+        for found in _all_imports()
         if found.folder == "engine_service"
         and found.package == "transformers"
         and (found.module, found.name) != ("transformers", "PreTrainedTokenizerFast")
@@ -181,7 +180,7 @@ def test_the_engine_service_takes_only_the_torch_free_tokenizer_from_transformer
 
 
 def test_scheduler_block_pool_and_sequence_are_pure() -> None:
-    wrong = [found for found in IMPORTS if found.file.startswith("engine_service/core/") and found.package in IMPURE]
+    wrong = [found for found in _all_imports() if found.file.startswith("engine_service/core/") and found.package in IMPURE]
     assert not wrong, _wrong(wrong)
 
 
@@ -190,7 +189,7 @@ def _reached_from(module: str) -> Iterator[Import]:
     waiting, seen = [module], {module}
     while waiting:
         file = waiting.pop().removeprefix("millrace.").replace(".", "/") + ".py"
-        for found in (found for found in IMPORTS if found.file == file):
+        for found in (found for found in _all_imports() if found.file == file):
             yield found
             if found.package in FOLDERS and found.module not in seen:
                 seen.add(found.module)
@@ -210,7 +209,7 @@ def test_the_command_line_loads_other_folders_late() -> None:
     """`millrace --help` must not wait for redis, and `import millrace` must not either."""
     wrong = [
         found
-        for found in IMPORTS
+        for found in _all_imports()
         if found.folder == "millrace"
         and not found.is_late
         and found.package not in {"millrace", *sys.stdlib_module_names}
@@ -223,7 +222,7 @@ def _modules() -> dict[str, set[str]]:
     """By module of ours: the modules of ours that it imports, early or late. What a type checker alone reads counts too."""
     files = {file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")}
     names = {_module_name(file): file.relative_to(ROOT).as_posix() for file in files}
-    imported = {name: [found for found in IMPORTS if found.file == file] for name, file in names.items()}
+    imported = {name: [found for found in _all_imports() if found.file == file] for name, file in names.items()}
 
     def targets(found: Import) -> str | None:
         whole = f"{found.module}.{found.name}"
@@ -384,5 +383,5 @@ def test_nothing_between_engine_and_ranks_is_pickled(folder: str) -> None:
         for name in _uses(path)
         if name in PICKLING or name.endswith(("_pyobj", "_object", "_object_list"))
     ]
-    modules = [f"{found}" for found in IMPORTS if found.folder == folder and found.names() & PICKLING]
+    modules = [f"{found}" for found in _all_imports() if found.folder == folder and found.names() & PICKLING]
     assert wrong + modules == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.deploy.conftest import copy_tree, install
 from tests.deploy.test_wheel import clean
 from tests.processes import FOLDERS, LIMIT_S
@@ -20,6 +22,7 @@ print(counter_rng.__file__)
 """
 
 
+@pytest.mark.packages
 def test_a_script_beside_the_checkout_imports_the_package_and_not_the_folder(tmp_path: Path) -> None:
     checkout = copy_tree(tmp_path / "millrace")
     python = install(tmp_path / "environment", "--editable", str(checkout), CC="no-compiler-here")

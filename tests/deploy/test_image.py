@@ -10,6 +10,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.deploy.conftest import build_wheel
@@ -122,6 +123,7 @@ def test_every_folder_with_modules_is_a_declared_package() -> None:
     assert {name if name.startswith("millrace") else f"millrace.{name}" for name in names} == set(PACKAGES)
 
 
+@pytest.mark.packages
 def test_the_wheel_carries_the_scripts_and_only_our_packages(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     scripts = {f"millrace/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "results" / "lua").rglob("*.lua")}
@@ -133,11 +135,13 @@ def test_the_wheel_carries_the_scripts_and_only_our_packages(wheel: Path) -> Non
 KERNELS = "millrace/worker/kernels/_library"
 
 
+@pytest.mark.packages
 def test_the_wheel_carries_the_compiled_kernels(wheel: Path) -> None:
     compiled = [name for name in zipfile.ZipFile(wheel).namelist() if name.startswith(KERNELS)]
     assert len(compiled) == (1 if shutil.which("cc") else 0)
 
 
+@pytest.mark.packages
 def test_a_wheel_can_be_built_without_a_compiler(tmp_path: Path) -> None:
     names = zipfile.ZipFile(build_wheel(tmp_path, CC="no-compiler-here")).namelist()
     assert "millrace/worker/kernels/library.py" in names

@@ -17,6 +17,8 @@ from tests.deploy.conftest import install
 from tests.e2e.engines import TINY
 from tests.processes import FOLDERS, LIMIT_S, LoggedProcess, wait_until
 
+pytestmark = pytest.mark.packages
+
 QUEUE = "wheel"
 RAISES = 'raise RuntimeError(f"{__file__} of the user was imported")\n'
 USER_FILES = {

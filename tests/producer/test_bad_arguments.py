@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import GeneratorType, NoneType
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ class Verbose:
         return CONTROLS * 10_000
 
 
+@cache
 def nested(depth: int) -> list[Any]:
     inner: list[Any] = []
     for _ in range(depth):
