@@ -180,7 +180,9 @@ def test_the_engine_service_takes_only_the_torch_free_tokenizer_from_transformer
 
 
 def test_scheduler_block_pool_and_sequence_are_pure() -> None:
-    wrong = [found for found in _all_imports() if found.file.startswith("engine_service/core/") and found.package in IMPURE]
+    wrong = [
+        found for found in _all_imports() if found.file.startswith("engine_service/core/") and found.package in IMPURE
+    ]
     assert not wrong, _wrong(wrong)
 
 
