@@ -20,7 +20,7 @@ enum {
     SPAN = 128,          /* keys whose scores are in memory at a time */
     ROWS_PER_THREAD = 4, /* with fewer, the heads of a decode are divided among the threads */
     ROW_VECTORS = 8,     /* more query vectors of a head are computed side by side, in lanes */
-    LANE_KEYS = LANES == 16 ? 4 : 2, /* keys whose scores with vectors in lanes are in registers */
+    LANE_KEYS = 4, LANE_COLUMNS = 2, /* keys, and registers of vectors in lanes: their scores are in registers */
 };
 
 struct tile {
@@ -233,31 +233,37 @@ static void turn_queries(const float *queries, int64_t count, int64_t dim, float
             turned[(q / LANES * dim + d) * LANES + q % LANES] = q < count ? queries[q * dim + d] : 0;
 }
 
-/* Fill scores [LANE_KEYS, width] with the dot products of keys and the query vectors in lanes. The order of the sums is
- * that of score_tile: one sum for each of the LANES entries of a vector, which are then added in pairs, the most distant
- * ones first. With the entries in the order of their reversed bits few sums wait for their partner. */
+/* Fill scores [LANE_KEYS, width] with the dot products of keys and query vectors in lanes. The order of the sums is that of
+ * score_tile: one sum for each of the LANES entries of a vector, which are then added in pairs, the most distant ones first.
+ * With the entries in the order of their reversed bits few sums wait for their partner. */
+static ALWAYS_INLINE void score_columns(const float *turned, const float *keys, int64_t distance, int64_t dim,
+                                        int64_t width, const int columns, float *scores)
+{
+    vf sums[5][LANE_COLUMNS * LANE_KEYS]; /* of 1, 2, 4, 8 and 16 entries */
+    int level = 0;
+    UNROLLED for (int i = 0; i < LANES; i++) {
+        vf own[LANE_COLUMNS * LANE_KEYS] = {0};
+        for (int64_t d = (i & 1) * LANES / 2 + (i & 2) * LANES / 8 + (i & 4) * LANES / 32 + (i & 8) * LANES / 128;
+             d < dim; d += LANES)
+            UNROLLED for (int j = 0; j < columns * LANE_KEYS; j++)
+                own[j] += load(turned + (j / LANE_KEYS * dim + d) * LANES) * splat(keys[j % LANE_KEYS * distance + d]);
+        UNROLLED for (level = 0; i >> level & 1; level++)
+            UNROLLED for (int j = 0; j < columns * LANE_KEYS; j++)
+                own[j] = sums[level][j] + own[j];
+        memcpy(sums[level], own, sizeof own);
+    }
+    UNROLLED for (int j = 0; j < columns * LANE_KEYS; j++)
+        store(scores + j % LANE_KEYS * width + j / LANE_KEYS * LANES, sums[level][j]);
+}
+
 static inline void score_lanes(const float *turned, const float *keys, int64_t distance, int64_t dim, int64_t width,
                                float *scores)
 {
-    for (int64_t v = 0; v < width; v += LANES) {
-        vf sums[5][LANE_KEYS]; /* of 1, 2, 4, 8 and 16 entries */
-        int level = 0;
-        UNROLLED for (int i = 0; i < LANES; i++) {
-            vf own[LANE_KEYS] = {0};
-            for (int64_t d = (i & 1) * LANES / 2 + (i & 2) * LANES / 8 + (i & 4) * LANES / 32 + (i & 8) * LANES / 128;
-                 d < dim; d += LANES) {
-                vf query = load(turned + v * dim + d * LANES);
-                UNROLLED for (int key = 0; key < LANE_KEYS; key++)
-                    own[key] += query * splat(keys[key * distance + d]);
-            }
-            UNROLLED for (level = 0; i >> level & 1; level++)
-                UNROLLED for (int key = 0; key < LANE_KEYS; key++)
-                    own[key] = sums[level][key] + own[key];
-            memcpy(sums[level], own, sizeof own);
-        }
-        UNROLLED for (int key = 0; key < LANE_KEYS; key++)
-            store(scores + key * width + v, sums[level][key]);
-    }
+    for (int64_t v = 0; v < width; v += LANE_COLUMNS * LANES)
+        if (v + LANES < width)
+            score_columns(turned + v * dim, keys, distance, dim, width, LANE_COLUMNS, scores + v);
+        else
+            score_columns(turned + v * dim, keys, distance, dim, width, 1, scores + v);
 }
 
 /* While the rows of a tile attend to their common positions, which is bound by arithmetic, prefetch a share of what each

@@ -17,21 +17,16 @@ struct region {
     int num_threads;
 };
 
-static int64_t now_ns(void)
-{
-    return (int64_t)(1e9 * omp_get_wtime());
-}
-
 static struct region begin_region(int64_t work, int64_t num_threads)
 {
-    int64_t now = now_ns();
+    int64_t now = (int64_t)(1e9 * omp_get_wtime());
     int is_busy = now < __atomic_load_n(&busy_until_ns, __ATOMIC_RELAXED);
     return (struct region){work, now, work < (is_busy ? MEDIUM_WORK : SMALL_WORK) ? 1 : (int)num_threads};
 }
 
 static void end_region(struct region region)
 {
-    int64_t now = now_ns();
+    int64_t now = (int64_t)(1e9 * omp_get_wtime());
     if (now > region.began_ns + SLOWEST_NS * region.work + LATE_NS)
         __atomic_store_n(&busy_until_ns, now + BUSY_NS, __ATOMIC_RELAXED);
 }
