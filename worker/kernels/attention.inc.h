@@ -20,7 +20,7 @@ enum {
     SPAN = 128,          /* keys whose scores are in memory at a time */
     ROWS_PER_THREAD = 4, /* with fewer, the heads of a decode are divided among the threads */
     ROW_VECTORS = 8,     /* more query vectors of a head are computed side by side, in lanes */
-    LANE_KEYS = 4, LANE_COLUMNS = 2, /* keys, and registers of vectors in lanes: their scores are in registers */
+    LANE_KEYS = 4, LANE_COLUMNS = 2, /* keys and registers of vectors in lanes whose scores are computed together */
 };
 
 struct tile {
@@ -233,9 +233,9 @@ static void turn_queries(const float *queries, int64_t count, int64_t dim, float
             turned[(q / LANES * dim + d) * LANES + q % LANES] = q < count ? queries[q * dim + d] : 0;
 }
 
-/* Fill scores [LANE_KEYS, width] with the dot products of keys and query vectors in lanes. The order of the sums is that of
- * score_tile: one sum for each of the LANES entries of a vector, which are then added in pairs, the most distant ones first.
- * With the entries in the order of their reversed bits few sums wait for their partner. */
+/* Fill `columns` times LANES of the scores [LANE_KEYS, width]: the dot products of keys and query vectors in lanes. The order
+ * of the sums is that of score_tile: one for each of the LANES entries of a vector, which are then added in pairs, the most
+ * distant ones first. With the entries in the order of their reversed bits few sums wait for their partner. */
 static ALWAYS_INLINE void score_columns(const float *turned, const float *keys, int64_t distance, int64_t dim,
                                         int64_t width, const int columns, float *scores)
 {
