@@ -27,6 +27,11 @@ from millrace.worker.transfer import staging
 PART = 4096
 """Token ids of one program."""
 NUM_WARPS = 8
+MOST_WARPS = 32
+"""Warps of the one program that reads a whole row several times. Each thread has few ids then, so their sums fit into its
+registers from the first part of the row to the last."""
+LOADS_AHEAD = tl.constexpr(4)
+"""Parts that are on their way to that program, plus one."""
 
 _GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -78,7 +83,9 @@ def draw(logits: Tensor, settings: Tensor | None, *, has_limits: bool) -> Tensor
     if settings is not None:
         numbers, keys = settings[:4].view(torch.float64), settings[4]
         if has_limits:
-            _raise_floors[(num_rows,)](*row, *peaks, num_parts, numbers, num_rows, **shape)
+            _raise_floors[(num_rows,)](
+                *row, *peaks, num_parts, numbers, num_rows, **(shape | {"num_warps": MOST_WARPS})
+            )
         scores = _empty_parts(num_rows, num_parts, logits.device)
         _draw_parts[num_rows, num_parts](*row, *peaks, num_parts, numbers, num_rows, keys, *scores, **shape)
     draws, parts = settings is not None, shape["PARTS"]
@@ -143,16 +150,16 @@ def _find_peaks(logits, row_stride, vocab_size, peaks, peak_ids, num_parts, PART
 @triton.jit
 def _tally(logits, row_stride, vocab_size, row, peak, temperature, floor, PART: tl.constexpr):
     """Return the number of ids that reach the floor, their sum of exp(scaled logit), and their smallest logit."""
-    count = tl.full((), 0, tl.int32)
-    mass = tl.full((), 0, tl.float64)
-    smallest = peak
-    for first in range(0, vocab_size, PART):
+    count = tl.zeros([PART], tl.int32)
+    mass = tl.zeros([PART], tl.float32)
+    smallest = tl.zeros([PART], tl.float32) + peak
+    for first in tl.range(0, vocab_size, PART, num_stages=LOADS_AHEAD):
         _, x = _load(logits, row_stride, vocab_size, row, first, PART)
         stays = (x > -_INF) & (tl.div_rn(x - peak, temperature) >= floor)
-        count += tl.sum(stays.to(tl.int32), axis=0)
-        mass += tl.sum(tl.where(stays, _mass(x, peak, temperature), 0.0), axis=0).to(tl.float64)
-        smallest = tl.minimum(smallest, tl.min(tl.where(stays, x, peak), axis=0))
-    return count, mass, smallest
+        count += stays.to(tl.int32)
+        mass += tl.where(stays, _mass(x, peak, temperature), 0.0)
+        smallest = tl.minimum(smallest, tl.where(stays, x, peak))
+    return tl.sum(count, axis=0), tl.sum(mass.to(tl.float64), axis=0), tl.min(smallest, axis=0)
 
 
 @triton.jit
@@ -174,18 +181,21 @@ def _logit_reaching(
     while low < high:
         middle = tl.minimum(low * 0.5 + high * 0.5, high)
         middle = tl.where(middle > low, middle, high)
-        reached = tl.full((), 0, tl.float64)
-        above = high  # the smallest logit from the middle on
-        below = low  # the largest logit below the middle
-        for first in range(0, vocab_size, PART):
+        reached = tl.zeros([PART], tl.float32)
+        above = tl.zeros([PART], tl.float32) + high  # the smallest logit from the middle on
+        below = tl.zeros([PART], tl.float32) + low  # the largest logit below the middle
+        for first in tl.range(0, vocab_size, PART, num_stages=LOADS_AHEAD):
             _, x = _load(logits, row_stride, vocab_size, row, first, PART)
             is_above = x >= middle
             weights = tl.where(is_above, _mass(x, peak, temperature), 0.0) if BY_MASS else is_above.to(tl.float32)
-            reached += tl.sum(weights, axis=0).to(tl.float64)
-            above = tl.minimum(above, tl.min(tl.where(is_above, x, high), axis=0))
-            below = tl.maximum(below, tl.max(tl.where(is_above, low, x), axis=0))
-        low = tl.where(reached >= target, above, low)
-        high = tl.where(reached >= target, high, below)
+            reached += weights
+            above = tl.minimum(above, tl.where(is_above, x, high))
+            below = tl.maximum(below, tl.where(is_above, low, x))
+        is_reached = tl.sum(reached.to(tl.float64), axis=0) >= target
+        low, high = (
+            tl.where(is_reached, tl.min(above, axis=0), low),
+            tl.where(is_reached, high, tl.max(below, axis=0)),
+        )
     return low
 
 

@@ -7,6 +7,9 @@ from functools import cache
 
 logger = logging.getLogger("millrace.worker")
 
+LEAST_CAPABILITY = 80
+"""Ten times the compute capability of the GPUs that have the kernels' shared memory and bfloat16."""
+
 
 @cache
 def find_triton() -> bool:
@@ -21,7 +24,9 @@ def find_triton() -> bool:
 
         is_interpreted = triton.knobs.runtime.interpret
         if not is_interpreted:
-            driver.active.get_current_target()
+            target = driver.active.get_current_target()
+            if target.backend == "cuda" and target.arch < LEAST_CAPABILITY:
+                raise RuntimeError(f"the GPU has compute capability {target.arch / 10}, the kernels need 8.0")
     except Exception as error:  # of Triton, the compiler or the file system
         reason = " ".join(str(error).split()) or type(error).__name__
         logger.warning("Triton cannot be used, so the GPU's kernels are torch's, which are slower: %.300s", reason)

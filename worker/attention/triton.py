@@ -22,6 +22,9 @@ from millrace.worker.kv_pool import LayerCache
 
 CHUNK = 256
 """Positions of a decode row that one program attends to. A multiple of the tiles' sizes."""
+DECODE_STAGES, PREFILL_STAGES = 5, 3
+"""Stages of the pipeline that reads the tiles. With 3, the block numbers of the next tile are loaded ahead; with 5, its keys
+and values too. A chunk has too few tiles to hide a wait; a prefill program needs the registers."""
 WIDE = {torch.float32: 64, torch.float16: 128, torch.bfloat16: 128}
 """Elements of a head above which the tiles are half as large, so that they fit into registers and shared memory. float32 has
 small tiles: its products are not the tensor cores', and larger ones take long to compile."""
@@ -97,7 +100,7 @@ class TritonAttention:
         output = query.new_empty(num_tokens, num_heads, value_dim)
         tables = batch.block_tables[layer.group]
         given = (query, *query.stride()[:2], *pool, tables, tables.stride(0))
-        how = {"WINDOW": window, "SOFTCAP": softcap or 0.0, "GROUP": group, "BLOCK_N": tile_n, "num_stages": 2}
+        how = {"WINDOW": window, "SOFTCAP": softcap or 0.0, "GROUP": group, "BLOCK_N": tile_n}
         if len(rows.decodes):
             sums = query.new_empty(rows.num_chunks, num_heads, value_dim, dtype=torch.float32)
             maxima, totals = query.new_empty(2, rows.num_chunks, num_heads, dtype=torch.float32).unbind()
@@ -105,6 +108,7 @@ class TritonAttention:
                 *(*given, rows.decodes, sums, maxima, totals, scaling),
                 CHUNK=CHUNK,
                 BLOCK_M=max(16, triton.next_power_of_2(group)),
+                num_stages=DECODE_STAGES,
                 **how,
                 **dims,
             )
@@ -118,7 +122,12 @@ class TritonAttention:
             )
         if len(rows.tiles):
             prefill[(len(rows.tiles), num_kv_heads)](
-                *(*given, rows.tiles, output, scaling), BLOCK_M=tile_m, num_warps=8, **how, **dims
+                *(*given, rows.tiles, output, scaling),
+                BLOCK_M=tile_m,
+                num_warps=8,
+                num_stages=PREFILL_STAGES,
+                **how,
+                **dims,
             )
         return output
 
