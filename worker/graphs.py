@@ -35,8 +35,8 @@ from millrace.worker.transfer import FixedBuffer
 logger = logging.getLogger("millrace.worker")
 
 MOST_CHUNKS = 8192
-"""Limit for all rows of a graph: their partial results take 64 MiB with 16 heads of 128 elements. Larger steps are bound by
-memory and run eagerly."""
+"""Limit for the chunks of keys of all rows of a graph: their partial results take 64 MiB with 16 heads of 128 elements.
+Larger steps are bound by memory and run eagerly."""
 CAPTURE_PAUSE_STEPS = 64
 """Least number of steps between two captures, each of which takes as long as several steps. Ranks count the same steps, so
 they capture together."""
@@ -81,7 +81,7 @@ class Kind(NamedTuple):
 
     num_rows: int
     num_chunks: int
-    """Chunks of the keys of each row."""
+    """Chunks of the keys of the longest row: the block tables have space for them."""
     draws: bool
     """Whether it yields token ids [B], which are kept for the next step. If not, it yields hidden states [B, H]."""
     has_limits: bool = False
@@ -151,7 +151,8 @@ class DecodeGraphs:
         )
         is_decode = num_tokens == num_rows == num_sampled and not rows.is_permuted
         size, chunks = min(_size_for(num_rows), self._max_num_seqs), _chunks_for(max(rows.kv_lens))
-        if not is_decode or self._has_failed or num_rows > size or size * chunks > MOST_CHUNKS:
+        most_chunks = sum(rows.kv_lens) // CHUNK + size
+        if not is_decode or self._has_failed or num_rows > size or most_chunks > MOST_CHUNKS:
             return None
         if self._buffers != self._current_buffers():  # the graphs write to buffers that are gone
             self._graphs.clear()
@@ -175,9 +176,8 @@ class DecodeGraphs:
         return self._graphs.get(min((kind for kind in self._graphs if kind.serves(wanted)), default=wanted))
 
     def _largest(self, kind: Kind) -> Kind:
-        num_chunks = 1 << (MOST_CHUNKS // self._max_num_seqs).bit_length() >> 1  # a power of 2
         longest = _chunks_for(self._table_width * self._sequences.block_size)
-        return kind._replace(num_rows=self._max_num_seqs, num_chunks=max(1, min(num_chunks, longest)))
+        return kind._replace(num_rows=self._max_num_seqs, num_chunks=longest)
 
     def _add(self, kind: Kind, rows: SampledRows) -> None:
         began_s = time.monotonic()
@@ -242,7 +242,7 @@ class DecodeGraphs:
             kv_lens=[1] * kind.num_rows,
             sampled=replace(rows, seq_ids=[], slots=slots),
             block_size=self._sequences.block_size,
-            chunks_of_decodes=kind.num_chunks,
+            space_for_chunks=min(kind.num_rows * kind.num_chunks, MOST_CHUNKS),
         )
 
     def _fill(self, graph: _Graph, rows: HostBatch) -> None:
@@ -263,5 +263,6 @@ def _size_for(num_rows: int) -> int:
 
 
 def _chunks_for(kv_len: int) -> int:
-    """Return the chunks of a row's keys that a graph has programs for: a power of 2."""
-    return 1 << ((kv_len - 1) // CHUNK).bit_length()
+    """Return the chunks of its longest row that a graph has space for: a power of 4."""
+    power: int = 4 ** -(-((kv_len - 1) // CHUNK).bit_length() // 2)
+    return power

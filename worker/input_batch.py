@@ -70,9 +70,9 @@ class StepBatch:
     """The tokens of prompts whose log-probabilities are wanted. None: none."""
     is_permuted: bool = False
     """Whether `sample_indices` may be of another order than the tokens, or have some twice."""
-    chunks_of_decodes: int | None = None
-    """Space for the chunks of each decode row, see `attention/triton.py`: in a graph it is the same in every step. None: as
-    many as each one has."""
+    space_for_chunks: int | None = None
+    """Space for the chunks of the decode rows, see `attention/triton.py`: in a graph it is the same in every step. None: as
+    many as they have."""
     on_host: HostBatch | None = None
     """What it was made of, if a plan was."""
     derived: dict[Any, Any] = field(default_factory=dict)

@@ -83,21 +83,28 @@ def attend(
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    keys += kv_head * KEY_DIM
+    values += kv_head * VALUE_DIM
+    columns = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
-        positions = start + tl.arange(0, BLOCK_N)
+        positions = start + columns
         is_loaded = (positions >= first) & (positions < end)
         is_visible = is_loaded[None, :] & (positions[None, :] <= query_positions[:, None])
         if WINDOW > 0:
             is_visible = is_visible & (positions[None, :] > query_positions[:, None] - WINDOW)
-        blocks = tl.load(table + positions // BLOCK_SIZE, is_loaded, other=0)
-        places = positions % BLOCK_SIZE * NUM_KV_HEADS + kv_head
+        if BLOCK_N % BLOCK_SIZE == 0:  # the same numbers, with less arithmetic
+            blocks = tl.load(table + start // BLOCK_SIZE + columns // BLOCK_SIZE, is_loaded, other=0)
+            places = columns % BLOCK_SIZE * NUM_KV_HEADS
+        else:
+            blocks = tl.load(table + positions // BLOCK_SIZE, is_loaded, other=0)
+            places = positions % BLOCK_SIZE * NUM_KV_HEADS
         tile_keys = tl.load(
             keys + place_offset(blocks, places, keys_block_stride, KEY_DIM)[None, :] + dims[:, None],
             is_loaded[None, :] & (dims[:, None] < KEY_DIM), other=0.0,
         )  # fmt: skip
         scores = tl.dot(queries, tile_keys.to(queries.dtype), input_precision="ieee") * scaling
         if HAS_SCALES:
-            offsets = place_offset(blocks, places, keys_block_stride // 4, 1)
+            offsets = place_offset(blocks, places + kv_head, keys_block_stride // 4, 1)
             scores = scores * tl.load(key_scales + offsets, is_loaded, other=0.0)[None, :]
         if SOFTCAP > 0:
             scores = SOFTCAP * (1 - 2 / (tl.exp(scores * (2 / SOFTCAP)) + 1))  # tanh, which is not in every Triton
@@ -110,10 +117,10 @@ def attend(
             values + place_offset(blocks, places, values_block_stride, VALUE_DIM)[:, None] + value_dims[None, :],
             is_loaded[:, None] & (value_dims[None, :] < VALUE_DIM), other=0.0,
         )  # fmt: skip
-        if HAS_SCALES:
-            offsets = place_offset(blocks, places, values_block_stride // 4, 1)
-            tile_values = tile_values.to(tl.float32) * tl.load(value_scales + offsets, is_loaded, other=0.0)[:, None]
         total = total * old_weight + tl.sum(weights, 1)
+        if HAS_SCALES:  # cheaper than to scale the values
+            offsets = place_offset(blocks, places + kv_head, values_block_stride // 4, 1)
+            weights = weights * tl.load(value_scales + offsets, is_loaded, other=0.0)[None, :]
         weighted = weighted * old_weight[:, None] + tl.dot(
             weights.to(queries.dtype), tile_values.to(queries.dtype), input_precision="ieee"
         )
@@ -121,24 +128,68 @@ def attend(
     return maximum, total, weighted
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "rows", "maxima", "totals"])
-def decode_chunk(
+@triton.jit
+def chunks_of(kv_len, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the number of the first chunk that a decode row attends to, and how many it attends to."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(kv_len - WINDOW, 0) // CHUNK
+    return first, (kv_len - 1) // CHUNK - first + 1
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "rows", "chunks"])
+def cut_decodes(
+    positions, rows, chunks, num_chunks, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Cut decode rows into chunks of positions: fill in the lengths and first chunks of `rows` [B, 4], see `merge_chunks`,
+    and store the chunks [P, 4] and their number. Grid: decode rows."""
+    index, members = tl.program_id(0), tl.arange(0, BLOCK)
+    before = tl.zeros([BLOCK], tl.int32)  # the chunks of the rows before this one
+    for start in range(0, index, BLOCK):
+        is_before = start + members < index
+        tokens = tl.load(rows + 4 * (start + members) + 1, is_before, other=0)
+        _, counts = chunks_of(tl.load(positions + tokens, is_before, other=0).to(tl.int32) + 1, WINDOW, CHUNK)
+        before += tl.where(is_before, counts, 0)
+    own = tl.sum(before, 0)
+    rows += 4 * index
+    row, token = tl.load(rows), tl.load(rows + 1)
+    kv_len = tl.load(positions + token).to(tl.int32) + 1
+    first, count = chunks_of(kv_len, WINDOW, CHUNK)
+    tl.store(rows + 2, kv_len)
+    tl.store(rows + 3, own)
+    for start in range(0, count, BLOCK):
+        is_own = start + members < count
+        places = chunks + 4 * (own + start + members)
+        tl.store(places, row, is_own)
+        tl.store(places + 1, token, is_own)
+        tl.store(places + 2, kv_len, is_own)
+        tl.store(places + 3, (first + start + members) * CHUNK, is_own)
+    if index == tl.num_programs(0) - 1:
+        tl.store(num_chunks, own + count)
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "chunks", "maxima", "totals"])
+def decode_chunks(
     query, query_head_stride, query_token_stride,
     keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
-    tables, table_stride, rows, sums, maxima, totals, scaling,
+    tables, table_stride, chunks, num_chunks, sums, maxima, totals, scaling,
     CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one chunk of positions. Grid: decode rows, key heads, chunks. rows: row, token, length, first part."""
-    rows += 4 * tl.program_id(0)
-    kv_head, chunk = tl.program_id(1), tl.program_id(2)
-    row, token, kv_len = tl.load(rows).to(tl.int64), tl.load(rows + 1).to(tl.int64), tl.load(rows + 2)
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(kv_len - WINDOW, 0)
-    begin = (first // CHUNK + chunk) * CHUNK
-    if begin < kv_len:
+    """Attend to the chunks of all decode rows. chunks: row, token, length, first position.
+
+    Grid: any number of programs. They share out the key heads of the chunks; those of one chunk are read at the same time,
+    since they lie side by side in the pool."""
+    num_units = tl.load(num_chunks) * NUM_KV_HEADS
+    for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0), disable_licm=True):
+        chunk, kv_head = unit // NUM_KV_HEADS, unit % NUM_KV_HEADS
+        own = chunks + 4 * chunk
+        row, token = tl.load(own).to(tl.int64), tl.load(own + 1).to(tl.int64)
+        kv_len, begin = tl.load(own + 2), tl.load(own + 3)
+        first = begin
+        if WINDOW > 0:
+            first = tl.maximum(first, kv_len - WINDOW)
         maximum, total, weighted = attend(
             query, query_head_stride, query_token_stride, token, kv_len - 1, 1, kv_head,
             begin, first, tl.minimum(begin + CHUNK, kv_len),
@@ -148,8 +199,7 @@ def decode_chunk(
         )  # fmt: skip
         members, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
         is_member = members < GROUP
-        part = (tl.load(rows + 3) + chunk).to(tl.int64)
-        parts = (part * NUM_KV_HEADS + kv_head) * GROUP + members
+        parts = unit * GROUP + members.to(tl.int64)
         tl.store(maxima + parts, maximum, is_member)
         tl.store(totals + parts, total, is_member)
         is_stored = is_member[:, None] & (dims[None, :] < VALUE_DIM)
@@ -162,19 +212,18 @@ def merge_chunks(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Merge the chunks of a row, the first one first. Grid: decode rows, query heads."""
+    """Merge the chunks of a row, the first one first. Grid: decode rows, query heads. rows: row, token, length, first chunk
+    among those of all rows."""
     rows += 4 * tl.program_id(0)
     head = tl.program_id(1)
     token, kv_len, part = tl.load(rows + 1).to(tl.int64), tl.load(rows + 2), tl.load(rows + 3).to(tl.int64)
-    first_chunk = 0
-    if WINDOW > 0:
-        first_chunk = tl.maximum(kv_len - WINDOW, 0) // CHUNK
+    _, count = chunks_of(kv_len, WINDOW, CHUNK)
     dims = tl.arange(0, BLOCK_DV)
     part = part * NUM_HEADS + head
     maximum = tl.load(maxima + part)
     total = tl.load(totals + part)
     weighted = tl.load(sums + part * VALUE_DIM + dims, dims < VALUE_DIM, other=0.0)
-    for _ in range(first_chunk + 1, (kv_len - 1) // CHUNK + 1):
+    for _ in range(1, count):
         part += NUM_HEADS
         chunk_maximum = tl.load(maxima + part)
         new_maximum = tl.maximum(maximum, chunk_maximum)

@@ -1,22 +1,23 @@
-"""Attention in Triton, straight from the pool: four launches per layer, however many rows a step has.
+"""Attention in Triton, straight from the pool: four launches per layer, however many rows a step has, and one per step.
 
 A decode row is cut into chunks of CHUNK positions, which are merged in order. Other rows are cut into tiles of tokens. The
 cuts depend on the row alone, so the result of a row does not depend on the other rows of its step. A program computes all
 query heads of one key head, so it reads the keys and values once for them.
 
-Shapes: T tokens of the step, B decode rows, M tiles of the other rows, P chunks of all decode rows, Hq query heads, Hkv key
-and value heads, D size of a key head, Dv size of a value head.
+Shapes: T tokens of the step, B decode rows, M tiles of the other rows, P chunks of all decode rows or space for more, Hq
+query heads, Hkv key and value heads, D size of a key head, Dv size of a value head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from millrace.worker.attention.paged_triton import decode_chunk, merge_chunks, prefill, write_kv
+from millrace.worker.attention.paged_triton import cut_decodes, decode_chunks, merge_chunks, prefill, write_kv
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import LayerCache
 
@@ -25,6 +26,8 @@ CHUNK = 256
 DECODE_STAGES, PREFILL_STAGES = 5, 3
 """Stages of the pipeline that reads the tiles. With 3, the block numbers of the next tile are loaded ahead; with 5, its keys
 and values too. A chunk has too few tiles to hide a wait; a prefill program needs the registers."""
+REGISTERS = 65536
+"""Registers of one multiprocessor of any NVIDIA GPU that the kernels run on."""
 WIDE = {torch.float32: 64, torch.float16: 128, torch.bfloat16: 128}
 """Elements of a head above which the tiles are half as large, so that they fit into registers and shared memory. float32 has
 small tiles: its products are not the tensor cores', and larger ones take long to compile."""
@@ -35,11 +38,16 @@ class Rows:
     """The rows of a step on the device, cut for one sliding window. All layers that have it share them."""
 
     tiles: Tensor  # [M, 4] int32: row, first token, tokens, position of the first token
-    decodes: Tensor  # [B, 4] int32: row, token, length, number of its first chunk
-    num_chunks: int
-    """Chunks of all decode rows together."""
-    most_chunks: int
-    """Largest number of chunks of one decode row."""
+    decodes: Tensor  # [B, 4] int32: row, token, length, its first chunk
+    chunks: Tensor  # [P, 4] int32: row, token, length, first position
+    num_chunks: Tensor  # [1] int32
+    window: int
+
+    def cut(self, positions: Tensor) -> None:
+        """Cut the decode rows, whose lengths follow from the positions of their tokens [1, T]."""
+        if len(self.decodes):
+            given = (positions, self.decodes, self.chunks, self.num_chunks)
+            cut_decodes[(len(self.decodes),)](*given, WINDOW=self.window, CHUNK=CHUNK, BLOCK=128)
 
 
 class TritonAttention:
@@ -52,12 +60,13 @@ class TritonAttention:
         """`batch_invariant`: a token has the same bits in a decode row and in any chunk. Long decode rows are slower: each
         is one tile."""
         self._largest_decode = 0 if batch_invariant else 1
+        self._num_programs: dict[Any, int] = {}
+        """By kind of layer: the programs of `decode_chunks` that run at once."""
 
     def update_decodes(self, batch: StepBatch) -> None:
-        """Give the decode rows of a batch whose tensors stay the lengths that follow from its positions. The number of
-        their chunks stays. All is done on the device, so it can be part of a graph."""
+        """Cut the decode rows of a batch whose tensors stay. All is done on the device, so it can be part of a graph."""
         for rows in batch.derived.values():
-            rows.decodes[:, 2] = batch.positions[0] + 1
+            rows.cut(batch.positions)
 
     def forward(
         self,
@@ -102,16 +111,21 @@ class TritonAttention:
         given = (query, *query.stride()[:2], *pool, tables, tables.stride(0))
         how = {"WINDOW": window, "SOFTCAP": softcap or 0.0, "GROUP": group, "BLOCK_N": tile_n}
         if len(rows.decodes):
-            sums = query.new_empty(rows.num_chunks, num_heads, value_dim, dtype=torch.float32)
-            maxima, totals = query.new_empty(2, rows.num_chunks, num_heads, dtype=torch.float32).unbind()
-            decode_chunk[(len(rows.decodes), num_kv_heads, rows.most_chunks)](
-                *(*given, rows.decodes, sums, maxima, totals, scaling),
+            num_chunks = len(rows.chunks)
+            sums = query.new_empty(num_chunks, num_heads, value_dim, dtype=torch.float32)
+            maxima, totals = query.new_empty(2, num_chunks, num_heads, dtype=torch.float32).unbind()
+            kind = (query.dtype, layer.keys.dtype, num_heads, *layer.keys.shape[1:], value_dim, window, softcap)
+            num_programs = self._num_programs.get(kind, 128)  # any number gives the same result
+            kernel = decode_chunks[(min(num_programs, num_chunks * num_kv_heads),)](
+                *(*given, rows.chunks, rows.num_chunks, sums, maxima, totals, scaling),
                 CHUNK=CHUNK,
                 BLOCK_M=max(16, triton.next_power_of_2(group)),
                 num_stages=DECODE_STAGES,
                 **how,
                 **dims,
             )
+            if kind not in self._num_programs:
+                self._num_programs[kind] = _num_resident(kernel, query.device)
             merge_chunks[(len(rows.decodes), num_heads)](
                 *(sums, maxima, totals, rows.decodes, output),
                 WINDOW=window,
@@ -132,28 +146,25 @@ class TritonAttention:
         return output
 
 
-def _decodes(
-    starts: Tensor, decoded: Tensor, ends: Tensor, window: int, most_chunks: int | None
-) -> tuple[Tensor, int, int]:
-    """Return the decode rows as in `Rows`, on the host, and the chunks of all of them and of one. `decoded` [B] are their
-    numbers among the rows, `ends` [B] their lengths."""
-    first_chunks = (ends - window).clamp_(min=0) // CHUNK if window else 0
-    chunks = (ends - 1) // CHUNK - first_chunks + 1
-    if most_chunks is not None:
-        chunks = torch.full_like(chunks, min(most_chunks, window // CHUNK + 2) if window else most_chunks)
-    rows = torch.stack((decoded, starts[decoded], ends, chunks.cumsum(0) - chunks), 1).int()
-    return rows, int(chunks.sum()), max(chunks.tolist(), default=0)
+def _num_resident(kernel: Any, device: torch.device) -> int:
+    """Return how many programs of a compiled kernel run at once. A multiprocessor gives registers by 8 to a thread, and
+    takes 1 KiB of shared memory for each program (NVIDIA, CUDA C++ Programming Guide)."""
+    if device.type == "cpu":
+        return 3
+    properties = torch.cuda.get_device_properties(device)
+    registers = 32 * kernel.metadata.num_warps * (-(-kernel.n_regs // 8) * 8)
+    by_memory = properties.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
+    return properties.multi_processor_count * max(1, min(REGISTERS // registers, by_memory))
 
 
 def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) -> Rows:
     """Return the step's rows on the device; those of more than `largest_decode` tokens in tiles of `tile_size`. The first
-    layer of a step that needs them copies them, without waiting for the device."""
+    layer of a step that needs them copies and cuts them, without waiting for the device."""
     kind = (TritonAttention, tile_size, window)
     if kind not in batch.derived:
         starts, lengths = torch.tensor(batch.query_starts), torch.tensor(batch.kv_lens)
         counts = starts.diff()
         decoded = (counts <= largest_decode).nonzero().squeeze(1)
-        decodes, num_chunks, most_chunks = _decodes(starts, decoded, lengths[decoded], window, batch.chunks_of_decodes)
         tiles = [
             (row, first, min(tile_size, batch.query_starts[row + 1] - first), first - offset)
             for row in (counts > largest_decode).nonzero().squeeze(1).tolist()
@@ -163,8 +174,22 @@ def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) ->
         device = batch.block_tables.device
         on_host = torch.empty(len(tiles) + len(decoded), 4, dtype=torch.int32, pin_memory=device.type == "cuda")
         on_host[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
-        on_host[len(tiles) :] = decodes
+        on_host[len(tiles) :, 0], on_host[len(tiles) :, 1] = decoded, starts[decoded]
         on_device = on_host.to(device, non_blocking=True)
-        batch.derived[kind] = Rows(on_device[: len(tiles)], on_device[len(tiles) :], num_chunks, most_chunks)
-    rows: Rows = batch.derived[kind]
-    return rows
+        most = _count_chunks(lengths[decoded], window)
+        if batch.space_for_chunks is not None:
+            most = (
+                min(batch.space_for_chunks, len(decoded) * (window // CHUNK + 2)) if window else batch.space_for_chunks
+            )
+        chunks, num_chunks = on_device.new_empty(most, 4), on_device.new_empty(1)
+        rows = Rows(on_device[: len(tiles)], on_device[len(tiles) :], chunks, num_chunks, window)
+        rows.cut(batch.positions)
+        batch.derived[kind] = rows
+    found: Rows = batch.derived[kind]
+    return found
+
+
+def _count_chunks(lengths: Tensor, window: int) -> int:
+    """Return how many chunks decode rows of these lengths [B] have."""
+    first = (lengths - window).clamp_(min=0) // CHUNK if window else 0
+    return int(((lengths - 1) // CHUNK - first + 1).sum())

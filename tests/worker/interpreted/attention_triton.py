@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from millrace.worker.attention.paged_triton import place_offset
-from millrace.worker.attention.triton import TritonAttention
+from millrace.worker.attention.triton import CHUNK, Rows, TritonAttention
 from millrace.worker.kv_pool import FP8
 from tests.worker.attention.paged import MIXED, Shape, attend, check
 
@@ -77,6 +77,21 @@ def test_a_row_does_not_depend_on_the_other_rows(window: int | None) -> None:
     together, _ = attend(TRITON, rows, shape=(2, 1, 16, 16), window=window)
     alone, _ = attend(TRITON, rows, shape=(2, 1, 16, 16), window=window, num_kept=2)
     assert torch.equal(alone, together[:10])
+
+
+@pytest.mark.parametrize("window", [0, 1, 256, 300])
+def test_the_chunks_of_many_rows_are_listed_in_order(window: int) -> None:
+    positions, tokens = torch.arange(300).mul(17).remainder(1000).view(1, -1), list(range(7, 297))
+    decodes = torch.tensor([[row, token, 0, 0] for row, token in enumerate(tokens)], dtype=torch.int32)
+    rows = Rows(decodes[:0], decodes, decodes.new_zeros(2000, 4), decodes.new_zeros(1), window)
+    rows.cut(positions)
+    expected = list[list[int]]()
+    for row, token in enumerate(tokens):
+        kv_len = int(positions[0, token]) + 1
+        assert decodes[row].tolist() == [row, token, kv_len, len(expected)]
+        first = max(0, kv_len - window) // CHUNK * CHUNK if window else 0
+        expected += [[row, token, kv_len, begin] for begin in range(first, kv_len, CHUNK)]
+    assert rows.chunks[: rows.num_chunks.item()].tolist() == expected
 
 
 @pytest.mark.parametrize("window", [None, 40])
