@@ -133,6 +133,7 @@ class TritonAttention:
                 NUM_HEADS=num_heads,
                 VALUE_DIM=value_dim,
                 BLOCK_DV=block_dv,
+                num_warps=1,
             )
         if len(rows.tiles):
             prefill[(len(rows.tiles), num_kv_heads)](
