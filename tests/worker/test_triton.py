@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from millrace.executor.wire.messages import RowSampling
-from millrace.worker.kv_pool import FP8
+from millrace.worker.kv_pool import FP8, KVPool, LayerSpec
 from tests.worker.attention.paged import attend
-from tests.worker.rows import sampling_rows
+from tests.worker.rows import make_batch, sampling_rows
 
 FILES = sorted((Path(__file__).parent / "interpreted").glob("*_triton.py"))
 
@@ -147,20 +147,27 @@ def test_sampling_compiles_for_a_gpu_and_not_again_for_other_numbers_of_rows(
     assert set(launched) == before
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_layers_compile_for_a_gpu(dtype: torch.dtype, launched: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype"), [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, FP8)]
+)
+def test_layers_compile_for_a_gpu(
+    dtype: torch.dtype, pool_dtype: torch.dtype | None, launched: dict[str, Any], tmp_path: Path
+) -> None:
+    from millrace.worker.attention.triton import TritonAttention
     from millrace.worker.kernels import rows_triton
     from millrace.worker.linear.linear_triton import TritonLinear
 
-    size, table = 1024, torch.zeros(9, 64)
+    size, norms, tables = 1024, (torch.ones(128), torch.ones(128)), (torch.zeros(99, 64), torch.zeros(99, 64))
+    layer = KVPool([LayerSpec(0, 2, 128, 128, None)], 9, 16, pool_dtype or dtype, torch.device("cpu")).layers[0]
     for num_rows in (1, 3, 16):
         inputs, outputs = torch.zeros(num_rows, size, dtype=dtype), torch.zeros(num_rows, 2 * size, dtype=dtype)
         TritonLinear(torch.zeros(2 * size, size, dtype=dtype), torch.zeros(2 * size, dtype=dtype)).into(inputs, outputs)
         rows_triton.rms_norm(inputs, torch.ones(size), 1e-6, inputs, adds=True)
         rows_triton.gated_activation(outputs, inputs, "silu")
-        positions, norms = torch.zeros(num_rows, dtype=torch.int64), (torch.ones(128), torch.ones(128))
-        rows_triton.norm_and_rotate(outputs, positions, (table, table), norms, 1e-6, 4, 128, inputs)
-    assert sorted(each.name for each in launched.values()) == [
-        *("_gated_activation", "_norm_and_rotate", "_rms_norm", "multiply")
-    ]
+        how: dict[str, Any] = {"scaling": 0.1, "sliding_window": None, "softcap": None}
+        batch = make_batch([(num_rows, num_rows)], 16, 9, seed=1)
+        TritonAttention().forward_projected(inputs, tables, norms, 1e-6, 4, layer, **how, batch=batch)
+    names = {"_gated_activation", "_rms_norm", "multiply", "rotate_and_write", "prefill", "decode_chunks"}
+    assert {each.name for each in launched.values()} == names | {"cut_decodes", "merge_chunks"}
+    assert len(launched) == len(names) + 2
     check_resources(launched, tmp_path)

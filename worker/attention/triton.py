@@ -17,7 +17,14 @@ import torch
 import triton
 from torch import Tensor
 
-from millrace.worker.attention.paged_triton import cut_decodes, decode_chunks, merge_chunks, prefill, write_kv
+from millrace.worker.attention.paged_triton import (
+    cut_decodes,
+    decode_chunks,
+    merge_chunks,
+    prefill,
+    rotate_and_write,
+    write_kv,
+)
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import LayerCache
 
@@ -26,6 +33,8 @@ CHUNK = 256
 DECODE_STAGES, PREFILL_STAGES = 5, 3
 """Stages of the pipeline that reads the tiles. With 3, the block numbers of the next tile are loaded ahead; with 5, its keys
 and values too. A chunk has too few tiles to hide a wait; a prefill program needs the registers."""
+HEADS_AT_ONCE = 8
+"""Heads of one token that one program rotates or writes."""
 REGISTERS = 65536
 """Registers of one multiprocessor of any NVIDIA GPU that the kernels run on."""
 WIDE = {torch.float32: 64, torch.float16: 128, torch.bfloat16: 128}
@@ -80,36 +89,87 @@ class TritonAttention:
         batch: StepBatch,
     ) -> Tensor:  # [T, Hq, Dv]
         query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
+        num_kv_heads, num_tokens, key_dim = key.shape
+        write_kv[(num_tokens,)](
+            *(key, *key.stride()[:2], value, *value.stride()[:2], *_pool(layer)),
+            *(batch.positions, batch.token_blocks, batch.token_blocks.shape[1], layer.group),
+            HAS_SCALES=layer.scales is not None,
+            BLOCK_SIZE=batch.block_size,
+            NUM_KV_HEADS=num_kv_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value.shape[2],
+            BLOCK_H=triton.next_power_of_2(num_kv_heads),
+            BLOCK_D=_padded(key_dim),
+            BLOCK_DV=_padded(value.shape[2]),
+        )
+        return self._attend(query, layer, scaling, sliding_window, softcap, batch)
+
+    def forward_projected(
+        self,
+        projected: Tensor,  # [T, (Hq + 2 Hkv) * D], the queries, the keys, the values, each by heads
+        tables: tuple[Tensor, Tensor],  # cosines and sines, float32 [positions, rotary size / 2]
+        norms: tuple[Tensor, Tensor] | None,  # weights of RMSNorm for queries and for keys, float32 [D]
+        epsilon: float,
+        num_heads: int,
+        layer: LayerCache,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        batch: StepBatch,
+    ) -> Tensor:  # [T, Hq, D]
+        """Do what `rows_torch.norm_and_rotate` and `forward` do, with one launch less."""
+        num_tokens, (num_kv_heads, dim), half = len(projected), layer.keys.shape[2:], tables[0].shape[1]
+        queries = projected.new_empty(num_tokens, num_heads, dim)
+        rotate_and_write[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_AT_ONCE))](
+            *(projected, projected.stride(0), *tables, *(norms or tables), epsilon, queries, *_pool(layer)),
+            *(batch.positions, batch.token_blocks, batch.token_blocks.shape[1], layer.group),
+            HALF=half,
+            HAS_NORMS=norms is not None,
+            HAS_SCALES=layer.scales is not None,
+            BLOCK_SIZE=batch.block_size,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            DIM=dim,
+            BLOCK_H=HEADS_AT_ONCE,
+            BLOCK_D=_padded(dim),
+        )
+        return self._attend(queries.transpose(0, 1), layer, scaling, sliding_window, softcap, batch)
+
+    def _attend(
+        self,
+        query: Tensor,  # [Hq, T, D]
+        layer: LayerCache,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        batch: StepBatch,
+    ) -> Tensor:  # [T, Hq, Dv]
+        """Attend to the pool, where the step's own keys and values are already."""
         num_heads, num_tokens, key_dim = query.shape
-        num_kv_heads, _, value_dim = value.shape
+        num_kv_heads, value_dim = layer.values.shape[2:]
         group, window = num_heads // num_kv_heads, sliding_window or 0
-        block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (key_dim, value_dim))
+        block_d, block_dv = _padded(key_dim), _padded(value_dim)
         tile_n = (32 if query.dtype == torch.float32 else 64) // (
             2 if max(block_d, block_dv) > WIDE[query.dtype] else 1
         )
         tile_m = max(2 * tile_n, triton.next_power_of_2(group))
-        key_scales, value_scales = layer.scales or (layer.keys, layer.values)  # of no use without scales
-        pool = (layer.keys, key_scales, layer.keys.stride(0), layer.values, value_scales, layer.values.stride(0))
-        dims = {
-            "HAS_SCALES": layer.scales is not None,
-            "BLOCK_SIZE": layer.keys.shape[1],
-            "NUM_KV_HEADS": num_kv_heads,
-            "KEY_DIM": key_dim,
-            "VALUE_DIM": value_dim,
-            "BLOCK_D": block_d,
-            "BLOCK_DV": block_dv,
-        }
-        write_kv[(num_tokens,)](
-            *(key, *key.stride()[:2], value, *value.stride()[:2], *pool),
-            *(batch.positions, batch.token_blocks, batch.token_blocks.shape[1], layer.group),
-            BLOCK_H=triton.next_power_of_2(num_kv_heads),
-            **dims,
-        )
         rows = _rows(batch, tile_m // group, window, self._largest_decode)
         output = query.new_empty(num_tokens, num_heads, value_dim)
         tables = batch.block_tables[layer.group]
-        given = (query, *query.stride()[:2], *pool, tables, tables.stride(0))
-        how = {"WINDOW": window, "SOFTCAP": softcap or 0.0, "GROUP": group, "BLOCK_N": tile_n}
+        given = (query, *query.stride()[:2], *_pool(layer), tables, tables.stride(0))
+        how = {
+            "WINDOW": window,
+            "SOFTCAP": softcap or 0.0,
+            "HAS_SCALES": layer.scales is not None,
+            "BLOCK_SIZE": batch.block_size,
+            "NUM_KV_HEADS": num_kv_heads,
+            "GROUP": group,
+            "KEY_DIM": key_dim,
+            "VALUE_DIM": value_dim,
+            "BLOCK_N": tile_n,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+        }
         if len(rows.decodes):
             num_chunks = len(rows.chunks)
             sums = query.new_empty(num_chunks, num_heads, value_dim, dtype=torch.float32)
@@ -122,7 +182,6 @@ class TritonAttention:
                 BLOCK_M=max(16, triton.next_power_of_2(group)),
                 num_stages=DECODE_STAGES,
                 **how,
-                **dims,
             )
             if kind not in self._num_programs:
                 self._num_programs[kind] = _num_resident(kernel, query.device)
@@ -142,9 +201,19 @@ class TritonAttention:
                 num_warps=8,
                 num_stages=PREFILL_STAGES,
                 **how,
-                **dims,
             )
         return output
+
+
+def _pool(layer: LayerCache) -> tuple[Any, ...]:
+    """Return the arguments of a kernel that stand for the pool."""
+    key_scales, value_scales = layer.scales or (layer.keys, layer.values)  # of no use without scales
+    return layer.keys, key_scales, layer.keys.stride(0), layer.values, value_scales, layer.values.stride(0)
+
+
+def _padded(size: int) -> int:
+    """Return the entries of a head in a tile."""
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 def _num_resident(kernel: Any, device: torch.device) -> int:

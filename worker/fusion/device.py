@@ -26,7 +26,7 @@ from millrace.worker.triton_support import find_triton
 
 
 def find_row_kernels(device: torch.device) -> ModuleType:
-    """Return Triton's row operations where they run, else torch's. Both have the functions that `rows_torch` describes."""
+    """Return Triton's norms and activations where they run, else torch's. `rows_torch` describes them."""
     if device.type != "cuda" or not find_triton():
         return rows_torch
     from millrace.worker.kernels import rows_triton
@@ -78,7 +78,7 @@ class DeviceOperations:
         tables = self._keep(parts.rotary.cosines), self._keep(parts.rotary.sines)
         norms = parts.head_norms
         kept = (self._keep(norms[0].weights), self._keep(norms[1].weights)) if norms else None
-        return DeviceAttention(parts, layer, self._attention, self.workspace, self._rows, tables, kept)
+        return DeviceAttention(parts, layer, self._attention, self.workspace, tables, kept)
 
     def prepare_module(self, module: nn.Module) -> None:
         if self._batch_invariant:
@@ -126,7 +126,7 @@ class DeviceActivation:
 
 
 class DeviceAttention:
-    """Norms of heads and rotation in one call, then the attention that the rank has chosen."""
+    """Norms of heads and rotation, then the attention that the rank has chosen. Triton's does all of it."""
 
     def __init__(
         self,
@@ -134,31 +134,29 @@ class DeviceAttention:
         layer: LayerCache,
         attention: Attention,
         workspace: Workspace,
-        rows: ModuleType,
         tables: tuple[Tensor, Tensor],  # cosines and sines, float32 [P, R / 2]
         norms: tuple[Tensor, Tensor] | None,  # of queries and of keys, float32 [D]
     ) -> None:
-        self._parts, self._layer, self._attention, self._workspace = parts, layer, attention, workspace
-        self._rotate, self._tables, self._norms = rows.norm_and_rotate, tables, norms
-        self._epsilon = parts.head_norms[0].epsilon if parts.head_norms else 0.0
+        self._parts, self._attention, self._workspace = parts, attention, workspace
+        self._how = layer, parts.scaling, parts.spec.sliding_window, parts.softcap
+        epsilon = parts.head_norms[0].epsilon if parts.head_norms else 0.0
+        self._rotation = tables, norms, epsilon, parts.num_heads
+        self._run_projected = getattr(attention, "forward_projected", None)
 
     def run(self, projected: Tensor, rows: StepBatch) -> Tensor:
-        parts = self._parts
-        spec, num_tokens = parts.spec, projected.shape[0]
-        num_rotated = parts.num_heads + spec.num_kv_heads
+        if self._run_projected is not None:
+            attended = self._run_projected(projected, *self._rotation, *self._how, rows)
+        else:
+            query, key, value = self._rotated(projected, rows)
+            attended = self._attention.forward(query, key, value, *self._how, rows)
+        return attended.reshape(len(projected), self._parts.output_width)
+
+    def _rotated(self, projected: Tensor, rows: StepBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [Hq, T, D], keys and values [Hkv, T, D]."""
+        spec, num_heads, num_tokens = self._parts.spec, self._parts.num_heads, len(projected)
+        num_rotated = num_heads + spec.num_kv_heads
         rotated = self._workspace.rows("rotated", num_tokens, num_rotated * spec.key_dim)
-        sizes = parts.num_heads, spec.key_dim
-        self._rotate(projected, rows.positions[0], self._tables, self._norms, self._epsilon, *sizes, rotated)
+        rows_torch.norm_and_rotate(projected, rows.positions[0], *self._rotation, spec.key_dim, rotated)
         heads = rotated.view(num_tokens, num_rotated, spec.key_dim).transpose(0, 1)
         values = projected[:, rotated.shape[1] :].view(num_tokens, spec.num_kv_heads, spec.value_dim).transpose(0, 1)
-        attended = self._attention.forward(
-            heads[: parts.num_heads],
-            heads[parts.num_heads :],
-            values,
-            layer=self._layer,
-            scaling=parts.scaling,
-            sliding_window=spec.sliding_window,
-            softcap=parts.softcap,
-            batch=rows,
-        )
-        return attended.reshape(num_tokens, parts.output_width)
+        return heads[:num_heads], heads[num_heads:], values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,12 @@ from torch import Tensor
 from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.reference import ReferenceAttention
 from millrace.worker.input_batch import StepBatch
-from millrace.worker.kv_pool import KVPool, LayerSpec
+from millrace.worker.kernels import rows_torch
+from millrace.worker.kv_pool import KVPool, LayerCache, LayerSpec
 from tests.worker.rows import make_batch
+
+if TYPE_CHECKING:
+    from millrace.worker.attention.triton import TritonAttention
 
 Shape = tuple[int, int, int, int]
 """Query heads, key heads, size of a key head, size of a value head."""
@@ -50,6 +54,22 @@ def first_rows(batch: StepBatch, num_rows: int) -> StepBatch:
     )
 
 
+def on_device(
+    batch: StepBatch, pool: KVPool, shape: Shape, dtype: torch.dtype, device: str
+) -> tuple[StepBatch, LayerCache, list[Tensor]]:
+    """The batch and a copy of the pool there: its layer, and its tensors."""
+    tensors: dict[str, Any] = {
+        field.name: getattr(batch, field.name).to(device)
+        for field in fields(batch)
+        if isinstance(getattr(batch, field.name), Tensor)
+    }
+    moved = KVPool([LayerSpec(0, *shape[1:], None)], NUM_BLOCKS, batch.block_size, dtype, torch.device(device))
+    parts = [part for pair in moved._pairs for part in pair]
+    for part, filled in zip(parts, (part for pair in pool._pairs for part in pair), strict=True):
+        part.copy_(filled)
+    return replace(batch, **tensors), moved.layers[0], parts
+
+
 def attend(
     attention: Attention,
     rows: list[tuple[int, int]],
@@ -76,17 +96,8 @@ def attend(
     if num_kept is not None:
         batch = first_rows(batch, num_kept)
         query, key, value = (each[:, : batch.query_starts[-1]] for each in (query, key, value))
-    on_device: dict[str, Any] = {
-        field.name: getattr(batch, field.name).to(device)
-        for field in fields(batch)
-        if isinstance(getattr(batch, field.name), Tensor)
-    }
-    spec = LayerSpec(0, num_kv_heads, key_dim, value_dim, None)
-    moved = KVPool([spec], NUM_BLOCKS, block_size, pool_dtype or dtype, torch.device(device))
-    parts = [part for pair in moved._pairs for part in pair]
-    for part, filled in zip(parts, (part for pair in pool._pairs for part in pair), strict=True):
-        part.copy_(filled)
-    batch, options = replace(batch, **on_device), (moved.layers[0], key_dim**-0.5, window, softcap)
+    batch, layer, parts = on_device(batch, pool, shape, pool_dtype or dtype, device)
+    options = layer, key_dim**-0.5, window, softcap
     output = attention.forward(query, key, value, *options, batch)
     if first_token:
         last = replace(
@@ -99,6 +110,44 @@ def attend(
         query, key, value = (each[:, first_token:] for each in (query, key, value))
         output = attention.forward(query, key, value, *options, last)
     return output, [part.view(torch.uint8) for part in parts]
+
+
+def check_projected(
+    attention: TritonAttention,
+    shape: Shape,
+    rotary_dim: int,
+    *,
+    has_norms: bool,
+    dtype: torch.dtype,
+    pool_dtype: torch.dtype | None = None,
+    device: str = "cpu",
+) -> None:
+    """`forward_projected` computes and writes what the rotation and `forward` do."""
+    num_heads, num_kv_heads, dim, _ = shape
+    generator, rows = torch.Generator().manual_seed(3), make_batch([(20, 1), (19, 3)], 16, NUM_BLOCKS, seed=1)
+    pool = filled_pool(rows, shape, pool_dtype or dtype, generator)
+    numbers = torch.randn(rows.query_starts[-1], (num_heads + 2 * num_kv_heads) * dim, generator=generator)
+    projected = numbers.to(device, dtype)
+    cosines, sines = (torch.randn(20, rotary_dim // 2, generator=generator).to(device) for _ in range(2))
+    of_query, of_key = (torch.randn(dim, generator=generator).to(device) for _ in range(2))
+    rotation: dict[str, Any] = {"tables": (cosines, sines), "norms": (of_query, of_key) if has_norms else None}
+    rotation |= {"epsilon": 1e-6, "num_heads": num_heads}
+    how: dict[str, Any] = {"scaling": dim**-0.5, "sliding_window": None, "softcap": None}
+    batch, layer, parts = on_device(rows, pool, shape, pool_dtype or dtype, device)
+    output = attention.forward_projected(projected, **rotation, layer=layer, **how, batch=batch)
+    batch, layer, expected_parts = on_device(rows, pool, shape, pool_dtype or dtype, device)
+    rotated = projected.new_empty(len(projected), (num_heads + num_kv_heads) * dim)
+    rows_torch.norm_and_rotate(projected, batch.positions[0], **rotation, head_dim=dim, outputs=rotated)
+    heads = torch.cat([rotated, projected[:, rotated.shape[1] :]], 1).view(len(projected), -1, dim).transpose(0, 1)
+    query, key, value = heads.split([num_heads, num_kv_heads, num_kv_heads])
+    expected = attention.forward(query, key, value, layer=layer, **how, batch=batch)
+    tolerance = TOLERANCES[dtype] if pool_dtype is None else 3e-2
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+    for actual, other in zip(parts, expected_parts, strict=True):
+        if pool_dtype is None:
+            torch.testing.assert_close(actual, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+        else:  # its bytes: a number that is rounded otherwise is one step away
+            assert (actual.view(torch.int8).int() - other.view(torch.int8).int()).abs().float().mean() < 0.02
 
 
 def check(attention: Attention, rows: list[tuple[int, int]], **options: Any) -> None:

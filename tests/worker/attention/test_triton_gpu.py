@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.select import choose_attention
 from millrace.worker.kv_pool import FP8
-from tests.worker.attention.paged import MIXED, Shape, attend, check
+from tests.worker.attention.paged import MIXED, Shape, attend, check, check_projected
+
+if TYPE_CHECKING:
+    from millrace.worker.attention.triton import TritonAttention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
@@ -43,6 +48,19 @@ def test_decodes_and_chunks_equal_the_reference(
 ) -> None:
     options = {"dtype": dtype, "pool_dtype": pool_dtype, "window": window, "softcap": softcap, "block_size": block_size}
     check(triton, MIXED, shape=shape, device="cuda", **options)
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "rotary_dim"), [(LARGE, 128), ((9, 3, 24, 24), 24), ((32, 32, 96, 96), 72)])
+def test_projections_are_rotated_and_written(
+    shape: Shape, rotary_dim: int, dtype: torch.dtype, has_norms: bool, triton: TritonAttention
+) -> None:
+    check_projected(triton, shape, rotary_dim, has_norms=has_norms, dtype=dtype, device="cuda")
+
+
+def test_projections_are_written_to_a_pool_in_fp8(triton: TritonAttention) -> None:
+    check_projected(triton, LARGE, 128, has_norms=True, dtype=torch.bfloat16, pool_dtype=FP8, device="cuda")
 
 
 @pytest.mark.parametrize("window", [None, 300])

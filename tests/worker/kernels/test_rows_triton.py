@@ -71,41 +71,6 @@ def test_activations(rows_triton: ModuleType, size: int, activation: str, dtype:
     check(ours, theirs)
 
 
-@pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim"), [(2, 1, 16, 16), (9, 3, 24, 24), (9, 9, 16, 8)]
-)
-def test_rotations(
-    rows_triton: ModuleType,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    rotary_dim: int,
-    has_norms: bool,
-    dtype: torch.dtype,
-    device: str,
-) -> None:
-    width = (num_heads + num_kv_heads) * head_dim
-    projected = random(5, width + num_kv_heads * head_dim, dtype=dtype, device=device)
-    positions = torch.tensor([0, 3, 19, 4, 7], device=device)
-    tables = (
-        random(20, rotary_dim // 2, dtype=torch.float32, device=device, seed=1),
-        random(20, rotary_dim // 2, dtype=torch.float32, device=device),
-    )
-    norms = (
-        random(head_dim, dtype=torch.float32, device=device),
-        random(head_dim, dtype=torch.float32, device=device, seed=1),
-    )
-    results = []
-    for rows in (rows_triton, rows_torch):
-        outputs = torch.empty(5, width, dtype=dtype, device=device)
-        rows.norm_and_rotate(
-            projected, positions, tables, norms if has_norms else None, 1e-6, num_heads, head_dim, outputs
-        )
-        results.append(outputs)
-    check(*results)
-
-
 def test_a_step_without_rows_does_nothing(rows_triton: ModuleType, device: str) -> None:
     empty = torch.empty(0, 8, device=device)
     rows_triton.rms_norm(empty, torch.ones(8, device=device), 1e-6, empty, False)
