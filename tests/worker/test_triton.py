@@ -16,6 +16,7 @@ import torch
 
 from millrace.executor.wire.messages import RowSampling
 from millrace.worker.kv_pool import FP8, KVPool, LayerSpec
+from millrace.worker.triton_support import find_triton
 from tests.worker.attention.paged import attend
 from tests.worker.rows import make_batch, sampling_rows
 
@@ -48,6 +49,22 @@ class CompilingDriver:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def test_an_old_gpu_gets_the_kernels_of_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    old = CompilingDriver()
+    monkeypatch.setattr(old, "get_current_target", lambda: GPUTarget("cuda", 75, 32), raising=False)
+    monkeypatch.setattr(driver, "_active", old)
+    assert not find_triton.__wrapped__()
+    assert "the GPU has compute capability 7.5, the kernels need 8.0" in caplog.text
+    monkeypatch.setattr(driver, "_active", CompilingDriver())
+    assert find_triton.__wrapped__()
 
 
 @pytest.fixture

@@ -246,11 +246,11 @@ def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) ->
         on_host[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
         on_host[len(tiles) :, 0], on_host[len(tiles) :, 1] = decoded, starts[decoded]
         on_device = on_host.to(device, non_blocking=True)
-        most = _count_chunks(lengths[decoded], window)
-        if batch.space_for_chunks is not None:
-            most = (
-                min(batch.space_for_chunks, len(decoded) * (window // CHUNK + 2)) if window else batch.space_for_chunks
-            )
+        most = batch.space_for_chunks
+        if most is None:
+            most = _count_chunks(lengths[decoded], window)
+        elif window:
+            most = min(most, len(decoded) * (window // CHUNK + 2))
         chunks, num_chunks = on_device.new_empty(most, 4), on_device.new_empty(1)
         rows = Rows(on_device[: len(tiles)], on_device[len(tiles) :], chunks, num_chunks, window)
         rows.cut(batch.positions)
