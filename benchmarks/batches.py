@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import torch
 from msgspec.structs import replace
@@ -20,25 +21,27 @@ def settings(
     return RowSampling(temperature, top_k, top_p, 0.0, 0, 0, 0, [], processors)
 
 
-def sequences(num_rows: int, length: int, num_fed: int, blocks: list[int]) -> tuple[list[NewSequence], list[StepRow]]:
-    """Return new sequences of `length` tokens, and the rows that feed their last ones. The blocks are shared out."""
-    share = len(blocks) // num_rows
-    new = [NewSequence(SeqId(row), [11 + row % 400] * length, length, settings(0.6)) for row in range(num_rows)]
-    starts = range(0, num_rows * share, share)
-    parts = (blocks[start : start + share] for start in starts)
-    return new, [StepRow(SeqId(row), length - num_fed, num_fed, part) for row, part in enumerate(parts)]
+def sequences(rows: list[tuple[int, list[int]]], num_fed: int) -> tuple[list[NewSequence], list[StepRow]]:
+    """Return new sequences, and the rows that feed their last tokens. rows: tokens and blocks of each."""
+    new = [
+        NewSequence(SeqId(row), [11 + row % 400] * length, length, settings(0.6))
+        for row, (length, _) in enumerate(rows)
+    ]
+    return new, [StepRow(SeqId(row), length - num_fed, num_fed, blocks) for row, (length, blocks) in enumerate(rows)]
 
 
-def batch(num_rows: int, length: int, num_fed: int, device: torch.device) -> tuple[StepBatch, int]:
-    """Return a step of equal rows, whose blocks lie in random order, and the size of its KV pool in blocks."""
-    num_blocks = 1 + num_rows * -(-length // BLOCK_SIZE)
-    blocks = random.Random(0).sample(range(1, num_blocks), num_blocks - 1)
-    new, rows = sequences(num_rows, length, num_fed, blocks)
-    plan = StepPlan(StepId(1), 1, 1, num_rows * num_fed, num_rows, rows, new)
-    input_batch = InputBatch(num_rows, length, BLOCK_SIZE, 1, device)
+def batch(lengths: list[int], num_fed: int, device: torch.device) -> tuple[StepBatch, int]:
+    """Return a step of rows of these lengths, whose blocks lie in random order, and the size of its KV pool in blocks."""
+    ends = list(accumulate((-(-length // BLOCK_SIZE) for length in lengths), initial=0))
+    blocks = random.Random(0).sample(range(1, 1 + ends[-1]), ends[-1])
+    new, rows = sequences(
+        [(length, blocks[start:end]) for length, start, end in zip(lengths, ends, ends[1:], strict=False)], num_fed
+    )
+    plan = StepPlan(StepId(1), 1, 1, len(rows) * num_fed, len(rows), rows, new)
+    input_batch = InputBatch(len(rows), max(lengths), BLOCK_SIZE, 1, device)
     on_host = input_batch.update(plan)
     assert on_host is not None
-    return input_batch.send(on_host), num_blocks
+    return input_batch.send(on_host), 1 + ends[-1]
 
 
 def sampling_rows(

@@ -256,7 +256,8 @@ def _run_and_show(command: list[str]) -> tuple[int, list[str]]:
 
 
 def attention(setting: Setting) -> Figures:
-    """Measure one layer's attention: 64 rows that decode at a context of 1,024, and the chunk of a prompt."""
+    """Measure one layer's attention: 64 rows that decode at a context of 1,024, the same with a long one among them, and
+    the chunk of a prompt."""
     import torch
 
     from benchmarks import batches
@@ -265,26 +266,27 @@ def attention(setting: Setting) -> Figures:
     from millrace.worker.kv_pool import KVPool, LayerSpec
 
     device, dtype = torch.device(setting.device), getattr(torch, setting.dtype)
-    num_rows, context, chunk = (3, 40, 24) if setting.is_quick else (64, 1024, 2048)
+    num_rows, context, longest, chunk = (3, 40, 300, 24) if setting.is_quick else (64, 1024, 32_768, 2048)
     implementation, copy = choose_attention("auto", device), _copy_gb_per_s(setting)
     figures: Figures = {"implementation": implementation.name, "copy_gb_per_s": round(copy, 1)}
-    cases = [(f"decode of {num_rows}, head size {size}", size, num_rows, context, 1) for size in (64, 128)]
-    cases += [(f"prefill of {chunk}, head size {size}", size, 1, chunk, chunk) for size in (64, 128)]
-    for name, head_size, rows, length, fed in cases:
-        batch, num_blocks = batches.batch(rows, length, fed, device)
+    cases = [(f"decode of {num_rows}, head size {size}", size, [context] * num_rows, 1) for size in (64, 128)]
+    cases += [(f"prefill of {chunk}, head size {size}", size, [chunk], chunk) for size in (64, 128)]
+    cases += [(f"decode of {num_rows}, one of {longest}", 128, [longest, *[context] * (num_rows - 1)], 1)]
+    for name, head_size, lengths, fed in cases:
+        batch, num_blocks = batches.batch(lengths, fed, device)
         spec = LayerSpec(0, NUM_KV_HEADS, head_size, head_size, None)
         layer = KVPool([spec], num_blocks, batches.BLOCK_SIZE, dtype, device).layers[0]
         layer.keys.normal_()
         layer.values.normal_()
         query, key, value = (
-            torch.randn(heads, rows * fed, head_size, dtype=dtype, device=device)
+            torch.randn(heads, len(lengths) * fed, head_size, dtype=dtype, device=device)
             for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
         )
         arguments = (query, key, value, layer, head_size**-0.5, None, None, batch)
         output = implementation.forward(*arguments).float()
         error = (output - ReferenceAttention().forward(*arguments).float()).abs().max().item()
-        attended = rows * sum(range(length - fed + 1, length + 1))
-        num_elements = 2 * rows * length * NUM_KV_HEADS * head_size + 2 * query.numel()
+        attended = sum(sum(range(length - fed + 1, length + 1)) for length in lengths)
+        num_elements = 2 * sum(lengths) * NUM_KV_HEADS * head_size + 2 * query.numel()
         work = lambda given=arguments: implementation.forward(*given)  # noqa: E731
         measured = _kernel(work, 4 * NUM_HEADS * head_size * attended, num_elements * dtype.itemsize, copy, setting)
         figures[name] = {"max_error": round(error, 5), **measured}
@@ -345,7 +347,8 @@ def steps(setting: Setting) -> Figures:
         rank.collect()
 
     def begin(num_rows: int, num_fed: int, finished: int) -> float:
-        new, rows = sequences(num_rows, context, num_fed, list(range(1, 1 + num_rows * columns)))
+        starts = range(1, 1 + num_rows * columns, columns)
+        new, rows = sequences([(context, list(range(start, start + columns))) for start in starts], num_fed)
         began_s = time.perf_counter()
         step(num_rows * num_fed, num_rows, rows, new, [SeqId(index) for index in range(finished)])
         return 1e3 * (time.perf_counter() - began_s)

@@ -44,7 +44,7 @@ def _attention_cases() -> Iterator[Case]:
     for kind, (heads, kv_heads, dim, dtype_name) in ATTENTION.items():
         dtype = getattr(torch, dtype_name)
         for rows, (num_rows, length, num_fed) in ROWS.items():
-            batch, num_blocks = batches.batch(num_rows, length, num_fed, CPU)
+            batch, num_blocks = batches.batch([length] * num_rows, num_fed, CPU)
             spec = LayerSpec(0, kv_heads, dim, dim, None)
             layer = KVPool([spec], num_blocks, batches.BLOCK_SIZE, dtype, CPU).layers[0]
             layer.keys.normal_()
