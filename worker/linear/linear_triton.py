@@ -12,8 +12,10 @@ from torch import Tensor
 
 from millrace.worker.linear.packed import TorchLinear
 
-TILES = {2: (64, 128, 64), 4: (32, 64, 32)}
-"""By size of an input in bytes: rows, outputs and inputs of a tile. One choice for all M: another one rounds differently."""
+TILES = {2: (64, 64, 64), 4: (32, 64, 32)}
+"""By size of an input in bytes: rows, outputs and inputs of a tile. One choice for all M: another one rounds differently. A
+layer of 1,024 outputs has 16 tiles in a decode step, so tiles are small, and many are loaded ahead."""
+STAGES = 5
 
 
 class TritonLinear(TorchLinear):
@@ -32,7 +34,7 @@ class TritonLinear(TorchLinear):
             BLOCK_M=tile_m,
             BLOCK_N=tile_n,
             BLOCK_K=tile_k,
-            num_stages=3,
+            num_stages=STAGES,
         )
 
     def _multiply(self, inputs: Tensor) -> Tensor:
