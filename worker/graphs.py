@@ -122,6 +122,8 @@ class DecodeGraphs:
         too. The others sum tensors with this one, so where a capture fails none can go on without it."""
         self._decoder, self._attention, self._sequences, self._capture = decoder, attention, sequences, capture
         self._max_num_seqs, self._table_width, self._is_alone = max_num_seqs, table_width, is_alone
+        self._longest = _chunks_for(table_width * sequences.block_size)
+        """Chunks of the longest sequence."""
         self._graphs: dict[Kind, _Graph] = {}
         self._buffers = (0, 0)
         """Identifies the buffers whose addresses are in the graphs."""
@@ -176,8 +178,11 @@ class DecodeGraphs:
         return self._graphs.get(min((kind for kind in self._graphs if kind.serves(wanted)), default=wanted))
 
     def _largest(self, kind: Kind) -> Kind:
-        longest = _chunks_for(self._table_width * self._sequences.block_size)
-        return kind._replace(num_rows=self._max_num_seqs, num_chunks=longest)
+        """Return the graph of the most rows. Its rows are not the longest possible ones, since each step copies the block
+        tables, with their space for the longest row."""
+        power: int = 4 ** ((max(1, MOST_CHUNKS // self._max_num_seqs).bit_length() - 1) // 2)
+        num_chunks = max(kind.num_chunks, min(power, self._longest))
+        return kind._replace(num_rows=self._max_num_seqs, num_chunks=num_chunks)
 
     def _add(self, kind: Kind, rows: SampledRows) -> None:
         began_s = time.monotonic()
@@ -242,7 +247,7 @@ class DecodeGraphs:
             kv_lens=[1] * kind.num_rows,
             sampled=replace(rows, seq_ids=[], slots=slots),
             block_size=self._sequences.block_size,
-            space_for_chunks=min(kind.num_rows * kind.num_chunks, MOST_CHUNKS),
+            space_for_chunks=min(kind.num_rows * self._longest, MOST_CHUNKS),
         )
 
     def _fill(self, graph: _Graph, rows: HostBatch) -> None:

@@ -247,7 +247,9 @@ def test_rows_with_processors_are_drawn_behind_the_graph(name: str, worker: Rank
     assert double.num_padded == 3
 
 
-def test_long_rows_have_graphs_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most_chunks", [8192, 12])
+def test_long_rows_have_graphs_of_their_own(most_chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_CHUNKS", most_chunks)
     for module in ("attention.triton", "graphs"):
         monkeypatch.setattr(f"millrace.worker.{module}.CHUNK", 32)
     make_model("mistral", tmp_path, **SMALL)
