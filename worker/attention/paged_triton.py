@@ -92,7 +92,7 @@ def rotate_and_write(
     is_query, is_turned = heads < NUM_HEADS, heads < NUM_HEADS + NUM_KV_HEADS
     exists = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (entries < DIM)
     is_first, is_rotated = entries < HALF, (entries < 2 * HALF) & is_turned
-    partners = tl.where(is_first, entries + HALF, tl.where(entries < 2 * HALF, entries - HALF, entries))
+    partners = tl.where(is_first, entries + HALF, entries - HALF)
     projected += token * projected_stride + heads * DIM
     results = tl.load(projected + entries, exists, other=0.0).to(tl.float32)
     others = tl.load(projected + partners, exists & is_rotated, other=0.0).to(tl.float32)

@@ -137,28 +137,27 @@ class TritonAttention:
 
     def _attend(
         self,
-        query: Tensor,  # [Hq, T, D]
+        query: Tensor,
         layer: LayerCache,
         scaling: float,
-        sliding_window: int | None,
+        window: int | None,
         softcap: float | None,
         batch: StepBatch,
-    ) -> Tensor:  # [T, Hq, Dv]
+    ) -> Tensor:  # [Hq, T, D] -> [T, Hq, Dv]
         """Attend to the pool, where the step's own keys and values are already."""
         num_heads, num_tokens, key_dim = query.shape
         num_kv_heads, value_dim = layer.values.shape[2:]
-        group, window = num_heads // num_kv_heads, sliding_window or 0
-        block_d, block_dv = _padded(key_dim), _padded(value_dim)
+        group, block_d, block_dv = num_heads // num_kv_heads, _padded(key_dim), _padded(value_dim)
         tile_n = (32 if query.dtype == torch.float32 else 64) // (
             2 if max(block_d, block_dv) > WIDE[query.dtype] else 1
         )
         tile_m = max(2 * tile_n, triton.next_power_of_2(group))
-        rows = _rows(batch, tile_m // group, window, self._largest_decode)
+        rows = _rows(batch, tile_m // group, window or 0, self._largest_decode)
         output = query.new_empty(num_tokens, num_heads, value_dim)
         tables = batch.block_tables[layer.group]
         given = (query, *query.stride()[:2], *_pool(layer), tables, tables.stride(0))
         how = {
-            "WINDOW": window,
+            "WINDOW": rows.window,
             "SOFTCAP": softcap or 0.0,
             "HAS_SCALES": layer.scales is not None,
             "BLOCK_SIZE": batch.block_size,
@@ -171,29 +170,7 @@ class TritonAttention:
             "BLOCK_DV": block_dv,
         }
         if len(rows.decodes):
-            num_chunks = len(rows.chunks)
-            sums = query.new_empty(num_chunks, num_heads, value_dim, dtype=torch.float32)
-            maxima, totals = query.new_empty(2, num_chunks, num_heads, dtype=torch.float32).unbind()
-            kind = (query.dtype, layer.keys.dtype, num_heads, *layer.keys.shape[1:], value_dim, window, softcap)
-            num_programs = self._num_programs.get(kind, 128)  # any number gives the same result
-            kernel = decode_chunks[(min(num_programs, num_chunks * num_kv_heads),)](
-                *(*given, rows.chunks, rows.num_chunks, sums, maxima, totals, scaling),
-                CHUNK=CHUNK,
-                BLOCK_M=max(16, triton.next_power_of_2(group)),
-                num_stages=DECODE_STAGES,
-                **how,
-            )
-            if kind not in self._num_programs:
-                self._num_programs[kind] = _num_resident(kernel, query.device)
-            merge_chunks[(len(rows.decodes), num_heads)](
-                *(sums, maxima, totals, rows.decodes, output),
-                WINDOW=window,
-                CHUNK=CHUNK,
-                NUM_HEADS=num_heads,
-                VALUE_DIM=value_dim,
-                BLOCK_DV=block_dv,
-                num_warps=1,
-            )
+            self._decode(rows, given, scaling, how, output)
         if len(rows.tiles):
             prefill[(len(rows.tiles), num_kv_heads)](
                 *(*given, rows.tiles, output, scaling),
@@ -203,6 +180,33 @@ class TritonAttention:
                 **how,
             )
         return output
+
+    def _decode(self, rows: Rows, given: tuple[Any, ...], scaling: float, how: dict[str, Any], output: Tensor) -> None:
+        """Attend with the decode rows. given, how: what `decode_chunks` has in common with `prefill`."""
+        num_chunks, (_, num_heads, value_dim) = len(rows.chunks), output.shape
+        sums = output.new_empty(num_chunks, num_heads, value_dim, dtype=torch.float32)
+        maxima, totals = output.new_empty(2, num_chunks, num_heads, dtype=torch.float32).unbind()
+        query, keys = given[0], given[3]
+        kind = (query.dtype, keys.dtype, *how.values())
+        num_programs = self._num_programs.get(kind, 128)  # any number gives the same result
+        kernel = decode_chunks[(min(num_programs, num_chunks * how["NUM_KV_HEADS"]),)](
+            *(*given, rows.chunks, rows.num_chunks, sums, maxima, totals, scaling),
+            CHUNK=CHUNK,
+            BLOCK_M=max(16, triton.next_power_of_2(how["GROUP"])),
+            num_stages=DECODE_STAGES,
+            **how,
+        )
+        if kind not in self._num_programs:
+            self._num_programs[kind] = _num_resident(kernel, output.device)
+        merge_chunks[(len(rows.decodes), num_heads)](
+            *(sums, maxima, totals, rows.decodes, output),
+            WINDOW=rows.window,
+            CHUNK=CHUNK,
+            NUM_HEADS=num_heads,
+            VALUE_DIM=value_dim,
+            BLOCK_DV=how["BLOCK_DV"],
+            num_warps=1,
+        )
 
 
 def _pool(layer: LayerCache) -> tuple[Any, ...]:
