@@ -27,6 +27,10 @@ from tests.chaos.workload import Undisturbed
 TEST_LIMIT = pytest.mark.timeout(400)
 """A test here starts several processes, and the machine may be busy."""
 
+STEP_S = 0.01
+"""How long a step takes at least, as with a larger model. The jobs of a test run for seconds, so that it finds them running
+even if it had no core for a second."""
+
 SCRIPTS = (
     "submit",
     "claim",
@@ -80,11 +84,13 @@ class Place:
             self.redis.script_load(SOURCES[name])
         return self._stack.enter_context(Proxy(self.server.url))
 
-    def launch(self, *options: str, via: Proxy | None = None, **settings: Any) -> ChaosEngine:
+    def launch(
+        self, *options: str, via: Proxy | None = None, faults: dict[str, Any] | None = None, **settings: Any
+    ) -> ChaosEngine:
         """Start an engine, which may not serve yet; `via` is its way to the server."""
         log = self._folder / f"engine-{next(self._numbers)}.log"
         url = via.url if via else self.server.url
-        engine = ChaosEngine(log, url, self.queue, *options, **settings)
+        engine = ChaosEngine(log, url, self.queue, *options, faults={"step_s": STEP_S, **(faults or {})}, **settings)
         self._stack.enter_context(engine)
         return engine
 

@@ -1,4 +1,4 @@
-"""The real worker with one fault: it dies of a prompt, as of a kernel that crashes, or it hangs in a step."""
+"""The real worker with a fault: it dies of a prompt, as of a kernel that crashes, it hangs in a step, or it is slow."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ class WorkerFaults(msgspec.Struct, frozen=True, kw_only=True):
     hangs_at_step: int = 0
     """The number of the step that does not end; 0: none."""
     has_hung: str = ""
-    """The file that the first worker creates when it hangs; later ones do not hang."""
+    """A path: the file that the first worker creates when it hangs; later ones do not hang."""
     hangs_until: str = ""
-    """The step continues once this file exists. "": never."""
+    """A path: the step continues once this file exists. "": never."""
+    step_s: float = 0.0
+    """Each step takes this much longer."""
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> Any:
@@ -44,6 +46,7 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
         if next(numbers) == faults.hangs_at_step and not Path(faults.has_hung).exists():
             Path(faults.has_hung).touch()
             hang_as_in_a_collective(faults.hangs_until)
+        time.sleep(faults.step_s)
         return launch(plan)
 
     worker.launch = launch_or_fail
@@ -58,5 +61,6 @@ def hang_as_in_a_collective(until: str) -> None:
 
 if __name__ == "__main__":
     from millrace.executor.rank.serve import serve_rank
+    from millrace.worker import import_modules
 
-    sys.exit(serve_rank(create_worker))
+    sys.exit(serve_rank(create_worker, import_modules=import_modules))

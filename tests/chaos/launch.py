@@ -28,14 +28,12 @@ from millrace.executor.limits import Limits
 from tests.chaos.faulty_worker import VARIABLE, WorkerFaults
 
 
-class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The faults of one engine."""
+class Faults(WorkerFaults, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The faults of one engine and of its workers."""
 
     clock_offset_s: float = 0.0
     """The error of its wall clock."""
-    poison: list[int] = []
-    """The worker dies of a sequence that begins with these tokens."""
-    fatal: list[int] = []
+    fatal: list[int] = msgspec.field(default_factory=list)
     """The service itself dies of a sequence that begins with these tokens."""
     dies_after_steps: int = 0
     """The service dies after this number of steps with work in them; 0: it does not."""
@@ -43,12 +41,6 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The first N admissions fail with an unexpected exception."""
     protocol: int = 0
     """The version of the queue's protocol that it uses; 0: the real one."""
-    hangs_at_step: int = 0
-    """The number of the first worker's step that does not end; 0: none."""
-    has_hung: str = ""
-    """A path: the file that the worker creates when it hangs. Only the first worker hangs."""
-    hangs_until: str = ""
-    """A path: the step continues once this file exists. "": never."""
     stuck_s: float = 0.0
     """A limit for a step; 0: the default one."""
     serves_when: str = ""
@@ -59,7 +51,7 @@ def main(faults: Faults, arguments: list[str]) -> int:
     _shift_clock(faults.clock_offset_s)
     if faults.protocol:
         _patch(intake, "PROTOCOL", faults.protocol)
-    if faults.poison or faults.hangs_at_step:
+    if faults.poison or faults.hangs_at_step or faults.step_s:
         _break_workers(faults)
     if faults.stuck_s:
         _patch(base, "Limits", lambda: Limits(stuck_s=faults.stuck_s))
@@ -90,13 +82,7 @@ def _shift_clock(offset_s: float) -> None:
 
 
 def _break_workers(faults: Faults) -> None:
-    wrong = WorkerFaults(
-        poison=faults.poison,
-        hangs_at_step=faults.hangs_at_step,
-        has_hung=faults.has_hung,
-        hangs_until=faults.hangs_until,
-    )
-    os.environ[VARIABLE] = msgspec.json.encode(wrong).decode()
+    os.environ[VARIABLE] = msgspec.json.encode(faults).decode()
     make = getattr(build, "make_executor")  # noqa: B009
     _patch(build, "make_executor", lambda *args, **kw: make(*args, worker_module="tests.chaos.faulty_worker", **kw))
 

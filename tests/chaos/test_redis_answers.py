@@ -96,13 +96,14 @@ def test_it_takes_no_writes_for_a_while(hurt_place: Place, trouble: Trouble, mes
 
 @pytest.mark.slow
 def test_it_is_loading_its_data(queue_name: str, tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Settings: appendonly yes, appendfsync always; the server is slowed down while it reads each command of its log."""
+    """Settings: appendonly yes, appendfsync always; the server is slowed down while it reads each command of its log. Level
+    DEBUG shows each reason of an outage; INFO shows the second one only if it lasts."""
     slow = {"appendfsync": "always", "key-load-delay": "250"}  # microseconds
     with (
         EmbeddedServer(appendonly=True, options=slow) as server,
         Place(server, queue_name, tmp_path, undisturbed) as place,
     ):
-        engines = place.engines(2, "--max-num-seqs", "8")
+        engines = place.engines(2, "--max-num-seqs", "8", "--log-level", "DEBUG")
         make_the_log_long(place)
         place.submit(make_jobs(16, max_tokens=300))
         wait_until(lambda: place.num_tokens_kept() > 0)
