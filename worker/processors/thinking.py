@@ -40,7 +40,8 @@ class ThinkingBudget(LogitsProcessor[LimitedSequence]):
             return None
         if slot >= len(self._num_thought):
             self._num_thought = pad(self._num_thought, (0, 2 * slot + 1 - len(self._num_thought)))
-        self._num_thought[slot] = num_thought(new.token_ids, new.num_prompt_tokens, limit)
+        # An assignment to a single element would copy the number from pageable memory, and wait for the device.
+        self._num_thought[slot].fill_(num_thought(new.token_ids, new.num_prompt_tokens, limit))
         return LimitedSequence(slot, limit)
 
     def numbers(self, state: LimitedSequence) -> tuple[int, ...]:
