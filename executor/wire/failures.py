@@ -61,13 +61,13 @@ _REFUSAL_KINDS = frozenset({"ConfigError", "DeviceError", "ModelError", "StepSki
 
 
 def to_failure(error: BaseException) -> Failure:
-    """Return kind, message, traceback and cause of `error`."""
+    """Return kind, message in one line, traceback and cause of `error`."""
     names = {cls.__name__ for cls in type(error).__mro__}
     cause = _cause(names, str(error))
     is_peer_lost = bool(names & _PEER_LOST_KINDS) or _is_gloo_peer_lost(str(error))
     return Failure(
         kind=type(error).__name__,
-        message=str(error) or type(error).__name__,
+        message=" ".join(str(error).split()) or type(error).__name__,
         traceback="".join(traceback.format_exception(error)),
         is_retryable=cause != "error" or is_peer_lost,
         cause=cause,

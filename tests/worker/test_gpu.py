@@ -109,14 +109,17 @@ def test_a_token_has_the_same_bits_in_any_batch_and_chunk(name: str, dtype: str,
     check_bits(name, tmp_path, device="cuda", dtype=dtype)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
-def test_graphs_yield_the_tokens_of_eager_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "batch_invariant"), [("qwen3", False), ("gemma3_text", False), ("gemma3_text", True)])
+def test_graphs_yield_the_tokens_of_eager_steps(
+    name: str, batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("millrace.worker.graphs.CAPTURE_PAUSE_STEPS", 0)
     make_model(name, tmp_path)
     prompts = [[index, index + 1, index + 2] for index in range(1, 21)]
     kinds = [GREEDY, *(RowSampling(0.9, top_k, 0.9, 0.0, 7, 0, 0, []) for top_k in (0, 20)), ROWS["penalties"]]
     sampling = [kinds[index % (4 if index < 4 else 3)] for index in range(len(prompts))]
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_num_seqs": 24, "num_blocks": 500}
+    options["batch_invariant"] = batch_invariant
     expected: list[list[int]] = []
     found: list[list[int]] = []
     for enforce_eager, outputs in ((True, expected), (False, found)):

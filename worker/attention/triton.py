@@ -76,6 +76,8 @@ class TritonAttention:
         """Cut the decode rows of a batch whose tensors stay. All is done on the device, so it can be part of a graph."""
         for rows in batch.derived.values():
             rows.cut(batch.positions)
+            if len(rows.tiles):  # each is one token, since the rows decode
+                rows.tiles[:, 3] = batch.positions[0]
 
     def forward(
         self,

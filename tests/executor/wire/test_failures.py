@@ -64,3 +64,8 @@ def test_a_gpu_that_this_torch_has_no_kernels_for_is_no_lost_device_and_another_
 )
 def test_only_a_worker_that_names_the_configuration_is_not_started_again(status: int, is_retryable: bool) -> None:
     assert is_retryable_exit(status) == is_retryable
+
+
+def test_a_message_is_one_line_in_a_log() -> None:
+    text = "CUDA error: out of memory\nSearch for it in the manual.\n"
+    assert to_failure(AcceleratorError(text)).message == "CUDA error: out of memory Search for it in the manual."

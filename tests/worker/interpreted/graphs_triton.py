@@ -96,7 +96,7 @@ class CaptureDouble:
                 set(batch.sampled.slots.tolist()) - {NO_SLOT},
                 set(batch.token_blocks.flatten().tolist()),
             )
-            rows = [part for each in batch.derived.values() for part in (each.decodes, each.chunks)]
+            rows = [part for each in batch.derived.values() for part in (each.decodes, each.chunks, each.tiles)]
             inputs = [batch.input_ids, batch.positions, batch.token_blocks, batch.block_tables, batch.sampled.slots]
             addresses = [each.data_ptr() for each in inputs + rows]
             assert self._inputs.setdefault(replay, addresses) == addresses, "a graph reads what has moved"
@@ -207,9 +207,12 @@ def generate(
     return [request.output for request in driver.run(prompts, MAX_TOKENS, rows)]
 
 
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
-def test_tokens_are_those_of_eager_steps(arch: str, worker: Rank, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arch", "batch_invariant"), [("llama", False), ("gemma3_text", False), ("gemma3_text", True)])
+def test_tokens_are_those_of_eager_steps(
+    arch: str, batch_invariant: bool, worker: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In random batches with preemptions and forks, with full attention and sliding windows."""
+    monkeypatch.setattr(TritonAttention.__init__, "__kwdefaults__", {"batch_invariant": batch_invariant})
     if arch != "llama":
         make_model(arch, tmp_path, **SMALL, layer_types=["sliding_attention"])
         worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
