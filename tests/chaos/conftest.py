@@ -28,7 +28,7 @@ TEST_LIMIT = pytest.mark.timeout(400)
 """A test here starts several processes, and the machine may be busy."""
 
 STEP_S = 0.01
-"""How long a step takes at least, as with a larger model. The jobs of a test run for seconds, so that it finds them running
+"""How much longer each step takes, as with a larger model. The jobs of a test run for seconds, so that it finds them running
 even if it had no core for a second."""
 
 SCRIPTS = (
