@@ -122,7 +122,7 @@ _SWITCHES = {
         False,
         "do not plan the next step while a step runs; slower, for comparisons",
     ),
-    "--enforce-eager": ("enforce_eager", True, "use no CUDA graphs for decode steps; slower, without effect on a CPU"),
+    "--enforce-eager": ("enforce_eager", True, "use no CUDA graphs; slower, without effect on a CPU"),
     "--batch-invariant": (
         "batch_invariant",
         True,

@@ -1,22 +1,26 @@
-"""Decode steps as graphs of a GPU: one launch replays all kernels of a forward pass, and of the draw where it can.
+"""Steps as graphs of a GPU: one launch replays all kernels of a forward pass, and of the draw where it can.
 
-A graph has fixed sizes and addresses. So the rows of a step are padded to the size of a graph, and copied to the device at
-once, into tensors with fixed addresses. A padding row writes to block 0, which is never read, and its token goes to NO_SLOT.
+A graph has fixed sizes and addresses. So the tokens of a step are padded to the size of a graph, and copied to the device at
+once, into tensors with fixed addresses. A padding token is written to block 0, which is never read, and what is drawn for it
+goes to NO_SLOT.
 
-    what the rows of the step need        what the graph computes
-    tokens, by temperature and min_p      forward pass, draw, last token of each slot
-    tokens, some by top_k or top_p        the same, with top_k and top_p
-    masks, penalties, log-probabilities   forward pass; the rest follows eagerly
+    rows of the step                                  what the graph computes
+    decode rows, by temperature and min_p             forward pass, draw, last token of each slot
+    decode rows, some by top_k or top_p               the same, with top_k and top_p
+    decode rows, some with masks, penalties, ...      forward pass; the rest follows eagerly
+    some of several tokens                            the same; a graph has space for as many rows as there may be
 
-The largest graph is captured first, the others when a step first needs them. Until then a larger one runs, or the step runs
-eagerly, as it does where capturing fails. The results are the same.
+The largest graph of decode rows is captured first, the others when a step first needs them. Until then a larger one runs, or
+the step runs eagerly, as it does where capturing fails. The results are the same.
 
-Shapes: R rows of a step, B rows of a graph, G groups of layers, P blocks of one group in a row's block table.
+Shapes: R rows of a step, M of them yield a token, T tokens of all rows, B rows of a graph, N tokens of a graph, G groups of
+layers, P blocks of one group in a row's block table.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,9 +41,13 @@ logger = logging.getLogger("millrace.worker")
 MOST_CHUNKS = 8192
 """Limit for the chunks of keys of all rows of a graph: their partial results take 64 MiB with 16 heads of 128 elements.
 Larger steps are bound by memory and run eagerly."""
+MOST_TOKENS = 2048
+"""Limit for the tokens of a graph. The device takes longer for larger steps than the host does to queue their kernels."""
+MOST_TILED = 64
+"""Rows of several tokens that a graph has space for."""
 CAPTURE_PAUSE_STEPS = 64
-"""Least number of steps between two captures, each of which takes as long as several steps. Ranks count the same steps, so
-they capture together."""
+"""Least number of steps between two captures of graphs of decode rows, and of others. Each takes as long as several steps.
+Ranks count the same steps, so they capture together."""
 
 Replay = Callable[[], None]
 
@@ -83,14 +91,22 @@ class Kind(NamedTuple):
     num_chunks: int
     """Chunks of the keys of the longest row: the block tables have space for them."""
     draws: bool
-    """Whether it yields token ids [B], which are kept for the next step. If not, it yields hidden states [B, H]."""
+    """Whether it yields token ids [B], which are kept for the next step. If not, it yields hidden states [B, H] of the
+    tokens whose logits are needed."""
     has_limits: bool = False
     """Whether it draws with top_k and top_p too."""
+    num_tokens: int = 0
+    """0: all rows are decode rows."""
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_tokens == 0
 
     def serves(self, wanted: Kind) -> bool:
-        """Whether this graph can run the steps of another one."""
+        """Whether this graph can run the steps of another one, and is not much slower."""
         is_large_enough = self.num_rows >= wanted.num_rows and self.num_chunks >= wanted.num_chunks
-        return is_large_enough and self.draws == wanted.draws and self.has_limits >= wanted.has_limits
+        has_tokens = wanted.num_tokens <= self.num_tokens <= 2 * wanted.num_tokens
+        return is_large_enough and has_tokens and self.draws == wanted.draws and self.has_limits >= wanted.has_limits
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,7 @@ class _Graph:
     replay: Replay
 
 
-class DecodeGraphs:
+class StepGraphs:
     """Owns the graphs of one decoder and one KV pool."""
 
     def __init__(
@@ -127,8 +143,8 @@ class DecodeGraphs:
         self._graphs: dict[Kind, _Graph] = {}
         self._buffers = (0, 0)
         """Identifies the buffers whose addresses are in the graphs."""
-        self._num_steps_to_pause = 0
-        self._has_failed = False
+        self._num_steps_to_pause = {True: 0.0, False: 0.0}
+        """Until the next capture, by whether all rows are decode rows. Infinite after one that failed."""
 
     @property
     def kinds(self) -> list[Kind]:
@@ -143,37 +159,51 @@ class DecodeGraphs:
             return None
         return self._run(rows, draws=True, has_limits=sampling.has_limits)
 
-    def forward(self, rows: HostBatch) -> Tensor | None:  # [R, H]
+    def forward(self, rows: HostBatch) -> Tensor | None:  # [M, H]
         """Return what the decoder's `run` does. None: run it eagerly."""
         return self._run(rows, draws=False)
 
     def _run(self, rows: HostBatch, *, draws: bool, has_limits: bool = False) -> Tensor | None:
-        num_rows, num_tokens, num_sampled = (
-            len(each) for each in (rows.kv_lens, rows.tensors["token_slots"], rows.tensors["sample_indices"])
-        )
-        is_decode = num_tokens == num_rows == num_sampled and not rows.is_permuted
-        size, chunks = min(_size_for(num_rows), self._max_num_seqs), _chunks_for(max(rows.kv_lens))
-        most_chunks = sum(rows.kv_lens) // CHUNK + size
-        if not is_decode or self._has_failed or num_rows > size or most_chunks > MOST_CHUNKS:
+        wanted = self._kind_of(rows, draws=draws, has_limits=has_limits)
+        if wanted is None:
             return None
         if self._buffers != self._current_buffers():  # the graphs write to buffers that are gone
             self._graphs.clear()
-        graph = self._find(Kind(size, chunks, draws, has_limits), rows.sampled)
+        graph = self._find(wanted, rows.sampled)
         if graph is None:
             return None
         self._fill(graph, rows)
         graph.replay()
-        return graph.result[:num_rows]
+        return graph.result[: len(rows.tensors["sample_indices"])]
+
+    def _kind_of(self, rows: HostBatch, *, draws: bool, has_limits: bool) -> Kind | None:
+        """Return the smallest graph for a step. None: there is none."""
+        num_rows, num_tokens, num_sampled = (
+            len(each) for each in (rows.kv_lens, rows.tensors["token_slots"], rows.tensors["sample_indices"])
+        )
+        size, padded, num_chunks = self._max_num_seqs, 0, _chunks_for(max(rows.kv_lens))
+        if num_tokens == num_rows == num_sampled and not rows.is_permuted:
+            size = min(_size_for(num_rows), size)
+        elif draws or num_tokens > MOST_TOKENS or self._attention.num_tiled(rows) > MOST_TILED:
+            return None
+        else:
+            padded = _tokens_for(num_tokens)
+        if max(num_rows, num_sampled) > size or sum(rows.kv_lens) // CHUNK + size > MOST_CHUNKS:
+            return None
+        return Kind(size, num_chunks, draws, has_limits, padded)
 
     def _current_buffers(self) -> tuple[int, int]:
         return self._decoder.num_buffers_made, self._sequences.num_slots
 
     def _find(self, wanted: Kind, rows: SampledRows) -> _Graph | None:
         """Return the graph, or a larger one while captures pause."""
-        self._num_steps_to_pause = max(0, self._num_steps_to_pause - 1)
-        if wanted not in self._graphs and self._num_steps_to_pause == 0:
+        pause = max(0, self._num_steps_to_pause[wanted.is_decode] - 1)
+        is_due = pause == 0 and wanted not in self._graphs
+        self._num_steps_to_pause[wanted.is_decode] = CAPTURE_PAUSE_STEPS if is_due else pause
+        if is_due:
             # The largest one first: the others fit into its memory, which the memory profile has counted.
-            is_first = all(kind.draws < wanted.draws for kind in self._graphs)
+            decodes = [kind for kind in self._graphs if kind.is_decode]
+            is_first = wanted.is_decode and all(kind.draws < wanted.draws for kind in decodes)
             self._add(self._largest(wanted) if is_first else wanted, rows)
         return self._graphs.get(min((kind for kind in self._graphs if kind.serves(wanted)), default=wanted))
 
@@ -192,7 +222,7 @@ class DecodeGraphs:
 
         def compute() -> Tensor:
             kept.input_ids[0] = self._sequences.input_ids(slots, known_ids)
-            self._attention.update_decodes(kept)
+            self._attention.update(kept)
             hidden = self._decoder.run(kept)
             if not kind.draws:
                 return hidden
@@ -204,11 +234,11 @@ class DecodeGraphs:
         except RuntimeError as error:
             if not self._is_alone:
                 raise
-            logger.warning("steps run without graphs, which is slower: %.300s", error)
-            self._has_failed = True
-            self._graphs.clear()
+            what = "decode steps" if kind.is_decode else "steps with prompts"
+            logger.warning("%s run without graphs, which is slower: %.300s", what, error)
+            self._num_steps_to_pause[kind.is_decode] = math.inf
+            self._graphs = {each: one for each, one in self._graphs.items() if each.is_decode != kind.is_decode}
             return
-        self._num_steps_to_pause = CAPTURE_PAUSE_STEPS
         if self._buffers != self._current_buffers():  # the first graph of its size may have made buffers anew
             self._graphs.clear()
             self._buffers = self._current_buffers()
@@ -216,19 +246,22 @@ class DecodeGraphs:
         self._graphs[kind] = _Graph(kept, inputs, result, replay)
 
     def _inputs(self, kind: Kind) -> FixedBuffer:
-        """Return slots [B], known ids [B], positions [1, B], blocks of the tokens [B, G], block tables [G, B, P], and the
-        settings of the draw [5, B], see `sampling_triton.pack_settings`. All rows are padding."""
+        """Return slots [N], known ids [N], positions [1, N], blocks of the tokens [N, G], block tables [G, B, P], the tokens
+        whose hidden states it yields [B], and the settings of the draw [5, B], see `sampling_triton.pack_settings`. All rows
+        are padding."""
         size, num_groups, block_size = kind.num_rows, self._sequences.num_groups, self._sequences.block_size
         width = min(self._table_width, -(-kind.num_chunks * CHUNK // block_size))
+        num_tokens = kind.num_tokens or size
         inputs = FixedBuffer(
             self._sequences.device,
             [
-                ((size,), torch.int64),
-                ((size,), torch.int64),
-                ((1, size), torch.int64),
-                ((size, num_groups), torch.int32),
+                ((num_tokens,), torch.int64),
+                ((num_tokens,), torch.int64),
+                ((1, num_tokens), torch.int64),
+                ((num_tokens, num_groups), torch.int32),
                 ((num_groups, size, width), torch.int32),
-                ((5, size), torch.int64),
+                ((size,), torch.int64),
+                ((5, size if kind.draws else 0), torch.int64),
             ],
         )
         inputs.tensors[0].fill_(NO_SLOT)
@@ -236,35 +269,46 @@ class DecodeGraphs:
 
     def _batch(self, kind: Kind, inputs: list[Tensor], rows: SampledRows) -> StepBatch:
         """Return a batch of tensors with fixed addresses."""
-        slots, _, positions, token_blocks, block_tables, _ = inputs
+        slots, _, positions, token_blocks, block_tables, sample_indices, _ = inputs
         return StepBatch(
             input_ids=torch.zeros_like(positions),
             positions=positions,
             token_blocks=token_blocks,
             block_tables=block_tables,
-            sample_indices=torch.arange(kind.num_rows, device=slots.device),
+            sample_indices=sample_indices,
             query_starts=list(range(kind.num_rows + 1)),
             kv_lens=[1] * kind.num_rows,
             sampled=replace(rows, seq_ids=[], slots=slots),
             block_size=self._sequences.block_size,
+            is_permuted=not kind.is_decode,
             space_for_chunks=min(kind.num_rows * self._longest, MOST_CHUNKS),
+            space_for_tiled=None if kind.is_decode else MOST_TILED,
         )
 
     def _fill(self, graph: _Graph, rows: HostBatch) -> None:
-        """Copy the rows [R] of a step to the device, padded to [B]."""
+        """Copy the rows of a step to the device, padded."""
         given, num_rows, width = rows.tensors, len(rows.kv_lens), rows.tensors["block_tables"].shape[2]
-        with graph.inputs.filling() as (slots, known_ids, positions, token_blocks, block_tables, settings):
-            slots[:num_rows], slots[num_rows:] = given["token_slots"], NO_SLOT
-            known_ids[:num_rows] = given.get("known_ids", NO_TOKEN)
-            positions[:, :num_rows] = given["positions"]
-            token_blocks[:num_rows] = given["token_blocks"]
+        num_tokens, num_sampled = len(given["token_slots"]), len(given["sample_indices"])
+        with graph.inputs.filling() as (slots, known_ids, positions, token_blocks, block_tables, sampled, settings):
+            slots[:num_tokens], slots[num_tokens:] = given["token_slots"], NO_SLOT
+            known_ids[:num_tokens] = given.get("known_ids", NO_TOKEN)
+            positions[:, :num_tokens] = given["positions"]
+            token_blocks[:num_tokens] = given["token_blocks"]
             block_tables[:, :num_rows, :width] = given["block_tables"]
-            sampling_triton.pack_settings(rows.sampled.sampling, settings)
+            sampled[:num_sampled] = given["sample_indices"]
+            if settings.shape[1]:
+                sampling_triton.pack_settings(rows.sampled.sampling, settings)
+        self._attention.give(graph.batch, rows)
 
 
 def _size_for(num_rows: int) -> int:
     """Return the rows of the graph for a step, if that many are possible: 1, 2, 4, 8, 16, 24, ..."""
     return 1 << (num_rows - 1).bit_length() if num_rows <= 8 else -(-num_rows // 8) * 8
+
+
+def _tokens_for(num_tokens: int) -> int:
+    """Return the tokens of the graph for a step that has not only decode rows: 32, 64, 128, 256, 512, 768, ..."""
+    return max(32, 1 << (num_tokens - 1).bit_length()) if num_tokens <= 256 else -(-num_tokens // 256) * 256
 
 
 def _chunks_for(kv_len: int) -> int:

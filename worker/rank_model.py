@@ -65,7 +65,7 @@ class RankModel:
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether decode steps run as graphs where they can. Not in a pipeline: its transfers are not captured."""
+        """Whether steps run as graphs where they can. Not in a pipeline: its transfers are not captured."""
         can_capture, config = self._topology.pp_size == 1, self._config
         return can_capture and self.attention.name == "triton" and not config.enforce_eager
 

@@ -36,7 +36,7 @@ from millrace.worker.sampling_rows import SamplingRows
 from millrace.worker.transfer import record_event, to_host
 
 if TYPE_CHECKING:
-    from millrace.worker.graphs import DecodeGraphs
+    from millrace.worker.graphs import StepGraphs
 
 logger = logging.getLogger("millrace.worker")
 
@@ -137,17 +137,17 @@ class Runner:
         self._has_failed = False
         """Whether a step has failed, and the engine may not know it yet."""
 
-    def _make_graphs(self, model: RankModel, max_num_seqs: int) -> DecodeGraphs | None:
+    def _make_graphs(self, model: RankModel, max_num_seqs: int) -> StepGraphs | None:
         """Return what runs decode steps as graphs, where Triton runs all that they need on a GPU."""
         if self.decoder is None or self._device.type != "cuda" or not model.uses_graphs:
             return None
         from millrace.worker.attention.triton import TritonAttention
-        from millrace.worker.graphs import CudaCapture, DecodeGraphs
+        from millrace.worker.graphs import CudaCapture, StepGraphs
 
         assert isinstance(model.attention, TritonAttention)
         width = num_blocks_for(model.facts.max_model_len, self._pool.block_size)
         is_alone = model.is_alone
-        return DecodeGraphs(
+        return StepGraphs(
             self.decoder, model.attention, self._sequences, max_num_seqs, width, CudaCapture(), is_alone=is_alone
         )
 

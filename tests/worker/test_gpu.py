@@ -131,6 +131,7 @@ def test_graphs_yield_the_tokens_of_eager_steps(
         if runner._graphs is not None:
             assert {kind.num_rows for kind in runner._graphs.kinds} >= {1, 2, 4, 8, 16, 24}
             assert {kind.draws for kind in runner._graphs.kinds} == {True, False}
+            assert {kind.is_decode for kind in runner._graphs.kinds} == {True, False}
         worker.shutdown()
     assert found == expected
 

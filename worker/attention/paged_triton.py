@@ -195,7 +195,7 @@ def chunks_of(kv_len, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     first = 0
     if WINDOW > 0:
         first = tl.maximum(kv_len - WINDOW, 0) // CHUNK
-    return first, (kv_len - 1) // CHUNK - first + 1
+    return first, (kv_len + CHUNK - 1) // CHUNK - first
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "rows", "chunks"])
@@ -203,18 +203,18 @@ def cut_decodes(
     positions, rows, chunks, num_chunks, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Cut decode rows into chunks of positions: fill in the lengths and first chunks of `rows` [B, 4], see `merge_chunks`,
-    and store the chunks [P, 4] and their number. Grid: decode rows."""
+    and store the chunks [P, 4] and their number. A row whose token is -1 has none. Grid: decode rows."""
     index, members = tl.program_id(0), tl.arange(0, BLOCK)
     before = tl.zeros([BLOCK], tl.int32)  # the chunks of the rows before this one
     for start in range(0, index, BLOCK):
         is_before = start + members < index
-        tokens = tl.load(rows + 4 * (start + members) + 1, is_before, other=0)
-        _, counts = chunks_of(tl.load(positions + tokens, is_before, other=0).to(tl.int32) + 1, WINDOW, CHUNK)
-        before += tl.where(is_before, counts, 0)
+        tokens = tl.load(rows + 4 * (start + members) + 1, is_before, other=-1)
+        _, counts = chunks_of(tl.load(positions + tokens, tokens >= 0, other=-1).to(tl.int32) + 1, WINDOW, CHUNK)
+        before += counts
     own = tl.sum(before, 0)
     rows += 4 * index
     row, token = tl.load(rows), tl.load(rows + 1)
-    kv_len = tl.load(positions + token).to(tl.int32) + 1
+    kv_len = tl.load(positions + token, token >= 0, other=-1).to(tl.int32) + 1
     first, count = chunks_of(kv_len, WINDOW, CHUNK)
     tl.store(rows + 2, kv_len)
     tl.store(rows + 3, own)
@@ -278,6 +278,8 @@ def merge_chunks(
     rows += 4 * tl.program_id(0)
     head = tl.program_id(1)
     token, kv_len, part = tl.load(rows + 1).to(tl.int64), tl.load(rows + 2), tl.load(rows + 3).to(tl.int64)
+    if kv_len == 0:
+        return
     _, count = chunks_of(kv_len, WINDOW, CHUNK)
     dims = tl.arange(0, BLOCK_DV)
     part = part * NUM_HEADS + head
@@ -306,7 +308,8 @@ def prefill(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Attend with some tokens of a row. Grid: tiles, key heads. tiles: row, first token, tokens, first position."""
+    """Attend with some tokens of a row. Grid: tiles, key heads. tiles: row, first token, tokens, first position; all 0 where
+    there is none."""
     tiles += 4 * tl.program_id(0)
     kv_head = tl.program_id(1)
     row, first_token = tl.load(tiles).to(tl.int64), tl.load(tiles + 1).to(tl.int64)

@@ -11,6 +11,7 @@ query heads, Hkv key and value heads, D size of a key head, Dv size of a value h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ from millrace.worker.attention.paged_triton import (
     rotate_and_write,
     write_kv,
 )
-from millrace.worker.input_batch import StepBatch
+from millrace.worker.input_batch import HostBatch, StepBatch
 from millrace.worker.kv_pool import LayerCache
+from millrace.worker.transfer import FixedBuffer, staging
 
 CHUNK = 256
 """Positions of a decode row that one program attends to. A multiple of the tiles' sizes."""
@@ -51,6 +53,9 @@ class Rows:
     chunks: Tensor  # [P, 4] int32: row, token, length, first position
     num_chunks: Tensor  # [1] int32
     window: int
+    tile_size: int
+    given: FixedBuffer | None = None
+    """In a graph that also has rows of several tokens: tiles and decodes, which the host lists for each step."""
 
     def cut(self, positions: Tensor) -> None:
         """Cut the decode rows, whose lengths follow from the positions of their tokens [1, T]."""
@@ -72,11 +77,26 @@ class TritonAttention:
         self._num_programs: dict[Any, int] = {}
         """By kind of layer: the programs of `decode_chunks` that run at once."""
 
-    def update_decodes(self, batch: StepBatch) -> None:
+    def num_tiled(self, rows: HostBatch) -> int:
+        """Return how many rows of a step are cut into tiles."""
+        return sum(end - start > self._largest_decode for start, end in pairwise(rows.query_starts))
+
+    def give(self, batch: StepBatch, rows: HostBatch) -> None:
+        """Copy the cut rows of a step to a batch whose tensors stay, if it has space for rows of several tokens."""
+        for each in batch.derived.values():
+            if each.given is None:
+                continue
+            tiles, decodes = _cut(rows.query_starts, rows.kv_lens, each.tile_size, self._largest_decode)
+            with each.given.filling() as (listed,):
+                listed[: len(tiles)] = tiles
+                listed = listed[len(each.tiles) :]
+                listed[: len(decodes), :2], listed[len(decodes) :, 1] = decodes, -1  # no token
+
+    def update(self, batch: StepBatch) -> None:
         """Cut the decode rows of a batch whose tensors stay. All is done on the device, so it can be part of a graph."""
         for rows in batch.derived.values():
             rows.cut(batch.positions)
-            if len(rows.tiles):  # each is one token, since the rows decode
+            if rows.given is None and len(rows.tiles):  # each is one token, since the rows decode
                 rows.tiles[:, 3] = batch.positions[0]
 
     def forward(
@@ -238,31 +258,44 @@ def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) ->
     layer of a step that needs them copies and cuts them, without waiting for the device."""
     kind = (TritonAttention, tile_size, window)
     if kind not in batch.derived:
-        starts, lengths = torch.tensor(batch.query_starts), torch.tensor(batch.kv_lens)
-        counts = starts.diff()
-        decoded = (counts <= largest_decode).nonzero().squeeze(1)
-        tiles = [
-            (row, first, min(tile_size, batch.query_starts[row + 1] - first), first - offset)
-            for row in (counts > largest_decode).nonzero().squeeze(1).tolist()
-            for offset in [batch.query_starts[row + 1] - batch.kv_lens[row]]
-            for first in range(batch.query_starts[row], batch.query_starts[row + 1], tile_size)
-        ]
-        device = batch.block_tables.device
-        on_host = torch.empty(len(tiles) + len(decoded), 4, dtype=torch.int32, pin_memory=device.type == "cuda")
-        on_host[: len(tiles)] = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
-        on_host[len(tiles) :, 0], on_host[len(tiles) :, 1] = decoded, starts[decoded]
-        on_device = on_host.to(device, non_blocking=True)
-        most = batch.space_for_chunks
-        if most is None:
-            most = _count_chunks(lengths[decoded], window)
-        elif window:
-            most = min(most, len(decoded) * (window // CHUNK + 2))
-        chunks, num_chunks = on_device.new_empty(most, 4), on_device.new_empty(1)
-        rows = Rows(on_device[: len(tiles)], on_device[len(tiles) :], chunks, num_chunks, window)
+        device, given, most = batch.block_tables.device, None, batch.space_for_chunks
+        if batch.space_for_tiled is None:
+            tiles, decodes = _cut(batch.query_starts, batch.kv_lens, tile_size, largest_decode)
+            num_tiles, num_decodes = len(tiles), len(decodes)
+            on_host = staging(device, (num_tiles + num_decodes, 4), torch.int32)
+            on_host[:num_tiles], on_host[num_tiles:, :2] = tiles, decodes
+            listed = on_host.to(device, non_blocking=True)
+            if most is None:
+                most = _count_chunks(torch.tensor(batch.kv_lens)[decodes[:, 0]], window)
+        else:
+            num_tiles = -(-batch.positions.shape[1] // tile_size) + batch.space_for_tiled
+            num_decodes = batch.num_rows if largest_decode else 0
+            given = FixedBuffer(device, [((num_tiles + num_decodes, 4), torch.int32)])
+            (listed,) = given.tensors
+        if window and batch.space_for_chunks is not None:
+            most = min(batch.space_for_chunks, num_decodes * (window // CHUNK + 2))
+        assert most is not None
+        chunks, num_chunks = listed.new_empty(most, 4), listed.new_empty(1)
+        rows = Rows(listed[:num_tiles], listed[num_tiles:], chunks, num_chunks, window, tile_size, given)
         rows.cut(batch.positions)
         batch.derived[kind] = rows
     found: Rows = batch.derived[kind]
     return found
+
+
+def _cut(query_starts: list[int], kv_lens: list[int], tile_size: int, largest_decode: int) -> tuple[Tensor, Tensor]:
+    """Return the tiles [M, 4], and rows and tokens of the decode rows [B, 2], both int32."""
+    starts = torch.tensor(query_starts)
+    counts = starts.diff()
+    decoded = (counts <= largest_decode).nonzero().squeeze(1)
+    tiles = [
+        (row, first, min(tile_size, query_starts[row + 1] - first), first - offset)
+        for row in (counts > largest_decode).nonzero().squeeze(1).tolist()
+        for offset in [query_starts[row + 1] - kv_lens[row]]
+        for first in range(query_starts[row], query_starts[row + 1], tile_size)
+    ]
+    decodes = torch.stack([decoded, starts[decoded]], dim=1).int()
+    return torch.tensor(tiles, dtype=torch.int32).view(-1, 4), decodes
 
 
 def _count_chunks(lengths: Tensor, window: int) -> int:

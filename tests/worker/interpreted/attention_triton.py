@@ -96,12 +96,13 @@ def test_a_row_does_not_depend_on_the_other_rows(window: int | None) -> None:
 @pytest.mark.parametrize("window", [0, 300])
 def test_the_chunks_of_many_rows_are_listed_in_order(window: int) -> None:
     positions, tokens = torch.arange(160).mul(17).remainder(1000).view(1, -1), list(range(7, 157))
+    tokens[3] = tokens[140] = tokens[149] = -1  # no token
     decodes = torch.tensor([[row, token, 0, 0] for row, token in enumerate(tokens)], dtype=torch.int32)
-    rows = Rows(decodes[:0], decodes, decodes.new_zeros(2000, 4), decodes.new_zeros(1), window)
+    rows = Rows(decodes[:0], decodes, decodes.new_zeros(2000, 4), decodes.new_zeros(1), window, 16)
     rows.cut(positions)
     expected = list[list[int]]()
     for row, token in enumerate(tokens):
-        kv_len = int(positions[0, token]) + 1
+        kv_len = int(positions[0, token]) + 1 if token >= 0 else 0
         assert decodes[row].tolist() == [row, token, kv_len, len(expected)]
         first = max(0, kv_len - window) // CHUNK * CHUNK if window else 0
         expected += [[row, token, kv_len, begin] for begin in range(first, kv_len, CHUNK)]

@@ -1,4 +1,4 @@
-"""Decode steps as graphs, with a double that runs the same function again, and watches what a GPU's graph relies on."""
+"""Steps as graphs, with a double that runs the same function again, and watches what a GPU's graph relies on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from millrace.executor.wire.messages import RowSampling, SeqId, StepId, StepPlan
+from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
 from millrace.worker import graphs, rank, rank_model
 from millrace.worker import runner as runner_module
 from millrace.worker.attention.triton import TritonAttention
 from millrace.worker.fusion.device import DeviceOperations
-from millrace.worker.graphs import DecodeGraphs, Replay
+from millrace.worker.graphs import Replay, StepGraphs
 from millrace.worker.input_batch import NO_SLOT, InputBatch
 from millrace.worker.kernels import rows_torch
 from millrace.worker.kv_pool import KVPool
@@ -52,11 +52,17 @@ def started(triton_on_this_cpu: None, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture
-def worker(started: Rank) -> Rank:
-    """A worker without graphs."""
+def worker(started: Rank, monkeypatch: pytest.MonkeyPatch) -> Rank:
+    """A worker without graphs. Those that it is given are for decode rows only."""
     assert started.runner is not None
     started.runner._graphs = None
+    monkeypatch.setattr(graphs, "MOST_TOKENS", 0)
     return started
+
+
+@pytest.fixture
+def for_all_steps(worker: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_TOKENS", 60)
 
 
 def patch_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +75,7 @@ def patch_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_model, "choose_operations", choose)
     monkeypatch.setattr(runner_module, "to_host", torch.clone)  # the copy of a GPU's memory
     monkeypatch.setattr(graphs, "CAPTURE_PAUSE_STEPS", 0)
+    monkeypatch.setattr(graphs, "MOST_TILED", MAX_NUM_SEQS)  # each unused place takes the interpreter time
 
 
 class CaptureDouble:
@@ -100,7 +107,7 @@ class CaptureDouble:
             inputs = [batch.input_ids, batch.positions, batch.token_blocks, batch.block_tables, batch.sampled.slots]
             addresses = [each.data_ptr() for each in inputs + rows]
             assert self._inputs.setdefault(replay, addresses) == addresses, "a graph reads what has moved"
-            self.num_padded += len(slots) < batch.num_rows
+            self.num_padded += len(slots) < batch.num_rows or NO_SLOT in batch.sampled.slots
             before = self._state()
             result.copy_(compute())
             changed_slots, changed_blocks = self._changed(before)
@@ -110,7 +117,7 @@ class CaptureDouble:
 
         return result, replay
 
-    def _graphs(self) -> DecodeGraphs:
+    def _graphs(self) -> StepGraphs:
         assert self._runner._graphs is not None
         return self._runner._graphs
 
@@ -145,19 +152,19 @@ class CaptureDouble:
         return found | {"last tokens": self._runner._sequences._last_tokens.data_ptr()}
 
 
-def use_graphs(worker: Rank, *, is_alone: bool = True) -> tuple[DecodeGraphs, CaptureDouble]:
+def use_graphs(worker: Rank, *, is_alone: bool = True) -> tuple[StepGraphs, CaptureDouble]:
     assert worker.runner is not None
     return add_graphs(worker.runner, is_alone=is_alone)
 
 
-def add_graphs(runner: Runner, *, is_alone: bool = True) -> tuple[DecodeGraphs, CaptureDouble]:
+def add_graphs(runner: Runner, *, is_alone: bool = True, width: int = 32) -> tuple[StepGraphs, CaptureDouble]:
     assert runner.decoder is not None
     for layer in runner._pool.layers.values():  # what it has not been given may be NaN, which equals nothing
         layer.keys.nan_to_num_()
         layer.values.nan_to_num_()
     double = CaptureDouble(runner)
-    runner._graphs = DecodeGraphs(
-        runner.decoder, TritonAttention(), runner._sequences, MAX_NUM_SEQS, 32, double, is_alone=is_alone
+    runner._graphs = StepGraphs(
+        runner.decoder, TritonAttention(), runner._sequences, MAX_NUM_SEQS, width, double, is_alone=is_alone
     )
     return runner._graphs, double
 
@@ -207,6 +214,7 @@ def generate(
     return [request.output for request in driver.run(prompts, MAX_TOKENS, rows)]
 
 
+@pytest.mark.usefixtures("for_all_steps")
 @pytest.mark.parametrize(("arch", "batch_invariant"), [("llama", False), ("gemma3_text", False), ("gemma3_text", True)])
 def test_tokens_are_those_of_eager_steps(
     arch: str, batch_invariant: bool, worker: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -221,6 +229,66 @@ def test_tokens_are_those_of_eager_steps(
     assert generate(worker, 1, 4) == expected
     assert double.num_replays > len(found.kinds) >= 3
     assert {kind.num_rows for kind in found.kinds} <= {1, 2, 4, MAX_NUM_SEQS}
+    assert {kind.is_decode for kind in found.kinds} == {True, False}
+
+
+def chunks(worker: Rank, lengths: list[int], steps: list[list[tuple[int, int]]]) -> list[list[int]]:
+    """Run steps of chunks (index of the prompt, tokens), and of a decode row for each prompt that is over. Return the tokens
+    of each step."""
+    results, fed = list[list[int]](), [0] * len(lengths)
+    for number, step in enumerate(steps):
+        num_tokens = num_sampled = sum(count == length for count, length in zip(fed, lengths, strict=True))
+        new, rows = list[NewSequence](), list[StepRow]()
+        for index, count in step:
+            if fed[index] == 0:
+                tokens = [(7 * index + 3 * place) % VOCAB_SIZE for place in range(lengths[index])]
+                new.append(NewSequence(SeqId(index), tokens, len(tokens), SAMPLING[index % len(SAMPLING)]))
+            blocks = [] if fed[index] else list(range(1 + 30 * index, 31 + 30 * index))
+            rows.append(StepRow(SeqId(index), fed[index], count, blocks))
+            fed[index] += count
+            num_tokens, num_sampled = num_tokens + count, num_sampled + (fed[index] == lengths[index])
+        worker.launch(StepPlan(StepId(number), 1, 1, num_tokens, num_sampled, rows, new))
+        results.append(worker.collect().token_ids)
+    finish_all(worker)
+    return results
+
+
+@pytest.mark.usefixtures("for_all_steps")
+def test_steps_with_rows_of_several_tokens_have_graphs_by_their_tokens(
+    worker: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that yield a token and that do not, alone and beside decode rows, and more than a graph has space for."""
+    lengths = [43, 20, 61, 4, 4]
+    steps = [[(0, 5)], [(0, 38)], [(1, 20)], [(2, 61)], [(3, 4), (4, 4)], []]
+    few = ([4, 4], [[(0, 4), (1, 4)]])
+    expected = chunks(worker, lengths, steps), chunks(worker, *few)
+    found, double = use_graphs(worker)
+    assert chunks(worker, lengths, steps) == expected[0]
+    assert {kind.num_tokens for kind in found.kinds} == {0, 32, 64}
+    assert double.num_replays == len(steps) - 1, "one step has too many tokens"
+    monkeypatch.setattr(graphs, "MOST_TILED", 1)
+    assert chunks(worker, *few) == expected[1]
+    assert double.num_replays == len(steps) - 1, "this one has too many prompts"
+
+
+@pytest.mark.usefixtures("for_all_steps")
+def test_decode_steps_have_graphs_also_where_the_capture_of_others_fails(
+    worker: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths, steps = [4, 5], [[(0, 4)], [(1, 5)], []]
+    expected = chunks(worker, lengths, steps)
+    found, double = use_graphs(worker)
+    failures = [RuntimeError("no memory is left")]
+
+    def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        if failures:
+            raise failures.pop()
+        return double(compute)
+
+    monkeypatch.setattr(found, "_capture", capture)
+    assert chunks(worker, lengths, steps) == expected
+    assert [kind.is_decode for kind in found.kinds] == [True] * len(found.kinds) != []
+    assert "steps with prompts run without graphs, which is slower: no memory is left" in caplog.text
 
 
 @pytest.mark.parametrize(("num_rows", "first"), [(1, DRAWN), (3, LIMITED), (5, DRAWN), (6, GREEDY)])
@@ -253,6 +321,7 @@ def test_rows_with_processors_are_drawn_behind_the_graph(name: str, worker: Rank
 @pytest.mark.parametrize("most_chunks", [8192, 12])
 def test_long_rows_have_graphs_of_their_own(most_chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_CHUNKS", most_chunks)
+    monkeypatch.setattr(graphs, "MOST_TOKENS", 0)
     for module in ("attention.triton", "graphs"):
         monkeypatch.setattr(f"millrace.worker.{module}.CHUNK", 32)
     make_model("mistral", tmp_path, **SMALL)
@@ -330,6 +399,7 @@ def test_steps_behind_an_error_and_a_sleep_yield_the_same_tokens(worker: Rank) -
         assert double.num_replays == 3
 
 
+@pytest.mark.usefixtures("for_all_steps")
 def test_the_memory_profile_has_the_largest_graph_and_the_pool_no_more_than_sequences_can_use(
     worker: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,11 +415,17 @@ def test_the_memory_profile_has_the_largest_graph_and_the_pool_no_more_than_sequ
         monkeypatch.setattr(torch.cuda, name, lambda *_, figure=figure: figure)
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    make_runner = worker._make_runner
+    make_runner, add, captured = worker._make_runner, StepGraphs._add, list[graphs.Kind]()
+
+    def record_and_add(found: StepGraphs, kind: graphs.Kind, rows: Any) -> None:
+        captured.append(kind)
+        add(found, kind, rows)
+
+    monkeypatch.setattr(StepGraphs, "_add", record_and_add)
 
     def make_with_graphs(pool: KVPool) -> Runner:
         made.append(make_runner(pool))
-        add_graphs(made[0])
+        add_graphs(made[0], width=128)
         return made[0]
 
     monkeypatch.setattr(worker, "_make_runner", make_with_graphs)
@@ -358,7 +434,8 @@ def test_the_memory_profile_has_the_largest_graph_and_the_pool_no_more_than_sequ
     layout = structs.replace(facts.kv_layout, max_step_tokens=8)
     monkeypatch.setattr(worker._model, "facts", structs.replace(facts, kv_layout=layout))
     assert worker._profile_gpu() == int(total * 0.9) - (used - reserved) - peak
-    assert made[0]._graphs.kinds == [graphs.Kind(MAX_NUM_SEQS, 1, draws=True, has_limits=True)]
+    kinds = [(4, False, False, 32), (4, True, True, 0), (1, True, True, 0)]
+    assert captured == [graphs.Kind(MAX_NUM_SEQS, *others) for others in kinds]
     made.clear()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40))
     assert worker._num_device_blocks() == MAX_NUM_SEQS * layout.num_blocks(facts.max_model_len) + 1

@@ -48,5 +48,6 @@ def test_ranks_capture_together_and_yield_the_tokens_of_eager_steps(tmp_path: Pa
             (count, kinds), other = group.call("inspect", replays)
             assert (count, kinds) == other and count >= len(kinds) >= 2
             assert not any(kind.draws for kind in kinds)
+            assert {kind.is_decode for kind in kinds} == {True, False}
     finally:
         processes.close()
