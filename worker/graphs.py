@@ -302,8 +302,11 @@ class StepGraphs:
 
 
 def _size_for(num_rows: int) -> int:
-    """Return the rows of the graph for a step, if that many are possible: 1, 2, 4, 8, 16, 24, ..."""
-    return 1 << (num_rows - 1).bit_length() if num_rows <= 8 else -(-num_rows // 8) * 8
+    """Return the rows of the graph for a step, if that many are possible: 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, ... A row of
+    padding costs much less than a capture."""
+    power = 1 << (num_rows - 1).bit_length()
+    step = power // 4 if num_rows > 8 else power
+    return -(-num_rows // step) * step
 
 
 def _tokens_for(num_tokens: int) -> int:
