@@ -298,7 +298,7 @@ class StepGraphs:
             sampled[:num_sampled] = given["sample_indices"]
             if settings.shape[1]:
                 sampling_triton.pack_settings(rows.sampled.sampling, settings)
-        self._attention.give(graph.batch, rows)
+        self._attention.fill(graph.batch, rows)
 
 
 def _size_for(num_rows: int) -> int:

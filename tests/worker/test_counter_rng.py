@@ -39,11 +39,9 @@ def test_the_tensor_arithmetic_is_the_documented_hash(seed: int, candidate: int,
     key = row_keys([seed], [candidate], [position])
     assert unsigned(key.item()) == nth(nth(seed, candidate), position)  # type: ignore[arg-type]
     word = nth(nth(nth(seed, candidate), position), token_id)
-    uniform = min((word >> 11) / 2**53 + 2**-54, LARGEST_UNIFORM)
-    expected = -math.log1p(-uniform)
-    found = exponential_variates(key, 300)[0, token_id].item()
-    spacing = 2**-24 * math.exp(expected)  # in -log(1 - u), of float32 numbers u just below 1
-    assert math.isclose(found, expected, rel_tol=2e-5, abs_tol=spacing if expected > 1 else 1e-30)
+    uniform = torch.tensor((word >> 11) / 2**53 + 2**-54, dtype=torch.float64).float().item()
+    expected = -math.log1p(-min(uniform, LARGEST_UNIFORM))
+    assert math.isclose(exponential_variates(key, 300)[0, token_id].item(), expected, rel_tol=2e-6, abs_tol=1e-30)
 
 
 def test_known_values_never_change() -> None:

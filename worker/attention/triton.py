@@ -54,7 +54,7 @@ class Rows:
     num_chunks: Tensor  # [1] int32
     window: int
     tile_size: int
-    given: FixedBuffer | None = None
+    buffer: FixedBuffer | None = None
     """In a graph that also has rows of several tokens: tiles and decodes, which the host lists for each step."""
 
     def cut(self, positions: Tensor) -> None:
@@ -81,13 +81,13 @@ class TritonAttention:
         """Return how many rows of a step are cut into tiles."""
         return sum(end - start > self._largest_decode for start, end in pairwise(rows.query_starts))
 
-    def give(self, batch: StepBatch, rows: HostBatch) -> None:
+    def fill(self, batch: StepBatch, rows: HostBatch) -> None:
         """Copy the cut rows of a step to a batch whose tensors stay, if it has space for rows of several tokens."""
         for each in batch.derived.values():
-            if each.given is None:
+            if each.buffer is None:
                 continue
             tiles, decodes = _cut(rows.query_starts, rows.kv_lens, each.tile_size, self._largest_decode)
-            with each.given.filling() as (listed,):
+            with each.buffer.filling() as (listed,):
                 listed[: len(tiles)] = tiles
                 listed = listed[len(each.tiles) :]
                 listed[: len(decodes), :2], listed[len(decodes) :, 1] = decodes, -1  # no token
@@ -96,7 +96,7 @@ class TritonAttention:
         """Cut the decode rows of a batch whose tensors stay. All is done on the device, so it can be part of a graph."""
         for rows in batch.derived.values():
             rows.cut(batch.positions)
-            if rows.given is None and len(rows.tiles):  # each is one token, since the rows decode
+            if rows.buffer is None and len(rows.tiles):  # each is one token, since the rows decode
                 rows.tiles[:, 3] = batch.positions[0]
 
     def forward(
@@ -258,7 +258,7 @@ def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) ->
     layer of a step that needs them copies and cuts them, without waiting for the device."""
     kind = (TritonAttention, tile_size, window)
     if kind not in batch.derived:
-        device, given, most = batch.block_tables.device, None, batch.space_for_chunks
+        device, buffer, most = batch.block_tables.device, None, batch.space_for_chunks
         if batch.space_for_tiled is None:
             tiles, decodes = _cut(batch.query_starts, batch.kv_lens, tile_size, largest_decode)
             num_tiles, num_decodes = len(tiles), len(decodes)
@@ -270,13 +270,13 @@ def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) ->
         else:
             num_tiles = -(-batch.positions.shape[1] // tile_size) + batch.space_for_tiled
             num_decodes = batch.num_rows if largest_decode else 0
-            given = FixedBuffer(device, [((num_tiles + num_decodes, 4), torch.int32)])
-            (listed,) = given.tensors
+            buffer = FixedBuffer(device, [((num_tiles + num_decodes, 4), torch.int32)])
+            (listed,) = buffer.tensors
         if window and batch.space_for_chunks is not None:
             most = min(batch.space_for_chunks, num_decodes * (window // CHUNK + 2))
         assert most is not None
         chunks, num_chunks = listed.new_empty(most, 4), listed.new_empty(1)
-        rows = Rows(listed[:num_tiles], listed[num_tiles:], chunks, num_chunks, window, tile_size, given)
+        rows = Rows(listed[:num_tiles], listed[num_tiles:], chunks, num_chunks, window, tile_size, buffer)
         rows.cut(batch.positions)
         batch.derived[kind] = rows
     found: Rows = batch.derived[kind]
