@@ -14,7 +14,7 @@ The largest graph of decode rows is captured first, the others when a step first
 the step runs eagerly, as it does where capturing fails. The results are the same.
 
 Shapes: R rows of a step, M of them yield a token, T tokens of all rows, B rows of a graph, N tokens of a graph, G groups of
-layers, P blocks of one group in a row's block table.
+layers, P blocks of one group in a row's block table, H hidden size.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Kind(NamedTuple):
     """Chunks of the keys of the longest row: the block tables have space for them."""
     draws: bool
     """Whether it yields token ids [B], which are kept for the next step. If not, it yields hidden states [B, H] of the
-    tokens whose logits are needed."""
+    tokens whose logits are needed; on a pipeline stage before the last one those of all tokens [N, H]."""
     has_limits: bool = False
     """Whether it draws with top_k and top_p too."""
     num_tokens: int = 0
@@ -116,6 +116,8 @@ class _Graph:
     batch: StepBatch
     inputs: FixedBuffer
     """See `_inputs`."""
+    received: Tensor | None
+    """The hidden states [N, H] from the stage before this one."""
     result: Tensor
     replay: Replay
 
@@ -134,8 +136,8 @@ class StepGraphs:
         *,
         is_alone: bool = True,
     ) -> None:
-        """`table_width`: blocks of the longest sequence in one group. `is_alone`: whether no other rank runs these steps
-        too. The others sum tensors with this one, so where a capture fails none can go on without it."""
+        """`table_width`: blocks of the longest sequence in one group. `is_alone`: whether no other rank sums tensors with
+        this one. Where a capture fails, the others could not go on without graphs."""
         self._decoder, self._attention, self._sequences, self._capture = decoder, attention, sequences, capture
         self._max_num_seqs, self._table_width, self._is_alone = max_num_seqs, table_width, is_alone
         self._longest = _chunks_for(table_width * sequences.block_size)
@@ -159,22 +161,26 @@ class StepGraphs:
             return None
         return self._run(rows, draws=True, has_limits=sampling.has_limits)
 
-    def forward(self, rows: HostBatch) -> Tensor | None:  # [M, H]
+    def forward(self, rows: HostBatch, received: Tensor | None = None) -> Tensor | None:
         """Return what the decoder's `run` does. None: run it eagerly."""
-        return self._run(rows, draws=False)
+        return self._run(rows, received, draws=False)
 
-    def _run(self, rows: HostBatch, *, draws: bool, has_limits: bool = False) -> Tensor | None:
+    def _run(
+        self, rows: HostBatch, received: Tensor | None = None, *, draws: bool, has_limits: bool = False
+    ) -> Tensor | None:
         wanted = self._kind_of(rows, draws=draws, has_limits=has_limits)
         if wanted is None:
             return None
         if self._buffers != self._current_buffers():  # the graphs write to buffers that are gone
             self._graphs.clear()
-        graph = self._find(wanted, rows.sampled)
+        graph = self._find(wanted, rows.sampled, received)
         if graph is None:
             return None
         self._fill(graph, rows)
+        if graph.received is not None and received is not None:
+            graph.received[: len(received)] = received
         graph.replay()
-        return graph.result[: len(rows.tensors["sample_indices"])]
+        return graph.result[: len(rows.tensors["sample_indices" if self._decoder.is_last_stage else "token_slots"])]
 
     def _kind_of(self, rows: HostBatch, *, draws: bool, has_limits: bool) -> Kind | None:
         """Return the smallest graph for a step. None: there is none."""
@@ -195,7 +201,7 @@ class StepGraphs:
     def _current_buffers(self) -> tuple[int, int]:
         return self._decoder.num_buffers_made, self._sequences.num_slots
 
-    def _find(self, wanted: Kind, rows: SampledRows) -> _Graph | None:
+    def _find(self, wanted: Kind, rows: SampledRows, received: Tensor | None) -> _Graph | None:
         """Return the graph, or a larger one while captures pause."""
         pause = max(0, self._num_steps_to_pause[wanted.is_decode] - 1)
         is_due = pause == 0 and wanted not in self._graphs
@@ -204,7 +210,7 @@ class StepGraphs:
             # The largest one first: the others fit into its memory, which the memory profile has counted.
             decodes = [kind for kind in self._graphs if kind.is_decode]
             is_first = wanted.is_decode and all(kind.draws < wanted.draws for kind in decodes)
-            self._add(self._largest(wanted) if is_first else wanted, rows)
+            self._add(self._largest(wanted) if is_first else wanted, rows, received)
         return self._graphs.get(min((kind for kind in self._graphs if kind.serves(wanted)), default=wanted))
 
     def _largest(self, kind: Kind) -> Kind:
@@ -214,16 +220,19 @@ class StepGraphs:
         num_chunks = max(kind.num_chunks, min(power, self._longest))
         return kind._replace(num_rows=self._max_num_seqs, num_chunks=num_chunks)
 
-    def _add(self, kind: Kind, rows: SampledRows) -> None:
+    def _add(self, kind: Kind, rows: SampledRows, received: Tensor | None) -> None:
+        """Capture a graph. `rows` and `received` are those of the step that needs it."""
         began_s = time.monotonic()
         inputs = self._inputs(kind)
+        if received is not None:  # all graphs read the same memory
+            received = self._decoder.received(max(MOST_TOKENS, self._max_num_seqs))[: kind.num_tokens or kind.num_rows]
         slots, known_ids, *_, settings = inputs.tensors
         kept = self._batch(kind, inputs.tensors, rows)
 
         def compute() -> Tensor:
             kept.input_ids[0] = self._sequences.input_ids(slots, known_ids)
             self._attention.update(kept)
-            hidden = self._decoder.run(kept)
+            hidden = self._decoder.run(kept, received)
             if not kind.draws:
                 return hidden
             token_ids = sampling_triton.draw(self._decoder.logits(hidden), settings, has_limits=kind.has_limits)
@@ -243,7 +252,7 @@ class StepGraphs:
             self._graphs.clear()
             self._buffers = self._current_buffers()
         logger.debug("captured %r: %.2f s", kind, time.monotonic() - began_s)
-        self._graphs[kind] = _Graph(kept, inputs, result, replay)
+        self._graphs[kind] = _Graph(kept, inputs, received, result, replay)
 
     def _inputs(self, kind: Kind) -> FixedBuffer:
         """Return slots [N], known ids [N], positions [1, N], blocks of the tokens [N, G], block tables [G, B, P], the tokens

@@ -60,14 +60,13 @@ class RankModel:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other rank has a part of the model."""
-        return self._topology.world_size == 1
+        """Whether no other rank has a part of the same layers."""
+        return self._topology.tp_size == 1
 
     @property
     def uses_graphs(self) -> bool:
-        """Whether steps run as graphs where they can. Not in a pipeline: its transfers are not captured."""
-        can_capture, config = self._topology.pp_size == 1, self._config
-        return can_capture and self.attention.name == "triton" and not config.enforce_eager
+        """Whether steps run as graphs where they can."""
+        return self.attention.name == "triton" and not self._config.enforce_eager
 
     @property
     def module(self) -> PreTrainedModel:

@@ -236,9 +236,9 @@ class Runner:
         return self._graphs.draw(rows) if self._graphs is not None else None
 
     def _run_decoder(self, decoder: FusedDecoder, batch: StepBatch) -> Tensor:  # [M, H]
-        rows = batch.on_host
-        hidden = self._graphs.forward(rows) if self._graphs is not None and rows is not None else None
-        return decoder.run(batch, self._received_hidden(batch)) if hidden is None else hidden
+        rows, received = batch.on_host, self._received_hidden(batch)
+        hidden = self._graphs.forward(rows, received) if self._graphs is not None and rows is not None else None
+        return decoder.run(batch, received) if hidden is None else hidden
 
     def _received_hidden(self, batch: StepBatch) -> Tensor | None:  # [T, H]
         """Return the hidden states of the stage before this one, if there is one."""

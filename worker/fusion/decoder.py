@@ -71,22 +71,32 @@ class FusedDecoder:
             for layer in weights.layers
         ]
         self._workspace = operations.workspace
+        self._hidden_size = weights.layers[0].output.num_outputs
 
     @property
     def num_buffers_made(self) -> int:
         """While it stays, `run` writes to the same addresses."""
         return self._workspace.num_made
 
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether `run` returns hidden states of the tokens whose logits are needed only."""
+        return self._weights.norm is not None
+
     def run(self, batch: StepBatch, received: Tensor | None = None) -> Tensor:  # [M, H]
         """Fill the batch's slots of the KV pool, and return the last hidden states of the tokens whose logits are needed; on
         a stage before the last one those of all tokens. They are valid until the next call.
 
-        `received`: the hidden states [T, H] from the stage before this one, which are overwritten."""
+        `received`: the hidden states [T, H] from the stage before this one."""
         workspace, num_sampled = self._workspace, batch.sample_indices.shape[0]
         rows = self._operations.prepare(batch, self._block_size)
-        hidden = self._embed(batch.input_ids[0]) if received is None else received
-        num_tokens, hidden_size = hidden.shape
-        last_layer = self._weights.layers[-1] if self._weights.norm is not None else None
+        num_tokens, hidden_size = batch.input_ids.shape[1], self._hidden_size
+        hidden = workspace.rows("hidden", num_tokens, hidden_size)
+        if received is None:
+            self._embed(batch.input_ids[0], hidden)
+        else:
+            hidden.copy_(received)
+        last_layer = self._weights.layers[-1] if self.is_last_stage else None
         normed = workspace.rows("normed", num_tokens, hidden_size)
         for layer, attention in zip(self._weights.layers, self._attention, strict=True):
             layer.input_norm.into(hidden, normed)
@@ -106,6 +116,10 @@ class FusedDecoder:
             return hidden
         self._weights.norm.into(hidden, normed)
         return normed
+
+    def received(self, num_tokens: int) -> Tensor:  # [T, H]
+        """Return a buffer for hidden states from the stage before this one."""
+        return self._workspace.rows("received", num_tokens, self._hidden_size)
 
     def logits(self, hidden: Tensor) -> Tensor:  # [M, H] -> [M, V]
         """Return the logits of hidden states. They are valid until the next call."""
@@ -132,19 +146,21 @@ class FusedDecoder:
             found = self._operations.argmax_of_head(head, hidden)
         return self._operations.argmax(self.logits(hidden)) if found is None else found
 
-    def _embed(self, input_ids: Tensor) -> Tensor:  # [T, H]
+    def _embed(self, input_ids: Tensor, hidden: Tensor) -> None:
+        """Fill hidden states [T, H] with the embeddings of ids [T]."""
         embedding = self._weights.embedding
-        hidden = self._workspace.rows("hidden", input_ids.shape[0], self._weights.layers[0].output.num_outputs)
         if embedding is None:
             head = self._weights.head
             assert isinstance(head, CompiledLinear)
             weights_dtype = head.weights.dtype
             rows = hidden if weights_dtype == hidden.dtype else torch.empty_like(hidden, dtype=weights_dtype)
             head.weight_rows(input_ids, rows)
-            return hidden if rows is hidden else hidden.copy_(rows)
-        if type(embedding) is nn.Embedding and embedding.weight.dtype == hidden.dtype:
-            return torch.index_select(embedding.weight, 0, input_ids, out=hidden)
-        return hidden.copy_(embedding(input_ids))
+            if rows is not hidden:
+                hidden.copy_(rows)
+        elif type(embedding) is nn.Embedding and embedding.weight.dtype == hidden.dtype:
+            torch.index_select(embedding.weight, 0, input_ids, out=hidden)
+        else:
+            hidden.copy_(embedding(input_ids))
 
     def _add(
         self,

@@ -417,9 +417,9 @@ def test_the_memory_profile_has_the_largest_graph_and_the_pool_no_more_than_sequ
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     make_runner, add, captured = worker._make_runner, StepGraphs._add, list[graphs.Kind]()
 
-    def record_and_add(found: StepGraphs, kind: graphs.Kind, rows: Any) -> None:
+    def record_and_add(found: StepGraphs, kind: graphs.Kind, *others: Any) -> None:
         captured.append(kind)
-        add(found, kind, rows)
+        add(found, kind, *others)
 
     monkeypatch.setattr(StepGraphs, "_add", record_and_add)
 

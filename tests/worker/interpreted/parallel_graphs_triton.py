@@ -1,16 +1,19 @@
-"""Tensor-parallel ranks replay the forward pass as graphs, with the double of a capture, over gloo."""
+"""Several ranks replay the forward pass as graphs, with the double of a capture, over gloo."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.worker.driver import Driver
+from tests.worker.driver import GREEDY, Driver
 from tests.worker.interpreted import graphs_triton
 from tests.worker.models import make_model
 from tests.worker.parallel.ranks import RankProcesses
+
+MAX_TOKENS = 3
 
 
 def run_triton(_: None) -> None:
@@ -28,26 +31,40 @@ def replays(rank: Any) -> tuple[int, list[Any]]:
     return graphs._capture.num_replays, graphs.kinds
 
 
-def test_ranks_capture_together_and_yield_the_tokens_of_eager_steps(tmp_path: Path) -> None:
-    make_model("llama", tmp_path, **graphs_triton.SMALL | {"num_attention_heads": 2, "num_key_value_heads": 2})
-    processes = RankProcesses(2, start_method="fork")  # they import nothing again
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    started = RankProcesses(2, start_method="fork")  # they import nothing again
     try:
-        for connection in processes._connections:
+        for connection in started._connections:
             connection.send(("inspect", (run_triton,)))
             assert connection.recv() == ("ok", None)
-        with processes.group(tmp_path, tp=2, max_num_seqs=graphs_triton.MAX_NUM_SEQS) as group:
-            prompts = [[1, 2], [3], [4, 5, 6]]
-
-            def outputs() -> list[list[int]]:
-                driver = Driver(group, 1, preempts=False)
-                return [one.output for one in driver.run(prompts, graphs_triton.MAX_TOKENS, graphs_triton.SAMPLING)]
-
-            expected = outputs()
-            group.call("inspect", use_graphs)
-            assert outputs() == expected
-            (count, kinds), other = group.call("inspect", replays)
-            assert (count, kinds) == other and count >= len(kinds) >= 2
-            assert not any(kind.draws for kind in kinds)
-            assert {kind.is_decode for kind in kinds} == {True, False}
+        yield started
     finally:
-        processes.close()
+        started.close()
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}], ids=["tensor parallel", "pipeline parallel"])
+def test_ranks_capture_together_and_yield_the_tokens_of_eager_steps(
+    sizes: dict[str, int], processes: RankProcesses, tmp_path: Path
+) -> None:
+    num_layers, num_heads = sizes.get("pp", 1), sizes.get("tp", 1)
+    make_model(
+        *("llama", tmp_path),
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+    )
+    with processes.group(tmp_path, max_num_seqs=graphs_triton.MAX_NUM_SEQS, **sizes) as group:
+        prompts = [[1, 2, 3], [4]]
+
+        def outputs() -> list[list[int]]:
+            driver = Driver(group, 1, preempts=False)
+            return [one.output for one in driver.run(prompts, MAX_TOKENS, [GREEDY, graphs_triton.DRAWN])]
+
+        expected = outputs()
+        group.call("inspect", use_graphs)
+        assert outputs() == expected
+        (count, kinds), other = group.call("inspect", replays)
+        assert (count, kinds) == other and count >= len(kinds) >= 2
+        assert not any(kind.draws for kind in kinds)
+        assert {kind.is_decode for kind in kinds} == {True, False}
