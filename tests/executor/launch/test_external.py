@@ -37,6 +37,8 @@ external = pytest.mark.parametrize("make", ["external"], indirect=True)
 
 LIMITS = msgspec.structs.replace(SHORT, shutdown_s=2.0)
 """Enough for a heartbeat of a rank that is well."""
+START_LIMIT_S = 180.0
+"""Two starts of torchrun and its ranks took a minute on two slow cores with three other tests beside them."""
 
 
 def shut_down_without_launcher(executor: Executor) -> None:
@@ -176,7 +178,11 @@ class Torchrun:
         return self.log.read_text()
 
     def wait_until_serving(self, times: int = 1) -> None:
-        wait_until(lambda: self.text().count(" serves ") >= times or self.process.poll() is not None, 60, self.text())
+        wait_until(
+            lambda: self.text().count(" serves ") >= times or self.process.poll() is not None,
+            START_LIMIT_S,
+            "the start",
+        )
         assert self.process.poll() is None, self.text()
 
     def descendants(self) -> dict[int, str]:
