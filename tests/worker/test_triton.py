@@ -23,6 +23,7 @@ from tests.worker.rows import make_batch, sampling_rows
 FILES = sorted((Path(__file__).parent / "interpreted").glob("*_triton.py"))
 
 
+@pytest.mark.timeout(900)  # a minute on fast cores, over two on slow ones, and as long again beside other tests
 def test_kernels_do_in_the_interpreter_what_the_cpu_does() -> None:
     # Triton reads the variable when it is imported, so the interpreter has a process of its own.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, FILES)]
