@@ -23,10 +23,10 @@ from tests.worker.rows import make_batch, sampling_rows
 FILES = sorted((Path(__file__).parent / "interpreted").glob("*_triton.py"))
 
 
-@pytest.mark.timeout(900)  # a minute on fast cores, over two on slow ones, and as long again beside other tests
-def test_kernels_do_in_the_interpreter_what_the_cpu_does() -> None:
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_kernels_do_in_the_interpreter_what_the_cpu_does(path: Path) -> None:
     # Triton reads the variable when it is imported, so the interpreter has a process of its own.
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, FILES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]

@@ -80,7 +80,7 @@ class FusedDecoder:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether `run` returns hidden states of the tokens whose logits are needed only."""
+        """Whether `run` returns only the hidden states of the tokens whose logits are needed."""
         return self._weights.norm is not None
 
     def run(self, batch: StepBatch, received: Tensor | None = None) -> Tensor:  # [M, H]

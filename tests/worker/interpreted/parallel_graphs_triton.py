@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.worker.driver import GREEDY, Driver
+from tests.worker.driver import Driver
 from tests.worker.interpreted import graphs_triton
 from tests.worker.models import make_model
 from tests.worker.parallel.ranks import RankProcesses
-
-MAX_TOKENS = 3
 
 
 def run_triton(_: None) -> None:
@@ -47,19 +45,14 @@ def processes() -> Iterator[RankProcesses]:
 def test_ranks_capture_together_and_yield_the_tokens_of_eager_steps(
     sizes: dict[str, int], processes: RankProcesses, tmp_path: Path
 ) -> None:
-    num_layers, num_heads = sizes.get("pp", 1), sizes.get("tp", 1)
-    make_model(
-        *("llama", tmp_path),
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-    )
+    shape = {"num_hidden_layers": sizes.get("pp", 1), "num_attention_heads": 2, "num_key_value_heads": 2}
+    make_model("llama", tmp_path, **graphs_triton.SMALL | shape)
     with processes.group(tmp_path, max_num_seqs=graphs_triton.MAX_NUM_SEQS, **sizes) as group:
-        prompts = [[1, 2, 3], [4]]
+        prompts = [[1, 2], [3], [4, 5, 6]]
 
         def outputs() -> list[list[int]]:
             driver = Driver(group, 1, preempts=False)
-            return [one.output for one in driver.run(prompts, MAX_TOKENS, [GREEDY, graphs_triton.DRAWN])]
+            return [one.output for one in driver.run(prompts, graphs_triton.MAX_TOKENS, graphs_triton.SAMPLING)]
 
         expected = outputs()
         group.call("inspect", use_graphs)
