@@ -95,7 +95,10 @@ class LoggedProcess:
 
     def wait_for_log(self, text: str, limit_s: float = LIMIT_S) -> Self:
         """Return once the log contains the text; fail if the process ends before."""
-        wait_until(lambda: text in self.text() or self.has_ended, limit_s, f"{text!r} in {self.log.name}")
+        try:
+            wait_until(lambda: text in self.text() or self.has_ended, limit_s, f"{text!r} in {self.log.name}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the log:\n{self.text()}") from None
         assert not self.has_ended, self.text()
         return self
 

@@ -34,6 +34,8 @@ from millrace.executor.wire.messages import WorkerConfig
 logger = logging.getLogger("millrace.executor")
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+_FULL_PRIORITY = {"RAY_worker_niceness": "0"}
+"""In an actor's environment. Ray's default of 15 lets a rank compute almost nothing while other processes want the CPU."""
 _ANY_BUNDLE = -1
 _HOST_AND_PORT = re.compile(r"[^/]+:\d+")
 
@@ -167,7 +169,11 @@ class RayExecutor(RemoteExecutor):
             num_gpus=resources.get("GPU", 0),
             scheduling_strategy=place,
             runtime_env={
-                "env_vars": {"PYTHONPATH": python_path(), FORMAT_VARIABLE: os.environ.get(FORMAT_VARIABLE, "text")}
+                "env_vars": {
+                    "PYTHONPATH": python_path(),
+                    FORMAT_VARIABLE: os.environ.get(FORMAT_VARIABLE, "text"),
+                    **_FULL_PRIORITY,
+                }
             },
         )
         return actor_class.remote()

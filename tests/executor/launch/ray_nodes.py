@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import shutil
@@ -37,11 +38,19 @@ class Process:
         )
 
     def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """What the function returns or raises there."""
-        return self._pool.submit(function, *arguments).result(_CALL_LIMIT_S)
+        """What the function returns or raises there. One that takes too long writes its threads' stacks to stderr."""
+        return self._pool.submit(_watched, function, *arguments).result(_CALL_LIMIT_S)
 
     def end(self) -> None:
         self._pool.shutdown()
+
+
+def _watched(function: Callable[..., Result], *arguments: Any) -> Result:
+    faulthandler.dump_traceback_later(_CALL_LIMIT_S - 5)
+    try:
+        return function(*arguments)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _set(environment: dict[str, str]) -> None:

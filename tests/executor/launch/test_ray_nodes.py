@@ -95,6 +95,12 @@ def hosts_of(executor: Executor) -> list[str]:
     return [handle.host for handle in executor._handles]  # type: ignore[attr-defined]
 
 
+def priorities() -> set[int]:
+    """The nice values of the ranks, relative to this process."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    return {os.getpriority(os.PRIO_PROCESS, pid) - own for pid in _executor.worker_pids()}  # type: ignore[attr-defined]
+
+
 def wait_for_a_loss() -> str:
     """What the executor says of it."""
     with pytest.raises(WorkerDied) as caught:
@@ -180,6 +186,7 @@ def assert_stages_stand_together(places: list[str]) -> None:
 def test_ranks_stand_on_two_nodes_of_a_cluster_that_is_left_as_it_was(nodes: RayNodes, user: Process) -> None:
     assert user.run(begin) == TOKEN_IDS
     assert_stages_stand_together(user.run(hosts))
+    assert user.run(priorities) == {0}
     assert not user.run(end)
     assert nodes.count() == 3
 
