@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 NUMPY_NAMES = {"add": "add", "sub": "subtract", "mul": "multiply"}
@@ -35,13 +34,13 @@ def check_overflow_with_numpy() -> None:
     """Let a kernel whose sum, difference or product of integers overflows fail. The interpreter itself computes this in ten
     operations of Triton's language, which takes a third of the time of these tests, and reports nothing."""
 
-    def check(_: Any, lhs: tl.tensor, rhs: tl.tensor, operation: Callable[..., Any]) -> None:
+    def check(lhs: tl.tensor, rhs: tl.tensor, operation: Callable[..., Any]) -> None:
         if lhs.dtype.int_bitwidth < 64:
             limits, name = np.iinfo(lhs.handle.data.dtype), operation.__name__
             exact = getattr(np, NUMPY_NAMES[name])(lhs.handle.data, rhs.handle.data, dtype=np.int64)
             assert limits.min <= exact.min() and exact.max() <= limits.max, f"{name} of {lhs.dtype} overflows"
 
-    TritonSemantic.binary_op_sanitize_overflow_impl = check  # type: ignore[method-assign]
+    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
 
 
 patch_once()
