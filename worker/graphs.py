@@ -10,8 +10,9 @@ goes to NO_SLOT.
     decode rows, some with masks, penalties, ...      forward pass; the rest follows eagerly
     some of several tokens                            the same; a graph has space for as many rows as there may be
 
-The largest graph of decode rows is captured first, the others when a step first needs them. Until then a larger one runs, or
-the step runs eagerly, as it does where capturing fails. The results are the same.
+The graphs that most steps need are captured while there is nothing to do, one at a time; the others, and those that are
+needed earlier, in the first step that needs them, the largest one of decode rows first. Until then a larger one runs, or the
+step runs eagerly, as it does where capturing fails. The results are the same.
 
 Shapes: R rows of a step, M of them yield a token, T tokens of all rows, B rows of a graph, N tokens of a graph, G groups of
 layers, P blocks of one group in a row's block table, H hidden size.
@@ -23,7 +24,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,6 +35,7 @@ from millrace.worker import sampling_triton
 from millrace.worker.attention.triton import CHUNK, TritonAttention
 from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.input_batch import NO_SLOT, HostBatch, InputBatch, SampledRows, StepBatch
+from millrace.worker.sampling_rows import greedy_rows
 from millrace.worker.transfer import FixedBuffer
 
 logger = logging.getLogger("millrace.worker")
@@ -41,6 +43,8 @@ logger = logging.getLogger("millrace.worker")
 MOST_CHUNKS = 8192
 """Limit for the chunks of keys of all rows of a graph: their partial results take 64 MiB with 16 heads of 128 elements.
 Larger steps are bound by memory and run eagerly."""
+LEAST_CHUNKS = 16
+"""Least space for chunks of the longest row. A graph with less would not be faster."""
 MOST_TOKENS = 2048
 """Limit for the tokens of a graph. The device takes longer for larger steps than the host does to queue their kernels."""
 MOST_TILED = 64
@@ -131,6 +135,7 @@ class StepGraphs:
         attention: TritonAttention,
         sequences: InputBatch,
         max_num_seqs: int,
+        max_step_tokens: int,
         table_width: int,
         capture: Capture,
         *,
@@ -142,6 +147,7 @@ class StepGraphs:
         self._max_num_seqs, self._table_width, self._is_alone = max_num_seqs, table_width, is_alone
         self._longest = _chunks_for(table_width * sequences.block_size)
         """Chunks of the longest sequence."""
+        self._likely = _likely_kinds(max_num_seqs, min(max_step_tokens, MOST_TOKENS))
         self._graphs: dict[Kind, _Graph] = {}
         self._buffers = (0, 0)
         """Identifies the buffers whose addresses are in the graphs."""
@@ -152,6 +158,21 @@ class StepGraphs:
     def kinds(self) -> list[Kind]:
         """The graphs that are captured."""
         return sorted(self._graphs)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `capture_next` has nothing to do."""
+        return self._next_likely() is None
+
+    def capture_next(self) -> None:
+        """Capture one of the graphs that most steps need."""
+        self._drop_stale()
+        if (kind := self._next_likely()) is not None:
+            self._add(kind)
+
+    def _next_likely(self) -> Kind | None:
+        can_capture = {is_decode: steps < math.inf for is_decode, steps in self._num_steps_to_pause.items()}
+        return next((kind for kind in self._likely if kind not in self._graphs and can_capture[kind.is_decode]), None)
 
     def draw(self, rows: HostBatch) -> Tensor | None:  # [R]
         """Run a step, draw a token for each row, and keep them as `InputBatch.record` does. Return the ids, valid until the
@@ -171,9 +192,8 @@ class StepGraphs:
         wanted = self._kind_of(rows, draws=draws, has_limits=has_limits)
         if wanted is None:
             return None
-        if self._buffers != self._current_buffers():  # the graphs write to buffers that are gone
-            self._graphs.clear()
-        graph = self._find(wanted, rows.sampled, received)
+        self._drop_stale()
+        graph = self._find(wanted, received)
         if graph is None:
             return None
         self._fill(graph, rows)
@@ -198,10 +218,15 @@ class StepGraphs:
             return None
         return Kind(size, num_chunks, draws, has_limits, padded)
 
+    def _drop_stale(self) -> None:
+        """Drop the graphs if they write to buffers that are gone."""
+        if self._buffers != self._current_buffers():
+            self._graphs.clear()
+
     def _current_buffers(self) -> tuple[int, int]:
         return self._decoder.num_buffers_made, self._sequences.num_slots
 
-    def _find(self, wanted: Kind, rows: SampledRows, received: Tensor | None) -> _Graph | None:
+    def _find(self, wanted: Kind, received: Tensor | None) -> _Graph | None:
         """Return the graph, or a larger one while captures pause."""
         pause = max(0, self._num_steps_to_pause[wanted.is_decode] - 1)
         is_due = pause == 0 and wanted not in self._graphs
@@ -210,24 +235,17 @@ class StepGraphs:
             # The largest one first: the others fit into its memory, which the memory profile has counted.
             decodes = [kind for kind in self._graphs if kind.is_decode]
             is_first = wanted.is_decode and all(kind.draws < wanted.draws for kind in decodes)
-            self._add(self._largest(wanted) if is_first else wanted, rows, received)
+            self._add(wanted._replace(num_rows=self._max_num_seqs) if is_first else wanted, received)
         return self._graphs.get(min((kind for kind in self._graphs if kind.serves(wanted)), default=wanted))
 
-    def _largest(self, kind: Kind) -> Kind:
-        """Return the graph of the most rows. Its rows are not the longest possible ones, since each step copies the block
-        tables, with their space for the longest row."""
-        power: int = 4 ** ((max(1, MOST_CHUNKS // self._max_num_seqs).bit_length() - 1) // 2)
-        num_chunks = max(kind.num_chunks, min(power, self._longest))
-        return kind._replace(num_rows=self._max_num_seqs, num_chunks=num_chunks)
-
-    def _add(self, kind: Kind, rows: SampledRows, received: Tensor | None) -> None:
-        """Capture a graph. `rows` and `received` are those of the step that needs it."""
+    def _add(self, kind: Kind, received: Tensor | None = None) -> None:
+        """Capture a graph. `received`: the hidden states of the step that needs it."""
         began_s = time.monotonic()
         inputs = self._inputs(kind)
         if received is not None:  # all graphs read the same memory
             received = self._decoder.received(max(MOST_TOKENS, self._max_num_seqs))[: kind.num_tokens or kind.num_rows]
         slots, known_ids, *_, settings = inputs.tensors
-        kept = self._batch(kind, inputs.tensors, rows)
+        kept = self._batch(kind, inputs.tensors)
 
         def compute() -> Tensor:
             kept.input_ids[0] = self._sequences.input_ids(slots, known_ids)
@@ -276,7 +294,7 @@ class StepGraphs:
         inputs.tensors[0].fill_(NO_SLOT)
         return inputs
 
-    def _batch(self, kind: Kind, inputs: list[Tensor], rows: SampledRows) -> StepBatch:
+    def _batch(self, kind: Kind, inputs: list[Tensor]) -> StepBatch:
         """Return a batch of tensors with fixed addresses."""
         slots, _, positions, token_blocks, block_tables, sample_indices, _ = inputs
         return StepBatch(
@@ -287,7 +305,7 @@ class StepGraphs:
             sample_indices=sample_indices,
             query_starts=list(range(kind.num_rows + 1)),
             kv_lens=[1] * kind.num_rows,
-            sampled=replace(rows, seq_ids=[], slots=slots),
+            sampled=SampledRows([], slots, greedy_rows(kind.num_rows)),
             block_size=self._sequences.block_size,
             is_permuted=not kind.is_decode,
             space_for_chunks=min(kind.num_rows * self._longest, MOST_CHUNKS),
@@ -324,6 +342,16 @@ def _tokens_for(num_tokens: int) -> int:
 
 
 def _chunks_for(kv_len: int) -> int:
-    """Return the chunks of its longest row that a graph has space for: a power of 4."""
+    """Return the chunks of its longest row that a graph has space for: 16, 64, 256, ..."""
     power: int = 4 ** -(-((kv_len - 1) // CHUNK).bit_length() // 2)
-    return power
+    return max(LEAST_CHUNKS, power)
+
+
+def _likely_kinds(max_num_seqs: int, most_tokens: int) -> list[Kind]:
+    """Return the graphs of rows without processors that are not very long: first the one with the largest buffers."""
+    sizes = {min(_size_for(count), max_num_seqs) for count in range(1, max_num_seqs + 1)}
+    token_counts = {_tokens_for(count) for count in range(1, most_tokens + 1)}
+    decodes = [Kind(size, LEAST_CHUNKS, True, has_limits) for size in sizes for has_limits in (True, False)]
+    prompts = [Kind(max_num_seqs, LEAST_CHUNKS, False, False, count) for count in token_counts]
+    largest, *others = sorted(prompts, reverse=True) or [max(decodes)]
+    return [largest, *sorted(decodes, reverse=True), *others]

@@ -142,6 +142,13 @@ class Rank:
     def is_result_ready(self) -> bool:
         return self._require_runner().is_result_ready()
 
+    @property
+    def has_idle_work(self) -> bool:
+        return self.runner is not None and self.runner.has_idle_work
+
+    def do_idle_work(self) -> None:
+        self._require_runner().do_idle_work()
+
     def compile_grammar(self, number: int, grammar: str) -> None:
         self._model.grammars.announce(
             number, grammar if self._topology.is_last_stage else ""

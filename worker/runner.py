@@ -145,10 +145,11 @@ class Runner:
         from millrace.worker.graphs import CudaCapture, StepGraphs
 
         assert isinstance(model.attention, TritonAttention)
-        width = num_blocks_for(model.facts.max_model_len, self._pool.block_size)
-        is_alone = model.is_alone
         return StepGraphs(
-            self.decoder, model.attention, self._sequences, max_num_seqs, width, CudaCapture(), is_alone=is_alone
+            *(self.decoder, model.attention, self._sequences, max_num_seqs, model.facts.kv_layout.max_step_tokens),
+            table_width=num_blocks_for(model.facts.max_model_len, self._pool.block_size),
+            capture=CudaCapture(),
+            is_alone=model.is_alone,
         )
 
     @torch.inference_mode()
@@ -183,6 +184,17 @@ class Runner:
     def is_result_ready(self) -> bool:
         """Whether `collect` would return at once."""
         return not self._launched or self._launched[0].is_ready()
+
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether graphs are missing that most steps need."""
+        return self._graphs is not None and not self._graphs.is_complete
+
+    @torch.inference_mode()
+    def do_idle_work(self) -> None:
+        """Capture one of these graphs."""
+        assert self._graphs is not None
+        self._graphs.capture_next()
 
     @torch.inference_mode()
     def compute_logits(self, batch: StepBatch) -> Tensor:

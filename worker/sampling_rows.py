@@ -75,7 +75,7 @@ class SamplingTable:
     """Owns the settings of the running sequences by slot, on the host, and their logits processors."""
 
     def __init__(self, num_slots: int, device: torch.device, grammars: Grammars | None = None) -> None:
-        self._rows = _greedy_rows(num_slots).select(torch.arange(num_slots))  # a copy
+        self._rows = greedy_rows(num_slots).select(torch.arange(num_slots))  # a copy
         self._processors = LogitsProcessors(device, grammars)
         self._drawn: set[int] = set()
         """The slots with a temperature."""
@@ -109,7 +109,7 @@ class SamplingTable:
     def rows(self, slots: Tensor, output_positions: Tensor) -> SamplingRows:
         """Return the settings of rows whose sequences have these slots [M]."""
         processors = self._processors.of_step(slots, output_positions)
-        settings = self._rows.select(slots) if self._drawn else _greedy_rows(len(output_positions))
+        settings = self._rows.select(slots) if self._drawn else greedy_rows(len(output_positions))
         logprobs = self._wanted_logprobs(slots) if self._logprobs else ()
         return replace(settings, output_positions=output_positions, processors=processors, logprobs=logprobs)
 
@@ -119,7 +119,7 @@ class SamplingTable:
 
 
 @lru_cache(maxsize=4)
-def _greedy_rows(num_rows: int) -> SamplingRows:
+def greedy_rows(num_rows: int) -> SamplingRows:
     """Return the settings of rows that are all greedy: most steps of a service without random sampling."""
     return SamplingRows(
         temperatures=torch.zeros(num_rows),

@@ -7,11 +7,12 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from millrace.executor.base import Executor
 from millrace.executor.errors import StartError, WorkerDied, WorkerError
+from millrace.executor.phases import timed
 from millrace.executor.rank.worker import Worker
 from millrace.executor.watchdog import Pace
 from millrace.executor.wire.failures import needs_traceback, to_failure
@@ -67,6 +68,22 @@ class UniprocExecutor(Executor):
         self._worker = worker
         self._pace = Pace(self._limits, is_cpu=facts.device == "cpu")
         return [facts]
+
+    def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
+        super().initialize_cache(num_device_blocks, num_host_blocks)
+        self._do_idle_work()
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        super().wake_up(tags)
+        self._do_idle_work()
+
+    def _do_idle_work(self) -> None:
+        """Let the worker do it now, since nothing of this executor runs between the steps."""
+        worker = self._require_worker()
+        if worker.has_idle_work:
+            with timed(logger, "graphs"):
+                while worker.has_idle_work:
+                    worker.do_idle_work()
 
     def shutdown(self) -> None:
         self._discard_workers()

@@ -72,6 +72,8 @@ _SAMPLE_EVERY_S = 10.0
 _MAX_LAUNCHED = 2
 _POLL_S = 20e-6
 """Time between two looks at the device and at the socket while one step runs."""
+_IDLE_MS = 20
+"""How long nothing must be to do before a rank begins a part of its idle work, which takes about as long."""
 _COMPILE_POLL_MS = 2
 """Time between two looks at the grammars that are compiled while nothing else is to do."""
 _SPIN_S = 200e-6
@@ -192,6 +194,9 @@ def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
                 next_sample_s = time.monotonic() + _SAMPLE_EVERY_S
             continue
         if announced > compiled and call is None and not connection.has_message(_COMPILE_POLL_MS):
+            continue
+        if call is None and worker.has_idle_work and not connection.has_message(_IDLE_MS):
+            worker.do_idle_work()
             continue
         message, call = call or connection.recv(), None
         match message:

@@ -44,6 +44,14 @@ class Worker(Protocol):
     def is_result_ready(self) -> bool:
         """Whether `collect` would return at once."""
 
+    @property
+    def has_idle_work(self) -> bool:
+        """Whether `do_idle_work` has something to do."""
+
+    def do_idle_work(self) -> None:
+        """Do a part of what makes later steps faster, such as to capture a graph of the GPU. Called while there is no step
+        and no call; the next one waits for it."""
+
     def compile_grammar(self, number: int, grammar: str) -> None:
         """Begin to compile a grammar in another thread, and return at once. The numbers of the calls grow."""
 

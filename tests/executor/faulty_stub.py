@@ -13,6 +13,8 @@ status 0) and `oom` (out of memory; in a step after the plan's sequences were ad
     barrier=DIR           the ranks wait for each other in every step, as in collectives
     weights=PATH          the file of the weights
     count-loading=DIR     records in DIR how many ranks load at the same time, in the start and in `wake_up`
+    idle-parts=N          there are N parts of idle work, of a millisecond each
+    idle-done=DIR         records in DIR which ranks have done all of it
 
 A grammar is the path of a file, and compiled once that exists.
 """
@@ -46,6 +48,8 @@ class FaultyStub(StubWorker):
 
     _grammars: tuple[tuple[int, Path], ...] = ()
     """Those that are not compiled, with their numbers."""
+    _num_idle_parts = 0
+    """Done so far."""
 
     def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
         facts = replace(super().start(on_phase), weights_checksum=self._read_weights())
@@ -57,6 +61,16 @@ class FaultyStub(StubWorker):
         num_blocks, num_host_blocks = super().determine_num_available_blocks()
         is_short = self._faults.get("on-rank", self._rank) == self._rank
         return num_blocks - is_short * self._faults.get("lacks-blocks", 0), num_host_blocks
+
+    @property
+    def has_idle_work(self) -> bool:
+        return self._num_blocks > 0 and self._num_idle_parts < self._faults.get("idle-parts", 0)
+
+    def do_idle_work(self) -> None:
+        time.sleep(0.001)
+        self._num_idle_parts += 1
+        if not self.has_idle_work and "idle-done" in self._faults:
+            Path(self._faults["idle-done"], f"{self._rank}").touch()
 
     def compile_grammar(self, number: int, grammar: str) -> None:
         self._grammars = (*self._grammars, (number, Path(grammar)))

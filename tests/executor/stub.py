@@ -145,6 +145,13 @@ class StubWorker:
     def is_result_ready(self) -> bool:
         return True
 
+    @property
+    def has_idle_work(self) -> bool:
+        return False
+
+    def do_idle_work(self) -> None:
+        """There is none."""
+
     def compile_grammar(self, number: int, grammar: str) -> None:
         self._last_compiled = number
 

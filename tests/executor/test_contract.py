@@ -70,6 +70,21 @@ def test_grammars_are_compiled_beside_the_steps(make: Make, tmp_path: Path) -> N
 
 
 @every_kind
+def test_a_rank_without_steps_does_its_idle_work(make: Make, tmp_path: Path) -> None:
+    executor = start(make(f"idle-parts=3,idle-done={tmp_path}"))
+    wait_until(lambda: len(list(tmp_path.iterdir())) == executor.world_size)
+    assert executor.execute_model(first_step(executor)).result().token_ids == [next_token(7, 3)]
+
+
+@own_process
+def test_steps_and_calls_do_not_wait_for_the_end_of_the_idle_work(make: Make, tmp_path: Path) -> None:
+    executor = start(make(f"idle-parts={10**9},idle-done={tmp_path}"))
+    assert executor.execute_model(first_step(executor)).result().token_ids == [next_token(7, 3)]
+    assert len(executor.collective_rpc("stats")) == executor.world_size
+    assert not list(tmp_path.iterdir())
+
+
+@every_kind
 def test_a_step_brings_the_tokens_of_the_rows_that_sample(make: Make) -> None:
     executor = start(make())
     result = executor.execute_model(first_step(executor)).result()

@@ -71,6 +71,10 @@ class ParallelRunner(Runner):
             self._send_tokens(launched.output)
         return super()._result(launched if self._topology.is_output_rank else replace(launched, output=None))
 
+    @property
+    def has_idle_work(self) -> bool:
+        return False  # ranks capture together, in their steps
+
     def finish(self) -> None:
         while self._pending:
             self._record_oldest()

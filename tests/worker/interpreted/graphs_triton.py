@@ -31,6 +31,7 @@ from tests.worker.models import VOCAB_SIZE, make_model
 from tests.worker.test_no_waiting import ROWS, run_ahead
 
 MAX_NUM_SEQS, MAX_TOKENS = 6, 4
+SPACE = graphs.LEAST_CHUNKS
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
 DRAWN, LIMITED = RowSampling(0.9, 0, 1.0, 0.01, 7, 0, 0, []), RowSampling(0.9, 20, 0.9, 0.0, 7, 0, 0, [])
 SAMPLING = [GREEDY, LIMITED, DRAWN]
@@ -157,14 +158,16 @@ def use_graphs(worker: Rank, *, is_alone: bool = True) -> tuple[StepGraphs, Capt
     return add_graphs(worker.runner, is_alone=is_alone)
 
 
-def add_graphs(runner: Runner, *, is_alone: bool = True, width: int = 32) -> tuple[StepGraphs, CaptureDouble]:
+def add_graphs(
+    runner: Runner, *, max_num_seqs: int = MAX_NUM_SEQS, is_alone: bool = True, width: int = 32
+) -> tuple[StepGraphs, CaptureDouble]:
     assert runner.decoder is not None
     for layer in runner._pool.layers.values():  # what it has not been given may be NaN, which equals nothing
         layer.keys.nan_to_num_()
         layer.values.nan_to_num_()
     double = CaptureDouble(runner)
     runner._graphs = StepGraphs(
-        runner.decoder, TritonAttention(), runner._sequences, MAX_NUM_SEQS, width, double, is_alone=is_alone
+        runner.decoder, TritonAttention(), runner._sequences, max_num_seqs, 60, width, double, is_alone=is_alone
     )
     return runner._graphs, double
 
@@ -291,6 +294,23 @@ def test_decode_steps_have_graphs_also_where_the_capture_of_others_fails(
     assert "steps with prompts run without graphs, which is slower: no memory is left" in caplog.text
 
 
+@pytest.mark.usefixtures("for_all_steps")
+def test_what_most_steps_need_is_captured_while_nothing_is_to_do(worker: Rank) -> None:
+    expected = ahead(worker, [LIMITED, DRAWN]), ahead(worker, [GREEDY])
+    assert worker.runner is not None and not worker.has_idle_work
+    found, double = add_graphs(worker.runner, max_num_seqs=2)
+    while worker.has_idle_work:
+        before = double.num_captures
+        worker.do_idle_work()
+        assert double.num_captures == before + 1, "the next step waits for one capture at most"
+    decodes = [graphs.Kind(size, SPACE, True, has_limits) for size in (1, 2) for has_limits in (False, True)]
+    prompts = [graphs.Kind(2, SPACE, False, False, num_tokens) for num_tokens in (32, 64)]
+    assert found.kinds == sorted([*decodes, *prompts])
+    num_captures = double.num_captures
+    assert (ahead(worker, [LIMITED, DRAWN]), ahead(worker, [GREEDY])) == expected
+    assert (double.num_captures, double.num_replays) == (num_captures, 10), "a step ran without a graph of its own"
+
+
 @pytest.mark.parametrize(("num_rows", "first"), [(1, DRAWN), (3, LIMITED), (5, DRAWN), (6, GREEDY)])
 def test_steps_of_each_size_yield_the_tokens_of_eager_steps(
     num_rows: int, first: RowSampling, worker: Rank, monkeypatch: pytest.MonkeyPatch
@@ -302,7 +322,7 @@ def test_steps_of_each_size_yield_the_tokens_of_eager_steps(
     assert ahead(worker, rows) == expected
     assert (len(eager), len(copies)) == (2, 3), "a step with a graph is one copy to the device"
     size = min(1 << (num_rows - 1).bit_length(), MAX_NUM_SEQS)
-    kinds = {graphs.Kind(rows, 1, draws=True, has_limits=first is LIMITED) for rows in (size, MAX_NUM_SEQS)}
+    kinds = {graphs.Kind(rows, SPACE, draws=True, has_limits=first is LIMITED) for rows in (size, MAX_NUM_SEQS)}
     assert found.kinds == sorted(kinds)  # the largest one was captured in the first step
     assert (double.num_captures, double.num_replays) == (len(kinds), 3)
     assert double.num_padded == (3 if num_rows < size else len(kinds) - 1)
@@ -314,13 +334,14 @@ def test_rows_with_processors_are_drawn_behind_the_graph(name: str, worker: Rank
     expected = ahead(worker, rows)
     found, double = use_graphs(worker)
     assert ahead(worker, rows) == expected
-    assert found.kinds == [graphs.Kind(size, 1, draws=False) for size in (4, MAX_NUM_SEQS)]
+    assert found.kinds == [graphs.Kind(size, SPACE, draws=False) for size in (4, MAX_NUM_SEQS)]
     assert double.num_padded == 3
 
 
 @pytest.mark.parametrize("most_chunks", [8192, 12])
 def test_long_rows_have_graphs_of_their_own(most_chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_CHUNKS", most_chunks)
+    monkeypatch.setattr(graphs, "LEAST_CHUNKS", 1)
     monkeypatch.setattr(graphs, "MOST_TOKENS", 0)
     for module in ("attention.triton", "graphs"):
         monkeypatch.setattr(f"millrace.worker.{module}.CHUNK", 32)
@@ -434,8 +455,8 @@ def test_the_memory_profile_has_the_largest_graph_and_the_pool_no_more_than_sequ
     layout = structs.replace(facts.kv_layout, max_step_tokens=8)
     monkeypatch.setattr(worker._model, "facts", structs.replace(facts, kv_layout=layout))
     assert worker._profile_gpu() == int(total * 0.9) - (used - reserved) - peak
-    kinds = [(4, False, False, 32), (4, True, True, 0), (1, True, True, 0)]
-    assert captured == [graphs.Kind(MAX_NUM_SEQS, *others) for others in kinds]
+    kinds = [(False, False, 32), (True, True, 0)]
+    assert captured == [graphs.Kind(MAX_NUM_SEQS, SPACE, *others) for others in kinds]
     made.clear()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40))
     assert worker._num_device_blocks() == MAX_NUM_SEQS * layout.num_blocks(facts.max_model_len) + 1
