@@ -241,9 +241,12 @@ def decode_chunks(
     """Attend to the chunks of all decode rows. chunks: row, token, length, first position.
 
     Grid: any number of programs. They share out the key heads of the chunks; those of one chunk are read at the same time,
-    since they lie side by side in the pool."""
+    since they lie side by side in the pool. Only so many programs work that all have the same number of them: otherwise
+    the few that have one more would work alone at the end, which takes more than one of four units' time."""
     num_units = tl.load(num_chunks) * NUM_KV_HEADS
-    for unit in tl.range(tl.program_id(0), num_units, tl.num_programs(0), disable_licm=True):
+    num_working = tl.cdiv(num_units, tl.maximum(tl.cdiv(num_units, tl.num_programs(0)), 1))
+    own_first = tl.where(tl.program_id(0) < num_working, tl.program_id(0), num_units)
+    for unit in tl.range(own_first, num_units, num_working, disable_licm=True):
         chunk, kv_head = unit // NUM_KV_HEADS, unit % NUM_KV_HEADS
         own = chunks + 4 * chunk
         row, token = tl.load(own).to(tl.int64), tl.load(own + 1).to(tl.int64)
@@ -271,29 +274,29 @@ def decode_chunks(
 def merge_chunks(
     sums, maxima, totals, rows, output,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the chunks of a row, the first one first. Grid: decode rows, query heads. rows: row, token, length, first chunk
-    among those of all rows."""
+    """Merge the chunks of a row, AT_ONCE of them at a time, the first ones first. Grid: decode rows, query heads. rows: row,
+    token, length, first chunk among those of all rows."""
     rows += 4 * tl.program_id(0)
     head = tl.program_id(1)
     token, kv_len, part = tl.load(rows + 1).to(tl.int64), tl.load(rows + 2), tl.load(rows + 3).to(tl.int64)
     if kv_len == 0:
         return
     _, count = chunks_of(kv_len, WINDOW, CHUNK)
-    dims = tl.arange(0, BLOCK_DV)
-    part = part * NUM_HEADS + head
-    maximum = tl.load(maxima + part)
-    total = tl.load(totals + part)
-    weighted = tl.load(sums + part * VALUE_DIM + dims, dims < VALUE_DIM, other=0.0)
-    for _ in range(1, count):
-        part += NUM_HEADS
-        chunk_maximum = tl.load(maxima + part)
-        new_maximum = tl.maximum(maximum, chunk_maximum)
-        old_weight, weight = tl.exp2(maximum - new_maximum), tl.exp2(chunk_maximum - new_maximum)
-        chunk_sums = tl.load(sums + part * VALUE_DIM + dims, dims < VALUE_DIM, other=0.0)
-        total = total * old_weight + tl.load(totals + part) * weight
-        weighted = weighted * old_weight + chunk_sums * weight
+    dims, numbers = tl.arange(0, BLOCK_DV), tl.arange(0, AT_ONCE)
+    maximum, total = float("-inf"), 0.0
+    weighted = tl.zeros([BLOCK_DV], tl.float32)
+    for first in range(0, count, AT_ONCE):
+        exists = first + numbers < count
+        parts = (part + first + numbers) * NUM_HEADS + head
+        chunk_maxima = tl.load(maxima + parts, exists, other=float("-inf"))
+        is_loaded = exists[:, None] & (dims < VALUE_DIM)[None, :]
+        chunk_sums = tl.load(sums + (parts * VALUE_DIM)[:, None] + dims[None, :], is_loaded, other=0.0)
+        new_maximum = tl.maximum(maximum, tl.max(chunk_maxima, 0))
+        old_weight, weights = tl.exp2(maximum - new_maximum), tl.exp2(chunk_maxima - new_maximum)
+        total = total * old_weight + tl.sum(tl.load(totals + parts, exists, other=0.0) * weights, 0)
+        weighted = weighted * old_weight + tl.sum(chunk_sums * weights[:, None], 0)
         maximum = new_maximum
     result = (weighted / total).to(output.dtype.element_ty)
     tl.store(output + (token * NUM_HEADS + head) * VALUE_DIM + dims, result, dims < VALUE_DIM)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -32,16 +32,33 @@ from millrace.worker.transfer import FixedBuffer, staging
 
 CHUNK = 256
 """Positions of a decode row that one program attends to. A multiple of the tiles' sizes."""
-DECODE_STAGES, PREFILL_STAGES = 5, 3
-"""Stages of the pipeline that reads the tiles. With 3, the block numbers of the next tile are loaded ahead; with 5, its keys
-and values too. A chunk has too few tiles to hide a wait; a prefill program needs the registers."""
+CHUNKS_AT_ONCE = 8
+"""Chunks of a row whose results are loaded together when they are merged. One after the other, each waits for the memory."""
 HEADS_AT_ONCE = 8
 """Heads of one token that one program rotates or writes."""
 REGISTERS = 65536
 """Registers of one multiprocessor of any NVIDIA GPU that the kernels run on."""
 WIDE = {torch.float32: 64, torch.float16: 128, torch.bfloat16: 128}
-"""Elements of a head above which the tiles are half as large, so that they fit into registers and shared memory. float32 has
-small tiles: its products are not the tensor cores', and larger ones take long to compile."""
+"""Elements of a head above which the tiles are half as large, so that they fit into registers and shared memory."""
+
+
+class Tiles(NamedTuple):
+    """How a kernel reads keys and values. Sizes are those of 16 bits. float32 has half of them: its products are not the
+    tensor cores', and larger ones take long to compile."""
+
+    num_positions: int
+    num_warps: int
+    num_stages: int
+    """Of the pipeline that reads the tiles. With 3, the block numbers of the next tile are loaded ahead; with 5, its keys
+    and values too."""
+    num_queries: int = 16
+    """Rows of a tile of queries, each of a token and a head. Decode rows take as few as there are."""
+
+
+DECODE = Tiles(num_positions=64, num_warps=4, num_stages=5)
+"""A chunk has too few tiles to hide a wait."""
+PREFILL = Tiles(num_positions=64, num_warps=8, num_stages=3, num_queries=128)
+"""More stages need more registers than there are."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +141,7 @@ class TritonAttention:
             BLOCK_D=_padded(key_dim),
             BLOCK_DV=_padded(value.shape[2]),
         )
-        return self._attend(query, layer, scaling, sliding_window, softcap, batch)
+        return self.attend(query, layer, scaling, sliding_window, softcap, batch)
 
     def forward_projected(
         self,
@@ -155,9 +172,9 @@ class TritonAttention:
             BLOCK_H=HEADS_AT_ONCE,
             BLOCK_D=_padded(dim),
         )
-        return self._attend(queries.transpose(0, 1), layer, scaling, sliding_window, softcap, batch)
+        return self.attend(queries.transpose(0, 1), layer, scaling, sliding_window, softcap, batch)
 
-    def _attend(
+    def attend(
         self,
         query: Tensor,
         layer: LayerCache,
@@ -170,11 +187,9 @@ class TritonAttention:
         num_heads, num_tokens, key_dim = query.shape
         num_kv_heads, value_dim = layer.values.shape[2:]
         group, block_d, block_dv = num_heads // num_kv_heads, _padded(key_dim), _padded(value_dim)
-        tile_n = (32 if query.dtype == torch.float32 else 64) // (
-            2 if max(block_d, block_dv) > WIDE[query.dtype] else 1
-        )
-        tile_m = max(2 * tile_n, triton.next_power_of_2(group))
-        rows = _rows(batch, tile_m // group, window or 0, self._largest_decode)
+        divisor = (2 if query.dtype == torch.float32 else 1) * (2 if max(block_d, block_dv) > WIDE[query.dtype] else 1)
+        num_queries = max(PREFILL.num_queries // divisor, triton.next_power_of_2(group))
+        rows = _rows(batch, num_queries // group, window or 0, self._largest_decode)
         output = query.new_empty(num_tokens, num_heads, value_dim)
         tables = batch.block_tables[layer.group]
         given = (query, *query.stride()[:2], *_pool(layer), tables, tables.stride(0))
@@ -187,18 +202,18 @@ class TritonAttention:
             "GROUP": group,
             "KEY_DIM": key_dim,
             "VALUE_DIM": value_dim,
-            "BLOCK_N": tile_n,
             "BLOCK_D": block_d,
             "BLOCK_DV": block_dv,
         }
         if len(rows.decodes):
-            self._decode(rows, given, scaling, how, output)
+            self._decode(rows, given, scaling, how | {"BLOCK_N": DECODE.num_positions // divisor}, output)
         if len(rows.tiles):
             prefill[(len(rows.tiles), num_kv_heads)](
                 *(*given, rows.tiles, output, scaling),
-                BLOCK_M=tile_m,
-                num_warps=8,
-                num_stages=PREFILL_STAGES,
+                BLOCK_M=num_queries,
+                BLOCK_N=PREFILL.num_positions // divisor,
+                num_warps=PREFILL.num_warps,
+                num_stages=PREFILL.num_stages,
                 **how,
             )
         return output
@@ -214,8 +229,9 @@ class TritonAttention:
         kernel = decode_chunks[(min(num_programs, num_chunks * how["NUM_KV_HEADS"]),)](
             *(*given, rows.chunks, rows.num_chunks, sums, maxima, totals, scaling),
             CHUNK=CHUNK,
-            BLOCK_M=max(16, triton.next_power_of_2(how["GROUP"])),
-            num_stages=DECODE_STAGES,
+            BLOCK_M=max(DECODE.num_queries, triton.next_power_of_2(how["GROUP"])),
+            num_warps=DECODE.num_warps,
+            num_stages=DECODE.num_stages,
             **how,
         )
         if kind not in self._num_programs:
@@ -227,6 +243,7 @@ class TritonAttention:
             NUM_HEADS=num_heads,
             VALUE_DIM=value_dim,
             BLOCK_DV=how["BLOCK_DV"],
+            AT_ONCE=CHUNKS_AT_ONCE,
             num_warps=1,
         )
 

@@ -48,6 +48,11 @@ def test_windows_that_begin_at_the_border_of_a_block_equal_the_reference(window:
     check(TRITON, [(513, 1), (257, 1), (33, 1), (272, 16), (16, 16)], shape=(2, 1, 16, 16), window=window)
 
 
+def test_rows_of_more_chunks_than_are_merged_at_once_equal_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.worker.attention.triton.CHUNKS_AT_ONCE", 2)
+    check(TRITON, [(1000, 1), (30, 1), (150, 1)], shape=(2, 1, 24, 24))
+
+
 def test_a_pool_of_another_dtype_equals_the_reference() -> None:
     check(TRITON, MIXED, pool_dtype=torch.float16)
 
