@@ -4,8 +4,9 @@
 A row is divided into parts of a fixed size. Each part has its own program, and the results are merged in a fixed order. So
 a draw depends on its own row alone. Nothing waits for the device: all decisions about kernels depend on tensors of the host.
 
-    find_peaks    the largest logit of each part
-    raise_floors  the floors of top_k and top_p; only in a step that has them
+    find_peaks    the largest logit of each part, and of each block of a part
+    tally_parts   how much of each part min_p leaves; only in a step with top_k or top_p
+    raise_floors  the floors of top_k and top_p, from the blocks with large logits; only there too
     draw_parts    the best score of each part; only in a step with a temperature
     finish        the token ids
 
@@ -26,11 +27,13 @@ from millrace.worker.transfer import staging
 
 PART = 4096
 """Token ids of one program."""
+BLOCK = 256
+"""Token ids whose largest logit is known when the floors of top_k and top_p are looked for."""
 NUM_WARPS = 8
-MOST_WARPS = 32
-"""Warps of the one program that reads a whole row several times. Each thread has few ids then, so their sums fit into its
-registers from the first part of the row to the last."""
-LOADS_AHEAD = tl.constexpr(4)
+FLOOR_WARPS, FLOOR_AT_ONCE = 16, 2048
+"""Warps of the one program that looks for the floors of a row, and the ids that it reads at once. It reads a few blocks
+several times, seldom all."""
+LOADS_AHEAD = tl.constexpr(2)
 """Parts that are on their way to that program, plus one."""
 
 _GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
@@ -78,13 +81,23 @@ def draw(logits: Tensor, settings: Tensor | None, *, has_limits: bool) -> Tensor
     shape = {"PART": PART, "PARTS": triton.next_power_of_2(num_parts), "num_warps": NUM_WARPS}
     row = (logits, logits.stride(0), vocab_size)
     peaks = _empty_parts(num_rows, num_parts, logits.device)
-    _find_peaks[num_rows, num_parts](*row, *peaks, num_parts, **shape)
     scores, numbers = peaks, token_ids  # of no use without a draw
+    block_peaks, blocks = _empty_parts(num_rows, num_parts * (PART // BLOCK), logits.device) if has_limits else peaks
+    _find_peaks[num_rows, num_parts](*row, *peaks, num_parts, block_peaks, BLOCK=BLOCK, HAS_LIMITS=has_limits, **shape)
     if settings is not None:
         numbers, keys = settings[:4].view(torch.float64), settings[4]
         if has_limits:
+            given = (*row, *peaks, num_parts, numbers, num_rows)
+            smallest, counts = _empty_parts(num_rows, num_parts, logits.device)
+            tallies = counts, torch.empty_like(smallest, dtype=torch.float64), smallest
+            _tally_parts[num_rows, num_parts](*given, *tallies, **shape)
             _raise_floors[(num_rows,)](
-                *row, *peaks, num_parts, numbers, num_rows, **(shape | {"num_warps": MOST_WARPS})
+                *(*given, *tallies, block_peaks, blocks, block_peaks.shape[1]),
+                AT_ONCE=FLOOR_AT_ONCE,
+                PARTS=shape["PARTS"],
+                BLOCK=BLOCK,
+                BLOCKS=triton.next_power_of_2(block_peaks.shape[1]),
+                num_warps=FLOOR_WARPS,
             )
         scores = _empty_parts(num_rows, num_parts, logits.device)
         _draw_parts[num_rows, num_parts](*row, *peaks, num_parts, numbers, num_rows, keys, *scores, **shape)
@@ -139,27 +152,30 @@ def _temperature(numbers, row):
 
 
 @triton.jit
-def _find_peaks(logits, row_stride, vocab_size, peaks, peak_ids, num_parts, PART: tl.constexpr, PARTS: tl.constexpr):
+def _find_peaks(
+    logits, row_stride, vocab_size, peaks, peak_ids, num_parts, block_peaks,
+    PART: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, HAS_LIMITS: tl.constexpr,
+):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     ids, x = _load(logits, row_stride, vocab_size, row, part * PART, PART)
     peak, peak_id = _largest(x, ids)
     tl.store(peaks + row * num_parts + part, peak)
     tl.store(peak_ids + row * num_parts + part, peak_id)
+    if HAS_LIMITS:
+        blocks = (row * num_parts + part) * (PART // BLOCK) + tl.arange(0, PART // BLOCK)
+        tl.store(block_peaks + blocks, tl.max(tl.reshape(x, [PART // BLOCK, BLOCK]), axis=1))
 
 
 @triton.jit
-def _tally(logits, row_stride, vocab_size, row, peak, temperature, floor, PART: tl.constexpr):
-    """Return the number of ids that reach the floor, their sum of exp(scaled logit), and their smallest logit."""
-    count = tl.zeros([PART], tl.int32)
-    mass = tl.zeros([PART], tl.float32)
-    smallest = tl.zeros([PART], tl.float32) + peak
-    for first in tl.range(0, vocab_size, PART, num_stages=LOADS_AHEAD):
-        _, x = _load(logits, row_stride, vocab_size, row, first, PART)
-        stays = (x > -_INF) & (tl.div_rn(x - peak, temperature) >= floor)
-        count += stays.to(tl.int32)
-        mass += tl.where(stays, _mass(x, peak, temperature), 0.0)
-        smallest = tl.minimum(smallest, tl.where(stays, x, peak))
-    return tl.sum(count, axis=0), tl.sum(mass.to(tl.float64), axis=0), tl.min(smallest, axis=0)
+def _has_limits(numbers, num_rows, row, peak):
+    """Whether top_k or top_p may exclude ids of a row that is drawn."""
+    top_k, top_p = tl.load(numbers + 2 * num_rows + row), tl.load(numbers + 3 * num_rows + row)
+    return (tl.load(numbers + row) > 0) & _is_finite(peak) & ((top_k > 0) | (top_p < 1))
+
+
+@triton.jit
+def _reaches(x, peak, temperature, floor):
+    return (x > -_INF) & (tl.div_rn(x - peak, temperature) >= floor)
 
 
 @triton.jit
@@ -167,12 +183,58 @@ def _mass(x, peak, temperature):
     return tl.exp2((x - peak) * (_LOG2_E / temperature))
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _tally_parts(
+    logits, row_stride, vocab_size, peaks, peak_ids, num_parts, numbers, num_rows, counts, masses, smallest,
+    PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Store for each part the number of ids that reach the floor of min_p, their mass, the sum of exp(scaled logit), and
+    their smallest logit."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    peak, _ = _merge(peaks, peak_ids, num_parts, row, PARTS)
+    if _has_limits(numbers, num_rows, row, peak):
+        temperature, place = _temperature(numbers, row), row * num_parts + part
+        _ids, x = _load(logits, row_stride, vocab_size, row, part * PART, PART)
+        stays = _reaches(x, peak, temperature, tl.load(numbers + num_rows + row).to(tl.float32))
+        tl.store(counts + place, tl.sum(stays.to(tl.int32), axis=0))
+        tl.store(masses + place, tl.sum(tl.where(stays, _mass(x, peak, temperature), 0.0).to(tl.float64), axis=0))
+        tl.store(smallest + place, tl.min(tl.where(stays, x, peak), axis=0))
+
+
+@triton.jit
+def _load_some(numbers, blocks, first, count, size, PART: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr):
+    """Return PART of `count` numbers, from `first` on; -inf behind the last one. LISTED: only the blocks that are listed
+    count, of `size` numbers in all."""
+    places = first + tl.arange(0, PART)
+    exists = places < count
+    if LISTED:
+        places = tl.load(blocks + places // BLOCK, exists, other=0) * BLOCK + places % BLOCK
+        exists = exists & (places < size)
+    return tl.load(numbers + places, exists, other=-_INF).to(tl.float32)
+
+
+@triton.jit
+def _tally(
+    logits, blocks, count, vocab_size, peak, temperature, floor, PART: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return the mass of the ids in listed blocks that reach the floor, and their smallest logit."""
+    mass = tl.zeros([PART], tl.float32)
+    smallest = tl.zeros([PART], tl.float32) + peak
+    for first in tl.range(0, count, PART, num_stages=LOADS_AHEAD):
+        x = _load_some(logits, blocks, first, count, vocab_size, PART, BLOCK, LISTED=True)
+        stays = _reaches(x, peak, temperature, floor)
+        mass += tl.where(stays, _mass(x, peak, temperature), 0.0)
+        smallest = tl.minimum(smallest, tl.where(stays, x, peak))
+    return tl.sum(mass.to(tl.float64), axis=0), tl.min(smallest, axis=0)
+
+
 @triton.jit
 def _logit_reaching(
-    logits, row_stride, vocab_size, row, peak, temperature, low, target, PART: tl.constexpr, BY_MASS: tl.constexpr
-):
+    numbers, blocks, count, size, peak, temperature, low, target,
+    PART: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr, BY_MASS: tl.constexpr,
+):  # fmt: skip
     """Return the largest logit such that the number of it and the larger ones, or their mass, is `target`; `low` if all
-    from there have less.
+    from there have less. For the logits see `_load_some`.
 
     It lies in [low, high]. The range is halved, and its ends move on to logits of the row, so few passes are needed, and
     the result is exact. A sum of fewer positive numbers in the same order is never larger, so rounding does no harm.
@@ -184,8 +246,8 @@ def _logit_reaching(
         reached = tl.zeros([PART], tl.float32)
         above = tl.zeros([PART], tl.float32) + high  # the smallest logit from the middle on
         below = tl.zeros([PART], tl.float32) + low  # the largest logit below the middle
-        for first in tl.range(0, vocab_size, PART, num_stages=LOADS_AHEAD):
-            _, x = _load(logits, row_stride, vocab_size, row, first, PART)
+        for first in tl.range(0, count, PART, num_stages=LOADS_AHEAD):
+            x = _load_some(numbers, blocks, first, count, size, PART, BLOCK, LISTED)
             is_above = x >= middle
             weights = tl.where(is_above, _mass(x, peak, temperature), 0.0) if BY_MASS else is_above.to(tl.float32)
             reached += weights
@@ -199,32 +261,62 @@ def _logit_reaching(
     return low
 
 
+@triton.jit
+def _find_reaching(
+    logits, vocab_size, block_peaks, blocks, num_blocks, peak, temperature, low, target,
+    PART: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BY_MASS: tl.constexpr,
+):  # fmt: skip
+    """Return what `_logit_reaching` returns for a whole row, and how many ids are in the blocks that it lists: all from this
+    logit on. The largest logits of the blocks reach the target no earlier than all logits do, so a block whose largest
+    one is below their result is not read."""
+    low = _logit_reaching(
+        block_peaks, blocks, num_blocks, num_blocks, peak, temperature, low, target, BLOCKS, BLOCK, False, BY_MASS
+    )  # fmt: skip
+    numbers = tl.arange(0, BLOCKS)
+    is_listed = tl.load(block_peaks + numbers, numbers < num_blocks, other=-_INF) >= low
+    tl.debug_barrier()  # all threads have read the list from before
+    tl.store(blocks + tl.cumsum(is_listed.to(tl.int32), axis=0) - 1, numbers, is_listed)
+    tl.debug_barrier()
+    count = tl.sum(is_listed.to(tl.int32), axis=0) * BLOCK
+    found = _logit_reaching(
+        logits, blocks, count, vocab_size, peak, temperature, low, target, PART, BLOCK, True, BY_MASS
+    )  # fmt: skip
+    return found, count
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _raise_floors(
-    logits, row_stride, vocab_size, peaks, peak_ids, num_parts, numbers, num_rows,
-    PART: tl.constexpr, PARTS: tl.constexpr,
+    logits, row_stride, vocab_size, peaks, peak_ids, num_parts, numbers, num_rows, counts, masses, smallest,
+    block_peaks, blocks, num_blocks,
+    AT_ONCE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Raise the floors of rows with top_k, to their k-th largest entry, and with top_p, to the least likely of the fewest
     ids that reach top_p of the mass above the floor."""
     row = tl.program_id(0)
-    top_k = tl.load(numbers + 2 * num_rows + row)
-    top_p = tl.load(numbers + 3 * num_rows + row)
-    has_top_k = (top_k > 0) & (top_k < vocab_size)
     peak, _ = _merge(peaks, peak_ids, num_parts, row, PARTS)
-    if (tl.load(numbers + row) > 0) & _is_finite(peak) & (has_top_k | (top_p < 1)):
-        temperature = _temperature(numbers, row)
-        floor = tl.load(numbers + num_rows + row).to(tl.float32)
-        count, mass, low = _tally(logits, row_stride, vocab_size, row, peak, temperature, floor, PART)
-        if has_top_k & (count > top_k):
-            kth = _logit_reaching(
-                logits, row_stride, vocab_size, row, peak, temperature, low, top_k, PART, BY_MASS=False
-            )
+    if _has_limits(numbers, num_rows, row, peak):
+        parts = tl.arange(0, PARTS)
+        own, exists = row * num_parts + parts, parts < num_parts
+        count = tl.sum(tl.load(counts + own, exists, other=0), axis=0)
+        mass = tl.sum(tl.load(masses + own, exists, other=0.0), axis=0)
+        low = tl.min(tl.load(smallest + own, exists, other=_INF), axis=0)
+        temperature, floor = _temperature(numbers, row), tl.load(numbers + num_rows + row).to(tl.float32)
+        top_k, top_p = tl.load(numbers + 2 * num_rows + row), tl.load(numbers + 3 * num_rows + row)
+        logits += row.to(tl.int64) * row_stride
+        block_peaks += row * num_blocks
+        blocks += row * num_blocks
+        if (top_k > 0) & (top_k < count):
+            kth, num_ids = _find_reaching(
+                logits, vocab_size, block_peaks, blocks, num_blocks, peak, temperature, low, top_k,
+                AT_ONCE, BLOCK, BLOCKS, BY_MASS=False,
+            )  # fmt: skip
             floor = tl.div_rn(kth - peak, temperature)
-            _, mass, low = _tally(logits, row_stride, vocab_size, row, peak, temperature, floor, PART)
+            mass, low = _tally(logits, blocks, num_ids, vocab_size, peak, temperature, floor, AT_ONCE, BLOCK)
         if top_p < 1:
-            last = _logit_reaching(
-                logits, row_stride, vocab_size, row, peak, temperature, low, top_p * mass, PART, BY_MASS=True
-            )
+            last, num_ids = _find_reaching(
+                logits, vocab_size, block_peaks, blocks, num_blocks, peak, temperature, low, top_p * mass,
+                AT_ONCE, BLOCK, BLOCKS, BY_MASS=True,
+            )  # fmt: skip
             floor = tl.div_rn(last - peak, temperature)
         tl.store(numbers + num_rows + row, floor.to(tl.float64))
 

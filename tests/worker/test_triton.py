@@ -156,7 +156,7 @@ def test_sampling_compiles_for_a_gpu_and_not_again_for_other_numbers_of_rows(
     for settings in ([limited], [greedy]):
         sample(torch.zeros(1, vocab_size, dtype=dtype), sampling_rows([(each, 0) for each in settings]))
     assert sorted(each.name for each in launched.values()) == [
-        *("_draw_parts", "_find_peaks", "_finish", "_finish", "_raise_floors")
+        *("_draw_parts", "_find_peaks", "_find_peaks", "_finish", "_finish", "_raise_floors", "_tally_parts")
     ]
     check_resources(launched, tmp_path)
     before = set(launched)

@@ -22,7 +22,8 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_triton, "PART", PART)
+    for name, size in (("PART", PART), ("BLOCK", 16), ("FLOOR_AT_ONCE", 64)):
+        monkeypatch.setattr(sampling_triton, name, size)
 
 
 def drawn(logits: Tensor, rows: list[Row]) -> list[int]:
