@@ -7,9 +7,11 @@ from itertools import accumulate
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from millrace.executor.wire.messages import LogitsSettings, NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
 from millrace.worker.input_batch import InputBatch, StepBatch
+from millrace.worker.kv_pool import KVPool, LayerCache, LayerSpec
 from millrace.worker.sampling_rows import SamplingRows, SamplingTable
 
 BLOCK_SIZE = 16
@@ -42,6 +44,30 @@ def batch(lengths: list[int], num_fed: int, device: torch.device) -> tuple[StepB
     on_host = input_batch.update(plan)
     assert on_host is not None
     return input_batch.send(on_host), 1 + ends[-1]
+
+
+def attention_inputs(
+    lengths: list[int],
+    num_fed: int,
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    pool_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, LayerCache, StepBatch]:
+    """Return random queries, keys and values of one layer, its cache, and the step. heads: numbers of query heads and of key
+    heads, and their size."""
+    num_heads, num_kv_heads, size = heads
+    step, num_blocks = batch(lengths, num_fed, device)
+    pool = KVPool([LayerSpec(0, num_kv_heads, size, size, None)], num_blocks, BLOCK_SIZE, pool_dtype or dtype, device)
+    layer = pool.layers[0]
+    slots = torch.arange(num_blocks * BLOCK_SIZE, device=device)
+    random_numbers = torch.randn(num_kv_heads, len(slots), size, dtype=dtype, device=device)
+    layer.write(random_numbers, random_numbers, slots)
+    query, key, value = (
+        torch.randn(count, len(lengths) * num_fed, size, dtype=dtype, device=device)
+        for count in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    return query, key, value, layer, step
 
 
 def sampling_rows(

@@ -10,6 +10,7 @@ parts:
   sleep        sleep, wake and restart: times, and the memory that is left
   throughput   workload NANO: Millrace, transformers' continuous batching, and Millrace without graphs, without
                run-ahead, with a KV pool in fp8, and batch-invariant
+  tuning       Triton's kernels with other tiles, warps and stages, the fastest first: only with --part tuning
 
 Each part is a process with a time limit. If one fails, the JSON says why, the next one begins, and the exit status is 1.
 --part NAME runs a part alone, without a limit. Its tests compile kernels, which the whole run finds in Triton's cache.
@@ -87,13 +88,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true", help="little work: shows that every part runs")
-    parser.add_argument("--part", choices=PARTS, help="run this part alone, without a limit")
+    parser.add_argument("--part", choices=[*PARTS, "tuning"], help="run this part alone, without a limit")
     options = parser.parse_args()
     setting = Setting(options.device, options.quick, options.out.resolve())
     setting.out.mkdir(parents=True, exist_ok=True)
     models.find(TINY_MODEL if setting.is_quick else QWEN)  # not within a part's limit
     if options.part:
-        figures = PARTS[options.part][0](setting)
+        part = tuning if options.part == "tuning" else PARTS[options.part][0]
+        figures = part(setting)
         (setting.out / f"{options.part}.json").write_text(json.dumps(figures))
     else:
         sys.exit(run(setting))
@@ -147,7 +149,7 @@ def _run_part(name: str, setting: Setting, limit_s: float) -> Figures:
 # --- measuring ---
 
 
-def _profile(work: Callable[[], object], num_calls: int, device: str) -> tuple[float, float, dict[str, float]]:
+def profile_calls(work: Callable[[], object], num_calls: int, device: str) -> tuple[float, float, dict[str, float]]:
     """Return for one call: seconds on the wall, number of kernels, and the device's seconds by kernel, the longest first. On
     a CPU torch's operators count as kernels."""
     import torch
@@ -182,13 +184,13 @@ def _copy_gb_per_s(setting: Setting) -> float:
 
     source = torch.ones((1 << 20 if setting.is_quick else 1 << 31), dtype=torch.uint8, device=setting.device)
     target = torch.empty_like(source)
-    wall_s, _, _ = _profile(lambda: target.copy_(source), 10, setting.device)
+    wall_s, _, _ = profile_calls(lambda: target.copy_(source), 10, setting.device)
     return 2 * source.nbytes / wall_s / 1e9
 
 
 def _kernel(work: Callable[[], object], operations: int, num_bytes: int, copy: float, setting: Setting) -> Figures:
     """Return the figures of one kernel, or of several that run one after the other."""
-    wall_s, num_kernels, kernels = _profile(work, 2 if setting.is_quick else 30, setting.device)
+    wall_s, num_kernels, kernels = profile_calls(work, 2 if setting.is_quick else 30, setting.device)
     device_s = (sum(kernels.values()) if setting.device == "cuda" else 0.0) or wall_s  # some profilers see no kernel
     return {
         "device_us": round(1e6 * device_s, 1),
@@ -221,7 +223,7 @@ def rates(setting: Setting) -> Figures:
 
     size = 256 if setting.is_quick else 8192
     left, right = (torch.randn(size, size, device=setting.device).to(getattr(torch, setting.dtype)) for _ in range(2))
-    wall_s, _, _ = _profile(lambda: left @ right, 10, setting.device)
+    wall_s, _, _ = profile_calls(lambda: left @ right, 10, setting.device)
     return {"copy_gb_per_s": round(_copy_gb_per_s(setting), 1), "tflops": round(2 * size**3 / wall_s / 1e12, 3)}
 
 
@@ -261,10 +263,9 @@ def attention(setting: Setting) -> Figures:
     the chunk of a prompt."""
     import torch
 
-    from benchmarks import batches
+    from benchmarks.batches import attention_inputs
     from millrace.worker.attention.reference import ReferenceAttention
     from millrace.worker.attention.select import choose_attention
-    from millrace.worker.kv_pool import KVPool, LayerSpec
 
     device, dtype = torch.device(setting.device), getattr(torch, setting.dtype)
     num_rows, context, longest, chunk = (3, 40, 300, 24) if setting.is_quick else (64, 1024, 32_768, 2048)
@@ -274,16 +275,9 @@ def attention(setting: Setting) -> Figures:
     cases += [(f"prefill of {chunk}, head size {size}", size, [chunk], chunk) for size in (64, 128)]
     cases += [(f"decode of {num_rows}, one of {longest}", 128, [longest, *[context] * (num_rows - 1)], 1)]
     for name, head_size, lengths, fed in cases:
-        batch, num_blocks = batches.batch(lengths, fed, device)
-        spec = LayerSpec(0, NUM_KV_HEADS, head_size, head_size, None)
-        layer = KVPool([spec], num_blocks, batches.BLOCK_SIZE, dtype, device).layers[0]
-        layer.keys.normal_()
-        layer.values.normal_()
-        query, key, value = (
-            torch.randn(heads, len(lengths) * fed, head_size, dtype=dtype, device=device)
-            for heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
-        )
-        arguments = (query, key, value, layer, head_size**-0.5, None, None, batch)
+        *tensors, layer, batch = attention_inputs(lengths, fed, (NUM_HEADS, NUM_KV_HEADS, head_size), dtype, device)
+        query = tensors[0]
+        arguments = (*tensors, layer, head_size**-0.5, None, None, batch)
         output = implementation.forward(*arguments).float()
         error = (output - ReferenceAttention().forward(*arguments).float()).abs().max().item()
         attended = sum(sum(range(length - fed + 1, length + 1)) for length in lengths)
@@ -307,6 +301,7 @@ def sampling(setting: Setting) -> Figures:
     device, copy = torch.device(setting.device), _copy_gb_per_s(setting)
     logits = (4 * torch.randn(num_rows, vocab_size, device=device)).to(getattr(torch, setting.dtype))
     kinds = {"greedy": (0.0, 0, 1.0), "temperature": (0.6, 0, 1.0), "top-k": (0.6, 50, 1.0), "top-p": (0.6, 0, 0.9)}
+    kinds["top-k and top-p"] = (0.6, 20, 0.95)
     figures: Figures = {"copy_gb_per_s": round(copy, 1)}
     for name, settings in kinds.items():
         kind = batches.settings(*settings)
@@ -366,7 +361,7 @@ def steps(setting: Setting) -> Figures:
         step(num_rows, num_rows)
         is_slow = time.perf_counter() - began_s > 0.1  # too many kernels for the profiler
         work = lambda rows=num_rows: step(rows, rows)  # noqa: E731
-        wall_s, num_kernels, kernels = _profile(work, 2 if is_slow else num_calls, setting.device)
+        wall_s, num_kernels, kernels = profile_calls(work, 2 if is_slow else num_calls, setting.device)
         operations, num_elements = roofline.step_work(model, num_rows, context)
         num_bytes = num_elements * (2 if setting.dtype == "bfloat16" else 4)
         least_s = max(num_bytes / copy / 1e9, operations / peak / 1e12)
@@ -462,6 +457,13 @@ def sleep(setting: Setting) -> Figures:
     figures["memory_after_restarts_mib"] = memory_mib()
     llm.shutdown()
     return figures
+
+
+def tuning(setting: Setting) -> Figures:
+    """Measure other tiles, warps and stages."""
+    from benchmarks import gpu_tuning
+
+    return gpu_tuning.measure(setting.device, is_quick=setting.is_quick)
 
 
 PARTS: dict[str, tuple[Callable[[Setting], Figures], float]] = {

@@ -329,7 +329,9 @@ def test_the_parts_for_a_gpu_run_on_a_cpu(tmp_path: Path) -> None:
     kernels = gpu.attention(setting) | gpu.sampling(setting)
     for name, size in (("decode of 3", 64), ("decode of 3", 128), ("prefill of 24", 64), ("prefill of 24", 128)):
         assert kernels[f"{name}, head size {size}"]["max_error"] < 1e-5
-    assert [kernels[name]["as_on_cpu"] for name in ("greedy", "temperature", "top-k", "top-p")] == ["8 of 8"] * 4
+    assert [kernels[name]["as_on_cpu"] for name in ("greedy", "temperature", "top-k", "top-k and top-p")] == [
+        "8 of 8"
+    ] * 4
     measured = gpu.steps(setting)
     for num_rows in gpu.BATCHES:
         figures = measured[f"{num_rows} rows"]
@@ -404,6 +406,13 @@ def test_a_run_of_tests_ends_behind_one_that_has_lost_the_gpu(is_lost: bool, mon
     with pytest.raises(StopIteration):
         hook.send(SimpleNamespace(failed=True))  # type: ignore[arg-type]
     assert bool(session.shouldstop) == is_lost
+
+
+def test_other_tiles_of_the_kernels_for_a_gpu_are_timed_in_the_interpreter(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", "tuning", "--quick", "--device", "cpu"]
+    subprocess.run([*command, "--out", tmp_path], cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
+    for figures in json.loads((tmp_path / "tuning.json").read_text()).values():
+        assert len(figures["fastest"]) == 1 and figures["failed"] == {} and figures["now"]
 
 
 def test_the_limits_of_the_parts_for_a_gpu_leave_a_minute_of_eight_for_the_model() -> None:
