@@ -109,10 +109,12 @@ def test_a_token_has_the_same_bits_in_any_batch_and_chunk(name: str, dtype: str,
     check_bits(name, tmp_path, device="cuda", dtype=dtype)
 
 
+@pytest.mark.parametrize("is_idle", [False, True])
 @pytest.mark.parametrize(("name", "batch_invariant"), [("qwen3", False), ("gemma3_text", False), ("gemma3_text", True)])
 def test_graphs_yield_the_tokens_of_eager_steps(
-    name: str, batch_invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, batch_invariant: bool, is_idle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those that are captured in the steps, and those that are captured before."""
     monkeypatch.setattr("millrace.worker.graphs.CAPTURE_PAUSE_STEPS", 0)
     make_model(name, tmp_path)
     prompts = [[index, index + 1, index + 2] for index in range(1, 21)]
@@ -127,6 +129,8 @@ def test_graphs_yield_the_tokens_of_eager_steps(
         driver = Driver(worker, 1, preempts=False, num_blocks=500, keeps_logits=False)
         runner = worker.runner
         assert runner is not None and (runner._graphs is None) == enforce_eager
+        while is_idle and worker.has_idle_work:
+            worker.do_idle_work()
         outputs += [request.output for request in driver.run(prompts, 30, sampling)]
         if runner._graphs is not None:
             assert {kind.num_rows for kind in runner._graphs.kinds} >= {1, 2, 4, 8, 16, 24}
