@@ -262,9 +262,8 @@ class StepGraphs:
             if not self._is_alone:
                 raise
             what = "decode steps" if kind.is_decode else "steps with prompts"
-            logger.warning("%s run without graphs, which is slower: %.300s", what, error)
+            logger.warning("no more graphs for %s: those that have none are slower: %.300s", what, error)
             self._num_steps_to_pause[kind.is_decode] = math.inf
-            self._graphs = {each: one for each, one in self._graphs.items() if each.is_decode != kind.is_decode}
             return
         if self._buffers != self._current_buffers():  # the first graph of its size may have made buffers anew
             self._graphs.clear()

@@ -244,7 +244,8 @@ def decode_chunks(
     since they lie side by side in the pool. Only so many programs work that all have the same number of them: otherwise
     the few that have one more would work alone at the end, which takes more than one of four units' time."""
     num_units = tl.load(num_chunks) * NUM_KV_HEADS
-    num_working = tl.cdiv(num_units, tl.maximum(tl.cdiv(num_units, tl.num_programs(0)), 1))
+    num_rounds = tl.maximum(tl.cdiv(num_units, tl.num_programs(0)), 1)
+    num_working = tl.maximum(tl.cdiv(num_units, num_rounds), 1)  # there is none in a graph of padding alone
     own_first = tl.where(tl.program_id(0) < num_working, tl.program_id(0), num_units)
     for unit in tl.range(own_first, num_units, num_working, disable_licm=True):
         chunk, kv_head = unit // NUM_KV_HEADS, unit % NUM_KV_HEADS

@@ -291,7 +291,7 @@ def test_decode_steps_have_graphs_also_where_the_capture_of_others_fails(
     monkeypatch.setattr(found, "_capture", capture)
     assert chunks(worker, lengths, steps) == expected
     assert [kind.is_decode for kind in found.kinds] == [True] * len(found.kinds) != []
-    assert "steps with prompts run without graphs, which is slower: no memory is left" in caplog.text
+    assert "no more graphs for steps with prompts: those that have none are slower: no memory is left" in caplog.text
 
 
 @pytest.mark.usefixtures("for_all_steps")
@@ -309,6 +309,24 @@ def test_what_most_steps_need_is_captured_while_nothing_is_to_do(worker: Rank) -
     num_captures = double.num_captures
     assert (ahead(worker, [LIMITED, DRAWN]), ahead(worker, [GREEDY])) == expected
     assert (double.num_captures, double.num_replays) == (num_captures, 10), "a step ran without a graph of its own"
+
+
+def test_the_graphs_from_before_a_capture_that_fails_are_used_further(
+    worker: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ahead(worker, [LIMITED])
+    assert worker.runner is not None
+    found, double = add_graphs(worker.runner, max_num_seqs=2)
+    worker.do_idle_work()
+
+    def fails(compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(found, "_capture", fails)
+    worker.do_idle_work()
+    assert not worker.has_idle_work
+    assert ahead(worker, [LIMITED]) == expected
+    assert (double.num_captures, double.num_replays, double.num_padded) == (1, 3, 3)
 
 
 @pytest.mark.parametrize(("num_rows", "first"), [(1, DRAWN), (3, LIMITED), (5, DRAWN), (6, GREEDY)])
