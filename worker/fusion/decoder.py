@@ -5,6 +5,8 @@ transformers' modules take about 15 operations of torch a layer. Here a layer is
     norm, projections, attention (with norms of heads, rotation and the KV pool), output + residual,
     norm, projections, activation, output + residual
 
+On a GPU a norm, the projections and the activation of a single row are one call.
+
 Shapes: T tokens of the step, M tokens whose logits are needed, H hidden size, W outputs of the attention's projections,
 Hq query heads, Dv size of a value head, I intermediate size, V token ids.
 """
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from millrace.worker.fusion.mlp import MLP, make_mlp
 from millrace.worker.fusion.operations import NormOperation, Operations
+from millrace.worker.fusion.projection import Projection
 from millrace.worker.fusion.structure import DecoderParts, LayerParts, MLPParts, own_part
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kv_pool import KVPool
@@ -48,12 +51,10 @@ class LayerWeights:
 
     def __init__(self, parts: LayerParts, operations: Operations) -> None:
         self.attention = parts.attention
-        self.input_norm = operations.norm(parts.input_norm)
-        self.projections = operations.linear(parts.attention.projections)
+        self.projections = Projection(operations, parts.attention.projections, parts.input_norm)
         self.output = operations.linear([parts.attention.output])
         self.attention_norm = operations.norm(parts.attention_norm) if parts.attention_norm else None
-        self.mlp_input_norm = operations.norm(parts.mlp_input_norm)
-        self.mlp = make_mlp(parts.mlp, operations)
+        self.mlp = make_mlp(parts.mlp, operations, parts.mlp_input_norm)
         self.mlp_norm = operations.norm(parts.mlp_norm) if parts.mlp_norm else None
         self.divided_mlp = parts.mlp.divided if isinstance(parts.mlp, MLPParts) else None
         operations.release_memory()  # of the unpacked weights, or it grows by as much again
@@ -97,23 +98,20 @@ class FusedDecoder:
         else:
             hidden.copy_(received)
         last_layer = self._weights.layers[-1] if self.is_last_stage else None
-        normed = workspace.rows("normed", num_tokens, hidden_size)
         for layer, attention in zip(self._weights.layers, self._attention, strict=True):
-            layer.input_norm.into(hidden, normed)
             projected = workspace.rows("projected", num_tokens, layer.projections.num_outputs)
-            layer.projections.into(normed, projected)
+            layer.projections.into(hidden, projected)
             attended = attention.run(projected, rows)
             if layer is last_layer and (num_sampled < num_tokens or batch.is_permuted):
                 # Nobody reads the other rows.
                 if num_sampled == 0:
                     return hidden[:0]
                 hidden, attended = (each.index_select(0, batch.sample_indices) for each in (hidden, attended))
-                normed = workspace.rows("normed", num_sampled, hidden_size)
             self._add(layer.output, layer.attention.divided, layer.attention_norm, attended, hidden)
-            layer.mlp_input_norm.into(hidden, normed)
-            self._add(layer.mlp, layer.divided_mlp, layer.mlp_norm, normed, hidden)
+            self._add(layer.mlp, layer.divided_mlp, layer.mlp_norm, hidden, hidden)
         if self._weights.norm is None:
             return hidden
+        normed = workspace.rows("normed", *hidden.shape)
         self._weights.norm.into(hidden, normed)
         return normed
 

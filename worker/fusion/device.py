@@ -8,13 +8,14 @@ a head, P positions, R rotary size, M rows, V token ids.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from millrace.worker.attention.interface import Attention
-from millrace.worker.fusion.operations import not_batch_invariant
+from millrace.worker.fusion.operations import RunOneRow, not_batch_invariant
 from millrace.worker.fusion.structure import AttentionParts, Norm
 from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.input_batch import StepBatch
@@ -57,11 +58,18 @@ class DeviceOperations:
         """The ids of the tensors."""
 
     def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
-        if not self._batch_invariant:
+        if self._rows is rows_torch and not self._batch_invariant:
             return merge_modules(modules, self._dtype)
-        from millrace.worker.linear.linear_triton import TritonLinear
+        from millrace.worker.linear.linear_triton import OneRowLinear, TritonLinear
 
-        return merge_modules(modules, self._dtype, TritonLinear)
+        return merge_modules(modules, self._dtype, TritonLinear if self._batch_invariant else OneRowLinear)
+
+    def for_one_row(self, linear: PackedLinear, norm: Norm | None, activation: str | None) -> RunOneRow | None:
+        multiply_one = getattr(linear, "multiply_one", None)
+        if multiply_one is None:
+            return None
+        given = (self._keep(norm.weights), norm.epsilon) if norm is not None else None
+        return partial(multiply_one, norm=given, activation=activation)
 
     def head(
         self, module: nn.Linear, embedding: nn.Module | None, *, is_tied: bool

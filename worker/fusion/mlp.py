@@ -11,26 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from millrace.worker.fusion.operations import Operations
-from millrace.worker.fusion.structure import ExpertsParts, MLPParts
+from millrace.worker.fusion.projection import Projection
+from millrace.worker.fusion.structure import ExpertsParts, MLPParts, Norm
 
 
-def make_mlp(parts: MLPParts | ExpertsParts | nn.Module, operations: Operations) -> MLP:
-    """Return what computes an MLP. Takes its weights."""
+def make_mlp(parts: MLPParts | ExpertsParts | nn.Module, operations: Operations, norm: Norm) -> MLP:
+    """Return what computes an MLP, and the norm before it. Takes its weights."""
     if isinstance(parts, MLPParts):
-        return GatedMLP(parts, operations)
+        return GatedMLP(parts, operations, norm)
     if isinstance(parts, ExpertsParts):
-        return Experts(parts, operations) if operations.splits_experts else ModuleMLP(parts.block, operations)
-    return ModuleMLP(parts, operations)
+        experts = Experts(parts, operations) if operations.splits_experts else ModuleMLP(parts.block, operations)
+        return NormedMLP(experts, norm, operations)
+    return NormedMLP(ModuleMLP(parts, operations), norm, operations)
 
 
 class GatedMLP:
     """An MLP whose gate and value are one projection."""
 
-    def __init__(self, parts: MLPParts, operations: Operations) -> None:
+    def __init__(self, parts: MLPParts, operations: Operations, norm: Norm | None = None) -> None:
         self._workspace, self._max_tokens = operations.workspace, operations.mlp_tokens
-        self._projections = operations.linear(parts.projections)
+        self._projections = Projection(operations, parts.projections, norm, parts.activation)
         self._output = operations.linear([parts.output])
-        self._activation = operations.activation(parts.activation, self._output.num_inputs)
 
     def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
         """Write the results for inputs [T, H] to the outputs [T, H], or add them."""
@@ -39,10 +40,8 @@ class GatedMLP:
             for rows, results in zip(inputs.split(size), outputs.split(size), strict=True):
                 self.into(rows, results, accumulate=accumulate)
             return
-        gates = self._workspace.rows("gates", inputs.shape[0], self._projections.num_outputs)
         activated = self._workspace.rows("activated", inputs.shape[0], self._output.num_inputs)
-        self._projections.into(inputs, gates)
-        self._activation.into(gates, activated)
+        self._projections.into(inputs, activated)
         self._output.into(activated, outputs, accumulate=accumulate)
 
 
@@ -100,4 +99,16 @@ class ModuleMLP:
             outputs.copy_(result)
 
 
-MLP: TypeAlias = GatedMLP | Experts | ModuleMLP
+class NormedMLP:
+    """One of the other MLPs, with the norm before it."""
+
+    def __init__(self, mlp: Experts | ModuleMLP, norm: Norm, operations: Operations) -> None:
+        self.mlp, self._norm, self._workspace = mlp, operations.norm(norm), operations.workspace
+
+    def into(self, inputs: Tensor, outputs: Tensor, *, accumulate: bool = False) -> None:
+        normed = self._workspace.rows("normed", *inputs.shape)
+        self._norm.into(inputs, normed)
+        self.mlp.into(normed, outputs, accumulate=accumulate)
+
+
+MLP: TypeAlias = GatedMLP | NormedMLP

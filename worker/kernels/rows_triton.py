@@ -53,8 +53,13 @@ def _gated_activation(inputs, outputs, size, IS_SILU: tl.constexpr, BLOCK: tl.co
     mask = entries < size
     gates = tl.load(inputs + 2 * row + entries, mask, other=0.0).to(tl.float32)
     values = tl.load(inputs + 2 * row + size + entries, mask, other=0.0).to(tl.float32)
+    tl.store(outputs + row + entries, gated(gates, values, IS_SILU).to(outputs.dtype.element_ty), mask)
+
+
+@triton.jit
+def gated(gates, values, IS_SILU: tl.constexpr):
+    """Return `activation(gate) * value`."""
     argument = gates
     if not IS_SILU:  # 0.5 * (1 + tanh(x)) is the logistic function of 2 x
         argument = 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
-    results = gates / (1.0 + tl.exp(tl.minimum(-argument, 80.0))) * values
-    tl.store(outputs + row + entries, results.to(outputs.dtype.element_ty), mask)
+    return gates / (1.0 + tl.exp(tl.minimum(-argument, 80.0))) * values

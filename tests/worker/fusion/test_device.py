@@ -14,7 +14,7 @@ from millrace.worker import rank_model
 from millrace.worker.attention.interface import Attention
 from millrace.worker.fusion.decoder import DecoderWeights
 from millrace.worker.fusion.device import DeviceOperations
-from millrace.worker.fusion.mlp import GatedMLP, ModuleMLP
+from millrace.worker.fusion.mlp import GatedMLP, ModuleMLP, NormedMLP
 from millrace.worker.kernels import rows_torch
 from millrace.worker.linear.modules import merge_modules
 from millrace.worker.loading import weights
@@ -66,7 +66,8 @@ def test_experts_run_in_their_module_through_grouped_products(name: str, tmp_pat
     base, overrides = MORE[name]
     make_model(base, tmp_path, **overrides)
     worker, decoder = start(tmp_path)
-    assert isinstance(decoder.layers[0].mlp, ModuleMLP)
+    mixture = decoder.layers[0].mlp
+    assert isinstance(mixture, NormedMLP) and isinstance(mixture.mlp, ModuleMLP)
     assert worker._model.module.config._experts_implementation == "grouped_mm"
 
 
@@ -88,14 +89,14 @@ def test_no_weight_is_in_memory_twice(arch: str, tmp_path: Path) -> None:
     read = {call.args[1]: call.args[2].data_ptr() for call in loaded.call_args_list}
     first = decoder.layers[0]
     assert (
-        first.projections.weights.data_ptr() == read["model.layers.0.self_attn.q_proj.weight"]
+        first.projections.linear.weights.data_ptr() == read["model.layers.0.self_attn.q_proj.weight"]
     )  # merged without a copy
     assert isinstance(first.mlp, GatedMLP)
-    assert first.mlp._projections.weights.data_ptr() == read["model.layers.0.mlp.gate_proj.weight"]
+    assert first.mlp._projections.linear.weights.data_ptr() == read["model.layers.0.mlp.gate_proj.weight"]
     module: Any = worker._model.module
     owned = {each.untyped_storage().data_ptr() for each in module.parameters() if each.numel()}
     for layer in decoder.layers:
-        assert {layer.projections.weights.untyped_storage().data_ptr(), layer.output.weights.data_ptr()} <= owned
+        assert {layer.projections.linear.weights.untyped_storage().data_ptr(), layer.output.weights.data_ptr()} <= owned
     attention = module.model.layers[0].self_attn
     assert attention.k_proj.weight.numel() == 0 and attention.k_proj.bias is None
     is_tied = module.config.tie_word_embeddings

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from millrace.worker.fusion.decoder import DecoderWeights
-from millrace.worker.fusion.mlp import Experts
+from millrace.worker.fusion.mlp import Experts, NormedMLP
 from millrace.worker.fusion.structure import NotRecognised, read_structure
 from millrace.worker.kernels.library import find_kernels
 from tests.worker.driver import Driver, Request, start_worker
@@ -78,7 +78,7 @@ def test_a_token_passes_its_experts_whatever_the_others_choose(name: str, tmp_pa
     worker = start_worker(tmp_path)
     assert worker._model.decoder is not None
     mixture = worker._model.decoder.layers[0].mlp
-    assert isinstance(mixture, Experts)
+    assert isinstance(mixture, NormedMLP) and isinstance(mixture.mlp, Experts)
     inputs = torch.randn(600, 64)
     together, added, alone = torch.empty(600, 64), torch.ones(600, 64), torch.empty(1, 64)
     mixture.into(inputs, together)
@@ -138,7 +138,7 @@ def test_no_weight_is_in_memory_twice(tmp_path: Path) -> None:
     worker = start_worker(tmp_path)
     layer = worker._model.module.model.layers[0]
     assert worker._model.decoder is not None
-    packed = worker._model.decoder.layers[0].projections.weights
+    packed = worker._model.decoder.layers[0].projections.linear.weights
     assert layer.self_attn.q_proj.weight.data_ptr() == packed.data_ptr()
     assert layer.self_attn.k_proj.weight.numel() == layer.self_attn.v_proj.weight.numel() == 0
 
@@ -159,7 +159,7 @@ def test_a_sleep_releases_the_weights(tmp_path: Path) -> None:
     worker = start_worker(tmp_path)
     expected = [request.output for request in Driver(worker, seed=1).run(prompts(1), 4)]
     assert worker._model.decoder is not None
-    packed = weakref.ref(worker._model.decoder.layers[0].projections.weights)
+    packed = weakref.ref(worker._model.decoder.layers[0].projections.linear.weights)
     worker.sleep(2)
     gc.collect()
     assert packed() is None

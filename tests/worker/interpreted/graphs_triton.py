@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from millrace.worker.graphs import Replay, StepGraphs
 from millrace.worker.input_batch import NO_SLOT, InputBatch
 from millrace.worker.kernels import rows_torch
 from millrace.worker.kv_pool import KVPool
+from millrace.worker.linear.linear_triton import OneRowLinear
 from millrace.worker.rank import Rank
 from millrace.worker.runner import Runner
 from millrace.worker.transfer import FixedBuffer
@@ -292,6 +294,32 @@ def test_decode_steps_have_graphs_also_where_the_capture_of_others_fails(
     assert chunks(worker, lengths, steps) == expected
     assert [kind.is_decode for kind in found.kinds] == [True] * len(found.kinds) != []
     assert "no more graphs for steps with prompts: those that have none are slower: no memory is left" in caplog.text
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "gemma3_text"])
+def test_a_single_row_yields_the_tokens_of_torch(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With biases, and with norms behind attention and MLP. The prompt has several rows."""
+    windows: dict[str, Any] = {"layer_types": ["sliding_attention"]} if arch == "gemma3_text" else {}
+    make_model(arch, tmp_path, **SMALL, **windows)
+    expected = ahead(start_worker(tmp_path, max_num_seqs=1), [GREEDY])
+    kernels, calls = importlib.import_module("millrace.worker.kernels.rows_triton"), list[bool]()
+    multiply_one = OneRowLinear.multiply_one
+
+    def multiply(layer: OneRowLinear, *given: Any, **options: Any) -> bool:
+        calls.append(multiply_one(layer, *given, **options))
+        return calls[-1]
+
+    monkeypatch.setattr(OneRowLinear, "multiply_one", multiply)
+    monkeypatch.setattr(
+        *(rank_model, "choose_operations"),
+        lambda _, dtype, device, **options: DeviceOperations(TritonAttention(), dtype, device, kernels),
+    )
+    worker = start_worker(tmp_path, max_num_seqs=1)
+    calls.clear()
+    assert ahead(worker, [GREEDY]) == expected
+    assert (
+        calls.count(True) == 3 + 4 * 5
+    )  # where one row of the prompt is left; four layers and the head in each other step
 
 
 @pytest.mark.usefixtures("for_all_steps")
