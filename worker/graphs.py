@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from millrace.executor.wire.messages import NO_TOKEN
-from millrace.worker import sampling_triton
+from millrace.worker import sampling_triton, tokens_triton
 from millrace.worker.attention.triton import CHUNK, TritonAttention
 from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.input_batch import NO_SLOT, HostBatch, InputBatch, SampledRows, StepBatch
@@ -248,13 +248,14 @@ class StepGraphs:
         kept = self._batch(kind, inputs.tensors)
 
         def compute() -> Tensor:
-            kept.input_ids[0] = self._sequences.input_ids(slots, known_ids)
+            tokens_triton.feed(slots, known_ids, self._sequences.last_tokens, kept.input_ids)
             self._attention.update(kept)
             hidden = self._decoder.run(kept, received)
             if not kind.draws:
                 return hidden
             token_ids = sampling_triton.draw(self._decoder.logits(hidden), settings, has_limits=kind.has_limits)
-            return self._sequences.keep(slots, token_ids)
+            tokens_triton.keep(slots, token_ids, self._sequences.last_tokens)
+            return token_ids
 
         try:
             result, replay = self._capture(compute)

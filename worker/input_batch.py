@@ -197,7 +197,7 @@ class InputBatch:
         self._prompt_lens = torch.zeros(max_num_seqs, dtype=torch.int64)
         self._samples = samples
         self._sampling = SamplingTable(max_num_seqs, device, grammars)
-        self._last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self.last_tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
         """The token sampled last by slot, NO_TOKEN once a row of the sequence has failed. The last one is NO_SLOT's."""
 
     @property
@@ -206,7 +206,7 @@ class InputBatch:
 
     @property
     def num_slots(self) -> int:
-        """While it stays, `keep` writes to the same addresses."""
+        """While it stays, so does the address of `last_tokens`."""
         return len(self._prompt_lens)
 
     def update(self, plan: StepPlan) -> HostBatch | None:
@@ -256,22 +256,16 @@ class InputBatch:
     def input_ids(self, token_slots: Tensor, known_ids: Tensor | None) -> Tensor:  # [T]
         """Return the tokens that a step feeds, on the device: the known one, or, where that is NO_TOKEN, the last one of the
         slot."""
-        sampled = self._last_tokens[token_slots].clamp_(min=0)  # a failed row computes anything
+        sampled = self.last_tokens[token_slots].clamp_(min=0)  # a failed row computes anything
         return sampled if known_ids is None else torch.where(known_ids == NO_TOKEN, sampled, known_ids)
 
     def record(self, rows: SampledRows, token_ids: Tensor) -> Tensor:
         """Keep the sampled ids [M], on the device, for the rows that feed them. Return them with NO_TOKEN for the rows of
         sequences that had failed before."""
-        token_ids = self.keep(rows.slots, token_ids)
+        token_ids = token_ids.masked_fill(self.last_tokens[rows.slots] == NO_TOKEN, NO_TOKEN)
+        self.last_tokens[rows.slots] = token_ids
         if rows.sampling.processors is not None:
             rows.sampling.processors.record(token_ids)
-        return token_ids
-
-    def keep(self, slots: Tensor, token_ids: Tensor) -> Tensor:
-        """Do what `record` does, without processors. All is done on the device, so it can be part of a graph; NO_SLOT is
-        for the rows that pad one."""
-        token_ids = token_ids.masked_fill(self._last_tokens[slots] == NO_TOKEN, NO_TOKEN)
-        self._last_tokens[slots] = token_ids
         return token_ids
 
     # --- differences ---
@@ -308,7 +302,7 @@ class InputBatch:
                 self._sampling.add(slot, each)
         if new:
             slots = torch.tensor([self._sequences[each.seq_id].slot for each in new])
-            self._last_tokens.index_fill_(0, to_device(self.device, [slots])[0], 0)
+            self.last_tokens.index_fill_(0, to_device(self.device, [slots])[0], 0)
 
     def _append_blocks(self, sequence: SequenceState, block_ids: list[int]) -> None:
         if block_ids:
@@ -319,9 +313,9 @@ class InputBatch:
     def _take_slot(self) -> int:
         if not self._free_slots:
             count = self._tables.shape[0]
-            self._tables, self._prompt_lens, self._last_tokens = (
+            self._tables, self._prompt_lens, self.last_tokens = (
                 torch.cat([each, torch.zeros_like(each)])
-                for each in (self._tables, self._prompt_lens, self._last_tokens)
+                for each in (self._tables, self._prompt_lens, self.last_tokens)
             )
             self._sampling.grow()
             self._free_slots = list(range(count, 2 * count))

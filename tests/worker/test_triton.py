@@ -34,7 +34,13 @@ def test_kernels_do_in_the_interpreter_what_the_cpu_does(path: Path) -> None:
 
 MOST_SHARED = 227 << 10
 """Bytes of shared memory that a program can have on an H100 or H200."""
-KERNEL_FILES = ("attention.paged_triton", "sampling_triton", "kernels.rows_triton", "linear.linear_triton")
+KERNEL_FILES = (
+    "attention.paged_triton",
+    "sampling_triton",
+    "kernels.rows_triton",
+    "linear.linear_triton",
+    "tokens_triton",
+)
 
 
 class CompilingDriver:
@@ -194,3 +200,13 @@ def test_layers_compile_for_a_gpu(
         assert OneRowLinear(weights, None).multiply_one(inputs, outputs, norm, "silu")
         assert OneRowLinear(weights[:size], weights[:size, 0]).multiply_one(inputs, outputs, accumulate=True)
     check_resources(launched, tmp_path)
+
+
+def test_tokens_compile_for_a_gpu_and_not_again_for_other_numbers_of_rows(launched: dict[str, Any]) -> None:
+    from millrace.worker import tokens_triton
+
+    for num_rows in (1, 2, 16, 300):
+        slots, token_ids, last_tokens = (torch.zeros(count, dtype=torch.int64) for count in (num_rows, num_rows, 257))
+        tokens_triton.feed(slots, token_ids, last_tokens, token_ids)
+        tokens_triton.keep(slots, token_ids, last_tokens)
+    assert sorted(each.name for each in launched.values()) == ["_feed", "_keep"]

@@ -127,7 +127,7 @@ class CaptureDouble:
     def _state(self) -> list[Tensor]:
         pool = self._runner._pool.layers.values()
         tensors = [
-            self._runner._sequences._last_tokens[:-1],
+            self._runner._sequences.last_tokens[:-1],
             *(part[1:] for one in pool for part in (one.keys, one.values)),
         ]
         return [tensor.clone() for tensor in tensors]
@@ -152,7 +152,7 @@ class CaptureDouble:
         decoder = self._runner.decoder
         assert decoder is not None
         found = {name: buffer.data_ptr() for name, buffer in decoder._workspace._buffers.items()}
-        return found | {"last tokens": self._runner._sequences._last_tokens.data_ptr()}
+        return found | {"last tokens": self._runner._sequences.last_tokens.data_ptr()}
 
 
 def use_graphs(worker: Rank, *, is_alone: bool = True) -> tuple[StepGraphs, CaptureDouble]:
