@@ -73,7 +73,7 @@ _MAX_LAUNCHED = 2
 _POLL_S = 20e-6
 """Time between two looks at the device and at the socket while one step runs."""
 _IDLE_MS = 20
-"""How long nothing must be to do before a rank begins a part of its idle work, which takes about as long."""
+"""Time without a step or a message after which a rank begins a part of its idle work. A part takes about as long."""
 _COMPILE_POLL_MS = 2
 """Time between two looks at the grammars that are compiled while nothing else is to do."""
 _SPIN_S = 200e-6
