@@ -408,6 +408,7 @@ def test_a_run_of_tests_ends_behind_one_that_has_lost_the_gpu(is_lost: bool, mon
     assert bool(session.shouldstop) == is_lost
 
 
+@pytest.mark.slow
 def test_other_tiles_of_the_kernels_for_a_gpu_are_timed_in_the_interpreter(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", "tuning", "--quick", "--device", "cpu"]
     subprocess.run([*command, "--out", tmp_path], cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
