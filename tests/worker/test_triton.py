@@ -179,7 +179,7 @@ def test_layers_compile_for_a_gpu(
 ) -> None:
     from millrace.worker.attention.triton import TritonAttention
     from millrace.worker.kernels import rows_triton
-    from millrace.worker.linear.linear_triton import OneRowLinear, TritonLinear
+    from millrace.worker.linear.linear_triton import FewRowsLinear, TritonLinear
 
     size, norms, tables = 1024, (torch.ones(128), torch.ones(128)), (torch.zeros(99, 64), torch.zeros(99, 64))
     layer = KVPool([LayerSpec(0, 2, 128, 128, None)], 9, 16, pool_dtype or dtype, torch.device("cpu")).layers[0]
@@ -195,10 +195,11 @@ def test_layers_compile_for_a_gpu(
     assert {each.name for each in launched.values()} == names | {"cut_decodes", "merge_chunks"}
     assert len(launched) == len(names) + 2
     for num_inputs in (size, 3 * size):
-        inputs, outputs = torch.zeros(1, num_inputs, dtype=dtype), torch.zeros(1, size, dtype=dtype)
         weights, norm = torch.zeros(2 * size, num_inputs, dtype=dtype), (torch.ones(num_inputs), 1e-6)
-        assert OneRowLinear(weights, None).multiply_one(inputs, outputs, norm, "silu")
-        assert OneRowLinear(weights[:size], weights[:size, 0]).multiply_one(inputs, outputs, accumulate=True)
+        for num_rows in (1, 2, 4):
+            inputs, outputs = torch.zeros(num_rows, num_inputs, dtype=dtype), torch.zeros(num_rows, size, dtype=dtype)
+            assert FewRowsLinear(weights, None).multiply_few(inputs, outputs, norm, "silu")
+            assert FewRowsLinear(weights[:size], weights[:size, 0]).multiply_few(inputs, outputs, accumulate=True)
     check_resources(launched, tmp_path)
 
 

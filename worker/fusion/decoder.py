@@ -5,7 +5,7 @@ transformers' modules take about 15 operations of torch a layer. Here a layer is
     norm, projections, attention (with norms of heads, rotation and the KV pool), output + residual,
     norm, projections, activation, output + residual
 
-On a GPU a norm, the projections and the activation of a single row are one call.
+On a GPU a norm, the projections and the activation of few rows are one call.
 
 Shapes: T tokens of the step, M tokens whose logits are needed, H hidden size, W outputs of the attention's projections,
 Hq query heads, Dv size of a value head, I intermediate size, V token ids.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from millrace.worker.attention.interface import Attention
-from millrace.worker.fusion.operations import RunOneRow, not_batch_invariant
+from millrace.worker.fusion.operations import RunFewRows, not_batch_invariant
 from millrace.worker.fusion.structure import AttentionParts, Norm
 from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.input_batch import StepBatch
@@ -60,16 +60,16 @@ class DeviceOperations:
     def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
         if self._rows is rows_torch and not self._batch_invariant:
             return merge_modules(modules, self._dtype)
-        from millrace.worker.linear.linear_triton import OneRowLinear, TritonLinear
+        from millrace.worker.linear.linear_triton import FewRowsLinear, TritonLinear
 
-        return merge_modules(modules, self._dtype, TritonLinear if self._batch_invariant else OneRowLinear)
+        return merge_modules(modules, self._dtype, TritonLinear if self._batch_invariant else FewRowsLinear)
 
-    def for_one_row(self, linear: PackedLinear, norm: Norm | None, activation: str | None) -> RunOneRow | None:
-        multiply_one = getattr(linear, "multiply_one", None)
-        if multiply_one is None:
+    def for_few_rows(self, linear: PackedLinear, norm: Norm | None, activation: str | None) -> RunFewRows | None:
+        multiply_few = getattr(linear, "multiply_few", None)
+        if multiply_few is None:
             return None
         given = (self._keep(norm.weights), norm.epsilon) if norm is not None else None
-        return partial(multiply_one, norm=given, activation=activation)
+        return partial(multiply_few, norm=given, activation=activation)
 
     def head(
         self, module: nn.Linear, embedding: nn.Module | None, *, is_tied: bool

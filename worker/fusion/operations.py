@@ -26,8 +26,8 @@ from millrace.worker.linear.choice import screen_argmax
 from millrace.worker.linear.modules import pack_modules, use_packed_linear
 from millrace.worker.linear.packed import CompiledLinear, PackedLinear
 
-RunOneRow: TypeAlias = Callable[[Tensor, Tensor], bool]
-"""Writes the outputs of one row [1, N] for its inputs [1, K]. Returns False where it cannot."""
+RunFewRows: TypeAlias = Callable[[Tensor, Tensor], bool]
+"""Writes the outputs [M, N] of few rows for their inputs [M, K]. Returns False where it cannot."""
 
 
 class NormOperation(Protocol):
@@ -59,8 +59,8 @@ class Operations(Protocol):
     def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
         """Return one layer for several. Unless it `keeps` them, the modules lose their own weights."""
 
-    def for_one_row(self, linear: PackedLinear, norm: Norm | None, activation: str | None) -> RunOneRow | None:
-        """Return what does all of a `Projection` at once if it has a single row. None: nothing does."""
+    def for_few_rows(self, linear: PackedLinear, norm: Norm | None, activation: str | None) -> RunFewRows | None:
+        """Return what does all of a `Projection` at once if it has few rows. None: nothing does."""
 
     def head(
         self, module: nn.Linear, embedding: nn.Module | None, *, is_tied: bool
@@ -111,7 +111,7 @@ class CompiledOperations:
     def linear(self, modules: list[nn.Linear], *, keeps: bool = False) -> PackedLinear:
         return pack_modules(modules, self._dtype, keeps=keeps, batch_invariant=self._batch_invariant)
 
-    def for_one_row(self, linear: PackedLinear, norm: Norm | None, activation: str | None) -> None:
+    def for_few_rows(self, linear: PackedLinear, norm: Norm | None, activation: str | None) -> None:
         return None
 
     def head(

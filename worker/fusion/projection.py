@@ -29,7 +29,7 @@ class Projection:
         self._activation = (
             operations.activation(activation, self.linear.num_outputs // 2) if activation is not None else None
         )
-        self._run_one = operations.for_one_row(self.linear, norm, activation)
+        self._run_few = operations.for_few_rows(self.linear, norm, activation)
 
     @property
     def num_outputs(self) -> int:
@@ -38,7 +38,7 @@ class Projection:
     def into(self, inputs: Tensor, outputs: Tensor) -> None:
         """Write the outputs [M, N] for inputs [M, K]."""
         num_rows = inputs.shape[0]
-        if self._run_one is not None and num_rows == 1 and self._run_one(inputs, outputs):
+        if self._run_few is not None and self._run_few(inputs, outputs):
             return
         if self._norm is not None:
             normed = self._workspace.rows("normed", *inputs.shape)

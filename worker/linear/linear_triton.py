@@ -1,4 +1,4 @@
-"""Linear layers in Triton: those whose results do not depend on the other rows of the step, and products of one row, which
+"""Linear layers in Triton: those whose results do not depend on the other rows of the step, and products of few rows, which
 memory bounds, with the norm before them and the activation behind them.
 
 Shapes: M rows, K inputs, N outputs.
@@ -18,20 +18,24 @@ TILES = {2: (64, 64, 64), 4: (32, 64, 32)}
 """By size of an input in bytes: rows, outputs and inputs of a tile. One choice for all M: another one rounds differently. A
 layer of 1,024 outputs has 16 tiles in a decode step, so tiles are small, and many are loaded ahead."""
 STAGES = 5
-ONE_ROW_INPUTS, ONE_ROW_STAGES = 1024, 4
-"""Inputs of the tiles of a product of one row, and the stages of the pipeline that reads the tiles."""
+MOST_FEW_ROWS = 4
+"""Above, the norm and the activation of a layer cost little beside the product, and torch's products are faster."""
+FEW_ROWS_INPUTS, FEW_ROWS_STAGES = 1024, 4
+"""Inputs of the tiles of a product of few rows, and the stages of the pipeline that reads the tiles."""
+MOST_SUMS = 8192
+"""Sums of a program: 64 registers of each thread."""
 FEW_OUTPUTS = 4096
 """Up to which the programs are small, so that there is one for each multiprocessor."""
 
 
-class OneRowLinear(TorchLinear):
-    """A layer that torch computes, except for a single row: its weights are read once, at the speed of the memory."""
+class FewRowsLinear(TorchLinear):
+    """A layer that torch computes, except for few rows: its weights are read once, at the speed of the memory."""
 
     def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
-        if not self.multiply_one(inputs, outputs, accumulate=accumulate):
+        if not self.multiply_few(inputs, outputs, accumulate=accumulate):
             super().into(inputs, outputs, accumulate)
 
-    def multiply_one(
+    def multiply_few(
         self,
         inputs: Tensor,
         outputs: Tensor,
@@ -40,26 +44,29 @@ class OneRowLinear(TorchLinear):
         *,
         accumulate: bool = False,
     ) -> bool:
-        """Write the outputs of one row. Return False, and do nothing, if there are more.
+        """Write the outputs [M, N] of few rows [M, K]. Return False, and do nothing, if there are none or more.
 
         `norm`: weights and epsilon of an RMSNorm of the inputs. `activation`: of the first half of the outputs, which the
         second half is multiplied with; then there are half as many outputs."""
-        if len(inputs) != 1 or not self.weights.dtype == self.dtype == outputs.dtype:
+        num_rows, num_outputs = outputs.shape
+        if not 0 < num_rows <= MOST_FEW_ROWS or not self.weights.dtype == self.dtype == outputs.dtype:
             return False
-        num_outputs = outputs.shape[1]
-        block_n = 4 if num_outputs <= FEW_OUTPUTS or activation else 8
-        block_k = min(ONE_ROW_INPUTS, triton.next_power_of_2(self.num_inputs))
-        multiply_one_row[(triton.cdiv(num_outputs, block_n),)](
-            *(inputs, norm[0] if norm else inputs, norm[1] if norm else 0.0),
-            *(self.weights, inputs if self._bias is None else self._bias, outputs, num_outputs, self.num_inputs),
+        block_m = triton.next_power_of_2(num_rows)
+        block_k = min(FEW_ROWS_INPUTS, 2 * FEW_ROWS_INPUTS // block_m, triton.next_power_of_2(self.num_inputs))
+        most = MOST_SUMS // (block_m * block_k * (1 if activation is None else 2))
+        block_n = min(most, 4 if num_outputs <= FEW_OUTPUTS else 8)
+        multiply_few_rows[(triton.cdiv(num_outputs, block_n),)](
+            *(inputs, norm[0] if norm else inputs, norm[1] if norm else 0.0, self.weights),
+            *(inputs if self._bias is None else self._bias, outputs, num_rows, num_outputs, self.num_inputs),
             HAS_NORM=norm is not None,
             HAS_BIAS=self._bias is not None,
             IS_GATED=activation is not None,
             IS_SILU=activation == "silu",
             ACCUMULATES=accumulate,
+            BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
-            num_stages=min(ONE_ROW_STAGES, triton.cdiv(self.num_inputs, block_k)),
+            num_stages=min(FEW_ROWS_STAGES, triton.cdiv(self.num_inputs, block_k)),
         )
         return True
 
@@ -116,42 +123,48 @@ def multiply(
     tl.store(places, sums.to(outputs.dtype.element_ty), is_stored)
 
 
-@triton.jit
-def multiply_one_row(
-    inputs, norm, epsilon, weights, bias, outputs, num_outputs, num_inputs,
+@triton.jit(do_not_specialize=["num_rows"])
+def multiply_few_rows(
+    inputs, norm, epsilon, weights, bias, outputs, num_rows, num_outputs, num_inputs,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
-    ACCUMULATES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, num_stages: tl.constexpr,
+    ACCUMULATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    num_stages: tl.constexpr,
 ):  # fmt: skip
-    """Compute some outputs of one row. Grid: blocks of outputs. inputs [K], weights [N, K], with an activation [2 N, K]."""
-    rows, entries = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    exists = rows < num_outputs
-    of_gates = weights + rows.to(tl.int64)[:, None] * num_inputs
-    of_values = weights + (num_outputs + rows).to(tl.int64)[:, None] * num_inputs
-    sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    sums_of_values = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    squares = tl.zeros([BLOCK_K], tl.float32)
+    """Compute some outputs of all rows. Grid: blocks of outputs. inputs [M, K]. weights [N, K], with an activation
+    [2 N, K]."""
+    rows, entries = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_K)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = columns < num_outputs
+    of_gates = weights + columns.to(tl.int64)[:, None] * num_inputs
+    of_values = weights + (num_outputs + columns).to(tl.int64)[:, None] * num_inputs
+    sums = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    sums_of_values = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for first in tl.range(0, num_inputs, BLOCK_K, num_stages=num_stages):
-        is_input = first + entries < num_inputs
-        row = tl.load(inputs + first + entries, is_input, other=0.0).to(tl.float32)
+        own = first + entries
+        is_input = own < num_inputs
+        row = tl.load(inputs + rows * num_inputs + own, (rows < num_rows) & is_input, other=0.0).to(tl.float32)
         if HAS_NORM:
             squares += row * row
-            row *= tl.load(norm + first + entries, is_input, other=0.0)
-        is_loaded = exists[:, None] & is_input[None, :]
-        columns = (first + entries)[None, :]
-        sums += tl.load(of_gates + columns, is_loaded, other=0.0).to(tl.float32) * row[None, :]
+            row *= tl.load(norm + own, is_input, other=0.0)
+        is_loaded = exists[:, None] & is_input
+        tile = tl.load(of_gates + own, is_loaded, other=0.0).to(tl.float32)
+        sums += tile[None, :, :] * row[:, None, :]
         if IS_GATED:
-            sums_of_values += tl.load(of_values + columns, is_loaded, other=0.0).to(tl.float32) * row[None, :]
-    results, values = tl.sum(sums, 1), tl.sum(sums_of_values, 1)
+            tile = tl.load(of_values + own, is_loaded, other=0.0).to(tl.float32)
+            sums_of_values += tile[None, :, :] * row[:, None, :]
+    results, values = tl.sum(sums, 2), tl.sum(sums_of_values, 2)
     if HAS_NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / num_inputs + epsilon)
+        scale = 1.0 / tl.sqrt(tl.sum(squares, 1) / num_inputs + epsilon)[:, None]
         results *= scale
         values *= scale
     if HAS_BIAS:
-        results += tl.load(bias + rows, exists, other=0.0).to(tl.float32)
+        results += tl.load(bias + columns, exists, other=0.0).to(tl.float32)
         if IS_GATED:
-            values += tl.load(bias + num_outputs + rows, exists, other=0.0).to(tl.float32)
+            values += tl.load(bias + num_outputs + columns, exists, other=0.0).to(tl.float32)
     if IS_GATED:
         results = gated(results, values, IS_SILU)
+    places, is_stored = outputs + rows * num_outputs + columns, (rows < num_rows) & exists
     if ACCUMULATES:
-        results += tl.load(outputs + rows, exists, other=0.0).to(tl.float32)
-    tl.store(outputs + rows, results.to(outputs.dtype.element_ty), exists)
+        results += tl.load(places, is_stored, other=0.0).to(tl.float32)
+    tl.store(places, results.to(outputs.dtype.element_ty), is_stored)

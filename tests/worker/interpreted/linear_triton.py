@@ -1,4 +1,4 @@
-"""Linear layers in Triton against torch's: batch-invariant ones, and products of one row."""
+"""Linear layers in Triton against torch's: batch-invariant ones, and products of few rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from millrace.worker.kernels import rows_torch
-from millrace.worker.linear.linear_triton import OneRowLinear, TritonLinear
+from millrace.worker.linear.linear_triton import FewRowsLinear, TritonLinear
 from tests.worker.attention.paged import TOLERANCES
 
 
@@ -43,16 +43,24 @@ def test_weights_of_another_dtype_are_converted() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize(("has_norm", "has_bias"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(1, 1), (64, 128), (100, 33), (1500, 12)])
-def test_a_single_row_passes_norm_layer_and_activation_at_once(
-    num_inputs: int, num_outputs: int, has_norm: bool, has_bias: bool, activation: str | None, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "num_outputs"), [(1, 1, 1), (2, 64, 128), (3, 100, 33), (1, 1500, 12), (4, 700, 9)]
+)
+def test_few_rows_pass_norm_layer_and_activation_at_once(
+    num_rows: int,
+    num_inputs: int,
+    num_outputs: int,
+    has_norm: bool,
+    has_bias: bool,
+    activation: str | None,
+    dtype: torch.dtype,
 ) -> None:
     generator = torch.Generator().manual_seed(num_inputs)
-    num_rows = num_outputs * (1 if activation is None else 2)
-    weight = (torch.randn(num_rows, num_inputs, generator=generator) * num_inputs**-0.5).to(dtype)
-    inputs, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((1, num_inputs), (num_rows,)))
+    width = num_outputs * (1 if activation is None else 2)
+    weight = (torch.randn(width, num_inputs, generator=generator) * num_inputs**-0.5).to(dtype)
+    inputs, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((num_rows, num_inputs), (width,)))
     norm = torch.rand(num_inputs, generator=generator), 1e-3
-    normed, expected = inputs.clone(), torch.zeros(1, num_outputs)
+    normed, expected = inputs.clone(), torch.zeros(num_rows, num_outputs)
     if has_norm:
         rows_torch.rms_norm(inputs, *norm, normed, adds=False)
     products = F.linear(normed.float(), weight.float(), bias.float() if has_bias else None)
@@ -60,16 +68,16 @@ def test_a_single_row_passes_norm_layer_and_activation_at_once(
         expected = products
     else:
         rows_torch.gated_activation(products, expected, activation)
-    layer, outputs = OneRowLinear(weight, bias if has_bias else None), torch.ones(1, num_outputs, dtype=dtype)
+    layer, outputs = FewRowsLinear(weight, bias if has_bias else None), torch.ones(num_rows, num_outputs, dtype=dtype)
     for accumulate in (False, True):
-        assert layer.multiply_one(inputs, outputs, norm if has_norm else None, activation, accumulate=accumulate)
+        assert layer.multiply_few(inputs, outputs, norm if has_norm else None, activation, accumulate=accumulate)
         tolerance = 2 * TOLERANCES[dtype]
         torch.testing.assert_close(outputs.float(), expected * (1 + accumulate), rtol=tolerance, atol=tolerance)
 
 
-def test_several_rows_are_torchs() -> None:
-    layer, inputs = OneRowLinear(torch.randn(40, 24), None), torch.randn(3, 24)
-    outputs = torch.empty(3, 40)
-    assert not layer.multiply_one(inputs, outputs)
+def test_more_rows_are_torchs() -> None:
+    layer, inputs = FewRowsLinear(torch.randn(40, 24), None), torch.randn(5, 24)
+    outputs = torch.empty(5, 40)
+    assert not layer.multiply_few(inputs, outputs)
     layer.into(inputs, outputs)
     assert torch.equal(outputs, torch.mm(inputs, layer.weights.T))
