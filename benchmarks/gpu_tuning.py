@@ -110,8 +110,8 @@ def _cases(*, is_quick: bool) -> dict[str, Case]:
         ),
         "top-k and top-p": Case(
             partial(_sample, 20, 0.95),
-            "millrace.worker.sampling_triton",
-            "FLOOR_WARPS",
+            "millrace.worker.floors_triton",
+            "NUM_WARPS",
             [16] if is_quick else [4, 8, 16],
         ),
     }

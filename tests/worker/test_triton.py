@@ -37,6 +37,7 @@ MOST_SHARED = 227 << 10
 KERNEL_FILES = (
     "attention.paged_triton",
     "sampling_triton",
+    "floors_triton",
     "kernels.rows_triton",
     "linear.linear_triton",
     "tokens_triton",

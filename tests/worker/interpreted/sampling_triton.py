@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace.executor.wire.messages import NO_TOKEN, RowSampling
-from millrace.worker import sampler, sampling_triton
+from millrace.worker import floors_triton, sampler, sampling_triton
 from tests.worker.kernels.test_sampling import random_rows
 from tests.worker.rows import Row, sampling_rows
 
@@ -22,8 +22,9 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("PART", PART), ("BLOCK", 16), ("FLOOR_AT_ONCE", 64)):
-        monkeypatch.setattr(sampling_triton, name, size)
+    monkeypatch.setattr(sampling_triton, "PART", PART)
+    monkeypatch.setattr(floors_triton, "BLOCK", 16)
+    monkeypatch.setattr(floors_triton, "AT_ONCE", 64)
 
 
 def drawn(logits: Tensor, rows: list[Row]) -> list[int]:
