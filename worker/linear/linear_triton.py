@@ -19,7 +19,7 @@ TILES = {2: (64, 64, 64), 4: (32, 64, 32)}
 layer of 1,024 outputs has 16 tiles in a decode step, so tiles are small, and many are loaded ahead."""
 STAGES = 5
 MOST_FEW_ROWS = 4
-"""Above, the norm and the activation of a layer cost little beside the product, and torch's products are faster."""
+"""More rows are left to torch's products, which use the tensor cores."""
 FEW_ROWS_INPUTS, FEW_ROWS_STAGES = 1024, 4
 """Inputs of the tiles of a product of few rows, and the stages of the pipeline that reads the tiles."""
 MOST_SUMS = 8192
