@@ -41,8 +41,10 @@ def test_weights_of_another_dtype_are_converted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
-@pytest.mark.parametrize(("has_norm", "has_bias"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("has_norm", "has_bias", "activation"),
+    [(False, False, None), (True, False, None), (True, False, "silu"), (True, True, "gelu_tanh")],
+)
 @pytest.mark.parametrize(
     ("num_rows", "num_inputs", "num_outputs"), [(1, 1, 1), (2, 64, 128), (3, 100, 33), (1, 1500, 12), (4, 700, 9)]
 )
