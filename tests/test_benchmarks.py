@@ -329,9 +329,8 @@ def test_the_parts_for_a_gpu_run_on_a_cpu(tmp_path: Path) -> None:
     kernels = gpu.attention(setting) | gpu.sampling(setting)
     for name, size in (("decode of 3", 64), ("decode of 3", 128), ("prefill of 24", 64), ("prefill of 24", 128)):
         assert kernels[f"{name}, head size {size}"]["max_error"] < 1e-5
-    assert [kernels[name]["as_on_cpu"] for name in ("greedy", "temperature", "top-k", "top-k and top-p")] == [
-        "8 of 8"
-    ] * 4
+    kinds = ("greedy", "temperature", "top-k", "top-p", "top-k and top-p")
+    assert [kernels[name]["as_on_cpu"] for name in kinds] == ["8 of 8"] * len(kinds)
     measured = gpu.steps(setting)
     for num_rows in gpu.BATCHES:
         figures = measured[f"{num_rows} rows"]

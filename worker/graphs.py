@@ -45,8 +45,9 @@ MOST_CHUNKS = 8192
 Larger steps are bound by memory and run eagerly."""
 LEAST_CHUNKS = 16
 """Least space for chunks of the longest row. A graph with less would not be faster."""
-MOST_TOKENS = 2048
-"""Limit for the tokens of a graph. The device takes longer for larger steps than the host does to queue their kernels."""
+LEAST_TOKENS, MOST_TOKENS = 32, 2048
+"""Limits for the tokens of a graph with prompts. The device takes longer for larger steps than the host does to queue their
+kernels."""
 MOST_TILED = 64
 """Rows of several tokens that a graph has space for."""
 CAPTURE_PAUSE_STEPS = 64
@@ -338,7 +339,7 @@ def _size_for(num_rows: int) -> int:
 
 def _tokens_for(num_tokens: int) -> int:
     """Return the tokens of the graph for a step that has not only decode rows: 32, 64, 128, 256, 512, 768, ..."""
-    return max(32, 1 << (num_tokens - 1).bit_length()) if num_tokens <= 256 else -(-num_tokens // 256) * 256
+    return max(LEAST_TOKENS, 1 << (num_tokens - 1).bit_length()) if num_tokens <= 256 else -(-num_tokens // 256) * 256
 
 
 def _chunks_for(kv_len: int) -> int:

@@ -24,6 +24,7 @@ from millrace.worker.graphs import Replay, StepGraphs
 from millrace.worker.input_batch import NO_SLOT, InputBatch
 from millrace.worker.kernels import rows_torch
 from millrace.worker.kv_pool import KVPool
+from millrace.worker.linear import linear_triton
 from millrace.worker.linear.linear_triton import FewRowsLinear
 from millrace.worker.rank import Rank
 from millrace.worker.runner import Runner
@@ -79,6 +80,7 @@ def patch_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "to_host", torch.clone)  # the copy of a GPU's memory
     monkeypatch.setattr(graphs, "CAPTURE_PAUSE_STEPS", 0)
     monkeypatch.setattr(graphs, "MOST_TILED", MAX_NUM_SEQS)  # each unused place takes the interpreter time
+    monkeypatch.setattr(graphs, "LEAST_TOKENS", 8)  # and so does each token that pads a step
 
 
 class CaptureDouble:
@@ -169,7 +171,7 @@ def add_graphs(
         layer.values.nan_to_num_()
     double = CaptureDouble(runner)
     runner._graphs = StepGraphs(
-        runner.decoder, TritonAttention(), runner._sequences, max_num_seqs, 60, width, double, is_alone=is_alone
+        runner.decoder, TritonAttention(), runner._sequences, max_num_seqs, 16, width, double, is_alone=is_alone
     )
     return runner._graphs, double
 
@@ -269,7 +271,7 @@ def test_steps_with_rows_of_several_tokens_have_graphs_by_their_tokens(
     expected = chunks(worker, lengths, steps), chunks(worker, *few)
     found, double = use_graphs(worker)
     assert chunks(worker, lengths, steps) == expected[0]
-    assert {kind.num_tokens for kind in found.kinds} == {0, 32, 64}
+    assert {kind.num_tokens for kind in found.kinds} == {0, 8, 16, 32, 64}
     assert double.num_replays == len(steps) - 1, "one step has too many tokens"
     monkeypatch.setattr(graphs, "MOST_TILED", 1)
     assert chunks(worker, *few) == expected[1]
@@ -299,7 +301,6 @@ def test_decode_steps_have_graphs_also_where_the_capture_of_others_fails(
 def test_few_rows_yield_the_tokens_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases, and with norms behind attention and MLP."""
     make_model("gemma3_text", tmp_path, **SMALL, layer_types=["sliding_attention"], attention_bias=True)
-    expected = ahead(start_worker(tmp_path, max_num_seqs=1), [GREEDY])
     kernels, calls = importlib.import_module("millrace.worker.kernels.rows_triton"), list[bool]()
     multiply_few = FewRowsLinear.multiply_few
 
@@ -313,6 +314,9 @@ def test_few_rows_yield_the_tokens_of_torch(tmp_path: Path, monkeypatch: pytest.
         lambda _, dtype, device, **options: DeviceOperations(TritonAttention(), dtype, device, kernels),
     )
     worker = start_worker(tmp_path, max_num_seqs=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(linear_triton, "MOST_FEW_ROWS", 0)
+        expected = ahead(worker, [GREEDY])
     calls.clear()
     assert ahead(worker, [GREEDY]) == expected
     assert calls.count(True) == 5 * 5 - 1, "four layers and the head in each step, but one where five rows begin"
@@ -328,7 +332,7 @@ def test_what_most_steps_need_is_captured_while_nothing_is_to_do(worker: Rank) -
         worker.do_idle_work()
         assert double.num_captures == before + 1, "the next step waits for one capture at most"
     decodes = [graphs.Kind(size, SPACE, True, has_limits) for size in (1, 2) for has_limits in (False, True)]
-    prompts = [graphs.Kind(2, SPACE, False, False, num_tokens) for num_tokens in (32, 64)]
+    prompts = [graphs.Kind(2, SPACE, False, False, num_tokens) for num_tokens in (8, 16)]
     assert found.kinds == sorted([*decodes, *prompts])
     num_captures = double.num_captures
     assert (ahead(worker, [LIMITED, DRAWN]), ahead(worker, [GREEDY])) == expected
@@ -353,7 +357,7 @@ def test_the_graphs_from_before_a_capture_that_fails_are_used_further(
     assert (double.num_captures, double.num_replays, double.num_padded) == (1, 3, 3)
 
 
-@pytest.mark.parametrize(("num_rows", "first"), [(1, DRAWN), (3, LIMITED), (5, GREEDY)])
+@pytest.mark.parametrize(("num_rows", "first"), [(1, DRAWN), (3, LIMITED), (5, DRAWN), (6, GREEDY)])
 def test_steps_of_each_size_yield_the_tokens_of_eager_steps(
     num_rows: int, first: RowSampling, worker: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,10 +432,10 @@ def test_graphs_are_captured_again_when_a_buffer_has_grown_and_not_again_and_aga
 def test_while_captures_pause_a_larger_graph_runs_and_steps_with_too_many_chunks_run_none(
     worker: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = ahead(worker, [LIMITED] * 3), ahead(worker, [GREEDY] * 2)
+    expected = ahead(worker, [LIMITED] * 5), ahead(worker, [GREEDY] * 2)
     monkeypatch.setattr(graphs, "CAPTURE_PAUSE_STEPS", 1000)
     found, double = use_graphs(worker)
-    assert (ahead(worker, [LIMITED] * 3), ahead(worker, [GREEDY] * 2)) == expected
+    assert (ahead(worker, [LIMITED] * 5), ahead(worker, [GREEDY] * 2)) == expected
     assert len(found.kinds) == 1 and double.num_replays == 6
     monkeypatch.setattr(graphs, "MOST_CHUNKS", 0)
     assert ahead(worker, [GREEDY] * 2) == expected[1]
@@ -439,7 +443,7 @@ def test_while_captures_pause_a_larger_graph_runs_and_steps_with_too_many_chunks
 
 
 def test_steps_behind_an_error_and_a_sleep_yield_the_same_tokens(worker: Rank) -> None:
-    rows = [GREEDY, LIMITED]
+    rows = [GREEDY, LIMITED, DRAWN]
     expected = ahead(worker, rows)
     found, _ = use_graphs(worker)
     ahead(worker, rows)
@@ -497,7 +501,7 @@ def test_the_memory_profile_has_the_largest_graph_and_the_pool_no_more_than_sequ
     layout = structs.replace(facts.kv_layout, max_step_tokens=8)
     monkeypatch.setattr(worker._model, "facts", structs.replace(facts, kv_layout=layout))
     assert worker._profile_gpu() == int(total * 0.9) - (used - reserved) - peak
-    kinds = [(False, False, 32), (True, True, 0)]
+    kinds = [(False, False, 8), (True, True, 0)]
     assert captured == [graphs.Kind(MAX_NUM_SEQS, SPACE, *others) for others in kinds]
     made.clear()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40))
