@@ -50,10 +50,8 @@ def measure(device: str, *, is_quick: bool) -> dict[str, Any]:
             if error := errors[name, number]:
                 failed[str(choice)] = error
                 continue
-            wall_s, _, kernels = profile_calls(
-                _chosen(case, choice, device, is_quick), 1 if is_quick else NUM_CALLS, device
-            )
-            seconds = sum(kernels.values()) if device == "cuda" else wall_s
+            profile = profile_calls(_chosen(case, choice, device, is_quick), 1 if is_quick else NUM_CALLS, device)
+            seconds = profile.busy_s if device == "cuda" else profile.wall_s
             timed.append((round(1e6 * seconds, 2), str(choice)))
         constant = getattr(importlib.import_module(case.module), case.constant)
         figures[name] = {"now": str(constant), "fastest": sorted(timed), "failed": failed}

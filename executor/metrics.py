@@ -44,6 +44,9 @@ class ExecutorMetrics(msgspec.Struct, kw_only=True):
     without work, asleep or in recovery does not count."""
     rpc_s: Histogram = msgspec.field(default_factory=_histogram)
     """Latency of a step minus the time that its worker reports: the cost of the transport."""
+    device_s: float = 0.0
+    """Seconds in which the device computed steps. Its growth in a second of full load is the share of the time in which it
+    was busy."""
     plan_bytes: int = 0
     """Payload of all step plans so far. 0 where the worker is in this process; so is the next field."""
     reply_bytes: int = 0
@@ -93,6 +96,7 @@ class Recorder(ExecutorMetrics, kw_only=True):
         began_s = max(sent_s, self._step_ended_s or 0.0)
         self._step_ended_s = now_s
         self.num_tokens += num_tokens
+        self.device_s += device_s
         self.step_s.add(now_s - began_s)
         self.rpc_s.add(max(0.0, now_s - sent_s - device_s))
 

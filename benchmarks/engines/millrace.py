@@ -46,13 +46,14 @@ class Offline(runner.Engine):
         outputs = self._llm.generate([request.prompt for request in requests], params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         stats, executor = self._llm.stats(), self._llm.metrics().executor
         return {
             "prefill_tokens": stats.pool.num_queried_tokens - stats.pool.num_hit_tokens,
             "preemptions": stats.num_preemptions,
             "swapped_in_blocks": stats.pool.num_swapped_in,
             "steps": executor.num_steps,
+            "device_s": executor.device_s,
             "plan_bytes": executor.plan_bytes,
         }
 

@@ -47,7 +47,7 @@ class Engine(ABC):
         """Return figures that do not belong to a round."""
         return {"versions": {package: version_of(package) for package in self.packages}}
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, float]:
         """Return counters that only grow. Their differences belong to a round's figures."""
         return {}
 
@@ -79,6 +79,8 @@ def _measure_round(engine: Engine, make: Callable[..., Workload], number: int) -
     workload, before = make(number), engine.counts()
     seconds = _timed(engine, workload)
     counts = {name: count - before[name] for name, count in engine.counts().items()}
+    if "device_s" in counts:
+        counts["device_idle_share"] = 1 - counts.pop("device_s") / seconds
     return {"seconds": seconds, "tokens_per_s": workload.num_output_tokens / seconds, **counts}
 
 

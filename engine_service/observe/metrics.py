@@ -128,6 +128,7 @@ def _executor(metrics: ExecutorMetrics) -> Iterator[Family]:
     yield _counter("executor_plan_bytes", "Payload of all step plans.", metrics.plan_bytes)
     yield _counter("executor_reply_bytes", "Payload of all replies to steps.", metrics.reply_bytes)
     yield _counter("executor_stale_replies", "Late replies, and foreign messages.", metrics.num_stale_replies)
+    yield _counter("executor_device_seconds", "Time in which the device computed steps.", metrics.device_s)
     latency = "From the sending of a step or call to its last needed reply."
     yield _histogram("executor_latency_seconds", latency, metrics.latency_s)
     yield _histogram("step_seconds", "Duration of a step, with sending and reply.", metrics.step_s)

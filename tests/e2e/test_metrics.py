@@ -82,6 +82,7 @@ def test_the_figures_are_those_of_the_work_that_was_done(start_engine: StartEngi
     assert now["millrace_step_seconds_count"] == now["millrace_step_seconds_bucket[+Inf]"] == steps > 4
     assert now["millrace_executor_requests_completed_total"] == now["millrace_executor_requests_total"] > steps
     assert now["millrace_rpc_seconds_sum"] > 0
+    assert 0 < now["millrace_executor_device_seconds_total"] < now["millrace_step_seconds_sum"]
     assert now["millrace_executor_plan_bytes_total"] > 0
     assert now["millrace_executor_reply_bytes_total"] > 0
     assert (now["millrace_workers_active"], now["millrace_ranks"], now["millrace_ranks_wanted"]) == (1, 1, 1)

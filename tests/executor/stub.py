@@ -32,6 +32,8 @@ from millrace.executor.wire.messages import ModelFacts, NewSequence, SeqId, Step
 
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 2048
+DEVICE_S = 1e-6
+"""What each step reports as the time of the device."""
 
 
 def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, rendezvous: str) -> StubWorker:
@@ -181,6 +183,7 @@ class StubWorker:
             plan.step_id,
             plan.epoch,
             list(sampled.values()),
+            device_s=DEVICE_S,
             logprobs=[
                 record(token_id, count)
                 for seq_id, token_id in sampled.items()

@@ -16,7 +16,7 @@ from millrace.executor.errors import Asleep, ExecutorTimeout, StartError, Unknow
 from millrace.executor.histogram import Histogram
 from millrace.executor.metrics import ExecutorMetrics
 from tests.executor.kinds import Make, check_health_for, first_step, kinds, start, wait_until_gone, worker_pids
-from tests.executor.stub import next_token
+from tests.executor.stub import DEVICE_S, next_token
 from tests.processes import wait_until
 
 every_kind = kinds()
@@ -170,6 +170,7 @@ FIGURES: dict[str, Check] = {
     "step_s": lambda value, _: is_sound(value) and value.count == 3,
     "host_s": lambda value, _: is_sound(value) and value.count == 2,
     "rpc_s": lambda value, _: is_sound(value) and value.count == 3,
+    "device_s": lambda value, _: value == pytest.approx(3 * DEVICE_S),
     "plan_bytes": lambda value, all_of: value == 0 if all_of.name == "uni" else 3 * 20 < value < 3 * 200,
     "reply_bytes": lambda value, all_of: value == 0 if all_of.name == "uni" else 3 * 20 < value < 3 * 200,
     "num_stale_replies": lambda value, _: value == 0,

@@ -35,6 +35,7 @@ def test_kernels_do_in_the_interpreter_what_the_cpu_does(path: Path) -> None:
 MOST_SHARED = 227 << 10
 """Bytes of shared memory that a program can have on an H100 or H200."""
 KERNEL_FILES = (
+    "launch_triton",
     "attention.paged_triton",
     "sampling_triton",
     "floors_triton",
@@ -104,6 +105,15 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
     forget()
 
 
+def check_dependent_launches(kernels: dict[str, Any]) -> None:
+    """Kernels that start before earlier ones have ended wait for them before they read or write."""
+    for kernel in kernels.values():
+        assert kernel.metadata.launch_pdl, kernel.name
+        before, wait, behind = kernel.asm["ptx"].partition("griddepcontrol.wait")
+        assert wait and "griddepcontrol.launch_dependents" in behind, kernel.name
+        assert not re.search(r"\b(ld|st|atom|red|cp)\.(?!param)", before), kernel.name
+
+
 def check_resources(kernels: dict[str, Any], path: Path) -> None:
     """The kernels fit into shared memory and into registers."""
     import triton
@@ -145,6 +155,7 @@ def test_attention_compiles_for_a_gpu_and_not_again_for_other_lengths(
         *("cut_decodes", "decode_chunks", "merge_chunks", "prefill", "write_kv")
     ]
     check_resources(launched, tmp_path)
+    check_dependent_launches({key: each for key, each in launched.items() if each.name != "cut_decodes"})
     before = set(launched)
     for rows in ([(5, 1), (7, 3)], [(256, 1), (257, 1), (16, 16)], [(9, 1), (8, 1), (30, 30), (16, 15)]):
         attend(TritonAttention(), rows, **options)
@@ -202,6 +213,7 @@ def test_layers_compile_for_a_gpu(
             assert FewRowsLinear(weights, None).multiply_few(inputs, outputs, norm, "silu")
             assert FewRowsLinear(weights[:size], weights[:size, 0]).multiply_few(inputs, outputs, accumulate=True)
     check_resources(launched, tmp_path)
+    check_dependent_launches({key: each for key, each in launched.items() if each.name != "cut_decodes"})
 
 
 def test_tokens_compile_for_a_gpu_and_not_again_for_other_numbers_of_rows(launched: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from millrace.worker.launch_triton import wait_for_earlier_kernels
+
 
 @triton.jit
 def place_offset(block, place, block_stride, place_stride):
@@ -59,8 +61,10 @@ def write_kv(
     positions, token_blocks, num_groups, group,
     HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Store the keys and values of one token. Grid: tokens."""
+    wait_for_earlier_kernels(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     block = tl.load(token_blocks + token * num_groups + group)
     offset = tl.load(positions + token) % BLOCK_SIZE
@@ -83,9 +87,11 @@ def rotate_and_write(
     positions, token_blocks, num_groups, group,
     HALF: tl.constexpr, HAS_NORMS: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate queries and keys of one token, as `rows_torch.norm_and_rotate` does, and store its keys and values.
     Grid: tokens, parts of BLOCK_H heads: first those of queries, then of keys, then of values."""
+    wait_for_earlier_kernels(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     numbers = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     heads, entries = numbers[:, None], tl.arange(0, BLOCK_D)[None, :]
@@ -237,12 +243,14 @@ def decode_chunks(
     CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend to the chunks of all decode rows. chunks: row, token, length, first position.
 
     Grid: any number of programs. They share out the key heads of the chunks; those of one chunk are read at the same time,
     since they lie side by side in the pool. Only so many programs work that all have the same number of them: otherwise
     the few that have one more would work alone at the end, which takes more than one of four units' time."""
+    wait_for_earlier_kernels(IS_DEPENDENT)
     num_units = tl.load(num_chunks) * NUM_KV_HEADS
     num_rounds = tl.maximum(tl.cdiv(num_units, tl.num_programs(0)), 1)
     num_working = tl.maximum(tl.cdiv(num_units, num_rounds), 1)  # there is none in a graph of padding alone
@@ -275,10 +283,11 @@ def decode_chunks(
 def merge_chunks(
     sums, maxima, totals, rows, output,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merge the chunks of a row, AT_ONCE of them at a time, the first ones first. Grid: decode rows, query heads. rows: row,
     token, length, first chunk among those of all rows."""
+    wait_for_earlier_kernels(IS_DEPENDENT)
     rows += 4 * tl.program_id(0)
     head = tl.program_id(1)
     token, kv_len, part = tl.load(rows + 1).to(tl.int64), tl.load(rows + 2), tl.load(rows + 3).to(tl.int64)
@@ -311,9 +320,11 @@ def prefill(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend with some tokens of a row. Grid: tiles, key heads. tiles: row, first token, tokens, first position; all 0 where
     there is none."""
+    wait_for_earlier_kernels(IS_DEPENDENT)
     tiles += 4 * tl.program_id(0)
     kv_head = tl.program_id(1)
     row, first_token = tl.load(tiles).to(tl.int64), tl.load(tiles + 1).to(tl.int64)

@@ -28,6 +28,7 @@ from millrace.worker.attention.paged_triton import (
 )
 from millrace.worker.input_batch import HostBatch, StepBatch
 from millrace.worker.kv_pool import LayerCache
+from millrace.worker.launch_triton import launch_options
 from millrace.worker.transfer import FixedBuffer, staging
 
 CHUNK = 256
@@ -140,6 +141,7 @@ class TritonAttention:
             BLOCK_H=triton.next_power_of_2(num_kv_heads),
             BLOCK_D=_padded(key_dim),
             BLOCK_DV=_padded(value.shape[2]),
+            **launch_options(),
         )
         return self.attend(query, layer, scaling, sliding_window, softcap, batch)
 
@@ -171,6 +173,7 @@ class TritonAttention:
             DIM=dim,
             BLOCK_H=HEADS_AT_ONCE,
             BLOCK_D=_padded(dim),
+            **launch_options(),
         )
         return self.attend(queries.transpose(0, 1), layer, scaling, sliding_window, softcap, batch)
 
@@ -204,6 +207,7 @@ class TritonAttention:
             "VALUE_DIM": value_dim,
             "BLOCK_D": block_d,
             "BLOCK_DV": block_dv,
+            **launch_options(),
         }
         if len(rows.decodes):
             self._decode(rows, given, scaling, how | {"BLOCK_N": DECODE.num_positions // divisor}, output)
@@ -245,6 +249,7 @@ class TritonAttention:
             BLOCK_DV=how["BLOCK_DV"],
             AT_ONCE=CHUNKS_AT_ONCE,
             num_warps=1,
+            **launch_options(),
         )
 
 

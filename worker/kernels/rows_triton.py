@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.worker.launch_triton import launch_options, wait_for_earlier_kernels
+
 ACTIVATED_AT_ONCE = 1024
 """Entries of one row that one program activates."""
 
@@ -23,6 +25,7 @@ def rms_norm(inputs: Tensor, weights: Tensor, epsilon: float, outputs: Tensor, a
             ADDS=adds,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
+            **launch_options(),
         )
 
 
@@ -30,11 +33,15 @@ def gated_activation(inputs: Tensor, outputs: Tensor, activation: str) -> None:
     num_rows, size = outputs.shape
     if num_rows:
         grid = (num_rows, triton.cdiv(size, ACTIVATED_AT_ONCE))
-        _gated_activation[grid](inputs, outputs, size, IS_SILU=activation == "silu", BLOCK=ACTIVATED_AT_ONCE)
+        how = {"IS_SILU": activation == "silu", "BLOCK": ACTIVATED_AT_ONCE}
+        _gated_activation[grid](inputs, outputs, size, **how, **launch_options())
 
 
 @triton.jit
-def _rms_norm(inputs, weights, outputs, size, epsilon, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    inputs, weights, outputs, size, epsilon, ADDS: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr
+):
+    wait_for_earlier_kernels(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * size
     entries = tl.arange(0, BLOCK)
     mask = entries < size
@@ -47,7 +54,8 @@ def _rms_norm(inputs, weights, outputs, size, epsilon, ADDS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _gated_activation(inputs, outputs, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_activation(inputs, outputs, size, IS_SILU: tl.constexpr, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    wait_for_earlier_kernels(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * size
     entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = entries < size

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.worker.kernels.rows_triton import gated
+from millrace.worker.launch_triton import LINE_BYTES, launch_options, prefetch, wait_for_earlier_kernels
 from millrace.worker.linear.packed import TorchLinear
 
 TILES = {2: (64, 64, 64), 4: (32, 64, 32)}
@@ -66,7 +67,9 @@ class FewRowsLinear(TorchLinear):
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
+            LINES=triton.next_power_of_2(triton.cdiv(self.num_inputs * inputs.itemsize, LINE_BYTES.value)),
             num_stages=min(FEW_ROWS_STAGES, triton.cdiv(self.num_inputs, block_k)),
+            **launch_options(),
         )
         return True
 
@@ -88,6 +91,7 @@ class TritonLinear(TorchLinear):
             BLOCK_N=tile_n,
             BLOCK_K=tile_k,
             num_stages=STAGES,
+            **launch_options(),
         )
 
     def _multiply(self, inputs: Tensor) -> Tensor:
@@ -100,9 +104,10 @@ class TritonLinear(TorchLinear):
 def multiply(
     inputs, weights, bias, outputs, num_rows, num_outputs, num_inputs,
     HAS_BIAS: tl.constexpr, ACCUMULATES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of outputs. Grid: tiles of outputs, tiles of rows. inputs [M, K], weights [N, K], outputs [M, N]."""
+    wait_for_earlier_kernels(IS_DEPENDENT)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     entries = tl.arange(0, BLOCK_K)
@@ -128,7 +133,7 @@ def multiply_few_rows(
     inputs, norm, epsilon, weights, bias, outputs, num_rows, num_outputs, num_inputs,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, IS_GATED: tl.constexpr, IS_SILU: tl.constexpr,
     ACCUMULATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    num_stages: tl.constexpr,
+    LINES: tl.constexpr, num_stages: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute some outputs of all rows. Grid: blocks of outputs. inputs [M, K]. weights [N, K], with an activation
     [2 N, K]."""
@@ -137,6 +142,14 @@ def multiply_few_rows(
     exists = columns < num_outputs
     of_gates = weights + columns.to(tl.int64)[:, None] * num_inputs
     of_values = weights + (num_outputs + columns).to(tl.int64)[:, None] * num_inputs
+    if IS_DEPENDENT:  # no other kernel writes weights
+        lines = tl.arange(0, LINES) * (LINE_BYTES // (weights.dtype.element_ty.primitive_bitwidth // 8))
+        places = tl.minimum(columns, num_outputs - 1).to(tl.int64)[:, None] * num_inputs
+        places += tl.minimum(lines, num_inputs - 1)
+        prefetch(weights + places)
+        if IS_GATED:
+            prefetch(weights + num_outputs.to(tl.int64) * num_inputs + places)
+    wait_for_earlier_kernels(IS_DEPENDENT)
     sums = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     sums_of_values = tl.zeros([BLOCK_M, BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)

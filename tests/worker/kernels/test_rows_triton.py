@@ -26,7 +26,7 @@ def rows_triton(device: str) -> Iterator[ModuleType]:
     if device == "cuda":
         yield importlib.import_module(NAME)
         return
-    with interpreted(NAME) as module:
+    with interpreted(NAME, "millrace.worker.launch_triton") as module:
         yield module
 
 
