@@ -23,9 +23,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +31,9 @@ from torch import Tensor
 from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker import sampling_triton, tokens_triton
 from millrace.worker.attention.triton import CHUNK, TritonAttention
+from millrace.worker.capture import Capture, Replay
 from millrace.worker.fusion.decoder import FusedDecoder
+from millrace.worker.graph_kinds import Kind, chunks_for, likely_kinds, size_for, tokens_for
 from millrace.worker.input_batch import NO_SLOT, HostBatch, InputBatch, SampledRows, StepBatch
 from millrace.worker.sampling_rows import greedy_rows
 from millrace.worker.transfer import FixedBuffer
@@ -43,75 +43,14 @@ logger = logging.getLogger("millrace.worker")
 MOST_CHUNKS = 8192
 """Limit for the chunks of keys of all rows of a graph: their partial results take 64 MiB with 16 heads of 128 elements.
 Larger steps are bound by memory and run eagerly."""
-LEAST_CHUNKS = 16
-"""Least space for chunks of the longest row. A graph with less would not be faster."""
-LEAST_TOKENS, MOST_TOKENS = 32, 2048
-"""Limits for the tokens of a graph with prompts. The device takes longer for larger steps than the host does to queue their
+MOST_TOKENS = 2048
+"""Limit for the tokens of a graph with prompts. The device takes longer for larger steps than the host does to queue their
 kernels."""
 MOST_TILED = 64
 """Rows of several tokens that a graph has space for."""
 CAPTURE_PAUSE_STEPS = 64
 """Least number of steps between two captures of graphs of decode rows, and of others. Each takes as long as several steps.
 Ranks count the same steps, so they capture together."""
-
-Replay = Callable[[], None]
-
-
-class Capture(Protocol):
-    """Records the work that a function queues on the device."""
-
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        """Run `compute`, which writes to the same addresses each time, and record it. Return its result, and a
-        function that runs it again."""
-
-
-class CudaCapture:
-    """Captures CUDA graphs. They share one memory pool for intermediate tensors, since only one graph runs at a time."""
-
-    def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
-        self._newest: torch.cuda.CUDAGraph | None = None
-        """Kept when all graphs are dropped: torch refuses to capture into memory that no graph holds any more."""
-
-    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        steps, memory = torch.cuda.current_stream(), None if self._newest is None else self._newest.pool()
-        graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(steps)
-        try:
-            with torch.cuda.stream(self._stream):
-                compute()  # compiles kernels, makes buffers and plans the attention, which a capture must not
-            with torch.cuda.graph(graph, memory, self._stream, capture_error_mode="thread_local"):
-                result = compute()
-        finally:
-            torch.cuda.set_stream(steps)  # a capture that fails leaves its own
-            steps.wait_stream(self._stream)
-        self._newest = graph
-        return result, graph.replay
-
-
-class Kind(NamedTuple):
-    """The steps that a graph can run."""
-
-    num_rows: int
-    num_chunks: int
-    """Chunks of the keys of the longest row: the block tables have space for them."""
-    draws: bool
-    """Whether it yields token ids [B], which are kept for the next step. If not, it yields hidden states [B, H] of the
-    tokens whose logits are needed; on a pipeline stage before the last one those of all tokens [N, H]."""
-    has_limits: bool = False
-    """Whether it draws with top_k and top_p too."""
-    num_tokens: int = 0
-    """0: all rows are decode rows."""
-
-    @property
-    def is_decode(self) -> bool:
-        return self.num_tokens == 0
-
-    def serves(self, wanted: Kind) -> bool:
-        """Whether this graph can run the steps of another one, and is not much slower."""
-        is_large_enough = self.num_rows >= wanted.num_rows and self.num_chunks >= wanted.num_chunks
-        has_tokens = wanted.num_tokens <= self.num_tokens <= 2 * wanted.num_tokens
-        return is_large_enough and has_tokens and self.draws == wanted.draws and self.has_limits >= wanted.has_limits
 
 
 @dataclass(frozen=True)
@@ -146,9 +85,9 @@ class StepGraphs:
         this one. Where a capture fails, the others could not go on without graphs."""
         self._decoder, self._attention, self._sequences, self._capture = decoder, attention, sequences, capture
         self._max_num_seqs, self._table_width, self._is_alone = max_num_seqs, table_width, is_alone
-        self._longest = _chunks_for(table_width * sequences.block_size)
+        self._longest = chunks_for(table_width * sequences.block_size)
         """Chunks of the longest sequence."""
-        self._likely = _likely_kinds(max_num_seqs, min(max_step_tokens, MOST_TOKENS))
+        self._likely = likely_kinds(max_num_seqs, min(max_step_tokens, MOST_TOKENS))
         self._graphs: dict[Kind, _Graph] = {}
         self._buffers = (0, 0)
         """Identifies the buffers whose addresses are in the graphs."""
@@ -208,13 +147,13 @@ class StepGraphs:
         num_rows, num_tokens, num_sampled = (
             len(each) for each in (rows.kv_lens, rows.tensors["token_slots"], rows.tensors["sample_indices"])
         )
-        size, padded, num_chunks = self._max_num_seqs, 0, _chunks_for(max(rows.kv_lens))
+        size, padded, num_chunks = self._max_num_seqs, 0, chunks_for(max(rows.kv_lens))
         if num_tokens == num_rows == num_sampled and not rows.is_permuted:
-            size = min(_size_for(num_rows), size)
+            size = min(size_for(num_rows), size)
         elif draws or num_tokens > MOST_TOKENS or self._attention.num_tiled(rows) > MOST_TILED:
             return None
         else:
-            padded = _tokens_for(num_tokens)
+            padded = tokens_for(num_tokens)
         if max(num_rows, num_sampled) > size or sum(rows.kv_lens) // CHUNK + size > MOST_CHUNKS:
             return None
         return Kind(size, num_chunks, draws, has_limits, padded)
@@ -327,32 +266,3 @@ class StepGraphs:
             if settings.shape[1]:
                 sampling_triton.pack_settings(rows.sampled.sampling, settings)
         self._attention.fill(graph.batch, rows)
-
-
-def _size_for(num_rows: int) -> int:
-    """Return the rows of the graph for a step, if that many are possible: 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, ... A row of
-    padding costs much less than a capture."""
-    power = 1 << (num_rows - 1).bit_length()
-    step = power // 4 if num_rows > 8 else power
-    return -(-num_rows // step) * step
-
-
-def _tokens_for(num_tokens: int) -> int:
-    """Return the tokens of the graph for a step that has not only decode rows: 32, 64, 128, 256, 512, 768, ..."""
-    return max(LEAST_TOKENS, 1 << (num_tokens - 1).bit_length()) if num_tokens <= 256 else -(-num_tokens // 256) * 256
-
-
-def _chunks_for(kv_len: int) -> int:
-    """Return the chunks of its longest row that a graph has space for: 16, 64, 256, ..."""
-    power: int = 4 ** -(-((kv_len - 1) // CHUNK).bit_length() // 2)
-    return max(LEAST_CHUNKS, power)
-
-
-def _likely_kinds(max_num_seqs: int, most_tokens: int) -> list[Kind]:
-    """Return the graphs of rows without processors that are not very long: first the one with the largest buffers."""
-    sizes = {min(_size_for(count), max_num_seqs) for count in range(1, max_num_seqs + 1)}
-    token_counts = {_tokens_for(count) for count in range(1, most_tokens + 1)}
-    decodes = [Kind(size, LEAST_CHUNKS, True, has_limits) for size in sizes for has_limits in (True, False)]
-    prompts = [Kind(max_num_seqs, LEAST_CHUNKS, False, False, count) for count in token_counts]
-    largest, *others = sorted(prompts, reverse=True) or [max(decodes)]
-    return [largest, *sorted(decodes, reverse=True), *others]

@@ -142,7 +142,8 @@ class Runner:
         if self.decoder is None or self._device.type != "cuda" or not model.uses_graphs:
             return None
         from millrace.worker.attention.triton import TritonAttention
-        from millrace.worker.graphs import CudaCapture, StepGraphs
+        from millrace.worker.capture import CudaCapture
+        from millrace.worker.graphs import StepGraphs
 
         assert isinstance(model.attention, TritonAttention)
         return StepGraphs(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from millrace.worker.graphs import CudaCapture
+from millrace.worker.capture import CudaCapture
 
 
 class StreamDouble:

@@ -16,11 +16,13 @@ from msgspec import structs
 from torch import Tensor
 
 from millrace.executor.wire.messages import NewSequence, RowSampling, SeqId, StepId, StepPlan, StepRow
-from millrace.worker import graphs, rank, rank_model
+from millrace.worker import graph_kinds, graphs, rank, rank_model
 from millrace.worker import runner as runner_module
 from millrace.worker.attention.triton import TritonAttention
+from millrace.worker.capture import Replay
 from millrace.worker.fusion.device import DeviceOperations
-from millrace.worker.graphs import Replay, StepGraphs
+from millrace.worker.graph_kinds import LEAST_CHUNKS, Kind
+from millrace.worker.graphs import StepGraphs
 from millrace.worker.input_batch import NO_SLOT, InputBatch
 from millrace.worker.kernels import rows_torch
 from millrace.worker.kv_pool import KVPool
@@ -34,7 +36,7 @@ from tests.worker.models import VOCAB_SIZE, make_model
 from tests.worker.test_no_waiting import ROWS, run_ahead
 
 MAX_NUM_SEQS, MAX_TOKENS = 6, 4
-SPACE = graphs.LEAST_CHUNKS
+SPACE = LEAST_CHUNKS
 SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
 DRAWN, LIMITED = RowSampling(0.9, 0, 1.0, 0.01, 7, 0, 0, []), RowSampling(0.9, 20, 0.9, 0.0, 7, 0, 0, [])
 SAMPLING = [GREEDY, LIMITED, DRAWN]
@@ -80,7 +82,7 @@ def patch_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "to_host", torch.clone)  # the copy of a GPU's memory
     monkeypatch.setattr(graphs, "CAPTURE_PAUSE_STEPS", 0)
     monkeypatch.setattr(graphs, "MOST_TILED", MAX_NUM_SEQS)  # each unused place takes the interpreter time
-    monkeypatch.setattr(graphs, "LEAST_TOKENS", 8)  # and so does each token that pads a step
+    monkeypatch.setattr(graph_kinds, "LEAST_TOKENS", 8)  # and so does each token that pads a step
 
 
 class CaptureDouble:
@@ -331,8 +333,8 @@ def test_what_most_steps_need_is_captured_while_nothing_is_to_do(worker: Rank) -
         before = double.num_captures
         worker.do_idle_work()
         assert double.num_captures == before + 1, "the next step waits for one capture at most"
-    decodes = [graphs.Kind(size, SPACE, True, has_limits) for size in (1, 2) for has_limits in (False, True)]
-    prompts = [graphs.Kind(2, SPACE, False, False, num_tokens) for num_tokens in (8, 16)]
+    decodes = [Kind(size, SPACE, True, has_limits) for size in (1, 2) for has_limits in (False, True)]
+    prompts = [Kind(2, SPACE, False, False, num_tokens) for num_tokens in (8, 16)]
     assert found.kinds == sorted([*decodes, *prompts])
     num_captures = double.num_captures
     assert (ahead(worker, [LIMITED, DRAWN]), ahead(worker, [GREEDY])) == expected
@@ -368,7 +370,7 @@ def test_steps_of_each_size_yield_the_tokens_of_eager_steps(
     assert ahead(worker, rows) == expected
     assert (len(eager), len(copies)) == (2, 3), "a step with a graph is one copy to the device"
     size = min(1 << (num_rows - 1).bit_length(), MAX_NUM_SEQS)
-    kinds = {graphs.Kind(rows, SPACE, draws=True, has_limits=first is LIMITED) for rows in (size, MAX_NUM_SEQS)}
+    kinds = {Kind(rows, SPACE, draws=True, has_limits=first is LIMITED) for rows in (size, MAX_NUM_SEQS)}
     assert found.kinds == sorted(kinds)  # the largest one was captured in the first step
     assert (double.num_captures, double.num_replays) == (len(kinds), 3)
     assert double.num_padded == (3 if num_rows < size else len(kinds) - 1)
@@ -380,16 +382,16 @@ def test_rows_with_processors_are_drawn_behind_the_graph(name: str, worker: Rank
     expected = ahead(worker, rows)
     found, double = use_graphs(worker)
     assert ahead(worker, rows) == expected
-    assert found.kinds == [graphs.Kind(size, SPACE, draws=False) for size in (4, MAX_NUM_SEQS)]
+    assert found.kinds == [Kind(size, SPACE, draws=False) for size in (4, MAX_NUM_SEQS)]
     assert double.num_padded == 3
 
 
 @pytest.mark.parametrize("most_chunks", [8192, 12])
 def test_long_rows_have_graphs_of_their_own(most_chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MOST_CHUNKS", most_chunks)
-    monkeypatch.setattr(graphs, "LEAST_CHUNKS", 1)
+    monkeypatch.setattr(graph_kinds, "LEAST_CHUNKS", 1)
     monkeypatch.setattr(graphs, "MOST_TOKENS", 0)
-    for module in ("attention.triton", "graphs"):
+    for module in ("attention.triton", "graphs", "graph_kinds"):
         monkeypatch.setattr(f"millrace.worker.{module}.CHUNK", 32)
     make_model("mistral", tmp_path, **SMALL)
     worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
@@ -482,9 +484,9 @@ def test_the_memory_profile_has_the_largest_graph_and_the_pool_no_more_than_sequ
         monkeypatch.setattr(torch.cuda, name, lambda *_, figure=figure: figure)
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    make_runner, add, captured = worker._make_runner, StepGraphs._add, list[graphs.Kind]()
+    make_runner, add, captured = worker._make_runner, StepGraphs._add, list[Kind]()
 
-    def record_and_add(found: StepGraphs, kind: graphs.Kind, *others: Any) -> None:
+    def record_and_add(found: StepGraphs, kind: Kind, *others: Any) -> None:
         captured.append(kind)
         add(found, kind, *others)
 
@@ -502,7 +504,7 @@ def test_the_memory_profile_has_the_largest_graph_and_the_pool_no_more_than_sequ
     monkeypatch.setattr(worker._model, "facts", structs.replace(facts, kv_layout=layout))
     assert worker._profile_gpu() == int(total * 0.9) - (used - reserved) - peak
     kinds = [(False, False, 8), (True, True, 0)]
-    assert captured == [graphs.Kind(MAX_NUM_SEQS, SPACE, *others) for others in kinds]
+    assert captured == [Kind(MAX_NUM_SEQS, SPACE, *others) for others in kinds]
     made.clear()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 40, 1 << 40))
     assert worker._num_device_blocks() == MAX_NUM_SEQS * layout.num_blocks(facts.max_model_len) + 1

@@ -1,0 +1,43 @@
+"""Records the work that a function queues on a GPU, so that one launch runs it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Replay = Callable[[], None]
+
+
+class Capture(Protocol):
+    """Records the work that a function queues on the device."""
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        """Run `compute`, which writes to the same addresses each time, and record it. Return its result, and a
+        function that runs it again."""
+
+
+class CudaCapture:
+    """Captures CUDA graphs. They share one memory pool for intermediate tensors, since only one graph runs at a time."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._newest: torch.cuda.CUDAGraph | None = None
+        """Kept when all graphs are dropped: torch refuses to capture into memory that no graph holds any more."""
+
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        steps, memory = torch.cuda.current_stream(), None if self._newest is None else self._newest.pool()
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(steps)
+        try:
+            with torch.cuda.stream(self._stream):
+                compute()  # compiles kernels, makes buffers and plans the attention, which a capture must not
+            with torch.cuda.graph(graph, memory, self._stream, capture_error_mode="thread_local"):
+                result = compute()
+        finally:
+            torch.cuda.set_stream(steps)  # a capture that fails leaves its own
+            steps.wait_stream(self._stream)
+        self._newest = graph
+        return result, graph.replay
