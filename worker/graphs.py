@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -79,11 +80,14 @@ class StepGraphs:
         table_width: int,
         capture: Capture,
         *,
+        all_logits: Callable[[Tensor], Tensor],
         is_alone: bool = True,
     ) -> None:
-        """`table_width`: blocks of the longest sequence in one group. `is_alone`: whether no other rank sums tensors with
-        this one. Where a capture fails, the others could not go on without graphs."""
+        """`table_width`: blocks of the longest sequence in one group. `all_logits`: returns the logits of all ids, where
+        this rank has those of a part. `is_alone`: whether no other rank sums tensors with this one. Where a capture fails,
+        the others could not go on without graphs."""
         self._decoder, self._attention, self._sequences, self._capture = decoder, attention, sequences, capture
+        self._all_logits = all_logits
         self._max_num_seqs, self._table_width, self._is_alone = max_num_seqs, table_width, is_alone
         self._longest = chunks_for(table_width * sequences.block_size)
         """Chunks of the longest sequence."""
@@ -114,13 +118,13 @@ class StepGraphs:
         can_capture = {is_decode: steps < math.inf for is_decode, steps in self._num_steps_to_pause.items()}
         return next((kind for kind in self._likely if kind not in self._graphs and can_capture[kind.is_decode]), None)
 
-    def draw(self, rows: HostBatch) -> Tensor | None:  # [R]
+    def draw(self, rows: HostBatch, received: Tensor | None = None) -> Tensor | None:  # [R]
         """Run a step, draw a token for each row, and keep them as `InputBatch.record` does. Return the ids, valid until the
-        next call. None: run it in another way."""
+        next call. None: run it in another way. `received`: as for `FusedDecoder.run`."""
         sampling = rows.sampled.sampling
         if sampling.processors is not None or sampling.logprobs:
             return None
-        return self._run(rows, draws=True, has_limits=sampling.has_limits)
+        return self._run(rows, received, draws=True, has_limits=sampling.has_limits)
 
     def forward(self, rows: HostBatch, received: Tensor | None = None) -> Tensor | None:
         """Return what the decoder's `run` does. None: run it eagerly."""
@@ -193,7 +197,8 @@ class StepGraphs:
             hidden = self._decoder.run(kept, received)
             if not kind.draws:
                 return hidden
-            token_ids = sampling_triton.draw(self._decoder.logits(hidden), settings, has_limits=kind.has_limits)
+            logits = self._all_logits(self._decoder.logits(hidden))
+            token_ids = sampling_triton.draw(logits, settings, has_limits=kind.has_limits)
             tokens_triton.keep(slots, token_ids, self._sequences.last_tokens)
             return token_ids
 

@@ -133,6 +133,8 @@ class Runner:
             grammars=model.grammars,
         )
         self._graphs = self._make_graphs(model, max_num_seqs)
+        self._received: Tensor | None = None
+        """The hidden states [T, H] from the stage before this one, if there is one."""
         self._launched: deque[LaunchedStep] = deque()
         self._has_failed = False
         """Whether a step has failed, and the engine may not know it yet."""
@@ -150,6 +152,7 @@ class Runner:
             *(self.decoder, model.attention, self._sequences, max_num_seqs, model.facts.kv_layout.max_step_tokens),
             table_width=num_blocks_for(model.facts.max_model_len, self._pool.block_size),
             capture=CudaCapture(),
+            all_logits=self._all_logits,
             is_alone=model.is_alone,
         )
 
@@ -246,16 +249,12 @@ class Runner:
 
     def _draw_in_graph(self, rows: HostBatch) -> Tensor | None:  # [M]
         """Run the step and record a token for each row, if a graph can."""
-        return self._graphs.draw(rows) if self._graphs is not None else None
+        return self._graphs.draw(rows, self._received) if self._graphs is not None else None
 
     def _run_decoder(self, decoder: FusedDecoder, batch: StepBatch) -> Tensor:  # [M, H]
-        rows, received = batch.on_host, self._received_hidden(batch)
+        rows, received = batch.on_host, self._received
         hidden = self._graphs.forward(rows, received) if self._graphs is not None and rows is not None else None
         return decoder.run(batch, received) if hidden is None else hidden
-
-    def _received_hidden(self, batch: StepBatch) -> Tensor | None:  # [T, H]
-        """Return the hidden states of the stage before this one, if there is one."""
-        return None
 
     def _sample_and_score_prompts(self, batch: StepBatch, prompts: ScoredTokens) -> StepOutput:
         if self.decoder is not None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from millrace.executor.wire.messages import StepPlan, StepResult
 from millrace.worker.input_batch import HostBatch, SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool
+from millrace.worker.logprobs import ScoredTokens
 from millrace.worker.parallel.peers import Peers
 from millrace.worker.parallel.sampler import VocabParallelSampler
 from millrace.worker.parallel.stages import find_stage_input
@@ -79,6 +80,7 @@ class ParallelRunner(Runner):
         while self._pending:
             self._record_oldest()
         self._peers.finish_sends()
+        self._received = None
         if self._stage_input is not None:
             self._stage_input.received = None
 
@@ -94,8 +96,15 @@ class ParallelRunner(Runner):
             return None
         return super()._sample(plan, batch)
 
-    def _draw_in_graph(self, rows: HostBatch) -> None:
-        return None  # the ranks compare their parts of the ids outside of graphs
+    def _run(
+        self, plan: StepPlan, on_host: HostBatch
+    ) -> tuple[StepOutput | None, SampledRows | None, ScoredTokens | None]:
+        if not self._topology.is_first_stage:
+            self._received = self._receive_hidden(len(on_host.tensors["token_slots"]))
+        return super()._run(plan, on_host)
+
+    def _draw_in_graph(self, rows: HostBatch) -> Tensor | None:
+        return super()._draw_in_graph(rows) if self._topology.is_last_stage else None
 
     def _draw_greedily(self, peaks: Tensor, token_ids: Tensor) -> Tensor:
         return self._sampler.merge(peaks, token_ids)
@@ -107,17 +116,13 @@ class ParallelRunner(Runner):
         return self._sampler.gather(logits)
 
     def _inputs(self, batch: StepBatch) -> dict[str, Tensor]:
-        hidden = self._received_hidden(batch)
-        if self._stage_input is None or hidden is None:
+        if self._stage_input is None or self._received is None:
             return super()._inputs(batch)
-        self._stage_input.received = hidden.unsqueeze(0)
+        self._stage_input.received = self._received.unsqueeze(0)
         return {"inputs_embeds": self._stage_input.received}
 
-    def _received_hidden(self, batch: StepBatch) -> Tensor | None:
-        if self._topology.is_first_stage:
-            return None
-        shape = (batch.input_ids.shape[1], self._model.config.hidden_size)
-        hidden = torch.empty(shape, dtype=self._dtype, device=batch.input_ids.device)
+    def _receive_hidden(self, num_tokens: int) -> Tensor:  # [T, H]
+        hidden = torch.empty(num_tokens, self._model.config.hidden_size, dtype=self._dtype, device=self._device)
         self._peers.receive(hidden, self._topology.stage - 1).wait()
         return hidden
 

@@ -173,7 +173,9 @@ def add_graphs(
         layer.values.nan_to_num_()
     double = CaptureDouble(runner)
     runner._graphs = StepGraphs(
-        runner.decoder, TritonAttention(), runner._sequences, max_num_seqs, 16, width, double, is_alone=is_alone
+        *(runner.decoder, TritonAttention(), runner._sequences, max_num_seqs, 16, width, double),
+        all_logits=runner._all_logits,
+        is_alone=is_alone,
     )
     return runner._graphs, double
 

@@ -57,7 +57,10 @@ def test_ranks_capture_together_and_yield_the_tokens_of_eager_steps(
         expected = outputs()
         group.call("inspect", use_graphs)
         assert outputs() == expected
-        (count, kinds), other = group.call("inspect", replays)
-        assert (count, kinds) == other and count >= len(kinds) >= 2
-        assert not any(kind.draws for kind in kinds)
-        assert {kind.is_decode for kind in kinds} == {True, False}
+        found = group.call("inspect", replays)
+        assert found[0] == found[1] or "pp" in sizes
+        for number, (count, kinds) in enumerate(found):
+            assert count >= len(kinds) >= 2
+            assert {kind.is_decode for kind in kinds} == {True, False}
+            draws = {kind.draws for kind in kinds if kind.is_decode}
+            assert draws == {number >= sizes.get("pp", 1) - 1}, "only a first stage does not draw"
