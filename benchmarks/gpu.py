@@ -334,7 +334,8 @@ def sampling(setting: Setting) -> Figures:
 
 
 def steps(setting: Setting) -> Figures:
-    """Measure a rank without an engine: loading, prompts, and decode steps by kernel."""
+    """Measure a rank without an engine: loading, prompts, and decode steps by kernel. Each decode step is launched before
+    the one before it is collected, as an engine does."""
     from benchmarks.batches import BLOCK_SIZE, sequences
     from millrace.executor.wire.messages import SeqId, StepId, StepPlan, WorkerConfig
     from millrace.worker.rank import Rank
@@ -358,10 +359,13 @@ def steps(setting: Setting) -> Figures:
         layer.values.normal_()
     number = 0
 
-    def step(num_tokens: int, num_sampled: int, *differences: Any) -> None:
+    def launch(depth: int, num_tokens: int, num_sampled: int, *differences: Any) -> None:
         nonlocal number
         number += 1
-        rank.launch(StepPlan(StepId(number), 1, 1, num_tokens, num_sampled, *differences))
+        rank.launch(StepPlan(StepId(number), 1, depth, num_tokens, num_sampled, *differences))
+
+    def step(num_tokens: int, num_sampled: int, *differences: Any) -> None:
+        launch(1, num_tokens, num_sampled, *differences)
         rank.collect()
 
     def begin(num_rows: int, num_fed: int, finished: int) -> float:
@@ -381,14 +385,22 @@ def steps(setting: Setting) -> Figures:
         began_s = time.perf_counter()
         step(num_rows, num_rows)
         is_slow = time.perf_counter() - began_s > 0.1  # too many kernels for the profiler
-        work = partial(step, num_rows, num_rows)
-        profile = profile_calls(work, 2 if is_slow else num_calls, setting.device)
+        launch(1, num_rows, num_rows)
+        device_s = []
+
+        def run_ahead() -> None:
+            launch(2, num_rows, num_rows)
+            device_s.append(rank.collect().device_s)
+
+        profile = profile_calls(run_ahead, 2 if is_slow else num_calls, setting.device)
+        rank.collect()
         operations, num_elements = roofline.step_work(model, num_rows, context)
         num_bytes = num_elements * (2 if setting.dtype == "bfloat16" else 4)
         least_s = max(num_bytes / copy / 1e9, operations / peak / 1e12)
         return {
             "step_ms": round(1e3 * profile.wall_s, 3),
             "device_ms": round(1e3 * profile.busy_s, 3),
+            "idle_share": round(1 - statistics.median(device_s) / profile.wall_s, 4),
             "num_kernels": profile.num_kernels,
             "tokens_per_s": round(num_rows / profile.wall_s, 1),
             "roofline_share": round(least_s / profile.wall_s, 4),
