@@ -11,7 +11,11 @@ parts:
   sleep        sleep, wake and restart: times, and the memory that is left
   throughput   workload NANO: Millrace, transformers' continuous batching, and Millrace without graphs, without
                run-ahead, with a KV pool in fp8, and batch-invariant
-  tuning       Triton's kernels with other tiles, warps and stages, the fastest first: only with --part tuning
+and only with --part:
+  redis        NANO through Redis, against offline; takes the packages of the extra `embedded` too
+  large        workload NANO-14B
+  restarts     starts with and without compiled kernels, and workers that are killed under load
+  tuning       Triton's kernels with other tiles, warps and stages, the fastest first
 
 Each part is a process with a time limit. If one fails, the JSON says why, the next one begins, and the exit status is 1.
 --part NAME runs a part alone, without a limit. Its tests compile kernels, which the whole run finds in Triton's cache.
@@ -44,7 +48,7 @@ from benchmarks import models, roofline
 from benchmarks.contenders import EngineKind, run_in_turns
 from benchmarks.environment import ROOT, describe
 from benchmarks.options import Options
-from benchmarks.workloads import QWEN, TINY_MODEL
+from benchmarks.workloads import QWEN, QWEN_14B, TINY_MODEL
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 NUM_HEADS, NUM_KV_HEADS = 16, 8
@@ -90,13 +94,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--quick", action="store_true", help="little work: shows that every part runs")
-    parser.add_argument("--part", choices=[*PARTS, "tuning"], help="run this part alone, without a limit")
+    parser.add_argument("--part", choices=[*PARTS, *ALONE], help="run this part alone, without a limit")
     options = parser.parse_args()
     setting = Setting(options.device, options.quick, options.out.resolve())
     setting.out.mkdir(parents=True, exist_ok=True)
-    models.find(TINY_MODEL if setting.is_quick else QWEN)  # not within a part's limit
+    models.find(TINY_MODEL if setting.is_quick else QWEN_14B if options.part == "large" else QWEN)  # not within a limit
     if options.part:
-        part = tuning if options.part == "tuning" else PARTS[options.part][0]
+        part = ALONE[options.part] if options.part in ALONE else PARTS[options.part][0]
         figures = part(setting)
         (setting.out / f"{options.part}.json").write_text(json.dumps(figures))
     else:
@@ -503,11 +507,14 @@ def sleep(setting: Setting) -> Figures:
     return figures
 
 
-def tuning(setting: Setting) -> Figures:
-    """Measure other tiles, warps and stages."""
-    from benchmarks import gpu_tuning
+def _alone(module: str, function: str) -> Callable[[Setting], Figures]:
+    """Return a part that another module has, whose imports only this part takes."""
 
-    return gpu_tuning.measure(setting.device, is_quick=setting.is_quick)
+    def part(setting: Setting) -> Figures:
+        figures: Figures = getattr(importlib.import_module(module), function)(setting.device, is_quick=setting.is_quick)
+        return figures
+
+    return part
 
 
 PARTS: dict[str, tuple[Callable[[Setting], Figures], float]] = {
@@ -520,6 +527,10 @@ PARTS: dict[str, tuple[Callable[[Setting], Figures], float]] = {
     "throughput": (throughput, NANO_LIMIT_S),
 }
 """With a time limit in seconds: in sum 7 minutes, and less than one more to make the model."""
+ALONE: dict[str, Callable[[Setting], Figures]] = {
+    **{name: _alone("benchmarks.gpu_long", name) for name in ("redis", "large", "restarts")},
+    "tuning": _alone("benchmarks.gpu_tuning", "measure"),
+}
 CPU_FACTOR = 4
 """Of the limits on a CPU."""
 

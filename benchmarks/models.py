@@ -2,6 +2,7 @@
 
     llama-15m           Llama, 6 layers of 288, 6 heads of 64, 32,000 token ids, float32
     qwen3-0.6b-random   the shape of Qwen3-0.6B, bfloat16
+    qwen3-14b-random    the shape of Qwen3-14B, bfloat16, all layers with the same weights
 
 Matrices have the standard deviation 1 / sqrt(inputs), so that every layer changes the hidden state and the greedy tokens
 depend on attention and positions.
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import ROOT
-from benchmarks.workloads import LLAMA, QWEN, TINY_MODEL
+from benchmarks.workloads import LLAMA, QWEN, QWEN_14B, TINY_MODEL
 
 HOME = Path(os.environ.get("MILLRACE_BENCH_HOME", "~/.cache/millrace-peers")).expanduser()
 """Models, logs, and the environments of other engines."""
@@ -27,7 +28,7 @@ NUM_TOKEN_IDS = 32_000
 """Of the tokenizer. A model may have more; their embeddings are small, so that they are hardly ever generated."""
 TEXT_BYTES = 24_000_000
 """Text that the tokenizer is trained on."""
-SEEDS = {LLAMA: 15, QWEN: 600}
+SEEDS = {LLAMA: 15, QWEN: 600, QWEN_14B: 14}
 
 
 def path_of(name: str) -> Path:
@@ -59,22 +60,55 @@ def _save(name: str, path: Path) -> None:
 
     tokenizer = _tokenizer(path.parent)
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    common: dict[str, Any] = {"max_position_embeddings": 4096, "tie_word_embeddings": True, **ends}
+    common: dict[str, Any] = {"max_position_embeddings": 4096, "tie_word_embeddings": name != QWEN_14B, **ends}
+    rope: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     model: Any
     if name == LLAMA:
         common |= {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6}
         common |= {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 64}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=NUM_TOKEN_IDS, rms_norm_eps=1e-5, **common))
-    else:
-        assert name == QWEN, name
+    elif name == QWEN:
         common |= {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
         common |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-        common["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
-        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151_936, **common))
+        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151_936, **common, **rope))
         model.to(torch.bfloat16)
+    else:
+        assert name == QWEN_14B, name
+        common |= {"hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 1}
+        common |= {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128}
+        with torch.device("meta"):
+            model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151_936, **common, **rope))
+        model.to(torch.bfloat16).to_empty(device="cpu")
     _fill(model, SEEDS[name])
-    model.save_pretrained(path)
+    if name == QWEN_14B:
+        save_repeated(model, 40, path)
+    else:
+        model.save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def save_repeated(model: Any, num_layers: int, path: Path) -> None:
+    """Save a model of one layer as one of several such layers, each in a file of its own. To draw the weights of a large
+    model takes minutes."""
+    from safetensors.torch import save_file
+
+    first = "model.layers.0."
+    weights = {name: weight.data for name, weight in model.named_parameters()}
+    files = {"model-others.safetensors": {name: one for name, one in weights.items() if not name.startswith(first)}}
+    for number in range(num_layers):
+        files[f"model-{number}.safetensors"] = {
+            name.replace(first, f"model.layers.{number}."): one
+            for name, one in weights.items()
+            if name.startswith(first)
+        }
+    path.mkdir(parents=True)
+    for file, tensors in files.items():
+        save_file(tensors, path / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = model.config.to_dict() | {"num_hidden_layers": num_layers, "architectures": [type(model).__name__]}
+    config |= {"dtype": str(model.dtype).removeprefix("torch."), "layer_types": None}
+    (path / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def _fill(model: Any, seed: int) -> None:

@@ -17,9 +17,9 @@ STOP_LIMIT_S = 60.0
 """How long a service may take to stop after SIGTERM."""
 
 
-def greedy(prompt: list[int], num_tokens: int) -> GenerationRequest:
+def fixed_length(prompt: list[int], num_tokens: int, temperature: float = 0.0) -> GenerationRequest:
     """Return a job that generates exactly `num_tokens` tokens."""
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    sampling = SamplingParams(temperature=temperature, max_tokens=num_tokens, ignore_eos=True)
     return GenerationRequest(prompt_token_ids=prompt, sampling=sampling)
 
 

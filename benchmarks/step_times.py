@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks import roofline
 from benchmarks.options import Options
-from benchmarks.service import Service, greedy
+from benchmarks.service import Service, fixed_length
 from millrace import GenerationRequest
 from millrace.engine_service.core.scheduler import Scheduler
 from millrace.engine_service.engine import Engine
@@ -87,7 +87,7 @@ def _requests(num_sequences: int, context: int, number: int, num_steps: int) -> 
     """Return jobs whose sequences reach the length `context`, and decode together for about `num_steps` steps."""
     num_output = num_steps + num_sequences * context // PROMPT_TOKENS_PER_STEP
     tokens, num_prompt = random.Random(f"{num_sequences}/{context}/{number}"), max(1, context - num_output)
-    return [greedy(tokens.choices(range(10, 501), k=num_prompt), num_output) for _ in range(num_sequences)]
+    return [fixed_length(tokens.choices(range(10, 501), k=num_prompt), num_output) for _ in range(num_sequences)]
 
 
 def _medians(steps: list[dict[str, float]], num_sequences: int, least_s: float) -> dict[str, Any]:

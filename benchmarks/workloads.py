@@ -4,6 +4,7 @@
     W2         0.6B model in bfloat16, 32 requests: the matrix products dominate
     W3         128 requests that share a prefix of 512 tokens
     NANO       0.6B model, 256 requests with prompts and outputs of 100 to 1,024 tokens: for a GPU
+    NANO-14B   the same requests to a 14B model
     W1-SCHEMAS W1, for outputs that follow JSON schemas; only on request
     TINY       the example model, 48 requests
     STEP<n>    n sequences decode; gives milliseconds per decode step
@@ -17,7 +18,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-LLAMA, QWEN, TINY_MODEL = "llama-15m", "qwen3-0.6b-random", "tiny_model"
+LLAMA, QWEN, QWEN_14B, TINY_MODEL = "llama-15m", "qwen3-0.6b-random", "qwen3-14b-random", "tiny_model"
 TOKEN_IDS = (300, 31_000)
 """Range of the prompts' token ids: ordinary tokens of both models."""
 QUICK_TOKEN_IDS = (10, 500)
@@ -72,7 +73,8 @@ def is_step(name: str) -> bool:
 
 def make(name: str, number: int | str = 0, *, is_quick: bool = False) -> Workload:
     """Return round `number` of a workload."""
-    tokens, lengths = random.Random(f"tokens/{name}/{number}"), random.Random(0 if name == "NANO" else f"shape/{name}")
+    is_nano = name in ("NANO", "NANO-14B")
+    tokens, lengths = random.Random(f"tokens/{name}/{number}"), random.Random(0 if is_nano else f"shape/{name}")
     divisor, ids = (QUICK_DIVISOR, QUICK_TOKEN_IDS) if is_quick else (1, TOKEN_IDS)
     dtype, num_shared, max_model_len = "float32", 0, 512
     if name == "TINY":
@@ -95,8 +97,9 @@ def make(name: str, number: int | str = 0, *, is_quick: bool = False) -> Workloa
         prefix, count = draw(PREFIX_TOKENS), max(2, 128 // divisor)
         model, max_model_len, num_shared = LLAMA, 640, len(prefix)
         requests = [Request(prefix + draw(16), max(1, 32 // divisor)) for _ in range(count)]
-    elif name == "NANO":
-        model, dtype, max_model_len = QWEN, "bfloat16", 512 if is_quick else 2048
+    elif is_nano:
+        model = QWEN if name == "NANO" else QWEN_14B
+        dtype, max_model_len = "bfloat16", 512 if is_quick else 2048
         requests = mixed(256, (100, 1024), (100, 1024))
     elif name == "TINY":
         model, requests = TINY_MODEL, mixed(48, (8, 16), (48, 64))

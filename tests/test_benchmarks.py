@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 import pytest
 import redis
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks import compare, contenders, gpu, queueing, report, workloads
+from benchmarks import compare, contenders, gpu, models, queueing, report, workloads
 from benchmarks.__main__ import PARTS
 from benchmarks.engines import runner
 from benchmarks.environment import ROOT, describe
@@ -413,6 +414,33 @@ def test_other_tiles_of_the_kernels_for_a_gpu_are_timed_in_the_interpreter(tmp_p
     subprocess.run([*command, "--out", tmp_path], cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
     for figures in json.loads((tmp_path / "tuning.json").read_text()).values():
         assert len(figures["fastest"]) == 1 and figures["failed"] == {} and figures["now"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["redis", "large", "restarts"])
+def test_the_long_parts_for_a_gpu_run(part: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--quick", "--device", "cpu"]
+    subprocess.run([*command, "--out", tmp_path], cwd=ROOT, check=True)
+    figures = json.loads((tmp_path / f"{part}.json").read_text())
+    expected = {"redis": "over_offline", "large": "tokens_per_s", "restarts": "killed_to_next_token_s_median"}
+    assert figures[expected[part]] > 0
+
+
+def test_a_large_model_has_the_layer_of_a_small_one_several_times(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    small = Qwen3ForCausalLM(Qwen3Config(vocab_size=20, num_hidden_layers=1, tie_word_embeddings=False, **sizes))
+    models.save_repeated(small, 3, tmp_path / "large")
+    large = Qwen3ForCausalLM.from_pretrained(tmp_path / "large")
+    assert len(large.model.layers) == 3
+    for name, weight in large.named_parameters():
+        first = re.sub(r"layers\.\d", "layers.0", name)
+        torch.testing.assert_close(weight, small.get_parameter(first))
 
 
 def test_the_limits_of_the_parts_for_a_gpu_leave_a_minute_of_eight_for_the_model() -> None:

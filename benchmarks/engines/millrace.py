@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from benchmarks.engines import runner
-from benchmarks.service import Service, greedy
+from benchmarks.service import Service, fixed_length
 from benchmarks.workloads import Request, Workload
 from millrace import LLM, SamplingParams, StructuredOutputs
 
@@ -61,14 +61,23 @@ class Offline(runner.Engine):
 class ThroughRedis(runner.Engine):
     runs_here = False
 
-    def __init__(self, path: Path, workload: Workload, url: str, idle_s: float = IDLE_S) -> None:
-        options = ("--max-model-len", str(workload.max_model_len))
+    def __init__(
+        self,
+        path: Path,
+        workload: Workload,
+        url: str,
+        idle_s: float = IDLE_S,
+        temperature: float = 0.0,
+        device: str = "cpu",
+    ) -> None:
+        self._temperature = temperature
+        options = ("--max-model-len", str(workload.max_model_len), "--device", device)
         self._service = Service(url, path, f"bench-{workload.name}", options=options)
         self._first_token_s = self._service.seconds_to_first_token()
         self._idle_share = self._service.idle_cpu_share(idle_s)
 
     def generate(self, requests: Sequence[Request]) -> list[int]:
-        self._service.run([greedy(request.prompt, request.num_output) for request in requests])
+        self._service.run([fixed_length(each.prompt, each.num_output, self._temperature) for each in requests])
         return [request.num_output for request in requests]
 
     def facts(self) -> runner.Figures:
