@@ -427,7 +427,7 @@ def test_the_long_parts_for_a_gpu_run(part: str, tmp_path: Path) -> None:
 
 
 def test_a_large_model_has_the_layer_of_a_small_one_several_times(tmp_path: Path) -> None:
-    sizes = {
+    sizes: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 8,
         "num_attention_heads": 2,
