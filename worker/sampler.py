@@ -20,6 +20,7 @@ from millrace.worker.counter_rng import exponential_variates, next_keys
 from millrace.worker.kernels import sampling as compiled
 from millrace.worker.kernels.library import Kernels, find_kernels
 from millrace.worker.sampling_rows import SamplingRows
+from millrace.worker.transfer import to_device
 from millrace.worker.triton_support import find_triton
 
 ENTRIES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -32,9 +33,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Draw one token for each row of logits [M, V]. Return the ids [M] on the device of the logits, NO_TOKEN for rows whose
     largest logit is NaN or infinite; -inf means that no id was allowed. May change the logits in place."""
     if logits.is_cuda and find_triton():
-        from millrace.worker import sampling_triton
-
-        return sampling_triton.sample(_processed(logits, rows), rows)
+        return sample_with_triton(logits, rows)
     kernels = _kernels_for(logits)
     logits = _processed(logits.float(), rows, but_grammars=kernels is not None)
     if kernels is None:
@@ -45,6 +44,28 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
         peaks, token_ids = compiled.argmax(kernels, logits, masks)
         compiled.draw(kernels, logits, peaks, token_ids, rows)
     return without_failed(peaks, token_ids)
+
+
+def sample_with_triton(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Do what `sample` does in Triton kernels. The draw of rows without a grammar does not wait for the masks of others."""
+    from millrace.worker.sampling_triton import sample as draw
+
+    logits, processors = _processed(logits, rows, but_grammars=True), rows.processors
+    masked = processors.grammar_rows if processors is not None else None
+    if processors is None or masked is None:
+        return draw(logits, rows)
+    is_free = torch.ones(rows.num_rows, dtype=torch.bool)
+    is_free[masked.row_indices] = False
+    if not is_free.any():
+        processors.apply_masks(logits)
+        return draw(logits, rows)
+    free, others = is_free.nonzero().squeeze(1), (~is_free).nonzero().squeeze(1)
+    free_on_device, others_on_device = to_device(logits.device, [free, others])
+    token_ids = torch.empty(rows.num_rows, dtype=torch.int64, device=logits.device)
+    token_ids[free_on_device] = draw(logits[free_on_device], rows.select(free))
+    processors.apply_masks(logits)
+    token_ids[others_on_device] = draw(logits[others_on_device], rows.select(others))
+    return token_ids
 
 
 def _processed(logits: Tensor, rows: SamplingRows, *, but_grammars: bool = False) -> Tensor:

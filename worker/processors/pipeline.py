@@ -43,6 +43,17 @@ class StepProcessors:
         processor, rows = self._parts[-1]
         return (rows.indices, processor.masks()) if isinstance(processor, GrammarMask) else None
 
+    @property
+    def grammar_rows(self) -> ProcessedRows[Any] | None:
+        """The rows whose masks `apply` waits for."""
+        processor, rows = self._parts[-1]
+        return rows if isinstance(processor, GrammarMask) else None
+
+    def apply_masks(self, logits: Tensor) -> None:
+        """Change contiguous logits [M, V] in place as the masks of grammars do. Waits for the masks."""
+        processor, rows = self._parts[-1]
+        processor.apply(logits, rows)
+
     def apply(self, logits: Tensor, *, but_grammars: bool = False) -> Tensor:
         """Return the contiguous logits [M, V] as the processors change them: in place, or in float32 where one needs it."""
         if any(processor.needs_float32 for processor, _ in self._parts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from millrace.executor.wire.messages import NO_TOKEN, RowSampling
 from millrace.worker import floors_triton, sampler, sampling_triton
+from millrace.worker.sampling_rows import SamplingRows
 from tests.worker.kernels.test_sampling import random_rows
 from tests.worker.rows import Row, sampling_rows
 
@@ -129,3 +131,40 @@ def test_a_row_does_not_depend_on_its_neighbours_or_its_stride() -> None:
 
 def test_no_rows_yield_no_ids() -> None:
     assert drawn(torch.empty(0, 10), []) == []
+
+
+class MaskedRows:
+    """Processors of a step in which some rows have a grammar that allows one id."""
+
+    def __init__(self, row_indices: list[int], drawn: list[int]) -> None:
+        self.grammar_rows = SimpleNamespace(row_indices=row_indices)
+        self.drawn_before: list[int] | None = None
+        self._drawn = drawn
+
+    def apply(self, logits: Tensor, *, but_grammars: bool = False) -> Tensor:
+        assert but_grammars
+        return logits
+
+    def apply_masks(self, logits: Tensor) -> None:
+        self.drawn_before = list(self._drawn)
+        logits[self.grammar_rows.row_indices, 8:] = -INF
+        logits[self.grammar_rows.row_indices, :7] = -INF
+
+
+@pytest.mark.parametrize("masked", [[2, 0], [0, 1, 2, 3]])
+def test_rows_without_a_grammar_are_drawn_before_the_masks_are_waited_for(
+    masked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, draw, drawn = torch.randn(4, 300, generator=torch.Generator().manual_seed(1)), sampling_triton.sample, []
+
+    def count(logits: Tensor, rows: SamplingRows) -> Tensor:
+        drawn.append(rows.num_rows)
+        return draw(logits, rows)
+
+    monkeypatch.setattr(sampling_triton, "sample", count)
+    rows = sampling_rows([row(0.0), row(0.9), row(0.9, top_k=5), row(0.9, top_p=0.5)])
+    free = sampler.sample(logits.clone(), rows).tolist()
+    processors = MaskedRows(masked, drawn)
+    token_ids = sampler.sample_with_triton(logits, replace(rows, processors=processors)).tolist()  # type: ignore[arg-type]
+    assert token_ids == [7 if index in masked else free[index] for index in range(4)]
+    assert processors.drawn_before == ([2] if len(masked) == 2 else [])
