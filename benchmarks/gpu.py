@@ -96,6 +96,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="little work: shows that every part runs")
     parser.add_argument("--part", choices=[*PARTS, *ALONE], help="run this part alone, without a limit")
     options = parser.parse_args()
+    _require(options.device)
     setting = Setting(options.device, options.quick, options.out.resolve())
     setting.out.mkdir(parents=True, exist_ok=True)
     models.find(TINY_MODEL if setting.is_quick else QWEN_14B if options.part == "large" else QWEN)  # not within a limit
@@ -105,6 +106,15 @@ def main() -> None:
         (setting.out / f"{options.part}.json").write_text(json.dumps(figures))
     else:
         sys.exit(run(setting))
+
+
+def _require(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit(
+            f"no GPU: torch {torch.__version__} finds none (torch.cuda.is_available()); --device cpu measures the CPU"
+        )
 
 
 def run(setting: Setting) -> int:

@@ -47,6 +47,7 @@ def large(device: str, *, is_quick: bool) -> Figures:
 def _run(workload: str, kind: EngineKind, is_quick: bool) -> Figures:
     options, now_s = Options("", 1 if is_quick else NUM_ROUNDS, is_quick), time.monotonic()
     run = run_in_turns(workload, [kind], options, now_s + LIMIT_S, now_s + LIMIT_S)[kind.name]
+    print((models.HOME / "logs" / f"{kind.name}.{workload}.log").read_text())  # of a machine that may be gone later
     if run.failure:
         raise RuntimeError(f"{kind.name}: {run.failure}")
     figures = run.figures(None, "")
