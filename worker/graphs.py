@@ -185,6 +185,23 @@ class StepGraphs:
     def _add(self, kind: Kind, received: Tensor | None = None) -> None:
         """Capture a graph. `received`: the hidden states of the step that needs it."""
         began_s = time.monotonic()
+        try:
+            graph = self._captured(kind, received)
+        except RuntimeError as error:
+            if not self._is_alone:
+                raise
+            what = "decode steps" if kind.is_decode else "steps with prompts"
+            logger.warning("no more graphs for %s: those that have none are slower: %.300s", what, error)
+            self._num_steps_to_pause[kind.is_decode] = math.inf
+            return
+        if self._buffers != self._current_buffers():  # the first graph of its size may have made buffers anew
+            self._graphs.clear()
+            self._buffers = self._current_buffers()
+        logger.debug("captured %r: %.2f s", kind, time.monotonic() - began_s)
+        self._graphs[kind] = graph
+
+    def _captured(self, kind: Kind, received: Tensor | None) -> _Graph:
+        """Return a new graph. Raises torch's own error, also when memory runs out."""
         inputs = self._inputs(kind)
         if received is not None:  # all graphs read the same memory
             received = self._decoder.received(max(MOST_TOKENS, self._max_num_seqs))[: kind.num_tokens or kind.num_rows]
@@ -202,20 +219,8 @@ class StepGraphs:
             tokens_triton.keep(slots, token_ids, self._sequences.last_tokens)
             return token_ids
 
-        try:
-            result, replay = self._capture(compute)
-        except RuntimeError as error:
-            if not self._is_alone:
-                raise
-            what = "decode steps" if kind.is_decode else "steps with prompts"
-            logger.warning("no more graphs for %s: those that have none are slower: %.300s", what, error)
-            self._num_steps_to_pause[kind.is_decode] = math.inf
-            return
-        if self._buffers != self._current_buffers():  # the first graph of its size may have made buffers anew
-            self._graphs.clear()
-            self._buffers = self._current_buffers()
-        logger.debug("captured %r: %.2f s", kind, time.monotonic() - began_s)
-        self._graphs[kind] = _Graph(kept, inputs, received, result, replay)
+        result, replay = self._capture(compute)
+        return _Graph(kept, inputs, received, result, replay)
 
     def _inputs(self, kind: Kind) -> FixedBuffer:
         """Return slots [N], known ids [N], positions [1, N], blocks of the tokens [N, G], block tables [G, B, P], the tokens

@@ -343,18 +343,19 @@ def test_what_most_steps_need_is_captured_while_nothing_is_to_do(worker: Rank) -
     assert (double.num_captures, double.num_replays) == (num_captures, 10), "a step ran without a graph of its own"
 
 
+@pytest.mark.parametrize("where", ["_inputs", "_capture"])
 def test_the_graphs_from_before_a_capture_that_fails_are_used_further(
-    worker: Rank, monkeypatch: pytest.MonkeyPatch
+    where: str, worker: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = ahead(worker, [LIMITED])
     assert worker.runner is not None
     found, double = add_graphs(worker.runner, max_num_seqs=2)
     worker.do_idle_work()
 
-    def fails(compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+    def fails(_: object) -> None:
         raise torch.OutOfMemoryError("no memory is left")
 
-    monkeypatch.setattr(found, "_capture", fails)
+    monkeypatch.setattr(found, where, fails)
     worker.do_idle_work()
     assert not worker.has_idle_work
     assert ahead(worker, [LIMITED]) == expected
