@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,16 +29,34 @@ class CudaCapture:
         """Kept when all graphs are dropped: torch refuses to capture into memory that no graph holds any more."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
-        steps, memory = torch.cuda.current_stream(), None if self._newest is None else self._newest.pool()
-        graph = torch.cuda.CUDAGraph()
+        steps, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+        memory = torch.cuda.graph_pool_handle() if self._newest is None else self._newest.pool()
         self._stream.wait_stream(steps)
         try:
             with torch.cuda.stream(self._stream):
                 compute()  # compiles kernels, makes buffers and plans the attention, which a capture must not
-            with torch.cuda.graph(graph, memory, self._stream, capture_error_mode="thread_local"):
+            with self._capturing(graph, memory):
                 result = compute()
         finally:
             torch.cuda.set_stream(steps)  # a capture that fails leaves its own
             steps.wait_stream(self._stream)
         self._newest = graph
         return result, graph.replay
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, memory: Any) -> Iterator[None]:
+        try:
+            with torch.cuda.graph(graph, memory, self._stream, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            _end_allocations(self._stream.device_index, memory)
+            self._newest = None  # torch's allocator of pinned memory still takes this memory for one in use
+            raise
+
+
+def _end_allocations(device: int, memory: Any) -> None:
+    """End the allocations in a memory pool behind a capture that failed. torch leaves them open where the capture cannot be
+    ended: then it captures nothing into this memory any more, and `torch.cuda.empty_cache` gives nothing back."""
+    with suppress(RuntimeError):  # torch has ended them
+        torch._C._cuda_endAllocateToPool(device, memory)
+        torch._C._cuda_releasePool(device, memory)

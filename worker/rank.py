@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable
@@ -209,6 +210,9 @@ class Rank:
         }
 
     def shutdown(self) -> None:
+        if self._peers is None:  # another rank may have left this one waiting, and the process ends with such a rank
+            with contextlib.suppress(RuntimeError):  # of a device that is lost
+                self._wait_for_device()
         self.runner = self._pool = None
         self._model.drop()
         if self._peers is not None:
@@ -219,9 +223,13 @@ class Rank:
     def _drop_pool(self) -> None:
         if self.runner is not None:
             self.runner.finish()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # copies of the host tier, whose memory is unpinned with the pool
+        self._wait_for_device()
         self.runner = self._pool = None
+
+    def _wait_for_device(self) -> None:
+        """Wait for copies of the host tier, whose memory is unpinned with the pool."""
+        if self._pool is not None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _empty_cache(self) -> None:
         if torch.cuda.is_initialized():
