@@ -187,6 +187,7 @@ def test_weights_do_not_change_with_their_files(
     check_against_transformers(kept, Driver(worker, seed=1).run(prompts(1), MAX_TOKENS))
 
 
+@pytest.mark.skipif(find_kernels() is None, reason="the compiled kernels were not built")
 def test_a_weight_is_in_memory_once_while_it_is_packed(tmp_path: Path) -> None:
     """Unpacked weights are the file's memory, and leave the process as soon as they are packed."""
     make_model("llama", tmp_path, vocab_size=VOCAB_SIZE * 16)
