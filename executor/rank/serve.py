@@ -174,7 +174,7 @@ def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
     """Answer steps and calls until "shutdown", or until the device is lost. Returns the exit status."""
     heartbeat, is_output = connection.heartbeat, boot.rank == output_rank(boot.config)
     steps = _LaunchedSteps(worker, is_output=is_output)
-    call: Call | None = None
+    call: Call | Step | None = None
     """One that waits for the steps before it."""
     next_sample_s = 0.0
     announced = compiled = 0
@@ -200,6 +200,8 @@ def _answer_calls(connection: _Connection, worker: Worker, boot: Boot) -> int:
             continue
         message, call = call or connection.recv(), None
         match message:
+            case Step(plan=plan) if plan.depth == 1 and steps.call_ids:
+                call = message  # the output rank has replied to the steps before it, this rank has not yet
             case Step(call_id, plan):
                 heartbeat.phase = "step"
                 steps.launch(call_id, plan)

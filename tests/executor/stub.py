@@ -9,6 +9,8 @@ checked by that too.
 The option `model` is a comma-separated list of options of the stub:
 
     slow=MS               duration of a step
+    late=MS               time from every other step to its result on the rank whose tokens count, and from the steps in
+                          between on the other ranks
     die-on-token=N        a prompt with this token kills the worker
     most-tokens=N         a larger step runs out of memory
     candidates-differ     the next token depends on the index of the candidate, too
@@ -28,7 +30,16 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.executor.wire.kv_layout import KVLayout
-from millrace.executor.wire.messages import ModelFacts, NewSequence, SeqId, StepPlan, StepResult, StepRow, WorkerConfig
+from millrace.executor.wire.messages import (
+    ModelFacts,
+    NewSequence,
+    SeqId,
+    StepPlan,
+    StepResult,
+    StepRow,
+    WorkerConfig,
+    output_rank,
+)
 
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 2048
@@ -88,7 +99,8 @@ class StubWorker:
         self._host: dict[int, dict[int, int]] = {}
         """By host block and offset: the same."""
         self._num_blocks = self._num_host_blocks = 0
-        self._results: deque[StepResult] = deque()
+        self._results: deque[tuple[float, StepResult]] = deque()
+        """With the times when they are ready, the oldest first."""
         self.last_rows: list[StepRow] = []
         """All rows of the last step. For tests."""
         self._num_steps = 0
@@ -138,14 +150,19 @@ class StubWorker:
         if self._has_failed:
             raise ValueError("an earlier step has failed")
         self._has_failed = True
-        self._results.append(self._execute(plan))
+        result = self._execute(plan)
+        is_late = (self._rank == output_rank(self._config)) == (self._num_steps % 2 == 0)
+        delay_s = self._faults.get("late", 0) / 1000 if is_late else 0.0
+        self._results.append((time.monotonic() + delay_s, result))
         self._has_failed = False
 
     def collect(self) -> StepResult:
-        return self._results.popleft()
+        ready_s, result = self._results.popleft()
+        time.sleep(max(0.0, ready_s - time.monotonic()))
+        return result
 
     def is_result_ready(self) -> bool:
-        return True
+        return time.monotonic() >= self._results[0][0]
 
     @property
     def has_idle_work(self) -> bool:

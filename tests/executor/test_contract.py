@@ -121,6 +121,15 @@ def test_several_steps_may_be_in_flight(make: Make) -> None:
 
 
 @every_kind
+def test_a_rank_finishes_its_step_before_it_begins_one_that_was_planned_behind_it(make: Make) -> None:
+    """The engine needs the result of one rank only, and on GPUs the step may end a little later on another one."""
+    executor = start(make("late=50"))
+    for number in range(1, 5):
+        result = executor.execute_model(first_step(executor, number, seq_id=number)).result()
+        assert (result.step_id, len(result.token_ids)) == (number, 1)
+
+
+@every_kind
 def test_sleep_and_wake_up_begin_a_new_epoch_and_no_step_runs_meanwhile(make: Make) -> None:
     executor = start(make())
     executor.execute_model(first_step(executor)).result()
