@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -113,8 +114,18 @@ def _failure(rows: SampledRows, index: int) -> RowFailure:
 class Runner:
     """Owns what a step changes: the sequences on this rank and the contents of the KV pool."""
 
-    def __init__(self, model: RankModel, pool: KVPool, max_num_seqs: int, *, samples: bool = True) -> None:
-        """`samples`: whether this rank draws the tokens."""
+    def __init__(
+        self,
+        model: RankModel,
+        pool: KVPool,
+        max_num_seqs: int,
+        *,
+        samples: bool = True,
+        all_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
+    ) -> None:
+        """`samples`: whether this rank draws the tokens. `all_logits`: returns the logits of all ids, where this rank has
+        those of a part. It must not refer to this object: the graphs keep it, and in a cycle the pool would outlive both."""
+        self._all_logits = all_logits
         self._model = model.module
         self._attention = model.attention
         self._pool = pool
@@ -282,10 +293,6 @@ class Runner:
 
     def _draw(self, logits: Tensor, rows: SamplingRows) -> Tensor:  # [M]
         return sample(logits, rows)
-
-    def _all_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits of all ids, where this rank has those of a part."""
-        return logits
 
     def _head_logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden) if self.decoder is not None else head_logits(self._model, hidden)

@@ -49,27 +49,31 @@ class ParallelRunner(Runner):
     """Owns what a `Runner` owns, and the tokens that this stage has to receive from the last stage."""
 
     def __init__(self, model: RankModel, pool: KVPool, max_num_seqs: int, topology: Topology, peers: Peers) -> None:
-        super().__init__(model, pool, max_num_seqs, samples=topology.is_last_stage)
+        self._sampler = VocabParallelSampler(model.module.config.vocab_size, topology, peers)
+        super().__init__(model, pool, max_num_seqs, samples=topology.is_last_stage, all_logits=self._sampler.gather)
         self._masks_head = False  # its head has a part of the ids
         self._dtype: torch.dtype = getattr(torch, model.facts.dtype)
         self._topology = topology
         self._peers = peers
-        self._sampler = VocabParallelSampler(self._model.config.vocab_size, topology, peers)
         self._stage_input = find_stage_input(self._model)
         self._pending: deque[PendingTokens] = deque()
+        self._unsent: deque[LaunchedStep] = deque()
+        """Steps of the last stage whose tokens it has not sent, the oldest first."""
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
         """Run this rank's part of one step. Only the output rank's result has tokens."""
         self._receive_tokens_for(plan)
+        self._send_tokens_for(plan)
         launched = super()._launch(plan)
-        if launched.done is None:
-            self._send_tokens(launched.output)
+        if launched.output is not None and self._topology.stage > 0:
+            self._unsent.append(launched)
+            if launched.done is None:
+                self._send_oldest()
         return launched
 
     def _result(self, launched: LaunchedStep) -> StepResult:
-        if launched.done is not None:
-            launched.done.synchronize()  # here and not in the launch, which would wait for the device
-            self._send_tokens(launched.output)
+        while any(each is launched for each in self._unsent):
+            self._send_oldest()
         return super()._result(launched if self._topology.is_output_rank else replace(launched, output=None))
 
     @property
@@ -77,6 +81,8 @@ class ParallelRunner(Runner):
         return False  # ranks capture together, in their steps
 
     def finish(self) -> None:
+        while self._unsent:
+            self._send_oldest()
         while self._pending:
             self._record_oldest()
         self._peers.finish_sends()
@@ -112,9 +118,6 @@ class ParallelRunner(Runner):
     def _draw(self, logits: Tensor, rows: SamplingRows) -> Tensor:
         return self._sampler.sample(logits, rows)
 
-    def _all_logits(self, logits: Tensor) -> Tensor:
-        return self._sampler.gather(logits)
-
     def _inputs(self, batch: StepBatch) -> dict[str, Tensor]:
         if self._stage_input is None or self._received is None:
             return super()._inputs(batch)
@@ -128,11 +131,20 @@ class ParallelRunner(Runner):
 
     # --- the sampled ids, from the last stage to the others ---
 
-    def _send_tokens(self, output: StepOutput | None) -> None:
-        """Send what a step of the last stage yields, which is on the host."""
-        if output is not None and len(output.token_ids):
+    def _send_tokens_for(self, plan: StepPlan) -> None:
+        """Send the tokens that the stages before this one wait for before they begin the step. Its launch here may wait for
+        the device, as a capture does, and the device waits for what these stages send."""
+        while any(self._needs(plan, each.plan.micro_batch, each.rows) for each in self._unsent):
+            self._send_oldest()
+
+    def _send_oldest(self) -> None:
+        launched = self._unsent.popleft()
+        if launched.done is not None:
+            launched.done.synchronize()
+        assert launched.output is not None
+        if len(launched.output.token_ids):
             for stage in range(self._topology.stage):
-                self._peers.send(output.token_ids, stage)
+                self._peers.send(launched.output.token_ids, stage)
 
     def _start_receiving(self, micro_batch: int, rows: SampledRows) -> None:
         if rows.seq_ids:
@@ -142,12 +154,13 @@ class ParallelRunner(Runner):
 
     def _receive_tokens_for(self, plan: StepPlan) -> None:
         """Wait for the tokens that the step feeds, for those of finished sequences, and for those of all earlier steps."""
-        seq_ids = {*plan.finished, *plan.paused, *(row.seq_id for row in plan.rows)}
-        while any(
-            pending.micro_batch == plan.micro_batch or not seq_ids.isdisjoint(pending.rows.seq_ids)
-            for pending in self._pending
-        ):
+        while any(self._needs(plan, each.micro_batch, each.rows) for each in self._pending):
             self._record_oldest()
+
+    def _needs(self, plan: StepPlan, micro_batch: int, rows: SampledRows | None) -> bool:
+        """Whether a step begins behind the tokens of these rows of an earlier step."""
+        seq_ids = {*plan.finished, *plan.paused, *(row.seq_id for row in plan.rows)}
+        return micro_batch == plan.micro_batch or (rows is not None and not seq_ids.isdisjoint(rows.seq_ids))
 
     def _record_oldest(self) -> None:
         pending = self._pending.popleft()

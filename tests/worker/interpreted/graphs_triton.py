@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -341,6 +343,23 @@ def test_what_most_steps_need_is_captured_while_nothing_is_to_do(worker: Rank) -
     num_captures = double.num_captures
     assert (ahead(worker, [LIMITED, DRAWN]), ahead(worker, [GREEDY])) == expected
     assert (double.num_captures, double.num_replays) == (num_captures, 10), "a step ran without a graph of its own"
+
+
+def test_a_runner_with_graphs_is_gone_at_once(worker: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it lives, a rank that sleeps gives no memory back."""
+    monkeypatch.setattr("millrace.worker.capture.CudaCapture", lambda: None)
+    monkeypatch.setattr(rank_model.RankModel, "uses_graphs", True)
+    runner = Runner(worker._model, worker.runner._pool, 2)  # type: ignore[union-attr]
+    runner._device = torch.device("cuda")
+    runner._graphs = runner._make_graphs(worker._model, 2)
+    reference = weakref.ref(runner)
+    gc.disable()
+    try:
+        assert runner._graphs is not None
+        del runner
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("where", ["_inputs", "_capture"])
