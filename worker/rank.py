@@ -119,9 +119,14 @@ class Rank:
                 f"a KV pool of {num_device_blocks} blocks holds nothing, since block 0 is not used: give it at least 2"
             )
         if self._peers is not None and self._topology.tp_size > 1:
-            is_fused = self._peers.all_gather(torch.tensor([self._model.decoder is not None]).long())
-            if len(set(torch.cat(is_fused).tolist())) > 1:  # they exchange tensors of other sizes then
+            choices = torch.tensor([[self._model.decoder is not None, self._model.uses_graphs]]).long()
+            is_fused, uses_graphs = torch.cat(self._peers.all_gather(choices)).unbind(1)
+            if len(is_fused.unique()) > 1:  # they exchange tensors of other sizes then
                 raise ConfigError("only some ranks have accepted the fused forward pass: set attention to reference")
+            if len(uses_graphs.unique()) > 1:
+                raise ConfigError(
+                    "steps run as graphs on some ranks only, whose GPUs differ: set enforce_eager"
+                )
         self._num_blocks, self._num_host_blocks = num_device_blocks, num_host_blocks
         with timed(logger, "KV pool"):
             self._pool = self._model.make_pool(num_device_blocks, num_host_blocks)

@@ -66,7 +66,8 @@ class RankModel:
     @property
     def uses_graphs(self) -> bool:
         """Whether steps run as graphs where they can."""
-        return self.attention.name == "triton" and not self._config.enforce_eager
+        is_possible = self.decoder is not None and not self.decoder.waits
+        return is_possible and self.attention.name == "triton" and not self._config.enforce_eager
 
     @property
     def module(self) -> PreTrainedModel:

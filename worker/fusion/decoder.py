@@ -41,6 +41,8 @@ class DecoderWeights:
             is_tied = parts.embedding is not None and parts.head.weight is own_part(parts.embedding).weight
             self.head, self.embedding = operations.head(parts.head, parts.embedding, is_tied=is_tied)
         self.logit_softcap = parts.logit_softcap
+        self.waits = False
+        """Whether each step waits for the GPU. It cannot be a graph then."""
 
     def release_buffers(self) -> None:
         self.operations.workspace.clear()

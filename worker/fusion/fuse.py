@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -75,6 +76,8 @@ def fuse(
     if not difference <= LARGEST_DIFFERENCE[dtype]:  # NaN is not
         what = "logits" if parts.head is not None else "hidden states"
         raise FusionRejected(f"the {what} of {name} differ by {difference:.2g} of their standard deviation")
+    if device.type == "cuda":
+        weights.waits = waits_for_device(decoder, batch, received)
     weights.release_buffers()
     model.register_module("fused", operations.tensors)
     logger.info(
@@ -89,6 +92,27 @@ def _differences(decoder: FusedDecoder, batch: StepBatch, received: Tensor | Non
     results = decoder.run(batch, received)
     results = decoder.logits(results) if decoder.is_last_stage else results
     return (results - expected[-len(results) :]).abs().mean(dim=-1)
+
+
+def waits_for_device(decoder: FusedDecoder, batch: StepBatch, received: Tensor | None) -> bool:
+    """Whether a step waits for the GPU. The grouped products of torch do so for experts that are not in bfloat16, and where
+    the compute capability is not 9 or 10."""
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that it may not see every wait
+            torch.cuda.set_sync_debug_mode("error")
+        decoder.run(batch, received)
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        logger.warning(
+            "each step waits for the GPU in transformers' modules, so it is slower and does not run as a graph"
+        )
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    return False
 
 
 def _results(

@@ -6,13 +6,16 @@ import gc
 import logging
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from millrace.worker.fusion.decoder import DecoderWeights
+from millrace.worker.fusion.fuse import waits_for_device
 from millrace.worker.fusion.mlp import Experts, NormedMLP
 from millrace.worker.fusion.structure import NotRecognised, read_structure
 from millrace.worker.kernels.library import find_kernels
@@ -174,3 +177,31 @@ def test_shared_layers_are_not_recognised() -> None:
     layers[1] = layers[0]
     with pytest.raises(NotRecognised, match="its layers share weights"):
         read_structure(model, [], 16)
+
+
+@pytest.mark.parametrize(("failure", "waits"), [("called a synchronizing CUDA operation", True), (None, False)])
+def test_a_step_that_waits_for_the_gpu_is_noticed(
+    failure: str | None, waits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As experts do in transformers, where torch has no grouped product for the GPU or the precision."""
+    modes = ["before"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def run(*_: object) -> None:
+        assert modes[-1] == "error"
+        if failure is not None:
+            raise RuntimeError(failure)
+
+    decoder: Any = SimpleNamespace(run=run)
+    assert waits_for_device(decoder, None, None) == waits  # type: ignore[arg-type]
+    assert modes == ["before", "error", "before"]
+    assert ("does not run as a graph" in caplog.text) == waits
+
+
+def test_other_errors_of_a_step_are_not_taken_for_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    decoder: Any = SimpleNamespace(run=mock.Mock(side_effect=RuntimeError("an illegal memory access")))
+    with pytest.raises(RuntimeError, match="illegal"):
+        waits_for_device(decoder, None, None)  # type: ignore[arg-type]
