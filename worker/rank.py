@@ -124,9 +124,7 @@ class Rank:
             if len(is_fused.unique()) > 1:  # they exchange tensors of other sizes then
                 raise ConfigError("only some ranks have accepted the fused forward pass: set attention to reference")
             if len(uses_graphs.unique()) > 1:
-                raise ConfigError(
-                    "steps run as graphs on some ranks only, whose GPUs differ: set enforce_eager"
-                )
+                raise ConfigError("steps run as graphs on some ranks only, whose GPUs differ: set enforce_eager")
         self._num_blocks, self._num_host_blocks = num_device_blocks, num_host_blocks
         with timed(logger, "KV pool"):
             self._pool = self._model.make_pool(num_device_blocks, num_host_blocks)
