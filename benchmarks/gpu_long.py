@@ -18,11 +18,13 @@ from benchmarks.options import Options
 from benchmarks.workloads import QWEN, TINY_MODEL
 from millrace import LLM, SamplingParams
 from millrace.embedded import EmbeddedServer
+from millrace.executor.metrics import ExecutorMetrics
 
 LIMIT_S = 280.0
 """Of one engine, with its start."""
 NUM_ROUNDS = 2
 NUM_KILLS = 10
+RECOVERY_LIMIT_S = 120.0
 NUM_ROWS, NUM_TOKENS = 32, 64
 """Sequences that run when the worker is killed, and their tokens."""
 
@@ -92,24 +94,28 @@ def _kill_workers(llm: LLM, device: str, num_kills: int) -> Figures:
         while not is_over.is_set():
             _generate(llm, NUM_ROWS, NUM_TOKENS)
 
-    def wait_for_tokens(epoch: int, num_tokens: int = 0) -> int:
-        """Return the number of tokens so far, when a worker of this epoch has sampled some."""
+    def wait_for(epoch: int, num_tokens: int = -1) -> ExecutorMetrics:
+        """Wait for this epoch and more tokens than these. Polls, since nothing announces a token. Raises `RuntimeError` when
+        none will come."""
+        end_s = time.monotonic() + RECOVERY_LIMIT_S
         while (now := executor.stats()).epoch < epoch or now.num_tokens <= num_tokens:
+            if not worker.is_alive() or time.monotonic() > end_s:
+                raise RuntimeError(f"no token within {RECOVERY_LIMIT_S:.0f} s, or the generation has failed: {now}")
             time.sleep(0.001)
-        return int(now.num_tokens)
+        metrics: ExecutorMetrics = now
+        return metrics
 
     worker = threading.Thread(target=work)
     worker.start()
     seconds, memory_mib = [], []
     try:
         for _ in range(num_kills):
-            epoch = executor.stats().epoch
-            wait_for_tokens(epoch, wait_for_tokens(epoch))
+            before = executor.stats()
+            wait_for(before.epoch, before.num_tokens)
             began_s = time.perf_counter()
             os.kill(executor.worker_pids()[0], signal.SIGKILL)
-            while (now := executor.stats()).epoch == epoch:
-                time.sleep(0.001)
-            wait_for_tokens(now.epoch, now.num_tokens)
+            restarted = wait_for(before.epoch + 1)
+            wait_for(restarted.epoch, restarted.num_tokens)
             seconds.append(round(time.perf_counter() - began_s, 3))
             memory_mib.append(_memory_mib(executor, device))
     finally:
