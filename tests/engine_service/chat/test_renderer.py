@@ -101,11 +101,11 @@ def test_a_call_that_nothing_can_interrupt_costs_the_process_and_the_next_chat_h
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace.engine_service.chat.renderer._QUICK_S", 0.2)
-    renderer = make("{{ 'done' if k is not defined else ('ab' * k).replace('a', '')[0] }}")
+    renderer = make("{{ 'done' if k is not defined else ([['x'] * k] * k).count(['x'] * k) }}")
     assert renderer.render(chat()) == "done"
     before = pids(renderer)
     with pytest.raises(NotQuick):
-        renderer.render(chat(k=80_000_000), is_quick=True)
+        renderer.render(chat(k=500_000), is_quick=True)  # minutes in one call of C
     assert pids(renderer) == []
     assert renderer.render(chat()) == "done"
     assert pids(renderer) != before
