@@ -53,7 +53,8 @@ class _Mute:
 
 @pytest.fixture
 def mute(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Mute]:
-    monkeypatch.setitem(connection._OPTIONS, "socket_timeout", 0.2)
+    for options in (connection._OPTIONS, connection._ASYNC_OPTIONS):
+        monkeypatch.setitem(options, "socket_timeout", 0.2)
     server = _Mute()
     yield server
     server.close()

@@ -43,8 +43,40 @@ def check_overflow_with_numpy() -> None:
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
 
 
+def make_types_once() -> None:
+    """Let the interpreter make each type and each shape of a tensor once, and compare no equal shapes. This takes a third of
+    the time of these tests."""
+    semantic = type(interpreter.interpreter_semantic)
+    broadcast, make_type, make_tensor = semantic.broadcast_impl_value, tl.block_type.__init__, tl.tensor.__init__
+    types: dict[Any, dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def make_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = dict(self.__dict__)
+        self.__dict__.update(types[key])
+
+    def make_tensor_once(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in shapes:
+            make_tensor(self, handle, type)
+            shapes[sizes] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[sizes]
+
+    def broadcast_others(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_others
+    tl.block_type.__init__ = make_type_once
+    tl.tensor.__init__ = make_tensor_once
+
+
 patch_once()
 check_overflow_with_numpy()
+make_types_once()
 
 
 @pytest.fixture(autouse=True)
