@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PYTHONDONTWRITEBYTECODE :=
 # Test processes side by side: two for each core by default, since tests mostly wait. JOBS=0 runs the tests one by one.
 JOBS ?= auto
-# The tests of a file share its fixtures, so they run in one process. The files with the longest tests are collected first.
+# The tests of a file share its fixtures, so they run in one process, in the order in which the files are collected.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help

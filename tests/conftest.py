@@ -30,6 +30,11 @@ GROUPS = (
 )
 """Tests of several files that share what takes long to start: a pattern of their ids, and the name of the group."""
 
+LONGEST = tuple(
+    f"tests/{name}.py" for name in ("worker/test_triton", "executor/test_faults", "e2e/test_chat", "test_benchmarks")
+)
+"""The files whose tests take longest. They come first, or one test process would work alone at the end."""
+
 # A slow machine is no failure: the time limit of a test is the only one.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
@@ -56,6 +61,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     scheduling._split_scope = group_of
     return scheduling
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 @pytest.hookimpl(wrapper=True)
