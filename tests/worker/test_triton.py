@@ -156,6 +156,7 @@ def test_attention_compiles_for_a_gpu_and_not_again_for_other_lengths(
     ]
     check_resources(launched, tmp_path)
     check_dependent_launches({key: each for key, each in launched.items() if each.name != "cut_decodes"})
+    assert not any("ld.shared.b8" in each.asm["ptx"] for each in launched.values()), "fp8 is exchanged byte by byte"
     before = set(launched)
     for rows in ([(5, 1), (7, 3)], [(256, 1), (257, 1), (16, 16)], [(9, 1), (8, 1), (30, 30), (16, 15)]):
         attend(TritonAttention(), rows, **options)

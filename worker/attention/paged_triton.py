@@ -14,6 +14,11 @@ import triton.language as tl
 
 from millrace.worker.launch_triton import wait_for_earlier_kernels
 
+IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+LARGEST_FLOAT16 = tl.constexpr(65504.0)
+RAISED = tl.constexpr(512.0)
+"""What the scales of fp8 values are multiplied with in sums: a weight times a scale can be too small for float16."""
+
 
 @triton.jit
 def place_offset(block, place, block_stride, place_stride):
@@ -130,6 +135,25 @@ def rotate_and_write(
 
 
 @triton.jit
+def as_numbers(tile, dtype: tl.constexpr):
+    """Return a tile of the pool in another type.
+
+    Products of fp8 are computed in float16, which holds its numbers, and which one instruction makes of two of them. It
+    counts as impure, or the compiler would move it behind the exchange between threads, which then loads single bytes."""
+    if IS_COMPILED and tile.dtype == tl.float8e4nv and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r", [tile], dtype=tl.float16, is_pure=False, pack=4,
+        )  # fmt: skip
+    return tile.to(dtype)
+
+
+@triton.jit
 def attend(
     query, query_head_stride, query_token_stride, first_token, first_position, count, kv_head, begin, first, end,
     keys, key_scales, keys_block_stride, values, value_scales, values_block_stride, table, scaling,
@@ -147,6 +171,8 @@ def attend(
         query + (tokens * query_token_stride + heads * query_head_stride)[:, None] + dims[None, :],
         (members < count * GROUP)[:, None] & (dims[None, :] < KEY_DIM), other=0.0,
     )  # fmt: skip
+    if HAS_SCALES and queries.dtype == tl.bfloat16:
+        queries = tl.clamp(queries.to(tl.float32), -LARGEST_FLOAT16, LARGEST_FLOAT16).to(tl.float16)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -169,7 +195,7 @@ def attend(
             keys + place_offset(blocks, places, keys_block_stride, KEY_DIM)[None, :] + dims[:, None],
             is_loaded[None, :] & (dims[:, None] < KEY_DIM), other=0.0,
         )  # fmt: skip
-        scores = tl.dot(queries, tile_keys.to(queries.dtype), input_precision="ieee") * scaling
+        scores = tl.dot(queries, as_numbers(tile_keys, queries.dtype), input_precision="ieee") * scaling
         if HAS_SCALES:
             offsets = place_offset(blocks, places + kv_head, keys_block_stride // 4, 1)
             scores = scores * tl.load(key_scales + offsets, is_loaded, other=0.0)[None, :]
@@ -187,11 +213,16 @@ def attend(
         total = total * old_weight + tl.sum(weights, 1)
         if HAS_SCALES:  # cheaper than to scale the values
             offsets = place_offset(blocks, places + kv_head, values_block_stride // 4, 1)
-            weights = weights * tl.load(value_scales + offsets, is_loaded, other=0.0)[None, :]
+            scales = tl.load(value_scales + offsets, is_loaded, other=0.0) * RAISED
+            weights = weights * scales[None, :]
+            if queries.dtype == tl.float16:
+                weights = tl.minimum(weights, LARGEST_FLOAT16)
         weighted = weighted * old_weight[:, None] + tl.dot(
-            weights.to(queries.dtype), tile_values.to(queries.dtype), input_precision="ieee"
+            weights.to(queries.dtype), as_numbers(tile_values, queries.dtype), input_precision="ieee"
         )
         maximum = new_maximum
+    if HAS_SCALES:
+        weighted = weighted * (1 / RAISED)
     return maximum, total, weighted
 
 

@@ -26,7 +26,9 @@ MIXED = [(70, 1), (17, 17), (300, 5)]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def filled_pool(batch: StepBatch, shape: Shape, dtype: torch.dtype, generator: torch.Generator) -> KVPool:
+def filled_pool(
+    batch: StepBatch, shape: Shape, dtype: torch.dtype, generator: torch.Generator, value_size: float = 1.0
+) -> KVPool:
     """A pool with the rows' earlier tokens in it, and NaN everywhere else."""
     _, num_kv_heads, key_dim, value_dim = shape
     spec = LayerSpec(0, num_kv_heads, key_dim, value_dim, None)
@@ -38,7 +40,7 @@ def filled_pool(batch: StepBatch, shape: Shape, dtype: torch.dtype, generator: t
         slots = batch.block_tables[0, row, past // batch.block_size] * batch.block_size + past % batch.block_size
         key, value = (torch.randn(num_kv_heads, len(past), dim, generator=generator) for dim in (key_dim, value_dim))
         is_held = slots >= batch.block_size
-        pool.layers[0].write(key[:, is_held], value[:, is_held], slots[is_held].long())
+        pool.layers[0].write(key[:, is_held], value[:, is_held] * value_size, slots[is_held].long())
     return pool
 
 
@@ -81,18 +83,20 @@ def attend(
     pool_dtype: torch.dtype | None = None,
     num_kept: int | None = None,
     first_token: int = 0,
+    value_size: float = 1.0,
     device: str = "cpu",
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, and the bytes of the pool. num_kept: compute the first rows alone. first_token: of the only row, compute
-    those from it on again, and return these."""
+    those from it on again, and return these. value_size: standard deviation of the values."""
     num_heads, num_kv_heads, key_dim, value_dim = shape
     batch = make_batch(rows, block_size, NUM_BLOCKS, seed=1, window=window)
     generator = torch.Generator().manual_seed(2)
-    pool = filled_pool(batch, shape, pool_dtype or dtype, generator)
+    pool = filled_pool(batch, shape, pool_dtype or dtype, generator, value_size)
     query, key, value = (
         torch.randn(batch.query_starts[-1], heads, dim, generator=generator).to(device, dtype).transpose(0, 1)
         for heads, dim in ((num_heads, key_dim), (num_kv_heads, key_dim), (num_kv_heads, value_dim))
     )
+    value = value * value_size
     if num_kept is not None:
         batch = first_rows(batch, num_kept)
         query, key, value = (each[:, : batch.query_starts[-1]] for each in (query, key, value))
@@ -156,5 +160,6 @@ def check(attention: Attention, rows: list[tuple[int, int]], **options: Any) -> 
     actual, pool = attend(attention, rows, **options)
     assert bool(expected.isfinite().all())
     tolerance = TOLERANCES[expected.dtype]
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    tolerance_at_0 = tolerance * options.get("value_size", 1.0)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance_at_0)
     assert all(torch.equal(*each) for each in zip(pool, expected_pool, strict=True))

@@ -76,6 +76,13 @@ def test_a_pool_in_fp8_equals_the_reference(dtype: torch.dtype, shape: Shape) ->
     check(TRITON, MIXED, dtype=dtype, shape=shape, pool_dtype=FP8, window=40, softcap=5.0)
 
 
+@pytest.mark.usefixtures("exact_fp8")
+@pytest.mark.parametrize("value_size", [1e-5, 1.0, 1e4])
+def test_a_pool_in_fp8_with_queries_in_bfloat16_equals_the_reference(value_size: float) -> None:
+    """The products are float16's."""
+    check(TRITON, MIXED, dtype=torch.bfloat16, pool_dtype=FP8, value_size=value_size)
+
+
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "rotary_dim"), [((2, 1, 16, 16), 16), ((9, 3, 24, 24), 24), ((9, 9, 16, 16), 8)])
