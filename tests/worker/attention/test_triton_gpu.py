@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -32,6 +32,9 @@ def triton() -> Attention:
         (torch.bfloat16, torch.bfloat16, (7, 1, 64, 64), 40, None, 32),
         (torch.bfloat16, torch.bfloat16, (4, 2, 256, 256), None, 2.0, 256),
         (torch.bfloat16, FP8, LARGE, 270, None, 16),
+        (torch.bfloat16, FP8, (4, 2, 256, 256), None, 2.0, 16),
+        (torch.float16, FP8, (16, 2, 64, 64), None, None, 32),
+        (torch.float32, FP8, SMALL, None, None, 16),
         (torch.float16, torch.float16, SMALL, 40, 5.0, 16),
         (torch.float32, torch.float32, SMALL, 270, None, 256),
         (torch.float32, torch.bfloat16, LARGE, None, None, 16),
@@ -48,6 +51,12 @@ def test_decodes_and_chunks_equal_the_reference(
 ) -> None:
     options = {"dtype": dtype, "pool_dtype": pool_dtype, "window": window, "softcap": softcap, "block_size": block_size}
     check(triton, MIXED, shape=shape, device="cuda", **options)
+
+
+@pytest.mark.parametrize("value_size", [1e-5, 1e4])
+def test_small_and_large_values_in_fp8_equal_the_reference(value_size: float, triton: Attention) -> None:
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "pool_dtype": FP8, "device": "cuda"}
+    check(triton, MIXED, shape=LARGE, value_size=value_size, **options)
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
