@@ -181,7 +181,9 @@ def attend(
     columns = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         positions = start + columns
-        is_loaded = (positions >= first) & (positions < end)
+        is_loaded = positions < end
+        if WINDOW > 0:  # otherwise the first tile begins at `first`, and this is a twelfth of the instructions
+            is_loaded = is_loaded & (positions >= first)
         is_visible = is_loaded[None, :] & (positions[None, :] <= query_positions[:, None])
         if WINDOW > 0:
             is_visible = is_visible & (positions[None, :] > query_positions[:, None] - WINDOW)
