@@ -85,6 +85,7 @@ class TritonLinear(TorchLinear):
         multiply[(triton.cdiv(self.num_outputs, tile_n), triton.cdiv(num_rows, tile_m))](
             *(inputs, self.weights, self.weights if self._bias is None else self._bias, outputs),
             *(num_rows, self.num_outputs, self.num_inputs),
+            FILLS_TILES=self.num_inputs % tile_k == 0,
             HAS_BIAS=self._bias is not None,
             ACCUMULATES=accumulate,
             BLOCK_M=tile_m,
@@ -103,7 +104,7 @@ class TritonLinear(TorchLinear):
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     inputs, weights, bias, outputs, num_rows, num_outputs, num_inputs,
-    HAS_BIAS: tl.constexpr, ACCUMULATES: tl.constexpr,
+    FILLS_TILES: tl.constexpr, HAS_BIAS: tl.constexpr, ACCUMULATES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of outputs. Grid: tiles of outputs, tiles of rows. inputs [M, K], weights [N, K], outputs [M, N]."""
@@ -111,13 +112,17 @@ def multiply(
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     entries = tl.arange(0, BLOCK_K)
-    input_tile = inputs + rows.to(tl.int64) * num_inputs + entries[None, :]
-    weight_tile = weights + columns.to(tl.int64) * num_inputs + entries[:, None]
+    # Rows and outputs that do not exist are those of the last one, and not stored: a mask would cost more.
+    input_tile = inputs + tl.minimum(rows, num_rows - 1).to(tl.int64) * num_inputs + entries[None, :]
+    weight_tile = weights + tl.minimum(columns, num_outputs - 1).to(tl.int64) * num_inputs + entries[:, None]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, num_inputs, BLOCK_K):
-        is_input = first + entries < num_inputs
-        part = tl.load(input_tile + first, (rows < num_rows) & is_input[None, :], other=0.0)
-        factors = tl.load(weight_tile + first, (columns < num_outputs) & is_input[:, None], other=0.0)
+        if FILLS_TILES:
+            part, factors = tl.load(input_tile + first), tl.load(weight_tile + first)
+        else:
+            is_input = first + entries < num_inputs
+            part = tl.load(input_tile + first, is_input[None, :], other=0.0)
+            factors = tl.load(weight_tile + first, is_input[:, None], other=0.0)
         sums = tl.dot(part, factors.to(part.dtype), sums, input_precision="ieee")
     if HAS_BIAS:
         sums += tl.load(bias + columns, columns < num_outputs, other=0.0).to(tl.float32)

@@ -12,7 +12,7 @@ from tests.worker.attention.paged import TOLERANCES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(1, 1), (64, 128), (100, 33), (200, 300)])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(1, 1), (64, 128), (128, 33), (100, 33), (200, 300)])
 def test_a_layer_is_that_of_torch_and_no_row_depends_on_the_others(
     num_inputs: int, num_outputs: int, dtype: torch.dtype
 ) -> None:
