@@ -16,6 +16,7 @@ from millrace.worker.launch_triton import wait_for_earlier_kernels
 
 IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 LARGEST_FLOAT16 = tl.constexpr(65504.0)
+KEEPS_NAN = tl.constexpr(tl.PropagateNan.ALL)
 RAISED = tl.constexpr(512.0)
 """What the scales of fp8 values are multiplied with in sums: a weight times a scale can be too small for float16."""
 
@@ -172,7 +173,7 @@ def attend(
         (members < count * GROUP)[:, None] & (dims[None, :] < KEY_DIM), other=0.0,
     )  # fmt: skip
     if HAS_SCALES and queries.dtype == tl.bfloat16:
-        queries = tl.clamp(queries.to(tl.float32), -LARGEST_FLOAT16, LARGEST_FLOAT16).to(tl.float16)
+        queries = tl.clamp(queries.to(tl.float32), -LARGEST_FLOAT16, LARGEST_FLOAT16, KEEPS_NAN).to(tl.float16)
     maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     weighted = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -182,7 +183,7 @@ def attend(
     for start in range(begin, end, BLOCK_N):
         positions = start + columns
         is_loaded = positions < end
-        if WINDOW > 0:  # otherwise the first tile begins at `first`, and this is a twelfth of the instructions
+        if WINDOW > 0:  # otherwise tiles begin at `first`; the comparison is a twelfth of the instructions
             is_loaded = is_loaded & (positions >= first)
         is_visible = is_loaded[None, :] & (positions[None, :] <= query_positions[:, None])
         if WINDOW > 0:
@@ -218,7 +219,7 @@ def attend(
             scales = tl.load(value_scales + offsets, is_loaded, other=0.0) * RAISED
             weights = weights * scales[None, :]
             if queries.dtype == tl.float16:
-                weights = tl.minimum(weights, LARGEST_FLOAT16)
+                weights = tl.minimum(weights, LARGEST_FLOAT16, KEEPS_NAN)
         weighted = weighted * old_weight[:, None] + tl.dot(
             weights.to(queries.dtype), as_numbers(tile_values, queries.dtype), input_precision="ieee"
         )

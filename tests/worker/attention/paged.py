@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.reference import ReferenceAttention
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels import rows_torch
-from millrace.worker.kv_pool import KVPool, LayerCache, LayerSpec
+from millrace.worker.kv_pool import FP8, KVPool, LayerCache, LayerSpec
 from tests.worker.rows import make_batch
 
 if TYPE_CHECKING:
@@ -83,11 +84,12 @@ def attend(
     pool_dtype: torch.dtype | None = None,
     num_kept: int | None = None,
     first_token: int = 0,
+    query_size: float = 1.0,
     value_size: float = 1.0,
     device: str = "cpu",
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, and the bytes of the pool. num_kept: compute the first rows alone. first_token: of the only row, compute
-    those from it on again, and return these. value_size: standard deviation of the values."""
+    those from it on again, and return these. query_size, value_size: standard deviations."""
     num_heads, num_kv_heads, key_dim, value_dim = shape
     batch = make_batch(rows, block_size, NUM_BLOCKS, seed=1, window=window)
     generator = torch.Generator().manual_seed(2)
@@ -96,7 +98,7 @@ def attend(
         torch.randn(batch.query_starts[-1], heads, dim, generator=generator).to(device, dtype).transpose(0, 1)
         for heads, dim in ((num_heads, key_dim), (num_kv_heads, key_dim), (num_kv_heads, value_dim))
     )
-    value = value * value_size
+    query, value = query * query_size, value * value_size
     if num_kept is not None:
         batch = first_rows(batch, num_kept)
         query, key, value = (each[:, : batch.query_starts[-1]] for each in (query, key, value))
@@ -163,3 +165,11 @@ def check(attention: Attention, rows: list[tuple[int, int]], **options: Any) -> 
     tolerance_at_0 = tolerance * options.get("value_size", 1.0)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance_at_0)
     assert all(torch.equal(*each) for each in zip(pool, expected_pool, strict=True))
+
+
+def check_fp8_extremes(attention: Attention, device: str = "cpu") -> None:
+    """With a pool in fp8, NaN stays NaN, and queries that float16 does not hold stay finite."""
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "pool_dtype": FP8, "device": device}
+    for size in ("query_size", "value_size"):
+        assert bool(attend(attention, MIXED, **options | {size: math.nan})[0].isnan().all())
+    assert bool(attend(attention, MIXED, query_size=1e6, **options)[0].isfinite().all())

@@ -10,7 +10,7 @@ import torch
 from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.select import choose_attention
 from millrace.worker.kv_pool import FP8
-from tests.worker.attention.paged import MIXED, Shape, attend, check, check_projected
+from tests.worker.attention.paged import MIXED, Shape, attend, check, check_fp8_extremes, check_projected
 
 if TYPE_CHECKING:
     from millrace.worker.attention.triton import TritonAttention
@@ -57,6 +57,10 @@ def test_decodes_and_chunks_equal_the_reference(
 def test_small_and_large_values_in_fp8_equal_the_reference(value_size: float, triton: Attention) -> None:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "pool_dtype": FP8, "device": "cuda"}
     check(triton, MIXED, shape=LARGE, value_size=value_size, **options)
+
+
+def test_with_a_pool_in_fp8_nan_stays_nan_and_what_float16_does_not_hold_stays_finite(triton: Attention) -> None:
+    check_fp8_extremes(triton, "cuda")
 
 
 @pytest.mark.parametrize("has_norms", [False, True])

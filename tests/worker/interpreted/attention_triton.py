@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 from millrace.worker.attention.paged_triton import place_offset
 from millrace.worker.attention.triton import CHUNK, Rows, TritonAttention
 from millrace.worker.kv_pool import FP8
-from tests.worker.attention.paged import MIXED, Shape, attend, check, check_projected
+from tests.worker.attention.paged import MIXED, Shape, attend, check, check_fp8_extremes, check_projected
 
 DTYPES = [torch.float32, torch.float16]
 TRITON = TritonAttention()
@@ -81,6 +81,12 @@ def test_a_pool_in_fp8_equals_the_reference(dtype: torch.dtype, shape: Shape) ->
 def test_a_pool_in_fp8_with_queries_in_bfloat16_equals_the_reference(value_size: float) -> None:
     """The products are float16's."""
     check(TRITON, MIXED, dtype=torch.bfloat16, pool_dtype=FP8, value_size=value_size)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.usefixtures("exact_fp8")
+def test_with_a_pool_in_fp8_nan_stays_nan_and_what_float16_does_not_hold_stays_finite() -> None:
+    check_fp8_extremes(TRITON)
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
