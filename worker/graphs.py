@@ -52,6 +52,8 @@ MOST_TILED = 64
 CAPTURE_PAUSE_STEPS = 64
 """Least number of steps between two captures of graphs of decode rows, and of others. Each takes as long as several steps.
 Ranks count the same steps, so they capture together."""
+NO_MEMORY_PAUSE_STEPS = 2048
+"""The same behind a capture for which there was no memory. Memory may be short for a while only."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class StepGraphs:
         self._buffers = (0, 0)
         """Identifies the buffers whose addresses are in the graphs."""
         self._num_steps_to_pause = {True: 0.0, False: 0.0}
-        """Until the next capture, by whether all rows are decode rows. Infinite after one that failed."""
+        """Until the next capture, by whether all rows are decode rows. Infinite after one that failed, unless memory was
+        short."""
 
     @property
     def kinds(self) -> list[Kind]:
@@ -115,7 +118,7 @@ class StepGraphs:
             self._add(kind)
 
     def _next_likely(self) -> Kind | None:
-        can_capture = {is_decode: steps < math.inf for is_decode, steps in self._num_steps_to_pause.items()}
+        can_capture = {kind: steps <= CAPTURE_PAUSE_STEPS for kind, steps in self._num_steps_to_pause.items()}
         return next((kind for kind in self._likely if kind not in self._graphs and can_capture[kind.is_decode]), None)
 
     def draw(self, rows: HostBatch, received: Tensor | None = None) -> Tensor | None:  # [R]
@@ -187,12 +190,16 @@ class StepGraphs:
         began_s = time.monotonic()
         try:
             graph = self._captured(kind, received)
-        except RuntimeError as error:
+        except Exception as error:  # the compiler's are no RuntimeErrors
             if not self._is_alone:
                 raise
+            pause = NO_MEMORY_PAUSE_STEPS if isinstance(error, torch.OutOfMemoryError) else math.inf
             what = "decode steps" if kind.is_decode else "steps with prompts"
-            logger.warning("no more graphs for %s: those that have none are slower: %.300s", what, error)
-            self._num_steps_to_pause[kind.is_decode] = math.inf
+            what = what if math.isinf(pause) else f"the next {pause} {what}"
+            frames = None if isinstance(error, RuntimeError) else error
+            message = "no more graphs for %s: those that have none are slower: %.300s"
+            logger.warning(message, what, error, exc_info=frames)
+            self._num_steps_to_pause[kind.is_decode] = pause
             return
         if self._buffers != self._current_buffers():  # the first graph of its size may have made buffers anew
             self._graphs.clear()

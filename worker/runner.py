@@ -179,7 +179,13 @@ class Runner:
         if self._pool.host is None and (plan.swap_out or plan.swap_in):
             raise PlanError("there is no host memory tier: swap_out and swap_in must be empty")
         self._has_failed = True
-        self._launched.append(self._launch(plan))
+        num_buffers_made = self.decoder.num_buffers_made if self.decoder is not None else 0
+        try:
+            self._launched.append(self._launch(plan))
+        except torch.OutOfMemoryError:
+            if self.decoder is not None and self.decoder.num_buffers_made != num_buffers_made:
+                self.decoder.release_buffers()  # or those that this step has enlarged would stay
+            raise
         self._has_failed = False
 
     def collect(self) -> StepResult:
@@ -190,7 +196,8 @@ class Runner:
             return self._result(self._launched.popleft())
         except Exception:
             self._has_failed = True
-            self._launched.clear()
+            # The frames of the error own them, see `executor/rank/lost_device.py`.
+            _others, self._launched = self._launched, deque()
             raise
 
     def _result(self, launched: LaunchedStep) -> StepResult:

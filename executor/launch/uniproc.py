@@ -13,10 +13,11 @@ from typing import Any
 from millrace.executor.base import Executor
 from millrace.executor.errors import StartError, WorkerDied, WorkerError
 from millrace.executor.phases import timed
+from millrace.executor.rank.lost_device import keep_to_the_end
 from millrace.executor.rank.worker import Worker
 from millrace.executor.watchdog import Pace
 from millrace.executor.wire.failures import needs_traceback, to_failure
-from millrace.executor.wire.messages import Call, ModelFacts, StepPlan, StepResult, WorkerConfig
+from millrace.executor.wire.messages import Call, Failure, ModelFacts, StepPlan, StepResult, WorkerConfig
 
 _SAMPLE_EVERY_S = 10.0
 """Time between two samples of the worker's device memory."""
@@ -41,6 +42,7 @@ class UniprocExecutor(Executor):
         """Those whose results are not collected, the oldest first."""
         self._pace = Pace(self._limits)
         self._next_sample_s = 0.0
+        self._has_lost_device = False
 
     def __repr__(self) -> str:
         return f"UniprocExecutor(epoch={self._epoch}, is_started={self._worker is not None})"
@@ -63,7 +65,7 @@ class UniprocExecutor(Executor):
             self._recorder.num_failed_workers += 1
             failure = to_failure(error)
             logger.debug("traceback of the worker:\n%s", failure.traceback)
-            _drop_frames(error, handled)  # they keep alive what was loaded so far
+            _release(error, failure, handled)  # its frames keep alive what was loaded so far
             raise StartError(phase, 0, failure.message, is_retryable=failure.is_retryable, failure=failure) from error
         self._worker = worker
         self._pace = Pace(self._limits, is_cpu=facts.device == "cpu")
@@ -92,9 +94,12 @@ class UniprocExecutor(Executor):
         worker, self._worker = self._worker, None
         if worker is None:
             return
+        if self._has_lost_device:
+            keep_to_the_end(worker)
+            return
         try:
             worker.shutdown()
-        except Exception:  # such as that of a lost device
+        except Exception:
             logger.exception("the shutdown of the worker failed")
 
     def _num_active_workers(self) -> int:
@@ -162,11 +167,14 @@ class UniprocExecutor(Executor):
     def _record(self, done: _FinishedCall, began_s: float) -> None:
         now_s = time.monotonic()
         self._recorder.request_done(now_s - began_s, now_s, is_failure=done.error is not None)
+        self._has_lost_device = self._has_lost_device or done.has_lost_device
 
     def check_health(self) -> None:
         worker = self._require_worker()
         if not self.is_asleep:  # another process may use the device while the worker sleeps
-            _FinishedCall(worker.check_health).result()
+            check = _FinishedCall(worker.check_health)
+            self._has_lost_device = self._has_lost_device or check.has_lost_device
+            check.result()
             self._sample_device(worker)
 
     def _require_worker(self) -> Worker:
@@ -190,8 +198,12 @@ class _FinishedCall:
                 logger.error("%s", failure.traceback.rstrip())
             self.error = WorkerError(0, failure)
             # The frames keep every tensor of the step alive, and this object, until the next collection of cycles.
-            _drop_frames(error, handled)
+            _release(error, failure, handled)
             self.error.__cause__ = error
+
+    @property
+    def has_lost_device(self) -> bool:
+        return self.error is not None and self.error.failure.cause == "device_lost"
 
     def done(self) -> bool:
         return True
@@ -233,6 +245,13 @@ class _LaunchedStep:
     def _collect(self) -> None:
         self._collected = self._launch if self._launch.error is not None else _FinishedCall(self._worker.collect)
         self._on_done(self._collected)
+
+
+def _release(error: BaseException, failure: Failure, handled: BaseException | None) -> None:
+    """Release what the frames of an error hold, unless the device is lost."""
+    if failure.cause == "device_lost":
+        keep_to_the_end(error.__traceback__)
+    _drop_frames(error, handled)
 
 
 def _drop_frames(error: BaseException, handled: BaseException | None) -> None:

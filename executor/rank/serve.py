@@ -30,6 +30,7 @@ import zmq
 
 from millrace.executor.logs import set_up_logs
 from millrace.executor.rank.heartbeat import Heartbeat
+from millrace.executor.rank.lost_device import keep_to_the_end
 from millrace.executor.rank.worker import Worker
 from millrace.executor.wire.channel import Keys
 from millrace.executor.wire.failures import EXIT_DEVICE_LOST, exit_status, needs_traceback, to_failure
@@ -102,7 +103,10 @@ def serve_rank(
     options = vars(_parse(argv))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback after Ctrl-C, which reaches a rank of torchrun
     die_with_parent(options.pop("parent_pid"))
-    return run_rank(RankOptions(**options), create_worker, import_modules)
+    status = run_rank(RankOptions(**options), create_worker, import_modules)
+    if status == EXIT_DEVICE_LOST:
+        os._exit(status)  # an ordinary end would free what `lost_device.py` keeps
+    return status
 
 
 def run_rank(
@@ -133,13 +137,22 @@ def _serve(connection: _Connection, create_worker: CreateWorker, import_modules:
     if isinstance(started, Failure):
         return exit_status(started)
     worker, boot = started
+    status = None
     try:
-        return _answer_calls(connection, worker, boot)
+        status = _answer_calls(connection, worker, boot)
+        return status
     finally:
-        try:
-            worker.shutdown()
-        except Exception:  # such as that of a lost device; it must not change the exit status
-            logger.exception("the shutdown of the worker failed")
+        if status == EXIT_DEVICE_LOST:
+            keep_to_the_end(worker)
+        else:
+            _shut_down(worker)
+
+
+def _shut_down(worker: Worker) -> None:
+    try:
+        worker.shutdown()
+    except Exception:  # it must not change the exit status
+        logger.exception("the shutdown of the worker failed")
 
 
 def _start(
@@ -163,7 +176,7 @@ def _start(
         worker = create_worker(boot.rank, boot.world_size, boot.epoch, boot.config, boot.rendezvous)
         facts = worker.start(enter)
     except Exception as error:
-        failure = to_failure(error)
+        failure = _to_failure(error)
         connection.send(StartFailed(phase=phase, failure=failure))
         return failure
     connection.send(Ready(facts=facts))
@@ -273,9 +286,16 @@ def _run_call(worker: Worker, call: Call) -> Reply:
 
 
 def _log_failure(error: Exception, what: str) -> Failure:
-    failure = to_failure(error)
+    failure = _to_failure(error)
     if needs_traceback(failure):
         logger.error("%s failed", what, exc_info=error)
+    return failure
+
+
+def _to_failure(error: Exception) -> Failure:
+    failure = to_failure(error)
+    if failure.cause == "device_lost":
+        keep_to_the_end(error)
     return failure
 
 

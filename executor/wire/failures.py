@@ -27,6 +27,7 @@ _OUT_OF_MEMORY_TEXTS = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",
     "Triton Error [CUDA]: out of memory",
 )
 """In errors of other kinds: when host memory is short, or GPU memory that torch's allocator does not manage."""

@@ -2,7 +2,8 @@
 
 It has these faults in `model`, besides those of the stub:
 
-    lose-device          every step, check and shutdown fails, as in torch after a sticky error
+    lose-device          every step, check and shutdown fails, as in torch after a sticky error; a rank aborts where it
+                         frees pinned memory then
     memory-at-start=PATH the start runs out of memory if PATH does not exist, and makes PATH
     memory-at-step=N     step N runs out of memory deep in a forward pass
     fewest-ranks=N       the start fails with fewer than N ranks
@@ -53,7 +54,21 @@ class Activations:
         self.alive.add(self)
 
 
+class PinnedMemory:
+    """Stands for memory that a lost GPU has used. torch ends the process when it is freed; in a test's own process that is
+    counted."""
+
+    num_freed: ClassVar[int] = 0
+
+    def __del__(self) -> None:
+        PinnedMemory.num_freed += 1
+        if __name__ == "__main__":
+            os.abort()
+
+
 class FragileWorker(FaultyStub):
+    _pinned: PinnedMemory | None = None
+
     def start(self, on_phase: Callable[[str], None]) -> ModelFacts:
         mark = self._faults.get("memory-at-start")
         if mark is not None and not Path(mark).exists():
@@ -96,7 +111,11 @@ class FragileWorker(FaultyStub):
 
     def _touch_device(self) -> None:
         if "lose-device" in self._faults:
-            raise AcceleratorError("CUDA error: an illegal memory access was encountered")
+            self._pinned = self._pinned or PinnedMemory()
+            self._lose_device(PinnedMemory())
+
+    def _lose_device(self, _of_the_step: PinnedMemory) -> None:
+        raise AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     def _run_forward(self) -> None:
         """Wrap an error as the worker does with one of a library. The frames of the first error hold what it allocated."""

@@ -62,7 +62,6 @@ def test_a_rank_with_a_lost_device_says_so_and_ends_with_that_status(
     assert "device lost" in end()
     written = capfd.readouterr().err
     assert "a step failed" in written and "_touch_device" in written
-    assert "the shutdown of the worker failed" in written
 
 
 def test_a_rank_whose_stats_fail_goes_on(fragile: list[MultiprocExecutor], capfd: pytest.CaptureFixture[str]) -> None:

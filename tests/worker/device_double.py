@@ -179,6 +179,8 @@ class DeviceDouble(TorchDispatchMode):
     def _check(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         if name in READS | SHAPES:
             raise Waited(f"{name} of a tensor on the device")
+        if name == "scalar_tensor":
+            raise Waited("a number is assigned by indices: torch copies it from memory that is not pinned")
         if name in ("index", "index_put", "index_put_") and any(
             isinstance(each, Tensor) and each.dtype == torch.bool for each in args[1]
         ):

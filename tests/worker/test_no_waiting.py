@@ -67,6 +67,7 @@ class TableDecoder:
     """A model whose logits depend on the last token alone."""
 
     takes_masks = False
+    num_buffers_made = 0
 
     def __init__(self, device: torch.device) -> None:
         table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(1)) * 3

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from millrace.engine_service.build import build_executor
 from millrace.engine_service.config import EngineConfig
@@ -26,6 +27,7 @@ from millrace.executor.wire.messages import (
 )
 from millrace.worker import create_worker
 from millrace.worker.errors import ConfigError, ModelError, PlanError, StepSkipped
+from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.rank import Rank
 from millrace.worker.runner import LaunchedStep, StepOutput, largest_prefill
 from millrace.worker.sampler import sample
@@ -329,12 +331,40 @@ def test_the_profiled_step_is_as_heavy_as_a_step_can_be(attention: str, model: P
     assert len(worker.runner.collect().token_ids) == 6
 
 
+def test_a_step_without_memory_leaves_no_larger_buffers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else smaller steps had less memory than before it."""
+    worker = start_worker(model, num_blocks=40)
+    assert worker.runner is not None and worker.runner.decoder is not None
+    workspace, rows = worker.runner.decoder._workspace, Workspace.rows
+    num_made = workspace.num_made
+    small, large = (largest_prefill(KVLayout(4, max_step_tokens=size), 1, longest=size) for size in (20, 100))
+
+    def short_rows(workspace: Workspace, name: str, num_rows: int, *shape: Any) -> torch.Tensor:
+        if name == "activated" and num_rows > 64:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return rows(workspace, name, num_rows, *shape)
+
+    monkeypatch.setattr(Workspace, "rows", short_rows)
+    worker.runner.launch(small)
+    expected = worker.runner.collect().token_ids
+    kept = dict(workspace._buffers)
+    with pytest.raises(torch.OutOfMemoryError):
+        worker.runner.launch(structs.replace(large, finished=[SeqId(0)]))
+    assert kept and not workspace._buffers and workspace.num_made > num_made
+    worker.runner.launch(structs.replace(small, finished=[SeqId(0)]))
+    assert worker.runner.collect().token_ids == expected
+    assert {name: buffer.shape for name, buffer in workspace._buffers.items()} == {
+        name: buffer.shape for name, buffer in kept.items()
+    }
+
+
 def test_the_profiled_step_of_short_sequences_is_as_large_as_a_step_can_be() -> None:
     plan = largest_prefill(KVLayout(4, max_step_tokens=100), max_num_seqs=6, longest=60)
     assert [(row.start, row.num_tokens) for row in plan.rows] == [(0, 60), (0, 36), *[(0, 1)] * 4]
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_memory
 def test_the_gpu_pool_fills_the_share_that_it_may_take(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")

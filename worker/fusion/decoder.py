@@ -81,6 +81,9 @@ class FusedDecoder:
         """While it stays, `run` writes to the same addresses."""
         return self._workspace.num_made
 
+    def release_buffers(self) -> None:
+        self._workspace.clear()
+
     @property
     def is_last_stage(self) -> bool:
         """Whether `run` returns only the hidden states of the tokens whose logits are needed."""

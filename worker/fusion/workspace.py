@@ -16,7 +16,7 @@ class Workspace:
         self._rows: dict[str, Tensor] = {}
         """What was returned last. In steady decode the number of rows stays."""
         self.num_made = 0
-        """Buffers that were made so far. While it stays, so do their addresses."""
+        """Counts up when buffers are made or dropped. While it stays, so do their addresses."""
 
     def rows(self, name: str, num_rows: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return a buffer [num_rows, width] with any contents, of the model's dtype if `dtype` is None."""
@@ -32,6 +32,7 @@ class Workspace:
         return rows
 
     def clear(self) -> None:
-        """Drop the buffers. They come back when they are asked for."""
+        """Drop the buffers. They come back, at other addresses, when they are asked for."""
         self._buffers.clear()
         self._rows.clear()
+        self.num_made += 1

@@ -81,7 +81,7 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
                 logits_to_keep=1,
                 **{STEP_KEYWORD: probe},
             )
-    except (ModelError, torch.OutOfMemoryError):
+    except (ModelError, torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:  # a model's code may raise anything
         name = type(model).__name__

@@ -56,7 +56,8 @@ class MinTokens(LogitsProcessor[HeldEnds]):
         return output_position < state.min_tokens
 
     def apply(self, logits: Tensor, rows: ProcessedRows[HeldEnds]) -> None:
-        logits[rows.places([state.token_ids for state in rows.states])] = float("-inf")
+        places = rows.places([state.token_ids for state in rows.states])
+        logits[places] = logits.new_full((), float("-inf"))  # to assign a number copies it from pageable memory
 
 
 class Biases(NamedTuple):

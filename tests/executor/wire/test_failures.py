@@ -11,7 +11,8 @@ from tests.executor.fragile_worker import AcceleratorError
 
 def test_memory_that_is_short_outside_of_torchs_allocator_is_no_lost_device() -> None:
     assert to_failure(AcceleratorError("CUDA error: out of memory")).cause == "out_of_memory"
-    assert to_failure(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling")).cause == "out_of_memory"
+    for status in ("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED"):
+        assert to_failure(RuntimeError(f"CUDA error: {status} when calling")).cause == "out_of_memory"
     lost = to_failure(AcceleratorError("CUDA error: an illegal memory access was encountered"))
     assert (lost.cause, is_retryable_exit(exit_status(lost)), is_retryable_exit(EXIT_CRASH)) == (
         "device_lost",

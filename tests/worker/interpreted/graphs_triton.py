@@ -285,13 +285,15 @@ def test_steps_with_rows_of_several_tokens_have_graphs_by_their_tokens(
 
 
 @pytest.mark.usefixtures("for_all_steps")
+@pytest.mark.parametrize("kind", [RuntimeError, NotImplementedError, TypeError])
 def test_decode_steps_have_graphs_also_where_the_capture_of_others_fails(
-    worker: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: type[Exception], worker: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Triton's compiler raises errors of its own."""
     lengths, steps = [4, 5], [[(0, 4)], [(1, 5)], []]
     expected = chunks(worker, lengths, steps)
     found, double = use_graphs(worker)
-    failures = [RuntimeError("no memory is left")]
+    failures = [kind("not permitted")]
 
     def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         if failures:
@@ -301,7 +303,28 @@ def test_decode_steps_have_graphs_also_where_the_capture_of_others_fails(
     monkeypatch.setattr(found, "_capture", capture)
     assert chunks(worker, lengths, steps) == expected
     assert [kind.is_decode for kind in found.kinds] == [True] * len(found.kinds) != []
-    assert "no more graphs for steps with prompts: those that have none are slower: no memory is left" in caplog.text
+    assert "no more graphs for steps with prompts: those that have none are slower: not permitted" in caplog.text
+
+
+def test_graphs_for_which_memory_was_short_are_captured_some_steps_later(
+    worker: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = ahead(worker, [GREEDY])
+    found, double = use_graphs(worker)
+    monkeypatch.setattr(graphs, "NO_MEMORY_PAUSE_STEPS", 7)
+    failures = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        if failures:
+            raise failures.pop()
+        return double(compute)
+
+    monkeypatch.setattr(found, "_capture", capture)
+    assert ahead(worker, [GREEDY]) == expected
+    assert not found.kinds and found.is_complete, "neither in a step nor while there is nothing to do"
+    assert "no more graphs for the next 7 decode steps: those that have none are slower: CUDA out" in caplog.text
+    assert ahead(worker, [GREEDY]) == ahead(worker, [GREEDY]) == expected
+    assert found.kinds and double.num_replays > 0
 
 
 def test_few_rows_yield_the_tokens_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
@@ -36,6 +38,16 @@ def test_the_probe_computes_no_products() -> None:
         assert len(probe_layers(model)) == model.config.num_hidden_layers
     assert "silu" in recorder.names
     assert "linear" not in recorder.names
+
+
+def test_an_error_of_the_gpu_in_the_probe_is_none_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    model = build_model("llama")
+    monkeypatch.setattr(type(model), "forward", fail)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        probe_layers(model)
 
 
 def test_the_probe_widens_no_weights() -> None:
