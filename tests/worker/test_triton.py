@@ -136,6 +136,8 @@ def check_resources(kernels: dict[str, Any], path: Path) -> None:
         (torch.bfloat16, FP8, 128, 8, {}),
         (torch.bfloat16, FP8, 256, 2, {"softcap": 50.0}),
         (torch.float32, None, 24, 3, {}),
+        (torch.float32, FP8, 256, 2, {}),
+        (torch.float32, torch.bfloat16, 128, 2, {}),
     ],
 )
 def test_attention_compiles_for_a_gpu_and_not_again_for_other_lengths(

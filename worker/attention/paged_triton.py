@@ -17,6 +17,7 @@ from millrace.worker.launch_triton import wait_for_earlier_kernels
 IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 LARGEST_FLOAT16 = tl.constexpr(65504.0)
 KEEPS_NAN = tl.constexpr(tl.PropagateNan.ALL)
+LOG2_E = tl.constexpr(1.4426950408889634)
 RAISED = tl.constexpr(512.0)
 """What the scales of fp8 values are multiplied with in sums: a weight times a scale can be too small for float16."""
 
@@ -179,6 +180,8 @@ def attend(
     weighted = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     keys += kv_head * KEY_DIM
     values += kv_head * VALUE_DIM
+    if SOFTCAP == 0:
+        scaling *= LOG2_E
     columns = tl.arange(0, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         positions = start + columns
@@ -203,8 +206,9 @@ def attend(
             offsets = place_offset(blocks, places + kv_head, keys_block_stride // 4, 1)
             scores = scores * tl.load(key_scales + offsets, is_loaded, other=0.0)[None, :]
         if SOFTCAP > 0:
-            scores = SOFTCAP * (1 - 2 / (tl.exp(scores * (2 / SOFTCAP)) + 1))  # tanh, which is not in every Triton
-        scores = tl.where(is_visible, scores * 1.4426950408889634, float("-inf"))
+            # tanh, which is not in every Triton
+            scores = (SOFTCAP * LOG2_E) * (1 - 2 / (tl.exp(scores * (2 / SOFTCAP)) + 1))
+        scores = tl.where(is_visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no position so far: -inf - -inf is NaN
         weights = tl.exp2(scores - shift[:, None])

@@ -58,8 +58,10 @@ class Tiles(NamedTuple):
 
 DECODE = Tiles(num_positions=64, num_warps=4, num_stages=5)
 """A chunk has too few tiles to hide a wait."""
-PREFILL = Tiles(num_positions=64, num_warps=8, num_stages=3, num_queries=128)
-"""More stages need more registers than there are."""
+PREFILL = Tiles(num_positions=64, num_warps=8, num_stages=5, num_queries=128)
+"""One program fills a multiprocessor's registers, so nothing else hides its loads."""
+SMALL_SHARED, SMALL_STAGES = 100 << 10, 3
+"""Shared memory of a multiprocessor of GPUs that are not made for data centers, and the most stages of `prefill` there."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,9 @@ class TritonAttention:
         divisor = (2 if query.dtype == torch.float32 else 1) * (2 if max(block_d, block_dv) > WIDE[query.dtype] else 1)
         num_queries = max(PREFILL.num_queries // divisor, triton.next_power_of_2(group))
         rows = _rows(batch, num_queries // group, window or 0, self._largest_decode)
+        decode_stages, prefill_stages = DECODE.num_stages, _prefill_stages(query.device)
+        if query.dtype == torch.float32 != layer.keys.dtype:  # a pipeline needs more registers than there are
+            decode_stages = prefill_stages = 1
         output = query.new_empty(num_tokens, num_heads, value_dim)
         tables = batch.block_tables[layer.group]
         given = (query, *query.stride()[:2], *_pool(layer), tables, tables.stride(0))
@@ -210,14 +215,15 @@ class TritonAttention:
             **launch_options(),
         }
         if len(rows.decodes):
-            self._decode(rows, given, scaling, how | {"BLOCK_N": DECODE.num_positions // divisor}, output)
+            tiles = {"BLOCK_N": DECODE.num_positions // divisor, "num_stages": decode_stages}
+            self._decode(rows, given, scaling, how | tiles, output)
         if len(rows.tiles):
             prefill[(len(rows.tiles), num_kv_heads)](
                 *(*given, rows.tiles, output, scaling),
                 BLOCK_M=num_queries,
                 BLOCK_N=PREFILL.num_positions // divisor,
                 num_warps=PREFILL.num_warps,
-                num_stages=PREFILL.num_stages,
+                num_stages=prefill_stages,
                 **how,
             )
         return output
@@ -235,7 +241,6 @@ class TritonAttention:
             CHUNK=CHUNK,
             BLOCK_M=max(DECODE.num_queries, triton.next_power_of_2(how["GROUP"])),
             num_warps=DECODE.num_warps,
-            num_stages=DECODE.num_stages,
             **how,
         )
         if kind not in self._num_programs:
@@ -262,6 +267,14 @@ def _pool(layer: LayerCache) -> tuple[Any, ...]:
 def _padded(size: int) -> int:
     """Return the entries of a head in a tile."""
     return max(16, int(triton.next_power_of_2(size)))
+
+
+def _prefill_stages(device: torch.device) -> int:
+    is_small = (
+        device.type == "cuda"
+        and torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor <= SMALL_SHARED
+    )
+    return min(PREFILL.num_stages, SMALL_STAGES) if is_small else PREFILL.num_stages
 
 
 def _num_resident(kernel: Any, device: torch.device) -> int:
