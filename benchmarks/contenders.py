@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import models, workloads
-from benchmarks.environment import ROOT
+from benchmarks.environment import ROOT, python_path
 from benchmarks.options import Options
 from benchmarks.timing import median_interval
 
@@ -65,16 +65,12 @@ class EngineProcess:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [str(kind.python), "-P", "-m", f"benchmarks.engines.{kind.module}"]
         command += ["--workload", workload, "--options", json.dumps(kind.options), *(["--quick"] if is_quick else [])]
-        packages = os.environ.get("PYTHONPATH") if kind.environment is None else None
+        path = python_path() if kind.environment is None else str(ROOT)
         began_s = time.monotonic()
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 command,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), packages])),
-                    **kind.variables,
-                },
+                env={**os.environ, "PYTHONPATH": path, **kind.variables},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -41,10 +41,15 @@ def describe(server_info: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def python_path() -> str:
+    """Return PYTHONPATH for programs of this checkout: with what this process has there, such as packages of wheels."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def run_module(name: str, *arguments: str, **variables: str) -> Any:
     """Run a module of this checkout as a program. Return the JSON that it prints."""
     command = [sys.executable, "-P", "-m", name, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    environment = {**os.environ, "PYTHONPATH": python_path(), **variables}
     return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True).stdout)
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.environment import ROOT
+from benchmarks.environment import python_path
 from millrace import Client, GenerationRequest, SamplingParams
 
 STOP_LIMIT_S = 60.0
@@ -42,7 +42,7 @@ class Service:
         command = [sys.executable, "-P", *start, "--model", str(model), "--redis", url]
         command += ["--queue", queue, "--device", "cpu", "--executor", "mp"]
         command += ["--log-level", "WARNING" if log is None else "INFO", *options]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": python_path()}
         with contextlib.nullcontext() if log is None else log.open("w") as output:
             self._process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
 

@@ -19,10 +19,14 @@ import redis
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks import compare, contenders, gpu, models, queueing, report, workloads
+import benchmarks.gpu.__main__ as gpu
+from benchmarks import compare, contenders, models, queueing, report, workloads
 from benchmarks.__main__ import PARTS
 from benchmarks.engines import runner
 from benchmarks.environment import ROOT, describe
+from benchmarks.gpu import engines, kernels, steps
+from benchmarks.gpu import tests as gpu_tests
+from benchmarks.gpu.setting import Setting
 from benchmarks.options import Options
 from benchmarks.service import Service
 from benchmarks.timing import median_interval
@@ -326,69 +330,90 @@ def test_the_report_takes_the_newest_figures_and_says_where_they_are_from(tmp_pa
 
 
 def test_the_parts_for_a_gpu_run_on_a_cpu(tmp_path: Path) -> None:
-    setting = gpu.Setting("cpu", True, tmp_path)
-    kernels = gpu.attention(setting) | gpu.sampling(setting)
+    setting = Setting("cpu", True)
+    measured = dict(kernels.attention(setting)), dict(kernels.sampling(setting)), dict(steps.steps(setting))
+    attention, sampling, of_steps = measured
     for name, size in (("decode of 3", 64), ("decode of 3", 128), ("prefill of 24", 64), ("prefill of 24", 128)):
-        assert kernels[f"{name}, head size {size}"]["max_error"] < 1e-5
-    kinds = ("greedy", "temperature", "top-k", "top-p", "top-k and top-p")
-    assert [kernels[name]["as_on_cpu"] for name in kinds] == ["8 of 8"] * len(kinds)
-    measured = gpu.steps(setting)
-    for num_rows in gpu.BATCHES:
-        figures = measured[f"{num_rows} rows"]
-        assert figures["tokens_per_s"] > 0 and figures["num_kernels"] >= 1 and figures["kernels_ms"]
-    assert measured["load_s"] > 0 and measured["prompt_ms"] > 0
+        assert attention[f"{name}, head size {size}"]["max_error"] < 1e-5
+        assert attention[f"{name}, head size {size}"]["kernels_us"]
+    assert [sampling[name]["as_on_cpu"] for name in kernels.KINDS] == ["8 of 8"] * len(kernels.KINDS)
+    for num_rows in steps.BATCHES:
+        assert of_steps[f"{num_rows} rows"]["tokens_per_s"] > 0
+    for num_rows in steps.PROFILED:
+        figures = of_steps[f"{num_rows} rows"]
+        assert figures["step_ms"] > 0 and figures["num_kernels"] >= 1 and figures["kernels_ms"]
+    assert of_steps["load_s"] > 0 and of_steps["prompt_ms"] > 0
+    assert of_steps["how"] == {"attention": "cpu", "is_fused": True, "has_graphs": False}
     rates = {"copy_gb_per_s": 4000.0, "tflops": 800.0}
-    gpu.plot({"rates": rates, "attention": kernels, "steps": measured}, tmp_path / "roofline.png")
+    gpu.plot({"rates": rates, "attention": attention, "steps": of_steps}, tmp_path / "roofline.png")
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_sleep_wake_and_restart_are_measured(tmp_path: Path) -> None:
-    figures = gpu.sleep(gpu.Setting("cpu", True, tmp_path))
+def test_sleep_wake_and_restart_are_measured() -> None:
+    figures = dict(engines.sleep(Setting("cpu", True)))
     for level in ("level 1", "level 2"):
         assert figures[level]["sleep_s"] > 0 and figures[level]["wake_s"] > 0 and figures[level]["memory_left_mib"] > 0
     assert len(figures["killed_to_next_token_s"]) == 1 and figures["memory_after_restarts_mib"] > 0
 
 
-def test_engines_for_which_the_time_does_not_suffice_are_cut_and_say_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu, "NANO_LIMIT_S", 0.0)
-    figures = gpu.throughput(gpu.Setting("cpu", True, tmp_path))
-    assert [figures[name]["failed"] for name in gpu.VARIANTS] == ["no time is left to start it"] * len(gpu.VARIANTS)
+def test_engines_for_which_the_time_does_not_suffice_are_cut_and_say_so() -> None:
+    figures = dict(engines.throughput(Setting("cpu", True, limit_s=0.0)))
+    assert [figures[name]["failed"] for name in engines.VARIANTS] == ["no time is left to start it"] * len(
+        engines.VARIANTS
+    )
     assert "batch-invariant: no time is left" in figures["failed"]
 
 
-def test_a_part_for_a_gpu_that_fails_or_takes_too_long_does_not_end_the_others(
+def test_a_part_for_a_gpu_that_fails_or_takes_too_long_keeps_its_figures_and_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu, "PARTS", {"unknown": (gpu.rates, 60.0), "rates": (gpu.rates, 0.001)})
-    assert gpu.run(gpu.Setting("cpu", True, tmp_path)) == 1
+    """The folder has a module with parts of a test beside the package."""
+    monkeypatch.setattr(gpu, "python_path", lambda: f"{tmp_path}{os.pathsep}{ROOT}")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import benchmarks.gpu\n" + f"benchmarks.gpu.__path__.append({str(tmp_path)!r})\n"
+    )
+    (tmp_path / "parts_of_a_test.py").write_text(
+        "import time\n"
+        "def slow(setting):\n    yield 'first', 1\n    time.sleep(600)\n"
+        "def broken(setting):\n    yield 'first', 2\n    raise RuntimeError('broken on purpose')\n"
+    )
+    kinds = {
+        "slow": gpu.PartKind("parts_of_a_test", 8.0),
+        "broken": gpu.PartKind("parts_of_a_test", 60.0),
+        "rates": gpu.PartKind("kernels", 60.0),
+    }
+    assert gpu.run(kinds, 120.0, tmp_path, "cpu", is_quick=True) == 1
     result = json.loads((tmp_path / "gpu.json").read_text())
-    assert "exit status 2: " in result["unknown"]["failed"] and "see unknown.log" in result["unknown"]["failed"]
-    assert "it took longer than" in result["rates"]["failed"]
-    assert "unknown failed: exit status 2" in capsys.readouterr().out
+    assert result["slow"]["first"] == 1 and "it took longer than 8 s; see parts.log" in result["slow"]["failed"]
+    assert result["broken"]["first"] == 2
+    assert "exit status 1: RuntimeError: broken on purpose; see parts.log" in result["broken"]["failed"]
+    assert result["rates"]["tflops"] > 0
+    assert "broken failed: exit status 1" in capsys.readouterr().out
 
 
-def test_tests_behind_one_that_has_lost_the_gpu_run_in_another_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = [
-        (
-            gpu.INTERRUPTED,
-            ["tests/a.py::one[x-1] PASSED  [ 33%]", "tests/a.py::two FAILED  [ 66%]", "!!! the GPU is lost"],
-        ),
-        (0, ["tests/a.py::three SKIPPED (no)  [100%]", "1 skipped, 2 deselected"]),
-    ]
-    commands = []
-
-    def run(command: list[str]) -> tuple[int, list[str]]:
-        commands.append({each for each in command if each.startswith("--deselect")})
-        return runs[len(commands) - 1]
-
-    monkeypatch.setattr(gpu, "_run_and_show", run)
-    figures = gpu.tests(gpu.Setting("cuda", False, tmp_path))
-    assert figures == {"summary": "{'PASSED': 1, 'FAILED': 1, 'SKIPPED': 1}", "failed": "tests/a.py::two"}
-    assert commands == [set(), {"--deselect=tests/a.py::one[x-1]", "--deselect=tests/a.py::two"}]
+def test_tests_behind_one_in_which_the_process_or_the_gpu_is_lost_run_in_another_process(tmp_path: Path) -> None:
+    (tmp_path / "test_some.py").write_text(
+        "import os, pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_one(): pass\n"
+        "def test_lost(request):\n    request.session.shouldstop = 'the GPU is lost'\n    assert 1 == 2\n"
+        "def test_crash(): os.abort()\n"
+        "def test_skip(): pytest.skip('no reason')\n"
+        "@pytest.mark.gpu_memory\ndef test_alone(): pass\n"
+    )
+    (tmp_path / "test_broken.py").write_text("import nothing_of_this_name\n")
+    found = gpu_tests._run_all("gpu and not gpu_memory", [tmp_path / "test_some.py"])
+    assert {name.rpartition("::")[2]: each.outcome for name, each in found.items()} == {
+        "test_one": "passed",
+        "test_lost": "failed",
+        "test_crash": "crashed",
+        "test_skip": "skipped",
+    }
+    lost, crash = (each for name, each in found.items() if name.endswith(("lost", "crash")))
+    assert lost == ("failed", "assert 1 == 2", True) and crash == ("crashed", "the process ended in this test", True)
+    alone = gpu_tests._run_all("gpu_memory", [tmp_path / "test_some.py", tmp_path / "test_broken.py"])
+    assert {each.outcome for each in alone.values()} == {"passed", "error"}
+    assert any("nothing_of_this_name" in each.reason for each in alone.values())
+    assert dict(gpu_tests._figures(found))["counts"] == {"passed": 1, "failed": 1, "crashed": 1, "skipped": 1}
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
@@ -412,8 +437,10 @@ def test_a_run_of_tests_ends_behind_one_that_has_lost_the_gpu(is_lost: bool, mon
 def test_other_tiles_of_the_kernels_for_a_gpu_are_timed_in_the_interpreter(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", "tuning", "--quick", "--device", "cpu"]
     subprocess.run([*command, "--out", tmp_path], cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
-    for figures in json.loads((tmp_path / "tuning.json").read_text()).values():
-        assert len(figures["fastest"]) == 1 and figures["failed"] == {} and figures["now"]
+    figures = json.loads((tmp_path / "gpu.json").read_text())["tuning"]
+    assert figures.pop("part_s") > 0 and len(figures) == 7
+    for each in figures.values():
+        assert len(each["fastest"]) == 1 and each["refused"] == {} and each["now"]
 
 
 @pytest.mark.slow
@@ -421,7 +448,7 @@ def test_other_tiles_of_the_kernels_for_a_gpu_are_timed_in_the_interpreter(tmp_p
 def test_the_long_parts_for_a_gpu_run(part: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--part", part, "--quick", "--device", "cpu"]
     subprocess.run([*command, "--out", tmp_path], cwd=ROOT, check=True)
-    figures = json.loads((tmp_path / f"{part}.json").read_text())
+    figures = json.loads((tmp_path / "gpu.json").read_text())[part]
     expected = {"redis": "over_offline", "large": "tokens_per_s", "restarts": "killed_to_next_token_s_median"}
     assert figures[expected[part]] > 0
 
@@ -443,8 +470,8 @@ def test_a_large_model_has_the_layer_of_a_small_one_several_times(tmp_path: Path
         torch.testing.assert_close(weight, small.get_parameter(first))
 
 
-def test_the_limits_of_the_parts_for_a_gpu_leave_a_minute_of_eight_for_the_model() -> None:
-    assert sum(limit_s for _, limit_s in gpu.PARTS.values()) <= 420
+def test_the_whole_measurement_of_a_gpu_takes_less_than_8_minutes() -> None:
+    assert gpu.WHOLE_LIMIT_S < 480
 
 
 @pytest.mark.slow
@@ -452,5 +479,5 @@ def test_the_whole_measurement_of_a_gpu_runs_on_a_cpu(tmp_path: Path) -> None:
     command = ["make", "bench-gpu", f"OUT={tmp_path}", "ARGS=--quick --device cpu"]
     subprocess.run(command, cwd=ROOT, check=True)
     result = json.loads((tmp_path / "gpu.json").read_text())
-    assert all(result["throughput"][name]["tokens_per_s"] > 0 for name in ("transformers", *gpu.VARIANTS))
-    assert "collected" in result["tests"]["summary"]
+    assert all(result["throughput"][name]["tokens_per_s"] > 0 for name in ("transformers", *engines.VARIANTS))
+    assert result["tests"]["counts"].keys() == {"skipped"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -52,11 +54,19 @@ class ContinuousBatches(StaticBatches):
     """One manager for the whole process. Its thread runs the steps."""
 
     def __init__(
-        self, path: Path, workload: Workload, batch_size: int, device: str = "cpu", temperature: float = 0.0
+        self,
+        path: Path,
+        workload: Workload,
+        batch_size: int,
+        device: str = "cpu",
+        temperature: float = 0.0,
+        limit_s: float = math.inf,
     ) -> None:
+        """`limit_s`: after which requests are cancelled. The tokens that they have got count."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
 
         super().__init__(path, workload, batch_size)
+        self._limit_s, self.is_complete = limit_s, limit_s == math.inf
         self._model.to(device)
         sizes: dict[str, Any] = {}  # on a GPU transformers chooses its own, and captures graphs
         if device == "cpu":
@@ -77,18 +87,23 @@ class ContinuousBatches(StaticBatches):
         names = [str(self._num_requests + number) for number in range(len(requests))]
         self._num_requests += len(requests)
         for name, request in zip(names, requests, strict=True):
-            options = {"max_new_tokens": request.num_output, "eos_token_id": -1}
+            # With streaming each token yields an output, which takes far less than a step.
+            options = {"max_new_tokens": request.num_output, "eos_token_id": -1, "streaming": not self.is_complete}
             self._manager.add_request(request.prompt, request_id=name, **options)
-        counts: dict[str, int] = {}
-        while len(counts) < len(requests):
+        counts, running, end_s = dict.fromkeys(names, 0), set(names), time.monotonic() + self._limit_s
+        while running and time.monotonic() < end_s:
             output = self._manager.get_result(timeout=1)
             if output is None:
                 assert self._manager.is_running(), "the thread of continuous batching has ended"
             elif output.error:
                 raise SystemExit(f"a request has failed: {output.error}")
-            elif output.is_finished():
+            elif output.request_id in counts:
                 counts[output.request_id] = len(output.generated_tokens)
-        return [counts[name] for name in names]
+                if output.is_finished():
+                    running.discard(output.request_id)
+        for name in running:
+            self._manager.cancel_request(name)
+        return list(counts.values())
 
 
 def _load(path: Path, workload: Workload, is_continuous: bool, **options: Any) -> runner.Engine:

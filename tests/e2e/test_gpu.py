@@ -12,7 +12,11 @@ from millrace import LLM
 from millrace.producer import SamplingParams
 from tests.worker.models import make_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.gpu_memory,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
 
 MIB = 1 << 20
 LEFT_BYTES = 640 * MIB

@@ -60,6 +60,7 @@ def test_blocks_move_to_pinned_memory_and_back_in_the_order_of_the_stream() -> N
     assert not blocks.is_pinned()
 
 
+@pytest.mark.gpu_memory
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_rank_that_sleeps_gives_pool_and_weights_back(level: int, tmp_path: Path) -> None:
     make_model("qwen3", tmp_path, intermediate_size=1 << 16)  # 150 MB of weights
@@ -76,6 +77,7 @@ def test_a_rank_that_sleeps_gives_pool_and_weights_back(level: int, tmp_path: Pa
     worker.shutdown()
 
 
+@pytest.mark.gpu_memory
 def test_the_end_of_a_long_prompt_takes_no_more_than_was_profiled(tmp_path: Path) -> None:
     make_model("llama", tmp_path, **POSITIONS)
     share = 0.15

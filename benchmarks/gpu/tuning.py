@@ -9,18 +9,23 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
+from benchmarks.gpu.measuring import Work, device_seconds
+from benchmarks.gpu.setting import Part, Setting
+
 HEADS = 16, 8
 """Query heads and key heads of Qwen3-0.6B."""
-NUM_CALLS = 20
+NUM_CALLS = 10
 MOST_PROCESSES = 12
 
-Work = Callable[[], object]
+Plan = Sequence[tuple[str, int]]
+"""Cases, and the numbers of their choices."""
 
 
 class Case(NamedTuple):
@@ -33,30 +38,42 @@ class Case(NamedTuple):
     choices: list[Any]
 
 
-def measure(device: str, *, is_quick: bool) -> dict[str, Any]:
-    """Return for each case the choices with their microseconds for one call, the fastest first, or the errors of those that
+def tuning(setting: Setting) -> Part:
+    """Yield for each case the choices with their microseconds for one call, the fastest first, or the errors of those that
     do not fit."""
-    from benchmarks.gpu import profile_calls
-
+    device, is_quick = setting.device, setting.is_quick
     cases = _cases(is_quick=is_quick)
-    plan = [(name, number) for name, case in cases.items() for number in range(len(case.choices))]
-    num_processes = 1 if is_quick else min(MOST_PROCESSES, os.cpu_count() or 1)
-    with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
-        errors = dict(zip(plan, pool.map(partial(_compile, device, is_quick), plan), strict=True))
-    figures: dict[str, Any] = {}
+    errors = _compile_all(
+        [(name, number) for name, case in cases.items() for number in range(len(case.choices))], setting
+    )
     for name, case in cases.items():
         timed, failed = [], {}
         for number, choice in enumerate(case.choices):
             if error := errors[name, number]:
                 failed[str(choice)] = error
                 continue
-            profile = profile_calls(_chosen(case, choice, device, is_quick), 1 if is_quick else NUM_CALLS, device)
-            seconds = profile.busy_s if device == "cuda" else profile.wall_s
+            work = _chosen(case, choice, device, is_quick)
+            seconds = device_seconds(work, 1 if is_quick else NUM_CALLS, device)
             timed.append((round(1e6 * seconds, 2), str(choice)))
         constant = getattr(importlib.import_module(case.module), case.constant)
-        figures[name] = {"now": str(constant), "fastest": sorted(timed), "failed": failed}
         print(name, f"now {constant}", *sorted(timed)[:4], sep="\n    ", flush=True)
-    return figures
+        yield name, {"now": str(constant), "fastest": sorted(timed), "refused": failed}
+
+
+def _compile_all(plan: Plan, setting: Setting) -> dict[tuple[str, int], str]:
+    """Return the error of each choice, or "". A compiler that crashes ends all processes: then the rest gets new ones."""
+    errors: dict[tuple[str, int], str] = {}
+    num_processes = 1 if setting.is_quick else min(MOST_PROCESSES, os.cpu_count() or 1)
+    while left := [each for each in plan if each not in errors]:
+        with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
+            futures = {each: pool.submit(_compile, setting.device, setting.is_quick, each) for each in left}
+            for each, future in futures.items():
+                try:
+                    errors[each] = future.result()
+                except BrokenProcessPool:
+                    errors[each] = "the compiler has crashed, with this choice or one beside it"
+                    break
+    return errors
 
 
 def _chosen(case: Case, choice: Any, device: str, is_quick: bool) -> Work:
@@ -149,10 +166,11 @@ def _sample(top_k: int, top_p: float, device: str, is_quick: bool) -> Work:
     import torch
 
     from benchmarks.batches import sampling_rows, settings
-    from millrace.worker.sampling_triton import sample
+    from benchmarks.gpu.kernels import draw_with_triton
 
     num_rows, vocab_size = (1, 500) if is_quick else (256, 151_936)
     logits = (4 * torch.randn(num_rows, vocab_size, device=device)).to(
         torch.bfloat16 if device == "cuda" else torch.float32
     )
-    return partial(sample, logits, sampling_rows(num_rows, torch.device(device), settings(0.6, top_k, top_p), [1]))
+    rows = sampling_rows(num_rows, torch.device(device), settings(0.6, top_k, top_p), [1])
+    return draw_with_triton(logits, rows)
