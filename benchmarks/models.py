@@ -63,22 +63,22 @@ def _save(name: str, path: Path) -> None:
     common: dict[str, Any] = {"max_position_embeddings": 4096, "tie_word_embeddings": name != QWEN_14B, **ends}
     rope: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     model: Any
-    if name == LLAMA:
-        common |= {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6}
-        common |= {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 64}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=NUM_TOKEN_IDS, rms_norm_eps=1e-5, **common))
-    elif name == QWEN:
-        common |= {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
-        common |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-        model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151_936, **common, **rope))
-        model.to(torch.bfloat16)
-    else:
-        assert name == QWEN_14B, name
-        common |= {"hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 1}
-        common |= {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128}
-        with torch.device("meta"):
+    with torch.device("meta"):  # or transformers would draw weights too
+        if name == LLAMA:
+            common |= {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6}
+            common |= {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 64}
+            model = LlamaForCausalLM(LlamaConfig(vocab_size=NUM_TOKEN_IDS, rms_norm_eps=1e-5, **common))
+        elif name == QWEN:
+            common |= {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+            common |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
             model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151_936, **common, **rope))
-        model.to(torch.bfloat16).to_empty(device="cpu")
+        else:
+            assert name == QWEN_14B, name
+            common |= {"hidden_size": 5120, "intermediate_size": 17_408, "num_hidden_layers": 1}
+            common |= {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128}
+            model = Qwen3ForCausalLM(Qwen3Config(vocab_size=151_936, **common, **rope))
+    model.to(torch.float32 if name == LLAMA else torch.bfloat16).to_empty(device="cpu")
+    model.tie_weights()
     _fill(model, SEEDS[name])
     if name == QWEN_14B:
         save_repeated(model, 40, path)

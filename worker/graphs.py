@@ -24,7 +24,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,6 +95,7 @@ class StepGraphs:
         """Chunks of the longest sequence."""
         self._likely = likely_kinds(max_num_seqs, min(max_step_tokens, MOST_TOKENS))
         self._graphs: dict[Kind, _Graph] = {}
+        self._has_compiled_draws = False
         self._buffers = (0, 0)
         """Identifies the buffers whose addresses are in the graphs."""
         self._num_steps_to_pause = {True: 0.0, False: 0.0}
@@ -109,13 +110,25 @@ class StepGraphs:
     @property
     def is_complete(self) -> bool:
         """Whether `capture_next` has nothing to do."""
-        return self._next_likely() is None
+        return self._has_compiled_draws and self._next_likely() is None
 
     def capture_next(self) -> None:
-        """Capture one of the graphs that most steps need."""
+        """Capture one of the graphs that most steps need. When there are all, compile the kernels of other steps."""
         self._drop_stale()
         if (kind := self._next_likely()) is not None:
             self._add(kind)
+        elif not self._has_compiled_draws:
+            self._has_compiled_draws = True
+            self._compile_draws()
+
+    def _compile_draws(self) -> None:
+        """Draw from logits in float32, which processors make of them. Else all rows would wait while the first of these
+        steps compiles its kernels."""
+        logits = torch.zeros(1, self._decoder.vocab_size, device=self._sequences.device)
+        greedy = greedy_rows(1)
+        drawn = replace(greedy, temperatures=torch.ones(1))
+        for rows in (greedy, drawn, replace(drawn, top_k=torch.ones_like(drawn.top_k))):
+            sampling_triton.sample(logits, rows)
 
     def _next_likely(self) -> Kind | None:
         can_capture = {kind: steps <= CAPTURE_PAUSE_STEPS for kind, steps in self._num_steps_to_pause.items()}

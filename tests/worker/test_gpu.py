@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from millrace.worker.rank import Rank
 from tests.worker.driver import GREEDY, Driver, execute, start_worker
 from tests.worker.models import VOCAB_SIZE, make_model
 from tests.worker.test_batch_invariant import check_bits
-from tests.worker.test_no_waiting import CPU, NUM_STEPS, ROWS, make_runner, run_ahead
+from tests.worker.test_no_waiting import BLOCKS_PER_SEQUENCE, CPU, NUM_STEPS, ROWS, make_runner, run_ahead
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")]
 
@@ -140,6 +142,35 @@ def test_graphs_yield_the_tokens_of_eager_steps(
             assert {kind.is_decode for kind in runner._graphs.kinds} == {True, False}
         worker.shutdown()
     assert found == expected
+
+
+@pytest.fixture
+def options_afterwards() -> Iterator[None]:
+    yield
+    importlib.import_module("millrace.worker.launch_triton").launch_options.cache_clear()
+
+
+@pytest.mark.usefixtures("options_afterwards")
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 12])
+def test_kernels_that_start_before_earlier_ones_have_ended_change_no_bit(
+    num_rows: int, enforce_eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 4 rows all products are Triton's; of more rows they are torch's, which wait for all that is before them."""
+    launch_triton = importlib.import_module("millrace.worker.launch_triton")
+    monkeypatch.setattr("millrace.worker.graphs.CAPTURE_PAUSE_STEPS", 0)
+    make_model("qwen3", tmp_path, max_position_embeddings=512)
+    rows = [ROWS["random" if index % 3 else "logprobs"] for index in range(num_rows)]
+    options: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 1 + (num_rows + 1) * BLOCKS_PER_SEQUENCE}
+    outputs = []
+    for least in (launch_triton.LEAST_CAPABILITY, sys.maxsize):
+        monkeypatch.setattr(launch_triton, "LEAST_CAPABILITY", least)
+        launch_triton.launch_options.cache_clear()
+        worker = start_worker(tmp_path, device="cuda", max_num_seqs=16, enforce_eager=enforce_eager, **options)
+        assert worker.runner is not None
+        outputs.append([(each.token_ids, each.logprobs) for each in run_ahead(worker.runner, rows, 40)])
+        worker.shutdown()
+    assert outputs[0] == outputs[1]
 
 
 @pytest.fixture

@@ -89,6 +89,13 @@ class FusedDecoder:
         """Whether `run` returns only the hidden states of the tokens whose logits are needed."""
         return self._weights.norm is not None
 
+    @property
+    def vocab_size(self) -> int:
+        """The ids whose logits this rank computes."""
+        head = self._weights.head
+        assert head is not None, "the last stage has the head"
+        return head.num_outputs
+
     def run(self, batch: StepBatch, received: Tensor | None = None) -> Tensor:  # [M, H]
         """Fill the batch's slots of the KV pool, and return the last hidden states of the tokens whose logits are needed; on
         a stage before the last one those of all tokens. They are valid until the next call.
