@@ -126,11 +126,12 @@ static inline int64_t row_of(const struct attention *c, const struct tile *tile,
     return c->rows->order[tile->first_row + (tile->num_rows > 1 ? member : 0)];
 }
 
-/* Return the slot of a sequence's position, counted over all blocks. */
+/* Return the slot of a sequence's position, counted over all blocks. A division of 64 bits takes twice as long. */
 static inline int64_t slot_of(const struct attention *c, int64_t row, int64_t position)
 {
-    int64_t block = c->rows->block_tables[row * c->rows->table_width + position / c->block_size];
-    return block * c->block_size + position % c->block_size;
+    uint32_t size = (uint32_t)c->block_size, number = (uint32_t)position / size;
+    int64_t block = c->rows->block_tables[row * c->rows->table_width + number];
+    return block * size + ((uint32_t)position - number * size);
 }
 
 /* The key or value vectors of one head at up to LANES positions. */
@@ -148,7 +149,7 @@ static inline struct vectors vectors_at(const struct attention *c, const void *p
 {
     int64_t slot_size = c->num_kv_heads * dim, item_size = c->pool_dtype == FLOAT32 ? 4 : 2;
     int64_t queries = part->num_members * (c->num_heads / c->num_kv_heads);
-    int is_one_block = begin % c->block_size + count <= c->block_size;
+    int is_one_block = (uint32_t)begin % (uint32_t)c->block_size + count <= c->block_size;
     if (is_one_block && count >= needed && dim % LANES == 0 && (c->pool_dtype == FLOAT32 || queries <= ROW_VECTORS)) {
         int64_t offset = slot_of(c, part->row, begin) * slot_size + kv_head * dim;
         return (struct vectors){(const char *)pool + offset * item_size, slot_size, c->pool_dtype};
@@ -162,24 +163,41 @@ static inline struct vectors vectors_at(const struct attention *c, const void *p
     return (struct vectors){widened, padded(dim), FLOAT32};
 }
 
-/* Prefetch a share of the vectors at a position and behind it in its block: that of one of the part's heads. With all heads
- * in a part the shares are in the order of the memory, which the hardware's prefetcher recognizes.
- * GCC removes calls of functions that only prefetch, for they seem to have no effect. So they are always inlined. */
-static ALWAYS_INLINE void prefetch(const struct attention *c, const void *pool, int64_t dim, const struct tile *tile,
-                                   const struct part *part, int64_t head, int64_t position)
+/* Return LANES vectors to prefetch, from a position on; none behind the part's end. They are those of the head, or, if the
+ * part has all heads, the head's share of the vectors of all, in the order of the memory, which the hardware's prefetcher
+ * recognizes. What is behind the end of a block is prefetched in vain. */
+static inline struct vectors vectors_ahead(const struct attention *c, const void *pool, int64_t dim, const struct part *part,
+                                           int64_t kv_head, int64_t begin)
 {
-    if (position >= part->end)
+    int64_t slot_size = c->num_kv_heads * dim, item_size = c->pool_dtype == FLOAT32 ? 4 : 2;
+    int is_share = part->num_heads == c->num_kv_heads;
+    if (begin >= part->end)
+        return (struct vectors){NULL, 0, c->pool_dtype};
+    int64_t offset = slot_of(c, part->row, begin) * slot_size + kv_head * dim * (is_share ? LANES : 1);
+    return (struct vectors){(const char *)pool + offset * item_size, is_share ? dim : slot_size, c->pool_dtype};
+}
+
+/* Prefetch a part of a vector. GCC removes calls of functions that only prefetch, for they seem to have no effect. So they
+ * are always inlined. */
+static ALWAYS_INLINE void prefetch(struct vectors vectors, int64_t index, int64_t first, int64_t count, const int64_t dtype)
+{
+    const int64_t size = dtype == FLOAT32 ? 4 : 2;
+    const char *from = (const char *)vectors.first + (index * vectors.distance + first) * size;
+    for (int64_t byte = 0; byte < count * size; byte += 64)
+        __builtin_prefetch(from + byte, 0, 2);
+}
+
+/* Prefetch LANES vectors now, and leave none, unless it is done beside the arithmetic. */
+static ALWAYS_INLINE void prefetch_unless(int is_beside, struct vectors *next, int64_t dim)
+{
+    if (is_beside)
         return;
-    int64_t size = dim * (c->pool_dtype == FLOAT32 ? 4 : 2), slot_size = c->num_kv_heads * size;
-    int64_t count = smaller(LANES, c->block_size - position % c->block_size);
-    const char *first = (const char *)pool + slot_of(c, part->row, position) * slot_size;
-    if (part->num_heads == c->num_kv_heads)
-        for (int64_t byte = head * count * size; byte < (head + 1) * count * size; byte += 64)
-            __builtin_prefetch(first + byte, 0, 2);
-    else
-        for (int64_t i = 0; i < count; i++)
-            for (int64_t byte = 0; byte < size; byte += 64)
-                __builtin_prefetch(first + i * slot_size + (tile->first_head + head) * size + byte, 0, 2);
+    for (int64_t i = 0; next->first && i < LANES; i++)
+        if (next->dtype == FLOAT32)
+            prefetch(*next, i, 0, dim, FLOAT32);
+        else
+            prefetch(*next, i, 0, dim, BFLOAT16);
+    next->first = NULL;
 }
 
 static ALWAYS_INLINE vf load_item(const void *from, int64_t offset, const int64_t dtype)
@@ -187,16 +205,20 @@ static ALWAYS_INLINE vf load_item(const void *from, int64_t offset, const int64_
     return dtype == FLOAT32 ? load((const float *)from + offset) : load_bf16((const uint16_t *)from + offset);
 }
 
-/* Fill scores [num_queries, LANES] with the dot products of queries and LANES keys. */
+/* Fill scores [num_queries, LANES] with the dot products of queries and LANES keys. Meanwhile prefetch as many vectors of
+ * `next`, if there are any: all at once they would wait for each other, and the arithmetic behind them. */
 static ALWAYS_INLINE void score_tile(const float *queries, struct vectors keys, int64_t dim, const int num_queries,
-                                     const int64_t dtype, float *scores)
+                                     const int64_t dtype, struct vectors next, float *scores)
 {
     const int num_keys = LANES / num_queries;
+    int64_t num_ahead = 0, due = 0; /* vectors that are prefetched, and entries that are due */
     for (int first = 0; first < LANES; first += num_keys) {
         vf sums[LANES];
         UNROLLED for (int i = 0; i < LANES; i++)
             sums[i] = (vf){0};
         for (int64_t d = 0; d < dim; d += LANES) {
+            for (due += next.first ? num_keys * LANES : 0; due >= dim; due -= dim)
+                prefetch(next, num_ahead++, 0, dim, dtype);
             vf parts[4];
             UNROLLED for (int q = 0; q < num_queries; q++)
                 parts[q] = load(queries + q * dim + d);
@@ -214,15 +236,15 @@ static ALWAYS_INLINE void score_tile(const float *queries, struct vectors keys, 
 }
 
 static ALWAYS_INLINE void score_vectors(const float *queries, int64_t count, struct vectors keys, int64_t dim,
-                                        const int64_t dtype, float *scores)
+                                        const int64_t dtype, struct vectors next, float *scores)
 {
     int64_t q = 0;
-    for (; q + 4 <= count; q += 4)
-        score_tile(queries + q * dim, keys, dim, 4, dtype, scores + q * SPAN);
-    for (; q + 2 <= count; q += 2)
-        score_tile(queries + q * dim, keys, dim, 2, dtype, scores + q * SPAN);
+    for (; q + 4 <= count; q += 4, next.first = NULL)
+        score_tile(queries + q * dim, keys, dim, 4, dtype, next, scores + q * SPAN);
+    for (; q + 2 <= count; q += 2, next.first = NULL)
+        score_tile(queries + q * dim, keys, dim, 2, dtype, next, scores + q * SPAN);
     if (q < count)
-        score_tile(queries + q * dim, keys, dim, 1, dtype, scores + q * SPAN);
+        score_tile(queries + q * dim, keys, dim, 1, dtype, next, scores + q * SPAN);
 }
 
 /* Bring the query vectors [count, dim] of a head into lanes: turned [count / LANES, dim, LANES], padded with zeros. */
@@ -296,24 +318,23 @@ static void score_keys(const struct attention *c, const struct scratch *s, const
     for (int64_t k = 0; k < part->count; k += LANES)
         for (int64_t head = part->first_head; head < part->first_head + part->num_heads; head++) {
             int64_t kv_head = tile->first_head + head, q = head * per_head + part->first_member * group;
-            int64_t count = smaller(LANES, part->count - k);
-            struct vectors keys =
-                vectors_at(c, c->keys, c->key_dim, part, kv_head, part->begin + k, count, LANES, s->widened);
-            if (k + LANES < part->count)
-                prefetch(c, c->keys, c->key_dim, tile, part, head, part->begin + k + LANES);
-            else
-                prefetch(c, c->values, c->value_dim, tile, part, head, part->begin);
+            int64_t begin = part->begin + k, count = smaller(LANES, part->count - k);
+            struct vectors keys = vectors_at(c, c->keys, c->key_dim, part, kv_head, begin, count, LANES, s->widened);
+            struct vectors next = k + LANES < part->count
+                                      ? vectors_ahead(c, c->keys, c->key_dim, part, kv_head, begin + LANES)
+                                      : vectors_ahead(c, c->values, c->value_dim, part, kv_head, part->begin);
+            prefetch_unless(queries <= ROW_VECTORS && keys.dtype == next.dtype, &next, dim);
             if (queries > ROW_VECTORS)
                 for (int64_t key = 0; key < count; key += LANE_KEYS) {
                     if (tile->num_rows > 1 && part->num_members > 1)
-                        prefetch_own(c, tile, head, part->begin + k + key);
+                        prefetch_own(c, tile, head, begin + key);
                     score_lanes(s->turned, (const float *)keys.first + key * keys.distance, keys.distance, dim,
                                 padded(queries), s->scores + (k + key) * padded(queries));
                 }
             else if (keys.dtype == FLOAT32)
-                score_vectors(s->query + q * dim, queries, keys, dim, FLOAT32, s->scores + q * SPAN + k);
+                score_vectors(s->query + q * dim, queries, keys, dim, FLOAT32, next, s->scores + q * SPAN + k);
             else
-                score_vectors(s->query + q * dim, queries, keys, dim, BFLOAT16, s->scores + q * SPAN + k);
+                score_vectors(s->query + q * dim, queries, keys, dim, BFLOAT16, next, s->scores + q * SPAN + k);
         }
 }
 
@@ -397,15 +418,18 @@ struct weights {
     int64_t query_stride, key_stride;
 };
 
-/* sums [num_queries, columns] += weights [num_queries, count] @ values [count, columns], in columns of LANES. */
+/* sums [num_queries, columns] += weights [num_queries, count] @ values [count, columns], in columns of LANES. `next`: as for
+ * score_tile. */
 static ALWAYS_INLINE void add_columns(float *sums, struct weights weights, struct vectors values, int64_t column,
                                       int64_t count, int64_t dim, const int num_queries, const int columns,
-                                      const int64_t dtype)
+                                      const int64_t dtype, struct vectors next)
 {
     vf parts[16];
     UNROLLED for (int i = 0; i < num_queries * columns; i++)
         parts[i] = load(sums + i / columns * dim + column + i % columns * LANES);
     for (int64_t k = 0; k < count; k++) {
+        if (next.first)
+            prefetch(next, k, column, columns * LANES, dtype);
         vf factors[4];
         UNROLLED for (int q = 0; q < num_queries; q++)
             factors[q] = splat(weights.first[q * weights.query_stride + k * weights.key_stride]);
@@ -420,28 +444,28 @@ static ALWAYS_INLINE void add_columns(float *sums, struct weights weights, struc
 }
 
 static ALWAYS_INLINE void add_tile_values(float *sums, struct weights weights, struct vectors values, int64_t count,
-                                          int64_t dim, const int num_queries, const int64_t dtype)
+                                          int64_t dim, const int num_queries, const int64_t dtype, struct vectors next)
 {
     const int wide = smaller(8, (LANES == 16 ? 16 : 8) / num_queries); /* what the registers hold */
     int64_t column = 0;
     for (; column + wide * LANES <= dim; column += wide * LANES)
-        add_columns(sums, weights, values, column, count, dim, num_queries, wide, dtype);
+        add_columns(sums, weights, values, column, count, dim, num_queries, wide, dtype, next);
     for (; column + wide / 2 * LANES <= dim; column += wide / 2 * LANES)
-        add_columns(sums, weights, values, column, count, dim, num_queries, wide / 2, dtype);
+        add_columns(sums, weights, values, column, count, dim, num_queries, wide / 2, dtype, next);
     for (; column < dim; column += LANES)
-        add_columns(sums, weights, values, column, count, dim, num_queries, 1, dtype);
+        add_columns(sums, weights, values, column, count, dim, num_queries, 1, dtype, next);
 }
 
 static ALWAYS_INLINE void add_vectors(float *sums, struct weights weights, int64_t num_queries, struct vectors values,
-                                      int64_t count, int64_t dim, const int64_t dtype)
+                                      int64_t count, int64_t dim, const int64_t dtype, struct vectors next)
 {
     int64_t q = 0;
-    for (; q + 4 <= num_queries; q += 4, weights.first += 4 * weights.query_stride)
-        add_tile_values(sums + q * dim, weights, values, count, dim, 4, dtype);
-    for (; q + 2 <= num_queries; q += 2, weights.first += 2 * weights.query_stride)
-        add_tile_values(sums + q * dim, weights, values, count, dim, 2, dtype);
+    for (; q + 4 <= num_queries; q += 4, weights.first += 4 * weights.query_stride, next.first = NULL)
+        add_tile_values(sums + q * dim, weights, values, count, dim, 4, dtype, next);
+    for (; q + 2 <= num_queries; q += 2, weights.first += 2 * weights.query_stride, next.first = NULL)
+        add_tile_values(sums + q * dim, weights, values, count, dim, 2, dtype, next);
     if (q < num_queries)
-        add_tile_values(sums + q * dim, weights, values, count, dim, 1, dtype);
+        add_tile_values(sums + q * dim, weights, values, count, dim, 1, dtype, next);
 }
 
 static void add_values(const struct attention *c, const struct scratch *s, const struct tile *tile,
@@ -452,22 +476,21 @@ static void add_values(const struct attention *c, const struct scratch *s, const
     for (int64_t k = 0; k < part->count; k += LANES)
         for (int64_t head = part->first_head; head < part->first_head + part->num_heads; head++) {
             int64_t kv_head = tile->first_head + head, q = head * per_head + part->first_member * group;
-            int64_t count = smaller(LANES, part->count - k);
-            struct vectors values =
-                vectors_at(c, c->values, c->value_dim, part, kv_head, part->begin + k, count, 0, s->widened);
-            if (k + LANES < part->count)
-                prefetch(c, c->values, c->value_dim, tile, part, head, part->begin + k + LANES);
-            else
-                prefetch(c, c->keys, c->key_dim, tile, part, head, part->begin + part->count);
+            int64_t begin = part->begin + k, count = smaller(LANES, part->count - k);
+            struct vectors values = vectors_at(c, c->values, c->value_dim, part, kv_head, begin, count, 0, s->widened);
+            struct vectors next = k + LANES < part->count
+                                      ? vectors_ahead(c, c->values, c->value_dim, part, kv_head, begin + LANES)
+                                      : vectors_ahead(c, c->keys, c->key_dim, part, kv_head, begin + count);
             float *sums = s->sums + q * dim;
             struct weights in_rows = {s->scores + q * SPAN + k, SPAN, 1};
             struct weights in_lanes = {s->scores + k * padded(num_queries), 1, padded(num_queries)};
+            prefetch_unless(num_queries <= ROW_VECTORS && values.dtype == next.dtype, &next, dim);
             if (num_queries > ROW_VECTORS)
-                add_vectors(sums, in_lanes, num_queries, values, count, dim, FLOAT32);
+                add_vectors(sums, in_lanes, num_queries, values, count, dim, FLOAT32, next);
             else if (values.dtype == FLOAT32)
-                add_vectors(sums, in_rows, num_queries, values, count, dim, FLOAT32);
+                add_vectors(sums, in_rows, num_queries, values, count, dim, FLOAT32, next);
             else
-                add_vectors(sums, in_rows, num_queries, values, count, dim, BFLOAT16);
+                add_vectors(sums, in_rows, num_queries, values, count, dim, BFLOAT16, next);
         }
 }
 
