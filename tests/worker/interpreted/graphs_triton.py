@@ -98,6 +98,12 @@ class CaptureDouble:
         """By replay: the addresses that its graph reads."""
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
+        try:
+            return self._record(compute)
+        except Exception as error:  # the graphs would go on without this one
+            pytest.fail(f"the capture has failed: {error!r}")
+
+    def _record(self, compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         before = self._state()
         compute()
         buffers, result = self._addresses(), compute()
