@@ -243,7 +243,7 @@ def test_an_engine_is_warm_before_the_rounds_of_any_engine_begin(
 ) -> None:
     (engines := bench_home / "benchmarks" / "engines").mkdir(parents=True)
     (engines / "fake.py").write_text(FAKE_ENGINE)
-    monkeypatch.setattr(contenders, "ROOT", bench_home)
+    monkeypatch.setattr("benchmarks.environment.ROOT", bench_home)
     monkeypatch.setenv("PYTHONPATH", "build/wheels")
     engine = contenders.EngineProcess(contenders.EngineKind("a", "fake"), "W1", is_quick=True, end_s=float("inf"))
     assert engine.summary["is_warm"] and engine.summary["start_to_first_token_s"] > 0
