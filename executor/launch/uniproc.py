@@ -167,13 +167,13 @@ class UniprocExecutor(Executor):
     def _record(self, done: _FinishedCall, began_s: float) -> None:
         now_s = time.monotonic()
         self._recorder.request_done(now_s - began_s, now_s, is_failure=done.error is not None)
-        self._has_lost_device = self._has_lost_device or done.has_lost_device
+        self._has_lost_device |= done.has_lost_device
 
     def check_health(self) -> None:
         worker = self._require_worker()
         if not self.is_asleep:  # another process may use the device while the worker sleeps
             check = _FinishedCall(worker.check_health)
-            self._has_lost_device = self._has_lost_device or check.has_lost_device
+            self._has_lost_device |= check.has_lost_device
             check.result()
             self._sample_device(worker)
 

@@ -82,7 +82,7 @@ class FusedDecoder:
         return self._workspace.num_made
 
     def release_buffers(self) -> None:
-        self._workspace.clear()
+        self._weights.release_buffers()
 
     @property
     def is_last_stage(self) -> bool:
