@@ -3,6 +3,7 @@
     W1         small model, 256 requests of mixed lengths: the cost per step dominates
     W2         0.6B model in bfloat16, 32 requests: the matrix products dominate
     W3         128 requests that share a prefix of 512 tokens
+    W4         small model, 32 prompts of 3,000 to 3,900 tokens: the attention of prompts dominates
     NANO       0.6B model, 256 requests with prompts and outputs of 100 to 1,024 tokens: for a GPU
     NANO-14B   the same requests to a 14B model
     W1-SCHEMAS W1, for outputs that follow JSON schemas; only on request
@@ -97,6 +98,9 @@ def make(name: str, number: int | str = 0, *, is_quick: bool = False) -> Workloa
         prefix, count = draw(PREFIX_TOKENS), max(2, 128 // divisor)
         model, max_model_len, num_shared = LLAMA, 640, len(prefix)
         requests = [Request(prefix + draw(16), max(1, 32 // divisor)) for _ in range(count)]
+    elif name == "W4":
+        model, max_model_len = LLAMA, 512 if is_quick else 4096
+        requests = mixed(32, (3000, 3900), (32, 64))
     elif is_nano:
         model = QWEN if name == "NANO" else QWEN_14B
         dtype, max_model_len = "bfloat16", 512 if is_quick else 2048

@@ -143,7 +143,7 @@ def test_the_interval_of_a_median_is_made_of_two_values() -> None:
 
 
 def test_rounds_of_a_workload_have_the_same_lengths_and_other_tokens() -> None:
-    for name, num_prompt, num_output in (("W1", 36_168, 24_180), ("W3", 67_584, 4_096)):
+    for name, num_prompt, num_output in (("W1", 36_168, 24_180), ("W4", 112_356, 1_342), ("W3", 67_584, 4_096)):
         first, second = workloads.make(name, 0), workloads.make(name, 1)
         assert [first.num_prompt_tokens, second.num_prompt_tokens] == [num_prompt] * 2
         assert [first.num_output_tokens, second.num_output_tokens] == [num_output] * 2

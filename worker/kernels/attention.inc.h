@@ -7,7 +7,7 @@
  * 2018): a span of keys at a time, with the running maximum and sum of each query vector.
  *
  * The few query vectors of a decode lie in rows: a register holds entries of one vector. More vectors of a head lie in
- * lanes: a register holds the same entry of LANES vectors, so nothing is added across a register.
+ * lanes: a register holds the same entry of LANES vectors (a column), so nothing is added across a register.
  *
  * Spans begin at multiples of SPAN, and each sum has one order in all tiles. So a token's result has the same bits whatever
  * the other rows are, whatever rows it shares keys with, and however its sequence was divided into chunks. (For blocks
@@ -15,12 +15,17 @@
  */
 
 enum {
-    TILE_VECTORS = 32,   /* query vectors of a chunk's tile, about: tokens times G */
-    TILE_ROWS_MAX = 16,  /* rows of a tile that have keys in common */
-    SPAN = 128,          /* keys whose scores are in memory at a time */
-    ROWS_PER_THREAD = 4, /* with fewer, the heads of a decode are divided among the threads */
-    ROW_VECTORS = 8,     /* more query vectors of a head are computed side by side, in lanes */
-    LANE_KEYS = 4, LANE_COLUMNS = 2, /* keys and registers of vectors in lanes whose scores are computed together */
+    TILE_FLOATS = 65536,  /* of a chunk's tile, about: with its keys and values they stay in the second-level cache */
+    TILE_VECTORS = 32,    /* least query vectors of such a tile, unless the chunk has fewer */
+    TILES_PER_THREAD = 8, /* of chunks. With fewer, the tiles are made smaller */
+    TILE_ROWS_MAX = 32,   /* rows of a tile that have keys in common */
+    SPAN = 128,           /* keys whose scores are in memory at a time */
+    ROWS_PER_THREAD = 4,  /* with fewer, the heads of a decode are divided among the threads */
+    ROW_VECTORS = 8,      /* more query vectors of a head are computed side by side, in lanes */
+    LANE_COLUMNS = 2, LANE_SCORES = 8, /* columns, and columns times keys, whose scores are computed together */
+    LANE_VECTORS = 4, LANE_REGISTERS = LANES == 16 ? 4 : 2, /* query vectors and registers of values that are summed together */
+    LANE_VALUES = 64, /* values whose registers stay in the first-level cache, while all query vectors pass them */
+    LANE_BLOCK = 16,  /* the same where few query vectors read them in the pool, one block after the other */
 };
 
 struct tile {
@@ -40,12 +45,12 @@ struct part {
 /* What one thread works with. Vectors are padded with zeros to multiples of LANES. */
 struct scratch {
     float *query;   /* [Q, D padded], times the scaling */
-    float *scores;  /* [Q, SPAN], or of one head [SPAN, Q padded] if the query vectors are in lanes */
+    float *scores;  /* [Q, SPAN], or of one head [Q padded / LANES, SPAN, LANES] if the query vectors are in lanes */
     float *turned;  /* [Q padded / LANES, D padded, LANES]: query vectors of one head in lanes */
     float *sums;    /* [Q, Dv padded], not divided yet */
+    float *widened; /* [SPAN + LANE_SCORES, D or Dv padded] */
     float *maxima;  /* [Q] */
     float *totals;  /* [Q] */
-    float *widened; /* [LANES, D or Dv padded] */
 };
 
 static inline int64_t padded(int64_t size)
@@ -63,22 +68,27 @@ static int64_t num_vectors(const struct attention *c, const struct tile *tile)
     return (int64_t)tile->num_rows * tile->num_tokens * tile->num_heads * (c->num_heads / c->num_kv_heads);
 }
 
+static int64_t widened_floats(const struct attention *c)
+{
+    return (SPAN + LANE_SCORES) * padded(c->key_dim > c->value_dim ? c->key_dim : c->value_dim);
+}
+
 static int64_t scratch_floats(const struct attention *c, int64_t vectors)
 {
     int64_t dims = padded(c->key_dim) + padded(c->value_dim);
-    return padded(vectors * (dims + 2)) + (vectors + LANES) * (SPAN + padded(c->key_dim)) + LANES * dims;
+    return padded(vectors * (dims + 2)) + (vectors + LANES) * (SPAN + padded(c->key_dim)) + widened_floats(c);
 }
 
 static struct scratch divide_scratch(const struct attention *c, int64_t vectors, float *memory)
 {
-    struct scratch s;
+    struct scratch s; /* what vectors are loaded from is aligned */
     s.query = memory;
     s.scores = s.query + vectors * padded(c->key_dim);
     s.turned = s.scores + (vectors + LANES) * SPAN;
     s.sums = s.turned + (vectors + LANES) * padded(c->key_dim);
-    s.maxima = s.sums + vectors * padded(c->value_dim);
+    s.widened = s.sums + vectors * padded(c->value_dim);
+    s.maxima = s.widened + widened_floats(c);
     s.totals = s.maxima + vectors;
-    s.widened = s.totals + vectors;
     return s;
 }
 
@@ -255,45 +265,42 @@ static void turn_queries(const float *queries, int64_t count, int64_t dim, float
             turned[(q / LANES * dim + d) * LANES + q % LANES] = q < count ? queries[q * dim + d] : 0;
 }
 
-/* Fill `columns` times LANES of the scores [LANE_KEYS, width]: the dot products of keys and query vectors in lanes. The order
- * of the sums is that of score_tile: one for each of the LANES entries of a vector, which are then added in pairs, the most
+/* Fill the scores [columns, SPAN, LANES] of some keys: their dot products with the query vectors in lanes. The order of the
+ * sums is that of score_tile: one for each of the LANES entries of a vector, which are then added in pairs, the most
  * distant ones first. With the entries in the order of their reversed bits few sums wait for their partner. */
 static ALWAYS_INLINE void score_columns(const float *turned, const float *keys, int64_t distance, int64_t dim,
-                                        int64_t width, const int columns, float *scores)
+                                        const int columns, float *scores)
 {
-    vf sums[5][LANE_COLUMNS * LANE_KEYS]; /* of 1, 2, 4, 8 and 16 entries */
+    enum { NUM = LANES == 16 ? 2 : 1 }; /* entries at a time: what the registers hold */
+    const int num_keys = LANE_SCORES / columns;
+    vf sums[5][LANE_SCORES]; /* of 1, 2, 4, 8 and 16 entries */
     int level = 0;
-    UNROLLED for (int i = 0; i < LANES; i++) {
-        vf own[LANE_COLUMNS * LANE_KEYS] = {0};
+    UNROLLED for (int i = 0; i < LANES; i += NUM) {
+        vf own[NUM][LANE_SCORES] = {{{0}}};
         for (int64_t d = (i & 1) * LANES / 2 + (i & 2) * LANES / 8 + (i & 4) * LANES / 32 + (i & 8) * LANES / 128;
              d < dim; d += LANES)
-            UNROLLED for (int j = 0; j < columns * LANE_KEYS; j++)
-                own[j] += load(turned + (j / LANE_KEYS * dim + d) * LANES) * splat(keys[j % LANE_KEYS * distance + d]);
-        UNROLLED for (level = 0; i >> level & 1; level++)
-            UNROLLED for (int j = 0; j < columns * LANE_KEYS; j++)
-                own[j] = sums[level][j] + own[j];
-        memcpy(sums[level], own, sizeof own);
+            UNROLLED for (int j = 0; j < NUM * LANE_SCORES; j++) {
+                int64_t at = d + j / LANE_SCORES * LANES / 2;
+                vf entries = load(turned + (j % LANE_SCORES / num_keys * dim + at) * LANES);
+                own[j / LANE_SCORES][j % LANE_SCORES] += entries * splat(keys[j % num_keys * distance + at]);
+            }
+        UNROLLED for (int j = 0; j < LANE_SCORES && NUM == 2; j++)
+            own[0][j] += own[NUM - 1][j];
+        UNROLLED for (level = NUM - 1; i >> level & 1; level++)
+            UNROLLED for (int j = 0; j < LANE_SCORES; j++)
+                own[0][j] = sums[level][j] + own[0][j];
+        memcpy(sums[level], own[0], sizeof own[0]);
     }
-    UNROLLED for (int j = 0; j < columns * LANE_KEYS; j++)
-        store(scores + j % LANE_KEYS * width + j / LANE_KEYS * LANES, sums[level][j]);
-}
-
-static inline void score_lanes(const float *turned, const float *keys, int64_t distance, int64_t dim, int64_t width,
-                               float *scores)
-{
-    for (int64_t v = 0; v < width; v += LANE_COLUMNS * LANES)
-        if (v + LANES < width)
-            score_columns(turned + v * dim, keys, distance, dim, width, LANE_COLUMNS, scores + v);
-        else
-            score_columns(turned + v * dim, keys, distance, dim, width, 1, scores + v);
+    UNROLLED for (int j = 0; j < LANE_SCORES; j++)
+        store(scores + (j / num_keys * SPAN + j % num_keys) * LANES, sums[level][j]);
 }
 
 /* While the rows of a tile attend to their common positions, which is bound by arithmetic, prefetch a share of what each
- * row has of its own, which is bound by memory. A step is LANE_KEYS common keys of a head. */
+ * row has of its own, which is bound by memory. A step is LANE_SCORES common keys of a head. */
 static ALWAYS_INLINE void prefetch_own(const struct attention *c, const struct tile *tile, int64_t head, int64_t position)
 {
-    int64_t steps_per_row = tile->num_heads * tile->common / (tile->num_rows * LANE_KEYS);
-    int64_t step = (head * tile->common + position) / LANE_KEYS, member = step / steps_per_row;
+    int64_t steps_per_row = tile->num_heads * tile->common / (tile->num_rows * LANE_SCORES);
+    int64_t step = (head * tile->common + position) / LANE_SCORES, member = step / steps_per_row;
     if (member >= tile->num_rows || tile->num_heads < c->num_kv_heads)
         return;
     int64_t row = row_of(c, tile, member), item_size = c->pool_dtype == FLOAT32 ? 4 : 2;
@@ -323,15 +330,8 @@ static void score_keys(const struct attention *c, const struct scratch *s, const
             struct vectors next = k + LANES < part->count
                                       ? vectors_ahead(c, c->keys, c->key_dim, part, kv_head, begin + LANES)
                                       : vectors_ahead(c, c->values, c->value_dim, part, kv_head, part->begin);
-            prefetch_unless(queries <= ROW_VECTORS && keys.dtype == next.dtype, &next, dim);
-            if (queries > ROW_VECTORS)
-                for (int64_t key = 0; key < count; key += LANE_KEYS) {
-                    if (tile->num_rows > 1 && part->num_members > 1)
-                        prefetch_own(c, tile, head, begin + key);
-                    score_lanes(s->turned, (const float *)keys.first + key * keys.distance, keys.distance, dim,
-                                padded(queries), s->scores + (k + key) * padded(queries));
-                }
-            else if (keys.dtype == FLOAT32)
+            prefetch_unless(keys.dtype == next.dtype, &next, dim);
+            if (keys.dtype == FLOAT32)
                 score_vectors(s->query + q * dim, queries, keys, dim, FLOAT32, next, s->scores + q * SPAN + k);
             else
                 score_vectors(s->query + q * dim, queries, keys, dim, BFLOAT16, next, s->scores + q * SPAN + k);
@@ -384,23 +384,36 @@ static void weigh_row(const struct attention *c, const struct scratch *s, int64_
     scale_sums(c, s->sums + vector * padded(c->value_dim), factor);
 }
 
-/* The same for LANES query vectors in lanes, of which `num_vectors` exist. Lane by lane it is the same arithmetic. */
+/* The keys of a part that a member or a query vector sees, counted from the part's first one. */
+struct range { int32_t first, end; };
+
+/* The keys that LANES query vectors in lanes see, each and all together. */
+struct column {
+    vi first, end;
+    struct range all;
+    int is_masked; /* some do not see all of these */
+};
+
+/* The same for a column, of whose query vectors `num_vectors` exist. Lane by lane it is the same arithmetic. */
 static void weigh_lanes(const struct attention *c, const struct scratch *s, int64_t vector, int64_t num_vectors,
-                        float *scores, int64_t width, int64_t count, vi first, vi end)
+                        float *scores, const struct column *column)
 {
     vf before = splat(-INFINITY), totals = {0}, sums[LANES] = {{0}}, sum = {0};
     memcpy(&before, s->maxima + vector, num_vectors * sizeof(float));
     memcpy(&totals, s->totals + vector, num_vectors * sizeof(float));
     vf maximum = before;
-    for (int64_t k = 0; k < count; k++) {
-        vf score = mask(c, load(scores + k * width), (first <= (int32_t)k) & (end > (int32_t)k));
-        store(scores + k * width, score);
+    for (int32_t k = column->all.first; k < column->all.end; k++) {
+        vf score = load(scores + k * LANES);
+        if (c->softcap > 0 || column->is_masked) {
+            score = mask(c, score, (column->first <= k) & (column->end > k));
+            store(scores + k * LANES, score);
+        }
         maximum = larger(score, maximum);
     }
-    for (int64_t k = 0; k < count; k++) {
-        vf weight = weight_of(load(scores + k * width), maximum);
-        store(scores + k * width, weight);
-        sums[k % LANES] += weight;
+    for (int32_t k = column->all.first; k < column->all.end; k++) {
+        vf weight = weight_of(load(scores + k * LANES), maximum);
+        store(scores + k * LANES, weight);
+        sums[k & (LANES - 1)] += weight;
     }
     for (int i = 0; i < LANES; i++)
         sum += sums[i];
@@ -412,7 +425,7 @@ static void weigh_lanes(const struct attention *c, const struct scratch *s, int6
         scale_sums(c, s->sums + (vector + i) * padded(c->value_dim), factor[i]);
 }
 
-/* The weights of query vectors in rows [Q, SPAN] or in lanes [SPAN, Q padded]. */
+/* The weights of query vectors in rows [Q, SPAN] or in lanes [SPAN, LANES]. */
 struct weights {
     const float *first;
     int64_t query_stride, key_stride;
@@ -482,15 +495,12 @@ static void add_values(const struct attention *c, const struct scratch *s, const
                                       ? vectors_ahead(c, c->values, c->value_dim, part, kv_head, begin + LANES)
                                       : vectors_ahead(c, c->keys, c->key_dim, part, kv_head, begin + count);
             float *sums = s->sums + q * dim;
-            struct weights in_rows = {s->scores + q * SPAN + k, SPAN, 1};
-            struct weights in_lanes = {s->scores + k * padded(num_queries), 1, padded(num_queries)};
-            prefetch_unless(num_queries <= ROW_VECTORS && values.dtype == next.dtype, &next, dim);
-            if (num_queries > ROW_VECTORS)
-                add_vectors(sums, in_lanes, num_queries, values, count, dim, FLOAT32, next);
-            else if (values.dtype == FLOAT32)
-                add_vectors(sums, in_rows, num_queries, values, count, dim, FLOAT32, next);
+            struct weights weights = {s->scores + q * SPAN + k, SPAN, 1};
+            prefetch_unless(values.dtype == next.dtype, &next, dim);
+            if (values.dtype == FLOAT32)
+                add_vectors(sums, weights, num_queries, values, count, dim, FLOAT32, next);
             else
-                add_vectors(sums, in_rows, num_queries, values, count, dim, BFLOAT16, next);
+                add_vectors(sums, weights, num_queries, values, count, dim, BFLOAT16, next);
         }
 }
 
@@ -541,9 +551,6 @@ static void write_output(const struct attention *c, const struct scratch *s, con
     }
 }
 
-/* The keys of a span that a member sees, counted from the first one. */
-struct range { int32_t first, end; };
-
 static inline struct range seen_by(const struct attention *c, const struct tile *tile, const struct part *part,
                                    int64_t member)
 {
@@ -556,26 +563,190 @@ static inline struct range seen_by(const struct attention *c, const struct tile 
 static void weigh(const struct attention *c, const struct scratch *s, const struct tile *tile, const struct part *part)
 {
     int64_t group = c->num_heads / c->num_kv_heads, members = (int64_t)tile->num_rows * tile->num_tokens;
-    int64_t first_vector = (part->first_head * members + part->first_member) * group, queries = part->num_members * group;
-    if (queries <= ROW_VECTORS) {
-        for (int64_t i = 0; i < part->num_members; i++) {
-            struct range range = seen_by(c, tile, part, part->first_member + i);
-            for (int64_t head = 0; head < part->num_heads; head++)
-                for (int64_t g = 0; g < group; g++)
-                    weigh_row(c, s, first_vector + (head * members + i) * group + g, part->count, range.first, range.end);
-        }
+    int64_t first_vector = (part->first_head * members + part->first_member) * group;
+    for (int64_t i = 0; i < part->num_members; i++) {
+        struct range range = seen_by(c, tile, part, part->first_member + i);
+        for (int64_t head = 0; head < part->num_heads; head++)
+            for (int64_t g = 0; g < group; g++)
+                weigh_row(c, s, first_vector + (head * members + i) * group + g, part->count, range.first, range.end);
+    }
+}
+
+/* --- query vectors in lanes --- */
+
+/* What is prefetched: the keys of a part, its values, the keys behind it. As many as it has, evenly over a number of calls. */
+struct ahead {
+    int64_t done;            /* vectors, from the part's first key on */
+    int64_t due, num_calls;  /* due: vectors times calls */
+    const char *at;          /* the next one */
+    int64_t left, size, gap; /* vectors of its block, bytes of one, and from one to the next */
+};
+
+/* A part, of one head, whose query vectors are in lanes. */
+struct lanes {
+    const struct part *part;
+    int64_t kv_head, first_vector, num_vectors, num_columns;
+    int is_copied; /* many query vectors read copies of the keys and values, in the order of the memory. For few it does not pay */
+    struct column *columns;
+    struct ahead ahead;
+};
+
+static inline void find_ahead(const struct attention *c, struct lanes *l)
+{
+    struct ahead *a = &l->ahead;
+    int64_t count = l->part->count, is_value = a->done >= count && a->done < 2 * count;
+    int64_t position = l->part->begin + a->done - (a->done >= count ? count : 0);
+    int64_t end = a->done < count ? l->part->begin + count : l->part->end;
+    a->left = smaller(end - position, c->block_size - (uint32_t)position % (uint32_t)c->block_size);
+    if (a->left <= 0)
         return;
+    a->size = (is_value ? c->value_dim : c->key_dim) * (c->pool_dtype == FLOAT32 ? 4 : 2);
+    a->gap = a->size * c->num_kv_heads;
+    a->at = (const char *)(is_value ? c->values : c->keys) + slot_of(c, l->part->row, position) * a->gap + l->kv_head * a->size;
+}
+
+static inline void prefetch_share(const struct attention *c, struct lanes *l)
+{
+    struct ahead *a = &l->ahead;
+    for (a->due += l->part->count; a->due >= a->num_calls; a->due -= a->num_calls) {
+        if (a->left <= 0 || a->done == 2 * l->part->count)
+            find_ahead(c, l);
+        if (a->left <= 0)
+            return;
+        for (int64_t byte = 0; byte < a->size; byte += 64)
+            __builtin_prefetch(a->at + byte, 0, 2);
+        a->done++;
+        a->left--;
+        a->at += a->gap;
     }
-    for (int64_t q = 0; q < queries; q += LANES) {
-        vi first = {0}, end = {0};
-        int64_t count = smaller(LANES, queries - q);
-        for (int64_t i = 0; i < count; i++) {
-            struct range range = seen_by(c, tile, part, part->first_member + (q + i) / group);
-            first[i] = range.first;
-            end[i] = range.end;
-        }
-        weigh_lanes(c, s, first_vector + q, count, s->scores + q, padded(queries), part->count, first, end);
+}
+
+/* Copy the keys or values of a part: [count, dim padded], and zeros, so that their number is a multiple of LANE_SCORES. */
+static void copy_vectors(const struct attention *c, const struct lanes *l, const void *pool, int64_t dim, float *to)
+{
+    for (int64_t position = l->part->begin, end = position + l->part->count; position < end;) {
+        int64_t slot = slot_of(c, l->part->row, position), left = c->block_size - slot % c->block_size;
+        for (int64_t stop = smaller(position + left, end); position < stop; position++, slot++, to += padded(dim))
+            widen(to, pool, (slot * c->num_kv_heads + l->kv_head) * dim, dim, c->pool_dtype);
     }
+    memset(to, 0, sizeof(float) * LANE_SCORES * padded(dim));
+}
+
+/* Return keys or values of a part, from the k-th on: up to `most`, and at least `needed` with zeros behind them. */
+static inline struct vectors vectors_from(const struct attention *c, const struct scratch *s, const struct lanes *l,
+                                          const void *pool, int64_t dim, int64_t k, int64_t most, int64_t needed)
+{
+    if (l->is_copied)
+        return (struct vectors){s->widened + k * padded(dim), padded(dim), FLOAT32};
+    int64_t count = smaller(most, l->part->count - k);
+    return vectors_at(c, pool, dim, l->part, l->kv_head, l->part->begin + k, count, needed, s->widened);
+}
+
+/* Return what a column sees of a part. The query vectors of one row see more and more keys, those of several rows all. */
+static struct column column_of(const struct attention *c, const struct tile *tile, const struct lanes *l, int64_t number)
+{
+    int64_t group = c->num_heads / c->num_kv_heads, first = number * LANES, end = smaller(first + LANES, l->num_vectors);
+    struct range one = seen_by(c, tile, l->part, l->part->first_member + first / group);
+    struct range last = seen_by(c, tile, l->part, l->part->first_member + (end - 1) / group);
+    struct column column = {(vi){0} + one.first, (vi){0} + one.end, {one.first, last.end}, 0};
+    column.is_masked = one.first != last.first || one.end != last.end;
+    for (int64_t i = first; i < end && column.is_masked; i++) {
+        struct range range = seen_by(c, tile, l->part, l->part->first_member + i / group);
+        column.first[i - first] = range.first;
+        column.end[i - first] = range.end;
+    }
+    return column;
+}
+
+/* Compute the weights of LANE_COLUMNS columns, or one. */
+static void weigh_columns(const struct attention *c, const struct scratch *s, const struct tile *tile, struct lanes *l,
+                          int64_t number)
+{
+    int64_t dim = padded(c->key_dim), end = smaller(number + LANE_COLUMNS, l->num_columns);
+    const float *turned = s->turned + number * LANES * dim;
+    struct vectors keys = {NULL, 0, FLOAT32};
+    for (int64_t i = number; i < end; i++)
+        l->columns[i] = column_of(c, tile, l, i);
+    for (int64_t k = 0; k < l->part->count; k += LANE_SCORES) {
+        float *scores = s->scores + (number * SPAN + k) * LANES;
+        prefetch_share(c, l);
+        if (number == 0 && tile->num_rows > 1 && l->part->num_members > 1)
+            prefetch_own(c, tile, l->part->first_head, l->part->begin + k);
+        if (k % LANES == 0)
+            keys = vectors_from(c, s, l, c->keys, c->key_dim, k, LANES, LANES);
+        if (k + LANE_SCORES <= l->columns[number].all.first || k >= l->columns[end - 1].all.end)
+            continue; /* they see none of these */
+        const float *key = (const float *)keys.first + k % LANES * keys.distance;
+        if (end - number == 1)
+            score_columns(turned, key, keys.distance, dim, 1, scores);
+        for (int i = 0; i < LANE_SCORES && end - number == LANE_COLUMNS; i += LANE_SCORES / LANE_COLUMNS)
+            score_columns(turned, key + i * keys.distance, keys.distance, dim, LANE_COLUMNS, scores + i * LANES);
+    }
+    for (int64_t i = number; i < end; i++)
+        if (l->columns[i].all.first < l->columns[i].all.end)
+            weigh_lanes(c, s, l->first_vector + i * LANES, smaller(LANES, l->num_vectors - i * LANES),
+                        s->scores + i * SPAN * LANES, &l->columns[i]);
+}
+
+/* sums [num_vectors, dim] += weights [count, LANES] @ values [count, dim], in columns [first, end) of dim. */
+static inline void add_products_of(float *sums, const float *weights, int64_t num_vectors, struct vectors values,
+                                   int64_t first, int64_t end, int64_t count, int64_t dim)
+{
+    struct vectors none = {NULL, 0, FLOAT32};
+    struct weights own = {weights, 1, LANES};
+    for (; num_vectors >= LANE_VECTORS; num_vectors -= LANE_VECTORS, own.first += LANE_VECTORS, sums += LANE_VECTORS * dim)
+        if (end - first == LANE_REGISTERS * LANES)
+            add_columns(sums, own, values, first, count, dim, LANE_VECTORS, LANE_REGISTERS, FLOAT32, none);
+        else
+            for (int64_t at = first; at < end; at += LANES)
+                add_columns(sums, own, values, at, count, dim, LANE_VECTORS, 1, FLOAT32, none);
+    for (; num_vectors > 0; num_vectors--, own.first++, sums += dim)
+        for (int64_t at = first; at < end; at += LANES)
+            add_columns(sums, own, values, at, count, dim, 1, 1, FLOAT32, none);
+}
+
+/* Add the products of the weights and values to the sums. */
+static void add_lanes(const struct attention *c, const struct scratch *s, struct lanes *l, int64_t step)
+{
+    int64_t dim = padded(c->value_dim), wide = LANE_REGISTERS * LANES;
+    for (int64_t k = 0; k < l->part->count; k += step) {
+        struct vectors all = vectors_from(c, s, l, c->values, c->value_dim, k, step, 0);
+        for (int64_t at = 0; at < dim; at += wide)
+            for (int64_t i = 0; i < l->num_columns; i++) {
+                struct range seen = l->columns[i].all;
+                int64_t first = k > seen.first ? k : seen.first, count = smaller(k + step, seen.end) - first;
+                struct vectors values = {(const float *)all.first + (first - k) * all.distance, all.distance, FLOAT32};
+                prefetch_share(c, l);
+                if (count > 0)
+                    add_products_of(s->sums + (l->first_vector + i * LANES) * dim, s->scores + (i * SPAN + first) * LANES,
+                                    smaller(LANES, l->num_vectors - i * LANES), values, at, smaller(at + wide, dim), count,
+                                    dim);
+            }
+    }
+}
+
+static void attend_lanes(const struct attention *c, const struct scratch *s, const struct tile *tile,
+                         const struct part *part, int is_first)
+{
+    int64_t group = c->num_heads / c->num_kv_heads, members = (int64_t)tile->num_rows * tile->num_tokens;
+    int64_t num_vectors = part->num_members * group, num_columns = padded(num_vectors) / LANES;
+    struct column columns[num_columns];
+    struct lanes l = {part, tile->first_head + part->first_head, (part->first_head * members + part->first_member) * group,
+                      num_vectors, num_columns, num_columns > LANE_COLUMNS, columns, {0}};
+    int64_t step = l.is_copied ? LANE_VALUES : LANE_BLOCK, wide = LANE_REGISTERS * LANES;
+    int64_t distance = l.is_copied ? part->count : 2 * LANES; /* from a vector in use to one that is prefetched */
+    l.ahead.done = l.is_copied || !is_first ? distance : 0;
+    l.ahead.num_calls = (num_columns + LANE_COLUMNS - 1) / LANE_COLUMNS * ((part->count + LANE_SCORES - 1) / LANE_SCORES);
+    l.ahead.due = (distance - l.ahead.done) * l.ahead.num_calls;
+    if (l.is_copied)
+        copy_vectors(c, &l, c->keys, c->key_dim, s->widened);
+    for (int64_t i = 0; i < num_columns; i += LANE_COLUMNS)
+        weigh_columns(c, s, tile, &l, i);
+    l.ahead.num_calls = (part->count + step - 1) / step * ((padded(c->value_dim) + wide - 1) / wide) * num_columns;
+    l.ahead.due = 0;
+    if (l.is_copied)
+        copy_vectors(c, &l, c->values, c->value_dim, s->widened);
+    add_lanes(c, s, &l, step);
 }
 
 /* Attend to positions [begin, end), span by span, with some members of a tile. */
@@ -583,13 +754,18 @@ static void attend_part(const struct attention *c, const struct scratch *s, cons
                         int64_t first_member, int64_t num_members, int64_t begin, int64_t end)
 {
     int64_t group = c->num_heads / c->num_kv_heads, per_head = (int64_t)tile->num_rows * tile->num_tokens * group;
-    int64_t dim = padded(c->key_dim), num_heads = num_members * group > ROW_VECTORS ? 1 : tile->num_heads;
+    int64_t dim = padded(c->key_dim), is_in_lanes = num_members * group > ROW_VECTORS;
+    int64_t num_heads = is_in_lanes ? 1 : tile->num_heads;
     for (int64_t head = 0; head < tile->num_heads; head += num_heads) {
         struct part part = {row, first_member, num_members, head, num_heads, begin, 0, end};
-        if (num_members * group > ROW_VECTORS)
+        if (is_in_lanes)
             turn_queries(s->query + (head * per_head + first_member * group) * dim, num_members * group, dim, s->turned);
         for (; part.begin < end; part.begin += part.count) {
             part.count = smaller(SPAN - part.begin % SPAN, end - part.begin);
+            if (is_in_lanes) {
+                attend_lanes(c, s, tile, &part, part.begin == begin);
+                continue;
+            }
             score_keys(c, s, tile, &part);
             weigh(c, s, tile, &part);
             add_values(c, s, tile, &part);
@@ -621,20 +797,21 @@ static void attend_tile(const struct attention *c, const struct scratch *s, cons
     write_output(c, s, tile);
 }
 
-static void write_pool(const struct attention *c, const struct scratch *s, const struct tile *tile)
+/* Write the keys and values of tokens [first, end), counted over all rows: all heads of a token, in the order of the memory. */
+static void write_pool(const struct attention *c, const struct scratch *s, int64_t first, int64_t end)
 {
-    for (int64_t i = 0; i < tile->num_rows * tile->num_tokens; i++) {
-        struct origin from = origin_of_member(c, tile, i);
-        int64_t slot = slot_of(c, row_of(c, tile, i), from.position), token = from.token;
-        for (int64_t head = tile->first_head; head < tile->first_head + tile->num_heads; head++) {
-            int64_t to = slot * c->num_kv_heads + head;
-            widen(s->widened, c->key, head * c->key_head_stride + token * c->key_token_stride, c->key_dim, c->dtype);
-            prepare(c, s->widened, c->key_norm, from.position);
-            narrow(c->keys, to * c->key_dim, s->widened, c->key_dim, c->pool_dtype, 1.0f);
-            widen(s->widened, c->value, head * c->value_head_stride + token * c->value_token_stride, c->value_dim, c->dtype);
-            narrow(c->values, to * c->value_dim, s->widened, c->value_dim, c->pool_dtype, 1.0f);
+    const struct attention_rows *rows = c->rows;
+    for (int64_t row = 0, token = first; token < end; row++)
+        for (; token < smaller(end, rows->query_starts[row + 1]); token++) {
+            int64_t position = rows->kv_lens[row] - rows->query_starts[row + 1] + token;
+            for (int64_t head = 0, to = slot_of(c, row, position) * c->num_kv_heads; head < c->num_kv_heads; head++, to++) {
+                widen(s->widened, c->key, head * c->key_head_stride + token * c->key_token_stride, c->key_dim, c->dtype);
+                prepare(c, s->widened, c->key_norm, position);
+                narrow(c->keys, to * c->key_dim, s->widened, c->key_dim, c->pool_dtype, 1.0f);
+                widen(s->widened, c->value, head * c->value_head_stride + token * c->value_token_stride, c->value_dim, c->dtype);
+                narrow(c->values, to * c->value_dim, s->widened, c->value_dim, c->pool_dtype, 1.0f);
+            }
         }
-    }
 }
 
 /* Return how many rows, from one in the order on, attend together to the `common` positions that they have in common. With
@@ -657,11 +834,23 @@ static int64_t rows_together(const struct attention *c, int64_t first, int32_t *
     return count;
 }
 
+/* Return the tokens of a chunk's tile. Each of its query vectors, with its sums and the scores of a span, takes a part of the
+ * second-level cache. Keys and values are read once for each tile, so the tiles are large, if there are enough of them. */
+static int64_t tokens_of_tile(const struct attention *c)
+{
+    const struct attention_rows *rows = c->rows;
+    int64_t vectors = (rows->query_starts[rows->num_rows] - rows->num_decodes) * c->num_heads;
+    int64_t most = TILE_FLOATS / (c->key_dim + c->value_dim + SPAN);
+    vectors = smaller(most, vectors / (TILES_PER_THREAD * rows->num_threads)) / TILE_VECTORS * TILE_VECTORS;
+    int64_t tokens = (vectors > TILE_VECTORS ? vectors : TILE_VECTORS) / (c->num_heads / c->num_kv_heads);
+    return tokens > 1 ? tokens : 1;
+}
+
 /* List the tiles, about the most expensive ones first: chunks from their ends, then decodes. Return their number. */
 static int64_t list_tiles(const struct attention *c, struct tile *tiles)
 {
     const struct attention_rows *rows = c->rows;
-    int64_t count = 0, group = c->num_heads / c->num_kv_heads, step = group < TILE_VECTORS ? TILE_VECTORS / group : 1;
+    int64_t count = 0, step = tokens_of_tile(c);
     int64_t heads = rows->num_rows >= ROWS_PER_THREAD * rows->num_threads ? c->num_kv_heads : 1;
     for (int64_t i = rows->num_decodes; i < rows->num_rows; i++) {
         int64_t num_tokens = rows->query_starts[rows->order[i] + 1] - rows->query_starts[rows->order[i]];
@@ -699,10 +888,9 @@ static int attend(const struct attention *c)
 #pragma omp parallel num_threads(region.num_threads)
     {
         struct scratch s = divide_scratch(c, vectors, (float *)(memory + scratch_size * omp_get_thread_num()));
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < num_tiles; i++)
-            write_pool(c, &s, &tiles[i]);
-        /* All keys are written here: the loop above ends with a barrier. A tile may read those of other tiles. */
+        int64_t num_tokens = c->rows->query_starts[c->rows->num_rows], thread = omp_get_thread_num();
+        write_pool(c, &s, num_tokens * thread / omp_get_num_threads(), num_tokens * (thread + 1) / omp_get_num_threads());
+#pragma omp barrier /* a tile reads keys that any thread has written */
 #pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < num_tiles; i++)
             attend_tile(c, &s, &tiles[i]);
