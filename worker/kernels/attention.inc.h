@@ -300,8 +300,10 @@ static ALWAYS_INLINE void score_columns(const float *turned, const float *keys, 
 static ALWAYS_INLINE void prefetch_own(const struct attention *c, const struct tile *tile, int64_t head, int64_t position)
 {
     int64_t steps_per_row = tile->num_heads * tile->common / (tile->num_rows * LANE_SCORES);
+    if (steps_per_row == 0 || tile->num_heads < c->num_kv_heads)
+        return;
     int64_t step = (head * tile->common + position) / LANE_SCORES, member = step / steps_per_row;
-    if (member >= tile->num_rows || tile->num_heads < c->num_kv_heads)
+    if (member >= tile->num_rows)
         return;
     int64_t row = row_of(c, tile, member), item_size = c->pool_dtype == FLOAT32 ? 4 : 2;
     int64_t key_size = c->num_kv_heads * c->key_dim * item_size, value_size = c->num_kv_heads * c->value_dim * item_size;

@@ -244,6 +244,15 @@ def test_many_rows_that_share_blocks_have_the_same_bits_alone(
     check_sharing(kernels, shape, lengths, [(list(range(41)), 128), (list(range(20, 24)), 144)], softcap=softcap)
 
 
+def test_many_rows_that_share_one_span_of_one_head(kernels: Kernels) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        check_sharing(kernels, Shape(heads=2, kv_heads=1, block_size=32), [160] * 90, [(list(range(90)), 128)])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def check_sharing(
     kernels: Kernels,
     shape: Shape,
