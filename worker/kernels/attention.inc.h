@@ -28,6 +28,8 @@ enum {
     LANE_BLOCK = 16,  /* the same where few query vectors read them in the pool, one block after the other */
 };
 
+_Static_assert(LANES >= LANE_SCORES || LANE_COLUMNS * LANES <= ROW_VECTORS, "few query vectors in lanes read LANES keys");
+
 struct tile {
     int32_t first_row, num_rows;     /* in the order of the rows; several only if they have one token each */
     int32_t first_token, num_tokens; /* tokens are counted from the row's first one in this step */
