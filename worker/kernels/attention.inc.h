@@ -801,14 +801,18 @@ static void attend_tile(const struct attention *c, const struct scratch *s, cons
     write_output(c, s, tile);
 }
 
-/* Write the keys and values of tokens [first, end), counted over all rows: all heads of a token, in the order of the memory. */
+/* Write keys and values, in the order of the memory: those of tokens, counted over all rows, and of heads from `first` up to
+ * `end`, where a token counts as many as it has heads. */
 static void write_pool(const struct attention *c, const struct scratch *s, int64_t first, int64_t end)
 {
     const struct attention_rows *rows = c->rows;
-    for (int64_t row = 0, token = first; token < end; row++)
-        for (; token < smaller(end, rows->query_starts[row + 1]); token++) {
+    int64_t token = first / c->num_kv_heads, head = first % c->num_kv_heads;
+    for (int64_t row = 0, left = end - first; left > 0; row++)
+        for (; left > 0 && token < rows->query_starts[row + 1]; token++, head = 0) {
             int64_t position = rows->kv_lens[row] - rows->query_starts[row + 1] + token;
-            for (int64_t head = 0, to = slot_of(c, row, position) * c->num_kv_heads; head < c->num_kv_heads; head++, to++) {
+            int64_t slot = slot_of(c, row, position) * c->num_kv_heads;
+            for (; left > 0 && head < c->num_kv_heads; head++, left--) {
+                int64_t to = slot + head;
                 widen(s->widened, c->key, head * c->key_head_stride + token * c->key_token_stride, c->key_dim, c->dtype);
                 prepare(c, s->widened, c->key_norm, position);
                 narrow(c->keys, to * c->key_dim, s->widened, c->key_dim, c->pool_dtype, 1.0f);
@@ -824,7 +828,9 @@ static int64_t rows_together(const struct attention *c, int64_t first, int32_t *
 {
     const struct attention_rows *rows = c->rows;
     int64_t count = 1, most = 1 + rows->num_decodes / (ROWS_PER_THREAD * rows->num_threads);
-    most = smaller(TILE_ROWS_MAX, most > ROW_VECTORS ? padded(most) : most); /* no lanes without a row */
+    int64_t tiles = (rows->num_decodes + TILE_ROWS_MAX * rows->num_threads - 1) / (TILE_ROWS_MAX * rows->num_threads);
+    int64_t even = (rows->num_decodes + tiles * rows->num_threads - 1) / (tiles * rows->num_threads); /* as many for each thread */
+    most = smaller(even, most > ROW_VECTORS ? padded(most) : most); /* no lanes without a row */
     *common = 0;
     while (count < most && first + count < rows->num_decodes) {
         int64_t shared = rows->common[first + count - 1] / SPAN * SPAN;
@@ -838,14 +844,20 @@ static int64_t rows_together(const struct attention *c, int64_t first, int32_t *
     return count;
 }
 
-/* Return the tokens of a chunk's tile. Each of its query vectors, with its sums and the scores of a span, takes a part of the
- * second-level cache. Keys and values are read once for each tile, so the tiles are large, if there are enough of them. */
-static int64_t tokens_of_tile(const struct attention *c)
+/* Return how many products of query vectors and keys a chunk has, or more. */
+static int64_t work_of(const struct attention *c, int64_t row)
 {
-    const struct attention_rows *rows = c->rows;
-    int64_t vectors = (rows->query_starts[rows->num_rows] - rows->num_decodes) * c->num_heads;
+    return (c->rows->query_starts[row + 1] - c->rows->query_starts[row]) * (int64_t)c->rows->kv_lens[row] * c->num_heads;
+}
+
+/* Return the tokens of a tile of a chunk. Each of its query vectors, with its sums and the scores of a span, takes a part of
+ * the second-level cache. Keys and values are read once for each tile. So the tiles are large, unless one would be too much
+ * of the work of all. */
+static int64_t tokens_of_tile(const struct attention *c, int64_t row, int64_t work)
+{
     int64_t most = TILE_FLOATS / (c->key_dim + c->value_dim + SPAN);
-    vectors = smaller(most, vectors / (TILES_PER_THREAD * rows->num_threads)) / TILE_VECTORS * TILE_VECTORS;
+    int64_t share = work / (TILES_PER_THREAD * c->rows->num_threads * (int64_t)c->rows->kv_lens[row]);
+    int64_t vectors = smaller(most, share) / TILE_VECTORS * TILE_VECTORS;
     int64_t tokens = (vectors > TILE_VECTORS ? vectors : TILE_VECTORS) / (c->num_heads / c->num_kv_heads);
     return tokens > 1 ? tokens : 1;
 }
@@ -854,9 +866,12 @@ static int64_t tokens_of_tile(const struct attention *c)
 static int64_t list_tiles(const struct attention *c, struct tile *tiles)
 {
     const struct attention_rows *rows = c->rows;
-    int64_t count = 0, step = tokens_of_tile(c);
+    int64_t count = 0, work = 0;
     int64_t heads = rows->num_rows >= ROWS_PER_THREAD * rows->num_threads ? c->num_kv_heads : 1;
+    for (int64_t i = rows->num_decodes; i < rows->num_rows; i++)
+        work += work_of(c, rows->order[i]);
     for (int64_t i = rows->num_decodes; i < rows->num_rows; i++) {
+        int64_t step = tokens_of_tile(c, rows->order[i], work);
         int64_t num_tokens = rows->query_starts[rows->order[i] + 1] - rows->query_starts[rows->order[i]];
         for (int64_t first = (num_tokens - 1) / step * step; first >= 0; first -= step)
             for (int64_t head = 0; head < c->num_kv_heads; head++)
@@ -892,8 +907,8 @@ static int attend(const struct attention *c)
 #pragma omp parallel num_threads(region.num_threads)
     {
         struct scratch s = divide_scratch(c, vectors, (float *)(memory + scratch_size * omp_get_thread_num()));
-        int64_t num_tokens = c->rows->query_starts[c->rows->num_rows], thread = omp_get_thread_num();
-        write_pool(c, &s, num_tokens * thread / omp_get_num_threads(), num_tokens * (thread + 1) / omp_get_num_threads());
+        int64_t written = c->rows->query_starts[c->rows->num_rows] * c->num_kv_heads, thread = omp_get_thread_num();
+        write_pool(c, &s, written * thread / omp_get_num_threads(), written * (thread + 1) / omp_get_num_threads());
 #pragma omp barrier /* a tile reads keys that any thread has written */
 #pragma omp for schedule(dynamic) nowait
         for (int64_t i = 0; i < num_tiles; i++)
