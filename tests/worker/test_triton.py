@@ -23,7 +23,6 @@ from tests.worker.rows import make_batch, sampling_rows
 FILES = sorted((Path(__file__).parent / "interpreted").glob("*_triton.py"))
 
 
-@pytest.mark.timeout(1500)  # the interpreter takes a minute on a slow machine, and several beside other work
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_kernels_do_in_the_interpreter_what_the_cpu_does(path: Path) -> None:
     # Triton reads the variable when it is imported, so the interpreter has a process of its own.

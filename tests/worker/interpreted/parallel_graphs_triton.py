@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.worker.driver import Driver
-from tests.worker.interpreted import graphs_triton
+from tests.worker.interpreted import graph_steps
 from tests.worker.models import make_model
 from tests.worker.parallel.ranks import RankProcesses
 
@@ -17,11 +17,11 @@ from tests.worker.parallel.ranks import RankProcesses
 def run_triton(_: None) -> None:
     """Make this process choose Triton for the next rank."""
     patch = pytest.MonkeyPatch()  # until the process ends
-    graphs_triton.patch_worker(patch)
+    graph_steps.patch_worker(patch)
 
 
 def use_graphs(rank: Any) -> None:
-    graphs_triton.use_graphs(rank, is_alone=False)
+    graph_steps.use_graphs(rank, is_alone=False)
 
 
 def replays(rank: Any) -> tuple[int, list[Any]]:
@@ -46,13 +46,13 @@ def test_ranks_capture_together_and_yield_the_tokens_of_eager_steps(
     sizes: dict[str, int], processes: RankProcesses, tmp_path: Path
 ) -> None:
     shape = {"num_hidden_layers": sizes.get("pp", 1), "num_attention_heads": 2, "num_key_value_heads": 2}
-    make_model("llama", tmp_path, **graphs_triton.SMALL | shape)
-    with processes.group(tmp_path, max_num_seqs=graphs_triton.MAX_NUM_SEQS, **sizes) as group:
+    make_model("llama", tmp_path, **graph_steps.SMALL | shape)
+    with processes.group(tmp_path, max_num_seqs=graph_steps.MAX_NUM_SEQS, **sizes) as group:
         prompts = [[1, 2], [3], [4, 5, 6]]
 
         def outputs() -> list[list[int]]:
             driver = Driver(group, 1, preempts=False)
-            return [one.output for one in driver.run(prompts, graphs_triton.MAX_TOKENS, graphs_triton.SAMPLING)]
+            return [one.output for one in driver.run(prompts, graph_steps.MAX_TOKENS, graph_steps.SAMPLING)]
 
         expected = outputs()
         group.call("inspect", use_graphs)
