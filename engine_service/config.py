@@ -65,7 +65,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 _HELP = {
     "model": ("DIR_OR_ID", "directory with config.json and safetensors files, or a Hugging Face Hub id"),
-    "served_model_name": ("NAME", "model name that jobs give (default: the last part of --model)"),
+    "served_model_name": ("NAME", "model name that jobs give (default: --model, or its last part)"),
     "tokenizer": ("DIR", "directory of the tokenizer (default: the model's directory)"),
     "queue": ("NAME", "queue to take jobs from"),
     "redis": ("URL", "Redis server (default: $MILLRACE_REDIS_URL, else $REDIS_URL, else localhost)"),
@@ -237,9 +237,11 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         return msgspec.structs.replace(super().for_scheduler(), inter_token_latency_s=self.inter_token_latency)
 
     @property
-    def model_name(self) -> str:
-        """The name that a job's `model` is checked against."""
-        return self.served_model_name or os.path.basename(os.path.abspath(os.path.expanduser(self.model)))
+    def model_names(self) -> tuple[str, ...]:
+        """The names that a job's `model` may have. Logs and metrics show the first one."""
+        if self.served_model_name:
+            return (self.served_model_name,)
+        return os.path.basename(os.path.abspath(os.path.expanduser(self.model))), self.model
 
 
 Config = TypeVar("Config", bound=EngineConfig)

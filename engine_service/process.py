@@ -126,9 +126,9 @@ class _Process:
         serving = _Serving(config, self._engine, self._health, admission, mark, self._connect)
         serving.start()
         engine_id = serving.leases.engine_id
-        names = {"engine": engine_id, "model": config.model_name, "queue": config.queue}
+        names = {"engine": engine_id, "model": config.model_names[0], "queue": config.queue}
         self._metrics_collector.watch(serving.service, serving.leases, **names)
-        logger.info("engine %s serves %s on queue %s", engine_id, config.model_name, config.queue)
+        logger.info("engine %s serves %s on queue %s", engine_id, config.model_names[0], config.queue)
         release_freed_memory()  # what the tokenizer's file took, mostly
         logger.info("start: ready after %.2f s", process_age_s())
         try:
@@ -195,7 +195,7 @@ class _Serving:
             self.leases,
             capacity,
             admission,
-            model_name=config.model_name,
+            model_names=config.model_names,
             fingerprint=mark,
             post=self.service.post,
             cached_prompts=prefixes.current,

@@ -76,8 +76,9 @@ class Call(msgspec.Struct, frozen=True):
 _line_decoder = msgspec.json.Decoder(BatchLine)
 
 
-def parse_line(raw: bytes) -> tuple[Call, GenerationRequest]:
-    """Return the call of a line, and its request, which has no id. Raises InvalidRequest with the name of the field."""
+def parse_line(raw: bytes, defaults: Mapping[str, Any] | None = None) -> tuple[Call, GenerationRequest]:
+    """Return the call of a line, and its request, which has no id. `defaults` are fields for a body that lacks them. Raises
+    InvalidRequest with the name of the field."""
     try:
         line = _line_decoder.decode(raw)
     except msgspec.ValidationError as error:
@@ -93,7 +94,8 @@ def parse_line(raw: bytes) -> tuple[Call, GenerationRequest]:
     model = line.body.get("model")
     if type(model) is not str or not model:
         raise InvalidRequest("model", f"must be the name of the model, got {shown(model)}")
-    request = to_request(url, line.body)
+    gaps = {name: value for name, value in (defaults or {}).items() if line.body.get(name) is None}
+    request = to_request(url, {**line.body, **gaps})
     return Call(line.custom_id, url, model, request.sampling.logprobs, _aliases(url, line.body)), request
 
 

@@ -62,7 +62,7 @@ class Intake:
         capacity: Capacity,
         admission: Admission,
         *,
-        model_name: str,
+        model_names: tuple[str, ...],
         fingerprint: str,
         post: Callable[[EngineEvent], None],
         cached_prompts: Callable[[], list[str]] = list,
@@ -71,7 +71,7 @@ class Intake:
         self._leases = leases
         self._capacity = capacity
         self._admission = admission
-        self._model_name = model_name
+        self._model_names = model_names
         self._fingerprint = fingerprint
         self._post = post
         self._cached_prompts = cached_prompts
@@ -200,9 +200,9 @@ class Intake:
 
     def _build(self, claimed: ClaimedJob, is_quick: bool) -> ServedJob:
         request = parse_body(claimed.body)
-        if request.model is not None and request.model != self._model_name:
+        if request.model is not None and request.model not in self._model_names:
             message = (
-                f"this queue serves {shown(self._model_name)}, not {shown(request.model)}; use the queue of that model"
+                f"this queue serves {shown(self._model_names[0])}, not {shown(request.model)}; use the queue of that model"
             )
             raise InvalidRequest("model", message)
         n, num_candidates = request.sampling.n, len(claimed.checkpoints)

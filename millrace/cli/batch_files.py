@@ -41,6 +41,7 @@ class _CustomId(msgspec.Struct):
 class _State(msgspec.Struct):
     run: str
     input_digest: str
+    options: dict[str, str | int] = {}
 
 
 class Input(NamedTuple):
@@ -106,9 +107,10 @@ def _lines(file: IO[bytes]) -> Iterator[InputLine]:
 class OutputFile:
     """Owns the output and the state of a run, inside a `with` block. No other process can open them meanwhile."""
 
-    def __init__(self, path: Path, source: Input) -> None:
-        """Begin a run, or continue one. Raises CommandError if the output is that of another run, or of one that runs."""
-        self._path, self._source = path, source
+    def __init__(self, path: Path, source: Input, options: dict[str, str | int]) -> None:
+        """Begin a run, or continue one. `options` are those of its jobs. Raises CommandError if the output is that of another
+        run, or of one that runs."""
+        self._path, self._source, self._options = path, source, options
         self._state_path = path.with_name(path.name + ".state")
         self._check_paths()
         self._lock = self._state_path.open("a+b", buffering=0)
@@ -149,7 +151,7 @@ class OutputFile:
     def write(self, line: dict[str, Any]) -> None:
         """Append a line. Raises CommandError, for example when the disk is full: then the line may be written in part."""
         try:
-            self._file.write(msgspec.json.encode(line) + b"\n")
+            _write(self._file, msgspec.json.encode(line) + b"\n")
         except OSError as error:
             remedy = "when that is mended, run the same command again: it continues"
             raise CommandError(f"{self._path}: {error.strerror}; {remedy}") from error
@@ -178,9 +180,9 @@ class OutputFile:
             raise CommandError(f"{self._path}: another run-batch writes it now", INVALID) from None
         self._lock.seek(0)
         if not (text := self._lock.read()):
-            state = _State(uuid.uuid4().hex[:12], self._source.digest)
+            state = _State(uuid.uuid4().hex[:12], self._source.digest, self._options)
             try:
-                self._lock.write(msgspec.json.encode(state))
+                _write(self._lock, msgspec.json.encode(state))
                 os.fsync(self._lock.fileno())
             except OSError as error:
                 raise CommandError(f"{self._state_path}: {error.strerror}") from error
@@ -192,6 +194,9 @@ class OutputFile:
         if state.input_digest != self._source.digest:
             reason = f"was begun with another input than {self._source.path} is now; remove it and {self._state_path}"
             raise CommandError(f"{self._path}: {reason}", INVALID)
+        if state.options != self._options:
+            before = " ".join(f"--{name} {value}" for name, value in state.options.items()) or "no --tenant or --priority"
+            raise CommandError(f"{self._path}: was begun with {before}; continue it with the same", INVALID)
         return state, True
 
     def _read(self) -> int:
@@ -212,6 +217,13 @@ class OutputFile:
         self._file.truncate(end)
         self._file.seek(end)
         return num_lines
+
+
+def _write(file: IO[bytes], data: bytes) -> None:
+    """Write all: where space ends, a file without a buffer takes a part, and only the next part fails."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _has_failed(line: dict[str, Any]) -> bool:

@@ -33,9 +33,9 @@ def add_parsers(verbs: Verbs) -> None:
     parser = add_verb(verbs, "run-batch", "answer a file of requests in OpenAI's batch format", epilog=_EPILOG)
     parser.add_argument("-i", "--input", type=Path, required=True, metavar="FILE", help="requests, one JSON per line")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="a new file for the answers")
-    parser.add_argument("--model", metavar="DIR", help="start a private Redis, and an engine with this model")
+    parser.add_argument("--model", metavar="DIR_OR_ID", help="start a private Redis, and an engine with this model")
     parser.add_argument("--tenant", metavar="NAME", help="the account that the jobs belong to")
-    parser.add_argument("--priority", type=integer, metavar="N", help="order within a tenant; lower numbers first")
+    parser.add_argument("--priority", type=integer, metavar="N", help="order within a tenant of lines without one; lower numbers first")
     parser.add_argument(
         "engine_options", nargs="*", metavar="-- OPTION", help="with --model: options of `millrace serve`"
     )
@@ -48,13 +48,15 @@ def run(args: argparse.Namespace) -> int:
     if args.engine_options and not args.model:
         raise CommandError(f"{args.engine_options[0]}: is an option of an engine; it needs --model", INVALID)
     from millrace.cli.batch_files import OutputFile, read_input
+    from millrace.cli.submit_file import check_options
     from millrace.results.waiting import counted_noun
 
+    options = {name: each for name in ("tenant", "priority") if (each := getattr(args, name)) is not None}
+    check_options(options)
     source = read_input(args.input)
-    with OutputFile(args.output, source) as output:
+    with OutputFile(args.output, source, options) as output:
         if output.num_written < source.num_lines:
-            options = {"tenant": args.tenant, "priority": args.priority}
-            run_ = _Run(output, source.num_lines, {name: each for name, each in options.items() if each is not None})
+            run_ = _Run(output, source.num_lines, options)
             try:
                 with _service(args) as (redis_url, check):
                     run_.answer(source.lines(), redis_url, args.queue, check)
@@ -92,10 +94,11 @@ def _service(args: argparse.Namespace) -> Iterator[tuple[str | None, Callable[[]
 class _Run:
     """Submits what the output lacks, and writes the answers."""
 
-    def __init__(self, output: OutputFile, num_lines: int, options: dict[str, object]) -> None:
-        """`options` are fields of all requests."""
+    def __init__(self, output: OutputFile, num_lines: int, options: dict[str, str | int]) -> None:
+        """`options`: the tenant of all jobs, and the priority of those whose lines have none, as far as they are given."""
         self._output = output
-        self._options = options
+        self._tenant = {name: value for name, value in options.items() if name == "tenant"}
+        self._defaults = {name: value for name, value in options.items() if name == "priority"}
         self._open: dict[str, Call] = {}
         """By line id: the calls whose jobs are in the queue."""
         self._progress = _Progress(num_lines, output.num_written)
@@ -130,8 +133,8 @@ class _Run:
             try:
                 if text is None:
                     raise InvalidRequest("line", f"is longer than {MAX_LINE_BYTES:,} bytes; shorten the prompt")
-                call, request = parse_line(text)
-                request = msgspec.structs.replace(request, id=line_id, **self._options)
+                call, request = parse_line(text, self._defaults)
+                request = msgspec.structs.replace(request, id=line_id, **self._tenant)
                 job = to_submission(request, batch=self._output.batch)
             except InvalidRequest as error:
                 self._output.write(refused_line(line_id, custom_id_of(text), error))

@@ -94,8 +94,19 @@ def test_the_command_line_goes_before_the_config_file_and_that_before_the_defaul
     (file := tmp_path / "engine.toml").write_text("model = '/models/a'\nmax_num_seqs = 4\nheartbeat = 5\nqueue = 'b'\n")
     config = parse(["--config", str(file), "--queue", "c", "--kv-cache-memory", "1.5 GiB"])
     assert (config.queue, config.max_num_seqs, config.heartbeat, config.block_size) == ("c", 4, 5.0, 16)
-    assert config.model_name == "a"
     assert config.for_worker(tmp_path).kv_cache_memory_bytes == 3 * 2**29
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["org/model"], {"model", "org/model"}),
+        (["/models/a/"], {"a", "/models/a/"}),
+        (["org/model", "--served-model-name", "b"], {"b"}),
+    ],
+)
+def test_jobs_may_name_the_model_as_the_command_line_did_or_by_its_last_part(options: list[str], names: set[str]) -> None:
+    assert set(parse(["--model", *options]).model_names) == names
 
 
 def test_the_help_names_what_an_option_can_be() -> None:

@@ -276,7 +276,7 @@ def test_a_request_with_another_n_than_its_record_is_refused(serving: Serving, i
         leases,
         serving.capacity,
         serving.admission,
-        model_name="stub",
+        model_names=("stub",),
         fingerprint=FINGERPRINT,
         post=serving.service.post,
     )

@@ -78,7 +78,7 @@ class Parts:
             self.leases,
             self.capacity,
             Admission(engine.facts, None, []),
-            model_name="stub",
+            model_names=("stub",),
             fingerprint=FINGERPRINT,
             post=self.events.put,
         )

@@ -205,7 +205,7 @@ class Serving:
             self.leases,
             self.capacity,
             self.admission,
-            model_name="stub",
+            model_names=("stub",),
             fingerprint=FINGERPRINT,
             post=self.service.post,
         )

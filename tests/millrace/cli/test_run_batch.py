@@ -220,6 +220,39 @@ def test_options_that_do_not_go_together_are_refused(millrace: Command, files: F
     assert "it needs --model" in millrace("run-batch", *files.arguments, "--", "--max-num-seqs", "8").err
 
 
+def test_options_for_all_lines_are_checked_first_and_a_run_keeps_them(
+    millrace: Command, engine: EngineByHand, files: Files, redis_client: redis.Redis, queue_name: str
+) -> None:
+    files.write([call("a"), call("b", priority=7), call("c", priority=None)])
+    wrong = millrace("run-batch", *files.arguments, "--tenant", "a b")
+    assert (wrong.status, wrong.err.count("\n"), files.output.exists()) == (INVALID, 1, False)
+    assert "tenant" in wrong.err
+    arguments = (*files.arguments, "--tenant", "team", "--priority", "3")
+    with started(*millrace.line("run-batch", *arguments)) as process:
+        wait_until(lambda: len(millrace("ls", "--json").json_lines()) == 3)
+        process.kill()
+    records = [QueueKeys(queue_name).job(job["id"]) for job in millrace("ls", "--json").json_lines()]
+    ranks = sorted(redis_client.hmget(record, "tenant", "priority") for record in records)
+    assert ranks == [[b"team", b"3"], [b"team", b"3"], [b"team", b"7"]]
+    other = millrace("run-batch", *files.arguments, "--tenant", "team")
+    assert other.status == INVALID
+    assert "was begun with --tenant team --priority 3; continue it with the same" in other.err
+    with answering(engine):
+        assert millrace("run-batch", *arguments).status == OK
+    assert files.statuses() == {"a": 200, "b": 200, "c": 200}
+
+
+def test_a_disk_that_takes_a_part_of_the_last_line_is_full(millrace: Command, engine: EngineByHand, files: Files) -> None:
+    files.write([call("c" * 5000)])
+    with answering(engine):
+        with started("-c", WITH_SMALL_FILES, "run-batch", *millrace.place, *files.arguments) as process:
+            _, err = process.communicate()
+        assert process.returncode == OTHER
+        assert "out.jsonl: File too large" in err
+        assert millrace("run-batch", *files.arguments).status == OK
+    assert len(files.answers()) == 1
+
+
 def test_a_full_disk_is_named_and_the_same_command_continues(
     millrace: Command, engine: EngineByHand, files: Files
 ) -> None:
