@@ -85,7 +85,7 @@ def job_fields(job: Job) -> dict[str, Any]:
 def print_outputs(job: Job, first: int = 0) -> None:
     """Print the texts of a job from candidate `first` on, each of several under a heading."""
     for output in job.outputs[first:]:
-        if not output.text and job.state != "finished":
+        if not output.text and (job.state != "finished" or not job.has_result):
             continue
         if len(job.outputs) > 1:
             print_text(f"--- candidate {output.index}\n")
@@ -143,9 +143,10 @@ def was_cut(job: Job) -> bool:
 
 def status_of(job: Job) -> int:
     """Return the exit status for a job that has ended. If it did not finish, print why on stderr."""
-    if job.state == "finished":
+    if job.state == "finished" and job.has_result:
         return OK
-    remark(f"{job.id}: {job.state}" + (f": {job.error.message}" if job.error else ""))
+    why = f": {job.error.message}" if job.error else "" if job.has_result else ": its result has expired"
+    remark(f"{job.id}: {job.state}{why}")
     return OTHER
 
 

@@ -161,6 +161,8 @@ class Monitor:
 
 
 def _end_of(run: GatewayRun, job: Job) -> RunEnd:
+    if job.state == "finished" and not job.has_result:
+        return RunEnd(run, "failed", reason="finished, but the result has expired")
     if job.state == "finished":
         outputs = [_fields_of(output) for output in job.outputs]
         value = {name: each for name, each in outputs[0].items() if name != "index"}

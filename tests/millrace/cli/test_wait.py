@@ -201,6 +201,18 @@ def test_waiting_for_several_jobs_or_a_batch_prints_each(millrace: Command, engi
     assert millrace("wait", "a", "none").status == 3
 
 
+def test_a_result_that_has_expired_is_no_empty_text(
+    millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
+) -> None:
+    redis_client.hset(QueueKeys(queue_name).settings, mapping={"result_ttl_ms": 60_000, "record_ttl_ms": 600_000})
+    millrace("submit", "x", "--id", "a")
+    engine.finish(engine.claim()[0], "text")
+    redis_client.delete(QueueKeys(queue_name).result("a"))  # as if its time had passed
+    expired = "millrace: a: finished: its result has expired\n"
+    assert millrace("wait", "a") == (1, "", expired)
+    assert millrace("submit", "x", "--id", "a", "--wait") == (1, "", expired)
+
+
 def test_an_output_that_a_limit_of_tokens_has_cut_is_reported_once_for_each_wait(
     millrace: Command, engine: EngineByHand
 ) -> None:

@@ -86,6 +86,24 @@ def test_a_killed_gateway_is_succeeded_within_15_seconds(
         assert more[0].is_finished
 
 
+def test_a_result_that_expires_while_no_gateway_runs_is_no_empty_text(
+    engine: EchoEngine, gateway: GatewayProcess, rq_queue: Queue, redis_url: str, tmp_path: Path
+) -> None:
+    engine.hold()
+    (job,) = enqueue_many(rq_queue, 1)
+    wait_until(lambda: len(engine.held) == 1, what="the claim")
+    gateway.process.send_signal(signal.SIGSTOP)
+    engine.let_go()
+    wait_until(lambda: engine.queue.get(job.id).state == "finished", what="the result")
+    gateway.kill()
+    rq_queue.connection.delete(engine.queue.keys.result(job.id))
+    with _next(tmp_path, redis_url, rq_queue, engine):
+        wait_until(lambda: job.get_status() == "failed", what="the end", limit_s=RESTART_LIMIT_S)
+    result = job.latest_result()
+    assert result is not None
+    assert result.exc_string == "finished, but the result has expired"
+
+
 @pytest.mark.slow
 def test_gateways_that_are_killed_again_and_again_lose_nothing(
     engine: EchoEngine, rq_queue: Queue, redis_url: str, tmp_path: Path
