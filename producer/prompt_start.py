@@ -9,22 +9,35 @@ from zlib import crc32
 MAX_CHARS = 200
 _MAX_BODY = 1024
 _NUM_BYTES = 256
+_values = json.JSONDecoder(strict=False)
 _SALT = re.compile(rb'{"cache_salt":"[^"]*"')
 
-_TEXT = re.compile(
-    rb'"(?:prompt|content|prompt_token_ids)"\s*:\s*(?:"((?:[^"\\]|\\[^u]|\\u[0-9a-fA-F]{4})*)|(\[[0-9,\s]*))'
-)
+_CHARACTERS = r'"((?:[^"\\]|\\[^u]|\\u[0-9a-fA-F]{4})*)'
+_NAME = re.compile(rf'\s*[{{,]\s*{_CHARACTERS}"\s*:\s*')
+_STARTS = {
+    "prompt": re.compile(_CHARACTERS),
+    "prompt_token_ids": re.compile(r"(\[[0-9,\s]*)"),
+    "messages": re.compile(rf'.*?"(?:content|text)"\s*:\s*{_CHARACTERS}', re.DOTALL),
+}
+"""By the name of a field, what the start of its JSON looks like. A message has a text, or parts with texts."""
 
 
 def prompt_start(body: bytes) -> str:
-    """Return at most MAX_CHARS of the prompt, or of the first message, in the beginning of a JSON body; "" without any."""
-    found = _TEXT.search(body)
-    if found is None:
-        return ""
-    if found[2] is not None:
-        return found[2].decode()[:MAX_CHARS]
-    text = found[1].decode(errors="ignore")  # the last character may be cut off
-    return str(json.loads(f'"{text}"', strict=False))[:MAX_CHARS].encode(errors="replace").decode()
+    """Return at most MAX_CHARS of the prompt, or of the first text of a chat, in the beginning of a JSON body; "" without
+    any, and if it does not begin in this part."""
+    text, end = body.decode(errors="ignore"), 0  # the last character may be cut off
+    while name := _NAME.match(text, end):
+        if name[1] in _STARTS:
+            found = _STARTS[name[1]].match(text, name.end())
+            start = found[1] if found else ""
+            is_list = name[1] == "prompt_token_ids"
+            shown = start if is_list else str(json.loads(f'"{start}"', strict=False))
+            return shown[:MAX_CHARS].encode(errors="replace").decode()
+        try:
+            _, end = _values.raw_decode(text, name.end())
+        except ValueError:  # it does not end in this part
+            break
+    return ""
 
 
 def prompt_digest(body: bytes) -> str | None:
@@ -32,11 +45,10 @@ def prompt_digest(body: bytes) -> str | None:
 
     It is a hint: equal prompts have equal digests when their clients write JSON in one way.
     """
-    field = body.find(b'"prompt', 0, _MAX_BODY)  # or prompt_token_ids
+    places = (body.find(name, 0, _MAX_BODY) for name in (b'"prompt":', b'"prompt_token_ids":', b'"messages":'))
+    field = next((place for place in places if place >= 0), -1)
     if field < 0:
-        field = body.find(b'"messages"', 0, _MAX_BODY)
-        if field < 0:
-            return None
+        return None
     start = body.find(b":", field) + 1
     end = start + _NUM_BYTES
     if end > len(body) or end > _MAX_BODY:
