@@ -108,8 +108,8 @@ class OutputFile:
     """Owns the output and the state of a run, inside a `with` block. No other process can open them meanwhile."""
 
     def __init__(self, path: Path, source: Input, options: dict[str, str | int]) -> None:
-        """Begin a run, or continue one. `options` are those of its jobs. Raises CommandError if the output is that of another
-        run, or of one that runs."""
+        """Begin a run, or continue one. `options`: of its jobs. Raises CommandError if the output is that of another run, or
+        of one that runs."""
         self._path, self._source, self._options = path, source, options
         self._state_path = path.with_name(path.name + ".state")
         self._check_paths()
@@ -195,8 +195,9 @@ class OutputFile:
             reason = f"was begun with another input than {self._source.path} is now; remove it and {self._state_path}"
             raise CommandError(f"{self._path}: {reason}", INVALID)
         if state.options != self._options:
-            before = " ".join(f"--{name} {value}" for name, value in state.options.items()) or "no --tenant or --priority"
-            raise CommandError(f"{self._path}: was begun with {before}; continue it with the same", INVALID)
+            options = " ".join(f"--{name} {value}" for name, value in state.options.items())
+            reason = f"was begun with {options or 'no --tenant or --priority'}; continue it with the same"
+            raise CommandError(f"{self._path}: {reason}", INVALID)
         return state, True
 
     def _read(self) -> int:

@@ -19,7 +19,8 @@ def add_parsers(verbs: Verbs) -> None:
     kinds = gateway.add_subparsers(title="kinds", metavar="KIND", required=True)
     rq = add_verb(kinds, "rq", "run jobs from RQ queues and return their results to RQ")
     rq.add_argument("--queues", required=True, type=_names, metavar="A,B", help="RQ queues, the most important first")
-    rq.add_argument("--to-queue", metavar="NAME", help="the Millrace queue that runs the jobs (default: --queue)")
+    name = "another name of --queue: the Millrace queue that runs the jobs"
+    rq.add_argument("--to-queue", dest="queue", default=argparse.SUPPRESS, metavar="NAME", help=name)
     most = "hold at most N RQ jobs at a time (default: %(default)s)"
     rq.add_argument("--max-in-flight", type=counted, default=DEFAULT_MAX_IN_FLIGHT, metavar="N", help=most)
     rq.add_argument(
@@ -35,12 +36,11 @@ def run_rq(args: argparse.Namespace) -> int:
     from millrace.executor.logs import FORMAT_VARIABLE, set_up_logs
     from millrace.producer.rq.gateway import is_running_here, serve
 
-    to_queue = args.to_queue or args.queue
     if not args.check:
         os.environ[FORMAT_VARIABLE] = args.log_format
         set_up_logs("INFO")
-        serve(args.redis, args.queues, to_queue, args.max_in_flight)
-    elif not is_running_here(args.redis, args.queues, to_queue):
+        serve(args.redis, args.queues, args.queue, args.max_in_flight)
+    elif not is_running_here(args.redis, args.queues, args.queue):
         raise CommandError("no gateway on this host serves these queues")
     return OK
 

@@ -35,7 +35,9 @@ def add_parsers(verbs: Verbs) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="a new file for the answers")
     parser.add_argument("--model", metavar="DIR_OR_ID", help="start a private Redis, and an engine with this model")
     parser.add_argument("--tenant", metavar="NAME", help="the account that the jobs belong to")
-    parser.add_argument("--priority", type=integer, metavar="N", help="order within a tenant of lines without one; lower numbers first")
+    parser.add_argument(
+        "--priority", type=integer, metavar="N", help="priority of lines without one; lower numbers first"
+    )
     parser.add_argument(
         "engine_options", nargs="*", metavar="-- OPTION", help="with --model: options of `millrace serve`"
     )

@@ -242,7 +242,9 @@ def test_options_for_all_lines_are_checked_first_and_a_run_keeps_them(
     assert files.statuses() == {"a": 200, "b": 200, "c": 200}
 
 
-def test_a_disk_that_takes_a_part_of_the_last_line_is_full(millrace: Command, engine: EngineByHand, files: Files) -> None:
+def test_a_disk_that_takes_a_part_of_the_last_line_is_full(
+    millrace: Command, engine: EngineByHand, files: Files
+) -> None:
     files.write([call("c" * 5000)])
     with answering(engine):
         with started("-c", WITH_SMALL_FILES, "run-batch", *millrace.place, *files.arguments) as process:
