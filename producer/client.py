@@ -176,7 +176,10 @@ class Client:
         return self._run(calls.get(self._keys, job_id))
 
     def wait(self, job_id: str, timeout_s: float | None = None) -> Job:
-        """Return the job when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job continues."""
+        """Return the job when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`; the job continues.
+
+        A job that failed, was cancelled or has expired is returned too: see `Job.state` and `Job.error`.
+        """
         return self._run(calls.wait(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s)))
 
     def stream(self, job_id: str, after: str | None = None) -> Iterator[StreamEvent]:

@@ -120,14 +120,18 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     state: str
+    """delayed, queued or running, and at last finished, failed, cancelled or expired. None of these raises an error."""
     text: str
     """The text of candidate 0. The token ids are also those of candidate 0."""
     token_ids: list[int]
     outputs: list[CompletionOutput]
     """All candidates, by index."""
     finish_reason: str | None
+    """Of candidate 0: stop, length, error, cancelled or expired. None until it has ended."""
     usage: Usage | None
+    """Counted tokens. None until it has ended."""
     error: JobError | None
+    """Why it failed. None for a job in any other state."""
     timings: Timings
     """Times such as `started_ms` and `first_token_ms`, and durations: `queued_s`, `prefill_s`, `decode_s`, `total_s`."""
     attempt: int = 0
