@@ -14,7 +14,6 @@ import re
 from collections import Counter
 from hashlib import sha256
 from itertools import islice
-from types import new_class
 from typing import Any
 
 import msgspec
@@ -39,24 +38,21 @@ caller's stack, so one parser might refuse what another one accepted."""
 _REQUEST_FIELDS = [field for field in msgspec.structs.fields(GenerationRequest) if field.name != "sampling"]
 _REQUEST_NAMES = [field.name for field in _REQUEST_FIELDS]
 _SAMPLING_NAMES = SamplingParams.__struct_fields__
-_FLAT_FIELDS = [*_REQUEST_FIELDS, *msgspec.structs.fields(SamplingParams)]
 
-# The flat form inherits the checks of SamplingParams and adds the fields of GenerationRequest. Its decoder checks no types:
-# the two classes do, so that an error reads the same for a request in Python and in JSON.
-_FlatRequest = new_class(
+# The fields of GenerationRequest and of SamplingParams side by side. Its decoder checks no types: the two classes do, so an
+# error reads the same for a request in Python and in JSON.
+_FlatRequest = msgspec.defstruct(
     "_FlatRequest",
-    (SamplingParams,),
-    {"kw_only": True, "frozen": True, "forbid_unknown_fields": True},
-    lambda body: body.update(
-        {
-            one.name: msgspec.field(default_factory=one.default_factory)
-            if one.default is msgspec.NODEFAULT
-            else one.default
-            for one in _FLAT_FIELDS
-        },
-        __annotations__={one.name: Any for one in _FLAT_FIELDS},
-        __module__=__name__,
-    ),
+    [
+        (
+            one.name,
+            Any,
+            msgspec.field(default_factory=one.default_factory) if one.default is msgspec.NODEFAULT else one.default,
+        )
+        for one in (*_REQUEST_FIELDS, *msgspec.structs.fields(SamplingParams))
+    ],
+    frozen=True,
+    forbid_unknown_fields=True,
 )
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_FlatRequest)
 _encoder = msgspec.json.Encoder(order="sorted")
@@ -175,12 +171,12 @@ def parse_body(raw: bytes) -> GenerationRequest:
         if not_finite := _NOT_FINITE.search(raw):
             raise InvalidRequest(not_finite[1].decode(), "must be a finite number; NaN is not JSON") from error
         raise InvalidRequest("body", f"is not valid JSON in UTF-8: {_reason(raw, error)}") from error
+    # Unlike `SamplingParams(...)`, this does not look for unknown names.
+    sampling = msgspec.StructMeta.__call__(SamplingParams, **{name: getattr(flat, name) for name in _SAMPLING_NAMES})
     _check_depth(raw)
     # The second decoder keeps one of the names that are equal. An escaped colon is the only one that is not in `raw`.
     if msgspec.json.encode(msgspec.json.decode(raw)).count(b":") != raw.count(b":") or b"\\u003" in raw:
         _refuse_repeated_names(raw)
-    # Unlike `SamplingParams(...)`, this does not look for unknown names.
-    sampling = msgspec.StructMeta.__call__(SamplingParams, **{name: getattr(flat, name) for name in _SAMPLING_NAMES})
     return GenerationRequest(sampling=sampling, **{name: getattr(flat, name) for name in _REQUEST_NAMES})
 
 
@@ -235,8 +231,6 @@ _UNKNOWN_FIELD = "Object contains unknown field `"
 
 
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
-    if isinstance(error.__cause__, InvalidRequest):  # raised by our own checks
-        return error.__cause__
     if str(error).startswith(_UNKNOWN_FIELD):
         name = str(error)[len(_UNKNOWN_FIELD) : -1]
         if not name:
