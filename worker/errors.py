@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch.distributed import DistError
 
+from millrace.executor.wire.failures import to_failure
+
 MESSAGE_HEAD, MESSAGE_TAIL = 300, 190
 """Characters that are kept of a longer message. It may quote a model's files, or an error of another library."""
 
@@ -54,3 +56,8 @@ class StepSkipped(RankError):
 def unsupported(what: str) -> ModelError:
     """A `ModelError` for a model that this version would compute wrongly."""
     return ModelError(f"{what}, which is not supported: use another model")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory of the device or of the host was short, by the classification that the engine sees."""
+    return to_failure(error).cause == "out_of_memory"

@@ -33,6 +33,7 @@ from millrace.executor.wire.messages import NO_TOKEN
 from millrace.worker import sampling_triton, tokens_triton
 from millrace.worker.attention.triton import CHUNK, TritonAttention
 from millrace.worker.capture import Capture, Replay
+from millrace.worker.errors import is_out_of_memory
 from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.graph_kinds import Kind, chunks_for, likely_kinds, size_for, tokens_for
 from millrace.worker.input_batch import NO_SLOT, HostBatch, InputBatch, SampledRows, StepBatch
@@ -48,7 +49,7 @@ MOST_TOKENS = 2048
 """Limit for the tokens of a graph with prompts. The device takes longer for larger steps than the host does to queue their
 kernels."""
 MOST_TILED = 64
-"""Rows of several tokens that a graph has space for."""
+"""Rows of several tokens that a graph has space for, if decode rows are not cut into tiles as they are."""
 CAPTURE_PAUSE_STEPS = 64
 """Least number of steps between two captures of graphs of decode rows, and of others. Each takes as long as several steps.
 Ranks count the same steps, so they capture together."""
@@ -91,6 +92,8 @@ class StepGraphs:
         self._decoder, self._attention, self._sequences, self._capture = decoder, attention, sequences, capture
         self._all_logits = all_logits
         self._max_num_seqs, self._table_width, self._is_alone = max_num_seqs, table_width, is_alone
+        self._most_tiled = max_num_seqs if attention.tiles_decodes else MOST_TILED
+        """Rows cut into tiles that a graph has space for."""
         self._longest = chunks_for(table_width * sequences.block_size)
         """Chunks of the longest sequence."""
         self._likely = likely_kinds(max_num_seqs, min(max_step_tokens, MOST_TOKENS))
@@ -124,10 +127,10 @@ class StepGraphs:
     def _compile_draws(self) -> None:
         """Draw from logits in float32, which processors make of them. Else all rows would wait while the first of these
         steps compiles its kernels."""
-        logits = torch.zeros(1, self._decoder.vocab_size, device=self._sequences.device)
         greedy = greedy_rows(1)
         drawn = replace(greedy, temperatures=torch.ones(1))
         try:
+            logits = torch.zeros(1, self._decoder.vocab_size, device=self._sequences.device)
             for rows in (greedy, drawn, replace(drawn, top_k=torch.ones_like(drawn.top_k))):
                 sampling_triton.sample(logits, rows)
         except Exception as error:  # a step that needs them reports it
@@ -173,7 +176,7 @@ class StepGraphs:
         size, padded, num_chunks = self._max_num_seqs, 0, chunks_for(max(rows.kv_lens))
         if num_tokens == num_rows == num_sampled and not rows.is_permuted:
             size = min(size_for(num_rows), size)
-        elif draws or num_tokens > MOST_TOKENS or self._attention.num_tiled(rows) > MOST_TILED:
+        elif draws or num_tokens > MOST_TOKENS or self._attention.num_tiled(rows) > self._most_tiled:
             return None
         else:
             padded = tokens_for(num_tokens)
@@ -209,7 +212,7 @@ class StepGraphs:
         except Exception as error:  # the compiler's are no RuntimeErrors
             if not self._is_alone:
                 raise
-            pause = NO_MEMORY_PAUSE_STEPS if isinstance(error, torch.OutOfMemoryError) else math.inf
+            pause = NO_MEMORY_PAUSE_STEPS if is_out_of_memory(error) else math.inf
             what = "decode steps" if kind.is_decode else "steps with prompts"
             what = what if math.isinf(pause) else f"the next {pause} {what}"
             frames = None if isinstance(error, RuntimeError) else error
@@ -282,7 +285,7 @@ class StepGraphs:
             block_size=self._sequences.block_size,
             is_permuted=not kind.is_decode,
             space_for_chunks=min(kind.num_rows * self._longest, MOST_CHUNKS),
-            space_for_tiled=None if kind.is_decode else MOST_TILED,
+            space_for_tiled=None if kind.is_decode else self._most_tiled,
         )
 
     def _fill(self, graph: _Graph, rows: HostBatch) -> None:

@@ -74,7 +74,7 @@ class StepBatch:
     """Space for the chunks of the decode rows, see `attention/triton.py`: in a graph it is the same in every step. None: as
     many as they have."""
     space_for_tiled: int | None = None
-    """Rows of several tokens that a graph has space for. None: it is none, or one of decode rows only."""
+    """Rows cut into tiles that a graph has space for. None: it is none, or one of decode rows only."""
     on_host: HostBatch | None = None
     """What it was made of, if a plan was."""
     derived: dict[Any, Any] = field(default_factory=dict)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from millrace.executor.wire.messages import ModelFacts, StepPlan, StepResult, Wo
 from millrace.worker.attention.select import choose_attention
 from millrace.worker.device import choose_device, device_utilization
 from millrace.worker.errors import ConfigError, PlanError
-from millrace.worker.host_memory import keep_freed_memory
+from millrace.worker.host_memory import keep_freed_memory, total_host_bytes
 from millrace.worker.kv_budget import (
     check_possible,
     fixed_num_blocks,
@@ -111,7 +110,7 @@ class Rank:
         """Return the memory of the device, used or free."""
         if self._device.type == "cuda":
             return int(torch.cuda.get_device_properties(self._device).total_memory)
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return total_host_bytes()
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> float:
         if num_device_blocks < 2:

@@ -16,8 +16,8 @@ from millrace.executor.phases import timed
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
 from millrace.worker.attention.interface import Attention
 from millrace.worker.attention.select import is_batch_invariant
-from millrace.worker.fusion.choice import choose_operations
 from millrace.worker.fusion.decoder import DecoderWeights
+from millrace.worker.fusion.device import choose_operations
 from millrace.worker.fusion.fuse import FusionRejected, fuse
 from millrace.worker.fusion.operations import Operations, not_batch_invariant
 from millrace.worker.grammars import Grammars, load_tokenizer

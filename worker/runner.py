@@ -25,7 +25,7 @@ from millrace.executor.wire.messages import (
     StepRow,
 )
 from millrace.worker.attention.interface import STEP_KEYWORD, ForwardStep
-from millrace.worker.errors import PlanError, StepSkipped
+from millrace.worker.errors import PlanError, StepSkipped, is_out_of_memory
 from millrace.worker.fusion.decoder import FusedDecoder
 from millrace.worker.input_batch import HostBatch, InputBatch, SampledRows, StepBatch
 from millrace.worker.kv_pool import KVPool, num_blocks_for
@@ -131,8 +131,8 @@ class Runner:
         self._pool = pool
         self.decoder = FusedDecoder(model.decoder, pool) if model.decoder else None
         """Computes the forward pass. None: the model's modules do."""
-        self._masks_head = self.decoder is not None and self.decoder.takes_masks
-        """Whether the head applies the masks of grammars, so that no logits are stored."""
+        self._masks_head = self.decoder is not None and self.decoder.has_argmax and model.is_alone
+        """Whether the head applies the masks of grammars, so that no logits are stored: if it has all ids."""
         self._device = self._model.device
         self._sequences = InputBatch(
             max_num_seqs,
@@ -179,12 +179,13 @@ class Runner:
         if self._pool.host is None and (plan.swap_out or plan.swap_in):
             raise PlanError("there is no host memory tier: swap_out and swap_in must be empty")
         self._has_failed = True
-        num_buffers_made = self.decoder.num_buffers_made if self.decoder is not None else 0
+        decoder = self.decoder
+        num_buffers_made = decoder.num_buffers_made if decoder is not None else 0
         try:
             self._launched.append(self._launch(plan))
-        except torch.OutOfMemoryError:
-            if self.decoder is not None and self.decoder.num_buffers_made != num_buffers_made:
-                self.decoder.release_buffers()  # or those that this step has enlarged would stay
+        except Exception as error:
+            if decoder is not None and decoder.num_buffers_made != num_buffers_made and is_out_of_memory(error):
+                decoder.release_buffers()  # or those that this step has enlarged would stay
             raise
         self._has_failed = False
 
@@ -256,14 +257,18 @@ class Runner:
         """Run the batch. Return what it yields, or None if another rank samples."""
         if batch.prompts is not None:
             return self._sample_and_score_prompts(batch, batch.prompts)
-        sampled = batch.sampled
-        takes_peaks = sampled.sampling.is_plain_greedy or (self._masks_head and sampled.sampling.is_masked_greedy)
-        if self.decoder is not None and takes_peaks and sampled.scored is None:
-            hidden, processors = self._run_decoder(self.decoder, batch), sampled.sampling.processors
-            masks = processors.grammar_masks() if processors is not None else None
-            token_ids = self._draw_greedily(*self.decoder.most_likely(hidden, RowMasks(*masks) if masks else None))
-            return StepOutput(self._sequences.record(sampled, token_ids))
-        return self._sample_from(self.compute_logits(batch), sampled)
+        sampled, decoder = batch.sampled, self.decoder
+        if decoder is None or not decoder.has_argmax or not self._is_greedy(sampled):
+            return self._sample_from(self.compute_logits(batch), sampled)
+        hidden, processors = self._run_decoder(decoder, batch), sampled.sampling.processors
+        masks = processors.grammar_masks() if processors is not None else None
+        token_ids = self._draw_greedily(*decoder.argmax(hidden, RowMasks(*masks) if masks else None))
+        return StepOutput(self._sequences.record(sampled, token_ids))
+
+    def _is_greedy(self, rows: SampledRows) -> bool:
+        """Whether there are rows, and the largest logit of each is all that is needed of the head."""
+        is_greedy = rows.sampling.is_plain_greedy or (self._masks_head and rows.sampling.is_masked_greedy)
+        return is_greedy and rows.scored is None and bool(rows.seq_ids)
 
     def _draw_in_graph(self, rows: HostBatch) -> Tensor | None:  # [M]
         """Run the step and record a token for each row, if a graph can."""

@@ -276,15 +276,15 @@ class Driver:
         decoder = runner.decoder
         if decoder is None:
             return
-        run, most_likely = decoder.run, decoder.most_likely
+        run, argmax = decoder.run, decoder.argmax
 
         def run_and_keep(batch: StepBatch, received: Tensor | None = None) -> Tensor:
             self._batch = batch
             return run(batch, received)
 
-        def check_most_likely(hidden: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
+        def check_argmax(hidden: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
             """A greedy step stores no logits."""
-            peaks, token_ids = most_likely(hidden, masks)
+            peaks, token_ids = argmax(hidden, masks)
             logits = decoder.logits(hidden)
             if masks is not None:
                 bits = masks.bits.unsqueeze(-1) >> torch.arange(8) & 1
@@ -294,4 +294,4 @@ class Driver:
             self._captured += [(seq_id, kept[i]) for i, seq_id in enumerate(self._batch.sampled.seq_ids)]
             return peaks, token_ids
 
-        decoder.run, decoder.most_likely = run_and_keep, check_most_likely  # type: ignore[method-assign]
+        decoder.run, decoder.argmax = run_and_keep, check_argmax  # type: ignore[method-assign]

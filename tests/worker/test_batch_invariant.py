@@ -12,7 +12,7 @@ from torch import nn
 
 from millrace.worker.attention.select import is_batch_invariant
 from millrace.worker.errors import ConfigError
-from millrace.worker.fusion.choice import choose_operations
+from millrace.worker.fusion.device import choose_operations
 from millrace.worker.kernels.library import find_kernels
 from millrace.worker.linear import choice
 from tests.worker.driver import GREEDY, Driver, Request, start_worker

@@ -102,8 +102,7 @@ def test_inputs_with_gaps_and_no_rows_and_other_dtypes(kernels: Kernels) -> None
 @torch.inference_mode()
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_several_layers_become_one(has_kernels: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (choice, packed_linear):
-        monkeypatch.setattr(module, "find_kernels", lambda: kernels if has_kernels else None)
+    monkeypatch.setattr(choice, "find_kernels", lambda: kernels if has_kernels else None)
     parts = [nn.Linear(8, 5), nn.Linear(8, 60, bias=False), nn.Linear(8, 3)]
     packed = pack_linear([part.weight for part in parts], [part.bias for part in parts])
     assert isinstance(packed, CompiledLinear if has_kernels else TorchLinear)
@@ -114,9 +113,10 @@ def test_several_layers_become_one(has_kernels: bool, kernels: Kernels, monkeypa
     torch.testing.assert_close(outputs, expected + 1)
     packed.into(inputs, outputs)
     torch.testing.assert_close(outputs, expected)
-    peaks, token_ids = packed.argmax(inputs)
-    torch.testing.assert_close(peaks, expected.max(1).values)
-    assert torch.equal(token_ids, expected.argmax(1))
+    if isinstance(packed, CompiledLinear):
+        peaks, token_ids = packed.argmax(inputs)
+        torch.testing.assert_close(peaks, expected.max(1).values)
+        assert torch.equal(token_ids, expected.argmax(1))
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,7 @@ def test_dtypes_and_machine_decide_who_computes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = None if instruction_set == "none" else with_instruction_set(kernels, instruction_set)
-    for module in (choice, packed_linear):
-        monkeypatch.setattr(module, "find_kernels", lambda: found)
+    monkeypatch.setattr(choice, "find_kernels", lambda: found)
     monkeypatch.setattr(kernels_library, "_cpu_flags", lambda: {"amx_bf16"} if machine_has_amx else set())
     weight = torch.randn(40, 30).to(dtypes[0])
     packed = pack_linear([weight], dtype=dtypes[1])
@@ -153,7 +152,6 @@ def test_dtypes_and_machine_decide_who_computes(
         outputs = torch.ones(num_rows, 40, dtype=dtypes[1])
         packed.into(inputs, outputs, accumulate=True)
         torch.testing.assert_close(outputs.double(), inputs.double() @ weight.double().t() + 1, rtol=0.02, atol=0.1)
-        assert packed.argmax(inputs)[1].shape == (num_rows,)
 
 
 @needs_onednn

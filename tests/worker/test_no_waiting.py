@@ -66,7 +66,7 @@ ROWS = {
 class TableDecoder:
     """A model whose logits depend on the last token alone."""
 
-    takes_masks = False
+    has_argmax = False
     num_buffers_made = 0
 
     def __init__(self, device: torch.device) -> None:
@@ -78,10 +78,6 @@ class TableDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden.clone()
-
-    def most_likely(self, hidden: Tensor, masks: object = None) -> tuple[Tensor, Tensor]:
-        peaks, token_ids = hidden.max(dim=-1)
-        return peaks, token_ids
 
 
 def make_runner(device: torch.device) -> Runner:

@@ -309,6 +309,15 @@ def test_a_pool_too_small_for_one_sequence_is_refused_with_numbers(model: Path) 
         blocks_of(model, num_blocks=10, max_model_len=500)
 
 
+def test_a_pool_larger_than_the_memory_of_the_container_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("millrace.worker.host_memory._CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
+    with pytest.raises(ConfigError, match=r"is larger than the 1,073,741,824 bytes of memory of this cpu"):
+        blocks_of(model, num_blocks=(1 << 30) // 12288 + 1)
+
+
 def test_sequences_end_where_the_pool_does_unless_their_length_was_asked_for(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -331,7 +340,19 @@ def test_the_profiled_step_is_as_heavy_as_a_step_can_be(attention: str, model: P
     assert len(worker.runner.collect().token_ids) == 6
 
 
-def test_a_step_without_memory_leaves_no_larger_buffers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["allocator", "driver", "cublas", "host"],
+)
+def test_a_step_without_memory_leaves_no_larger_buffers(
+    error: Exception, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else smaller steps had less memory than before it."""
     worker = start_worker(model, num_blocks=40)
     assert worker.runner is not None and worker.runner.decoder is not None
@@ -341,20 +362,20 @@ def test_a_step_without_memory_leaves_no_larger_buffers(model: Path, monkeypatch
 
     def short_rows(workspace: Workspace, name: str, num_rows: int, *shape: Any) -> torch.Tensor:
         if name == "activated" and num_rows > 64:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return rows(workspace, name, num_rows, *shape)
 
     monkeypatch.setattr(Workspace, "rows", short_rows)
     worker.runner.launch(small)
     expected = worker.runner.collect().token_ids
     kept = dict(workspace._buffers)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(type(error)):
         worker.runner.launch(structs.replace(large, finished=[SeqId(0)]))
     assert kept and not workspace._buffers and workspace.num_made > num_made
     worker.runner.launch(structs.replace(small, finished=[SeqId(0)]))
     assert worker.runner.collect().token_ids == expected
-    assert {name: buffer.shape for name, buffer in workspace._buffers.items()} == {
-        name: buffer.shape for name, buffer in kept.items()
+    assert {key: buffer.shape for key, buffer in workspace._buffers.items()} == {
+        key: buffer.shape for key, buffer in kept.items()
     }
 
 

@@ -23,14 +23,16 @@ from millrace.worker.kv_pool import LayerCache
 class StepRows:
     """Owns the arguments of a step that its layers share: the rows and their block tables."""
 
-    def __init__(self, batch: StepBatch, block_size: int) -> None:
+    def __init__(self, batch: StepBatch) -> None:
         self.longest = max(batch.kv_lens)
         # The library does not check its arguments: a table that is too short would be read past its end.
-        assert self.longest <= batch.block_tables.shape[2] * block_size, f"no block for position {self.longest - 1}"
+        assert self.longest <= batch.block_tables.shape[2] * batch.block_size, (
+            f"no block for position {self.longest - 1}"
+        )
         query_starts = torch.tensor(batch.query_starts, dtype=torch.int32)
         kv_lens = torch.tensor(batch.kv_lens, dtype=torch.int32)
         block_tables = batch.block_tables.to(torch.int32).contiguous()
-        self._block_size = block_size
+        self._block_size = batch.block_size
         self._tensors = [query_starts, kv_lens, block_tables]  # they have to outlive the calls
         self._rows = [
             AttentionRows(
@@ -55,11 +57,11 @@ class StepRows:
         return self._addresses[group]
 
 
-def step_rows(batch: StepBatch, block_size: int) -> StepRows:
+def step_rows(batch: StepBatch) -> StepRows:
     """Return what all layers of a step have in common. The first one computes it."""
     rows: StepRows | None = batch.derived.get(StepRows)
     if rows is None:
-        batch.derived[StepRows] = rows = StepRows(batch, block_size)
+        batch.derived[StepRows] = rows = StepRows(batch)
     return rows
 
 
@@ -152,5 +154,5 @@ class CompiledAttention:
         qkv = torch.cat([each.transpose(0, 1).reshape(num_tokens, -1) for each in (query, key, value)], dim=1)
         output = query.new_empty(num_tokens, num_heads, value.shape[-1])
         attention = LayerAttention(self.kernels, layer, num_heads, dtype, scaling, sliding_window, softcap)
-        attention.run(qkv, output, step_rows(batch, layer.keys.shape[1]))
+        attention.run(qkv, output, step_rows(batch))
         return output

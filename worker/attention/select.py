@@ -68,8 +68,6 @@ def _find_attention(name: str, device: torch.device, batch_invariant: bool) -> A
         from millrace.worker.attention.triton import TritonAttention
 
         return TritonAttention(batch_invariant=batch_invariant)
-    if name == "triton":
-        raise ConfigError(f'attention "triton" does not run on {device}: use "auto" or "reference"')
-    if name == "cpu":
-        raise ConfigError(f'attention "cpu" does not run on {device}: use "auto" or "reference"')
+    if name in ("cpu", "triton"):
+        raise ConfigError(f'attention "{name}" does not run on {device}: use "auto" or "reference"')
     raise ConfigError(f'unknown attention "{name}": use "auto", "reference", "cpu" or "triton"')

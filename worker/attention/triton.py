@@ -93,6 +93,8 @@ class TritonAttention:
     def __init__(self, *, batch_invariant: bool = False) -> None:
         """`batch_invariant`: a token has the same bits in a decode row and in any chunk. Long decode rows are slower: each
         is one tile."""
+        self.tiles_decodes = batch_invariant
+        """Whether decode rows are cut into tiles too."""
         self._largest_decode = 0 if batch_invariant else 1
         self._num_programs: dict[Any, int] = {}
         """By kind of layer: the programs of `decode_chunks` that run at once."""

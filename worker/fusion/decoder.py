@@ -67,7 +67,6 @@ class FusedDecoder:
 
     def __init__(self, weights: DecoderWeights, pool: KVPool) -> None:
         self._weights = weights
-        self._block_size = pool.block_size
         self._operations = operations = weights.operations
         self._attention = [
             operations.attention(layer.attention, pool.layers[layer.attention.spec.layer_index])
@@ -102,7 +101,7 @@ class FusedDecoder:
 
         `received`: the hidden states [T, H] from the stage before this one."""
         workspace, num_sampled = self._workspace, batch.sample_indices.shape[0]
-        rows = self._operations.prepare(batch, self._block_size)
+        rows = self._operations.prepare(batch)
         num_tokens, hidden_size = batch.input_ids.shape[1], self._hidden_size
         hidden = workspace.rows("hidden", num_tokens, hidden_size)
         if received is None:
@@ -141,20 +140,16 @@ class FusedDecoder:
         return logits if softcap is None else torch.tanh(logits.div_(softcap)).mul_(softcap)
 
     @property
-    def takes_masks(self) -> bool:
-        """Whether `most_likely` can exclude ids."""
+    def has_argmax(self) -> bool:
+        """Whether `argmax` is possible. With a cap it is not, which may make different logits equal."""
         return isinstance(self._weights.head, CompiledLinear) and self._weights.logit_softcap is None
 
-    def most_likely(self, hidden: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
-        """Return the largest logit [M] of each row, and the lowest id [M] that has it. Stores no logits where it can."""
-        head, found = self._weights.head, None
-        assert head is not None, "the last stage has the head"
-        if masks is not None:
-            assert isinstance(head, CompiledLinear)
-            return head.argmax(hidden, masks)
-        if self._weights.logit_softcap is None and hidden.shape[0]:  # the cap may make different logits equal
-            found = self._operations.argmax_of_head(head, hidden)
-        return self._operations.argmax(self.logits(hidden)) if found is None else found
+    def argmax(self, hidden: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
+        """Return the largest logit [M] of each row, and the lowest id [M] that has it, without storing logits. M is at least
+        1. Only if `has_argmax`."""
+        head = self._weights.head
+        assert isinstance(head, CompiledLinear)
+        return head.argmax(hidden, masks)
 
     def _embed(self, input_ids: Tensor, hidden: Tensor) -> None:
         """Fill hidden states [T, H] with the embeddings of ids [T]."""

@@ -1,8 +1,8 @@
 """The operations of a fused forward pass on any device: torch's products, any attention, and the row operations of Triton
-or of torch.
+or of torch. Chooses between these and the compiled ones.
 
 Shapes: T tokens of the step, W outputs of the attention's projections, Hq query heads, Hkv key and value heads, D size of
-a head, P positions, R rotary size, M rows, V token ids.
+a head, P positions, R rotary size.
 """
 
 from __future__ import annotations
@@ -14,16 +14,29 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+from millrace.worker.attention.compiled import CompiledAttention
 from millrace.worker.attention.interface import Attention
-from millrace.worker.fusion.operations import RunFewRows, not_batch_invariant
+from millrace.worker.fusion.operations import CompiledOperations, Operations, RunFewRows, not_batch_invariant
 from millrace.worker.fusion.structure import AttentionParts, Norm
 from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels import rows_torch
+from millrace.worker.kernels.library import DTYPES
 from millrace.worker.kv_pool import LayerCache
 from millrace.worker.linear.modules import merge_modules
 from millrace.worker.linear.packed import PackedLinear
 from millrace.worker.triton_support import find_triton
+
+
+def choose_operations(
+    attention: Attention, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool = False
+) -> Operations | None:
+    """Return the fastest operations of the device, or None if the model's modules serve better or are asked for."""
+    if device.type == "cuda":
+        return DeviceOperations(attention, dtype, device, find_row_kernels(device), batch_invariant=batch_invariant)
+    if isinstance(attention, CompiledAttention) and dtype in DTYPES:
+        return CompiledOperations(attention.kernels, dtype, batch_invariant=batch_invariant)
+    return None
 
 
 def find_row_kernels(device: torch.device) -> ModuleType:
@@ -92,15 +105,8 @@ class DeviceOperations:
         if self._batch_invariant:
             raise not_batch_invariant(type(module).__name__)
 
-    def prepare(self, batch: StepBatch, block_size: int) -> StepBatch:
+    def prepare(self, batch: StepBatch) -> StepBatch:
         return batch
-
-    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        peaks, token_ids = logits.max(dim=-1)
-        return peaks.float(), token_ids
-
-    def argmax_of_head(self, head: PackedLinear, hidden: Tensor) -> None:
-        return None
 
     def release_memory(self) -> None:
         if self._device.type == "cuda":

@@ -1,7 +1,7 @@
 """The operations of a fused forward pass, as the decoder calls them, and those of the compiled kernels.
 
 Shapes: T tokens of the step, W outputs of the attention's projections, Hq query heads, Dv size of a value head, H hidden
-size, M rows, K entries in each, V token ids.
+size, M rows, K entries in each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from millrace.worker.fusion.workspace import Workspace
 from millrace.worker.input_batch import StepBatch
 from millrace.worker.kernels.library import Kernels
 from millrace.worker.kernels.rows import GatedActivation, RowNorm
-from millrace.worker.kernels.sampling import argmax
 from millrace.worker.kv_pool import LayerCache
 from millrace.worker.linear.choice import screen_argmax
 from millrace.worker.linear.modules import pack_modules, use_packed_linear
@@ -76,14 +75,8 @@ class Operations(Protocol):
     def prepare_module(self, module: nn.Module) -> None:
         """Prepare a module that runs as it is. Raises `ConfigError` where the operations are batch-invariant."""
 
-    def prepare(self, batch: StepBatch, block_size: int) -> Any:
+    def prepare(self, batch: StepBatch) -> Any:
         """Return what the attention of all layers of a step has in common."""
-
-    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest logit [M] of each row [M, V], and the lowest id [M] that has it."""
-
-    def argmax_of_head(self, head: PackedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        """As `argmax` of the head's outputs, without storing them. None if that is not possible."""
 
     def release_memory(self) -> None:
         """Return the memory of replaced weights to the system."""
@@ -141,14 +134,8 @@ class CompiledOperations:
             raise not_batch_invariant(type(module).__name__)
         use_packed_linear(module, self._dtype)
 
-    def prepare(self, batch: StepBatch, block_size: int) -> StepRows:
-        return step_rows(batch, block_size)
-
-    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        return argmax(self._kernels, logits)
-
-    def argmax_of_head(self, head: PackedLinear, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
-        return head.argmax(hidden)
+    def prepare(self, batch: StepBatch) -> StepRows:
+        return step_rows(batch)
 
     def release_memory(self) -> None:
         release_freed_memory()

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.worker.kernels import sampling
-from millrace.worker.kernels.library import DTYPES, Kernels, LinearCall, PackCall, check, find_kernels
+from millrace.worker.kernels.library import DTYPES, Kernels, LinearCall, PackCall, check
 
 ROWS_OF_ONEDNN, ROW_MULTIPLE = 256, 16
 """Number of rows for which oneDNN orders its weights, and the multiple to which more rows than that are padded."""
@@ -53,11 +52,6 @@ class PackedLinear(ABC):
     @abstractmethod
     def into(self, inputs: Tensor, outputs: Tensor, accumulate: bool = False) -> None:
         """Write the result for inputs [M, K] to outputs [M, N], or add it to them. M is at least 1."""
-
-    @abstractmethod
-    def argmax(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest outputs [M] (float32), and the lowest ids [M] that have them. A row with a NaN has the peak
-        NaN. M is at least 1."""
 
     keeps_large_outputs = False
     """Whether `forward` returns large outputs in the memory of its last call: for a head, whose logits are read before
@@ -163,8 +157,9 @@ class CompiledLinear(PackedLinear):
         )
 
     def argmax(self, inputs: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
-        """See `PackedLinear.argmax`. Of a row with a mask only outputs that it allows are computed. If it allows none, the
-        peak is -inf."""
+        """Return the largest outputs [M] (float32) for inputs [M, K], M at least 1, and the lowest ids [M] that have them. A
+        row with a NaN has the peak NaN. Of a row with a mask only outputs that it allows are computed. If it allows none,
+        the peak is -inf."""
         call, num_rows = self._call, inputs.shape[0]
         peaks, token_ids = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
         call.input, call.output, call.allowed = inputs.data_ptr(), None, None
@@ -221,14 +216,6 @@ class StoringLinear(PackedLinear):
             outputs.add_(results)
         else:
             outputs.copy_(results)
-
-    def argmax(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self._multiply(inputs).float()
-        kernels = find_kernels()
-        if kernels is not None:
-            return sampling.argmax(kernels, logits)
-        peaks, token_ids = logits.max(dim=-1)
-        return peaks, token_ids
 
 
 class OneDNNLinear(StoringLinear):

@@ -51,7 +51,6 @@ class ParallelRunner(Runner):
     def __init__(self, model: RankModel, pool: KVPool, max_num_seqs: int, topology: Topology, peers: Peers) -> None:
         self._sampler = VocabParallelSampler(model.module.config.vocab_size, topology, peers)
         super().__init__(model, pool, max_num_seqs, samples=topology.is_last_stage, all_logits=self._sampler.gather)
-        self._masks_head = False  # its head has a part of the ids
         self._dtype: torch.dtype = getattr(torch, model.facts.dtype)
         self._topology = topology
         self._peers = peers

@@ -149,10 +149,10 @@ class CaptureDouble:
         ]
         return slots, {1 + index for part in blocks for index in part}
 
-    def _addresses(self) -> dict[str, int]:
+    def _addresses(self) -> dict[Any, int]:
         decoder = self._runner.decoder
         assert decoder is not None
-        found = {name: buffer.data_ptr() for name, buffer in decoder._workspace._buffers.items()}
+        found: dict[Any, int] = {key: buffer.data_ptr() for key, buffer in decoder._workspace._buffers.items()}
         return found | {"last tokens": self._runner._sequences.last_tokens.data_ptr()}
 
 

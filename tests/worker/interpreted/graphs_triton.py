@@ -98,9 +98,25 @@ def test_steps_with_rows_of_several_tokens_have_graphs_by_their_tokens(
     assert chunks(worker, lengths, steps) == expected[0]
     assert {kind.num_tokens for kind in found.kinds} == {0, 8, 16, 32, 64}
     assert double.num_replays == len(steps) - 1, "one step has too many tokens"
-    monkeypatch.setattr(graphs, "MOST_TILED", 1)
+    monkeypatch.setattr(found, "_most_tiled", 1)
     assert chunks(worker, *few) == expected[1]
     assert double.num_replays == len(steps) - 1, "this one has too many prompts"
+
+
+@pytest.mark.usefixtures("for_all_steps")
+def test_batch_invariant_steps_with_prompts_have_graphs_however_many_decode_rows_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode rows are tiles there too, and the limit for prompts is none for them."""
+    monkeypatch.setattr(TritonAttention.__init__, "__kwdefaults__", {"batch_invariant": True})
+    monkeypatch.setattr(graphs, "MOST_TILED", 1)
+    make_model("llama", tmp_path, **SMALL)
+    worker = start_worker(tmp_path, max_num_seqs=MAX_NUM_SEQS)
+    lengths, steps = [4, 5, 3], [[(0, 4)], [(1, 5)], [(2, 3)]]
+    expected = chunks(worker, lengths, steps)
+    found, double = use_graphs(worker)
+    assert chunks(worker, lengths, steps) == expected
+    assert double.num_replays == len(steps) and found.kinds
 
 
 @pytest.mark.usefixtures("for_all_steps")
@@ -125,13 +141,16 @@ def test_decode_steps_have_graphs_also_where_the_capture_of_others_fails(
     assert "no more graphs for steps with prompts: those that have none are slower: not permitted" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("Triton Error [CUDA]: out of memory")]
+)
 def test_graphs_for_which_memory_was_short_are_captured_some_steps_later(
-    worker: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, worker: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = ahead(worker, [GREEDY])
     found, double = use_graphs(worker)
     monkeypatch.setattr(graphs, "NO_MEMORY_PAUSE_STEPS", 7)
-    failures = [torch.OutOfMemoryError("CUDA out of memory")]
+    failures = [error]
 
     def capture(compute: Callable[[], Tensor]) -> tuple[Tensor, Replay]:
         if failures:
@@ -142,7 +161,7 @@ def test_graphs_for_which_memory_was_short_are_captured_some_steps_later(
     assert ahead(worker, [GREEDY]) == expected
     worker.do_idle_work()
     assert not found.kinds and not worker.has_idle_work, "neither in a step nor while there is nothing to do"
-    assert "no more graphs for the next 7 decode steps: those that have none are slower: CUDA out" in caplog.text
+    assert f"no more graphs for the next 7 decode steps: those that have none are slower: {error}" in caplog.text
     assert ahead(worker, [GREEDY]) == ahead(worker, [GREEDY]) == expected
     assert found.kinds and double.num_replays > 0
 
@@ -217,12 +236,14 @@ def test_the_graphs_from_before_a_capture_that_fails_are_used_further(
     found, double = add_graphs(worker.runner, max_num_seqs=2)
     worker.do_idle_work()
 
-    def fails(_: object) -> None:
+    def fails(*_: object, **options: object) -> None:
         raise torch.OutOfMemoryError("no memory is left")
 
     monkeypatch.setattr(found, where, fails)
-    for _ in range(2):  # the second one compiles draws
-        worker.do_idle_work()
+    worker.do_idle_work()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", fails)
+        worker.do_idle_work()  # compiles draws
     assert not worker.has_idle_work
     assert ahead(worker, [LIMITED]) == expected
     assert (double.num_captures, double.num_replays, double.num_padded) == (1, 3, 3)

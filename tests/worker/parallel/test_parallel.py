@@ -15,6 +15,7 @@ import torch.distributed as dist
 from msgspec import structs
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from millrace.executor.wire.messages import (
     NO_TOKEN,
@@ -27,7 +28,7 @@ from millrace.executor.wire.messages import (
 )
 from millrace.worker import runner as runner_module
 from millrace.worker.kernels.library import find_kernels
-from millrace.worker.linear.packed import PackedLinear
+from millrace.worker.linear.packed import PackedLinear, RowMasks
 from millrace.worker.parallel.peers import MOST_GATHERED_BYTES
 from millrace.worker.parallel.stages import find_stage_input
 from millrace.worker.rank import Rank
@@ -36,6 +37,7 @@ from tests.worker.driver import GREEDY, Driver, Request, execute, start_worker
 from tests.worker.logprobs import WANTED, check_logprobs, with_logprobs
 from tests.worker.models import CONFIGS, DYNAMIC_ROPE, LONG_ROPE, VOCAB_SIZE, build_model, make_model
 from tests.worker.parallel.ranks import RankFailed, RankProcesses
+from tests.worker.processors.test_grammar import GRAMMAR, byte_level
 
 pytestmark = pytest.mark.ranks
 
@@ -410,6 +412,47 @@ def test_a_row_without_finite_logits_fails_alone_on_all_ranks(
             assert [(failure.seq_id, failure.kind) for failure in result.failures] == [(1, "nan_logits")]
         result = execute(group, step(3, [prefill(1)], num_decodes=1, finished=[1], new=[new(1, PROMPT)]))
         assert (result.token_ids, result.failures) == ([healthy[2], healthy[0]], [])
+
+
+def count_masked_steps(rank: Rank) -> None:
+    assert rank.runner is not None and rank.runner.decoder is not None
+    decoder: Any = rank.runner.decoder
+    argmax, decoder.num_masked = decoder.argmax, 0
+
+    def count(hidden: Tensor, masks: RowMasks | None = None) -> tuple[Tensor, Tensor]:
+        decoder.num_masked += masks is not None
+        found: tuple[Tensor, Tensor] = argmax(hidden, masks)
+        return found
+
+    decoder.argmax = count
+
+
+def num_masked_steps(rank: Rank) -> int:
+    decoder: Any = rank.runner.decoder  # type: ignore[union-attr]
+    count: int = decoder.num_masked
+    return count
+
+
+@pytest.mark.skipif(find_kernels() is None, reason="there are no compiled kernels")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_the_head_takes_the_masks_of_grammars_where_one_rank_has_all_of_it(
+    sizes: tuple[int, int], processes: RankProcesses, models: dict[str, Path], tmp_path: Path
+) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>").save_pretrained(tmp_path)
+    options: dict[str, Any] = {"tokenizer": str(tmp_path), "eos_token_ids": [0]}
+    sampling = [GREEDY, structs.replace(GREEDY, grammar=GRAMMAR), structs.replace(GREEDY, grammar=GRAMMAR)]
+    given = [[number, 2, 3] for number in range(len(sampling))]
+
+    def outputs(worker: Any) -> list[list[int]]:
+        return [request.output for request in Driver(worker, 1).run(given, 20, sampling)]
+
+    expected = outputs(start_worker(models["llama"], **options))
+    with processes.group(models["llama"], *sizes, **options) as group:
+        group.call("inspect", count_masked_steps)
+        assert outputs(group) == expected
+        counts = group.call("inspect", num_masked_steps)
+    tp, pp = sizes
+    assert [count > 0 for count in counts] == [tp == 1 and rank == pp - 1 for rank in range(tp * pp)]
 
 
 def test_a_step_in_which_nothing_is_drawn(processes: RankProcesses, models: dict[str, Path]) -> None:

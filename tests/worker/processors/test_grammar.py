@@ -153,14 +153,14 @@ def run_rank(
     decoder, num_masked = worker.runner.decoder, 0
     driver = Driver(worker, seed=5)
     if decoder is not None:
-        most_likely = decoder.most_likely
+        argmax = decoder.argmax
 
         def count(hidden: torch.Tensor, masks: RowMasks | None = None) -> tuple[torch.Tensor, torch.Tensor]:
             nonlocal num_masked
             num_masked += masks is not None
-            return most_likely(hidden, masks)
+            return argmax(hidden, masks)
 
-        decoder.most_likely = count  # type: ignore[method-assign]
+        decoder.argmax = count  # type: ignore[method-assign]
     settings = [RowSampling(0.0, 0, 1.0, 0.0, 0, 0, 0, [], grammar=GRAMMAR if i % 3 else "") for i in range(6)]
     settings[0] = msgspec.structs.replace(settings[0], temperature=free)
     requests = driver.run([[i, 2, 3] for i in range(6)], 40, settings)
