@@ -91,16 +91,12 @@ class LayerAttention:
         value_dim = layer.values.shape[-1]
         self._kernels = kernels
         self._layer, self._group = layer, layer.group
-        self._key_offset = num_heads * key_dim * dtype.itemsize
-        self._value_offset = self._key_offset + num_kv_heads * key_dim * dtype.itemsize
         self.width = (num_heads + num_kv_heads) * key_dim + num_kv_heads * value_dim
         self._num_positions = sys.maxsize
         self._call = call = AttentionCall(scaling=scaling, softcap=softcap or 0.0, norm_eps=norm_eps)
         call.num_heads, call.num_kv_heads, call.key_dim, call.value_dim = num_heads, num_kv_heads, key_dim, value_dim
         call.dtype, call.pool_dtype = DTYPES[dtype], DTYPES[layer.keys.dtype]
         call.block_size, call.window = block_size, sliding_window or 0
-        call.query_head_stride, call.key_head_stride, call.value_head_stride = key_dim, key_dim, value_dim
-        call.query_token_stride = call.key_token_stride = call.value_token_stride = self.width
         call.keys, call.values = layer.keys.data_ptr(), layer.values.data_ptr()
         self._tensors: list[Tensor] = []  # they have to outlive the calls
         if norms is not None:
@@ -115,9 +111,8 @@ class LayerAttention:
         """Fill output [T, Hq * Dv] from qkv [T, W]: queries, keys, values, each by heads. Both are contiguous."""
         assert rows.longest <= self._num_positions, f"the rotation tables end before position {rows.longest - 1}"
         assert qkv.stride(0) == self.width, qkv.shape
-        call, base = self._call, qkv.data_ptr()
-        call.rows, call.query, call.output = rows.address(self._kernels, self._group), base, output.data_ptr()
-        call.key, call.value = base + self._key_offset, base + self._value_offset
+        call = self._call
+        call.rows, call.qkv, call.output = rows.address(self._kernels, self._group), qkv.data_ptr(), output.data_ptr()
         self._kernels.attend(call)
 
     def _keep(self, tensor: Tensor, shape: tuple[int, ...]) -> int:

@@ -74,11 +74,12 @@ static void write_pool(const struct attention *c, const struct scratch *s, int64
             int64_t position = rows->kv_lens[row] - rows->query_starts[row + 1] + token;
             int64_t slot = slot_of(c, row, position) * c->num_kv_heads;
             for (; left > 0 && head < c->num_kv_heads; head++, left--) {
-                int64_t to = slot + head;
-                widen(s->widened, c->key, head * c->key_head_stride + token * c->key_token_stride, c->key_dim, c->dtype);
+                int64_t to = slot + head, keys = token * qkv_width(c) + c->num_heads * c->key_dim;
+                int64_t values = keys + c->num_kv_heads * c->key_dim;
+                widen(s->widened, c->qkv, keys + head * c->key_dim, c->key_dim, c->dtype);
                 prepare(c, s->widened, c->key_norm, position);
                 narrow(c->keys, to * c->key_dim, s->widened, c->key_dim, c->pool_dtype, 1.0f);
-                widen(s->widened, c->value, head * c->value_head_stride + token * c->value_token_stride, c->value_dim, c->dtype);
+                widen(s->widened, c->qkv, values + head * c->value_dim, c->value_dim, c->dtype);
                 narrow(c->values, to * c->value_dim, s->widened, c->value_dim, c->pool_dtype, 1.0f);
             }
         }

@@ -51,6 +51,12 @@ static inline int64_t smaller(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
+/* Return the queries, keys and values of a token, in elements. */
+static inline int64_t qkv_width(const struct attention *c)
+{
+    return (c->num_heads + c->num_kv_heads) * c->key_dim + c->num_kv_heads * c->value_dim;
+}
+
 static int64_t num_vectors(const struct attention *c, const struct tile *tile)
 {
     return (int64_t)tile->num_rows * tile->num_tokens * tile->num_heads * (c->num_heads / c->num_kv_heads);
@@ -155,9 +161,9 @@ static void read_queries(const struct attention *c, const struct scratch *s, con
     int64_t count = num_vectors(c, tile);
     for (int64_t q = 0; q < count; q++) {
         struct origin from = origin_of(c, tile, q);
-        int64_t offset = from.head * c->query_head_stride + from.token * c->query_token_stride;
+        int64_t offset = from.token * qkv_width(c) + from.head * c->key_dim;
         float *query = s->query + q * padded(c->key_dim);
-        widen(query, c->query, offset, c->key_dim, c->dtype);
+        widen(query, c->qkv, offset, c->key_dim, c->dtype);
         prepare(c, query, c->query_norm, from.position);
         for (int64_t d = 0; d < c->key_dim; d++)
             query[d] *= c->scaling;

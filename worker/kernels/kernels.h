@@ -8,7 +8,7 @@
 #include <stdint.h>
 
 /* Raise this with every change to this file. library.py refuses a library of another version. */
-#define MILLRACE_KERNELS_VERSION 16
+#define MILLRACE_KERNELS_VERSION 17
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, UINT8 = 2 };
 enum { SILU = 0, GELU_TANH = 1 };
@@ -34,7 +34,7 @@ struct attention_rows {
 struct attention {
     const struct attention_rows *rows;
     int64_t num_heads, num_kv_heads, key_dim, value_dim, block_size;
-    int64_t dtype;      /* of query, key, value and output */
+    int64_t dtype;      /* of qkv and output */
     int64_t pool_dtype; /* of keys and values */
     int64_t window; /* a token attends to its last `window` positions; 0: to all */
     float scaling, softcap; /* softcap 0: none */
@@ -42,12 +42,7 @@ struct attention {
     float norm_eps;
     int64_t rotary_dim;           /* even, at most D */
     const float *cosines, *sines; /* [positions, rotary_dim / 2], or NULL */
-    const void *query; /* [Hq, T, D] with these strides; the last one is 1 */
-    int64_t query_head_stride, query_token_stride;
-    const void *key; /* [Hkv, T, D] */
-    int64_t key_head_stride, key_token_stride;
-    const void *value; /* [Hkv, T, Dv] */
-    int64_t value_head_stride, value_token_stride;
+    const void *qkv; /* [T, Hq * D + Hkv * D + Hkv * Dv], contiguous: queries, keys and values of a token, each by heads */
     void *keys;   /* [N, S, Hkv, D], contiguous */
     void *values; /* [N, S, Hkv, Dv], contiguous */
     void *output; /* [T, Hq, Dv], contiguous */

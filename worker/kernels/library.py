@@ -18,7 +18,7 @@ from torch import Tensor
 
 logger = logging.getLogger("millrace.worker")
 
-VERSION = 16
+VERSION = 17
 """MILLRACE_KERNELS_VERSION of kernels.h."""
 INSTRUCTION_SETS = ("avx512bf16", "avx512", "avx2", "generic")
 """The best first."""
@@ -52,10 +52,7 @@ class AttentionCall(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query_norm", "key_norm")),
         *(("norm_eps", ctypes.c_float), ("rotary_dim", ctypes.c_int64)),
         *((name, ctypes.c_void_p) for name in ("cosines", "sines")),
-        *(("query", ctypes.c_void_p), ("query_head_stride", ctypes.c_int64), ("query_token_stride", ctypes.c_int64)),
-        *(("key", ctypes.c_void_p), ("key_head_stride", ctypes.c_int64), ("key_token_stride", ctypes.c_int64)),
-        *(("value", ctypes.c_void_p), ("value_head_stride", ctypes.c_int64), ("value_token_stride", ctypes.c_int64)),
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "output")),
+        *((name, ctypes.c_void_p) for name in ("qkv", "keys", "values", "output")),
     )
 
 
