@@ -194,12 +194,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return msgspec.structs.replace(
             shared,
             model=str(path),
-            tokenizer=str(Path(self.tokenizer).expanduser()) if self.tokenizer else None,
+            tokenizer=str(self.tokenizer_path) if self.tokenizer_path else None,
             eos_token_ids=eos_token_ids(path),
             kv_cache_memory_bytes=num_bytes,
             swap_space_bytes=num_swap_bytes,
             force_swap=_is_swap_forced(),
         )
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The absolute path of the tokenizer's directory: ranks may have another working directory. None: the model's."""
+        return Path(self.tokenizer).expanduser().resolve() if self.tokenizer else None
 
     @property
     def is_pool_automatic(self) -> bool:

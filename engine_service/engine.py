@@ -11,11 +11,11 @@ import msgspec
 
 from millrace.engine_service.core.scheduler import Advance, Scheduler, SchedulerConfig, SchedulerStats
 from millrace.engine_service.core.sequence import StopReason
-from millrace.engine_service.errors import EngineDead, EngineError, WorkersLost
+from millrace.engine_service.errors import Asleep, EngineDead, EngineError, WorkersLost
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.worker_group import FailedSequence, Failure, WorkerGroup, no_longer_fits
 from millrace.executor.base import Executor, StepFuture
-from millrace.executor.errors import Asleep, ExecutorError, WorkerError
+from millrace.executor.errors import ExecutorError, WorkerError
 from millrace.executor.histogram import STEP_BOUNDS_S, Histogram
 from millrace.executor.metrics import ExecutorMetrics
 from millrace.executor.wire.messages import ModelFacts, SeqId, StepPlan
@@ -186,7 +186,7 @@ class Engine:
             progress += self._compile_grammars()
         return progress
 
-    def check_workers(self) -> list[Progress]:
+    def check_workers(self) -> None:
         """Replace workers that died while the engine was idle, and try all ranks when some were missing.
 
         Workers that die asleep are not replaced before `wake_up`: until then another program may use the device.
@@ -194,10 +194,11 @@ class Engine:
         try:
             self._executor.check_health()
         except ExecutorError as error:
-            return [] if self._executor.is_asleep or self._is_draining else self._restart(error)
-        if self._executor.is_asleep or not self._workers.is_growth_due():
-            return []
-        return self._fail_lost(self._workers.grow())
+            if not self._executor.is_asleep and not self._is_draining:
+                self._pending_updates += self._restart(error)
+            return
+        if not self._executor.is_asleep and self._workers.is_growth_due():
+            self._pending_updates += self._fail_lost(self._workers.grow())
 
     def _compile_grammars(self) -> list[Progress]:
         """Announce the grammars of waiting sequences to the workers, and let those be admitted whose grammars are compiled.

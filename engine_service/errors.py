@@ -6,7 +6,7 @@ from millrace.results.errors import MillraceError
 
 
 class EngineError(MillraceError):
-    """Base of every error of this folder."""
+    """Base of the errors of an engine."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))  # the message of a library may have several lines
@@ -14,6 +14,10 @@ class EngineError(MillraceError):
 
 class ConfigurationError(EngineError):
     """Raised at the start when an option or the model can't work; another attempt would end the same way."""
+
+
+class Asleep(EngineError):
+    """Raised when a generation is to run while the engine sleeps. Call `wake_up` first."""
 
 
 class WorkersLost(EngineError):

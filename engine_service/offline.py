@@ -102,7 +102,7 @@ class LLM:
         try:
             ranks.begin_start()
             with timed(logger, "tokenizer"):
-                given_path = Path(config.tokenizer).expanduser() if config.tokenizer else None
+                given_path = config.tokenizer_path
                 self._tokenizer = Tokenizer(given_path) if given_path else _own_tokenizer(path)
             with timed(logger, "workers"):
                 facts = self._engine.start()

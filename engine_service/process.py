@@ -64,7 +64,7 @@ class _Process:
     def __init__(self, config: ServeConfig, path: Path, executor: Executor) -> None:
         self._config = config
         self._path = path
-        self._tokenizer_path = Path(config.tokenizer).expanduser() if config.tokenizer else path
+        self._tokenizer_path = config.tokenizer_path or path
         self._engine = Engine(executor, config.for_scheduler())
         self._health = Health(self._engine)
         self._metrics_collector = MetricsCollector(self._engine, self._health)

@@ -23,15 +23,13 @@ from millrace.executor.launch.devices import lock_free_gpus
 from millrace.executor.launch.external import become_rank, is_torchrun_rank
 from millrace.executor.logs import FORMAT_VARIABLE, set_up_logs
 from millrace.executor.phases import process_age_s
-from millrace.executor.wire.failures import EXIT_CONFIGURATION, EXIT_DEVICE_LOST, EXIT_OUT_OF_MEMORY
+from millrace.executor.wire.failures import EXIT_BY_CAUSE, EXIT_CONFIGURATION
 from millrace.results.errors import QueueError
 
 logger = logging.getLogger("millrace.engine")
 
 EXIT_REDIS = 4
 EXIT_WORKERS_LOST = 6
-
-_EXIT_BY_CAUSE = {"device_lost": EXIT_DEVICE_LOST, "out_of_memory": EXIT_OUT_OF_MEMORY}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print(f"millrace serve: {error}", file=sys.stderr)
         if isinstance(error, EngineDead):
-            return _EXIT_BY_CAUSE.get(error.cause, EXIT_WORKERS_LOST)
+            return EXIT_BY_CAUSE.get(error.cause, EXIT_WORKERS_LOST)
         return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_REDIS
 
 

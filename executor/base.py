@@ -291,7 +291,6 @@ class Executor(ABC):
         self,
         method: str,
         args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
         *,
         timeout_s: float | None = None,
         unique_reply_rank: int | None = None,
@@ -309,7 +308,7 @@ class Executor(ABC):
             raise UnknownMethod(f"{method!r} is not a method of a worker; there are {known}")
         if unique_reply_rank is not None and unique_reply_rank not in range(self.world_size):
             raise ValueError(f"unique_reply_rank: must be one of 0 to {self.world_size - 1}, got {unique_reply_rank!r}")
-        call = Call(call_id=0, method=method, args=list(args), kwargs=kwargs or {})
+        call = Call(call_id=0, method=method, args=list(args))
         future = self._call(call, range(self.world_size), unique_reply_rank, timeout_s)
         return future if non_block else future.result()
 

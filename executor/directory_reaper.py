@@ -47,9 +47,7 @@ class PrivateDirectory:
     """Owns a new directory that only this user can enter. Its path is short enough for a unix socket in it."""
 
     def __init__(self) -> None:
-        name = f"millrace-{secrets.token_hex(6)}"
-        path = temporary_directory() / name
-        self.path = str(path if len(os.fsencode(path)) <= MAX_DIRECTORY_BYTES else Path("/tmp", name))
+        self.path = str(socket_directory(f"millrace-{secrets.token_hex(6)}"))
         self._reaper = DirectoryReaper(self.path)  # before there is a directory to remove
         try:
             os.mkdir(self.path, 0o700)
@@ -61,6 +59,13 @@ class PrivateDirectory:
         """Call it once."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._reaper.close()
+
+
+def socket_directory(name: str) -> Path:
+    """Return a path with this name for the directory of a socket: in `temporary_directory()`, or in /tmp if it would be too
+    long."""
+    path = temporary_directory() / name
+    return path if len(os.fsencode(path)) <= MAX_DIRECTORY_BYTES else Path("/tmp", name)
 
 
 def temporary_directory() -> Path:

@@ -32,9 +32,6 @@ class ExecutorMetrics(msgspec.Struct, kw_only=True):
     num_tokens: int = 0
     num_stale_replies: int = 0
     """Replies that came too late, and messages that no worker of ours sent."""
-    requests_per_s: float = 0.0
-    """Over the time from the first request to the last reply; so is the next field."""
-    tokens_per_s: float = 0.0
     latency_s: Histogram = msgspec.field(default_factory=_histogram)
     """From sending a step or a call to its last needed reply."""
     step_s: Histogram = msgspec.field(default_factory=_histogram)
@@ -67,14 +64,7 @@ class ExecutorMetrics(msgspec.Struct, kw_only=True):
 class Recorder(ExecutorMetrics, kw_only=True):
     """Owns the metrics of one executor while it runs. Costs 1 to 2 microseconds per step."""
 
-    _first_s: float | None = None
-    _last_s: float = 0.0
     _step_ended_s: float | None = None
-
-    def request_sent(self, now_s: float) -> None:
-        self.num_requests += 1
-        if self._first_s is None:
-            self._first_s = now_s
 
     def step_sent(self, now_s: float, num_bytes: int, num_in_flight: int) -> None:
         """`num_in_flight`: other steps in flight."""
@@ -83,11 +73,10 @@ class Recorder(ExecutorMetrics, kw_only=True):
         if num_in_flight == 0 and self._step_ended_s is not None:
             self.host_s.add(now_s - self._step_ended_s)
 
-    def request_done(self, latency_s: float, now_s: float, *, is_failure: bool) -> None:
+    def request_done(self, latency_s: float, *, is_failure: bool) -> None:
         self.num_failed += is_failure
         self.num_completed += not is_failure
         self.latency_s.add(latency_s)
-        self._last_s = now_s
         if is_failure:
             self.mark_idle()
 
@@ -119,9 +108,6 @@ class Recorder(ExecutorMetrics, kw_only=True):
 
     def metrics(self, **facts: Any) -> ExecutorMetrics:
         """Return a copy of all metrics. `facts`: the fields that the executor knows itself."""
-        span_s = self._last_s - self._first_s if self._first_s is not None else 0.0
-        facts["requests_per_s"] = self.num_completed / span_s if span_s > 0 else 0.0
-        facts["tokens_per_s"] = self.num_tokens / span_s if span_s > 0 else 0.0
         recorded = [name for name in ExecutorMetrics.__struct_fields__ if name not in facts]
         return ExecutorMetrics(**{name: _snapshot(getattr(self, name)) for name in recorded}, **facts)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,6 @@ from millrace.executor.base import Executor
 from millrace.executor.errors import StartError, WorkerDied
 from millrace.executor.launch.handshake import Handshake
 from millrace.executor.launch.process import RankHandle, close_all, dump_all, kill_all, stop_all
-from millrace.executor.metrics import ExecutorMetrics
 from millrace.executor.watchdog import Watchdog
 from millrace.executor.wire.calls import CallTable, PendingCall
 from millrace.executor.wire.channel import Channel, free_port
@@ -49,8 +47,6 @@ class RemoteExecutor(Executor):
         self._calls = CallTable(self, self._recorder)
         self._handles: Sequence[RankHandle] = ()
         self._channel: Channel | None = None
-        self._counts_lock = threading.Lock()
-        """Held while the counts of a channel move to the recorder, so that `stats` sees them exactly once."""
         self._watchdog: Watchdog | None = None
         self._lost: WorkerDied | None = WorkerDied(0, "the executor has not been started")
         self._last_compiled: list[int] = []
@@ -130,11 +126,8 @@ class RemoteExecutor(Executor):
         close_all(handles)
         self._lost = WorkerDied(0, "the executor has been shut down")
         self._calls.fail_all(self._lost)
-        if (channel := self._channel) is not None:
-            with self._counts_lock:
-                self._recorder.num_stale_replies += channel.num_dropped
-                self._recorder.reply_bytes += channel.step_reply_bytes
-                self._channel = None
+        channel, self._channel = self._channel, None
+        if channel is not None:
             channel.close()
 
     def worker_pids(self) -> list[int]:
@@ -198,17 +191,6 @@ class RemoteExecutor(Executor):
     def check_health(self) -> None:
         self.process_messages(timeout_s=0)
         self.require_workers()
-
-    def stats(self) -> ExecutorMetrics:
-        with self._counts_lock:
-            metrics, channel = super().stats(), self._channel
-        if channel is None:
-            return metrics
-        return msgspec.structs.replace(
-            metrics,
-            num_stale_replies=metrics.num_stale_replies + channel.num_dropped,
-            reply_bytes=metrics.reply_bytes + channel.step_reply_bytes,
-        )
 
     def require_workers(self) -> None:
         if self._lost is not None:

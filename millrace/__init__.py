@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from millrace.engine_service.errors import Asleep, ConfigurationError, EngineError
     from millrace.engine_service.offline import LLM
     from millrace.engine_service.request_output import RequestOutput
     from millrace.engine_service.vllm_arguments import EngineArgs
@@ -54,13 +55,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "Asleep",
     "AsyncClient",
     "BatchNotFound",
     "BatchStatus",
     "CannotRedrive",
     "Client",
     "CompletionOutput",
+    "ConfigurationError",
     "EngineArgs",
+    "EngineError",
     "EngineNotFound",
     "GenerationRequest",
     "InvalidRequest",
@@ -99,6 +103,7 @@ _MODULES = (
     "millrace.results.job",
     "millrace.results.counts",
     "millrace.producer",
+    "millrace.engine_service.errors",
     "millrace.engine_service.offline",
     "millrace.engine_service.vllm_arguments",
 )

@@ -12,7 +12,7 @@ from types import FrameType
 
 import msgspec
 
-from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError, compile_template, render
+from millrace.engine_service.chat.template import Chat, ChatTemplate, compile_template, render
 from millrace.engine_service.child_process import limit_memory, open_channel, receive, send
 
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
@@ -69,8 +69,6 @@ def _answer(template: ChatTemplate, task: Task) -> Rendered:
         return Rendered(is_slow=True)
     except MemoryError:
         return Rendered(error=f"it needs more than {MAX_MEMORY_BYTES // 2**20} MiB of memory")
-    except TextError as error:
-        return Rendered(error=reason_of(error))
     except Exception as error:  # a template is a program of the model's author: it can raise anything
         return Rendered(error=reason_of(error))
 

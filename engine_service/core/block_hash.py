@@ -9,7 +9,6 @@ or replace the cached blocks of another.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from hashlib import blake2b
 
@@ -24,9 +23,8 @@ def root_hash(salt: str = "") -> bytes:
 
 def extend_hashes(hashes: list[bytes], root: bytes, token_ids: list[int], block_size: int) -> None:
     """Append the hashes of the full blocks of `token_ids`, the tokens that follow those of `hashes`."""
+    # As everything here, for little-endian hosts only; `results/tokens.py` refuses others.
     packed = array("I", token_ids[: len(token_ids) // block_size * block_size])
-    if sys.byteorder == "big":
-        packed.byteswap()
     data, size = packed.tobytes(), block_size * _TOKEN_BYTES
     parent = hashes[-1] if hashes else root
     for start in range(0, len(data), size):

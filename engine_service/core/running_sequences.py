@@ -82,11 +82,11 @@ class RunningSequences:
     def _is_caching(self) -> bool:
         return self.is_sharing or self.pool.host.num_blocks > 0
 
-    def num_missing_blocks(self, sequence: Sequence, budget: int) -> int:
-        """Return how many blocks the sequence needs for a row of at most `budget` tokens."""
-        num_tokens = sequence.num_computed + min(budget, sequence.num_uncomputed)
+    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
+        """Return how many blocks the sequence needs for a row of `num_tokens`."""
         layout = self.pool.layout
-        return layout.num_columns(num_tokens) * layout.num_groups - len(sequence.block_ids)
+        num_columns = layout.num_columns(sequence.num_computed + num_tokens)
+        return num_columns * layout.num_groups - len(sequence.block_ids)
 
     def register_blocks(self, sequence: Sequence, num_tokens: int, registered: list[int]) -> None:
         """Cache the blocks that the first `num_tokens` fill, without pending tokens. Append those that were not cached

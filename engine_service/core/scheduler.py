@@ -194,12 +194,12 @@ class Scheduler:
         """
         affected = [sequence for sequence in self._running if self._is_in_flight(sequence)]
         known = set(affected)
+        self.pool.host.undo_next()  # before `drop`, which forgets what it was to undo
         for step in self._in_flight:
             self.pool.unregister(step.registered)
             self.pool.host.drop(step.swaps.keys)
             self._running.finished += step.finished  # the workers may not have dropped them
             affected += [each for each in step.paused if each in self._running and each not in known]
-        self.pool.host.undo_next()
         self._in_flight.clear()
         for sequence in reversed(affected):
             self._requeue(sequence)

@@ -40,6 +40,8 @@ class StepClock:
         """Id of the step planned last."""
         self.has_lost_members = False
         """Whether a member has left since this was last reset."""
+        self.record_bytes = 0
+        """Size of the log-probability records that the decode rows of all members return in one step."""
 
 
 class Sequence:
@@ -120,7 +122,7 @@ class Sequence:
         self.tenant = tenant
         self.priority = priority
         self.num_passed_over = 0
-        """Younger sequences that were admitted before it because of what is cached."""
+        """How often a younger one was chosen before it because of what is cached, admitted or not."""
         self.is_known_to_workers = False
         self.is_watched = False
         """Whether somebody reads the output while it grows."""
@@ -183,6 +185,23 @@ class Sequence:
     def num_prompt_record_bytes(self) -> int:
         return (self.num_prompt_tokens - 1) * record_bytes(self.sampling.prompt_logprobs or 0)
 
+    @property
+    def has_records(self) -> bool:
+        """Whether log-probabilities are wanted."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def _output_record_bytes(self) -> int:
+        return 0 if self.sampling.logprobs is None else record_bytes(self.sampling.logprobs)
+
+    def row_record_bytes(self, start: int, num_tokens: int) -> int:
+        """Return the size of the log-probability records of a row that feeds these tokens."""
+        num_bytes = self._output_record_bytes if start + num_tokens >= self.num_tokens else 0
+        if self.sampling.prompt_logprobs is not None:
+            num_scored = max(0, min(num_tokens, self.num_prompt_tokens - 1 - start))
+            num_bytes += num_scored * record_bytes(self.sampling.prompt_logprobs)
+        return num_bytes
+
     def hash_blocks(self, block_size: int) -> list[bytes]:
         """Return the hashes of all blocks that the known tokens fill."""
         start, end = len(self.block_hashes) * block_size, self.num_tokens
@@ -238,6 +257,7 @@ class Sequence:
         """From now on each step of this clock computes one token."""
         self._num_computed -= clock.num_steps
         self.clock = clock
+        clock.record_bytes += self._output_record_bytes
 
     def leave_clock(self) -> None:
         """Go on without a clock, if there is one."""
@@ -246,6 +266,7 @@ class Sequence:
             self._num_computed, self._last_step = self.num_computed, clock.last_step
             self.clock = None
             clock.has_lost_members = True
+            clock.record_bytes -= self._output_record_bytes
 
     def append(self, token_id: int) -> StopReason | None:
         """Append a sampled token. Return the reason if the sequence has ended."""

@@ -51,8 +51,7 @@ class StepPlanner:
             return
         if sequence.clock is not None:
             self._pause(sequence, step.micro_batch)
-        if self._ensure_blocks(sequence, self._running.num_missing_blocks(sequence, step.budget), step):
-            self._add_row(sequence, step)
+        if self._try_row(sequence, step):
             self._share_row(sequence, step)
 
     def _schedule_decodes(self, step: PlannedStep) -> None:
@@ -88,16 +87,14 @@ class StepPlanner:
         for sequence in sorted(ready, key=lambda each: each.num_uncomputed > 1):
             if step.is_full:
                 break
-            is_ready = sequence.seq_id in self._running.ready  # not if an earlier one has preempted it
-            if is_ready and self._ensure_blocks(
-                sequence, self._running.num_missing_blocks(sequence, step.budget), step
-            ):
-                self._add_row(sequence, step)
+            if sequence.seq_id in self._running.ready:  # not if an earlier one has preempted it
+                self._try_row(sequence, step)
         for sequence, _ in step.added:  # until here a row could be dropped again
             self._share_row(sequence, step)
 
     def _admit_waiting(self, step: PlannedStep) -> None:
-        """Admit in the order of the queue, but for prefixes. If the next one lacks blocks, no other one overtakes it."""
+        """Admit in the order of the queue, but for prefixes. If the next one lacks blocks, or the step has no space for its
+        log-probabilities, no other one overtakes it."""
         while self._waiting.has_ready and not step.is_full and not step.is_short_of_blocks:
             if len(self._running) >= self._max_num_seqs:
                 return
@@ -107,7 +104,9 @@ class StepPlanner:
             source = self._find_source(sequence, step)
             if source is not None and self._running.pool.can_allocate(self._running.pool.layout.num_groups):
                 self._fork(sequence, source, step)
-            elif self._running.can_admit(sequence, hit_blocks):
+            elif step.can_return(
+                sequence, self._running.pool.layout.num_tokens_in(hit_blocks), 1
+            ) and self._running.can_admit(sequence, hit_blocks):
                 self._admit(sequence, hit_blocks, step)
             else:
                 return
@@ -141,12 +140,12 @@ class StepPlanner:
         self._waiting.remove(sequence)
         step.registered += self._running.admit(sequence, hit_blocks)
         step.new.append(sequence.as_new())
-        self._add_row(sequence, step, list(sequence.block_ids))
+        self._add_row(sequence, step, step.max_row_tokens(sequence), list(sequence.block_ids))
         self._share_row(sequence, step)
 
     def _find_source(self, sequence: Sequence, step: PlannedStep) -> Sequence | None:
         """Return a sequence with the same tokens, of which the step computes the last one."""
-        if not step.sources or sequence.must_score_prompt:
+        if not step.sources or sequence.must_score_prompt or not step.can_return(sequence, sequence.num_tokens, 0):
             return None
         return step.sources.get(sequence.content(self._running.pool.layout.block_size))
 
@@ -165,8 +164,18 @@ class StepPlanner:
         if self._running.is_sharing and sequence.num_computed == sequence.num_tokens:
             step.sources.setdefault(sequence.content(self._running.pool.layout.block_size), sequence)
 
-    def _add_row(self, sequence: Sequence, step: PlannedStep, hit_blocks: Iterable[int] = ()) -> None:
-        num_tokens = min(step.budget, sequence.num_uncomputed)
-        blocks = self._running.pool.allocate(self._running.num_missing_blocks(sequence, step.budget))
+    def _try_row(self, sequence: Sequence, step: PlannedStep) -> bool:
+        """Add the next row of a running sequence. Return False if the step has no space for it, or if the pool is short of
+        blocks and the sequence was preempted."""
+        num_tokens = step.max_row_tokens(sequence)
+        if not num_tokens or not self._ensure_blocks(
+            sequence, self._running.num_missing_blocks(sequence, num_tokens), step
+        ):
+            return False
+        self._add_row(sequence, step, num_tokens)
+        return True
+
+    def _add_row(self, sequence: Sequence, step: PlannedStep, num_tokens: int, hit_blocks: Iterable[int] = ()) -> None:
+        blocks = self._running.pool.allocate(self._running.num_missing_blocks(sequence, num_tokens))
         step.add(sequence, StepRow(sequence.seq_id, sequence.num_computed, num_tokens, [*hit_blocks, *blocks]))
         sequence.schedule(num_tokens, blocks, step.step_id)

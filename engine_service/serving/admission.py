@@ -16,7 +16,15 @@ from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.generation import Generation, TextRules
 from millrace.engine_service.grammars import Grammars
 from millrace.engine_service.text import Tokenizer
-from millrace.executor.wire.messages import LogitsSettings, ModelFacts, RowSampling, SeqId, ThinkingLimit
+from millrace.executor.wire.messages import (
+    MAX_RECORD_BYTES,
+    LogitsSettings,
+    ModelFacts,
+    RowSampling,
+    SeqId,
+    ThinkingLimit,
+    record_bytes,
+)
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 from millrace.results.errors import shown
 
@@ -47,7 +55,8 @@ class Admission:
         self._renderer = renderer or (Renderer(tokenizer.chat_template) if tokenizer else None)
         # Others cannot be sampled, and the worker cannot mask them for `min_tokens`. Some configurations name such.
         self._eos_token_ids = frozenset(each for each in eos_token_ids if 0 <= each < facts.vocab_size)
-        self._max_logprobs = facts.vocab_size if max_logprobs == -1 else max_logprobs
+        most = facts.vocab_size if max_logprobs == -1 else max_logprobs
+        self._max_logprobs = min(most, MAX_RECORD_BYTES // record_bytes(0) - 1)  # each record has to fit into a step
         self._grammars = None
         if tokenizer is not None and self._eos_token_ids:
             self._grammars = Grammars(tokenizer, facts.vocab_size, sorted(self._eos_token_ids))

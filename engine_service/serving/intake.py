@@ -201,10 +201,8 @@ class Intake:
     def _build(self, claimed: ClaimedJob, is_quick: bool) -> ServedJob:
         request = parse_body(claimed.body)
         if request.model is not None and request.model not in self._model_names:
-            message = (
-                f"this queue serves {shown(self._model_names[0])}, not {shown(request.model)}; use the queue of that model"
-            )
-            raise InvalidRequest("model", message)
+            names = f"{shown(self._model_names[0])}, not {shown(request.model)}"
+            raise InvalidRequest("model", f"this queue serves {names}; use the queue of that model")
         n, num_candidates = request.sampling.n, len(claimed.checkpoints)
         if n != num_candidates:
             rule = "submit it with the same n in the request and in the options"

@@ -160,11 +160,11 @@ class Service:
         if not self._engine.has_work:
             return
         progress = self._engine.step()
+        self._capacity.update(self._engine.scheduler.free_tokens)  # before a job that has ended wakes the claims
         now_s = time.monotonic()
         for one in progress:
             self._apply(one, now_s)
         self._save_due(now_s)
-        self._capacity.update(self._engine.scheduler.free_tokens)
 
     def _save_due(self, now_s: float) -> None:
         """Save the jobs that nobody reads when it is time. To look at all of them in each step would cost more than all
@@ -208,6 +208,7 @@ class Service:
     def _stop_candidates(self, job: ServedJob) -> None:
         for generation in job.generations:
             self._engine.abort(generation)
+        self._capacity.update(self._engine.scheduler.free_tokens)
 
     # --- events ---
 
@@ -220,6 +221,7 @@ class Service:
             self._lost.clear()
         if is_idle and not self._engine.has_work:
             self._engine.check_workers()
+        self._capacity.update(self._engine.scheduler.free_tokens)  # jobs that have arrived need some of them
 
     def _drain_events(self, wait_s: float | None) -> Iterable[EngineEvent | None]:
         """Yield the posted events. Wait for the first one for at most this time, or not at all."""
@@ -356,7 +358,6 @@ class Service:
     def _wake_up(self) -> None:
         self._engine.wake_up()
         self._capacity.shut(False)
-        self._capacity.update(self._engine.scheduler.free_tokens)
         logger.info("awake")
         self._on_sleep_change()
 

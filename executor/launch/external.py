@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from millrace.executor.directory_reaper import DirectoryReaper, temporary_directory
+from millrace.executor.directory_reaper import DirectoryReaper, socket_directory
 from millrace.executor.errors import StartError
 from millrace.executor.launch.process import End, LocalRank, RankHandle, close_all, python_path
 from millrace.executor.rank.serve import die_with_parent
@@ -73,7 +73,7 @@ class ExternalLauncherExecutor(RemoteExecutor):
         if directory is None:
             message = f"executor external is for `millrace serve` under torchrun: {COMMAND_LINE}"
             raise StartError("spawn", 0, message, is_retryable=False)
-        return Channel(_START_ID, self.world_size, directory=directory)
+        return Channel(_START_ID, self.world_size, self._recorder, directory=directory)
 
     def _launch(self, channel: Channel) -> list[ExternalRank]:
         directory = Path(os.environ[RENDEZVOUS_DIR])
@@ -210,9 +210,7 @@ def _rendezvous_dir(environment: Mapping[str, str], parent_pid: int) -> Path:
     Each rank has to be a direct child of torchrun: a script between the two has to `exec`."""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     key = ":".join([str(parent_pid), *(environment.get(name, "") for name in names)])
-    parent = temporary_directory()
-    name = f"millrace-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    return (parent if len(str(parent)) < 40 else Path("/tmp")) / name
+    return socket_directory(f"millrace-{hashlib.sha256(key.encode()).hexdigest()[:16]}")
 
 
 def _make_directory(directory: Path) -> DirectoryReaper:

@@ -52,7 +52,7 @@ class MultiprocExecutor(RemoteExecutor):
             raise
 
     def _open_channel(self) -> Channel:
-        return Channel(self._num_starts, self.world_size)
+        return Channel(self._num_starts, self.world_size, self._recorder)
 
     def _launch(self, channel: Channel) -> list[WorkerProcess]:
         processes: list[WorkerProcess] = []

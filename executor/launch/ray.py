@@ -61,7 +61,8 @@ class RayExecutor(RemoteExecutor):
 
     def _open_channel(self) -> Channel:
         self._join()
-        return Channel(self._num_starts, self.world_size, host=self._ray.util.get_node_ip_address())
+        host = self._ray.util.get_node_ip_address()
+        return Channel(self._num_starts, self.world_size, self._recorder, host=host)
 
     def _join(self) -> None:
         """Use the cluster that this process has joined, else that of RAY_ADDRESS or of this host, else a local Ray."""

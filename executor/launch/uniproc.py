@@ -110,8 +110,8 @@ class UniprocExecutor(Executor):
     def _call(self, call: Call, ranks: range, reply_rank: int | None, limit_s: float | None) -> _FinishedCall:
         method = getattr(self._require_worker(), call.method)
         began_s = time.monotonic()
-        self._recorder.request_sent(began_s)
-        done = _FinishedCall(lambda: method(*call.args, **call.kwargs))
+        self._recorder.num_requests += 1
+        done = _FinishedCall(lambda: method(*call.args))
         self._record(done, began_s)
         if reply_rank is None:
             done.outcome = [done.outcome]
@@ -124,7 +124,7 @@ class UniprocExecutor(Executor):
     def execute_model(self, plan: StepPlan) -> _LaunchedStep:
         worker, began_s = self._require_worker(), time.monotonic()
         self._sleep_state.require_awake()
-        self._recorder.request_sent(began_s)
+        self._recorder.num_requests += 1
         self._recorder.step_sent(began_s, 0, plan.depth - 1)
         if plan.depth == 1:
             self._steps.clear()  # the worker drops their results too
@@ -165,8 +165,7 @@ class UniprocExecutor(Executor):
             self._next_sample_s = time.monotonic() + _SAMPLE_EVERY_S
 
     def _record(self, done: _FinishedCall, began_s: float) -> None:
-        now_s = time.monotonic()
-        self._recorder.request_done(now_s - began_s, now_s, is_failure=done.error is not None)
+        self._recorder.request_done(time.monotonic() - began_s, is_failure=done.error is not None)
         self._has_lost_device |= done.has_lost_device
 
     def check_health(self) -> None:

@@ -252,7 +252,7 @@ class _LaunchedSteps:
         except Exception as error:
             self._failures[call_id] = _log_failure(error, "a step")
 
-    def next_reply(self, until: Callable[[], bool] = lambda: False) -> StepReply | None:
+    def next_reply(self, until: Callable[[], bool]) -> StepReply | None:
         """Wait for the oldest step and return its reply. None if there is no step, or, with less than two steps in work, as
         soon as `until()` is true."""
         if not self.call_ids:
@@ -279,7 +279,7 @@ def _run_call(worker: Worker, call: Call) -> Reply:
     try:
         if call.method not in WORKER_METHODS:
             raise ValueError(f"unknown method {call.method!r}")
-        result = getattr(worker, call.method)(*call.args, **call.kwargs)
+        result = getattr(worker, call.method)(*call.args)
         return Reply(call_id=call.call_id, result=result)
     except Exception as error:
         return Reply(call_id=call.call_id, failure=_log_failure(error, call.method))

@@ -157,7 +157,7 @@ class CallTable:
         self._last_id += 1
         call = PendingCall(self._loop, self._last_id, ranks, reply_rank, limit_s, plan)
         self._calls[call.call_id] = call
-        self._recorder.request_sent(call.sent_s)
+        self._recorder.num_requests += 1
         return call
 
     @property
@@ -186,7 +186,7 @@ class CallTable:
         if isinstance(reply, StepReply) and reply.result is not None and reply.failure is None:
             num_tokens = len(reply.result.token_ids) - len(reply.result.failures)
             self._recorder.step_done(call.sent_s, now_s, reply.result.device_s, num_tokens)
-        self._recorder.request_done(now_s - call.sent_s, now_s, is_failure=reply.failure is not None)
+        self._recorder.request_done(now_s - call.sent_s, is_failure=reply.failure is not None)
 
     def abandon(self, call_id: int) -> bool:
         """Remove a call that has timed out, and return whether there was one. Its late replies are stale."""
@@ -204,5 +204,4 @@ class CallTable:
         self._calls.clear()
 
     def _record_failure(self, call: PendingCall) -> None:
-        now_s = time.monotonic()
-        self._recorder.request_done(now_s - call.sent_s, now_s, is_failure=True)
+        self._recorder.request_done(time.monotonic() - call.sent_s, is_failure=True)

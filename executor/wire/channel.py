@@ -22,6 +22,7 @@ import msgspec
 import zmq
 
 from millrace.executor.directory_reaper import PrivateDirectory
+from millrace.executor.metrics import Recorder
 from millrace.executor.wire.messages import FromWorker, StepReply, ToWorker, decode_from_worker, encode
 
 if TYPE_CHECKING:
@@ -54,14 +55,18 @@ class Channel:
     """Owns the socket between the engine and the ranks of one start, and the directory of the socket."""
 
     def __init__(
-        self, start_id: int, world_size: int, *, directory: str | None = None, host: str | None = None
+        self,
+        start_id: int,
+        world_size: int,
+        recorder: Recorder,
+        *,
+        directory: str | None = None,
+        host: str | None = None,
     ) -> None:
-        """`start_id`: differs between the starts of one executor. `host`: listen there on a free TCP port, with keys.
-        Else listen in `directory`, or in a new private one."""
+        """`start_id`: differs between the starts of one executor. `recorder`: counts replies to steps and what is dropped.
+        `host`: listen there on a free TCP port, with keys. Else listen in `directory`, or in a new private one."""
         self.start_id = start_id
-        self.num_dropped = 0
-        self.step_reply_bytes = 0
-        """Payload of all replies to steps so far."""
+        self._recorder = recorder
         self.has_ended = False
         """Whether a watched process had ended at the last `wait`."""
         self.keys: Keys | None = None
@@ -164,10 +169,10 @@ class Channel:
                 raise ValueError("its sender is no rank of this start")
             message = decode_from_worker(payload)
             if isinstance(message, StepReply):
-                self.step_reply_bytes += len(payload)
+                self._recorder.reply_bytes += len(payload)
             return rank, message
         except (ValueError, msgspec.MsgspecError) as error:
-            self.num_dropped += 1
+            self._recorder.num_stale_replies += 1
             self._warn("garbage", f"dropped a message that no worker of ours sent ({error})")
             return None
 
@@ -176,7 +181,7 @@ class Channel:
         # belong together, so one closing is skipped for each refusal.
         event = _MONITOR_EVENT.unpack(self._monitor.recv_multipart()[0])[0]
         if event & _REFUSED:
-            self.num_dropped += 1
+            self._recorder.num_stale_replies += 1
             self._num_closings_to_skip += 1
             self._warn("refused", "refused a connection: the client does not have this engine's keys")
         elif self._num_closings_to_skip:
@@ -190,7 +195,7 @@ class Channel:
             self._closed_s.clear()
         while self._closed_s and time.monotonic() - self._closed_s[0] > EXIT_NOTICE_S:
             del self._closed_s[0]
-            self.num_dropped += 1
+            self._recorder.num_stale_replies += 1
             limit_mib = MAX_MESSAGE_BYTES // 2**20
             cause = f"ZeroMQ closes it after a frame of more than {limit_mib} MiB, or of another protocol"
             self._warn("closed", f"a connection was closed, but no process has ended; {cause}")

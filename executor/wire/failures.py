@@ -14,6 +14,9 @@ EXIT_DEVICE_LOST = 7
 EXIT_OUT_OF_MEMORY = 8
 """The same as those of `millrace serve`: under torchrun a rank is such a process too."""
 
+EXIT_BY_CAUSE = {"out_of_memory": EXIT_OUT_OF_MEMORY, "device_lost": EXIT_DEVICE_LOST}
+"""By `Failure.cause`, for the causes that have a status of their own."""
+
 _EXIT_MEANINGS = {
     EXIT_CRASH: "crash",
     EXIT_CONFIGURATION: "configuration",
@@ -95,13 +98,7 @@ def _cause(names: set[str], message: str) -> Literal["error", "out_of_memory", "
 
 def exit_status(failure: Failure) -> int:
     """Return the exit status of a worker whose start failed like this."""
-    match failure.cause:
-        case "out_of_memory":
-            return EXIT_OUT_OF_MEMORY
-        case "device_lost":
-            return EXIT_DEVICE_LOST
-        case _:
-            return EXIT_CRASH if failure.is_retryable else EXIT_CONFIGURATION
+    return EXIT_BY_CAUSE.get(failure.cause, EXIT_CRASH if failure.is_retryable else EXIT_CONFIGURATION)
 
 
 def describe_exit(status: int) -> str:

@@ -162,7 +162,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 
@@ -315,6 +315,10 @@ def record_bytes(num_alternatives: int) -> int:
     return 8 * (1 + num_alternatives)
 
 
+MAX_RECORD_BYTES = 32 * 1024 * 1024
+"""Size of the records that a step may return. A reply has to stay below `channel.MAX_MESSAGE_BYTES`."""
+
+
 class RowFailure(msgspec.Struct, frozen=True, array_like=True):
     """One row that could not be computed. The other rows of the step have results."""
 
@@ -357,7 +361,6 @@ class Call(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True)
     call_id: int
     method: str
     args: list[Any] = []
-    kwargs: dict[str, Any] = {}
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -371,7 +374,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """An error of a worker."""
 
     kind: str
-    """Class name of the error, e.g. "OutOfMemoryError", "UnknownMethod", "ModelError"."""
+    """Class name of the error, e.g. "OutOfMemoryError", "ValueError", "ModelError"."""
     message: str
     traceback: str = ""
     is_retryable: bool = False

@@ -105,7 +105,9 @@ def test_the_command_line_goes_before_the_config_file_and_that_before_the_defaul
         (["org/model", "--served-model-name", "b"], {"b"}),
     ],
 )
-def test_jobs_may_name_the_model_as_the_command_line_did_or_by_its_last_part(options: list[str], names: set[str]) -> None:
+def test_jobs_may_name_the_model_as_the_command_line_did_or_by_its_last_part(
+    options: list[str], names: set[str]
+) -> None:
     assert set(parse(["--model", *options]).model_names) == names
 
 
@@ -113,6 +115,16 @@ def test_the_help_names_what_an_option_can_be() -> None:
     text = make_parser().format_help()
     assert "--attention {auto,cpu,triton,reference}" in text
     assert "--kv-cache-dtype {auto,float32,bfloat16,fp8}" in text
+
+
+def test_a_relative_tokenizer_is_found_by_ranks_with_another_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name, path in [("tok", tmp_path / "tok"), ("~/tok", tmp_path / "home" / "tok")]:
+        assert EngineConfig(model="m", tokenizer=name).for_worker(tmp_path).tokenizer == str(path)
+    assert EngineConfig(model="m").for_worker(tmp_path).tokenizer is None
 
 
 def test_the_host_tier_is_given_in_gib(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from millrace.engine_service.core.token_budget import FLOOR_TOKENS, GROW_EVERY_STEPS, TokenBudget
 from millrace.engine_service.engine import Engine
-from millrace.engine_service.errors import EngineDead, EngineError
+from millrace.engine_service.errors import Asleep, EngineDead, EngineError
 from millrace.executor.base import Executor
-from millrace.executor.errors import Asleep, WorkerDied
+from millrace.executor.errors import WorkerDied
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.sizes import smaller_sizes, why_impossible

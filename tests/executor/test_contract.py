@@ -174,8 +174,6 @@ FIGURES: dict[str, Check] = {
     "num_completed": lambda value, all_of: value == all_of.num_requests,
     "num_failed": lambda value, _: value == 0,
     "latency_s": lambda value, all_of: is_sound(value) and value.count == all_of.num_requests,
-    "requests_per_s": lambda value, all_of: 0 < value * all_of.latency_s.total <= all_of.num_requests**2,
-    "tokens_per_s": lambda value, all_of: 0 < value < all_of.requests_per_s,
     "step_s": lambda value, _: is_sound(value) and value.count == 3,
     "host_s": lambda value, _: is_sound(value) and value.count == 2,
     "rpc_s": lambda value, _: is_sound(value) and value.count == 3,

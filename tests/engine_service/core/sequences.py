@@ -6,7 +6,7 @@ import msgspec
 
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.executor.wire.messages import RowSampling, SeqId
-from tests.executor.stub import next_token
+from tests.executor.stub import next_token, record
 
 GREEDY = RowSampling(
     temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, candidate=0, min_tokens=0, end_token_ids=[]
@@ -26,6 +26,8 @@ def make_sequence(
     prompt: list[int] | None = None,
     candidate: int = 0,
     grammar: str = "",
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
 ) -> Sequence:
     """A greedy sequence that nothing but `max_tokens` ends. Its prompt is its own but for the first `shared_len` tokens, or
     is `prompt`."""
@@ -35,7 +37,9 @@ def make_sequence(
     return Sequence(
         SeqId(seq_id),
         prompt or made,
-        msgspec.structs.replace(GREEDY, candidate=candidate, grammar=grammar),
+        msgspec.structs.replace(
+            GREEDY, candidate=candidate, grammar=grammar, logprobs=logprobs, prompt_logprobs=prompt_logprobs
+        ),
         rules,
         output_token_ids=output,
         cache_salt=cache_salt,
@@ -50,3 +54,12 @@ def stub_output(prompt: list[int], num_tokens: int, candidate: int = 0) -> list[
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids[-1], len(token_ids), candidate))
     return token_ids[len(prompt) :]
+
+
+def assert_complete_logprobs(sequence: Sequence) -> None:
+    """Assert that the sequence has the stub's record of each token that wants one."""
+    if (count := sequence.sampling.logprobs) is not None:
+        assert sequence.logprobs == [record(token_id, count) for token_id in sequence.output_token_ids]
+    if (count := sequence.sampling.prompt_logprobs) is not None:
+        expected = [record(token_id, count) for token_id in sequence.prompt_token_ids[1:]]
+        assert bytes(sequence.prompt_logprobs or b"") == b"".join(expected)

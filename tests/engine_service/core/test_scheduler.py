@@ -10,14 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.engine_service.core import planned_step
 from millrace.engine_service.core.block_pool import BlockPool
 from millrace.engine_service.core.crash_policy import QUARANTINE_AFTER_CRASHES
 from millrace.engine_service.core.host_tier import HostTier
 from millrace.engine_service.core.scheduler import Scheduler, SchedulerConfig
 from millrace.engine_service.core.sequence import Sequence
 from millrace.executor.wire.kv_layout import KVLayout
-from millrace.executor.wire.messages import NO_TOKEN, RowFailure, StepId, StepPlan, StepResult, StepRow, WorkerConfig
-from tests.engine_service.core.sequences import make_sequence, stub_output
+from millrace.executor.wire.messages import (
+    NO_TOKEN,
+    RowFailure,
+    StepId,
+    StepPlan,
+    StepResult,
+    StepRow,
+    WorkerConfig,
+    record_bytes,
+)
+from tests.engine_service.core.sequences import assert_complete_logprobs, make_sequence, stub_output
 from tests.executor.stub import OutOfMemoryError, StubWorker
 
 BLOCK_SIZE = 4
@@ -101,7 +111,9 @@ class Bench:
         self.worker.launch(plan)
         self.plans.append(plan)
         self.rows.append(self.worker.last_rows)
-        return msgspec.structs.replace(self.worker.collect(), device_s=self.seconds_of(plan))
+        result = self.worker.collect()
+        assert sum(map(len, result.logprobs + result.prompt_logprobs)) <= vars(planned_step)["MAX_RECORD_BYTES"]
+        return msgspec.structs.replace(result, device_s=self.seconds_of(plan))
 
     def collect(self) -> None:
         if self.in_flight:
@@ -173,6 +185,7 @@ def assert_undisturbed(sequences: list[Sequence]) -> None:
     for sequence in sequences:
         num_tokens, candidate = sequence.stop_rules.max_tokens, sequence.sampling.candidate
         assert sequence.output_token_ids == stub_output(sequence.prompt_token_ids, num_tokens, candidate)
+        assert_complete_logprobs(sequence)
 
 
 def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks() -> None:
@@ -895,6 +908,20 @@ def test_a_step_that_failed_has_swapped_nothing() -> None:
     assert_undisturbed([sequence])
 
 
+def test_moves_of_an_interrupted_plan_are_undone_with_the_steps_in_flight() -> None:
+    bench = Bench(num_blocks=14, budget=64, num_host_blocks=100)
+    run_one(bench, 1)
+    run_one(bench, 2, shared_len=0)
+    bench.scheduler.add(make_sequence(3, prompt_len=33, max_tokens=1, shared_len=32))
+    plan = bench.send()
+    assert plan is not None and plan.swap_in
+    host, key = bench.scheduler.pool.host, (0, b"evicted")
+    host.swap_out(key, 5)
+    bench.scheduler.requeue_in_flight()
+    assert key not in host
+    bench.scheduler.check_integrity()
+
+
 def test_where_computing_is_faster_nothing_is_swapped() -> None:
     for token_s, is_swapped in ((0.001, False), (0.01, True)):
         bench = Bench(num_blocks=14, budget=64, num_host_blocks=100, swap_s=0.02)
@@ -908,10 +935,72 @@ def seconds_by_tokens(token_s: float, plan: StepPlan) -> float:
     return token_s * plan.num_tokens
 
 
+@pytest.fixture
+def three_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step may return three records of one alternative."""
+    monkeypatch.setattr(planned_step, "MAX_RECORD_BYTES", 3 * record_bytes(1))
+
+
+@pytest.mark.usefixtures("three_records")
+def test_a_prompt_whose_log_probabilities_exceed_a_reply_is_computed_in_smaller_chunks() -> None:
+    bench = Bench()
+    sequence = make_sequence(1, prompt_len=9, max_tokens=2, logprobs=1, prompt_logprobs=1)
+    bench.scheduler.add(sequence)
+    bench.run()
+    assert [[row.num_tokens for row in rows] for rows in bench.rows] == [[3], [3], [3], [1]]
+    assert_undisturbed([sequence])
+
+
+@pytest.mark.usefixtures("three_records")
+def test_decode_rows_whose_log_probabilities_exceed_a_reply_wait_and_other_rows_go_on() -> None:
+    bench = Bench()
+    sequences = [make_sequence(number, 5, 3, logprobs=1) for number in range(1, 6)]
+    sequences.append(make_sequence(6, 5, 3))
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    bench.run()
+    assert [len(rows) for rows in bench.rows] == [6, 4, 4, 2, 2, 2]
+    assert_undisturbed(sequences)
+
+
+@pytest.mark.usefixtures("three_records")
+def test_candidates_whose_log_probabilities_exceed_a_reply_do_not_all_fork_at_once() -> None:
+    bench = Bench()
+    sequences = [
+        make_sequence(number, 6, 2, prompt=[1, 2, 3, 4, 5, 6], candidate=number, logprobs=1) for number in range(5)
+    ]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    first = bench.step()
+    assert first is not None and [row.num_tokens for row in first.rows] == [6, 0, 0, 1, 1]
+    bench.run()
+    assert_undisturbed(sequences)
+
+
+@pytest.mark.usefixtures("three_records")
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_suspect_that_wants_log_probabilities_goes_on_alone(num_stages: int) -> None:
+    bench = Bench(num_stages=num_stages, run_ahead=True)
+    sequences = [make_sequence(number, 7, 4, logprobs=1, prompt_logprobs=0) for number in range(1, 6)]
+    for sequence in sequences:
+        bench.scheduler.add(sequence)
+    for _ in range(2):
+        bench.step()
+        bench.lose_step()
+    bench.run()
+    assert_undisturbed(sequences)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one(data: st.DataObject) -> None:
-    draw = data.draw
+    with pytest.MonkeyPatch.context() as patch:
+        num_records = data.draw(st.sampled_from([1, 4, 100]), "records")
+        patch.setattr(planned_step, "MAX_RECORD_BYTES", num_records * record_bytes(1))
+        run_history(data.draw)
+
+
+def run_history(draw: Callable[..., Any]) -> None:
     windows = draw(st.sampled_from([(None,), (6,), (None, 5), (None, 1, 9), (8, 3)]), "windows")
     bench = Bench(
         num_blocks=draw(st.integers(14, 40), "blocks") * len(windows),
@@ -930,14 +1019,16 @@ def test_whatever_happens_blocks_are_whole_and_the_output_is_the_undisturbed_one
             case "add":
                 prompt_len, max_tokens = draw(st.integers(1, 24)), draw(st.integers(1, 20))
                 shared_len = draw(st.sampled_from([0, 4, 9, 24]))
-                right: dict[str, Any] = {"tenant": draw(st.sampled_from("ab")), "priority": draw(st.integers(0, 1))}
-                sequences.append(make_sequence(number, prompt_len, max_tokens, shared_len=shared_len, **right))
+                options: dict[str, Any] = {"tenant": draw(st.sampled_from("ab")), "priority": draw(st.integers(0, 1))}
+                options |= {name: draw(st.sampled_from([None, None, 0, 1])) for name in ("logprobs", "prompt_logprobs")}
+                sequences.append(make_sequence(number, prompt_len, max_tokens, shared_len=shared_len, **options))
                 bench.scheduler.add(sequences[-1])
             case "fork" if sequences:
                 prompt, max_tokens = draw(st.sampled_from(sequences)).prompt_token_ids, draw(st.integers(1, 20))
+                options = {"prompt": prompt, "logprobs": draw(st.sampled_from([None, 1]))}
                 for candidate in range(draw(st.integers(2, 4))):
                     seq_id = number + 100 * (candidate + 1)
-                    sequences.append(make_sequence(seq_id, len(prompt), max_tokens, prompt=prompt, candidate=candidate))
+                    sequences.append(make_sequence(seq_id, len(prompt), max_tokens, candidate=candidate, **options))
                     bench.scheduler.add(sequences[-1])
             case "remove" if sequences:
                 removed.append(draw(st.sampled_from(sequences)))

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
 from millrace.executor.wire.kv_layout import KVLayout
-from millrace.executor.wire.messages import LogitsSettings, ModelFacts, ThinkingLimit
+from millrace.executor.wire.messages import MAX_RECORD_BYTES, LogitsSettings, ModelFacts, ThinkingLimit, record_bytes
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 from tests.engine_service.chat.models import WEATHER, model_with_template, source_of
 
@@ -209,3 +209,12 @@ def test_a_finished_checkpoint_without_the_prompts_log_probabilities_computes_it
     assert (second.finish_reason, second.token_ids) == ("length", [7, 8, 9])
     assert second.logprobs_between(1, 3) == [b"e", b"f"]
     assert (first.sequence.must_score_prompt, second.sequence.must_score_prompt) == (True, False)
+
+
+def test_log_probabilities_of_a_token_that_exceed_a_reply_are_refused() -> None:
+    largest = MAX_RECORD_BYTES // record_bytes(0) - 1
+    admission = Admission(msgspec.structs.replace(FACTS, vocab_size=2 * largest), None, [], max_logprobs=-1)
+    admission.admit([1, 2, 3], SamplingParams(logprobs=largest), drawn_seed=1)
+    for params in (SamplingParams(logprobs=-1), SamplingParams(prompt_logprobs=-1)):
+        with pytest.raises(InvalidRequest, match=f"logprobs.*at most {largest}"):
+            admission.admit([1, 2, 3], params, drawn_seed=1)

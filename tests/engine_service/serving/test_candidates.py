@@ -52,13 +52,15 @@ class Serving:
         self.engine = Engine(queue)
         self.admission = Admission(facts, None, [])
         self.capacity = Capacity(8, self.llm.scheduler.free_tokens)
+        self.budgets: list[ClaimBudget | None] = []
+        """What a claim could take when the engine needed a lease no longer, by lease."""
         self.writer = Writer(queue, on_stale=lambda job_id, lease: None)
         self.service = Service(
             self.llm,
             self.capacity,
             Output(self.writer.put, FINGERPRINT),
             self.writer,
-            on_over=lambda job_id, lease: None,
+            on_over=lambda job_id, lease: self.budgets.append(self.capacity.wait_for_budget(0)),
             on_sleep_change=lambda: None,
         )
 
@@ -86,7 +88,6 @@ class Serving:
         assert self.service.metrics().num_open == 0
         assert not self.llm.has_work
         self.llm.scheduler.check_integrity()
-        self.capacity.update(self.llm.scheduler.free_tokens)  # as after the next step
         assert self.capacity.wait_for_budget(0) == ClaimBudget(8, self.llm.scheduler.pool.capacity_tokens)
         assert self.writer.close()
         self.llm.shutdown()
@@ -103,6 +104,16 @@ def serving(queue: FullQueue) -> Iterator[Serving]:
     serving = Serving(queue)
     yield serving
     serving.close()
+
+
+def test_claims_know_what_jobs_need_that_have_arrived_and_what_is_free_when_one_ends(serving: Serving) -> None:
+    for job_id, max_tokens in (("short", 1), ("long", 40)):
+        submit(serving.queue, job_id, body=body_of(1, max_tokens))
+        serving.start(serving.claim())
+    assert serving.capacity.wait_for_budget(0) == ClaimBudget(6, serving.llm.scheduler.free_tokens)
+    serving.run(1)
+    assert serving.budgets == [ClaimBudget(6, serving.llm.scheduler.free_tokens)]
+    serving.run()
 
 
 @pytest.mark.parametrize("is_watched", [False, True])

@@ -17,8 +17,9 @@ import msgspec
 import pytest
 
 from millrace.executor.base import Executor
+from millrace.executor.directory_reaper import MAX_DIRECTORY_BYTES
 from millrace.executor.errors import ExecutorTimeout, StartError, WorkerDied
-from millrace.executor.launch.external import ExternalLauncherExecutor, ExternalRank, become_rank
+from millrace.executor.launch.external import ExternalLauncherExecutor, ExternalRank, _rendezvous_dir, become_rank
 from millrace.executor.wire.channel import Channel
 from millrace.producer.client import Client
 from tests.e2e.engines import ROOT, TINY, EngineProcess, wait_until
@@ -48,6 +49,12 @@ def shut_down_without_launcher(executor: Executor) -> None:
 def test_without_torchrun_it_says_what_to_type() -> None:
     with pytest.raises(StartError, match="torchrun --nproc-per-node N --max-restarts 3 --no-python millrace serve"):
         ExternalLauncherExecutor(stub_config()).start()
+
+
+@pytest.mark.parametrize("name", ["x" * 100, "ä" * 38])
+def test_the_directory_of_the_socket_is_short_enough_also_in_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", f"/{name}")
+    assert len(os.fsencode(_rendezvous_dir({}, 1))) <= MAX_DIRECTORY_BYTES
 
 
 @external

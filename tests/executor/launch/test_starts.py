@@ -20,6 +20,7 @@ from millrace.executor.launch.handshake import Handshake
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.executor.launch.process import End
 from millrace.executor.launch.uniproc import UniprocExecutor
+from millrace.executor.metrics import Recorder
 from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.messages import DumpStacks, Failure, StartFailed, encode
 from tests.executor.kinds import SHORT, STUB, Make, marks_of, stub_config, worker_pids
@@ -168,7 +169,7 @@ class EndedRank:
 
 
 def test_the_last_message_of_a_rank_counts_though_its_end_is_seen_before() -> None:
-    channel = Channel(1, 1)
+    channel = Channel(1, 1, Recorder())
     ended = EndedRank(channel)
     handles: Any = [ended]
     try:

@@ -12,6 +12,7 @@ from socket import create_connection
 import pytest
 import zmq
 
+from millrace.executor.metrics import Recorder
 from millrace.executor.wire.channel import Channel
 from millrace.executor.wire.messages import (
     PROTOCOL,
@@ -58,7 +59,7 @@ def connect() -> Iterator[Callable[..., zmq.Socket[bytes]]]:
 
 
 def open_channel(*, is_remote: bool = False) -> Channel:
-    return Channel(1, 1, host="127.0.0.1" if is_remote else None)
+    return Channel(1, 1, Recorder(), host="127.0.0.1" if is_remote else None)
 
 
 def receive(channel: Channel, for_s: float = LIMIT_S) -> list[tuple[int, FromWorker]]:
@@ -74,9 +75,9 @@ def receive(channel: Channel, for_s: float = LIMIT_S) -> list[tuple[int, FromWor
 def wait_for_drops(channel: Channel, num_wanted: int) -> int:
     """Wait until `num_wanted` messages are dropped, while nothing is received. Returns the number of dropped ones."""
     deadline_s = time.monotonic() + LIMIT_S
-    while channel.num_dropped < num_wanted and time.monotonic() < deadline_s:
+    while channel._recorder.num_stale_replies < num_wanted and time.monotonic() < deadline_s:
         assert receive(channel, 0.05) == []
-    return channel.num_dropped
+    return channel._recorder.num_stale_replies
 
 
 Connect = Callable[..., "zmq.Socket[bytes]"]
