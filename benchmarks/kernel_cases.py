@@ -80,9 +80,8 @@ def _linear_cases() -> Iterator[Case]:
                 yield name, "gflops", 2.0 * num_rows * inputs * outputs, partial(layer.forward, rows)
     num_rows, inputs = HEAD
     head, rows = pack_linear([torch.randn(VOCAB_SIZE, inputs)]), torch.randn(num_rows, inputs)
-    if isinstance(head, CompiledLinear):
-        name = f"head_argmax_{num_rows}x{inputs}x{VOCAB_SIZE}_float32"
-        yield name, "gflops", 2.0 * num_rows * inputs * VOCAB_SIZE, partial(head.argmax, rows)
+    run = partial(head.argmax, rows) if isinstance(head, CompiledLinear) else lambda: head.forward(rows).max(dim=-1)
+    yield f"head_argmax_{num_rows}x{inputs}x{VOCAB_SIZE}_float32", "gflops", 2.0 * num_rows * inputs * VOCAB_SIZE, run
 
 
 def _sampling_cases(num_rows: int) -> Iterator[Case]:
