@@ -35,7 +35,7 @@ def prompt_start(body: bytes) -> str:
             return shown[:MAX_CHARS].encode(errors="replace").decode()
         try:
             _, end = _values.raw_decode(text, name.end())
-        except ValueError:  # it does not end in this part
+        except (ValueError, RecursionError):  # it does not end in this part, or was not checked
             break
     return ""
 

@@ -355,6 +355,7 @@ def test_a_list_says_why_its_jobs_do_not_begin(millrace: Command, engine: Engine
         (b'{ "messages" : [{"role":"user","content":[{"type":"text","text":"Hel', "Hel"),
         (b'{"meta":{"content":"x","prompt":"y"},"min_p":0.5,"prompt":"z"}', "z"),
         (b'{"meta":{"content":"x","pro', ""),
+        (b'{"meta":' + b"[" * 100_000, ""),
         (b'{"prompt_token_ids":[1,2,3]}', "[1,2,3"),
         (b"{}", ""),
         (b"", ""),
