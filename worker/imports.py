@@ -44,8 +44,8 @@ def _unlisted_models() -> Iterator[None]:
     """Hide the folders of the models from `os.scandir`, except "auto", which chooses a model's module."""
     scandir = os.scandir
 
-    def list_files(path: str) -> contextlib.AbstractContextManager[Any]:
-        if os.path.basename(path) != "models":
+    def list_files(path: Any = ".") -> contextlib.AbstractContextManager[Any]:
+        if isinstance(path, int) or os.path.basename(os.fsdecode(path)) != "models":  # `shutil.rmtree` lists descriptors
             return scandir(path)
         with scandir(path) as entries:
             return _Entries(iter([entry for entry in entries if entry.is_file() or entry.name == "auto"]))
