@@ -18,10 +18,13 @@ from millrace.worker.parts_triton import INF, empty_parts, is_finite, load_part,
 BLOCK = 256
 """Token ids whose largest logit is known before the search."""
 NUM_WARPS, AT_ONCE = 16, 2048
-"""Warps of the one program that looks for the floors of a row, and the ids that it reads at once. It reads a few blocks
-several times, seldom all."""
+"""Warps of the one program that looks for the floors of a row, and the ids that it reads at once."""
 LOADS_AHEAD = tl.constexpr(2)
 """Parts that are on their way to that program, plus one."""
+KEPT = 8192
+"""Logits that the program searches at once."""
+LARGEST_BOUNDED, SLACK = tl.constexpr(0.999), tl.constexpr(0.01)
+"""The largest top_p for which a bound of the floor is used, and what makes up for the rounding of the bound and of sums."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -40,12 +43,14 @@ def raise_floors(
     smallest, counts = empty_parts(num_rows, num_parts, settings.device)
     tallies = counts, torch.empty_like(smallest, dtype=torch.float64), smallest
     _tally_parts[num_rows, num_parts](*given, *tallies, **shape)
+    kept = torch.empty(num_rows, KEPT, device=settings.device)
     _raise_floors[(num_rows,)](
-        *(*given, *tallies, block_peaks, blocks, num_blocks),
+        *(*given, *tallies, block_peaks, blocks, num_blocks, kept),
         AT_ONCE=AT_ONCE,
         PARTS=shape["PARTS"],
         BLOCK=BLOCK,
         BLOCKS=triton.next_power_of_2(num_blocks),
+        KEPT=KEPT,
         num_warps=NUM_WARPS,
     )
 
@@ -86,15 +91,12 @@ def _tally_parts(
 
 
 @triton.jit
-def _load_some(numbers, blocks, first, count, size, PART: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr):
-    """Return PART of `count` numbers, from `first` on; -inf behind the last one. LISTED: only the blocks that are listed
-    count, of `size` numbers in all."""
+def _load_some(logits, blocks, first, count, vocab_size, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """Return PART of the `count` logits of listed blocks, from `first` on; -inf behind the last one."""
     places = first + tl.arange(0, PART)
     exists = places < count
-    if LISTED:
-        places = tl.load(blocks + places // BLOCK, exists, other=0) * BLOCK + places % BLOCK
-        exists = exists & (places < size)
-    return tl.load(numbers + places, exists, other=-INF).to(tl.float32)
+    ids = tl.load(blocks + places // BLOCK, exists, other=0) * BLOCK + places % BLOCK
+    return tl.load(logits + ids, exists & (ids < vocab_size), other=-INF).to(tl.float32)
 
 
 @triton.jit
@@ -105,7 +107,7 @@ def _tally(
     mass = tl.zeros([PART], tl.float32)
     smallest = tl.zeros([PART], tl.float32) + peak
     for first in tl.range(0, count, PART, num_stages=LOADS_AHEAD):
-        x = _load_some(logits, blocks, first, count, vocab_size, PART, BLOCK, LISTED=True)
+        x = _load_some(logits, blocks, first, count, vocab_size, PART, BLOCK)
         stays = _reaches(x, peak, temperature, floor)
         mass += tl.where(stays, _mass(x, peak, temperature), 0.0)
         smallest = tl.minimum(smallest, tl.where(stays, x, peak))
@@ -113,66 +115,93 @@ def _tally(
 
 
 @triton.jit
-def _logit_reaching(
-    numbers, blocks, count, size, peak, temperature, low, target,
-    PART: tl.constexpr, BLOCK: tl.constexpr, LISTED: tl.constexpr, BY_MASS: tl.constexpr,
-):  # fmt: skip
-    """Return the largest logit such that the number of it and the larger ones, or their mass, is `target`; `low` if all
-    from there have less. For the logits see `_load_some`.
+def _middle_of(low, high):
+    """Return a number above `low` and not above `high`."""
+    middle = tl.minimum(low * 0.5 + high * 0.5, high)
+    return tl.where(middle > low, middle, high)
 
-    It lies in [low, high]. The range is halved, and its ends move on to logits of the row, so few passes are needed, and
-    the result is exact. A sum of fewer positive numbers in the same order is never larger, so rounding does no harm.
+
+@triton.jit
+def _weights(x, is_counted, peak, temperature, BY_MASS: tl.constexpr):
+    return tl.where(is_counted, _mass(x, peak, temperature), 0.0) if BY_MASS else is_counted.to(tl.float32)
+
+
+@triton.jit
+def _search(x, before, low, high, peak, temperature, target, BY_MASS: tl.constexpr):
+    """Return the largest of the logits `x` such that the number of it and the larger ones, or their mass, is `target` with
+    the `before` of those above `high`; `low` if all from there have less.
+
+    It lies in [low, high]. The range is halved, and its ends move on to logits, so few passes are needed, and the result is
+    exact. A sum of fewer positive numbers in the same order is never larger, so rounding does no harm.
     """
-    high = peak
     while low < high:
-        middle = tl.minimum(low * 0.5 + high * 0.5, high)
-        middle = tl.where(middle > low, middle, high)
-        reached = tl.zeros([PART], tl.float32)
-        above = tl.zeros([PART], tl.float32) + high  # the smallest logit from the middle on
-        below = tl.zeros([PART], tl.float32) + low  # the largest logit below the middle
-        for first in tl.range(0, count, PART, num_stages=LOADS_AHEAD):
-            x = _load_some(numbers, blocks, first, count, size, PART, BLOCK, LISTED)
-            is_above = x >= middle
-            weights = tl.where(is_above, _mass(x, peak, temperature), 0.0) if BY_MASS else is_above.to(tl.float32)
-            reached += weights
-            above = tl.minimum(above, tl.where(is_above, x, high))
-            below = tl.maximum(below, tl.where(is_above, low, x))
-        is_reached = tl.sum(reached.to(tl.float64), axis=0) >= target
-        low, high = (
-            tl.where(is_reached, tl.min(above, axis=0), low),
-            tl.where(is_reached, high, tl.max(below, axis=0)),
-        )
+        middle = _middle_of(low, high)
+        is_above = x >= middle
+        reached = before + tl.sum(_weights(x, is_above, peak, temperature, BY_MASS).to(tl.float64), axis=0)
+        above = tl.minimum(tl.min(tl.where(is_above, x, high), axis=0), high)
+        below = tl.maximum(tl.max(tl.where(is_above, low, x), axis=0), low)
+        low, high = tl.where(reached >= target, above, low), tl.where(reached >= target, high, below)
     return low
 
 
 @triton.jit
 def _find_reaching(
-    logits, vocab_size, block_peaks, blocks, num_blocks, peak, temperature, low, target,
-    PART: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BY_MASS: tl.constexpr,
+    logits, vocab_size, block_peaks, blocks, num_blocks, kept, peak, temperature, low, target,
+    PART: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KEPT: tl.constexpr, BY_MASS: tl.constexpr,
 ):  # fmt: skip
-    """Return what `_logit_reaching` returns for a whole row, and how many ids are in the blocks that it lists: all from this
-    logit on. The largest logits of the blocks reach the target no earlier than all logits do, so a block whose largest
-    one is below their result is not read."""
-    low = _logit_reaching(
-        block_peaks, blocks, num_blocks, num_blocks, peak, temperature, low, target, BLOCKS, BLOCK, False, BY_MASS
-    )  # fmt: skip
+    """Return what `_search` returns for a whole row, and how many ids are in the blocks that it lists: all from this logit
+    on. The largest logits of the blocks reach the target no earlier than all logits do, so a block whose largest one is
+    below their result is not read. The range is halved until it has at most KEPT logits, which are searched at once."""
     numbers = tl.arange(0, BLOCKS)
-    is_listed = tl.load(block_peaks + numbers, numbers < num_blocks, other=-INF) >= low
+    tops = tl.load(block_peaks + numbers, numbers < num_blocks, other=-INF)
+    low = _search(tops, 0.0, low, peak, peak, temperature, target, BY_MASS)
+    is_listed = tops >= low
     tl.debug_barrier()  # all threads have read the list from before
     tl.store(blocks + tl.cumsum(is_listed.to(tl.int32), axis=0) - 1, numbers, is_listed)
     tl.debug_barrier()
     count = tl.sum(is_listed.to(tl.int32), axis=0) * BLOCK
-    found = _logit_reaching(
-        logits, blocks, count, vocab_size, peak, temperature, low, target, PART, BLOCK, True, BY_MASS
-    )  # fmt: skip
-    return found, count
+    high, num_between = peak, count
+    while (low < high) & (num_between > KEPT):
+        middle = _middle_of(low, high)
+        reached = tl.zeros([PART], tl.float32)
+        above = tl.zeros([PART], tl.float32) + high  # the smallest logit from the middle on
+        below = tl.zeros([PART], tl.float32) + low  # the largest logit below the middle
+        num_above, num_below = tl.zeros([PART], tl.int32), tl.zeros([PART], tl.int32)
+        for first in tl.range(0, count, PART, num_stages=LOADS_AHEAD):
+            x = _load_some(logits, blocks, first, count, vocab_size, PART, BLOCK)
+            is_above = x >= middle
+            reached += _weights(x, is_above, peak, temperature, BY_MASS)
+            above = tl.minimum(above, tl.where(is_above, x, high))
+            below = tl.maximum(below, tl.where(is_above, low, x))
+            num_above += (is_above & (x <= high)).to(tl.int32)
+            num_below += ((x >= low) & (x < middle)).to(tl.int32)
+        is_reached = tl.sum(reached.to(tl.float64), axis=0) >= target
+        num_between = tl.where(is_reached, tl.sum(num_above, axis=0), tl.sum(num_below, axis=0))
+        low, high = (
+            tl.where(is_reached, tl.min(above, axis=0), low),
+            tl.where(is_reached, high, tl.max(below, axis=0)),
+        )
+    if low < high:
+        before, num_kept = tl.zeros([PART], tl.float32), 0
+        for first in tl.range(0, count, PART, num_stages=LOADS_AHEAD):
+            x = _load_some(logits, blocks, first, count, vocab_size, PART, BLOCK)
+            before += _weights(x, x > high, peak, temperature, BY_MASS)
+            is_kept = ((x >= low) & (x <= high)).to(tl.int32)
+            tl.store(kept + num_kept + tl.cumsum(is_kept, axis=0) - 1, x, is_kept > 0)
+            num_kept += tl.sum(is_kept, axis=0)
+        tl.debug_barrier()
+        places = tl.arange(0, KEPT)
+        x = tl.load(kept + places, places < num_kept, other=-INF)
+        low = _search(x, tl.sum(before.to(tl.float64), axis=0), low, high, peak, temperature, target, BY_MASS)
+        tl.debug_barrier()  # all threads have read the logits before others take their place
+    return low, count
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _raise_floors(
     logits, row_stride, vocab_size, peaks, peak_ids, num_parts, numbers, num_rows, counts, masses, smallest,
-    block_peaks, blocks, num_blocks,
-    AT_ONCE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    block_peaks, blocks, num_blocks, kept,
+    AT_ONCE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Raise the floors of rows with top_k, to their k-th largest entry, and with top_p, to the least likely of the fewest
     ids that reach top_p of the mass above the floor."""
@@ -189,17 +218,22 @@ def _raise_floors(
         logits += row.to(tl.int64) * row_stride
         block_peaks += row * num_blocks
         blocks += row * num_blocks
+        kept += row * KEPT
         if (top_k > 0) & (top_k < count):
             kth, num_ids = _find_reaching(
-                logits, vocab_size, block_peaks, blocks, num_blocks, peak, temperature, low, top_k,
-                AT_ONCE, BLOCK, BLOCKS, BY_MASS=False,
+                logits, vocab_size, block_peaks, blocks, num_blocks, kept, peak, temperature, low, top_k,
+                AT_ONCE, BLOCK, BLOCKS, KEPT, BY_MASS=False,
             )  # fmt: skip
             floor = tl.div_rn(kth - peak, temperature)
             mass, low = _tally(logits, blocks, num_ids, vocab_size, peak, temperature, floor, AT_ONCE, BLOCK)
+            count = tl.minimum(count, num_ids)
         if top_p < 1:
+            if top_p < LARGEST_BOUNDED:  # ids below this bound together have less than the mass that is left out
+                left_out = ((1 - top_p) * mass / count).to(tl.float32)
+                low = tl.maximum(low, peak + temperature * (tl.log(left_out) - SLACK))
             last, num_ids = _find_reaching(
-                logits, vocab_size, block_peaks, blocks, num_blocks, peak, temperature, low, top_p * mass,
-                AT_ONCE, BLOCK, BLOCKS, BY_MASS=True,
+                logits, vocab_size, block_peaks, blocks, num_blocks, kept, peak, temperature, low, top_p * mass,
+                AT_ONCE, BLOCK, BLOCKS, KEPT, BY_MASS=True,
             )  # fmt: skip
             floor = tl.div_rn(last - peak, temperature)
         tl.store(numbers + num_rows + row, floor.to(tl.float64))

@@ -27,6 +27,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_triton, "PART", PART)
     monkeypatch.setattr(floors_triton, "BLOCK", 16)
     monkeypatch.setattr(floors_triton, "AT_ONCE", 64)
+    monkeypatch.setattr(floors_triton, "KEPT", 32)
 
 
 def drawn(logits: Tensor, rows: list[Row]) -> list[int]:
