@@ -45,7 +45,7 @@ logger = logging.getLogger("millrace.worker")
 MOST_CHUNKS = 8192
 """Limit for the chunks of keys of all rows of a graph: their partial results take 64 MiB with 16 heads of 128 elements.
 Larger steps are bound by memory and run eagerly."""
-MOST_TOKENS = 2048
+MOST_TOKENS = 4096
 """Limit for the tokens of a graph with prompts. The device takes longer for larger steps than the host does to queue their
 kernels."""
 MOST_TILED = 64

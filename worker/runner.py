@@ -34,7 +34,7 @@ from millrace.worker.logprobs import ScoredTokens, head_logits
 from millrace.worker.rank_model import RankModel
 from millrace.worker.sampler import sample, without_failed
 from millrace.worker.sampling_rows import SamplingRows
-from millrace.worker.transfer import record_event, to_host
+from millrace.worker.transfer import record_event, reserve_pinned, to_host
 
 if TYPE_CHECKING:
     from millrace.worker.graphs import StepGraphs
@@ -134,6 +134,8 @@ class Runner:
         self._masks_head = self.decoder is not None and self.decoder.has_argmax and model.is_alone
         """Whether the head applies the masks of grammars, so that no logits are stored: if it has all ids."""
         self._device = self._model.device
+        if self._device.type == "cuda":
+            reserve_pinned()
         self._sequences = InputBatch(
             max_num_seqs,
             model.facts.max_model_len,

@@ -98,7 +98,7 @@ def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Draw [R] token ids from logits [R, V]. The maximum of each row is 0, so tiny temperatures give finite values."""
     device = logits.device
     scaled = logits / rows.temperatures.to(device).clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
-    floors = rows.min_p.to(device).unsqueeze(1).log()
+    floors = rows.floors.to(device).unsqueeze(1)
     if bool(rows.top_k.any()):
         floors = _top_k_floors(scaled, rows.top_k.tolist(), floors)
     if bool((rows.top_p < 1.0).any()):

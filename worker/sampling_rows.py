@@ -5,6 +5,7 @@ Shapes: S slots, M rows that yield a token.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -24,7 +25,7 @@ class SamplingRows:
     temperatures: Tensor  # [M] float32, 0: greedy
     top_k: Tensor  # [M] int64, 0: off
     top_p: Tensor  # [M] float64, 1: off
-    min_p: Tensor  # [M] float32, 0: off
+    floors: Tensor  # [M] float32, the logarithm of min_p
     streams: Tensor  # [M] int64, the random numbers of a candidate
     output_positions: Tensor  # [M] int64
     processors: StepProcessors | None
@@ -64,7 +65,7 @@ class SamplingRows:
             self.temperatures[rows],
             self.top_k[rows],
             self.top_p[rows],
-            self.min_p[rows],
+            self.floors[rows],
             self.streams[rows],
             self.output_positions[rows],
             None,
@@ -87,7 +88,7 @@ class SamplingTable:
         rows.temperatures[slot] = sampling.temperature
         rows.top_k[slot] = sampling.top_k
         rows.top_p[slot] = sampling.top_p
-        rows.min_p[slot] = sampling.min_p
+        rows.floors[slot] = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
         rows.streams[slot] = candidate_stream(sampling.seed, sampling.candidate)
         if sampling.temperature > 0:
             self._drawn.add(slot)
@@ -125,7 +126,7 @@ def greedy_rows(num_rows: int) -> SamplingRows:
         temperatures=torch.zeros(num_rows),
         top_k=torch.zeros(num_rows, dtype=torch.int64),
         top_p=torch.ones(num_rows, dtype=torch.float64),
-        min_p=torch.zeros(num_rows),
+        floors=torch.full((num_rows,), -math.inf),
         streams=torch.zeros(num_rows, dtype=torch.int64),
         output_positions=torch.zeros(num_rows, dtype=torch.int64),  # of no use here
         processors=None,

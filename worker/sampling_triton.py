@@ -64,7 +64,7 @@ def pack_settings(rows: SamplingRows, packed: Tensor) -> None:
     """Store what `draw` needs of the rows [M]: temperatures, floors of min_p, top_k and top_p, as float64, and the row keys,
     in `packed` [5, M or more] int64 on the host."""
     numbers, own = packed[:4].view(torch.float64), slice(rows.num_rows)
-    for number, values in zip(numbers, (rows.temperatures, rows.min_p.log(), rows.top_k, rows.top_p), strict=True):
+    for number, values in zip(numbers, (rows.temperatures, rows.floors, rows.top_k, rows.top_p), strict=True):
         number[own] = values
     packed[4, own] = next_keys(rows.streams, rows.output_positions)
 

@@ -35,7 +35,6 @@ def draw(kernels: Kernels, logits: Tensor, peaks: Tensor, token_ids: Tensor, row
     """Replace the token ids [M] of rows with temperature > 0 and a finite peak. Logits [M, V] are contiguous, float32."""
     if not bool(rows.temperatures.any()):
         return
-    floors = rows.min_p.log()
     row_keys = next_keys(rows.streams, rows.output_positions)
     call = DrawCall(
         logits=logits.data_ptr(),
@@ -43,7 +42,7 @@ def draw(kernels: Kernels, logits: Tensor, peaks: Tensor, token_ids: Tensor, row
         vocab_size=logits.shape[1],
         peaks=peaks.data_ptr(),
         temperatures=rows.temperatures.data_ptr(),
-        floors=floors.data_ptr(),
+        floors=rows.floors.data_ptr(),
         top_k=rows.top_k.data_ptr(),
         top_p=rows.top_p.data_ptr(),
         row_keys=row_keys.data_ptr(),
