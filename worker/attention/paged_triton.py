@@ -18,6 +18,8 @@ IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 LARGEST_FLOAT16 = tl.constexpr(65504.0)
 KEEPS_NAN = tl.constexpr(tl.PropagateNan.ALL)
 LOG2_E = tl.constexpr(1.4426950408889634)
+UNITS_AT_ONCE = tl.constexpr(32)
+"""Units of a program of `decode_chunks` whose tiles are counted together."""
 RAISED = tl.constexpr(512.0)
 """What the scales of fp8 values are multiplied with in sums: a weight times a scale can be too small for float16."""
 
@@ -98,7 +100,6 @@ def rotate_and_write(
 ):  # fmt: skip
     """Norm and rotate queries and keys of one token, as `rows_torch.norm_and_rotate` does, and store its keys and values.
     Grid: tokens, parts of BLOCK_H heads: first those of queries, then of keys, then of values."""
-    wait_for_earlier_kernels(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     numbers = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     heads, entries = numbers[:, None], tl.arange(0, BLOCK_D)[None, :]
@@ -106,6 +107,12 @@ def rotate_and_write(
     exists = (heads < NUM_HEADS + 2 * NUM_KV_HEADS) & (entries < DIM)
     is_first, is_rotated = entries < HALF, (entries < 2 * HALF) & is_turned
     partners = tl.where(is_first, entries + HALF, entries - HALF)
+    position = tl.load(positions + token)
+    angles = position * HALF + tl.where(is_first, entries, entries - HALF)
+    cosine = tl.load(cosines + angles + heads * 0, is_rotated, other=1.0)
+    sine = tl.load(sines + angles + heads * 0, is_rotated, other=0.0)
+    block, offset = tl.load(token_blocks + token * num_groups + group), position % BLOCK_SIZE
+    wait_for_earlier_kernels(IS_DEPENDENT)  # positions and blocks are there since the begin of the step
     projected += token * projected_stride + heads * DIM
     results = tl.load(projected + entries, exists, other=0.0).to(tl.float32)
     others = tl.load(projected + partners, exists & is_rotated, other=0.0).to(tl.float32)
@@ -118,14 +125,9 @@ def rotate_and_write(
         of_others += tl.load(key_norm + partners + heads * 0, of_key, other=0.0)
         results *= tl.where(is_turned, scale * own, 1.0)
         others *= scale * of_others
-    position = tl.load(positions + token)
-    angles = position * HALF + tl.where(is_first, entries, entries - HALF)
-    cosine = tl.load(cosines + angles + heads * 0, is_rotated, other=1.0)
-    sine = tl.load(sines + angles + heads * 0, is_rotated, other=0.0)
     results = results * cosine + tl.where(is_first, -others, others) * sine
     results = results.to(queries.dtype.element_ty)
     tl.store(queries + (token * NUM_HEADS + heads) * DIM + entries, results, exists & is_query)
-    block, offset = tl.load(token_blocks + token * num_groups + group), position % BLOCK_SIZE
     store_heads(
         results, numbers - NUM_HEADS, keys, key_scales, keys_block_stride, block, offset,
         HAS_SCALES, NUM_KV_HEADS, DIM, BLOCK_D,
@@ -156,81 +158,80 @@ def as_numbers(tile, dtype: tl.constexpr):
 
 
 @triton.jit
-def attend(
-    query, query_head_stride, query_token_stride, first_token, first_position, count, kv_head, begin, first, end,
-    keys, key_scales, keys_block_stride, values, value_scales, values_block_stride, table, scaling,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+def load_queries(
+    query, query_head_stride, query_token_stride, first_token, count, kv_head, HAS_SCALES: tl.constexpr,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the query heads of one key head, of some tokens of a row, to the positions from `first` to `end`.
-
-    Return for each query the largest score, the sum of the weights, and the weighted values. Tiles begin at `begin`."""
-    members, dims, value_dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    """Return the query heads of one key head, of some tokens of a row."""
+    members, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     tokens, heads = first_token + members // GROUP, (kv_head * GROUP + members % GROUP).to(tl.int64)
-    query_positions = first_position + members // GROUP
     queries = tl.load(
         query + (tokens * query_token_stride + heads * query_head_stride)[:, None] + dims[None, :],
         (members < count * GROUP)[:, None] & (dims[None, :] < KEY_DIM), other=0.0,
     )  # fmt: skip
     if HAS_SCALES and queries.dtype == tl.bfloat16:
         queries = tl.clamp(queries.to(tl.float32), -LARGEST_FLOAT16, LARGEST_FLOAT16, KEEPS_NAN).to(tl.float16)
-    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    weighted = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    keys += kv_head * KEY_DIM
-    values += kv_head * VALUE_DIM
-    if SOFTCAP == 0:
-        scaling *= LOG2_E
-    columns = tl.arange(0, BLOCK_N)
-    for start in range(begin, end, BLOCK_N):
-        positions = start + columns
-        is_loaded = positions < end
-        if WINDOW > 0:  # otherwise tiles begin at `first`; the comparison is a twelfth of the instructions
-            is_loaded = is_loaded & (positions >= first)
-        is_visible = is_loaded[None, :] & (positions[None, :] <= query_positions[:, None])
-        if WINDOW > 0:
-            is_visible = is_visible & (positions[None, :] > query_positions[:, None] - WINDOW)
-        if BLOCK_N % BLOCK_SIZE == 0:  # the same numbers, with less arithmetic
-            blocks = tl.load(table + start // BLOCK_SIZE + columns // BLOCK_SIZE, is_loaded, other=0)
-            places = columns % BLOCK_SIZE * NUM_KV_HEADS
-        else:
-            blocks = tl.load(table + positions // BLOCK_SIZE, is_loaded, other=0)
-            places = positions % BLOCK_SIZE * NUM_KV_HEADS
-        tile_keys = tl.load(
-            keys + place_offset(blocks, places, keys_block_stride, KEY_DIM)[None, :] + dims[:, None],
-            is_loaded[None, :] & (dims[:, None] < KEY_DIM), other=0.0,
-        )  # fmt: skip
-        scores = tl.dot(queries, as_numbers(tile_keys, queries.dtype), input_precision="ieee") * scaling
-        if HAS_SCALES:
-            offsets = place_offset(blocks, places + kv_head, keys_block_stride // 4, 1)
-            scores = scores * tl.load(key_scales + offsets, is_loaded, other=0.0)[None, :]
-        if SOFTCAP > 0:
-            # tanh, which is not in every Triton
-            scores = (SOFTCAP * LOG2_E) * (1 - 2 / (tl.exp(scores * (2 / SOFTCAP)) + 1))
-        scores = tl.where(is_visible, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no position so far: -inf - -inf is NaN
-        weights = tl.exp2(scores - shift[:, None])
-        old_weight = tl.exp2(maximum - shift)
-        tile_values = tl.load(
-            values + place_offset(blocks, places, values_block_stride, VALUE_DIM)[:, None] + value_dims[None, :],
-            is_loaded[:, None] & (value_dims[None, :] < VALUE_DIM), other=0.0,
-        )  # fmt: skip
-        total = total * old_weight + tl.sum(weights, 1)
-        if HAS_SCALES:  # cheaper than to scale the values
-            offsets = place_offset(blocks, places + kv_head, values_block_stride // 4, 1)
-            scales = tl.load(value_scales + offsets, is_loaded, other=0.0) * RAISED
-            weights = weights * scales[None, :]
-            if queries.dtype == tl.float16:
-                weights = tl.minimum(weights, LARGEST_FLOAT16, KEEPS_NAN)
-        weighted = weighted * old_weight[:, None] + tl.dot(
-            weights.to(queries.dtype), as_numbers(tile_values, queries.dtype), input_precision="ieee"
-        )
-        maximum = new_maximum
+    return queries
+
+
+@triton.jit
+def attend_tile(
+    maximum, total, weighted, queries, query_positions, kv_head, start, first, end,
+    keys, key_scales, keys_block_stride, values, value_scales, values_block_stride, table, scaling,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Attend to BLOCK_N positions from `start` on, of those from `first` to `end`.
+
+    Return for each query the largest score, the sum of the weights, and the weighted values, with those so far."""
+    dims, value_dims, columns = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_N)
+    positions = start + columns
+    is_loaded = positions < end
+    if WINDOW > 0:  # otherwise tiles begin at `first`; the comparison is a twelfth of the instructions
+        is_loaded = is_loaded & (positions >= first)
+    is_visible = is_loaded[None, :] & (positions[None, :] <= query_positions[:, None])
+    if WINDOW > 0:
+        is_visible = is_visible & (positions[None, :] > query_positions[:, None] - WINDOW)
+    if BLOCK_N % BLOCK_SIZE == 0:  # the same numbers, with less arithmetic
+        blocks = tl.load(table + start // BLOCK_SIZE + columns // BLOCK_SIZE, is_loaded, other=0)
+        places = columns % BLOCK_SIZE * NUM_KV_HEADS
+    else:
+        blocks = tl.load(table + positions // BLOCK_SIZE, is_loaded, other=0)
+        places = positions % BLOCK_SIZE * NUM_KV_HEADS
+    tile_keys = tl.load(
+        keys + kv_head * KEY_DIM + place_offset(blocks, places, keys_block_stride, KEY_DIM)[None, :] + dims[:, None],
+        is_loaded[None, :] & (dims[:, None] < KEY_DIM), other=0.0,
+    )  # fmt: skip
+    scores = tl.dot(queries, as_numbers(tile_keys, queries.dtype), input_precision="ieee")
+    scores *= scaling if SOFTCAP > 0 else scaling * LOG2_E
     if HAS_SCALES:
-        weighted = weighted * (1 / RAISED)
-    return maximum, total, weighted
+        offsets = place_offset(blocks, places + kv_head, keys_block_stride // 4, 1)
+        scores = scores * tl.load(key_scales + offsets, is_loaded, other=0.0)[None, :]
+    if SOFTCAP > 0:
+        # tanh, which is not in every Triton
+        scores = (SOFTCAP * LOG2_E) * (1 - 2 / (tl.exp(scores * (2 / SOFTCAP)) + 1))
+    scores = tl.where(is_visible, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)  # no position so far: -inf - -inf is NaN
+    weights = tl.exp2(scores - shift[:, None])
+    old_weight = tl.exp2(maximum - shift)
+    tile_values = tl.load(
+        values + kv_head * VALUE_DIM + place_offset(blocks, places, values_block_stride, VALUE_DIM)[:, None]
+        + value_dims[None, :],
+        is_loaded[:, None] & (value_dims[None, :] < VALUE_DIM), other=0.0,
+    )  # fmt: skip
+    total = total * old_weight + tl.sum(weights, 1)
+    if HAS_SCALES:  # cheaper than to scale the values
+        offsets = place_offset(blocks, places + kv_head, values_block_stride // 4, 1)
+        scales = tl.load(value_scales + offsets, is_loaded, other=0.0) * RAISED
+        weights = weights * scales[None, :]
+        if queries.dtype == tl.float16:
+            weights = tl.minimum(weights, LARGEST_FLOAT16, KEEPS_NAN)
+    weighted = weighted * old_weight[:, None] + tl.dot(
+        weights.to(queries.dtype), as_numbers(tile_values, queries.dtype), input_precision="ieee"
+    )
+    return new_maximum, total, weighted
 
 
 @triton.jit
@@ -273,48 +274,85 @@ def cut_decodes(
         tl.store(num_chunks, own + count)
 
 
+@triton.jit
+def find_unit(chunks, unit, num_units, NUM_KV_HEADS: tl.constexpr):
+    """Return row, token, length and first position of a unit's chunk, or of some units' chunks. 0 behind the last unit."""
+    own, exists = chunks + 4 * (unit // NUM_KV_HEADS), unit < num_units
+    row, token = tl.load(own, exists, other=0).to(tl.int64), tl.load(own + 1, exists, other=0).to(tl.int64)
+    return row, token, tl.load(own + 2, exists, other=0), tl.load(own + 3, exists, other=0)
+
+
+@triton.jit
+def tiles_of(begin, kv_len, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return how many tiles a chunk from `begin` on has, of a row of this length."""
+    return tl.cdiv(tl.minimum(kv_len - begin, CHUNK), BLOCK_N)
+
+
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "chunks", "maxima", "totals"])
 def decode_chunks(
     query, query_head_stride, query_token_stride,
     keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
     tables, table_stride, chunks, num_chunks, sums, maxima, totals, scaling,
-    CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Attend to the chunks of all decode rows. chunks: row, token, length, first position.
 
     Grid: any number of programs. They share out the key heads of the chunks; those of one chunk are read at the same time,
     since they lie side by side in the pool. Only so many programs work that all have the same number of them: otherwise
     the few that have one more would work alone at the end, which takes more than one of four units' time."""
-    wait_for_earlier_kernels(IS_DEPENDENT)
+    # The step cuts its rows before the first layer writes to the pool, so what is loaded here is there already.
     num_units = tl.load(num_chunks) * NUM_KV_HEADS
     num_rounds = tl.maximum(tl.cdiv(num_units, tl.num_programs(0)), 1)
     num_working = tl.maximum(tl.cdiv(num_units, num_rounds), 1)  # there is none in a graph of padding alone
     own_first = tl.where(tl.program_id(0) < num_working, tl.program_id(0), num_units)
-    for unit in tl.range(own_first, num_units, num_working, disable_licm=True):
-        chunk, kv_head = unit // NUM_KV_HEADS, unit % NUM_KV_HEADS
-        own = chunks + 4 * chunk
-        row, token = tl.load(own).to(tl.int64), tl.load(own + 1).to(tl.int64)
-        kv_len, begin = tl.load(own + 2), tl.load(own + 3)
-        first = begin
+    num_tiles = 0
+    for start in range(own_first, num_units, num_working * UNITS_AT_ONCE):
+        units = start + num_working * tl.arange(0, UNITS_AT_ONCE)
+        _rows, _tokens, lengths, begins = find_unit(chunks, units, num_units, NUM_KV_HEADS)
+        num_tiles += tl.sum(tiles_of(begins, lengths, CHUNK, BLOCK_N), 0)
+    unit, tile = own_first, 0
+    row, token, kv_len, begin = find_unit(chunks, unit, num_units, NUM_KV_HEADS)
+    next_row, next_token, next_len, next_begin = find_unit(chunks, unit + num_working, num_units, NUM_KV_HEADS)
+    wait_for_earlier_kernels(IS_DEPENDENT)
+    members, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+    is_member = members < GROUP
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # One loop over the tiles of all units, or the pipeline that reads them would be empty at the begin of each unit.
+    for _ in tl.range(0, num_tiles, disable_licm=True):
+        kv_head, first = unit % NUM_KV_HEADS, begin
         if WINDOW > 0:
             first = tl.maximum(first, kv_len - WINDOW)
-        maximum, total, weighted = attend(
-            query, query_head_stride, query_token_stride, token, kv_len - 1, 1, kv_head,
-            begin, first, tl.minimum(begin + CHUNK, kv_len),
+        queries = load_queries(
+            query, query_head_stride, query_token_stride, token, 1, kv_head, HAS_SCALES, GROUP, KEY_DIM, BLOCK_M, BLOCK_D
+        )  # fmt: skip
+        is_begin, is_end = tile == 0, tile == tiles_of(begin, kv_len, CHUNK, BLOCK_N) - 1
+        maximum, total = tl.where(is_begin, float("-inf"), maximum), tl.where(is_begin, 0.0, total)
+        weighted = tl.where(is_begin, 0.0, weighted)
+        maximum, total, weighted = attend_tile(
+            maximum, total, weighted, queries, kv_len - 1 + 0 * members, kv_head, begin + tile * BLOCK_N, first,
+            tl.minimum(begin + CHUNK, kv_len),
             keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
             tables + row * table_stride, scaling, WINDOW, SOFTCAP, HAS_SCALES, BLOCK_SIZE,
-            NUM_KV_HEADS, GROUP, KEY_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
+            NUM_KV_HEADS, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
-        members, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
-        is_member = members < GROUP
-        parts = unit * GROUP + members.to(tl.int64)
-        tl.store(maxima + parts, maximum, is_member)
-        tl.store(totals + parts, total, is_member)
-        is_stored = is_member[:, None] & (dims[None, :] < VALUE_DIM)
-        tl.store(sums + parts[:, None] * VALUE_DIM + dims[None, :], weighted, is_stored)
+        if is_end:
+            parts = unit * GROUP + members.to(tl.int64)
+            tl.store(maxima + parts, maximum, is_member)
+            tl.store(totals + parts, total, is_member)
+            results = weighted * (1 / RAISED) if HAS_SCALES else weighted
+            is_stored = is_member[:, None] & (dims[None, :] < VALUE_DIM)
+            tl.store(sums + parts[:, None] * VALUE_DIM + dims[None, :], results, is_stored)
+        last_row, last_token, last_len, last_begin = find_unit(chunks, unit + 2 * num_working, num_units, NUM_KV_HEADS)
+        unit, tile = tl.where(is_end, unit + num_working, unit), tl.where(is_end, 0, tile + 1)
+        row, token = tl.where(is_end, next_row, row), tl.where(is_end, next_token, token)
+        kv_len, begin = tl.where(is_end, next_len, kv_len), tl.where(is_end, next_begin, begin)
+        next_row, next_token = tl.where(is_end, last_row, next_row), tl.where(is_end, last_token, next_token)
+        next_len, next_begin = tl.where(is_end, last_len, next_len), tl.where(is_end, last_begin, next_begin)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "maxima", "totals"])
@@ -325,10 +363,10 @@ def merge_chunks(
 ):  # fmt: skip
     """Merge the chunks of a row, AT_ONCE of them at a time, the first ones first. Grid: decode rows, query heads. rows: row,
     token, length, first chunk among those of all rows."""
-    wait_for_earlier_kernels(IS_DEPENDENT)
     rows += 4 * tl.program_id(0)
     head = tl.program_id(1)
     token, kv_len, part = tl.load(rows + 1).to(tl.int64), tl.load(rows + 2), tl.load(rows + 3).to(tl.int64)
+    wait_for_earlier_kernels(IS_DEPENDENT)
     if kv_len == 0:
         return
     _, count = chunks_of(kv_len, WINDOW, CHUNK)
@@ -362,23 +400,33 @@ def prefill(
 ):  # fmt: skip
     """Attend with some tokens of a row. Grid: tiles, key heads. tiles: row, first token, tokens, first position; all 0 where
     there is none."""
-    wait_for_earlier_kernels(IS_DEPENDENT)
     tiles += 4 * tl.program_id(0)
     kv_head = tl.program_id(1)
     row, first_token = tl.load(tiles).to(tl.int64), tl.load(tiles + 1).to(tl.int64)
     count, first_position = tl.load(tiles + 2), tl.load(tiles + 3)
+    wait_for_earlier_kernels(IS_DEPENDENT)
     first = 0
     if WINDOW > 0:
         first = tl.maximum(first_position + 1 - WINDOW, 0)
-    _, total, weighted = attend(
-        query, query_head_stride, query_token_stride, first_token, first_position, count, kv_head,
-        first // BLOCK_N * BLOCK_N, first, first_position + count,
-        keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
-        tables + row * table_stride, scaling, WINDOW, SOFTCAP, HAS_SCALES, BLOCK_SIZE,
-        NUM_KV_HEADS, GROUP, KEY_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV,
-    )  # fmt: skip
     members, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
     is_member = members < count * GROUP
+    queries = load_queries(
+        query, query_head_stride, query_token_stride, first_token, count, kv_head, HAS_SCALES, GROUP, KEY_DIM, BLOCK_M,
+        BLOCK_D,
+    )  # fmt: skip
+    maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for start in range(first // BLOCK_N * BLOCK_N, first_position + count, BLOCK_N):
+        maximum, total, weighted = attend_tile(
+            maximum, total, weighted, queries, first_position + members // GROUP, kv_head, start, first,
+            first_position + count,
+            keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
+            tables + row * table_stride, scaling, WINDOW, SOFTCAP, HAS_SCALES, BLOCK_SIZE,
+            NUM_KV_HEADS, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
+        )  # fmt: skip
+    if HAS_SCALES:
+        weighted = weighted * (1 / RAISED)
     tokens, heads = first_token + members // GROUP, kv_head * GROUP + members % GROUP
     result = (weighted / tl.where(is_member, total, 1.0)[:, None]).to(output.dtype.element_ty)
     tl.store(

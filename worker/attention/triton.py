@@ -41,6 +41,8 @@ REGISTERS = 65536
 """Registers of one multiprocessor of any NVIDIA GPU that the kernels run on."""
 WIDE = {torch.float32: 64, torch.float16: 128, torch.bfloat16: 128}
 """Elements of a head above which the tiles are half as large, so that they fit into registers and shared memory."""
+NARROW = 64
+"""Elements of a head up to which the tiles of a decode row have twice as many positions."""
 
 
 class Tiles(NamedTuple):
@@ -54,10 +56,12 @@ class Tiles(NamedTuple):
     and values too."""
     num_queries: int = 16
     """Rows of a tile of queries, each of a token and a head. Decode rows take as few as there are."""
+    max_registers: int | None = None
+    """Of a thread, where queries and pool have the same 16 bits, so that enough programs fit onto a multiprocessor."""
 
 
-DECODE = Tiles(num_positions=64, num_warps=4, num_stages=5)
-"""A chunk has too few tiles to hide a wait."""
+DECODE = Tiles(num_positions=64, num_warps=4, num_stages=3, max_registers=128)
+"""Four programs on a multiprocessor hide each other's waits better than one hides its own with a longer pipeline."""
 PREFILL = Tiles(num_positions=64, num_warps=8, num_stages=5, num_queries=128)
 """One program fills a multiprocessor's registers, so nothing else hides its loads."""
 SMALL_SHARED, SMALL_STAGES = 100 << 10, 3
@@ -134,6 +138,7 @@ class TritonAttention:
     ) -> Tensor:  # [T, Hq, Dv]
         query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
         num_kv_heads, num_tokens, key_dim = key.shape
+        self._cut_rows(query.dtype, len(query), layer, sliding_window, batch)
         write_kv[(num_tokens,)](
             *(key, *key.stride()[:2], value, *value.stride()[:2], *_pool(layer)),
             *(batch.positions, batch.token_blocks, batch.token_blocks.shape[1], layer.group),
@@ -164,6 +169,7 @@ class TritonAttention:
     ) -> Tensor:  # [T, Hq, D]
         """Do what `rows_torch.norm_and_rotate` and `forward` do, with one launch less."""
         num_tokens, (num_kv_heads, dim), half = len(projected), layer.keys.shape[2:], tables[0].shape[1]
+        self._cut_rows(projected.dtype, num_heads, layer, sliding_window, batch)
         queries = projected.new_empty(num_tokens, num_heads, dim)
         rotate_and_write[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS_AT_ONCE))](
             *(projected, projected.stride(0), *tables, *(norms or tables), epsilon, queries, *_pool(layer)),
@@ -190,13 +196,13 @@ class TritonAttention:
         softcap: float | None,
         batch: StepBatch,
     ) -> Tensor:  # [Hq, T, D] -> [T, Hq, Dv]
-        """Attend to the pool, where the step's own keys and values are already."""
+        """Attend to the pool, where the step's own keys and values are already. The kernel ahead of this must not be one
+        that cuts the step's rows."""
         num_heads, num_tokens, key_dim = query.shape
         num_kv_heads, value_dim = layer.values.shape[2:]
         group, block_d, block_dv = num_heads // num_kv_heads, _padded(key_dim), _padded(value_dim)
-        divisor = (2 if query.dtype == torch.float32 else 1) * (2 if max(block_d, block_dv) > WIDE[query.dtype] else 1)
-        num_queries = max(PREFILL.num_queries // divisor, triton.next_power_of_2(group))
-        rows = _rows(batch, num_queries // group, window or 0, self._largest_decode)
+        divisor = _divisor(query.dtype, layer)
+        rows = self._cut_rows(query.dtype, num_heads, layer, window, batch)
         decode_stages, prefill_stages = DECODE.num_stages, _prefill_stages(query.device)
         if query.dtype == torch.float32 != layer.keys.dtype:  # a pipeline needs more registers than there are
             decode_stages = prefill_stages = 1
@@ -217,18 +223,32 @@ class TritonAttention:
             **launch_options(),
         }
         if len(rows.decodes):
-            tiles = {"BLOCK_N": DECODE.num_positions // divisor, "num_stages": decode_stages}
-            self._decode(rows, given, scaling, how | tiles, output)
+            how_decoded = how | {
+                "BLOCK_M": max(DECODE.num_queries, triton.next_power_of_2(group)),
+                "BLOCK_N": DECODE.num_positions * (2 if max(block_d, block_dv) <= NARROW else 1) // divisor,
+                "num_stages": decode_stages,
+            }
+            if query.dtype == layer.keys.dtype != torch.float32 and how_decoded["BLOCK_M"] == DECODE.num_queries:
+                how_decoded["maxnreg"] = DECODE.max_registers
+            self._decode(rows, given, scaling, how_decoded, output)
         if len(rows.tiles):
             prefill[(len(rows.tiles), num_kv_heads)](
                 *(*given, rows.tiles, output, scaling),
-                BLOCK_M=num_queries,
+                BLOCK_M=_num_queries(query.dtype, num_heads, layer),
                 BLOCK_N=PREFILL.num_positions // divisor,
                 num_warps=PREFILL.num_warps,
                 num_stages=prefill_stages,
                 **how,
             )
         return output
+
+    def _cut_rows(
+        self, dtype: torch.dtype, num_heads: int, layer: LayerCache, window: int | None, batch: StepBatch
+    ) -> Rows:
+        """Return the step's rows for queries of this type. The first layer of a step that needs them cuts them: before its
+        kernel that writes to the pool, since the kernels behind that one load them before they wait for it."""
+        tile_size = _num_queries(dtype, num_heads, layer) * layer.keys.shape[2] // num_heads
+        return _rows(batch, tile_size, window or 0, self._largest_decode)
 
     def _decode(self, rows: Rows, given: tuple[Any, ...], scaling: float, how: dict[str, Any], output: Tensor) -> None:
         """Attend with the decode rows. given, how: what `decode_chunks` has in common with `prefill`."""
@@ -241,7 +261,6 @@ class TritonAttention:
         kernel = decode_chunks[(min(num_programs, num_chunks * how["NUM_KV_HEADS"]),)](
             *(*given, rows.chunks, rows.num_chunks, sums, maxima, totals, scaling),
             CHUNK=CHUNK,
-            BLOCK_M=max(DECODE.num_queries, triton.next_power_of_2(how["GROUP"])),
             num_warps=DECODE.num_warps,
             **how,
         )
@@ -264,6 +283,18 @@ def _pool(layer: LayerCache) -> tuple[Any, ...]:
     """Return the arguments of a kernel that stand for the pool."""
     key_scales, value_scales = layer.scales or (layer.keys, layer.values)  # of no use without scales
     return layer.keys, key_scales, layer.keys.stride(0), layer.values, value_scales, layer.values.stride(0)
+
+
+def _divisor(dtype: torch.dtype, layer: LayerCache) -> int:
+    """Return how much smaller than those of 16 bits the tiles are."""
+    is_wide = max(_padded(layer.keys.shape[3]), _padded(layer.values.shape[3])) > WIDE[dtype]
+    return (2 if dtype == torch.float32 else 1) * (2 if is_wide else 1)
+
+
+def _num_queries(dtype: torch.dtype, num_heads: int, layer: LayerCache) -> int:
+    """Return the queries of a tile of `prefill`."""
+    group = num_heads // layer.keys.shape[2]
+    return max(PREFILL.num_queries // _divisor(dtype, layer), triton.next_power_of_2(group))
 
 
 def _padded(size: int) -> int:
