@@ -45,7 +45,8 @@ def _unlisted_models() -> Iterator[None]:
     scandir = os.scandir
 
     def list_files(path: Any = ".") -> contextlib.AbstractContextManager[Any]:
-        if isinstance(path, int) or os.path.basename(os.fsdecode(path)) != "models":  # `shutil.rmtree` lists descriptors
+        # `shutil.rmtree` lists descriptors.
+        if isinstance(path, int) or os.path.basename(os.fsdecode(path)) != "models":
             return scandir(path)
         with scandir(path) as entries:
             return _Entries(iter([entry for entry in entries if entry.is_file() or entry.name == "auto"]))

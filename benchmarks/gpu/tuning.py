@@ -106,7 +106,7 @@ def _cases(*, is_quick: bool) -> dict[str, Case]:
     from millrace.worker.attention.triton import DECODE, PREFILL, Tiles
 
     attention = "millrace.worker.attention.triton"
-    decodes = [Tiles(*each) for each in itertools.product((32, 64, 128), (2, 4, 8), (3, 4, 5, 6))]
+    decodes = [Tiles(*each) for each in itertools.product((32, 64, 128), (2, 4, 8), (3, 5), (16,), (None, 128))]
     prefills = [Tiles(*each) for each in itertools.product((32, 64, 128), (4, 8), (2, 3, 4), (64, 128))]
     tiles = list(itertools.product((32, 64, 128), (32, 64, 128), (64, 128)))
     if is_quick:
