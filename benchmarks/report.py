@@ -72,6 +72,29 @@ SECTIONS = {
         ("gflops", "gb_per_s", "us", "over_torch"),
         "`over torch`: how many times as fast as torch with as many threads. Small operands are in the cache.",
     ),
+    "throughput": Section(
+        "256 requests to a model of 600 million parameters on a GPU",
+        ("engine",),
+        ("tokens_per_s", "device_idle_share", "start_to_first_token_s", "num_rounds"),
+        "Workload NANO: prompts and outputs of 100 to 1,024 tokens, bfloat16, temperature 0.6, `LLM` in one process. "
+        "`transformers` is its continuous batching, stopped after 22 s; the tokens so far count. `budget-4096`: with "
+        "`max_num_batched_tokens=4096`. `eager`: without graphs. The first start of a day compiles the kernels.",
+    ),
+    "steps": Section(
+        "Decode steps of this model at 1,024 positions",
+        ("step",),
+        ("step_ms", "idle_share", "tokens_per_s", "roofline_share"),
+    ),
+    "attention": Section(
+        "Attention of one layer on a GPU",
+        ("case",),
+        ("device_us", "gb_per_s", "over_copy", "tflops", "max_error"),
+        "16 heads of queries and 8 of keys, bfloat16. `over copy`: relative to the bandwidth of a copy.",
+    ),
+    "sampling": Section("Draws from 256 rows of 151,936 logits on a GPU", ("kind",), ("device_us", "as_on_cpu")),
+    "sleep": Section(
+        "Sleep of a worker on a GPU", ("level",), ("sleep_s", "wake_s", "next_token_s", "memory_left_mib")
+    ),
 }
 INTRODUCTION = """\
 # Performance
@@ -129,6 +152,8 @@ def _newest(results: Path) -> dict[str, dict[str, list[Figures]]]:
 
 
 def _machine_name(machine: Figures) -> str:
+    if machine.get("gpus"):
+        return ", ".join(gpu["name"] for gpu in machine["gpus"])
     sets = " ".join(machine["instruction_sets"]) or "no vector instructions known"
     return f"{machine['cpu']}, {machine['usable_cores']} cores ({sets}), {machine['memory_gib']:.0f} GiB"
 
@@ -153,7 +178,11 @@ def _machine(name: str, results: Mapping[str, Sequence[Figures]], plots: Path) -
                 yield f"From {result['file']}:\n"
             leaves = list(_leaves(result[part]))
             columns = [name for name in section.columns if any(name in leaf for _, leaf in leaves)]
-            rows = ((*keys, *_cells(leaf, columns)) for keys, leaf in leaves)
+            rows = (
+                (*keys, *_cells(leaf, columns))
+                for keys, leaf in leaves
+                if not columns or set(columns) & {*leaf, "failed"}
+            )
             yield from _table([name.replace("_", " ") for name in (*section.keys, *columns)], rows)
 
 
@@ -180,7 +209,9 @@ def _origin(result: Figures, part: str) -> Iterator[str]:
 def _leaves(figures: Figures, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Figures]]:
     """Yield the innermost tables of figures with their names."""
     for name, inner in figures.items():
-        if any(isinstance(value, dict) for key, value in inner.items() if key != "versions"):
+        if not isinstance(inner, dict):
+            continue
+        if any(isinstance(value, dict) for key, value in inner.items() if key not in DETAILS):
             yield from _leaves(inner, (*keys, name))
         else:
             yield (*keys, name), inner
@@ -193,8 +224,13 @@ def _cells(leaf: Figures, columns: Sequence[str]) -> Iterator[str]:
         return
     for name in columns:
         bounds = leaf.get(f"{name}_of_each_round") or leaf.get(f"{name}_interval")
-        interval = f" ({min(bounds):,.4g} to {max(bounds):,.4g})" if bounds else ""
-        yield f"{leaf[name]:,.4g}{interval}" if name in leaf else ""
+        interval = f" ({_number(min(bounds))} to {_number(max(bounds))})" if bounds else ""
+        value = leaf.get(name, "")
+        yield value if isinstance(value, str) else _number(value) + interval
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
@@ -244,6 +280,8 @@ def _plot_steps(figures: Figures) -> Any:
     return figure
 
 
+DETAILS = ("versions", "kernels_us", "kernels_ms")
+"""Tables that are no rows of the page."""
 PLOTS = {"peers": _plot_peers, "step": _plot_steps}
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ def launch_options() -> dict[str, Any]:
 
 @triton.jit
 def wait_for_earlier_kernels(IS_DEPENDENT: tl.constexpr):
-    """Stands before all loads and stores of tensors that other kernels write."""
+    """Stands before all loads and stores of tensors that other kernels of the model write. What the step has given to the
+    device before its first layer may be loaded ahead: the kernel ahead of this one has waited for it."""
     if IS_DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
