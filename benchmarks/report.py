@@ -178,11 +178,8 @@ def _machine(name: str, results: Mapping[str, Sequence[Figures]], plots: Path) -
                 yield f"From {result['file']}:\n"
             leaves = list(_leaves(result[part]))
             columns = [name for name in section.columns if any(name in leaf for _, leaf in leaves)]
-            rows = (
-                (*keys, *_cells(leaf, columns))
-                for keys, leaf in leaves
-                if not columns or set(columns) & {*leaf, "failed"}
-            )
+            shown = [(keys, leaf) for keys, leaf in leaves if leaf.keys() & {"failed", *columns}]
+            rows = ((*keys, *_cells(leaf, columns)) for keys, leaf in shown)
             yield from _table([name.replace("_", " ") for name in (*section.keys, *columns)], rows)
 
 

@@ -323,6 +323,17 @@ def test_the_report_takes_the_newest_figures_and_says_where_they_are_from(tmp_pa
     assert "| W1 | millrace |  | 20 (19 to 20) | 2 | 900 | 2 |" in of_new and "compiled" not in of_new
     assert "| W1 | millrace |  | 10 (9 to 10) | 2 | 900 | 2 |" in of_old and "| W1 | vllm-compiled | 2 " in of_old
 
+    steps = {"load_s": 1.5, "how": {"is_fused": True}, "1 rows": {"step_ms": 1.25, "kernels_ms": {"prefill": 1.0}}}
+    on_gpu = {
+        "created": "2026-01-02",
+        "machine": facts["machine"] | {"gpus": [{"name": "NVIDIA H200"}]},
+        "steps": steps,
+    }
+    (results / "gpu.json").write_text(json.dumps(facts | on_gpu))
+    report.write(results, page)
+    assert "## NVIDIA H200\n" in page.read_text() and page.read_text().count("| 1 rows | 1.25 |\n") == 1
+    assert "is_fused" not in page.read_text() and "| how |" not in page.read_text()
+
     for path in results.glob("*.json"):
         path.unlink()
     report.write(results, page)
