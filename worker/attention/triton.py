@@ -196,8 +196,7 @@ class TritonAttention:
         softcap: float | None,
         batch: StepBatch,
     ) -> Tensor:  # [Hq, T, D] -> [T, Hq, Dv]
-        """Attend to the pool, where the step's own keys and values are already. The kernel ahead of this must not be one
-        that cuts the step's rows."""
+        """Attend to the pool, where the step's own keys and values are already, with rows that are cut already."""
         num_heads, num_tokens, key_dim = query.shape
         num_kv_heads, value_dim = layer.values.shape[2:]
         group, block_d, block_dv = num_heads // num_kv_heads, _padded(key_dim), _padded(value_dim)
