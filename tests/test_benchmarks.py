@@ -419,6 +419,8 @@ def test_tests_behind_one_in_which_the_process_or_the_gpu_is_lost_run_in_another
         "test_crash": "crashed",
         "test_skip": "skipped",
     }
+    of_shares = [gpu_tests._run_all("gpu and not gpu_memory", [tmp_path / "test_some.py"], f"{i}/2") for i in range(2)]
+    assert sorted([*of_shares[0], *of_shares[1]]) == sorted(found)
     lost, crash = (each for name, each in found.items() if name.endswith(("lost", "crash")))
     assert lost == ("failed", "assert 1 == 2", True) and crash == ("crashed", "the process ended in this test", True)
     alone = gpu_tests._run_all("gpu_memory", [tmp_path / "test_some.py", tmp_path / "test_broken.py"])

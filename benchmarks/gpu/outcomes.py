@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ import pytest
 
 FILE = "MILLRACE_TEST_OUTCOMES"
 """The variable with the path of the file."""
+SHARE = "MILLRACE_TEST_SHARE"
+"""The variable with the number of a share of the tests and the number of shares, such as 0/2. Not set: all tests."""
 REASON_LENGTH = 300
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    share, num_shares = map(int, os.environ.get(SHARE, "0/1").split("/"))
+    items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % num_shares == share]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

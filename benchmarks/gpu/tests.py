@@ -1,5 +1,5 @@
-"""Runs the tests marked `gpu`: the files side by side, since most of their time goes into compilers; then, alone, those that
-are marked `gpu_memory`, because they fill or measure the memory of the GPU."""
+"""Runs the tests marked `gpu`: files or shares of them side by side, since most of their time goes into compilers; then,
+alone, those that are marked `gpu_memory`, because they fill or measure the memory of the GPU."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ def tests(setting: Setting) -> Part:
     paths = sorted((ROOT / "tests").glob("*/**/test_*.py"))  # those at the top have none, and need more packages
     marked = [path for path in paths if "mark.gpu" in path.read_text()]
     found: Outcomes = {}
-    with ThreadPoolExecutor(len(marked)) as pool:
+    num_shares = max(1, (os.cpu_count() or 1) // len(marked))
+    shares = [(path, f"{share}/{num_shares}") for path in marked for share in range(num_shares)]
+    with ThreadPoolExecutor(len(shares)) as pool:
         side_by_side = partial(_run_all, "gpu and not gpu_memory")
-        for future in as_completed([pool.submit(side_by_side, [path]) for path in marked]):
+        for future in as_completed([pool.submit(side_by_side, [path], share) for path, share in shares]):
             found |= future.result()
             yield from _figures(found)
     found |= _run_all("gpu_memory", marked)
@@ -60,11 +62,12 @@ def _figures(found: Outcomes) -> Iterable[tuple[str, Figures | str]]:
         yield "failed", "\n".join(f"{test} {one.outcome}: {one.reason}" for test, one in bad.items())
 
 
-def _run_all(marker: str, paths: Sequence[Path]) -> Outcomes:
-    """Run all tests of some files. Behind one in which the process or its GPU is lost the others run in another process."""
+def _run_all(marker: str, paths: Sequence[Path], share: str = "0/1") -> Outcomes:
+    """Run all tests of some files, or a share of them (`outcomes.SHARE`). Behind one in which the process or its GPU is lost
+    the others run in another process."""
     found: Outcomes = {}
     while True:
-        new, status = _run([*map(str, paths), "-m", marker], found)
+        new, status = _run([*map(str, paths), "-m", marker], found, **{outcomes.SHARE: share})
         found |= new
         if status in COMPLETE or not new:
             break
