@@ -37,6 +37,7 @@ MOST_SHARED = 227 << 10
 KERNEL_FILES = (
     "launch_triton",
     "attention.paged_triton",
+    "attention.write_triton",
     "sampling_triton",
     "floors_triton",
     "kernels.rows_triton",

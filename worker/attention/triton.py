@@ -18,14 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from millrace.worker.attention.paged_triton import (
-    cut_decodes,
-    decode_chunks,
-    merge_chunks,
-    prefill,
-    rotate_and_write,
-    write_kv,
-)
+from millrace.worker.attention.paged_triton import cut_decodes, decode_chunks, merge_chunks, prefill
+from millrace.worker.attention.write_triton import rotate_and_write, write_kv
 from millrace.worker.input_batch import HostBatch, StepBatch
 from millrace.worker.kv_pool import LayerCache
 from millrace.worker.launch_triton import launch_options

@@ -86,10 +86,10 @@ def test_a_row_does_not_depend_on_the_other_rows(window: int | None, triton: Att
 
 
 def test_other_lengths_of_sequences_compile_nothing_again(triton: Attention) -> None:
-    from millrace.worker.attention import paged_triton
+    from millrace.worker.attention import triton as launches
 
     names = ("write_kv", "cut_decodes", "decode_chunks", "merge_chunks", "prefill")
-    kernels = [getattr(paged_triton, name) for name in names]
+    kernels = [getattr(launches, name) for name in names]
 
     def num_compiled() -> int:
         return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from millrace.worker.attention.paged_triton import place_offset
 from millrace.worker.attention.triton import CHUNK, Rows, TritonAttention
+from millrace.worker.attention.write_triton import place_offset
 from millrace.worker.kv_pool import FP8
 from tests.worker.attention.paged import MIXED, Shape, attend, check, check_fp8_extremes, check_projected
 
