@@ -37,12 +37,17 @@ from millrace.worker.transfer import staging
 
 PART = 4096
 """Token ids of one program."""
+NUM_SLICES = 8
+"""Of a part whose bounds do not tell the best id. Fewer take registers from all programs."""
 NUM_WARPS = 8
 
 _GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 _LARGEST_UNIFORM = tl.constexpr(1 - 2**-24)
+LOG2_E, SLACK = 1.4426950408889634, 2**-13
+_LOG2_E, _SLACK = tl.constexpr(LOG2_E), tl.constexpr(SLACK)
+_SHRUNK_LOG2_E, _SHRUNK_UNIT = tl.constexpr((1 - SLACK) * LOG2_E), tl.constexpr((1 - SLACK) * 2**-31)
 _NO_TOKEN = tl.constexpr(NO_TOKEN)
 
 
@@ -92,7 +97,9 @@ def draw(logits: Tensor, settings: Tensor | None, *, has_limits: bool) -> Tensor
         if has_limits:
             floors_triton.raise_floors(row, peaks, block_peaks, blocks, numbers, shape)
         scores = empty_parts(num_rows, num_parts, logits.device)
-        _draw_parts[num_rows, num_parts](*row, *peaks, num_parts, numbers, num_rows, keys, *scores, **shape)
+        _draw_parts[num_rows, num_parts](
+            *(*row, *peaks, num_parts, numbers, num_rows, keys, *scores), AT_ONCE=PART // NUM_SLICES, **shape
+        )
     draws, parts = settings is not None, shape["PARTS"]
     _finish[(num_rows,)](*peaks, *scores, num_parts, numbers, token_ids, DRAWS=draws, PARTS=parts, num_warps=1)
     return token_ids
@@ -114,41 +121,83 @@ def _find_peaks(
 
 
 @triton.jit
-def _mix64(bits):
-    """SplitMix64's output function."""
+def _mixed(key, ids):
+    """Return the random bits of token ids, but for the last step of SplitMix64's output function."""
+    bits = key + (ids + 1).to(tl.uint64) * _GOLDEN_GAMMA
     bits = (bits ^ (bits >> 30)) * _MIX_1
-    bits = (bits ^ (bits >> 27)) * _MIX_2
-    return bits ^ (bits >> 31)
+    return (bits ^ (bits >> 27)) * _MIX_2
 
 
 @triton.jit
-def _log_variates(key, ids):
-    """Return the logarithms of the exponential variates of token ids."""
-    bits = _mix64(key + (ids + 1).to(tl.uint64) * _GOLDEN_GAMMA)
-    uniform = ((bits >> 11).to(tl.int64).to(tl.float32) + 0.5) * (2.0**-53)
-    uniform = tl.minimum(uniform, _LARGEST_UNIFORM)
+def _scores(x, peak, temperature, floor, key, ids):
+    """Return the scaled logits minus the logarithms of the exponential variates; -inf below the floor."""
+    scaled = tl.div_rn(x - peak, temperature)
+    bits = _mixed(key, ids)
+    bits ^= bits >> 31
+    uniform = tl.minimum(((bits >> 11).to(tl.int64).to(tl.float32) + 0.5) * (2.0**-53), _LARGEST_UNIFORM)
     # -log(1 - uniform). The rounding of 1 - uniform loses the digits of small numbers; the quotient restores them.
     rest = 1.0 - uniform
     variates = tl.where(rest == 1.0, uniform, uniform * tl.log(rest) / tl.where(rest == 1.0, -1.0, rest - 1.0))
-    return tl.log(variates)
+    return tl.where((x > -INF) & (scaled >= floor), scaled - tl.log(variates), -INF)
+
+
+@triton.jit
+def _range_of(temperature, floor):
+    """Return by what `_bounds` multiplies distances from the peak, and the largest product that may reach the floor."""
+    return tl.div_rn(_SHRUNK_LOG2_E, temperature), floor * -_LOG2_E + _SLACK
+
+
+@triton.jit
+def _bounds(x, peak, rate, farthest, key, ids):
+    """Return numbers that are at most exp(-score), and mostly not much less, for a third of the work: there is no logarithm
+    in exp(-score) = -log(1 - u) * exp(-scaled), where -log(1 - u) >= u + u * u / 2. Below the floor they are infinite. The
+    last step of the output function does not change the upper 31 bits. The slack is more than all rounding errors."""
+    distances = (peak - x) * rate
+    uniform = (_mixed(key, ids) >> 33).to(tl.int32).to(tl.float32) * _SHRUNK_UNIT + 2.0**-55
+    return tl.where(distances <= farthest, (uniform * 0.5 + 1.0) * uniform * tl.exp2(distances), INF)
+
+
+@triton.jit
+def _best_of(
+    logits, row_stride, vocab_size, row, first_of_part, peak, temperature, floor, key,
+    PART: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Return the best score of a part and its id."""
+    best = tl.full([AT_ONCE], -INF, tl.float32)
+    best_ids = tl.full([AT_ONCE], NO_ID, tl.int32)
+    for first in range(first_of_part, first_of_part + PART, AT_ONCE):
+        ids, x = load_part(logits, row_stride, vocab_size, row, first, AT_ONCE)
+        each = _scores(x, peak, temperature, floor, key, ids)
+        best, best_ids = tl.where(each > best, each, best), tl.where(each > best, ids, best_ids)
+    return largest(best, best_ids)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _draw_parts(
     logits, row_stride, vocab_size, peaks, peak_ids, num_parts, numbers, num_rows, keys, scores, score_ids,
-    PART: tl.constexpr, PARTS: tl.constexpr,
+    PART: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
+    """Store the best score of each part and its id. The bounds mostly exclude all ids but one."""
     row, part = tl.program_id(0), tl.program_id(1)
     peak, _ = merge_parts(peaks, peak_ids, num_parts, row, PARTS)
     if (tl.load(numbers + row) > 0) & is_finite(peak):
-        ids, x = load_part(logits, row_stride, vocab_size, row, part * PART, PART)
-        scaled = tl.div_rn(x - peak, temperature_of(numbers, row))
-        stays = (x > -INF) & (scaled >= tl.load(numbers + num_rows + row).to(tl.float32))
+        temperature, floor = temperature_of(numbers, row), tl.load(numbers + num_rows + row).to(tl.float32)
+        rate, farthest = _range_of(temperature, floor)
+        key = tl.load(keys + row).to(tl.uint64, bitcast=True)
         score = -INF
         score_id = NO_ID
-        if tl.max(stays.to(tl.int32), axis=0) > 0:
-            key = tl.load(keys + row).to(tl.uint64, bitcast=True)
-            score, score_id = largest(tl.where(stays, scaled - _log_variates(key, ids), -INF), ids)
+        if (peak - tl.load(peaks + row * num_parts + part)) * rate <= farthest:
+            ids, x = load_part(logits, row_stride, vocab_size, row, part * PART, PART)
+            bounds = _bounds(x, peak, rate, farthest, key, ids)
+            bound = tl.min(bounds, axis=0)
+            if bound < INF:  # others lose against the row's peak
+                score_id = tl.min(tl.where(bounds == bound, ids, NO_ID), axis=0)
+                its_x = tl.load(logits + row.to(tl.int64) * row_stride + score_id).to(tl.float32)
+                score = _scores(its_x, peak, temperature, floor, key, score_id)
+                if tl.sum((bounds <= tl.exp(-score)).to(tl.int32), axis=0) > 1:
+                    score, score_id = _best_of(
+                        logits, row_stride, vocab_size, row, part * PART, peak, temperature, floor, key, PART, AT_ONCE
+                    )
         tl.store(scores + row * num_parts + part, score)
         tl.store(score_ids + row * num_parts + part, score_id)
 

@@ -8,18 +8,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from millrace.executor.wire.messages import NO_TOKEN, RowSampling
 from millrace.worker import floors_triton, sampler, sampling_triton
+from millrace.worker.counter_rng import GOLDEN_GAMMA, to_int64
 from millrace.worker.sampling_rows import SamplingRows
 from tests.worker.kernels.test_sampling import random_rows
 from tests.worker.rows import Row, sampling_rows
 
 PART = 256
 NAN, INF = float("nan"), float("inf")
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")  # bounds of improbable ids are infinite
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +77,6 @@ def rows_of_logits(draw: st.DrawFn) -> Tensor:
     return logits.to(draw(st.sampled_from([torch.float32, torch.float16])))
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered")
 @settings(
     max_examples=50,
     derandomize=True,
@@ -107,6 +111,41 @@ def test_odd_distributions_are_drawn_as_on_the_cpu(kind: str) -> None:
         logits = torch.linspace(0.0, -9.0, 600).repeat(4, 1)
         logits[:, 99] = 1e9
     drawn(logits, [row(0.8, 50, 0.9), row(1.0, 20), row(2.0, 0, 0.7), row(0.0)])
+
+
+def key_with(bits: int) -> int:
+    """Return the row key for which the token id 0 has these random bits."""
+    bits ^= bits >> 31 ^ bits >> 62
+    bits = bits * pow(0x94D049BB133111EB, -1, 1 << 64) % (1 << 64)
+    bits ^= bits >> 27 ^ bits >> 54
+    bits = bits * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) % (1 << 64)
+    bits ^= bits >> 30 ^ bits >> 60
+    return to_int64((bits - GOLDEN_GAMMA) % (1 << 64))
+
+
+@triton.jit
+def bounds_and_scores(x, keys, peak, temperature, floor, bounds, scores):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+    own, ids = tl.program_id(0), tl.arange(0, 1)
+    key, its_x = tl.load(keys + own).to(tl.uint64, bitcast=True), tl.load(x + own)
+    rate, farthest = sampling_triton._range_of(temperature, floor)
+    tl.store(bounds + own + ids, sampling_triton._bounds(its_x, peak, rate, farthest, key, ids))
+    tl.store(scores + own + ids, sampling_triton._scores(its_x, peak, temperature, floor, key, ids))
+
+
+@pytest.mark.parametrize(("temperature", "floor"), [(1.0, -INF), (0.01, -INF), (30.0, -1.0), (0.7, 0.0)])
+def test_bounds_are_below_the_scores_and_close(temperature: float, floor: float) -> None:
+    generator = random.Random(1)
+    bits = [0, 1, 2**31 - 1, 2**33 - 1, 2**33, 2**53, 2**63, 2**64 - 2**40, 2**64 - 1]
+    bits += [generator.getrandbits(64) >> generator.randrange(40) for _ in range(200)]
+    x = torch.tensor([generator.choice([2.0, 1.9, -3.0, -28.0 * temperature, -INF]) for _ in bits])
+    bounds, scores = torch.empty(len(bits)), torch.empty(len(bits))
+    keys = torch.tensor([key_with(each) for each in bits])
+    kernel = bounds_and_scores[(len(bits),)]
+    kernel(x, keys, 2.0, temperature, floor, bounds, scores)
+    exact = (-scores.double()).exp()
+    assert ((bounds <= exact) | (exact > 1e30)).all()  # those lose against the peak, whose variate is below 40
+    is_close = torch.tensor([2**40 < each < 2**63 for each in bits]) & (scores > -INF) & (x > -30 * temperature)
+    assert is_close.any() and (bounds >= 0.87 * exact)[is_close].all()
 
 
 def test_one_id_that_is_left_is_drawn() -> None:
