@@ -43,7 +43,8 @@ from millrace.results.writer import Writer
 
 logger = logging.getLogger("millrace.engine")
 
-_FLUSH_S = 10.0
+_FLUSH_S, _BUILD_S = 10.0, 60.0
+"""At the end: for Redis to take the last writes, and before it for this process to build large ones."""
 _GC_THRESHOLD = 50_000
 """New objects until a collection. With Python's 700, 1 MB of JSON with 300,000 lists is parsed in 3 times the time, and all
 threads wait for each collection."""
@@ -227,7 +228,7 @@ class _Serving:
         """Return the running jobs to the queue. Return whether Redis has taken every write."""
         self._stop_intake()
         self.service.release_all()
-        is_all_written = self._writer.close(_FLUSH_S)
+        is_all_written = self._writer.close(_FLUSH_S, build_timeout_s=_BUILD_S)
         if not is_all_written:
             logger.error("Redis did not take the last writes; another engine will recover their jobs")
         self.leases.stop()

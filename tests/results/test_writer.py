@@ -236,7 +236,7 @@ def test_closing_waits_for_the_log_probabilities_of_a_prompt(queue: JobQueue, en
     writer.put(prompt.finish_of(b))
     assert prompt.has_begun.wait(60)
     closed: list[bool] = []
-    closing = threading.Thread(target=lambda: closed.append(writer.close(60)))
+    closing = threading.Thread(target=lambda: closed.append(writer.close(10, build_timeout_s=60)))
     closing.start()
     wait_until(lambda: writer._is_closing)
     prompt.can_end.set()
