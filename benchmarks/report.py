@@ -76,9 +76,10 @@ SECTIONS = {
         "256 requests to a model of 600 million parameters on a GPU",
         ("engine",),
         ("tokens_per_s", "device_idle_share", "start_to_first_token_s", "num_rounds"),
-        "Workload NANO: prompts and outputs of 100 to 1,024 tokens, bfloat16, temperature 0.6, `LLM` in one process. "
-        "`transformers` is its continuous batching, stopped after 22 s; the tokens so far count. `budget-4096`: with "
-        "`max_num_batched_tokens=4096`. `eager`: without graphs. The first start on a machine compiles Triton's kernels.",
+        "Workload NANO: prompts and outputs of 100 to 1,024 tokens, bfloat16, temperature 0.6, `LLM`, until November 27, "
+        "2026, in one process, as `uni` is. `transformers` is its continuous batching, stopped after 22 s; the tokens "
+        "so far count. `budget-4096`: with `max_num_batched_tokens=4096`. `eager`: without graphs. The first start "
+        "on a machine compiles Triton's kernels.",
     ),
     "steps": Section(
         "Decode steps of this model at 1,024 positions",

@@ -90,8 +90,8 @@ class Writer:
             return self._changed.wait_for(self._is_empty, timeout_s)
 
     def close(self, timeout_s: float = 5.0, *, build_timeout_s: float = 0.0) -> bool:
-        """Flush and end the threads; False when writes were dropped. `timeout_s` begins when the log-probabilities of prompts
-        are built, or after `build_timeout_s`."""
+        """Flush and end the threads; False when writes were dropped. `timeout_s` begins when the log-probabilities of
+        prompts are built, or after `build_timeout_s`."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()

@@ -10,7 +10,7 @@ parts:
                also without dependent launches, and without Triton's products of few rows
   sleep        sleep, wake and restart: times, and the memory that is left
   throughput   workload NANO: Millrace, transformers' continuous batching for a part of it, and Millrace without graphs,
-               without run-ahead, with a KV pool in fp8, and batch-invariant
+               in one process, without run-ahead, with a KV pool in fp8, and batch-invariant
 and only with --part:
   redis        NANO through Redis, against offline; takes the packages of the extra `embedded` too
   large        workload NANO-14B

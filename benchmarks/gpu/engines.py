@@ -25,6 +25,7 @@ from millrace.executor.metrics import ExecutorMetrics
 VARIANTS: dict[str, dict[str, Any]] = {
     "millrace": {},
     "eager": {"enforce_eager": True},
+    "uni": {"executor": "uni"},
     "fp8-kv": {"kv_cache_dtype": "fp8"},
     "batch-invariant": {"batch_invariant": True},
     "no-run-ahead": {"run_ahead": False},
