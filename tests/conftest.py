@@ -31,7 +31,8 @@ GROUPS = (
 """Tests of several files that share what takes long to start: a pattern of their ids, and the name of the group."""
 
 LONGEST = tuple(
-    f"tests/{name}.py" for name in ("worker/test_triton", "executor/test_faults", "e2e/test_chat", "test_benchmarks")
+    f"tests/{name}.py"
+    for name in ("worker/test_interpreted", "test_benchmarks", "worker/test_triton", "executor/test_faults", "e2e/test_chat")
 )
 """The files whose tests take longest. They come first, or one test process would work alone at the end."""
 

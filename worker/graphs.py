@@ -231,6 +231,7 @@ class StepGraphs:
         inputs = self._inputs(kind)
         if received is not None:  # all graphs read the same memory
             received = self._decoder.received(max(MOST_TOKENS, self._max_num_seqs))[: kind.num_tokens or kind.num_rows]
+            received.zero_()  # new memory may hold NaN, and the capture computes with it
         slots, known_ids, *_, settings = inputs.tensors
         kept = self._batch(kind, inputs.tensors)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -28,10 +29,12 @@ class Offline(runner.Engine):
         temperature: float = 0.0,
         top_p: float = 1.0,
         num_schemas: int = 0,
+        idle_s: float = 0.0,
         **options: Any,
     ) -> None:
         """`temperature` and `top_p` make it sample. The requests take turns with `num_schemas` forms; 0: they are free.
-        `options` are those of `LLM`."""
+        It is idle for `idle_s` before the rounds: a worker of its own captures graphs then. `options` are those of `LLM`."""
+        self._idle_s = idle_s
         self._llm = LLM(model=path, max_model_len=workload.max_model_len, **{"device": "cpu", **options})
         self._forms: Sequence[StructuredOutputs | None] = [
             StructuredOutputs(json=_long_schema(number)) for number in range(num_schemas)
@@ -45,6 +48,10 @@ class Offline(runner.Engine):
         ]
         outputs = self._llm.generate([request.prompt for request in requests], params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
+
+    def facts(self) -> runner.Figures:
+        time.sleep(self._idle_s)
+        return super().facts()
 
     def counts(self) -> dict[str, float]:
         stats, executor = self._llm.stats(), self._llm.metrics().executor

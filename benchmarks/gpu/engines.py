@@ -36,6 +36,8 @@ OTHER_LIMIT_S = 40.0
 """Of a round of transformers' continuous batching, which would take minutes. Its speed at the begin counts."""
 CLOSING_S = 10.0
 """At the end of a part, to end an engine."""
+IDLE_S = 4.0
+"""Before the rounds: the worker captures the graphs that most steps need."""
 NUM_ROUNDS = 2
 NUM_RESTARTS, NUM_KILLS = 2, 10
 RECOVERY_LIMIT_S = 120.0
@@ -47,10 +49,10 @@ def throughput(setting: Setting) -> Part:
     """Run the workload NANO on each engine, one after the other: each takes most of the GPU's memory. An engine for which
     the time does not suffice is cut, and its figures say so."""
     end_s = time.monotonic() + setting.limit_s - CLOSING_S
-    options: Figures = {"device": setting.device, "temperature": 0.6}
+    options: Figures = {"device": setting.device, "temperature": 0.6, "idle_s": IDLE_S}
     kinds = [EngineKind(name, "millrace", options | changed) for name, changed in VARIANTS.items()]
-    other = {"is_continuous": True, "batch_size": 256, "limit_s": OTHER_LIMIT_S}
-    kinds.insert(2, EngineKind("transformers", "transformers", options | other))
+    other: Figures = {"is_continuous": True, "batch_size": 256, "limit_s": OTHER_LIMIT_S, "device": setting.device}
+    kinds.insert(2, EngineKind("transformers", "transformers", other | {"temperature": 0.6}))
     figures: Figures = {}
     for kind in kinds:
         if kind.options.get("kv_cache_dtype") == "fp8" and setting.device == "cpu":
@@ -68,10 +70,10 @@ def throughput(setting: Setting) -> Part:
 def redis(setting: Setting) -> Part:
     """Run the workload NANO through a Redis, and before and behind it offline. The engines take turns with the GPU."""
     end_s = time.monotonic() + setting.limit_s - CLOSING_S
-    offline = EngineKind("offline", "millrace", {"device": setting.device, "temperature": 0.6})
+    offline = EngineKind("offline", "millrace", {"device": setting.device, "temperature": 0.6, "idle_s": IDLE_S})
     speeds = []
     with EmbeddedServer() as server:
-        queue = EngineKind("redis", "millrace", {**offline.options, "url": server.url, "idle_s": 1.0})
+        queue = EngineKind("redis", "millrace", {**offline.options, "url": server.url})
         for name, kind in (("offline before", offline), ("redis", queue), ("offline behind", offline)):
             one = _run("NANO", kind, setting, NUM_ROUNDS, end_s)
             yield name, one
@@ -85,7 +87,7 @@ def redis(setting: Setting) -> Part:
 
 def large(setting: Setting) -> Part:
     """Run the workload NANO-14B."""
-    kind = EngineKind("millrace", "millrace", {"device": setting.device, "temperature": 0.6})
+    kind = EngineKind("millrace", "millrace", {"device": setting.device, "temperature": 0.6, "idle_s": IDLE_S})
     yield from _run("NANO-14B", kind, setting, NUM_ROUNDS, time.monotonic() + setting.limit_s - CLOSING_S).items()
 
 

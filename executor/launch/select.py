@@ -44,7 +44,7 @@ def make_executor(
     num_gpus = None if config.device == "cpu" else num_visible_gpus()
     if not is_service:
         _check_offline(name, world_size)
-    chosen, reason = _choose(world_size, num_gpus, is_service=is_service) if name == "auto" else (name, "as configured")
+    chosen, reason = _choose(world_size, num_gpus) if name == "auto" else (name, "as configured")
     _check_devices(chosen, world_size, num_gpus)
     executor = _EXECUTORS[chosen](config, worker_module=worker_module, log_level=log_level)
     logger.info("executor: %s, %d rank%s (%s)", chosen, world_size, "s" if world_size > 1 else "", reason)
@@ -58,21 +58,17 @@ def is_ray_reachable() -> bool:
     return is_joined() or known_address() is not None
 
 
-def _choose(world_size: int, num_gpus: int | None, *, is_service: bool) -> tuple[str, str]:
-    """Return (name, reason)."""
+def _choose(world_size: int, num_gpus: int | None) -> tuple[str, str]:
+    """Return (name, reason). One rank, too, has a process of its own: it imports less than one that may use transformers
+    itself, captures graphs while it is idle, and can be lost without the engine."""
     if RENDEZVOUS_DIR in os.environ:
         return "external", "torchrun started the ranks"
     if _is_in_placement_group():
         return "ray", "this process runs in a Ray placement group"
-    if world_size == 1:
-        if is_service:
-            return "mp", "a service must survive its worker"
-        # Such a process imports less, and captures graphs while it is idle: an H200 has the first token in 7 s, not in 16.
-        return ("mp", "a GPU has a process of its own") if num_gpus else ("uni", "one rank on a CPU, offline")
     if num_gpus is None:
-        return "mp", "the ranks share this host's CPU"
+        return "mp", "there is no GPU to use"
     if num_gpus >= world_size:
-        return "mp", f"this host has {num_gpus} GPUs"
+        return "mp", f"GPUs of this host: {num_gpus}"
     if is_ray_reachable():
         return "ray", f"this host has only {num_gpus} GPUs, and Ray is reachable"
     return "mp", "no other executor fits"

@@ -24,6 +24,7 @@ PARAMS = [
 ]
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
+    "executor": "uni",
     "dtype": "bfloat16",
     "kv_cache_dtype": "bfloat16",
     "batch_invariant": True,
@@ -65,8 +66,9 @@ def test_in_a_batch_with_cached_prompts_chunks_and_preemptions(options: dict[str
 @pytest.mark.ranks
 def test_on_two_ranks(expected: list[Scored]) -> None:
     """Tensor parallel ranks add in another order, so they have results of their own."""
-    assert generate(tensor_parallel_size=2) == generate(1, tensor_parallel_size=2, enable_prefix_caching=False)
-    assert generate(pipeline_parallel_size=2) == expected
+    divided: dict[str, Any] = {"executor": "mp", "tensor_parallel_size": 2}
+    assert generate(**divided) == generate(1, **divided, enable_prefix_caching=False)
+    assert generate(executor="mp", pipeline_parallel_size=2) == expected
 
 
 @pytest.mark.faults

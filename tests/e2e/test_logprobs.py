@@ -90,13 +90,13 @@ def mixed() -> tuple[list[str], list[SamplingParams]]:
         pytest.param({"executor": "uni", "num_blocks": 10, "block_size": 8, "max_num_seqs": 16}, id="preempted"),
         pytest.param({"executor": "uni", "max_num_batched_tokens": 5}, id="chunks"),
         pytest.param({"executor": "mp"}, id="mp"),
-        pytest.param({"tensor_parallel_size": 2}, id="TP 2", marks=pytest.mark.ranks),
-        pytest.param({"pipeline_parallel_size": 2}, id="PP 2", marks=pytest.mark.ranks),
+        pytest.param({"executor": "mp", "tensor_parallel_size": 2}, id="TP 2", marks=pytest.mark.ranks),
+        pytest.param({"executor": "mp", "pipeline_parallel_size": 2}, id="PP 2", marks=pytest.mark.ranks),
     ],
 )
 def test_log_probabilities_are_those_of_a_forward_pass(options: dict[str, Any]) -> None:
     prompts, params = mixed()
-    with LLM(TINY, device="cpu", dtype="float32", **({"num_blocks": 200} | options)) as llm:
+    with LLM(TINY, device="cpu", dtype="float32", **({"executor": "uni", "num_blocks": 200} | options)) as llm:
         results = llm.generate(prompts * 2, params * 2, use_tqdm=False)
         assert ("num_blocks" in options) == (llm.stats().num_preemptions > 0)
     for result, each in zip(results, params * 2, strict=True):

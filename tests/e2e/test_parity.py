@@ -28,7 +28,7 @@ def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_in_batches_of_mixed_lengths_with_chunked_prefill(arch: str, models: Path) -> None:
     path, prompts = make_servable(arch, models), make_prompts(12)
-    with LLM(path, device="cpu", max_num_batched_tokens=16, block_size=4, max_num_seqs=8) as llm:
+    with LLM(path, device="cpu", executor="uni", max_num_batched_tokens=16, block_size=4, max_num_seqs=8) as llm:
         outputs = tokens_of(llm, prompts)
     assert_equal_where_sure(Oracle(path), prompts, outputs, MAX_TOKENS)
 
@@ -37,7 +37,7 @@ def test_in_batches_of_mixed_lengths_with_chunked_prefill(arch: str, models: Pat
 def test_with_a_pool_so_small_that_sequences_are_preempted(arch: str, models: Path) -> None:
     path, prompts = make_servable(arch, models), make_prompts(8, seed=1, longest=30)
     num_blocks = 80 if arch == "gemma3_text" else 30  # its three groups of layers each take blocks of their own
-    with LLM(path, device="cpu", block_size=4, num_blocks=num_blocks, max_model_len=100) as llm:
+    with LLM(path, device="cpu", executor="uni", block_size=4, num_blocks=num_blocks, max_model_len=100) as llm:
         outputs = tokens_of(llm, prompts)
         assert llm.stats().num_preemptions > 0
     assert_equal_where_sure(Oracle(path), prompts, outputs, MAX_TOKENS)

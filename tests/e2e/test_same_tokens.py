@@ -40,7 +40,7 @@ def force_swap(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def generate(disturb: Callable[[Engine], None] | None = None, **options: Any) -> tuple[list[list[int]], SchedulerStats]:
     """`disturb` is called between two steps, after blocks have come back from the host tier."""
-    with LLM(TINY, device="cpu", dtype="float32", max_model_len=148, **options) as llm:
+    with LLM(TINY, device="cpu", dtype="float32", max_model_len=148, **({"executor": "uni"} | options)) as llm:
         if disturb is not None:
             disturb_once(llm._engine, disturb)
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -73,8 +73,8 @@ def test_in_this_process(
 
 SIZES: dict[str, dict[str, Any]] = {
     "mp": {"executor": "mp"},
-    "TP 2": {"tensor_parallel_size": 2},
-    "PP 2": {"pipeline_parallel_size": 2},
+    "TP 2": {"executor": "mp", "tensor_parallel_size": 2},
+    "PP 2": {"executor": "mp", "pipeline_parallel_size": 2},
 }
 CASES = [
     pytest.param(size, run_ahead, caching, swaps, marks=[] if size == "mp" else pytest.mark.ranks)

@@ -23,13 +23,13 @@ def sampling(seed: int = 7, max_tokens: int = LENGTH) -> SamplingParams:
 @pytest.fixture(scope="module")
 def alone() -> str:
     """Return the text of the job when it runs alone."""
-    with LLM(TINY, device="cpu", dtype="float32") as llm:
+    with LLM(TINY, device="cpu", executor="uni", dtype="float32") as llm:
         (output,) = llm.generate(PROMPT, sampling(), use_tqdm=False)
     return output.outputs[0].text
 
 
 def test_the_seed_makes_the_text(alone: str) -> None:
-    with LLM(TINY, device="cpu", dtype="float32") as llm:
+    with LLM(TINY, device="cpu", executor="uni", dtype="float32") as llm:
         outputs = llm.generate([PROMPT, PROMPT], [sampling(), sampling(seed=8)], use_tqdm=False)
     assert outputs[0].outputs[0].text == alone
     assert outputs[1].outputs[0].text != alone
@@ -38,14 +38,14 @@ def test_the_seed_makes_the_text(alone: str) -> None:
 def test_in_a_batch_of_64(alone: str) -> None:
     prompts = [PROMPT] + [f"{number} + 4 =" for number in range(63)]
     params = [sampling()] + [sampling(seed=number, max_tokens=20 + number) for number in range(63)]
-    with LLM(TINY, device="cpu", dtype="float32", max_num_batched_tokens=128) as llm:
+    with LLM(TINY, device="cpu", executor="uni", dtype="float32", max_num_batched_tokens=128) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert outputs[0].outputs[0].text == alone
 
 
 def test_after_preemptions(alone: str) -> None:
     prompts, params = [PROMPT] * 4, [sampling(seed=8), sampling(seed=9), sampling(), sampling(seed=10)]
-    with LLM(TINY, device="cpu", dtype="float32", num_blocks=70, max_model_len=500) as llm:
+    with LLM(TINY, device="cpu", executor="uni", dtype="float32", num_blocks=70, max_model_len=500) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.stats().num_preemptions > 0
     assert outputs[2].outputs[0].text == alone
@@ -93,7 +93,7 @@ def submit(client: Client) -> str:
 @pytest.fixture(scope="module")
 def candidates() -> list[str]:
     """Return the texts of three candidates, each of which ends at another place, when nothing else runs."""
-    with LLM(TINY, device="cpu", dtype="float32") as llm:
+    with LLM(TINY, device="cpu", executor="uni", dtype="float32") as llm:
         (output,) = llm.generate(PROMPT, msgspec.structs.replace(sampling(), n=3), use_tqdm=False)
     return [one.text for one in output.outputs]
 

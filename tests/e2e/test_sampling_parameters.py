@@ -97,7 +97,7 @@ def check(found: list[Outcome], expected: list[Outcome]) -> None:
 
 def generate(model: Path, **options: Any) -> tuple[list[Outcome], int]:
     """Return the outcome of all requests in one batch, and the number of preemptions."""
-    with LLM(model, device="cpu", dtype="float32", max_model_len=CONTEXT, **options) as llm:
+    with LLM(model, device="cpu", dtype="float32", max_model_len=CONTEXT, **({"executor": "uni"} | options)) as llm:
         outputs = llm.generate([PROMPT] * len(PARAMS), PARAMS, use_tqdm=False)
         return [outcome(each.outputs, each.prompt_logprobs) for each in outputs], llm.stats().num_preemptions
 
@@ -117,7 +117,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(thinker: Path) -> list[Outcome]:
     """Return the outcome of each request when it runs alone."""
-    with LLM(thinker, device="cpu", dtype="float32", max_model_len=CONTEXT, run_ahead=False) as llm:
+    with LLM(thinker, device="cpu", executor="uni", dtype="float32", max_model_len=CONTEXT) as llm:
         alone = [llm.generate(PROMPT, params, use_tqdm=False)[0] for params in PARAMS]
     return [outcome(each.outputs, each.prompt_logprobs) for each in alone]
 
@@ -158,8 +158,8 @@ def test_mixed_in_one_batch(run_ahead: bool, is_short: bool, thinker: Path, expe
     "options",
     [
         pytest.param({"executor": "mp"}, id="mp"),
-        pytest.param({"tensor_parallel_size": 2}, id="TP 2", marks=pytest.mark.ranks),
-        pytest.param({"pipeline_parallel_size": 2}, id="PP 2", marks=pytest.mark.ranks),
+        pytest.param({"executor": "mp", "tensor_parallel_size": 2}, id="TP 2", marks=pytest.mark.ranks),
+        pytest.param({"executor": "mp", "pipeline_parallel_size": 2}, id="PP 2", marks=pytest.mark.ranks),
     ],
 )
 def test_in_processes_of_their_own(options: dict[str, Any], thinker: Path, expected: list[Outcome]) -> None:
@@ -182,7 +182,7 @@ def test_thinking_ends_where_its_budget_does(thinker: Path, run_ahead: bool) -> 
     unlimited = SamplingParams(**thoughts)
     budgets = [SamplingParams(**thoughts, thinking_token_budget=budget) for budget in (0, 5, 7, 50)]
     again = {**thoughts, "logit_bias": {START: 100.0, END: -100.0}}
-    with LLM(thinker, device="cpu", dtype="float32", run_ahead=run_ahead) as llm:
+    with LLM(thinker, device="cpu", executor="uni", dtype="float32", run_ahead=run_ahead) as llm:
         prompts = [
             "3 + 4 =<think>a b",
             "3 + 4 =",

@@ -23,7 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
 FEW_BLOCKS = {"mistral": 26, "gemma2": 52, "gemma3_text": 100, "qwen2": 150}
 SHARED = make_prompts(1, seed=9, longest=1)[0] * 40 + make_prompts(30, seed=8)[0]
 PROMPTS = [SHARED + prompt for prompt in make_prompts(6, seed=4)] + make_prompts(3, seed=5, longest=100)
-OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "block_size": 4, "max_num_seqs": 6}
+OPTIONS: dict[str, Any] = {"device": "cpu", "executor": "uni", "dtype": "float32", "block_size": 4, "max_num_seqs": 6}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def expected(models: dict[str, Path]) -> dict[str, list[list[int]]]:
     """By model: tokens of the plain path, compared with those of `transformers`."""
     tokens: dict[str, list[list[int]]] = {}
     for name, path in models.items():
-        with LLM(path, **OPTIONS, run_ahead=False, enable_prefix_caching=False) as llm:
+        with LLM(path, **OPTIONS, enable_prefix_caching=False) as llm:
             tokens[name] = generate(llm)
         assert_equal_where_sure(Oracle(path), PROMPTS, tokens[name], MAX_TOKENS)
     return tokens

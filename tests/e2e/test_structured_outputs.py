@@ -59,7 +59,7 @@ Tokens = list[list[list[int]]]
 
 def generate(model: Path = TINY, **options: Any) -> tuple[Tokens, int]:
     """Return the tokens of all requests in one batch, and the number of preemptions."""
-    with LLM(model, device="cpu", dtype="float32", max_model_len=148, **options) as llm:
+    with LLM(model, device="cpu", dtype="float32", max_model_len=148, **({"executor": "uni"} | options)) as llm:
         outputs = llm.generate([PROMPT] * len(PARAMS), PARAMS, use_tqdm=False)
         assert sum(output.num_cached_tokens > 0 for output in outputs) > len(PARAMS) // 2
         for (name, _), output in zip(REQUESTS, outputs, strict=True):
@@ -92,7 +92,7 @@ def check(name: str, text: str, finish_reason: str | None) -> None:
 @pytest.fixture(scope="module")
 def expected() -> Tokens:
     """Return the tokens of each request when it runs alone."""
-    with LLM(TINY, device="cpu", dtype="float32", max_model_len=148, run_ahead=False) as llm:
+    with LLM(TINY, device="cpu", executor="uni", dtype="float32", max_model_len=148) as llm:
         outputs = [llm.generate(PROMPT, params, use_tqdm=False)[0].outputs for params in PARAMS]
     return [[one.token_ids for one in some] for some in outputs]
 
@@ -109,8 +109,8 @@ def test_mixed_in_one_batch(run_ahead: bool, is_short: bool, expected: Tokens) -
     "options",
     [
         pytest.param({"executor": "mp"}, id="mp"),
-        pytest.param({"tensor_parallel_size": 2}, id="TP 2", marks=pytest.mark.ranks),
-        pytest.param({"pipeline_parallel_size": 2}, id="PP 2", marks=pytest.mark.ranks),
+        pytest.param({"executor": "mp", "tensor_parallel_size": 2}, id="TP 2", marks=pytest.mark.ranks),
+        pytest.param({"executor": "mp", "pipeline_parallel_size": 2}, id="PP 2", marks=pytest.mark.ranks),
     ],
 )
 def test_in_processes_of_their_own(options: dict[str, Any], expected: Tokens) -> None:

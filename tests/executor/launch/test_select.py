@@ -32,18 +32,17 @@ def see_gpus(number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.executor.launch.select.num_visible_gpus", lambda: number)
 
 
-def test_only_an_llm_with_one_rank_on_a_cpu_runs_it_in_its_own_process(
+def test_ranks_have_processes_of_their_own_also_one_rank_of_llm(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see_gpus(1, monkeypatch)
     with caplog.at_level(logging.INFO, "millrace.executor"):
-        assert name_of("auto", is_service=False, device="cpu") == "uni"
+        assert name_of("auto", is_service=False, device="cpu") == "mp"
         assert name_of("auto", is_service=False) == "mp"
         assert name_of("auto") == "mp"
     assert [record.message for record in caplog.records] == [
-        "executor: uni, 1 rank (one rank on a CPU, offline)",
-        "executor: mp, 1 rank (a GPU has a process of its own)",
-        "executor: mp, 1 rank (a service must survive its worker)",
+        "executor: mp, 1 rank (there is no GPU to use)",
+        *["executor: mp, 1 rank (GPUs of this host: 1)"] * 2,
     ]
 
 
@@ -93,7 +92,7 @@ def test_a_script_that_torchrun_runs_twice_gets_ranks_in_each_process_only_when_
     with pytest.raises(ValueError, match=r"this script in 2 processes, and LLM would start 2 ranks in each"):
         name_of("auto", is_service=False, ranks=2, device="cpu")
     assert name_of("mp", is_service=False, ranks=2, device="cpu") == "mp"
-    assert name_of("auto", is_service=False, device="cpu") == "uni"
+    assert name_of("auto", is_service=False, device="cpu") == "mp"
 
 
 def test_visible_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

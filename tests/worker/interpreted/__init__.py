@@ -1,1 +1,1 @@
-"""Tests of Triton kernels. `tests/worker/test_triton.py` runs them in Triton's interpreter."""
+"""Tests of Triton kernels. `tests/worker/test_interpreted.py` runs them in Triton's interpreter."""
