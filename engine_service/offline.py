@@ -278,7 +278,8 @@ class LLM:
                         if has_ended:
                             times[generation].finished_s = now_s
                             generation.final_text()  # it keeps the text, which is decoded beside the next step here
-                    bar.update(num_ended)
+                    if num_ended:  # or it would write a line to a file in each tenth of a second
+                        bar.update(num_ended)
         finally:
             for generation in generations:
                 self._engine.abort(generation)  # does nothing for those that have ended

@@ -32,7 +32,13 @@ GROUPS = (
 
 LONGEST = tuple(
     f"tests/{name}.py"
-    for name in ("worker/test_interpreted", "test_benchmarks", "worker/test_triton", "executor/test_faults", "e2e/test_chat")
+    for name in (
+        "worker/test_interpreted",
+        "test_benchmarks",
+        "worker/test_triton",
+        "executor/test_faults",
+        "e2e/test_chat",
+    )
 )
 """The files whose tests take longest. They come first, or one test process would work alone at the end."""
 
