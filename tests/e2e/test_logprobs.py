@@ -96,7 +96,8 @@ def mixed() -> tuple[list[str], list[SamplingParams]]:
 )
 def test_log_probabilities_are_those_of_a_forward_pass(options: dict[str, Any]) -> None:
     prompts, params = mixed()
-    with LLM(TINY, device="cpu", dtype="float32", **({"executor": "uni", "num_blocks": 200} | options)) as llm:
+    defaults: dict[str, Any] = {"executor": "uni", "num_blocks": 200}
+    with LLM(TINY, device="cpu", dtype="float32", **(defaults | options)) as llm:
         results = llm.generate(prompts * 2, params * 2, use_tqdm=False)
         assert ("num_blocks" in options) == (llm.stats().num_preemptions > 0)
     for result, each in zip(results, params * 2, strict=True):
