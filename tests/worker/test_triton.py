@@ -123,13 +123,13 @@ def check_resources(kernels: dict[str, Any], path: Path) -> None:
     [
         (torch.bfloat16, None, 64, 7, {"window": 40, "block_size": 256}),
         (torch.bfloat16, None, 128, 2, {}),
-        (torch.bfloat16, None, 256, 2, {"window": 100, "softcap": 50.0}),
+        pytest.param(torch.bfloat16, None, 256, 2, {"window": 100, "softcap": 50.0}, marks=pytest.mark.slow),
         (torch.float16, FP8, 64, 16, {}),
         (torch.bfloat16, FP8, 128, 8, {}),
-        (torch.bfloat16, FP8, 256, 2, {"softcap": 50.0}),
+        pytest.param(torch.bfloat16, FP8, 256, 2, {"softcap": 50.0}, marks=pytest.mark.slow),
         (torch.float32, None, 24, 3, {}),
-        (torch.float32, FP8, 256, 2, {}),
-        (torch.float32, torch.bfloat16, 128, 2, {}),
+        pytest.param(torch.float32, FP8, 256, 2, {}, marks=pytest.mark.slow),
+        pytest.param(torch.float32, torch.bfloat16, 128, 2, {}, marks=pytest.mark.slow),
     ],
 )
 def test_attention_compiles_for_a_gpu_and_not_again_for_other_lengths(
@@ -158,7 +158,8 @@ def test_attention_compiles_for_a_gpu_and_not_again_for_other_lengths(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "vocab_size"), [(torch.bfloat16, 151_936), (torch.float32, 500), (torch.bfloat16, 1)]
+    ("dtype", "vocab_size"),
+    [(torch.bfloat16, 151_936), (torch.float32, 500), pytest.param(torch.bfloat16, 1, marks=pytest.mark.slow)],
 )
 def test_sampling_compiles_for_a_gpu_and_not_again_for_other_numbers_of_rows(
     dtype: torch.dtype, vocab_size: int, launched: dict[str, Any], tmp_path: Path
@@ -179,7 +180,8 @@ def test_sampling_compiles_for_a_gpu_and_not_again_for_other_numbers_of_rows(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "pool_dtype"), [(torch.bfloat16, None), (torch.float32, None), (torch.bfloat16, FP8)]
+    ("dtype", "pool_dtype"),
+    [(torch.bfloat16, None), (torch.bfloat16, FP8), pytest.param(torch.float32, None, marks=pytest.mark.slow)],
 )
 def test_layers_compile_for_a_gpu(
     dtype: torch.dtype, pool_dtype: torch.dtype | None, launched: dict[str, Any], tmp_path: Path
