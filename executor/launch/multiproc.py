@@ -14,7 +14,7 @@ from millrace.executor.wire.messages import WorkerConfig
 
 
 class MultiprocExecutor(RemoteExecutor):
-    """Owns the worker processes. They end when the thread ends that started them."""
+    """Owns the worker processes. They end when this process ends."""
 
     name = "mp"
     can_restart = True

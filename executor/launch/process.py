@@ -6,14 +6,18 @@ import contextlib
 import logging
 import math
 import os
+import queue
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
@@ -145,8 +149,45 @@ class LocalRank:
             signal.pidfd_send_signal(self._pidfd, number)
 
 
+_Child: TypeAlias = "subprocess.Popen[bytes]"
+
+
+class _Starter(threading.Thread):
+    """Starts child processes, and lives as long as this process: the kernel kills a rank when the thread ends that started
+    it, and a program may make its `LLM` in a thread that ends."""
+
+    def __init__(self) -> None:
+        super().__init__(name="worker-starter", daemon=True)
+        self._asked = queue.SimpleQueue[tuple[Callable[[], _Child], Future[_Child]]]()
+
+    def run(self) -> None:
+        while True:
+            start, started = self._asked.get()
+            try:
+                started.set_result(start())
+            except BaseException as error:
+                started.set_exception(error)
+
+    def call(self, start: Callable[[], _Child]) -> _Child:
+        started = Future[_Child]()
+        self._asked.put((start, started))
+        try:
+            return started.result()
+        except KeyboardInterrupt:  # nobody owns the process that begins now
+            started.add_done_callback(lambda done: done.result().kill())
+            raise
+
+
+@cache
+def _starter(_pid: int) -> _Starter:
+    """Return the one of this process. A fork of it has no threads, so it gets one of its own."""
+    starter = _Starter()
+    starter.start()
+    return starter
+
+
 class WorkerProcess(LocalRank):
-    """Owns a rank's process, a child of this one. The kernel kills it when the thread that made it ends. A `RankHandle`."""
+    """Owns a rank's process, a child of this one. The kernel kills it when this process ends. A `RankHandle`."""
 
     def __init__(
         self,
@@ -159,12 +200,11 @@ class WorkerProcess(LocalRank):
     ) -> None:
         """`environment`: variables for this rank, in addition to those of this process."""
         options = ["--address", address, "--identity", identity, "--log-level", log_level]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", worker_module, *options, "--parent-pid", str(os.getpid())],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **(environment or {}), "PYTHONPATH": python_path()},
-            start_new_session=True,  # the engine handles Ctrl-C in a terminal
-        )
+        command = [sys.executable, "-P", "-m", worker_module, *options, "--parent-pid", str(os.getpid())]
+        variables = {**os.environ, **(environment or {}), "PYTHONPATH": python_path()}
+        # The engine handles Ctrl-C in a terminal, so the rank has a session of its own.
+        how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": variables, "start_new_session": True}
+        self._process = _starter(os.getpid()).call(lambda: subprocess.Popen(command, **how))
         try:
             super().__init__(rank, self._process.pid)
         except OSError:  # no descriptor is free: nothing else would end the process

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -97,3 +100,34 @@ def test_processes_that_cannot_begin_leave_their_error_to_the_start(
         with pytest.raises(StartError, match="no more processes"):
             executor.start()
     executor.restart()
+
+
+def run_in_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_workers_outlive_the_thread_that_starts_them(make: Make) -> None:
+    executor = make("", SHORT)
+    run_in_thread(lambda: start(executor))
+    assert isinstance(executor, MultiprocExecutor)
+    (pid,) = executor.worker_pids()
+    run_in_thread(lambda: executor.sleep(1))
+    run_in_thread(executor.wake_up)
+    executor.check_health()
+    assert executor.worker_pids() == [pid]
+
+
+def test_a_fork_of_a_process_that_has_started_workers_starts_its_own(make: Make) -> None:
+    start(make("", SHORT))
+    executor = MultiprocExecutor(stub_config(), worker_module="tests.executor.stub")
+    child = multiprocessing.get_context("fork").Process(target=_start_and_end, args=(executor,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+
+
+def _start_and_end(executor: MultiprocExecutor) -> None:
+    start(executor)
+    executor.shutdown()
