@@ -15,8 +15,10 @@ import contextlib
 import gc
 import itertools
 import logging
+import os
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
@@ -53,7 +55,7 @@ for arguments that are not named here, such as `lora_request` and `priority`."""
 
 
 class LLM:
-    """Owns an engine and its workers until `shutdown`. Use it from one thread."""
+    """Owns an engine and its workers until `shutdown`. Use it from one thread at a time."""
 
     def __init__(
         self,
@@ -112,6 +114,8 @@ class LLM:
             self._engine.shutdown()
             raise
         self._admission = Admission(facts, self._tokenizer, eos_token_ids(path), config.max_logprobs)
+        self._end = weakref.finalize(self, _end, self._engine, self._admission, os.getpid())
+        self._end.atexit = False  # a thread may still use it then; the workers end with this process anyway
 
     def __repr__(self) -> str:
         return f"LLM({self._engine})"
@@ -243,9 +247,9 @@ class LLM:
         self._engine.scheduler.pool.reset_cache()
 
     def shutdown(self) -> None:
-        """Stop the workers and free their memory. Nothing can be generated afterwards."""
-        self._engine.shutdown()
-        self._admission.close()
+        """Stop the workers and free their memory. Nothing can be generated afterwards. Also done when nobody has this object
+        any more; and the workers end with the program."""
+        self._end()
 
     def __enter__(self) -> LLM:
         return self
@@ -284,6 +288,12 @@ class LLM:
             for generation in generations:
                 self._engine.abort(generation)  # does nothing for those that have ended
         return times
+
+
+def _end(engine: Engine, admission: Admission, pid: int) -> None:
+    if os.getpid() == pid:  # a fork does not own the workers
+        engine.shutdown()
+        admission.close()
 
 
 @contextlib.contextmanager

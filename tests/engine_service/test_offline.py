@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
+import select
 import shutil
 import time
 from argparse import ArgumentParser
@@ -19,8 +21,9 @@ from tqdm import tqdm
 
 from millrace import LLM, EngineArgs
 from millrace.engine_service.errors import ConfigurationError, WorkersLost
+from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.producer import InvalidRequest, SamplingParams
-from tests.e2e.engines import TINY
+from tests.e2e.engines import LIMIT_S, TINY
 
 
 @pytest.mark.parametrize(
@@ -146,6 +149,22 @@ def test_after_its_shutdown_it_starts_no_workers(executor: str) -> None:
         llm.generate("3 + 4 =", SamplingParams(max_tokens=4), use_tqdm=False)
     assert llm.metrics().executor.num_restarts == 0
     llm.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_its_workers_end_when_nobody_has_it_any_more_and_not_with_a_fork_of_the_program() -> None:
+    llm = LLM(TINY, device="cpu", executor="mp", num_blocks=64)
+    executor = llm._engine._executor
+    assert isinstance(executor, MultiprocExecutor)
+    worker = os.pidfd_open(executor.worker_pids()[0])
+    if (child := os.fork()) == 0:
+        del llm
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not select.select([worker], [], [], 0.5)[0]
+    del llm
+    assert select.select([worker], [], [], LIMIT_S)[0], "the worker runs on"
+    os.close(worker)
 
 
 # --- the prefix cache ----------------------------------------------------------------------------------------------

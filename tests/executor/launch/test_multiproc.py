@@ -119,6 +119,7 @@ def test_workers_outlive_the_thread_that_starts_them(make: Make) -> None:
     assert executor.worker_pids() == [pid]
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_of_a_process_that_has_started_workers_starts_its_own(make: Make) -> None:
     start(make("", SHORT))
     executor = MultiprocExecutor(stub_config(), worker_module="tests.executor.stub")
