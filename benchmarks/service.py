@@ -84,7 +84,8 @@ class Service:
 
     def worker_pids(self) -> list[str]:
         """Return the pids of the service's child processes."""
-        return Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        return [pid for path in tasks.glob("*/children") for pid in path.read_text().split()]
 
 
 def _process_cpu_s(pid: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -39,9 +40,17 @@ def children_of(pid: int) -> list[int]:
         except OSError:
             return b""
 
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    commands = {int(child): command(child) for child in children}
+    commands = {child: command(child) for child in all_children_of(pid)}
     return [child for child, text in commands.items() if text not in (b"", command(pid)) and text[:7] != b"/bin/sh"]
+
+
+def all_children_of(pid: int) -> list[int]:
+    """Return the ids of the child processes that its threads have started."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile
+            found += map(int, path.read_text().split())
+    return found
 
 
 def module_command(module: str, *arguments: str) -> list[str]:

@@ -21,6 +21,7 @@ from tests.e2e.conftest import StartEngine
 from tests.e2e.echo_worker import TEMPLATE
 from tests.e2e.engines import LIMIT_S, ROOT, EngineProcess
 from tests.engine_service.chat.models import TINY, model_with_template
+from tests.processes import children_of
 
 LOOPS = (
     "{% for i in range(loops | default(0)) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
@@ -64,10 +65,9 @@ def test_a_template_that_loops_or_raises_fails_its_chat_and_disturbs_no_other_jo
 
 
 def render_processes(engine_pid: int) -> list[int]:
-    found = [path.read_text().split() for path in Path(f"/proc/{engine_pid}/task").glob("*/children")]
-    pids = [pid for some in found for pid in some if b"render_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    pids = [pid for pid in children_of(engine_pid) if b"render_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     assert pids
-    return list(map(int, pids))
+    return pids
 
 
 CALL = '{"name": "add", "arguments": {"a": 3, "b": 4}}'

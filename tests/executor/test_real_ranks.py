@@ -16,6 +16,7 @@ from millrace.executor.wire.calls import PendingCall
 from millrace.executor.wire.messages import StepPlan
 from millrace.producer.sampling import SamplingParams
 from tests.e2e.engines import TINY
+from tests.processes import all_children_of
 
 pytestmark = pytest.mark.ranks
 
@@ -132,7 +133,7 @@ def executor_of(llm: LLM) -> MultiprocExecutor:
 class Left(NamedTuple):
     """What this project holds on this machine."""
 
-    processes: set[str]
+    processes: set[int]
     open_files: int
     shared_memory: set[str]
     temporary_files: set[str]
@@ -141,7 +142,7 @@ class Left(NamedTuple):
 
 def what_is_left(temporary: Path) -> Left:
     return Left(
-        processes=set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
+        processes=set(all_children_of(os.getpid())),
         open_files=len(os.listdir("/proc/self/fd")),
         shared_memory={
             name for name in os.listdir("/dev/shm") if name.startswith(("torch", "gloo", "nccl", "millrace"))

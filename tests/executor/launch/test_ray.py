@@ -25,6 +25,7 @@ from tests.executor.kinds import (
 )
 from tests.executor.launch.ray_nodes import Process
 from tests.executor.test_real_ranks import PP2, TP2, expected, generate, make_llm
+from tests.processes import all_children_of
 
 __all__ = ["expected"]
 
@@ -135,8 +136,7 @@ def run() -> tuple[list[str], bool, set[int]]:
         devices = [each["devices"] for each in executor.collective_rpc("stats")]
     finally:
         executor.shutdown()
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return devices, Path(directory).exists(), users_of(directory) | {int(pid) for pid in children}
+    return devices, Path(directory).exists(), users_of(directory) | set(all_children_of(os.getpid()))
 
 
 def test_a_local_ray_gives_each_rank_a_gpu_and_leaves_no_process_and_no_file(tmp_path: Path) -> None:
