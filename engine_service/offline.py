@@ -110,12 +110,12 @@ class LLM:
                 self._tokenizer = Tokenizer(given_path) if given_path else _own_tokenizer(path)
             with timed(logger, "workers"):
                 facts = self._engine.start()
+            self._admission = Admission(facts, self._tokenizer, eos_token_ids(path), config.max_logprobs)
         except BaseException:
             self._engine.shutdown()
             raise
-        self._admission = Admission(facts, self._tokenizer, eos_token_ids(path), config.max_logprobs)
-        self._end = weakref.finalize(self, _end, self._engine, self._admission, os.getpid())
-        self._end.atexit = False  # a thread may still use it then; the workers end with this process anyway
+        self._shut_down = weakref.finalize(self, _shut_down, self._engine, self._admission, os.getpid())
+        self._shut_down.atexit = False  # a thread may still use it then; the workers end with this process anyway
 
     def __repr__(self) -> str:
         return f"LLM({self._engine})"
@@ -249,7 +249,7 @@ class LLM:
     def shutdown(self) -> None:
         """Stop the workers and free their memory. Nothing can be generated afterwards. Also done when nobody has this object
         any more; and the workers end with the program."""
-        self._end()
+        self._shut_down()
 
     def __enter__(self) -> LLM:
         return self
@@ -290,7 +290,7 @@ class LLM:
         return times
 
 
-def _end(engine: Engine, admission: Admission, pid: int) -> None:
+def _shut_down(engine: Engine, admission: Admission, pid: int) -> None:
     if os.getpid() == pid:  # a fork does not own the workers
         engine.shutdown()
         admission.close()

@@ -24,6 +24,7 @@ from millrace.engine_service.errors import ConfigurationError, WorkersLost
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.producer import InvalidRequest, SamplingParams
 from tests.e2e.engines import LIMIT_S, TINY
+from tests.processes import children_of, wait_until
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,21 @@ def test_its_workers_end_when_nobody_has_it_any_more_and_not_with_a_fork_of_the_
     del llm
     assert select.select([worker], [], [], LIMIT_S)[0], "the worker runs on"
     os.close(worker)
+
+
+def test_a_start_that_fails_at_its_end_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+
+    def fails(*_: object) -> None:
+        pids.extend(children_of(os.getpid()))
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr("millrace.engine_service.offline.Admission", fails)
+    before = set(children_of(os.getpid()))
+    with pytest.raises(OSError, match="no process"):
+        LLM(TINY, device="cpu", executor="mp", num_blocks=64)
+    assert set(pids) > before
+    wait_until(lambda: set(children_of(os.getpid())) <= before, what="the end of the worker")
 
 
 # --- the prefix cache ----------------------------------------------------------------------------------------------
