@@ -4,6 +4,8 @@ places of the pool.
 Slots without a token may hold NaN, so they are never loaded. Scores are in base 2: exp2 is faster than exp.
 
 Numbers that change from step to step are not specialized on, or a kernel would be compiled again while a service runs.
+Those of a model are constants, so are KEYS_STRIDE and VALUES_STRIDE, the entries of a block of the pool: they make a quarter
+of the loop's instructions unnecessary.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from millrace.worker.attention.write_triton import place_offset
+from millrace.worker.attention.write_triton import locate
 from millrace.worker.launch_triton import wait_for_earlier_kernels
 
 IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
@@ -63,10 +65,10 @@ def load_queries(
 @triton.jit
 def attend_tile(
     maximum, total, weighted, queries, query_positions, kv_head, start, first, end,
-    keys, key_scales, keys_block_stride, values, value_scales, values_block_stride, table, scaling,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    keys, key_scales, values, value_scales, table, scaling,
+    KEYS_STRIDE: tl.constexpr, VALUES_STRIDE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Attend to BLOCK_N positions from `start` on, of those from `first` to `end`.
 
@@ -79,21 +81,26 @@ def attend_tile(
     is_visible = is_loaded[None, :] & (positions[None, :] <= query_positions[:, None])
     if WINDOW > 0:
         is_visible = is_visible & (positions[None, :] > query_positions[:, None] - WINDOW)
-    if BLOCK_N % BLOCK_SIZE == 0:  # the same numbers, with less arithmetic
-        blocks = tl.load(table + start // BLOCK_SIZE + columns // BLOCK_SIZE, is_loaded, other=0)
+    if BLOCK_N % BLOCK_SIZE == 0:  # the same numbers, with less arithmetic, and each is loaded once
+        numbers = tl.arange(0, BLOCK_N // BLOCK_SIZE)
+        is_needed = start + numbers * BLOCK_SIZE < end
+        if WINDOW > 0:
+            is_needed = is_needed & (start + (numbers + 1) * BLOCK_SIZE > first)
+        blocks = tl.load(table + start // BLOCK_SIZE + numbers, is_needed, other=0)
+        blocks = tl.broadcast_to(blocks[:, None], [BLOCK_N // BLOCK_SIZE, BLOCK_SIZE]).reshape([BLOCK_N])
         places = columns % BLOCK_SIZE * NUM_KV_HEADS
     else:
         blocks = tl.load(table + positions // BLOCK_SIZE, is_loaded, other=0)
         places = positions % BLOCK_SIZE * NUM_KV_HEADS
     tile_keys = tl.load(
-        keys + kv_head * KEY_DIM + place_offset(blocks, places, keys_block_stride, KEY_DIM)[None, :] + dims[:, None],
+        locate(keys + kv_head * KEY_DIM, blocks[None, :], places[None, :], dims[:, None], KEYS_STRIDE, KEY_DIM),
         is_loaded[None, :] & (dims[:, None] < KEY_DIM), other=0.0,
     )  # fmt: skip
     scores = tl.dot(queries, as_numbers(tile_keys, queries.dtype), input_precision="ieee")
     scores *= scaling if SOFTCAP > 0 else scaling * LOG2_E
     if HAS_SCALES:
-        offsets = place_offset(blocks, places + kv_head, keys_block_stride // 4, 1)
-        scores = scores * tl.load(key_scales + offsets, is_loaded, other=0.0)[None, :]
+        scales = tl.load(locate(key_scales, blocks, places, kv_head, KEYS_STRIDE // 4, 1), is_loaded, other=0.0)
+        scores = scores * scales[None, :]
     if SOFTCAP > 0:
         # tanh, which is not in every Triton
         scores = (SOFTCAP * LOG2_E) * (1 - 2 / (tl.exp(scores * (2 / SOFTCAP)) + 1))
@@ -103,15 +110,15 @@ def attend_tile(
     weights = tl.exp2(scores - shift[:, None])
     old_weight = tl.exp2(maximum - shift)
     tile_values = tl.load(
-        values + kv_head * VALUE_DIM + place_offset(blocks, places, values_block_stride, VALUE_DIM)[:, None]
-        + value_dims[None, :],
+        locate(
+            values + kv_head * VALUE_DIM, blocks[:, None], places[:, None], value_dims[None, :], VALUES_STRIDE, VALUE_DIM
+        ),
         is_loaded[:, None] & (value_dims[None, :] < VALUE_DIM), other=0.0,
     )  # fmt: skip
     total = total * old_weight + tl.sum(weights, 1)
     if HAS_SCALES:  # cheaper than to scale the values
-        offsets = place_offset(blocks, places + kv_head, values_block_stride // 4, 1)
-        scales = tl.load(value_scales + offsets, is_loaded, other=0.0) * RAISED
-        weights = weights * scales[None, :]
+        scales = tl.load(locate(value_scales, blocks, places, kv_head, VALUES_STRIDE // 4, 1), is_loaded, other=0.0)
+        weights = weights * (scales * RAISED)[None, :]
         if queries.dtype == tl.float16:
             weights = tl.minimum(weights, LARGEST_FLOAT16, KEEPS_NAN)
     weighted = weighted * old_weight[:, None] + tl.dot(
@@ -177,7 +184,7 @@ def tiles_of(begin, kv_len, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "chunks", "maxima", "totals"])
 def decode_chunks(
     query, query_head_stride, query_token_stride,
-    keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
+    keys, key_scales, KEYS_STRIDE: tl.constexpr, values, value_scales, VALUES_STRIDE: tl.constexpr,
     tables, table_stride, chunks, num_chunks, sums, maxima, totals, scaling,
     CHUNK: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr,
@@ -210,6 +217,7 @@ def decode_chunks(
     weighted = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     # One loop over the tiles of all units, or the pipeline that reads them would be empty at the begin of each unit.
     for _ in tl.range(0, num_tiles, disable_licm=True):
+        last_row, last_token, last_len, last_begin = find_unit(chunks, unit + 2 * num_working, num_units, NUM_KV_HEADS)
         kv_head, first = unit % NUM_KV_HEADS, begin
         if WINDOW > 0:
             first = tl.maximum(first, kv_len - WINDOW)
@@ -222,8 +230,8 @@ def decode_chunks(
         maximum, total, weighted = attend_tile(
             maximum, total, weighted, queries, kv_len - 1 + 0 * members, kv_head, begin + tile * BLOCK_N, first,
             tl.minimum(begin + CHUNK, kv_len),
-            keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
-            tables + row * table_stride, scaling, WINDOW, SOFTCAP, HAS_SCALES, BLOCK_SIZE,
+            keys, key_scales, values, value_scales, tables + row * table_stride, scaling,
+            KEYS_STRIDE, VALUES_STRIDE, WINDOW, SOFTCAP, HAS_SCALES, BLOCK_SIZE,
             NUM_KV_HEADS, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
         if is_end:
@@ -233,7 +241,6 @@ def decode_chunks(
             results = weighted * (1 / RAISED) if HAS_SCALES else weighted
             is_stored = is_member[:, None] & (dims[None, :] < VALUE_DIM)
             tl.store(sums + parts[:, None] * VALUE_DIM + dims[None, :], results, is_stored)
-        last_row, last_token, last_len, last_begin = find_unit(chunks, unit + 2 * num_working, num_units, NUM_KV_HEADS)
         unit, tile = tl.where(is_end, unit + num_working, unit), tl.where(is_end, 0, tile + 1)
         row, token = tl.where(is_end, next_row, row), tl.where(is_end, next_token, token)
         kv_len, begin = tl.where(is_end, next_len, kv_len), tl.where(is_end, next_begin, begin)
@@ -277,7 +284,7 @@ def merge_chunks(
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "tiles"])
 def prefill(
     query, query_head_stride, query_token_stride,
-    keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
+    keys, key_scales, KEYS_STRIDE: tl.constexpr, values, value_scales, VALUES_STRIDE: tl.constexpr,
     tables, table_stride, tiles, output, scaling,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SCALES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -307,8 +314,8 @@ def prefill(
         maximum, total, weighted = attend_tile(
             maximum, total, weighted, queries, first_position + members // GROUP, kv_head, start, first,
             first_position + count,
-            keys, key_scales, keys_block_stride, values, value_scales, values_block_stride,
-            tables + row * table_stride, scaling, WINDOW, SOFTCAP, HAS_SCALES, BLOCK_SIZE,
+            keys, key_scales, values, value_scales, tables + row * table_stride, scaling,
+            KEYS_STRIDE, VALUES_STRIDE, WINDOW, SOFTCAP, HAS_SCALES, BLOCK_SIZE,
             NUM_KV_HEADS, KEY_DIM, VALUE_DIM, BLOCK_N, BLOCK_D, BLOCK_DV,
         )  # fmt: skip
     if HAS_SCALES:

@@ -15,9 +15,9 @@ from millrace.worker.launch_triton import wait_for_earlier_kernels
 
 
 @triton.jit
-def place_offset(block, place, block_stride, place_stride):
-    """Return the offset of a place in a block of a tensor of the pool, in elements."""
-    return block.to(tl.int64) * block_stride + place.to(tl.int64) * place_stride
+def locate(pool, block, place, entry, block_stride, place_stride):
+    """Return the pointer to an entry of a place in a block of a tensor of the pool. A block has less than 2^31 entries."""
+    return pool + block.to(tl.int64) * block_stride + (place * place_stride + entry)
 
 
 @triton.jit
@@ -32,9 +32,9 @@ def store_heads(
         numbers = numbers.to(tl.float32)
         scale = tl.maximum(tl.max(tl.abs(numbers), 1) * (1 / 448), 1e-30)
         numbers = tl.div_rn(numbers, scale[:, None] + tl.zeros_like(numbers))
-        tl.store(scales + place_offset(block, places, block_stride // 4, 1), scale, exists)
-    pool += place_offset(block, places, block_stride, DIM)[:, None] + dims
-    tl.store(pool, numbers.to(pool.dtype.element_ty), exists[:, None] & (dims < DIM))
+        tl.store(locate(scales, block, places, 0, block_stride // 4, 1), scale, exists)
+    pointers = locate(pool, block, places[:, None], dims, block_stride, DIM)
+    tl.store(pointers, numbers.to(pool.dtype.element_ty), exists[:, None] & (dims < DIM))
 
 
 @triton.jit

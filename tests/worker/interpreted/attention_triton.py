@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from millrace.worker.attention.triton import CHUNK, Rows, TritonAttention
-from millrace.worker.attention.write_triton import place_offset
+from millrace.worker.attention.write_triton import locate
 from millrace.worker.kv_pool import FP8
 from tests.worker.attention.paged import MIXED, Shape, attend, check, check_fp8_extremes, check_projected
 
@@ -140,11 +140,12 @@ def test_a_token_has_the_same_bits_in_a_decode_row_and_in_any_chunk(window: int 
 
 @triton.jit
 def store_offset(block, offset, output, block_stride, token_stride):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
-    tl.store(output, place_offset(tl.load(block), tl.load(offset), block_stride, token_stride))
+    place = locate(output, tl.load(block), tl.load(offset), 3, block_stride, token_stride)
+    tl.store(output, (place.to(tl.int64) - output.to(tl.int64)) // 8)
 
 
 def test_offsets_into_the_pool_exceed_31_bits() -> None:
     output = torch.zeros(1, dtype=torch.int64)
     block, offset = torch.tensor([3_000_000], dtype=torch.int32), torch.tensor([255], dtype=torch.int32)
     store_offset[(1,)](block, offset, output, 256 * 8192, 8192)
-    assert output.item() == 3_000_000 * 256 * 8192 + 255 * 8192
+    assert output.item() == 3_000_000 * 256 * 8192 + 255 * 8192 + 3
