@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from millrace.worker.attention.write_triton import locate
-from millrace.worker.launch_triton import wait_for_earlier_kernels
+from millrace.worker.launch_triton import LINE_BYTES, prefetch, wait_for_earlier_kernels
 
 IS_COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
 LARGEST_FLOAT16 = tl.constexpr(65504.0)
@@ -181,6 +181,27 @@ def tiles_of(begin, kv_len, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
     return tl.cdiv(tl.minimum(kv_len - begin, CHUNK), BLOCK_N)
 
 
+@triton.jit
+def prefetch_tile(
+    kv_head, begin, kv_len, keys, values, table,
+    KEYS_STRIDE: tl.constexpr, VALUES_STRIDE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Fetch the first tile of a chunk into the L2 cache while the kernel ahead runs. What that one writes to the tile gets
+    there too."""
+    positions = begin + tl.arange(0, BLOCK_N)
+    is_needed = positions < kv_len
+    if WINDOW > 0:
+        is_needed = is_needed & (positions >= kv_len - WINDOW)
+    blocks = tl.load(table + positions // BLOCK_SIZE, is_needed, other=0)
+    places = positions % BLOCK_SIZE * NUM_KV_HEADS
+    line: tl.constexpr = LINE_BYTES // (keys.dtype.element_ty.primitive_bitwidth // 8)
+    for entry in tl.static_range(0, KEY_DIM, line):
+        prefetch(locate(keys + kv_head * KEY_DIM, blocks, places, entry, KEYS_STRIDE, KEY_DIM))
+    for entry in tl.static_range(0, VALUE_DIM, line):
+        prefetch(locate(values + kv_head * VALUE_DIM, blocks, places, entry, VALUES_STRIDE, VALUE_DIM))
+
+
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables", "chunks", "maxima", "totals"])
 def decode_chunks(
     query, query_head_stride, query_token_stride,
@@ -209,6 +230,11 @@ def decode_chunks(
     unit, tile = own_first, 0
     row, token, kv_len, begin = find_unit(chunks, unit, num_units, NUM_KV_HEADS)
     next_row, next_token, next_len, next_begin = find_unit(chunks, unit + num_working, num_units, NUM_KV_HEADS)
+    if IS_DEPENDENT:
+        prefetch_tile(
+            unit % NUM_KV_HEADS, begin, kv_len, keys, values, tables + row * table_stride,
+            KEYS_STRIDE, VALUES_STRIDE, WINDOW, BLOCK_SIZE, NUM_KV_HEADS, KEY_DIM, VALUE_DIM, BLOCK_N,
+        )  # fmt: skip
     wait_for_earlier_kernels(IS_DEPENDENT)
     members, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
     is_member = members < GROUP
