@@ -182,6 +182,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             f'names one GPU, but {num_ranks} ranks need one each; use "cuda", and CUDA_VISIBLE_DEVICES to choose GPUs',
             self.device,
         )
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigurationError("kv_cache_memory: num_blocks sets the size of the KV pool too; give one of them")
         if self.batch_invariant:
             rule = "must be a multiple of 16 with batch_invariant"
             _require(self.block_size % 16 == 0, "block_size", rule, self.block_size)

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -24,7 +25,7 @@ from millrace.executor.launch.external import become_rank, is_torchrun_rank
 from millrace.executor.logs import FORMAT_VARIABLE, set_up_logs
 from millrace.executor.phases import process_age_s
 from millrace.executor.wire.failures import EXIT_BY_CAUSE, EXIT_CONFIGURATION
-from millrace.results.errors import QueueError
+from millrace.results.errors import InvalidRedisURL, QueueError
 
 logger = logging.getLogger("millrace.engine")
 
@@ -34,6 +35,7 @@ EXIT_WORKERS_LOST = 6
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT. Return the exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
     try:
         signal.signal(signal.SIGTERM, _stop_starting)
         signal.signal(signal.SIGINT, _stop_starting)
@@ -41,17 +43,26 @@ def main(argv: list[str] | None = None) -> int:
         os.environ[FORMAT_VARIABLE] = config.log_format
         set_up_logs(config.log_level)
         if config.executor in ("auto", "external") and is_torchrun_rank(os.environ):
-            _become_rank(config, sys.argv[1:] if argv is None else argv)
+            _become_rank(config, arguments)
         path = resolve_model(config.model)
         return _serve(config, path, build_executor(config, path, is_service=True, log_level=config.log_level))
     except (ConfigurationError, QueueError, EngineDead) as error:
-        if os.environ.get(FORMAT_VARIABLE) == "json":
+        if "json" in (os.environ.get(FORMAT_VARIABLE), _format_asked_for(arguments)):
+            os.environ[FORMAT_VARIABLE] = "json"
+            set_up_logs("CRITICAL")  # does nothing, unless an option is invalid
             logger.critical("%s", error)
         else:
             print(f"millrace serve: {error}", file=sys.stderr)
         if isinstance(error, EngineDead):
             return EXIT_BY_CAUSE.get(error.cause, EXIT_WORKERS_LOST)
-        return EXIT_CONFIGURATION if isinstance(error, ConfigurationError) else EXIT_REDIS
+        return EXIT_CONFIGURATION if isinstance(error, ConfigurationError | InvalidRedisURL) else EXIT_REDIS
+
+
+def _format_asked_for(arguments: list[str]) -> str | None:
+    """Return the --log-format of a command line that may be invalid."""
+    values = [second for first, second in pairwise(arguments) if first == "--log-format"]
+    values += [text.partition("=")[2] for text in arguments if text.startswith("--log-format=")]
+    return values[-1] if values else None
 
 
 def _become_rank(config: ServeConfig, arguments: list[str]) -> NoReturn:

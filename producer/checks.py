@@ -55,6 +55,10 @@ def check_fields(made: msgspec.Struct, checks: FieldChecks) -> list[str]:
             msgspec.structs.force_setattr(made, name, default() if callable(default) else default)
             continue
         checked.append(name)
+        if wrong and type(value).__module__ == "numpy":  # one of its numbers, or an array
+            value = value.tolist()
+            wrong = check(value)
+            msgspec.structs.force_setattr(made, name, value)
         if wrong:
             raise InvalidRequest(name, wrong)
         if value == default:

@@ -126,8 +126,7 @@ def read_stream(stream: str, after: str, count: int, block_ms: int | None) -> Co
 
 
 def accept(keys: QueueKeys, entry_id: str, submission: Submission) -> Command:
-    conflict = JobError(kind="invalid_request", message="the id belongs to a job with another body", field="id")
-    return script_command("accept", keys.prefix, entry_id, _encode_json(conflict), *_job_arguments(submission))
+    return script_command("accept", keys.prefix, entry_id, *_job_arguments(submission))
 
 
 def reject(keys: QueueKeys, entry_id: str, job_id: str | None, raw: bytes, error: JobError) -> Command:

@@ -15,7 +15,7 @@ import redis.asyncio.retry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from millrace.results.errors import QueueError, RedisUnavailable
+from millrace.results.errors import InvalidRedisURL, QueueError, RedisUnavailable
 
 CLIENT_ERRORS = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
 """The errors that redis-py raises."""
@@ -35,7 +35,7 @@ _AnyClient = TypeVar("_AnyClient", redis.Redis, redis.asyncio.Redis)
 
 
 def resolve_url(url: str | None) -> str:
-    """Return the given URL, otherwise that of the environment, otherwise the local server's. Raises RedisUnavailable for a
+    """Return the given URL, otherwise that of the environment, otherwise the local server's. Raises InvalidRedisURL for a
     file that cannot be read, and for a database that is not a number, which redis-py takes for 0."""
     resolved = url or next(filter(None, map(_from_environment, URL_VARIABLES)), DEFAULT_URL)
     if not resolved.startswith("unix://") and not _URL_END.fullmatch(resolved.partition("?")[0].rpartition("@")[2]):
@@ -51,9 +51,9 @@ def _from_environment(variable: str) -> str | None:
     try:
         url = Path(file).read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
-        raise RedisUnavailable(f"{variable}_FILE: {file!r} cannot be read: {error}") from error
+        raise InvalidRedisURL(f"{variable}_FILE: {file!r} cannot be read: {error}") from error
     if not url:
-        raise RedisUnavailable(f"{variable}_FILE: {file!r} is empty; it must contain the URL of the Redis")
+        raise InvalidRedisURL(f"{variable}_FILE: {file!r} is empty; it must contain the URL of the Redis")
     return url
 
 
@@ -224,7 +224,7 @@ async def node_of_async(client: redis.asyncio.Redis, key: str) -> redis.asyncio.
 
 def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
     """Return an error that names the remedy, where the server's state is at fault; None where the command is."""
-    text = str(error)
+    text = _IN_SCRIPT.sub("", str(error))
     if "CERTIFICATE_VERIFY_FAILED" in text:  # redis-py wraps it in a ConnectionError
         return RedisUnavailable(f"Redis at {server} {_NOT_TRUSTED} ({text})")
     if isinstance(error, redis.TimeoutError) and is_unanswered_handshake(error, server):
@@ -243,6 +243,10 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
     if isinstance(error, redis.ResponseError) and any(code in text for code in _CODES):
         return RedisUnavailable(f"Redis at {server} cannot do this now: {text}")
     return None
+
+
+_IN_SCRIPT = re.compile(r" script: (?:\w+, )?on @user_script:\d+\.")
+"""What a server appends to the error of a script. For a user it is the same error."""
 
 
 def is_outage(error: RedisUnavailable) -> bool:
@@ -323,10 +327,10 @@ _CODES = (
 )
 
 
-def _bad_url(url: str, error: Exception) -> RedisUnavailable:
+def _bad_url(url: str, error: Exception) -> InvalidRedisURL:
     scheme = url.split("://", 1)[0] if "://" in url else "none"
     reason = str(error).partition(" as ")[0]  # what follows is taken for the port and may be a part of the password
-    return RedisUnavailable(
+    return InvalidRedisURL(
         f"not a Redis URL (scheme: {scheme}): {reason}. It looks like redis://[user:password@]host:6379/0, rediss://... "
         "for TLS, or unix:///path/to/socket; a password needs %2F for /, %3F for ?, %23 for #, %40 for @"
     )

@@ -46,6 +46,17 @@ class MillraceError(Exception):
     def __init__(self, message: str = "") -> None:
         super().__init__(one_line(message))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles, as between processes, keep the message: they do not make it again from its parts."""
+        return _copy_of, (type(self), self.args, self.__dict__)
+
+
+def _copy_of(kind: type[MillraceError], args: tuple[Any, ...], fields: dict[str, Any]) -> MillraceError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
 
 class QueueError(MillraceError):
     """Base of the errors of the queue in Redis."""
@@ -139,6 +150,10 @@ class CannotRedrive(QueueError):
 class RedisUnavailable(QueueError):
     """Raised when the server cannot be reached, does not reply in time, or cannot execute the command now: it is loading,
     read-only or out of memory, or denies this user the login or the command. Also for a malformed URL."""
+
+
+class InvalidRedisURL(RedisUnavailable):
+    """Raised for a malformed URL, and for a file of one that cannot be read: another attempt ends the same way."""
 
 
 class ServerUnsuitable(QueueError):

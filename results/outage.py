@@ -24,8 +24,10 @@ class Outage:
         self._lock = threading.Lock()
         self._failing: set[str] = set()
         self._since_s = 0.0
-        self._reason, self._reason_s = "", 0.0
-        """The last reason logged, and when."""
+        self._reasons: set[str] = set()
+        """Those that are logged."""
+        self._reason_s = 0.0
+        """When the last one was."""
 
     def repeat(self, step: Callable[[], object], stopping: threading.Event) -> None:
         """Call `step` until the event is set, after an error again in RETRY_S. For the main loop of a thread."""
@@ -46,12 +48,14 @@ class Outage:
         reason, now_s = str(error), self._clock()
         with self._lock:
             if not self._failing:
-                self._since_s, self._reason = now_s, ""
+                self._since_s = now_s
+                self._reasons.clear()
             self._failing.add(name)
             # The first reason may be that of the moment, such as a connection that was closed.
-            is_new = not self._reason or (reason != self._reason and now_s >= self._reason_s + SETTLED_S)
+            is_new = reason not in self._reasons and (not self._reasons or now_s >= self._reason_s + SETTLED_S)
             if is_new:
-                self._reason, self._reason_s = reason, now_s
+                self._reasons.add(reason)
+                self._reason_s = now_s
         level = logging.WARNING if is_new else logging.DEBUG
         logger.log(level, "outage, seen by %s: %s; trying again", name, reason)
 

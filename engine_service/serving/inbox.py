@@ -151,6 +151,8 @@ class Inbox:
             outcome = _STAYS
             if submission.tenant not in overtaken and limits.may_fit(submission):
                 outcome = self._queue.accept(entry.entry_id, submission)
+            if outcome.kind == "conflict":
+                raise InvalidRequest("id", "belongs to a job with another body; use another one, or none")
             if invalid := refusal(submission.job_id, outcome):
                 raise invalid
         except InvalidRequest as error:

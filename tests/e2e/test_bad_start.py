@@ -91,6 +91,12 @@ def test_without_redis_there_is_one_sentence_and_no_rank_is_left() -> None:
     assert STARTED in error and [line for line in lines if "Cannot connect to Redis" in line] == lines[-1:]
 
 
+def test_a_url_that_is_none_is_an_invalid_option() -> None:
+    status, error = serve("--model", str(TINY), "--redis", "http://127.0.0.1")
+    assert status == 2
+    assert "not a Redis URL" in error.splitlines()[-1]
+
+
 def test_a_tokenizer_that_cannot_be_used_ends_the_start_with_one_sentence(redis_url: str, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     status, error = serve("--model", str(TINY), "--redis", redis_url, "--tokenizer", str(tmp_path))
@@ -122,6 +128,11 @@ def test_a_bad_option_is_named(option: str, value: str, redis_url: str, tmp_path
         (("--model", "/nowhere"), "model: there is no directory /nowhere"),
         (("--model", str(TINY), "--tensor-parallel-size", "3"), "tensor_parallel_size"),
         (("--model", str(TINY), "--executor", "uni", "--tensor-parallel-size", "2"), "uni runs one rank"),
+        (("--model", str(TINY), "--num-blocks", "99", "--kv-cache-memory", "1G"), "kv_cache_memory: num_blocks sets"),
+        (
+            ("--model", str(TINY), "--log-format", "json", "--max-num-seqs", "0"),
+            '"message": "max_num_seqs: must be 1 to ',
+        ),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_a_rank_starts(

@@ -220,7 +220,9 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.queue.accept(entry_id, job) == Outcome("created")
         assert self.queue.accept(entry_id, job) == Outcome("taken")
         assert self.queue.accept(self._post(), job) == Outcome("exists")
-        assert self.queue.accept(self._post(), submission(job_id, body=b"another")) == Outcome("conflict")
+        other_id, other = self._post(), submission(job_id, body=b"another")
+        assert self.queue.accept(other_id, other) == Outcome("conflict")
+        assert self.queue.reject(other_id, JobId(job_id), b"another", ERROR) == "rejected"
         self.jobs[job_id] = ModelJob(tenant)
 
     @precondition(lambda self: all(model.tenant for model in self.jobs.values()))

@@ -41,3 +41,12 @@ def test_an_outage_that_goes_on_for_another_reason_has_one_more_line(caplog: pyt
     outage.note_success()
     assert [message.split(";")[0].rpartition(": ")[2] for message in caplog.messages[:-1]] == ["closed", "read-only"]
     assert caplog.messages[-1] == "the outage is over after 20.0 s"
+
+
+def test_reasons_that_alternate_have_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    clock = [0.0]
+    outage = Outage(lambda: clock[0])
+    for clock[0] in map(float, range(0, 60, 6)):
+        for reason in ("read-only", "denied"):
+            outage.note_failure(RedisUnavailable(reason))
+    assert len(caplog.messages) == 2

@@ -80,6 +80,19 @@ def test_an_entry_without_a_request_is_rejected_by_the_name_of_the_field(
     assert json.loads(entry[b"error"])["message"].startswith("job: is missing or empty")
 
 
+def test_an_entry_with_the_id_of_another_job_is_rejected_as_it_came(
+    inbox: Inbox, queue: FullQueue, redis_client: redis.Redis
+) -> None:
+    for raw in (b'{"id":"a","prompt":"x"}', b'{ "deadline_s":60, "id":"a", "prompt":"other", "temperature":1.0}'):
+        redis_client.xadd(queue.keys.inbox, {"job": raw})
+    inbox.start()
+    wait_until(lambda: redis_client.xlen(queue.keys.rejected) == 1)
+    ((_, entry),) = cast(Any, redis_client.xrange(queue.keys.rejected))
+    assert (entry[b"id"], entry[b"raw"]) == (b"a", raw)
+    assert json.loads(entry[b"error"])["field"] == "id"
+    assert queue.get("a").state == "queued" and redis_client.xlen(queue.keys.inbox) == 0
+
+
 def test_a_long_line_in_the_inbox_is_not_looked_at_again_and_again(
     inbox: Inbox, queue: FullQueue, redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:

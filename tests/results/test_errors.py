@@ -1,0 +1,36 @@
+"""The errors of the clients: what a copy of one keeps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from millrace.engine_service.errors import EngineDead
+from millrace.producer.errors import InvalidRequest, PayloadTooLarge
+from millrace.results import errors
+from millrace.results.errors import MillraceError
+
+ERRORS = [
+    errors.JobNotFound("a", "q"),
+    errors.OutputNotParsed("length"),
+    errors.ResultExpired("a", "q"),
+    errors.JobConflict(["a", "b"]),
+    errors.BatchNotFound("b", "q"),
+    errors.EngineNotFound(None, "q"),
+    errors.QueueFull("max_queued_jobs", "5", ["a"], ["b"]),
+    errors.NotDurable("no replica", ["a"]),
+    errors.WaitTimeout("too late"),
+    InvalidRequest("field", "is wrong"),
+    PayloadTooLarge(5, 4),
+    EngineDead("gone", "device_lost"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_copy_of_an_error_is_the_same(error: MillraceError) -> None:
+    """As a pool of processes makes one: an error that cannot be unpickled hangs its program."""
+    for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(copied) is type(error) and str(copied) == str(error)
+        assert copied.__dict__ == error.__dict__ and copied.args == error.args
