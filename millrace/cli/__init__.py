@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from millrace import __version__
 from millrace.cli import demo, gateway, jobs, queue, retry, run_batch, serve, sleep, submit, wait
-from millrace.cli.exits import INTERRUPTED, INVALID, OTHER, as_exit
+from millrace.cli.exits import INTERRUPTED, INVALID, OTHER, CommandError, as_exit
 
 _DESCRIPTION = "Turn a Redis that you already run into an LLM generation service."
 _EPILOG = """\
@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["serve"]:  # the engine parses the rest, --help too
             return serve.run(arguments[1:])
+        if sys.stdout is None:
+            raise CommandError("stdout is closed; to print nothing, redirect it to /dev/null", INVALID)
         args = build_parser().parse_args(arguments)
         status: int = args.run(args)
         sys.stdout.flush()

@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple, Self
 import msgspec
 
 from millrace.cli.exits import INVALID, CommandError
+from millrace.cli.values import BYTE_ORDER_MARK
 
 MAX_LINE_BYTES = 4 * 1024 * 1024
 """Longer lines are refused. They are not read into memory."""
@@ -64,6 +65,8 @@ def read_input(path: Path) -> Input:
     digest, num_lines, last_number = hashlib.sha256(), 0, 0
     number_by_id: dict[int, int] = {}  # hashes of 64 bits: the ids of millions of lines need much memory
     with path.open("rb") as file:
+        if not file.seekable():
+            raise CommandError(f"{path}: is a pipe, and the input is read twice; save it to a file", INVALID)
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
         file.seek(0)
@@ -99,7 +102,7 @@ def _lines(file: IO[bytes]) -> Iterator[InputLine]:
             yield InputLine(number, None)
             continue
         if number == 1:
-            text = text.removeprefix(b"\xef\xbb\xbf")  # the byte order mark that some editors write
+            text = text.removeprefix(BYTE_ORDER_MARK)
         if text.strip():
             yield InputLine(number, text)
 

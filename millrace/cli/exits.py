@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 
 OK = 0
@@ -14,6 +15,10 @@ NO_REDIS = 4
 """The server cannot be reached or used."""
 TIMED_OUT = 5
 INTERRUPTED = 130
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Of an error without the name of a file."""
 
 
 class CommandError(Exception):
@@ -32,6 +37,8 @@ def as_exit(error: Exception) -> tuple[int, str]:
         return error.status, str(error)
     if isinstance(error, OSError) and error.filename:
         return INVALID, one_line(f"{error.filename}: {error.strerror}")
+    if isinstance(error, OSError) and error.errno in _UNWRITABLE:
+        return OTHER, one_line(f"stdout can't be written: {error.strerror}")
     status = _status_of(error)
     if status is None:
         traceback.print_exception(error)
@@ -43,7 +50,7 @@ def _status_of(error: Exception) -> int | None:
     from millrace.results import errors
 
     match error:
-        case InvalidRequest() | errors.JobConflict() | errors.CannotRedrive():
+        case InvalidRequest() | errors.JobConflict() | errors.CannotRedrive() | errors.InvalidRedisURL():
             return INVALID
         case errors.JobNotFound() | errors.BatchNotFound() | errors.EngineNotFound():
             return NOT_FOUND

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _MIN_LAST = 20
 """Characters that a terminal keeps for the last column of a list."""
-_STATES = ("running", "queued", "delayed", "failed", "finished", "cancelled", "expired")
+_ENDED = ("failed", "finished", "cancelled", "expired")
+_STATES = ("running", "queued", "delayed", *_ENDED)
 
 
 def add_parsers(verbs: Verbs) -> None:
@@ -163,11 +164,16 @@ def _age_s(time_ms: int) -> float:
 
 
 def _list_jobs(client: Client, args: argparse.Namespace) -> list[Job]:
-    jobs: list[Job] = []
-    for state in [args.state] if args.state else _STATES:
-        if len(jobs) < args.limit:
-            jobs += client.list_jobs(state, args.limit - len(jobs))
-    return jobs
+    if args.state:
+        return client.list_jobs(args.state, args.limit)
+    jobs: dict[str, Job] = {}
+    # In the order in which jobs pass the states: one that goes on meanwhile is found, and its last state counts.
+    for state in ("delayed", "queued", "running", *_ENDED):
+        if state not in _ENDED or len(jobs) < args.limit:
+            for job in client.list_jobs(state, args.limit):
+                jobs.pop(job.id, None)
+                jobs[job.id] = job
+    return sorted(jobs.values(), key=lambda job: _STATES.index(job.state))[: args.limit]
 
 
 _HEADINGS = ("id", "state", "tokens", "age", "attempt", "tenant", "engine", "prompt -> text")

@@ -7,9 +7,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from millrace.cli.exits import OK, OTHER
+from millrace.cli.exits import INVALID, OK, OTHER, CommandError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -47,6 +47,13 @@ class LiveLine:
 
 
 live_line = LiveLine()
+
+
+def stdin() -> IO[bytes]:
+    """Return the standard input. Raises CommandError if the caller has closed it."""
+    if sys.stdin is None:
+        raise CommandError("stdin is closed; give the input as a file, or through a pipe", INVALID)
+    return sys.stdin.buffer
 
 
 def print_json(value: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,7 @@ def add_parsers(verbs: Verbs) -> None:
     results = add_verb(whats, "results", "print the jobs of a batch that have ended, one JSON object each")
     results.add_argument("batch")
     results.add_argument("-o", "--output", metavar="FILE", help="write them into this file, at the end in one go")
+    add_json(results)
     results.set_defaults(run=run_batch_results)
 
     pause = add_verb(verbs, "pause", "stop starting jobs; running jobs finish, and new jobs are accepted")
@@ -127,17 +130,21 @@ def run_batch_results(args: argparse.Namespace) -> int:
 
 
 def _write_jobs(path: str, jobs: Iterable[Job]) -> None:
-    """Write a file that is complete or not there."""
+    """Write a file that is complete or not there, or into what is no file, such as a pipe."""
     import msgspec
 
-    part = f"{path}.part"
-    file = open(part, "wb")  # noqa: SIM115
+    target = os.path.realpath(path)  # a link stays one
+    is_file = os.path.isfile(target) or not os.path.exists(target)
+    written = f"{target}.{uuid.uuid4().hex[:8]}.part" if is_file else target
     try:
-        with file:
+        with open(written, "xb" if is_file else "wb") as file:
             file.writelines(msgspec.json.encode(job_fields(job)) + b"\n" for job in jobs)
-        os.replace(part, path)
+        if is_file:
+            os.replace(written, target)
     except BaseException as error:
-        os.unlink(part)
+        if is_file:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(written)
         if isinstance(error, OSError):
             raise CommandError(f"{path}: {error.strerror}") from error
         raise

@@ -11,7 +11,7 @@ from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.jobs import follow
 from millrace.cli.known_jobs import report_known
 from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
-from millrace.cli.output import print_id
+from millrace.cli.output import print_id, stdin
 from millrace.cli.values import (
     TO_CONTEXT,
     integer,
@@ -182,12 +182,18 @@ def _submit_prompt(args: argparse.Namespace) -> int:
             return wait_for_job(client, args, job_id)
         report_known(args, known, 0)
         warn_if_never_served(client, args.queue)
-        print_id(job_id, as_json=args.json)
+        try:
+            print_id(job_id, as_json=args.json)
+            sys.stdout.flush()
+        except OSError as error:
+            raise CommandError(
+                f"job {job_id!r} is in the queue, but stdout can't be written: {error.strerror}"
+            ) from error
     return OK
 
 
 def _read_stdin() -> str:
     try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
+        return stdin().read().decode().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise CommandError(f"stdin: not valid UTF-8 at byte {error.start}", INVALID) from error

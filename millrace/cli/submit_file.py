@@ -17,8 +17,9 @@ import msgspec
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.known_jobs import report_known
-from millrace.cli.output import print_id, progress_bar, remark
+from millrace.cli.output import print_id, progress_bar, remark, stdin
 from millrace.cli.reconnecting_client import ReconnectingClient
+from millrace.cli.values import BYTE_ORDER_MARK
 from millrace.cli.wait import wait_for_jobs
 from millrace.cli.wait_report import resumable, resume_with, warn_if_never_served
 from millrace.producer import InvalidRequest
@@ -96,7 +97,7 @@ class _Submission:
         self.num_submitted = 0
         self.num_refused = 0
         self._last_line = 0
-        """Number of the last line whose job was submitted."""
+        """Number of the last line that was sent."""
         self._can_repeat = True
         """Whether all lines have ids of their own, so that the same file can be submitted again."""
 
@@ -112,15 +113,18 @@ class _Submission:
         lines = self._requests(file)
         while batch := list(islice(lines, _BATCH_LINES)):
             known = self._client.look_up(line.job.job_id for line in batch if line.has_own_id)
-            for job_id in self._submit_batch(batch, lines):
-                self.num_submitted += 1
-                if job_id in known:
-                    self.known[job_id] = known[job_id]
-                yield job_id
-            self._last_line = batch[-1].number
+            job_ids, left, full = self._submit_batch(batch)
+            self.num_submitted += len(job_ids)  # before an id is printed: printing may be interrupted
+            self.known |= {job_id: known[job_id] for job_id in job_ids if job_id in known}
+            yield from job_ids
+            if full:
+                if left[-1] < self._last_line:  # only then read on: a pipe may block
+                    left += [line.number for line in islice(lines, 1)]
+                raise CommandError(f"not submitted: {_not_submitted(left, self._last_line)}: {full}")
 
     def _requests(self, file: Iterable[bytes]) -> Iterator[Line]:
         for number, text in enumerate(file, start=1):
+            text = text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
             if text.strip():
                 try:
                     request = parse_body(self._filled(text))
@@ -130,34 +134,38 @@ class _Submission:
                     self._refuse(number, error)
 
     def _filled(self, text: bytes) -> bytes:
-        """Add the options that the line leaves out. The rest of its text stays unchanged, for error messages."""
+        """Add the options that the line leaves out, or has as null: but for max_tokens, this means the same. The rest of its
+        text stays unchanged, for error messages."""
         try:
-            own = msgspec.json.decode(text)
+            own = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         except (ValueError, RecursionError):
             return text
-        gaps = {name: value for name, value in self._options.items() if name not in own} if type(own) is dict else {}
+        nulls = {name for name in own.keys() & self._options.keys() - {"max_tokens"} if bytes(own[name]) == b"null"}
+        if nulls:
+            own = {name: value for name, value in own.items() if name not in nulls}
+            text = msgspec.json.encode(own)
+        gaps = {name: value for name, value in self._options.items() if name not in own}
         if not gaps:
             return text
         return msgspec.json.encode(gaps)[:-1] + (b"," if own else b"") + text.lstrip()[1:]
 
-    def _submit_batch(self, batch: list[Line], following: Iterator[Line]) -> Iterator[str]:
+    def _submit_batch(self, batch: list[Line]) -> tuple[list[str], list[int], QueueFull | None]:
+        """Return the ids of the jobs in the queue, the numbers of the lines that a limit has kept out, and its error."""
+        job_ids: list[str] = []
         left: list[int] = []
-        last_sent, full = 0, None
+        full = None
         ends = self._client.submit_each([line.job for line in batch], self._durability)
         for line, end in zip(batch, ends, strict=True):
             if isinstance(end, QueueFull):
                 left.append(line.number)
                 full = end
                 continue
-            last_sent = line.number
+            self._last_line = line.number
             if isinstance(end, Outcome):
-                yield line.job.job_id
+                job_ids.append(line.job.job_id)
             else:
                 self._refuse(line.number, end)
-        if full:
-            if not any(number > last_sent for number in left):  # only then read on: a pipe may block
-                left += [line.number for line in islice(following, 1)]
-            raise CommandError(f"not submitted: {_not_submitted(left, last_sent)}: {full}")
+        return job_ids, left, full
 
     def _refuse(self, number: int, error: Exception) -> None:
         self.num_refused += 1
@@ -183,7 +191,7 @@ def _count_lines(file: IO[bytes]) -> int | None:
 @contextmanager
 def _open(path: str) -> Iterator[IO[bytes]]:
     if path == "-":
-        yield sys.stdin.buffer
+        yield stdin()
     else:
         with open(path, "rb") as file:
             yield file

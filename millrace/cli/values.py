@@ -26,6 +26,8 @@ def integer(text: str) -> int:
         raise ArgumentTypeError(f"must be an integer, got {text[:60]!r}") from None
 
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""Some editors write it at the beginning of a file."""
 TO_CONTEXT = "none"
 """`--max-tokens` for the field's value None, as many tokens as the context holds: None is an option that is not given."""
 

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import redis
 
-from millrace import Client
+from millrace import Client, Job
 from millrace.cli import main
 from millrace.cli.output import print_table
 from millrace.producer.prompt_start import prompt_start
-from millrace.results.messages import Append, NewOutput
+from millrace.results.messages import Append, ClaimedJob, NewOutput
 from millrace.results.queue import JobQueue
 from tests.millrace.cli.command import Command, environment, python, started
 from tests.millrace.cli.conftest import EngineByHand
@@ -261,6 +261,27 @@ def test_jobs_are_listed_by_state(millrace: Command, engine: EngineByHand) -> No
     assert millrace("ls", "--limit", "1").out.count("\n") == 1
 
 
+def test_a_job_that_goes_on_while_jobs_are_listed_is_listed_once(
+    millrace: Command, engine: EngineByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id)
+    list_jobs = Client.list_jobs
+
+    def list_and_go_on(client: Client, state: Any, limit: int) -> list[Job]:
+        found = list_jobs(client, state, limit)
+        if state == "queued":
+            running.extend(engine.claim())
+        elif state == "running":
+            engine.finish(running.pop(), "text")
+        return found
+
+    running: list[ClaimedJob] = []
+    monkeypatch.setattr(Client, "list_jobs", list_and_go_on)
+    rows = [tuple(line.split("\t")[:2]) for line in millrace("ls").out.splitlines()]
+    assert rows == [("a", "running"), ("b", "finished")]
+
+
 @pytest.mark.parametrize("id_length", [32, 128])
 def test_a_narrow_terminal_shows_whole_ids(
     id_length: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -450,10 +471,11 @@ def test_a_queue_name_that_cannot_be_is_status_2(redis_url: str) -> None:
 
 
 def test_a_server_that_cannot_be_used_is_status_4(tmp_path: Path) -> None:
-    for url in (f"unix://{tmp_path}/no.sock", "redis://127.0.0.1:1/0", "http://127.0.0.1"):
+    for url in (f"unix://{tmp_path}/no.sock", "redis://127.0.0.1:1/0"):
         ran = Command(url, "default")("stats")
         assert (ran.status, ran.out) == (4, "")
         assert len(ran.err.splitlines()) == 1
+    assert Command("http://127.0.0.1", "default")("stats").status == 2, "another attempt ends the same way"
 
 
 def test_the_server_comes_from_the_environment_too(millrace: Command, redis_url: str, queue_name: str) -> None:
@@ -467,7 +489,31 @@ def test_a_full_disk_is_one_line(millrace: Command, options: list[str]) -> None:
     command = [sys.executable, *millrace.line("stats", *options)]
     with open("/dev/full", "w") as full:
         ran = subprocess.run(command, cwd=ROOT, env=environment(), stdout=full, stderr=subprocess.PIPE, timeout=LIMIT_S)
-    assert (ran.returncode, ran.stderr) == (1, b"millrace: [Errno 28] No space left on device\n")
+    assert (ran.returncode, ran.stderr) == (1, b"millrace: stdout can't be written: No space left on device\n")
+
+
+def test_the_id_of_a_job_is_told_where_stdout_cannot_be_written(millrace: Command) -> None:
+    command = [sys.executable, *millrace.line("submit", "x", "--id", "a")]
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(command, cwd=ROOT, env=environment(), stdout=full, stderr=subprocess.PIPE, timeout=LIMIT_S)
+    message = b"job 'a' is in the queue, but stdout can't be written: No space left on device"
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (1, b"millrace: " + message)
+    assert millrace("get", "a").status == 0
+
+
+@pytest.mark.parametrize(
+    ("verb", "closed", "message"),
+    [
+        (("stats",), ">&-", "stdout is closed"),
+        (("submit", "-"), "<&-", "stdin is"),
+        (("submit", "--file", "-"), "<&-", "stdin is"),
+    ],
+)
+def test_a_closed_stream_is_named(millrace: Command, verb: tuple[str, ...], closed: str, message: str) -> None:
+    command = f"{sys.executable} {' '.join(millrace.line(*verb))} {closed}"
+    ran = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment(), capture_output=True, timeout=LIMIT_S)
+    assert ran.returncode == 2
+    assert ran.stderr.decode().startswith(f"millrace: {message}") and ran.stderr.count(b"\n") == 1
 
 
 def test_waiting_too_long_is_status_5(millrace: Command) -> None:

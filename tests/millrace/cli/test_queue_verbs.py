@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import redis
@@ -10,12 +11,16 @@ import redis
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import JobError
 from millrace.results.queue import JobQueue
-from tests.millrace.cli.command import Command, Ran, python
+from tests.millrace.cli.command import Command, Ran, python, run_main
 from tests.millrace.cli.conftest import EngineByHand
 
 
 def batch_status(millrace: Command, *arguments: str) -> Ran:
     return python("-P", "-m", "millrace", "batch", "status", *millrace.place, *arguments)
+
+
+def batch_results(millrace: Command, *arguments: str) -> Ran:
+    return run_main("batch", "results", *millrace.place, "nightly", *arguments)
 
 
 def test_a_batch_is_submitted_looked_at_and_cancelled(millrace: Command, engine: EngineByHand) -> None:
@@ -32,6 +37,26 @@ def test_a_batch_is_submitted_looked_at_and_cancelled(millrace: Command, engine:
     assert set(cancelled.out.splitlines()) == {"j0\tfinished", "j1\tcancelling", "j2\tcancelling", "late\tcancelled"}
     assert millrace("cancel", "--batch", "unheard-of").status == 3
     assert batch_status(millrace, "unheard-of").status == 3
+
+
+def test_the_results_of_a_batch_go_into_a_file_and_through_what_is_none(
+    millrace: Command, engine: EngineByHand, tmp_path: Path
+) -> None:
+    millrace("submit", "x", "--id", "a", "--batch", "nightly")
+    engine.finish(engine.claim()[0], "done")
+    (shown,) = batch_results(millrace, "--json").json_lines()
+    (target := tmp_path / "target").write_text("old")
+    (link := tmp_path / "link").symlink_to(target)
+    (mine := tmp_path / "target.part").write_text("mine")
+    assert batch_results(millrace, "-o", str(link)) == (0, "", "")
+    assert link.is_symlink() and json.loads(target.read_text()) == shown
+    assert mine.read_text() == "mine" and len(list(tmp_path.iterdir())) == 3
+
+    os.mkfifo(pipe := tmp_path / "pipe")
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        assert batch_results(millrace, "-o", str(pipe)).status == 0
+        assert json.loads(reader.read()) == shown
+    assert pipe.is_fifo()
 
 
 def test_failed_jobs_are_run_again(millrace: Command, engine: EngineByHand) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import threading
@@ -211,6 +212,11 @@ def test_files_that_cannot_be_used_are_named(millrace: Command, files: Files, tm
         assert message in ran.err and output.name in ran.err and ran.err.count("\n") == 1
     assert before.read_text() == "precious\n"
     assert millrace("run-batch", "-i", "/nowhere", "-o", str(files.output)).status == INVALID
+    os.mkfifo(pipe := tmp_path / "pipe")
+    end = os.open(pipe, os.O_RDWR)  # so that the command need not wait for a writer
+    ran = millrace("run-batch", "-i", str(pipe), "-o", str(files.output))
+    os.close(end)
+    assert ran == (INVALID, "", f"millrace: {pipe}: is a pipe, and the input is read twice; save it to a file\n")
     assert not files.state.exists()
 
 

@@ -41,6 +41,25 @@ def test_every_line_becomes_a_job(millrace: Command, tmp_path: Path) -> None:
     assert millrace("submit", "--file", str(file), "--json").json_lines()[599] == {"id": "j599"}
 
 
+def test_an_option_fills_a_field_that_is_null_and_a_byte_order_mark_is_no_part_of_the_first_line(
+    millrace: Command, tmp_path: Path, engine: EngineByHand
+) -> None:
+    nulls = b'{"id": "a", "prompt": "x", "seed": null, "meta": null, "tenant": null, "max_tokens": null}'
+    file = write_lines(tmp_path / "jobs", b"\xef\xbb\xbf" + nulls)
+    options = ("--seed", "7", "--meta", '{"a": 1}', "--tenant", "t", "--max-tokens", "5")
+    assert millrace("submit", "--file", str(file), *options) == (0, "a\n", "")
+    (job,) = engine.claim()
+    expected = {"prompt": "x", "seed": 7, "max_tokens": None, "tenant": "t", "meta": {"a": 1}}
+    assert json.loads(job.body) == expected
+
+
+def test_what_was_submitted_is_counted_also_where_it_could_not_be_printed(millrace: Command, tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "jobs", *({"prompt": "x" * 99} for _ in range(400)))
+    ran = python("-c", TO_FULL_DISK, *millrace.line("submit", "--file", str(file)))
+    assert "400 jobs submitted, up to line 400" in ran.err
+    assert millrace("stats", "--json").json_lines()[0]["queued"] == 400
+
+
 def test_a_line_in_openais_batch_format_names_run_batch(millrace: Command, tmp_path: Path) -> None:
     body = {"model": "m", "prompt": "x"}
     file = write_lines(tmp_path / "jobs", {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body})
