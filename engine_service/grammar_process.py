@@ -62,6 +62,7 @@ _TOO_MUCH_WORK = "takes too much work to compile; make it simpler"
 _ENDLESS = (
     "no finite value satisfies it, since it always requires itself; leave it out of required, or allow another value"
 )
+_INEXACT = "integers beyond 2^53 would not be kept exactly; use strings"
 _TOO_AMBIGUOUS = (
     "nested repetitions match the same text in too many ways; use smaller counts, or separate the repetitions"
 )
@@ -150,6 +151,10 @@ def _schema_grammar(schema: Any, tokenizer: LLTokenizer) -> str:
     """Return the grammar of a schema, without its parts that only an endless value satisfies. Raises ValueError."""
     if (path := drop_endless_parts(schema)) is not None:
         raise ValueError(f"at {_place(path)}: {_ENDLESS}")
+    for path, part in every_part(schema):
+        inexact = [name for name in ("const", "enum") if type(part) is dict and _has_inexact_integer(part.get(name))]
+        if inexact:
+            raise ValueError(f"at {_place([*path, inexact[0]])}: {_INEXACT}")
     grammar = _of_schema(schema)
     if error := _error(grammar, tokenizer):
         path, reason = _Search(schema, tokenizer).innermost(error)
@@ -160,6 +165,14 @@ def _schema_grammar(schema: Any, tokenizer: LLTokenizer) -> str:
             if _is_too_ambiguous(_of_schema({"type": "string", **text}), tokenizer):
                 raise ValueError(f"at {_place(path)}: {_TOO_AMBIGUOUS}")
     return grammar
+
+
+def _has_inexact_integer(value: Any) -> bool:
+    """Whether llguidance, for which numbers are floats of 64 bits, would make another integer of one in a JSON value."""
+    if type(value) is int:
+        return abs(value) > 2**53
+    inner = value.values() if type(value) is dict else value if type(value) is list else ()
+    return any(map(_has_inexact_integer, inner))
 
 
 def _checked_rule(rule: re.Match[str], tokenizer: LLTokenizer) -> str:

@@ -17,6 +17,7 @@ import itertools
 import logging
 import os
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -35,7 +36,7 @@ from millrace.engine_service.prompts import as_params, as_prompts, as_request, n
 from millrace.engine_service.request_output import RequestOutput, Times, output_of
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
-from millrace.engine_service.vllm_arguments import translated
+from millrace.engine_service.vllm_arguments import dtype_name, translated
 from millrace.executor.phases import timed
 from millrace.executor.rank.worker import WAKE_TAGS
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
@@ -62,7 +63,7 @@ class LLM:
         model: str | Path,
         *,
         tokenizer: str | Path | None = None,
-        dtype: str = "auto",
+        dtype: Any = "auto",
         device: str = "auto",
         executor: str = "auto",
         max_model_len: int | None = None,
@@ -78,7 +79,7 @@ class LLM:
         swap_space_gib: float = 0.0,
         gpu_memory_utilization: float = 0.9,
         enforce_eager: bool = False,
-        seed: int = 0,
+        seed: int | None = 0,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         max_parallel_loading_workers: int | None = None,
@@ -92,7 +93,10 @@ class LLM:
         nothing, and otherwise refused. Raises `ConfigurationError` when an option or the model can't work.
         """
         given = {name: value for name, value in locals().items() if name in EngineConfig.__struct_fields__}
-        given |= translated(vllm_arguments)
+        given |= {"dtype": dtype_name(dtype), **translated(vllm_arguments)}
+        # None is the default, as with vLLM.
+        given = {name: value for name, value in given.items() if value is not None or name == "model"}
+        seed = 0 if seed is None else seed
         paths = {name: str(value) for name, value in given.items() if isinstance(value, Path)}
         config = checked({**given, **paths}, EngineConfig)
         if not isinstance(seed, int):
@@ -114,7 +118,8 @@ class LLM:
         except BaseException:
             self._engine.shutdown()
             raise
-        self._shut_down = weakref.finalize(self, _shut_down, self._engine, self._admission, os.getpid())
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._shut_down = weakref.finalize(self, _shut_down, self._engine, self._admission, self._pid)
         self._shut_down.atexit = False  # a thread may still use it then; the workers end with this process anyway
 
     def __repr__(self) -> str:
@@ -205,7 +210,8 @@ class LLM:
                 salt = requests[-1].cache_salt
                 candidates.append(admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))
         arrival_s = time.time()
-        times = self._run([generation for some in candidates for generation in some], use_tqdm)
+        with self._in_use():
+            times = self._run([generation for some in candidates for generation in some], use_tqdm)
         return [
             output_of(next(self._request_numbers), text, params, some, arrival_s, times)
             for text, params, some in zip(texts, all_params, candidates, strict=True)
@@ -234,13 +240,15 @@ class LLM:
         """Free the device's memory: the KV pool, and the weights (level 1: kept in host memory, 2: dropped)."""
         if level not in (1, 2):
             raise InvalidRequest("level", f"must be 1 or 2, got {shown(level)}")
-        self._engine.sleep(level)
+        with self._in_use():
+            self._engine.sleep(level)
 
     def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
         """Restore what `tags` name, "weights" or "kv_cache"; by default both. `generate` needs both."""
         if tags is not None and not (isinstance(tags, list | tuple) and all(tag in WAKE_TAGS for tag in tags)):
             raise InvalidRequest("tags", f"must be a list of {' and '.join(WAKE_TAGS)}, got {shown(tags)}")
-        self._engine.wake_up(tags)
+        with self._in_use():
+            self._engine.wake_up(tags)
 
     def reset_prefix_cache(self) -> None:
         """Forget the cached blocks of earlier prompts. The workers are not asked."""
@@ -256,6 +264,20 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Raises `EngineError` for a call that would hang or disturb another one."""
+        if os.getpid() != self._pid:
+            raise EngineError(f"this LLM belongs to process {self._pid}, of which this one is a fork; make one here")
+        if not self._shut_down.alive:
+            raise EngineError("this LLM has been shut down; make another one")
+        if not self._lock.acquire(blocking=False):
+            raise EngineError("another thread uses this LLM; use it from one thread at a time")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _run(self, generations: list[Generation], use_tqdm: bool | Callable[..., Any]) -> dict[Generation, Times]:
         from tqdm.auto import tqdm

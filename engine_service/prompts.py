@@ -13,6 +13,7 @@ from millrace.results.errors import shown
 
 def as_prompts(prompts: Any) -> list[Any]:
     """Return the prompts of a call, which has one prompt or several."""
+    prompts = _as_list(prompts)
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not _is_list_like(prompts):
@@ -23,12 +24,13 @@ def as_prompts(prompts: Any) -> list[Any]:
 
 def as_request(prompt: Any) -> GenerationRequest:
     """Return the request for one prompt: a string, token ids, or an object with one of them."""
+    prompt = _as_list(prompt)
     if isinstance(prompt, str):
         return GenerationRequest(prompt=prompt)
     if isinstance(prompt, Mapping):
         for name in prompt.keys() - _PROMPT_KEYS:
             raise InvalidRequest("prompt", f"may have {', '.join(_PROMPT_KEYS)} and nothing else, got {shown(name)}")
-        ids = prompt.get("prompt_token_ids")
+        ids = _as_list(prompt.get("prompt_token_ids"))
         return GenerationRequest(**{**prompt, "prompt_token_ids": list(ids) if _is_list_like(ids) else ids})
     if not _is_list_like(prompt):
         raise InvalidRequest("prompt", f"must be a string, a list of token ids or an object, got {shown(prompt)}")
@@ -36,6 +38,11 @@ def as_request(prompt: Any) -> GenerationRequest:
 
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages", "cache_salt")
+
+
+def _as_list(value: Any) -> Any:
+    """Return an array of NumPy, or a tensor, as a list."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _is_list_like(value: Any) -> TypeGuard[Iterable[Any]]:

@@ -68,6 +68,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 are not named here, such as `quantization`, `revision` and `speculative_config`."""
 
 
+def dtype_name(dtype: Any) -> Any:
+    """Return our name for one of vLLM's names of a dtype, or for a dtype of torch."""
+    name = str(dtype).removeprefix("torch.") if type(dtype).__module__ == "torch" else dtype
+    return {"half": "float16", "float": "float32"}.get(name, name)
+
+
 def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return our arguments for those of vLLM. Raises `ConfigurationError` for one that Millrace cannot do, by name."""
     found: dict[str, Any] = {}

@@ -110,7 +110,9 @@ class _Rules:
         if wanted.regex is not None:
             return f"/{_BARE_SLASH.sub(_escaped, wanted.regex)}/"
         if wanted.choice is not None:
-            return " | ".join(map(_literal, wanted.choice))
+            # A terminal: of a rule, the alternatives cost each token, and are limited to 2,000.
+            self._rules.append(f"CHOICE: {' | '.join(map(_literal, wanted.choice))}")
+            return "CHOICE"
         return self.json(json.loads(wanted.json or _ANY_OBJECT))
 
     def json(self, schema: dict[str, Any] | bool, **separators: str) -> str:

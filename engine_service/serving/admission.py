@@ -7,11 +7,12 @@ import itertools
 from collections.abc import Sequence as SequenceOf
 
 import msgspec
+from jinja2 import TemplateSyntaxError
 
 from millrace.engine_service.chat.grammars import must_constrain_tools
 from millrace.engine_service.chat.outputs import ChatOutputs, ChatReader
 from millrace.engine_service.chat.renderer import NotQuick, Renderer
-from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError
+from millrace.engine_service.chat.template import Chat, ChatTemplate, TextError, compile_template
 from millrace.engine_service.core.sequence import Sequence, StopRules
 from millrace.engine_service.generation import Generation, TextRules
 from millrace.engine_service.grammars import Grammars
@@ -68,7 +69,11 @@ class Admission:
             self._grammars.close()
 
     def with_template(self, source: str) -> Admission:
-        """Return the same admission with another chat template."""
+        """Return the same admission with another chat template. Raises `InvalidRequest` if it is not valid."""
+        try:
+            compile_template(source)
+        except TemplateSyntaxError as error:
+            raise InvalidRequest("chat_template", f"is not a valid Jinja template: {error}") from error
         changed = copy.copy(self)
         if self._renderer is not None:
             variables = self._renderer.template.variables
@@ -221,7 +226,7 @@ class Admission:
         count = self._facts.vocab_size if given == -1 else given
         if count is not None and count > self._max_logprobs:
             asked = "the whole vocabulary" if given == -1 else str(given)
-            remedy = f"ask for less, or start the engine with --max-logprobs {given}"
+            remedy = f"ask for less, or start the engine with max_logprobs {given}"
             raise InvalidRequest(
                 field, f"asks for {asked}, but the engine gives at most {self._max_logprobs}; {remedy}"
             )

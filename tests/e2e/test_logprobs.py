@@ -150,7 +150,7 @@ def test_a_cached_prompt_is_computed_again_for_its_log_probabilities(generate: C
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (21, "asks for 21, but the engine gives at most 20; ask for less, or start the engine with --max-logprobs 21"),
+        (21, "asks for 21, but the engine gives at most 20; ask for less, or start the engine with max_logprobs 21"),
         (-1, "asks for the whole vocabulary, but the engine gives at most 20"),
         (-2, "must be"),
         (True, "must be"),

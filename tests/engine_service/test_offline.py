@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
 import select
 import shutil
+import threading
 import time
 from argparse import ArgumentParser
 from array import array
@@ -16,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 from tqdm import tqdm
 
 from millrace import LLM, EngineArgs
-from millrace.engine_service.errors import ConfigurationError, WorkersLost
+from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.producer import InvalidRequest, SamplingParams
 from tests.e2e.engines import LIMIT_S, TINY
@@ -31,11 +35,11 @@ from tests.processes import children_of, wait_until
     ("name", "value"),
     [
         *[("model", value) for value in (5, None)],
-        *[("max_num_seqs", value) for value in ("5", 0, 1.5, True, None)],
+        *[("max_num_seqs", value) for value in ("5", 0, 1.5, True)],
         *[("max_model_len", value) for value in ("x", 1, 2**64)],
-        *[("block_size", value) for value in (None, 0)],
+        ("block_size", 0),
         *[("kv_cache_memory", value) for value in ("lots", 1.5, 0, 2**80, "9" * 400)],
-        *[("swap_space_gib", value) for value in ("4", None, -1, math.inf, math.nan)],
+        *[("swap_space_gib", value) for value in ("4", -1, math.inf, math.nan)],
         *[("gpu_memory_utilization", value) for value in ("0.9", 0, 1.1, math.nan)],
         *[(name, value) for name in ("device", "dtype", "executor", "tokenizer") for value in (5, "", "a\nb")],
         ("seed", "a"),
@@ -146,10 +150,71 @@ def test_after_all_that_it_generates(llm: LLM) -> None:
 def test_after_its_shutdown_it_starts_no_workers(executor: str) -> None:
     with LLM(TINY, device="cpu", executor=executor, num_blocks=64) as llm:
         pass
-    with pytest.raises(WorkersLost):
-        llm.generate("3 + 4 =", SamplingParams(max_tokens=4), use_tqdm=False)
+    for call in (lambda: llm.generate("3 + 4 =", use_tqdm=False), llm.sleep, llm.wake_up):
+        with pytest.raises(EngineError, match=r"^this LLM has been shut down"):
+            call()
     assert llm.metrics().executor.num_restarts == 0
     llm.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_of_the_program_cannot_generate_and_does_not_hang(llm: LLM) -> None:
+    if (child := os.fork()) == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            try:
+                llm.generate("3 + 4 =", use_tqdm=False)
+            except EngineError as error:
+                status = 0 if f"belongs to process {os.getppid()}, of which this one is a fork" in str(error) else 2
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_second_thread_is_refused_and_disturbs_nothing(llm: LLM) -> None:
+    refused: list[str] = []
+
+    class Bar:
+        """Is made while texts are generated."""
+
+        def __init__(self, **_: Any) -> None:
+            thread = threading.Thread(target=self.generate)
+            thread.start()
+            thread.join()
+
+        def generate(self) -> None:
+            with pytest.raises(EngineError) as caught:
+                llm.generate("20 + 22 =", use_tqdm=False)
+            refused.append(str(caught.value))
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def update(self, count: int) -> None:
+            pass
+
+    (output,) = llm.generate("3 + 4 =", SamplingParams(temperature=0, max_tokens=4), use_tqdm=Bar)
+    assert refused == ["another thread uses this LLM; use it from one thread at a time"]
+    assert output.outputs[0].text == " 7"
+
+
+@pytest.mark.parametrize("dtype", ["float", torch.float32])
+def test_vllms_names_of_dtypes_and_none_for_a_default_are_taken(dtype: Any) -> None:
+    defaults: dict[str, Any] = dict.fromkeys(("max_num_seqs", "block_size", "enable_prefix_caching", "seed"))
+    with LLM(TINY, device="cpu", executor="uni", dtype=dtype, num_blocks=64, **defaults) as llm:
+        assert llm.stats().pool.num_blocks == 63
+
+
+def test_numbers_and_arrays_of_numpy_and_tensors_are_taken(llm: LLM) -> None:
+    of_numpy: dict[str, Any] = {"temperature": np.float64(0.5), "max_tokens": np.int64(3), "seed": np.int32(7)}
+    params = SamplingParams(**of_numpy)
+    assert params == SamplingParams(temperature=0.5, max_tokens=3, seed=7)
+    prompts: list[Any] = [np.array([5, 6]), torch.tensor([[5, 6]]), {"prompt_token_ids": np.array([5, 6])}]
+    for prompt in prompts:
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        assert output.prompt_token_ids == [5, 6]
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -357,6 +422,8 @@ def test_a_chat_is_continued_and_has_a_template_and_variables_of_its_own(llm: LL
     assert tokenizer.decode(other.prompt_token_ids) == "add: 3 + 4 =!"
     with pytest.raises(InvalidRequest, match=r"^messages: the model's chat template can't render these messages: no"):
         llm.chat(chat, params, chat_template="{{ raise_exception('no') }}", use_tqdm=False)
+    with pytest.raises(InvalidRequest, match=r"^chat_template: is not a valid Jinja template: "):
+        llm.chat(chat, params, chat_template="{% for", use_tqdm=False)
     with pytest.raises(InvalidRequest, match=r"^chat_template: must be a text in Jinja, got 1"):
         llm.chat(chat, params, chat_template=1)  # type: ignore[arg-type]
 
