@@ -204,6 +204,8 @@ class WorkerProcess(LocalRank):
         variables = {**os.environ, **(environment or {}), "PYTHONPATH": python_path()}
         # The engine handles Ctrl-C in a terminal, so the rank has a session of its own.
         how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": variables, "start_new_session": True}
+        # What the caller has closed may not become a rank's first socket.
+        how |= {name: subprocess.DEVNULL for name in ("stdout", "stderr") if getattr(sys, name) is None}
         self._process = _starter(os.getpid()).call(lambda: subprocess.Popen(command, **how))
         try:
             super().__init__(rank, self._process.pid)

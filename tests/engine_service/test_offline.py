@@ -8,6 +8,8 @@ import math
 import os
 import select
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from argparse import ArgumentParser
@@ -28,7 +30,7 @@ from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.producer import InvalidRequest, SamplingParams
 from tests.e2e.engines import LIMIT_S, TINY
-from tests.processes import children_of, wait_until
+from tests.processes import ROOT, children_of, wait_until
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,17 @@ def test_after_its_shutdown_it_starts_no_workers(executor: str) -> None:
             call()
     assert llm.metrics().executor.num_restarts == 0
     llm.shutdown()
+
+
+def test_a_program_without_stderr_can_generate() -> None:
+    script = f"""
+from millrace import LLM, SamplingParams
+with LLM({str(TINY)!r}, device="cpu", executor="mp", num_blocks=64) as llm:
+    print(llm.generate("3 + 4 =", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0].outputs[0].text)
+"""
+    command = ["bash", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, script]
+    ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S)
+    assert (ran.returncode, ran.stdout) == (0, " 7\n")
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
