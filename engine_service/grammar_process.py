@@ -152,9 +152,11 @@ def _schema_grammar(schema: Any, tokenizer: LLTokenizer) -> str:
     if (path := drop_endless_parts(schema)) is not None:
         raise ValueError(f"at {_place(path)}: {_ENDLESS}")
     for path, part in every_part(schema):
-        inexact = [name for name in ("const", "enum") if type(part) is dict and _has_inexact_integer(part.get(name))]
-        if inexact:
-            raise ValueError(f"at {_place([*path, inexact[0]])}: {_INEXACT}")
+        for name, value in part.items() if type(part) is dict else ():
+            if name in ("const", "enum") and _has_inexact_integer(value):
+                raise ValueError(f"at {_place([*path, name])}: {_INEXACT}")
+            if name in ("exclusiveMinimum", "exclusiveMaximum") and type(value) is bool:  # llguidance would ignore it
+                raise ValueError(f"at {_place([*path, name])}: must be a number, as in all drafts since the sixth")
     grammar = _of_schema(schema)
     if error := _error(grammar, tokenizer):
         path, reason = _Search(schema, tokenizer).innermost(error)

@@ -200,17 +200,17 @@ class LLM:
         admission: Admission,
     ) -> list[RequestOutput]:
         requests, texts, candidates = [], [], []
-        for number, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
-            with number_in_errors(number):
-                requests.append(make_request(prompt))
-                texts.append(admission.prompt_text(requests[-1]))
-                token_ids = admission.prompt_token_ids(requests[-1], params.truncate_prompt_tokens, text=texts[-1])
-                params = admission.with_form(params, requests[-1], token_ids)
-                drawn_seed = self._seeds.getrandbits(64)
-                salt = requests[-1].cache_salt
-                candidates.append(admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))
-        arrival_s = time.time()
-        with self._in_use():
+        with self._in_use():  # a fork would also read the answers about the forms of this process
+            for number, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
+                with number_in_errors(number):
+                    requests.append(make_request(prompt))
+                    texts.append(admission.prompt_text(requests[-1]))
+                    token_ids = admission.prompt_token_ids(requests[-1], params.truncate_prompt_tokens, text=texts[-1])
+                    params = admission.with_form(params, requests[-1], token_ids)
+                    drawn_seed = self._seeds.getrandbits(64)
+                    salt = requests[-1].cache_salt
+                    candidates.append(admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))
+            arrival_s = time.time()
             times = self._run([generation for some in candidates for generation in some], use_tqdm)
         return [
             output_of(next(self._request_numbers), text, params, some, arrival_s, times)

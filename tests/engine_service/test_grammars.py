@@ -169,6 +169,7 @@ def deep(num_levels: int, inner: dict[str, Any]) -> dict[str, Any]:
             r"json: at #/properties/a/const: integers beyond 2^53",
         ),
         ({"json": {"enum": [1, 2**53 + 1]}}, "json: at #/enum: integers beyond 2^53"),
+        ({"json": {"maximum": 4, "exclusiveMaximum": True}}, "json: at #/exclusiveMaximum: must be a number"),
         ({"grammar": "root ::= x"}, "grammar: Rule 'x' not found"),
         ({"grammar": "root ::= ("}, "grammar: "),
         ({"grammar": "start: start"}, "no text satisfies it"),
