@@ -84,7 +84,7 @@ format: $(STAMP) ## fix and format with ruff
 	$(BIN)/ruff format .
 
 type: $(STAMP) ## check types with mypy
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers auto
 
 bench: $(STAMP) ## run the benchmarks (about an hour), write JSON; for example ARGS='--part queue --quick'
 	$(BIN)/python -m benchmarks $(ARGS)

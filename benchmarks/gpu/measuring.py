@@ -18,11 +18,11 @@ from benchmarks.gpu.setting import Figures, Part, Setting
 
 Work = Callable[[], object]
 
-NUM_REPLAYS = 5
+NUM_REPLAYS = 25
 NUM_PROFILES = 3
 """Attempts for a profile without a gap."""
 WARM_UP_S = 0.5
-"""Of products, until the clocks of a GPU are up."""
+"""Of work, until the clocks of a GPU are up: it has none to do while kernels compile."""
 MAX_KERNELS = 12
 """Kernels that are listed by name. The others are one sum."""
 
@@ -133,14 +133,18 @@ def copy_gb_per_s(setting: Setting) -> float:
     return 2 * source.nbytes / wall_seconds(lambda: target.copy_(source), 20, setting.device) / 1e9
 
 
+def warm_up(work: Work, setting: Setting) -> None:
+    end_s = time.monotonic() + (0 if setting.is_quick else WARM_UP_S)
+    while time.monotonic() < end_s:
+        work()
+        synchronize(setting.device)
+
+
 def product_tflops(setting: Setting) -> float:
     """Return the speed of a large product of matrices."""
     size = 256 if setting.is_quick else 8192
     left, right = (torch.randn(size, size, device=setting.device).to(getattr(torch, setting.dtype)) for _ in range(2))
-    end_s = time.monotonic() + (0 if setting.is_quick else WARM_UP_S)
-    while time.monotonic() < end_s:
-        left @ right
-        synchronize(setting.device)
+    warm_up(lambda: left @ right, setting)
     return 2 * size**3 / wall_seconds(lambda: left @ right, 10, setting.device) / 1e12
 
 
@@ -148,6 +152,7 @@ def measure_cases(cases: dict[str, Case], copy: float, setting: Setting) -> Part
     """Yield the figures of each case, and when all are timed once more with its kernels. copy: GB/s."""
     num_calls, measured = 2 if setting.is_quick else 10, dict[str, Figures]()
     for name, case in cases.items():
+        warm_up(case.work, setting)
         device_s = device_seconds(case.work, num_calls, setting.device)
         measured[name] = {
             **case.figures,

@@ -106,7 +106,7 @@ def _cases(*, is_quick: bool) -> dict[str, Case]:
     from millrace.worker.attention.triton import DECODE, PREFILL, Tiles
 
     attention = "millrace.worker.attention.triton"
-    decodes = [Tiles(*each) for each in itertools.product((32, 64, 128), (2, 4, 8), (3, 5), (16,), (None, 128))]
+    decodes = [Tiles(*each) for each in itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4), (16,), (None, 128))]
     prefills = [Tiles(*each) for each in itertools.product((32, 64, 128), (4, 8), (2, 3, 4), (64, 128))]
     tiles = list(itertools.product((32, 64, 128), (32, 64, 128), (64, 128)))
     if is_quick:
@@ -114,8 +114,8 @@ def _cases(*, is_quick: bool) -> dict[str, Case]:
     decode, prefill = ([1024] * 64, 1), ([2048], 2048)
     return {
         "decode": Case(partial(_attend, *decode, 128, False), attention, "DECODE", decodes),
-        "decode, head size 64": Case(partial(_attend, *decode, 64, False), attention, "DECODE", decodes),
-        "decode, fp8": Case(partial(_attend, *decode, 128, True), attention, "DECODE", decodes),
+        "decode, head size 64": Case(partial(_attend, *decode, 64, False), attention, "DECODE_NARROW", decodes),
+        "decode, fp8": Case(partial(_attend, *decode, 128, True), attention, "DECODE_FP8", decodes),
         "prefill": Case(partial(_attend, *prefill, 128, False), attention, "PREFILL", prefills),
         "batch-invariant layer": Case(
             *(_multiply, "millrace.worker.linear.linear_triton", "TILES"), [{2: each, 4: each} for each in tiles]

@@ -21,7 +21,7 @@ from torch import Tensor
 from millrace.worker.attention.paged_triton import cut_decodes, decode_chunks, merge_chunks, prefill
 from millrace.worker.attention.write_triton import rotate_and_write, write_kv
 from millrace.worker.input_batch import HostBatch, StepBatch
-from millrace.worker.kv_pool import LayerCache
+from millrace.worker.kv_pool import FP8, LayerCache
 from millrace.worker.launch_triton import launch_options
 from millrace.worker.transfer import FixedBuffer, staging
 
@@ -36,7 +36,7 @@ REGISTERS = 65536
 WIDE = {torch.float32: 64, torch.float16: 128, torch.bfloat16: 128}
 """Elements of a head above which the tiles are half as large, so that they fit into registers and shared memory."""
 NARROW = 64
-"""Elements of a head up to which the tiles of a decode row have twice as many positions."""
+"""Elements of a head of 16 bits up to which decode rows have tiles of their own."""
 
 
 class Tiles(NamedTuple):
@@ -56,6 +56,10 @@ class Tiles(NamedTuple):
 
 DECODE = Tiles(num_positions=64, num_warps=4, num_stages=3, max_registers=128)
 """Four programs on a multiprocessor hide each other's waits better than one hides its own with a longer pipeline."""
+DECODE_NARROW = Tiles(num_positions=64, num_warps=2, num_stages=2, max_registers=128)
+"""Eight smaller programs do it better still where a position has few bytes."""
+DECODE_FP8 = Tiles(num_positions=64, num_warps=2, num_stages=2)
+"""Arithmetic bounds it, and with more warps there is more of it: each computes the same addresses."""
 PREFILL = Tiles(num_positions=64, num_warps=8, num_stages=5, num_queries=128)
 """One program fills a multiprocessor's registers, so nothing else hides its loads."""
 SMALL_SHARED, SMALL_STAGES = 100 << 10, 3
@@ -196,7 +200,8 @@ class TritonAttention:
         group, block_d, block_dv = num_heads // num_kv_heads, _padded(key_dim), _padded(value_dim)
         divisor = _divisor(query.dtype, layer)
         rows = self._cut_rows(query.dtype, num_heads, layer, window, batch)
-        decode_stages, prefill_stages = DECODE.num_stages, _prefill_stages(query.device)
+        decode = _decode_tiles(query.dtype, layer)
+        decode_stages, prefill_stages = decode.num_stages, _prefill_stages(query.device)
         if query.dtype == torch.float32 != layer.keys.dtype:  # a pipeline needs more registers than there are
             decode_stages = prefill_stages = 1
         output = query.new_empty(num_tokens, num_heads, value_dim)
@@ -217,12 +222,14 @@ class TritonAttention:
         }
         if len(rows.decodes):
             how_decoded = how | {
-                "BLOCK_M": max(DECODE.num_queries, triton.next_power_of_2(group)),
-                "BLOCK_N": DECODE.num_positions * (2 if max(block_d, block_dv) <= NARROW else 1) // divisor,
+                "BLOCK_M": max(decode.num_queries, triton.next_power_of_2(group)),
+                "BLOCK_N": decode.num_positions // divisor,
+                "num_warps": decode.num_warps,
                 "num_stages": decode_stages,
             }
-            if query.dtype == layer.keys.dtype != torch.float32 and how_decoded["BLOCK_M"] == DECODE.num_queries:
-                how_decoded["maxnreg"] = DECODE.max_registers
+            is_limited = layer.keys.dtype in (query.dtype, FP8) and query.dtype != torch.float32
+            if is_limited and how_decoded["BLOCK_M"] == decode.num_queries:
+                how_decoded["maxnreg"] = decode.max_registers
             self._decode(rows, given, scaling, how_decoded, output)
         if len(rows.tiles):
             prefill[(len(rows.tiles), num_kv_heads)](
@@ -254,7 +261,6 @@ class TritonAttention:
         kernel = decode_chunks[(min(num_programs, num_chunks * how["NUM_KV_HEADS"]),)](
             *(*given, rows.chunks, rows.num_chunks, sums, maxima, totals, scaling),
             CHUNK=CHUNK,
-            num_warps=DECODE.num_warps,
             **how,
         )
         if kind not in self._num_programs:
@@ -278,10 +284,20 @@ def _pool(layer: LayerCache) -> tuple[Any, ...]:
     return layer.keys, key_scales, layer.keys.stride(0), layer.values, value_scales, layer.values.stride(0)
 
 
+def _decode_tiles(dtype: torch.dtype, layer: LayerCache) -> Tiles:
+    if layer.scales is not None:
+        return DECODE_FP8
+    return DECODE_NARROW if dtype != torch.float32 and _width(layer) <= NARROW else DECODE
+
+
 def _divisor(dtype: torch.dtype, layer: LayerCache) -> int:
     """Return how much smaller than those of 16 bits the tiles are."""
-    is_wide = max(_padded(layer.keys.shape[3]), _padded(layer.values.shape[3])) > WIDE[dtype]
-    return (2 if dtype == torch.float32 else 1) * (2 if is_wide else 1)
+    return (2 if dtype == torch.float32 else 1) * (2 if _width(layer) > WIDE[dtype] else 1)
+
+
+def _width(layer: LayerCache) -> int:
+    """Return the entries of the longest head in a tile."""
+    return max(_padded(layer.keys.shape[3]), _padded(layer.values.shape[3]))
 
 
 def _num_queries(dtype: torch.dtype, num_heads: int, layer: LayerCache) -> int:
