@@ -76,10 +76,22 @@ SECTIONS = {
         "256 requests to a model of 600 million parameters on a GPU",
         ("engine",),
         ("tokens_per_s", "device_idle_share", "start_to_first_token_s", "num_rounds"),
-        "Workload NANO: prompts and outputs of 100 to 1,024 tokens, bfloat16, temperature 0.6, `LLM`, until November 27, "
-        "2026, in one process, as `uni` is. `transformers` is its continuous batching, stopped after 22 s; the tokens "
-        "so far count. `budget-4096`: with `max_num_batched_tokens=4096`. `eager`: without graphs. The first start "
-        "on a machine compiles Triton's kernels.",
+        "Workload NANO: prompts and outputs of 100 to 1,024 tokens, bfloat16, temperature 0.6, `LLM`. `uni`: in one "
+        "process, as all are in the files before 2026-11-27-h200-decodes.json. `fp8-kv`: with a KV pool in fp8, of which "
+        "decode rows have had faster tiles since. `batch-invariant`: with `batch_invariant=True`. `transformers` is its "
+        "continuous batching, stopped after 22 s; the tokens so far count. `budget-4096`: with "
+        "`max_num_batched_tokens=4096`. `eager`: without graphs. The first start on a machine compiles Triton's kernels.",
+    ),
+    "large": Section(
+        "The same requests to a model of 14 billion parameters on a GPU",
+        ("workload",),
+        ("tokens_per_s", "device_idle_share", "start_to_first_token_s", "num_rounds"),
+    ),
+    "redis": Section(
+        "The first workload through Redis and offline, on a GPU",
+        ("path",),
+        ("tokens_per_s", "start_to_first_token_s", "num_rounds"),
+        "In the first offline round of 2026-11-27-h200-tiles.json graphs were still captured.",
     ),
     "steps": Section(
         "Decode steps of this model at 1,024 positions",
