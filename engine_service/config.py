@@ -68,7 +68,11 @@ _HELP = {
     "served_model_name": ("NAME", "model name that jobs give (default: --model, or its last part)"),
     "tokenizer": ("DIR", "directory of the tokenizer (default: the model's directory)"),
     "queue": ("NAME", "queue to take jobs from"),
-    "redis": ("URL", "Redis server (default: $MILLRACE_REDIS_URL, else $REDIS_URL, else localhost)"),
+    "redis": (
+        "URL",
+        "Redis server (default: $MILLRACE_REDIS_URL, else the text of the file $MILLRACE_REDIS_URL_FILE, else "
+        "$REDIS_URL, else localhost)",
+    ),
     "device": (
         "DEVICE",
         "auto (where there are GPUs, those that no other engine has locked), cpu, cuda or cuda:N",
@@ -240,6 +244,11 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.metrics_port is None and self.metrics_host != "127.0.0.1":  # its default, which nobody need have given
+            raise ConfigurationError("metrics_host: has no effect without metrics_port; add --metrics-port PORT")
+
     def for_scheduler(self) -> SchedulerConfig:
         return msgspec.structs.replace(super().for_scheduler(), inter_token_latency_s=self.inter_token_latency)
 
@@ -336,7 +345,12 @@ def _read_toml(file: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"config: must be a readable TOML file, got {file!r}: {error}") from error
     for name in options.keys() - set(ServeConfig.__struct_fields__):
-        raise ConfigurationError(f"config: has an unknown option {shown(name)}; write it as in max_num_seqs = 64")
+        switch = f"--{name.replace('_', '-')}"
+        rule = "write it as in max_num_seqs = 64"
+        if switch in _SWITCHES:
+            option, value, _ = _SWITCHES[switch]
+            rule = f"for {switch} write {option} = {str(value).lower()}"
+        raise ConfigurationError(f"config: has an unknown option {shown(name)}; {rule}")
     return options
 
 

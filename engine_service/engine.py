@@ -102,6 +102,10 @@ class Engine:
         self._in_flight.clear()
         self._executor.shutdown()
 
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
     def begin_drain(self) -> None:
         """Stop replacing lost workers, since the process is about to exit. Signal handlers may call it."""
         self._is_draining = True

@@ -136,8 +136,9 @@ def to_request(url: Url, body: dict[str, Any]) -> GenerationRequest:
 
 
 def _aliases(url: Url, body: dict[str, Any]) -> dict[str, str]:
-    is_chat = url == "/v1/chat/completions"
-    return {name: alias for alias, name in _ALIASES.items() if is_chat and body.get(alias) is not None}
+    if url == "/v1/chat/completions":
+        return {name: alias for alias, name in _ALIASES.items() if body.get(alias) is not None}
+    return {"prompt_token_ids": "prompt"} if type(body.get("prompt")) is list else {}
 
 
 def _renamed(error: InvalidRequest, aliases: Mapping[str, str]) -> InvalidRequest:

@@ -1,7 +1,8 @@
 """The wire format of a request: one flat JSON object with the fields of the request and of its sampling parameters.
 
-The canonical body has sorted keys, no defaults, and no id, which is the job's key. The queue keeps the body. Two submissions
-under one id are the same job if the SHA-256 of their bodies is equal.
+The canonical body has sorted keys, no defaults, and no id, which is the job's key. Only the keys in messages and tools keep
+their order: a template shows it to the model. The queue keeps the body. Two submissions under one id are the same job if the
+SHA-256 of their bodies is equal.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ _FlatRequest = msgspec.defstruct(
 )
 _decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_FlatRequest)
 _encoder = msgspec.json.Encoder(order="sorted")
+_ORDERED_FIELDS = ("messages", "tools")
 
 
 # --- out -----------------------------------------------------------------------------------------------------------
@@ -92,6 +94,7 @@ def canonical_body(request: GenerationRequest) -> bytes:
         fields: dict[str, Any] = msgspec.to_builtins(request)
         fields.pop("id", None)
         fields |= fields.pop("sampling", {})
+        fields |= {name: msgspec.Raw(msgspec.json.encode(fields[name])) for name in _ORDERED_FIELDS if name in fields}
         body = _encoder.encode(fields)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest("messages", f"cannot be written as JSON: {error}") from error

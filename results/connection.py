@@ -37,7 +37,11 @@ _AnyClient = TypeVar("_AnyClient", redis.Redis, redis.asyncio.Redis)
 def resolve_url(url: str | None) -> str:
     """Return the given URL, otherwise that of the environment, otherwise the local server's. Raises InvalidRedisURL for a
     file that cannot be read, and for a database that is not a number, which redis-py takes for 0."""
+    if url is not None and not url.strip():
+        raise InvalidRedisURL("the URL of the Redis is empty; leave it out for that of the environment, or give one")
     resolved = url or next(filter(None, map(_from_environment, URL_VARIABLES)), DEFAULT_URL)
+    if "#" in resolved:  # redis-py would drop what follows, which mostly is a part of the password
+        raise _bad_url(resolved, ValueError("it contains #"))
     if not resolved.startswith("unix://") and not _URL_END.fullmatch(resolved.partition("?")[0].rpartition("@")[2]):
         raise _bad_url(resolved, ValueError("the part after the host has to be the number of a database"))
     return resolved
@@ -75,7 +79,7 @@ def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
         return _connect_cluster(plain, max(retries, 1))
     try:
         options = {**_OPTIONS, **({"connection_class": _TlsConnection} if _is_tls(resolved) else {})}
-        return _with_a_host(redis.Redis.from_url(resolved, retry=retry, **options))
+        return _with_a_host(redis.Redis.from_url(resolved, retry=retry, **_options_for(resolved, options)))
     except (ValueError, TypeError, AttributeError) as error:
         raise _bad_url(resolved, error) from error
 
@@ -86,10 +90,10 @@ def connect_async(url: str | None = None) -> redis.asyncio.Redis:
     retry = redis.asyncio.retry.Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), NUM_RETRIES, _RETRIED)
     try:
         if plain := _cluster_url(resolved):
-            cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_ASYNC_OPTIONS)
+            cluster = redis.asyncio.RedisCluster.from_url(plain, retry=retry, **_options_for(plain, _ASYNC_OPTIONS))
             return cast(redis.asyncio.Redis, cluster)
         options = {**_ASYNC_OPTIONS, **({"socket_connect_timeout": HANDSHAKE_LIMIT_S} if _is_tls(resolved) else {})}
-        return _with_a_host(redis.asyncio.Redis.from_url(resolved, retry=retry, **options))
+        return _with_a_host(redis.asyncio.Redis.from_url(resolved, retry=retry, **_options_for(resolved, options)))
     except (ValueError, TypeError, AttributeError) as error:
         raise _bad_url(resolved, error) from error
 
@@ -140,20 +144,31 @@ def _checked(client: Any, kinds: tuple[type, type], package: str) -> Any:
     if not isinstance(client, kinds):
         needed = f"a URL, a {package}.Redis or a {package}.RedisCluster is needed"
         raise QueueError(f"{needed}, not {type(client).__name__}")
-    options: dict[str, Any] = cast(Any, client).get_connection_kwargs()
-    wrong: list[str] = []
+    if options := _needed_options(cast(Any, client).get_connection_kwargs()):
+        raise QueueError(f"Millrace cannot share this connection: make it with {', '.join(options)}; or give its URL")
+    return client
+
+
+def _options_for(url: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options. Raises ValueError where the URL has others that do not fit: they would replace these."""
+    if needed := _needed_options(redis.connection.parse_url(url)):  # type: ignore[no-untyped-call]
+        raise ValueError(f"Millrace needs {', '.join(needed)}; leave out what the URL says instead")
+    return options
+
+
+def _needed_options(options: dict[str, Any]) -> list[str]:
+    """Return what has to be changed in the options of a connection."""
+    needed: list[str] = []
     if options.get("decode_responses"):
-        wrong.append("decode_responses=False")
+        needed.append("decode_responses=False")
     if str(options.get("protocol")) == "3":
-        wrong.append("protocol=2")
-    if options.get("legacy_responses") is False:
-        wrong.append("legacy_responses=True")
+        needed.append("protocol=2")
+    if options.get("legacy_responses") in (False, "false", "False", "0"):
+        needed.append("legacy_responses=True")
     timeout_s = options.get("socket_timeout")
     if timeout_s is not None and timeout_s < SOCKET_TIMEOUT_S:
-        wrong.append(f"socket_timeout={SOCKET_TIMEOUT_S:g} or more, not {timeout_s:g}")
-    if wrong:
-        raise QueueError(f"Millrace cannot share this connection: make it with {', '.join(wrong)}; or give its URL")
-    return client
+        needed.append(f"socket_timeout={SOCKET_TIMEOUT_S:g} or more, not {timeout_s:g}")
+    return needed
 
 
 def _cluster_url(url: str) -> str | None:
@@ -166,7 +181,7 @@ def _connect_cluster(url: str, num_retries: int) -> redis.Redis:
     # A cluster that moves a slot or elects a primary sends redirections for a while, so there are more retries.
     retry = Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), 2 * num_retries)
     try:
-        return cast(redis.Redis, redis.RedisCluster.from_url(url, retry=retry, **_OPTIONS))
+        return cast(redis.Redis, redis.RedisCluster.from_url(url, retry=retry, **_options_for(url, _OPTIONS)))
     except CLIENT_ERRORS as error:
         node = redis.Redis.from_url(url)
         raise RedisUnavailable(f"the cluster at {server_name(node)} cannot be used: {error}") from error
@@ -327,9 +342,14 @@ _CODES = (
 )
 
 
+_UNKNOWN_OPTION = re.compile(r"unexpected keyword argument ('\w+')")
+
+
 def _bad_url(url: str, error: Exception) -> InvalidRedisURL:
     scheme = url.split("://", 1)[0] if "://" in url else "none"
     reason = str(error).partition(" as ")[0]  # what follows is taken for the port and may be a part of the password
+    if unknown := _UNKNOWN_OPTION.search(reason):
+        reason = f"redis-py has no option {unknown[1]}"
     return InvalidRedisURL(
         f"not a Redis URL (scheme: {scheme}): {reason}. It looks like redis://[user:password@]host:6379/0, rediss://... "
         "for TLS, or unix:///path/to/socket; a password needs %2F for /, %3F for ?, %23 for #, %40 for @"

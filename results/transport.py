@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self
 
@@ -33,6 +34,9 @@ Reply = Any
 _REPLY_OFF, _REPLY_ON = ("CLIENT", "REPLY", "OFF"), ("CLIENT", "REPLY", "ON")
 
 
+_OTHER_LOOP = re.compile("loop is closed|different (event )?loop")
+
+
 class _OurErrors:
     """Maps what redis-py raises in a `with` block to RedisUnavailable, or to QueueError where the command is at fault."""
 
@@ -44,6 +48,11 @@ class _OurErrors:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, CLIENT_ERRORS):
             raise as_unavailable(error, self._server) or _at_fault(error, self._server) from error
+        if isinstance(error, RuntimeError) and _OTHER_LOOP.search(str(error)):
+            message = (
+                "this client belongs to another event loop: make one for each, or await its close() in the loop before"
+            )
+            raise QueueError(message) from error
 
 
 class Transport:

@@ -37,4 +37,6 @@ class Health:
 
     def state(self) -> str:
         """Return what a healthy engine does."""
+        if self._engine.is_draining:
+            return "draining"
         return f"asleep, level {self._engine.sleep_level}" if self._engine.sleep_level else "serving"

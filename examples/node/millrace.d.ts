@@ -18,7 +18,7 @@ export interface Tool {
   function: { name: string; description?: string; parameters?: Record<string, unknown> };
 }
 
-/** Exactly one of `prompt`, `prompt_token_ids` and `messages`. */
+/** Exactly one of `prompt`, `prompt_token_ids` and `messages`. Null stands for the default, except for `max_tokens`. */
 export interface Request {
   id?: string;
   model?: string;
@@ -68,6 +68,8 @@ export interface Request {
   meta?: Record<string, unknown>;
   cache_salt?: string;
 }
+
+export type OrNull<T> = { [Name in keyof T]: T[Name] | null };
 
 export type State = "delayed" | "queued" | "running" | EndState;
 export type EndState = "finished" | "failed" | "cancelled" | "expired";
@@ -123,7 +125,7 @@ export interface EndedJob extends EndEvent {
 
 export class Millrace {
   constructor(redis: Connection, options?: { queue?: string; lua?: string });
-  submit(request: Request): Promise<string>;
+  submit(request: OrNull<Request>): Promise<string>;
   stream(id: string, after?: string): AsyncGenerator<OutputEvent | EndEvent, void, void>;
   wait(id: string): Promise<EndedJob>;
   state(id: string): Promise<State | null>;

@@ -10,6 +10,10 @@ const TERMINAL = new Set(["finished", "failed", "cancelled", "expired"]);
 const BLOCK_MS = 5000;
 const WATCH_EVERY_MS = 10_000;
 const LUA = fileURLToPath(new URL("../../results/lua", import.meta.url));
+const FLOAT_FIELDS = new Set([
+  ...["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"],
+  ...["delay_s", "run_at", "deadline_s"],
+]);
 
 export class Millrace {
   #redis;
@@ -25,7 +29,8 @@ export class Millrace {
   }
 
   /** Queues a request, an object as in docs/protocol.md, and returns its id. The same request again is the same job. */
-  async submit({ id = randomUUID(), ...request }) {
+  async submit(fields) {
+    const { id = randomUUID(), ...request } = given(fields);
     const body = canonical(request);
     const digest = createHash("sha256").update(body).digest("hex");
     const { tenant = "default", priority = 0, stream = false } = request;
@@ -196,14 +201,55 @@ function isLater(id, other) {
   return ms > otherMs || (ms === otherMs && number > otherNumber);
 }
 
-/** Sorted keys, no white space. Leave out what has its default, and the digest is that of every other client. */
+/** Without the fields that are null, which means not given. A `max_tokens` of null stays: up to the end of the context. */
+function given(fields) {
+  return Object.fromEntries(Object.entries(fields).filter(([name, value]) => value !== null || name === "max_tokens"));
+}
+
+/** The canonical body. Leave out what has its default, and the digest is that of every other client. */
 function canonical(request) {
-  const sorted = (value) => {
-    if (value === null || typeof value !== "object") return value;
-    if (Array.isArray(value)) return value.map(sorted);
-    return Object.fromEntries(Object.keys(value).sort().map((key) => [key, sorted(value[key])]));
-  };
-  return JSON.stringify(sorted(request));
+  const fields = withForm(request);
+  if (typeof fields.stop === "string") fields.stop = [fields.stop];
+  return sortedJson(fields);
+}
+
+/** Compact JSON with sorted names, but for messages and tools. `field` is the field of the request that the value belongs to. */
+function sortedJson(value, field) {
+  if (field === "messages" || field === "tools") return JSON.stringify(value);
+  if (FLOAT_FIELDS.has(field) && Number.isInteger(value)) return value.toFixed(1);
+  if (value === null || typeof value !== "object") return JSON.stringify(value);
+  if (Array.isArray(value)) return `[${value.map((item) => sortedJson(item, field) ?? "null").join()}]`;
+  // JSON.stringify of a sorted object would not do: an object has names such as "10" before all others.
+  const names = Object.keys(value).filter((name) => value[name] !== undefined);
+  names.sort((one, other) => Buffer.compare(Buffer.from(one), Buffer.from(other)));
+  return `{${names.map((name) => `${JSON.stringify(name)}:${sortedJson(value[name], field ?? name)}`).join()}}`;
+}
+
+/** The request with `response_format` as `structured_outputs`, and with schemas as text, since the order of their keys matters. */
+function withForm(request) {
+  const { response_format, structured_outputs, ...others } = request;
+  const format = response_format?.type === "text" ? undefined : response_format;
+  const form = format ? fromResponseFormat(format) : structured_outputs;
+  if (format && (!form || structured_outputs)) return { ...request }; // the engine refuses it, and says why
+  if (!form) return others;
+  const { json, structural_tag, ...rest } = given(form);
+  return { ...others, structured_outputs: { ...rest, json: compact(json), structural_tag: compact(structural_tag) } };
+}
+
+function fromResponseFormat({ type, ...format }) {
+  const given_as = "response_format";
+  const json = format.json_schema?.schema ?? null;
+  if (type === "json_object") return { json_object: true, given_as };
+  if (type === "json_schema" && json !== null) return { json, given_as };
+  if (type === "structural_tag") return { structural_tag: format, given_as };
+}
+
+/** Compact JSON of a schema, or of its JSON text, with the keys in their order. */
+function compact(schema) {
+  if (typeof schema !== "string") return JSON.stringify(schema);
+  JSON.parse(schema); // throws if it is not JSON
+  const write = (part) => (part[0] === '"' ? JSON.stringify(JSON.parse(part)) : "");
+  return schema.replace(/"[^"\\]*(?:\\.[^"\\]*)*"|\s+/g, write);
 }
 
 function cost({ prompt, prompt_token_ids, messages, tools, max_tokens = 16, n = 1 }) {

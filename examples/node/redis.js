@@ -25,8 +25,9 @@ export class Redis {
   #failure = null;
 
   /**
-   * `url`: redis://user:password@host:port/db, rediss:// for TLS, or unix:///path/to/socket. Without it, the first of
-   * MILLRACE_REDIS_URL, REDIS_URL and redis://localhost:6379. NODE_EXTRA_CA_CERTS names certificates that Node shall trust.
+   * `url`: redis://user:password@host:port/db, rediss:// for TLS, or unix:///path/to/socket. The database may also be
+   * given as ?db=N, which takes precedence. Without a URL, the first of MILLRACE_REDIS_URL, REDIS_URL and
+   * redis://localhost:6379. NODE_EXTRA_CA_CERTS names certificates that Node shall trust.
    */
   static async connect(url = MILLRACE_REDIS_URL || REDIS_URL || "redis://localhost:6379") {
     const redis = new Redis();
@@ -61,15 +62,8 @@ export class Redis {
   }
 
   async #open() {
-    const { protocol, hostname, port, pathname, username, password } = URL.canParse(this.#url) ? new URL(this.#url) : {};
-    const place = protocol === "unix:" ? { path: pathname } : { host: hostname, port: Number(port || 6379) };
-    const database = protocol === "unix:" ? "" : (pathname ?? "").slice(1);
-    if (!["redis:", "rediss:", "unix:"].includes(protocol) || !/^\d*$/.test(database)) {
-      throw new Error(`the URL must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH, got ${this.#url}`);
-    }
-    const isTls = protocol === "rediss:";
-    const servername = isTls && !net.isIP(hostname) ? { servername: hostname } : {};
-    const socket = (this.#socket = isTls ? tls.connect({ ...place, ...servername }) : net.connect(place));
+    const { place, isTls, login, database } = parseUrl(this.#url);
+    const socket = (this.#socket = isTls ? tls.connect(place) : net.connect(place));
     await new Promise((resolve, reject) => {
       const refuse = (error) => reject(error || new Error("the server has closed the connection"));
       socket.once(isTls ? "secureConnect" : "connect", resolve).once("error", refuse).once("close", refuse);
@@ -83,7 +77,6 @@ export class Redis {
     for (const event of ["error", "close"]) {
       socket.on(event, (error) => this.#fail(error || new Error("the server has closed the connection")));
     }
-    const login = [username, password].filter(Boolean).map(decodeURIComponent);
     if (login.length) await this.command("AUTH", ...login);
     if (database) await this.command("SELECT", database);
   }
@@ -103,6 +96,24 @@ export class Redis {
     this.#failure ??= error;
     for (const { reject } of this.#waiting.splice(0)) reject(this.#failure);
   }
+}
+
+/** Where to connect to, and the login and the database. Throws for what it does not understand. */
+function parseUrl(url) {
+  const { protocol, hostname, port, pathname, username, password, searchParams } = URL.canParse(url) ? new URL(url) : {};
+  const [isUnix, isTls] = [protocol === "unix:", protocol === "rediss:"];
+  const path = isUnix ? "" : (pathname ?? "").slice(1);
+  const wrong = [...(searchParams ?? [])].find(([name, value]) => name !== "db" || !/^\d+$/.test(value));
+  if (!["redis:", "rediss:", "unix:"].includes(protocol) || !/^\d*$/.test(path) || wrong) {
+    const shown = url.replace(/^(\w+:\/\/)?.*@/, "$1").replace(/\?.*/, ""); // without passwords
+    const forms = "redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH";
+    const hint = wrong ? `: its parameter ${wrong[0]} is refused, only db=NUMBER may be given` : "";
+    throw new Error(`the URL must be ${forms}, got ${shown}${hint}`);
+  }
+  const place = isUnix ? { path: pathname } : { host: hostname, port: Number(port || 6379) };
+  if (isTls && !net.isIP(hostname)) place.servername = hostname;
+  const login = [username, password].filter(Boolean).map(decodeURIComponent);
+  return { place, isTls, login, database: searchParams.get("db") ?? path };
 }
 
 /** The reply that begins at `start`, and where it ends; null while it is not complete. */

@@ -41,10 +41,14 @@ read_reply() {
 }
 
 json_string() {
-    local text=${1//\\/\\\\}
+    local text=${1//\\/\\\\} code hex character
     text=${text//\"/\\\"}
-    text=${text//$'\n'/\\n}
-    printf '"%s"' "${text//$'\t'/\\t}"
+    for code in {1..31}; do # the control characters
+        printf -v hex '%02x' "$code"
+        printf -v character "\\x$hex"
+        text=${text//"$character"/\\u00$hex}
+    done
+    printf '"%s"' "$text"
 }
 
 { exec 3<>"/dev/tcp/${place%:*}/${place##*:}"; } 2>/dev/null || { echo "no Redis answers at $place" >&2; exit 1; }

@@ -1,6 +1,7 @@
 """The `millrace` command: parse the arguments, run one verb, and turn errors into one line and an exit status.
 
-Neither this module nor the verbs' modules import more than the standard library before a verb runs.
+Neither this module nor the verbs' modules import more than the standard library before a verb runs. The verbs are imported
+where Ctrl-C is handled already.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from millrace import __version__
-from millrace.cli import demo, gateway, jobs, queue, retry, run_batch, serve, sleep, submit, wait
 from millrace.cli.exits import INTERRUPTED, INVALID, OTHER, CommandError, as_exit
 
 _DESCRIPTION = "Turn a Redis that you already run into an LLM generation service."
@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # escape what the terminal's encoding lacks
     try:
         if arguments[:1] == ["serve"]:  # the engine parses the rest, --help too
+            from millrace.cli import serve
+
             return serve.run(arguments[1:])
         if sys.stdout is None:
             raise CommandError("stdout is closed; to print nothing, redirect it to /dev/null", INVALID)
@@ -71,6 +73,8 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all verbs. The `run` of a parsed namespace does the work."""
+    from millrace.cli import demo, gateway, jobs, queue, retry, run_batch, serve, sleep, submit, wait
+
     parser = _Parser(
         prog="millrace",
         description=_DESCRIPTION,

@@ -169,6 +169,9 @@ class OutputFile:
 
     def _check_paths(self) -> None:
         path, state_path = self._path, self._state_path
+        if not _can_be_regular(path):
+            reason = "the output has to be a regular file, since a run continues from it; name one, such as out.jsonl"
+            raise CommandError(f"{path}: {reason}", INVALID)
         if path.exists() and path.samefile(self._source.path):
             raise CommandError(f"{path}: is the input; name another file for the output", INVALID)
         if path.exists() and not state_path.exists():
@@ -221,6 +224,15 @@ class OutputFile:
         self._file.truncate(end)
         self._file.seek(end)
         return num_lines
+
+
+def _can_be_regular(path: Path) -> bool:
+    """Return whether the path is that of a regular file, or of none yet. "-" and /dev/stdout never are: a redirection to a
+    file does not make them the file of a run."""
+    folder = path.parent.resolve()
+    if str(path) == "-" or folder == Path("/dev") or folder.is_relative_to("/proc"):
+        return False
+    return path.is_file() or not path.exists()
 
 
 def _write(file: IO[bytes], data: bytes) -> None:

@@ -19,9 +19,13 @@ def add_verb(verbs: Verbs, name: str, summary: str, **options: Any) -> argparse.
     parser: argparse.ArgumentParser = verbs.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False, **options
     )
-    parser.add_argument("--redis", metavar="URL", help="Redis server; see `millrace --help` for the default")
+    add_redis(parser)
     parser.add_argument("--queue", default="default", metavar="NAME", help="the queue (default: %(default)s)")
     return parser
+
+
+def add_redis(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--redis", metavar="URL", help="Redis server; see `millrace --help` for the default")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

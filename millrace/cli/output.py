@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from millrace.results.job import Job
 
 
-CUT = "cut at the limit of tokens; ask for more with --max-tokens"
+CUT = "cut at the limit of tokens: --max-tokens, or the context of the model"
 _CLEAR_LINE = "\r\x1b[K"
 _MIN_FOLDED = 12
 """Least characters of a table's last column. A terminal with less space folds whole lines."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.exits import OK, CommandError
-from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_client
+from millrace.cli.options import Verbs, add_json, add_redis, add_verb, command_line, open_client
 from millrace.cli.output import job_fields, print_job, print_json, print_table, remark
 from millrace.cli.values import counted
 from millrace.cli.wait_report import warn_if_never_served
@@ -31,7 +31,9 @@ def add_parsers(verbs: Verbs) -> None:
     add_json(stats)
     stats.set_defaults(run=run_stats)
 
-    queues = add_verb(verbs, "queues", "list the queues of the server: their counts, and why no jobs start")
+    summary = "list the queues of the server: their counts, and why no jobs start"
+    queues = verbs.add_parser("queues", help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False)
+    add_redis(queues)
     add_json(queues)
     queues.set_defaults(run=run_queues)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.jobs import follow
 from millrace.cli.known_jobs import report_known
-from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
+from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_reconnecting_client
 from millrace.cli.output import print_id, stdin
 from millrace.cli.values import (
     TO_CONTEXT,
@@ -24,7 +25,7 @@ from millrace.cli.values import (
     tool_choice,
 )
 from millrace.cli.wait import add_timeout, wait_for_job
-from millrace.cli.wait_report import warn_if_never_served
+from millrace.cli.wait_report import resumable, warn_if_never_served
 
 _Option = tuple[str, Callable[[str], Any] | bool, str, str]
 """Name, type, name of the value and help. A bool is what the option, which has no value, sets."""
@@ -175,7 +176,9 @@ def _submit_prompt(args: argparse.Namespace) -> int:
     with open_reconnecting_client(args) as client:
         known = client.look_up([args.id]) if args.id and not args.wait and not args.stream else {}
         options = {"messages": args.messages, "prompt_token_ids": args.prompt_token_ids, **given_options(args)}
-        job_id = client.submit(prompt=prompt, job_id=args.id, stream=args.stream, **_call_options(args), **options)
+        job_id = args.id or os.urandom(16).hex()
+        with resumable(lambda: (f"job {job_id!r} may be in the queue", f"see: {command_line(args, 'get', job_id)}")):
+            client.submit(prompt=prompt, job_id=job_id, stream=args.stream, **_call_options(args), **options)
         if args.stream:
             return follow(client, args, job_id)
         if args.wait:

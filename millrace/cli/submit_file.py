@@ -7,7 +7,10 @@ and with --wait all ids.
 from __future__ import annotations
 
 import argparse
+import os
+import select
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -33,6 +36,7 @@ from millrace.results.replies import Outcome
 from millrace.results.waiting import counted_noun
 
 _BATCH_LINES = 500
+_PAUSE_S, _MOST_WAIT_S, _BLOCK_BYTES = 0.1, 1.0, 1 << 20
 
 
 class Line(NamedTuple):
@@ -55,7 +59,7 @@ def submit_file(
     with resumable(submission.hint), _open(args.file) as file, progress_bar() as bar:
         task = bar.add_task("submitted", total=_count_lines(file))
         ids: list[str] = []
-        for job_id in submission.submit(file):
+        for job_id in submission.submit(_lines(file)):
             bar.advance(task)
             if args.wait:
                 ids.append(job_id)
@@ -99,7 +103,7 @@ class _Submission:
         self._last_line = 0
         """Number of the last line that was sent."""
         self._can_repeat = True
-        """Whether all lines have ids of their own, so that the same file can be submitted again."""
+        """Whether all lines that were sent have ids of their own, so that the same file can be submitted again."""
 
     def hint(self) -> tuple[str, str]:
         """Return what is submitted after an interruption, and how to submit the rest."""
@@ -108,10 +112,11 @@ class _Submission:
             return what, "the same command resumes"
         return what, "some lines have no id, so the same command would submit them twice: `millrace ls` shows the jobs"
 
-    def submit(self, file: Iterable[bytes]) -> Iterator[str]:
+    def submit(self, texts: Iterable[bytes | None]) -> Iterator[str]:
         """Yield the ids of the jobs in the queue. At a limit, raise CommandError with the lines that are not submitted."""
-        lines = self._requests(file)
-        while batch := list(islice(lines, _BATCH_LINES)):
+        lines = self._requests(texts)
+        while batch := list(islice(_until_pause(lines), _BATCH_LINES)):
+            self._can_repeat = self._can_repeat and all(line.has_own_id for line in batch)
             known = self._client.look_up(line.job.job_id for line in batch if line.has_own_id)
             job_ids, left, full = self._submit_batch(batch)
             self.num_submitted += len(job_ids)  # before an id is printed: printing may be interrupted
@@ -119,16 +124,21 @@ class _Submission:
             yield from job_ids
             if full:
                 if left[-1] < self._last_line:  # only then read on: a pipe may block
-                    left += [line.number for line in islice(lines, 1)]
+                    left += [line.number for line in islice(filter(None, lines), 1)]
                 raise CommandError(f"not submitted: {_not_submitted(left, self._last_line)}: {full}")
 
-    def _requests(self, file: Iterable[bytes]) -> Iterator[Line]:
-        for number, text in enumerate(file, start=1):
+    def _requests(self, texts: Iterable[bytes | None]) -> Iterator[Line | None]:
+        """Yield the valid lines, and None for each pause of a pipe."""
+        number = 0
+        for text in texts:
+            if text is None:
+                yield None
+                continue
+            number += 1
             text = text.removeprefix(BYTE_ORDER_MARK) if number == 1 else text
             if text.strip():
                 try:
                     request = parse_body(self._filled(text))
-                    self._can_repeat = self._can_repeat and request.id is not None
                     yield Line(number, to_submission(request, batch=self._batch), request.id is not None)
                 except InvalidRequest as error:
                     self._refuse(number, error)
@@ -177,6 +187,35 @@ def _not_submitted(left: list[int], last_sent: int) -> str:
     in_between = [f"line {number}" for number in left if number < last_sent]
     rest = [f"all from line {number} on" for number in left if number > last_sent]
     return ", ".join([*in_between, *rest[:1]])
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes | None]:
+    """Yield the lines of a file. Of a pipe also None, when it pauses and once a second, so that no job waits for others."""
+    if file.seekable():
+        yield from file
+        return
+    rest, last_s = b"", time.monotonic()
+    while True:
+        if not select.select([file], [], [], _PAUSE_S)[0] or time.monotonic() > last_s + _MOST_WAIT_S:
+            yield None
+            last_s = time.monotonic()
+        if not (block := os.read(file.fileno(), _BLOCK_BYTES)):
+            break
+        *lines, rest = (rest + block).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+    if rest:
+        yield rest
+
+
+def _until_pause(lines: Iterator[Line | None]) -> Iterator[Line]:
+    """Yield lines up to the next pause, but at least one."""
+    has_any = False
+    for line in lines:
+        if line is not None:
+            has_any = True
+            yield line
+        elif has_any:
+            return
 
 
 def _count_lines(file: IO[bytes]) -> int | None:

@@ -146,6 +146,8 @@ class Intake:
         except BaseException:
             self._runs.remove(runs)  # they are in the record: reconcile will try again
             raise
+        if accepted:
+            self._millrace.warn_if_never_served()
         waiting = []
         for (run, submission), outcome in zip(accepted, outcomes, strict=True):
             if outcome.kind == "full":

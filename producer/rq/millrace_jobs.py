@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -10,12 +11,15 @@ import redis
 from millrace.producer.arguments import queue_keys
 from millrace.producer.batches import batches
 from millrace.results import commands, replies
-from millrace.results.errors import JobNotFound
+from millrace.results.errors import JobNotFound, QueueError
 from millrace.results.job import Job
 from millrace.results.messages import Submission
 from millrace.results.queue import JobQueue
 from millrace.results.replies import Outcome
 from millrace.results.transport import Transport
+from millrace.results.waiting import describe_obstacle
+
+logger = logging.getLogger("millrace.gateway")
 
 _BLOCK_MS = 1000
 _FEED_ENTRIES = 1000
@@ -30,6 +34,8 @@ class MillraceJobs:
         self._transport = Transport(client)
         self._feed = Transport(blocking_client)
         self._after = "0"
+        self._is_checked = False
+        """Whether the queue was looked at for an engine that has ever served it."""
 
     def check_server(self) -> list[str]:
         """Return warnings about the server. Raises ServerUnsuitable when it would lose jobs."""
@@ -38,6 +44,16 @@ class MillraceJobs:
     def submit(self, submissions: Sequence[Submission]) -> list[Outcome]:
         """Return for each job what `JobQueue.submit` returns."""
         return [outcome for batch in batches(submissions) for outcome in self._queue.submit(batch)]
+
+    def warn_if_never_served(self) -> None:
+        """Log, at the first call, a queue that no engine has ever served, since its name may be mistyped."""
+        if self._is_checked:
+            return
+        with suppress(QueueError, redis.RedisError):  # the next call tries again
+            stats = self._queue.stats()
+            self._is_checked = True
+            if stats.obstacle == "never_served":
+                logger.warning("%s", describe_obstacle(stats, self._keys.queue))
 
     def states(self, millrace_ids: Sequence[str]) -> list[str | None]:
         """Return the states of jobs; None for a job that is not known."""

@@ -90,6 +90,12 @@ def test_the_figures_are_those_of_the_work_that_was_done(start_engine: StartEngi
     (engine_id,) = client.stats().sleep_levels
     assert any(name.startswith(f"millrace_engine_info[{engine_id}]") for name in now)
     assert now["process_resident_memory_bytes"] > 0
+    assert fetch(engine, "/health") == (200, "serving\n")
+    job_id = client.submit(prompt="x", n=64, max_tokens=900, ignore_eos=True, stream=True)
+    next(iter(client.stream(job_id)))
+    engine.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: fetch(engine, "/health") == (200, "draining\n"))
+    assert engine.terminate() == 0
 
 
 def test_one_engine_reports_the_whole_queue(start_engine: StartEngine, client: Client, queue_name: str) -> None:

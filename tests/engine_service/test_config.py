@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ OPTIONS = [field.name for field in msgspec.structs.fields(ServeConfig)]
         (("--heartbeat", "inf"), r"heartbeat: must be "),
         (("--drain-grace", "-1"), r"drain_grace: must be 0 to "),
         (("--metrics-port", "65536"), r"metrics_port: must be 0 to 65535, got 65536"),
+        (("--metrics-host", "0.0.0.0"), r"metrics_host: has no effect without metrics_port; add --metrics-port PORT$"),
         (("--kv-cache-memory", "lots"), r"kv_cache_memory: must be .* such as 512M or 4GiB, got 'lots'"),
         (("--kv-cache-memory", "9" * 400), r"kv_cache_memory: must be "),
         (("--kv-cache-memory", "9999999999Gi"), r"kv_cache_memory: must be "),
@@ -75,6 +77,16 @@ def error_of(arguments: list[str]) -> str | None:
     [
         ("max-num-seqs = 4", r"config: has an unknown option 'max-num-seqs'; write it as in max_num_seqs = 64"),
         ('"a\\nb" = 1', r"config: has an unknown option 'a\\nb'; "),
+        (
+            "no_prefix_caching = true",
+            r"config: has an unknown option .*; for --no-prefix-caching write enable_prefix_caching = false$",
+        ),
+        (
+            "no_run_ahead = true",
+            r"config: has an unknown option 'no_run_ahead'; for --no-run-ahead write run_ahead = false$",
+        ),
+        ("enforce-eager = true", r"config: has an unknown option .*; for --enforce-eager write enforce_eager = true$"),
+        ("metrics_host = '0.0.0.0'", r"metrics_host: has no effect without metrics_port; add --metrics-port PORT$"),
         ("dtype = 'int8'", r"dtype: must be one of auto, float32, bfloat16, float16, got 'int8'"),
         ("kv_cache_dtype = 'int8'", r"kv_cache_dtype: must be one of auto, float32, bfloat16, fp8, got 'int8'"),
         ("attention = 'flash'", r"attention: must be one of auto, cpu, triton, reference, got 'flash'"),
@@ -88,6 +100,12 @@ def test_a_config_file_that_cannot_be_is_one_sentence(tmp_path: Path, text: str,
     (file := tmp_path / "engine.toml").write_text(text)
     with pytest.raises(ConfigurationError, match=f"^{words}"):
         parse(["--model", "m", "--config", str(file)])
+
+
+def test_a_metrics_host_needs_a_port_from_the_command_line_or_the_file(tmp_path: Path) -> None:
+    (file := tmp_path / "engine.toml").write_text("metrics_host = '0.0.0.0'\n")
+    assert parse(["--model", "m", "--config", str(file), "--metrics-port", "0"]).metrics_port == 0
+    assert parse(["--model", "m", "--metrics-host", "127.0.0.1"]).metrics_port is None
 
 
 def test_the_command_line_goes_before_the_config_file_and_that_before_the_defaults(tmp_path: Path) -> None:
@@ -114,6 +132,8 @@ def test_jobs_may_name_the_model_as_the_command_line_did_or_by_its_last_part(
 def test_the_help_names_what_an_option_can_be() -> None:
     text = make_parser().format_help()
     assert "--attention {auto,cpu,triton,reference}" in text
+    servers = re.findall(r"\$\w+", text.partition("--redis URL ")[2])
+    assert servers == ["$MILLRACE_REDIS_URL", "$MILLRACE_REDIS_URL_FILE", "$REDIS_URL"]
     assert "--kv-cache-dtype {auto,float32,bfloat16,fp8}" in text
 
 

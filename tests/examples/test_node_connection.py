@@ -94,6 +94,30 @@ def test_a_url_that_means_nothing_is_refused(url: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("end", "name"), [("?db=x", "db"), ("?db=", "db"), ("?db=1&db=x", "db"), ("?ssl_cert_reqs=none", "ssl_cert_reqs")]
+)
+@pytest.mark.parametrize("start", ["redis://localhost:1/0", "rediss://localhost:1", "unix:///none"])
+def test_a_parameter_that_means_nothing_is_refused(start: str, end: str, name: str) -> None:
+    ran = generate(start.replace("localhost", "user:secret@localhost") + end)
+    assert (ran.returncode, ran.stderr) == (
+        1,
+        f"the URL must be redis://HOST:PORT/DB, rediss://HOST:PORT/DB or unix:///PATH, got {start}: "
+        f"its parameter {name} is refused, only db=NUMBER may be given\n",
+    )
+
+
+@pytest.mark.parametrize(("tcp", "end"), [(True, "?db=3"), (True, "/5?db=3"), (True, "/3"), (False, "?db=3")])
+def test_the_database_is_that_of_the_url(tcp: bool, end: str) -> None:
+    script = 'await redis.command("SET", "who", "node"); await (await redis.duplicate()).command("APPEND", "who", "2");'
+    with EmbeddedServer(tcp=tcp) as server:
+        start = server.url.removesuffix("/0").partition("?")[0]
+        ran = run(OPEN + script + "process.exit();", start + end)
+        assert ran.returncode == 0, ran.stderr
+        with connect(start + "?db=3") as client:
+            assert client.get("who") == b"node2"
+
+
 def test_tls_to_a_port_without_it_is_one_line(server: EmbeddedServer) -> None:
     ran = generate(server.url.replace("redis://", "rediss://"))
     assert (ran.returncode, ran.stderr.count("\n")) == (1, 1)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import threading
 import time
+from typing import Any
 
 import pytest
 
+from millrace import GenerationRequest, SamplingParams
 from millrace.embedded import EmbeddedServer
 from millrace.engine_service.serving.inbox import Inbox
+from millrace.producer.errors import InvalidRequest
+from millrace.producer.options import build_request
 from millrace.producer.wire import parse_body, to_submission
 from millrace.results.connection import connect
 from millrace.results.keys import QueueKeys
-from millrace.results.messages import Event, InboxEntry, JobError
+from millrace.results.messages import Event, InboxEntry, JobError, JobId
 from millrace.results.queue import JobQueue
 from millrace.results.replies import Outcome
 from tests.examples.conftest import LIMIT_S, NODE, needs_node
@@ -162,6 +167,106 @@ def test_what_is_null_in_node_is_not_given(server: EmbeddedServer) -> None:
 
 
 @needs_node
+def test_every_field_may_be_null_in_node(server: EmbeddedServer) -> None:
+    request = {
+        **dict.fromkeys([*GenerationRequest.__struct_fields__, *SamplingParams.__struct_fields__]),
+        "prompt": "x",
+    }
+    del request["sampling"]
+    with connect(server.url) as client:
+        job_id = submit_in_node(server.url, request)
+        queue = JobQueue(client, "examples")
+        body, record = client.get(queue.keys.body(job_id)), client.hgetall(queue.keys.job(job_id))
+    assert job_id != "null"
+    assert body == b'{"max_tokens":null,"prompt":"x"}'
+    assert (record[b"tenant"], record[b"priority"], record[b"cost"]) == (b"default", b"0", b"1025")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "zebra": {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é\u2028\x1f/"}}},
+        "age": {"type": "number", "minimum": 0.5},
+    },
+    "required": ["zebra", "age"],
+}
+SCHEMA_TEXT = '{"type": "object",\n "properties": {"b \\"": {"const": "\\u00e9\\/ \\\\"}, "a": {}, "10": {}, "9": {}}}'
+TAG = {"triggers": ["<f"], "structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+
+
+@needs_node
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"prompt": "x", "structured_outputs": {"regex": None, "json": SCHEMA}},
+        {"prompt": "x", "structured_outputs": {"json": SCHEMA_TEXT}},
+        {"prompt": "x", "structured_outputs": {"json": False}},
+        {"prompt": "x", "structured_outputs": {"structural_tag": TAG}},
+        {"prompt": "x", "structured_outputs": {"choice": ["b", "a"]}, "response_format": {"type": "text"}},
+        {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+        {"prompt": "x", "response_format": {"type": "json_object"}},
+        {"prompt": "x", "response_format": {"type": "structural_tag", **TAG}},
+        {"messages": [{"role": "user", "content": None, "tool_calls": [TOOL]}], "tools": [TOOL], "max_tokens": None},
+        {
+            "prompt": "é",
+            "temperature": 0,
+            "top_p": 0.5,
+            "logit_bias": {"100": 1, "20": 0.5},
+            "stop": "b",
+            "delay_s": 60,
+        },
+        {"prompt": "x", "meta": {"\U0001f600": 1, "\uff01": {"10": 1, "9": 2.5}, "temperature": 1}},
+    ],
+)
+def test_the_same_request_from_node_and_python_is_the_same_job(
+    server: EmbeddedServer, request_: dict[str, Any]
+) -> None:
+    submit_in_node(server.url, {"id": "same", **request_})
+    options: Any = {"job_id": "same", **request_}
+    submission = to_submission(build_request(options.pop("prompt", None), options))
+    with connect(server.url) as client:
+        queue = JobQueue(client, "examples")
+        assert client.get(queue.keys.body("same")) == submission.body
+        assert client.hget(queue.keys.job("same"), "cost") == str(submission.cost).encode()
+        assert queue.submit([submission]) == [Outcome("exists")]
+
+
+@needs_node
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}},
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"json": SCHEMA}},
+    ],
+)
+def test_the_engine_refuses_a_response_format_that_node_does_not_know(
+    server: EmbeddedServer, form: dict[str, Any]
+) -> None:
+    job_id = submit_in_node(server.url, {"prompt": "x", **form})
+    with connect(server.url) as client:
+        body = client.get(QueueKeys("examples").body(job_id))
+    with pytest.raises(InvalidRequest) as caught:
+        parse_body(body)
+    assert caught.value.field == "response_format"
+
+
+def submit_in_node(url: str, request: dict[str, Any]) -> JobId:
+    """Submit a request with the Node client. Return the job's id."""
+    script = """
+    import { Millrace } from "./examples/node/millrace.js";
+    import { Redis } from "./examples/node/redis.js";
+    const redis = await Redis.connect(process.argv[1]);
+    console.log(await new Millrace(redis, { queue: "examples" }).submit(JSON.parse(process.argv[2])));
+    redis.close();
+    """
+    ran = run(NODE or "", "--input-type=module", "--eval", script, url, json.dumps(request))
+    assert ran.returncode == 0, ran.stderr
+    return JobId(ran.stdout.strip())
+
+
+@needs_node
 def test_node_says_why_a_job_can_never_be_taken(server: EmbeddedServer) -> None:
     script = """
     import { Millrace } from "./examples/node/millrace.js";
@@ -188,6 +293,17 @@ def test_a_job_from_the_shell(server: EmbeddedServer, state: str, status: int) -
     assert ran.stderr.splitlines()[-1] == state
     assert ("no more tea" in ran.stderr) == (state == "failed")
     assert parse_body(answerer.body).prompt == PROMPT
+
+
+@needs_bash
+def test_the_shell_escapes_every_control_character(server: EmbeddedServer) -> None:
+    prompt = "".join(map(chr, range(1, 128))) + "\\u0001 & é"
+    answerer = Answerer(server.url)
+    place = server.url.removeprefix("redis://").removesuffix("/0")
+    ran = run(BASH or "", "examples/shell/generate.sh", prompt, place, "examples")
+    answerer.join()
+    assert ran.returncode == 0, ran.stderr
+    assert parse_body(answerer.body).prompt == prompt
 
 
 @needs_bash

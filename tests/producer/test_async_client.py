@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from millrace.results.errors import (
     CannotRedrive,
     JobConflict,
     JobNotFound,
+    QueueError,
     RedisUnavailable,
     WaitTimeout,
 )
@@ -170,3 +172,20 @@ async def test_the_errors_are_those_of_the_client(url_and_queue: tuple[str, str]
             RedisUnavailable, match=r"Cannot connect to Redis at redis://127\.0\.0\.1:1/0: connection refused"
         ):
             await away.submit("x")
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_second_event_loop_is_refused_until_the_client_is_closed(url_and_queue: tuple[str, str]) -> None:
+    client = AsyncClient(*url_and_queue)
+
+    async def count(*, closes: bool = False) -> int:
+        queued = (await client.stats()).queued
+        if closes:
+            await client.close()
+        return queued
+
+    assert asyncio.run(count()) == 0
+    with pytest.raises(QueueError, match="belongs to another event loop: make one for each"):
+        asyncio.run(count())
+    assert [asyncio.run(count(closes=True)) for _ in range(2)] == [0, 0]
+    gc.collect()  # the socket of the first loop, which nobody can close any more

@@ -121,7 +121,10 @@ def test_no_field_of_openais_types_is_taken_and_ignored(url: str, kind: Any) -> 
         (COMPLETIONS, {"prompt": "p", "max_completion_tokens": 3}, "max_completion_tokens"),
         (COMPLETIONS, {"prompt": "p", "max_token": 3}, "max_token"),
         (COMPLETIONS, {"prompt": ["p", "q"]}, "prompt"),
-        (COMPLETIONS, {"prompt": []}, "prompt_token_ids"),
+        (COMPLETIONS, {"prompt": []}, "prompt"),
+        (COMPLETIONS, {"prompt": [[]]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1, -1]}, "prompt"),
+        (COMPLETIONS, {"prompt": [1], "prompt_token_ids": [1]}, "prompt_token_ids"),
         (COMPLETIONS, {}, "prompt"),
         (COMPLETIONS, {"prompt": "p", "temperature": "hot"}, "temperature"),
         (COMPLETIONS, {"prompt": "p", "model": None}, "model"),
@@ -318,6 +321,25 @@ def test_an_error_has_the_name_that_the_line_has(alias: str) -> None:
     assert (found["param"], found["message"]) == (alias or name, expected)
     refused = refused_line("r-1", None, InvalidRequest(name, message.partition(": ")[2]), call.aliases)
     assert refused["response"]["body"]["error"]["message"] == expected
+
+
+@pytest.mark.parametrize("prompt", [[999999], [[999999]]])
+def test_an_error_of_the_token_ids_names_the_prompt(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt: must not be empty$"):
+        parse_line(line(COMPLETIONS, {"prompt": []}))
+    call, _ = parse_line(line(COMPLETIONS, {"prompt": prompt}))
+    message = "prompt_token_ids: has the token id 999999, outside of the vocabulary"
+    error = JobError(kind="invalid_request", message=message, field="prompt_token_ids")
+    found = ended_line("r-1", call, ended("failed", error))["response"]["body"]["error"]
+    assert (found["param"], found["message"]) == ("prompt", message.replace("prompt_token_ids", "prompt"))
+
+
+def test_an_error_of_a_text_may_advise_token_ids() -> None:
+    call, _ = parse_line(line(COMPLETIONS, {"prompt": "p"}))
+    message = "prompt: the engine's model has no tokenizer; send prompt_token_ids"
+    error = JobError(kind="invalid_request", message=message, field="prompt")
+    found = ended_line("r-1", call, ended("failed", error))["response"]["body"]["error"]
+    assert found["message"] == message
 
 
 @pytest.mark.parametrize(

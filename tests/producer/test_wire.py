@@ -515,3 +515,14 @@ def test_what_means_the_same_is_the_same_job_however_it_was_made() -> None:
     timed = [GenerationRequest(prompt="x", delay_s=5), parse_body(b'{"prompt":"x","delay_s":5}')]
     assert {canonical_body(request) for request in timed} == {b'{"delay_s":5.0,"prompt":"x"}'}
     assert {canonical_body(request) for request in made} == {b'{"prompt":"x","temperature":0.0}'}
+
+
+def test_keys_are_sorted_but_for_those_that_a_template_shows_to_the_model() -> None:
+    body = (
+        b'{"chat_template_kwargs":{"a":1,"b":2},"messages":[{"role":"user","content":"x"}],'
+        b'"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object","properties":'
+        b'{"zebra":{"type":"integer"},"age":{"type":"integer"}}}}}]}'
+    )
+    fields: Any = json.loads(body) | {"chat_template_kwargs": {"b": 2, "a": 1}}
+    request = build_request(None, fields)
+    assert canonical_body(request) == canonical_body(parse_body(body)) == body

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect, connect_async, resolve_url, server_name
-from millrace.results.errors import RedisUnavailable
+from millrace.results.errors import InvalidRedisURL, RedisUnavailable
 from millrace.results.transport import Transport
 from tests.results.full_queue import FullQueue
 
@@ -60,6 +60,7 @@ def test_a_file_without_a_url_is_an_error(
         "redis://h:6379/1/2",
         "rediss://user:secret@h:6379/0x",
         "redis://h/0?no_such_option=1",
+        "redis://:p@ss/w#rd@h:6379/2",
         "redis://\udcff",
         f"redis://{'a' * 64}",
     ],
@@ -68,6 +69,22 @@ def test_what_is_no_redis_url_is_told_at_once(url: str) -> None:
     for opener in (connect, connect_async):
         with pytest.raises(RedisUnavailable, match="not a Redis URL"):
             opener(url)
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss", "redis+cluster", "unix"])
+@pytest.mark.parametrize(
+    ("option", "needed"),
+    [
+        ("decode_responses=true", "decode_responses=False"),
+        ("protocol=3", "protocol=2"),
+        ("legacy_responses=false", "legacy_responses=True"),
+        ("socket_timeout=1", "socket_timeout=10 or more, not 1"),
+    ],
+)
+def test_a_url_with_options_for_other_replies_is_refused(scheme: str, option: str, needed: str) -> None:
+    for opener in (connect, connect_async):
+        with pytest.raises(InvalidRedisURL, match=f"Millrace needs {needed}; leave out"):
+            opener(f"{scheme}://localhost:1/0?{option}")
 
 
 @pytest.mark.parametrize("password", ["secret/x", "secret?x", "secret#x"])

@@ -70,7 +70,7 @@ def run_main(*arguments: str, stdin: str | bytes = b"") -> Ran:
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Start a process that runs beside the test, and kill it at the end of the block."""
     process = subprocess.Popen(
         [sys.executable, *arguments],
@@ -80,6 +80,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=_accept_interrupts,
+        **options,
     )
     with process:
         try:

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -20,7 +22,7 @@ from millrace.cli import batch_files
 from millrace.cli.exits import INTERRUPTED, INVALID, OK, OTHER
 from millrace.executor.launch.devices import lock_free_gpus
 from millrace.results.keys import QueueKeys
-from tests.millrace.cli.command import WITH_SMALL_FILES, Command, run_main, started
+from tests.millrace.cli.command import WITH_SMALL_FILES, Command, environment, run_main, started
 from tests.millrace.cli.conftest import EngineByHand
 from tests.processes import ROOT, wait_until
 
@@ -88,18 +90,20 @@ def test_an_engine_of_its_own_answers_both_kinds_of_calls(files: Files) -> None:
             call("long", prompt="3 + 4 = " * 1000),
             call("url", "/v1/embeddings"),
             call("other", model="another"),
+            call("token", prompt=[999999]),
         ]
     )
     ran = run_main(
         *("run-batch", *files.arguments, "--model", str(TINY)), *("--", "--device", "cpu", "--max-num-seqs", "8")
     )
     assert ran.status == OTHER, ran.err
-    assert "out.jsonl: 5 lines, 3 of them refused or failed" in ran.err
-    assert files.statuses() == {"sum": 200, "chat": 200, "long": 400, "url": 400, "other": 404}
+    assert "out.jsonl: 6 lines, 4 of them refused or failed" in ran.err
+    assert files.statuses() == {"sum": 200, "chat": 200, "long": 400, "url": 400, "other": 404, "token": 400}
     answers = {answer["custom_id"]: answer["response"]["body"] for answer in files.answers()}
     assert answers["sum"]["choices"][0]["text"].strip() == "7"
     assert answers["sum"]["usage"]["completion_tokens"] <= 3
-    assert answers["long"]["error"]["param"] == "prompt"
+    assert answers["long"]["error"]["param"] == answers["token"]["error"]["param"] == "prompt"
+    assert answers["token"]["error"]["message"].startswith("prompt: ")
     assert not files.state.exists()
 
 
@@ -204,7 +208,7 @@ def test_files_that_cannot_be_used_are_named(millrace: Command, files: Files, tm
         (same, "is the input"),
         (files.input, "is the input"),
         (before, "exists already"),
-        (tmp_path, "exists already"),
+        (tmp_path, "has to be a regular file"),
         (tmp_path / "no" / "out.jsonl", f"out.jsonl: there is no directory {tmp_path / 'no'}"),
     ):
         ran = millrace("run-batch", "-i", str(files.input), "-o", str(output))
@@ -218,6 +222,40 @@ def test_files_that_cannot_be_used_are_named(millrace: Command, files: Files, tm
     os.close(end)
     assert ran == (INVALID, "", f"millrace: {pipe}: is a pipe, and the input is read twice; save it to a file\n")
     assert not files.state.exists()
+
+
+@pytest.mark.parametrize("output", ["-", "/dev/stdout", "/dev/null", "/proc/self/fd/1", "/dev/fd/1"])
+def test_an_output_that_cannot_be_continued_is_refused(
+    files: Files, tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write([call("a")])
+    monkeypatch.chdir(tmp_path)
+    command = ("-P", "-m", "millrace", "run-batch", "-i", str(files.input), "-o", output)
+    with (tmp_path / "stdout").open("wb") as stdout:  # a redirection turns /dev/stdout into a regular file
+        for target in (stdout, subprocess.PIPE):
+            ran = subprocess.run(
+                [sys.executable, *command], stdout=target, stderr=subprocess.PIPE, cwd=tmp_path, env=environment()
+            )
+            assert (ran.returncode, ran.stdout or b"") == (INVALID, b"")
+            reason = "the output has to be a regular file, since a run continues from it; name one, such as out.jsonl"
+            assert ran.stderr.decode() == f"millrace: {output}: {reason}\n"
+    assert not Path("-").exists() and not Path("-.state").exists()
+
+
+@pytest.mark.parametrize("option", [("--max-num-seqs", "4"), ("--max-num-seqs=4",), ("--enforce-eager",)])
+def test_an_option_of_the_engine_has_to_stand_behind_two_dashes(
+    millrace: Command, files: Files, option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = millrace("run-batch", *files.arguments, "--model", str(TINY), *option)
+    name = option[0].partition("=")[0]
+    assert (ran.status, ran.err.count("\n")) == (INVALID, 1)
+    rule = f"{name}: is an option of `millrace serve`; write it behind --, as in --model DIR_OR_ID -- {name}"
+    assert f"millrace run-batch: {rule}" in ran.err
+    monkeypatch.setitem(sys.modules, "millrace.engine_service.config", None)  # as where only the client is installed
+    assert "unrecognized arguments: " in millrace("run-batch", *files.arguments, *option).err
+    unknown = millrace("run-batch", *files.arguments, "--colour", "red")
+    assert "unrecognized arguments: --colour (leave it out)" in unknown.err
+    assert "did you mean --output" in millrace("run-batch", "-i", "a", "-o", "b", "--outptu", "c").err
 
 
 def test_options_that_do_not_go_together_are_refused(millrace: Command, files: Files) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,8 +145,9 @@ def test_at_a_limit_every_line_that_is_not_in_the_queue_is_named(
 class DrainedClient(ReconnectingClient):
     """There is room again as soon as it has been told that there is none."""
 
+    num_calls = 0
+
     def limit(self, **limits: int) -> None:
-        self.num_calls = 0
         for name, value in limits.items():
             self._transport.send(("HSET", self._keys.settings, name, str(value)))
 
@@ -197,6 +199,34 @@ def test_at_a_limit_a_pipe_need_not_end_first(client: DrainedClient) -> None:
     client.limit(max_queued_jobs=20)
     with pytest.raises(CommandError, match=r"^not submitted: all from line 21 on: "):
         list(_Submission(client, {}, {}).submit(open_pipe()))
+
+
+def test_what_a_pipe_has_given_is_submitted_while_it_is_open(millrace: Command) -> None:
+    with started(*millrace.line("submit", "--file", "-"), stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for number in range(2):
+            process.stdin.write('{"prompt":"x"}\n')
+            process.stdin.flush()
+            assert process.stdout.readline().strip()
+            assert millrace("stats", "--json").json_lines()[0]["queued"] == number + 1
+        process.stdin.write('{"id":"last","prompt":"x"}')
+        process.stdin.close()
+        assert process.stdout.readline().strip() == "last"
+
+
+def test_the_same_command_resumes_unless_a_line_without_an_id_was_sent(client: DrainedClient) -> None:
+    def interrupted(*lines: bytes) -> Iterator[bytes | None]:
+        yield from lines
+        yield None
+        yield b'{"prompt":"not sent"}'
+        raise KeyboardInterrupt
+
+    for first, remedy in ((b'{"id":"a","prompt":"x"}', "the same command resumes"), (b'{"prompt":"x"}', "some lines")):
+        submission = _Submission(client, {}, {})
+        with pytest.raises(KeyboardInterrupt):
+            list(submission.submit(interrupted(first)))
+        assert submission.hint()[0] == "1 job submitted, up to line 1"
+        assert submission.hint()[1].startswith(remedy)
 
 
 @pytest.mark.parametrize(("tenants", "named"), [("xxy", "line 2"), ("xxyz", "line 2, all from line 4 on")])

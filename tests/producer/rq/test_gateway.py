@@ -169,6 +169,26 @@ def test_a_health_check_asks_for_the_gateway_of_this_host(
         wait_until(lambda: main([*place, "--check"]) == 1, what="the end of the heartbeat's time")
 
 
+def test_a_queue_that_no_engine_has_ever_served_is_reported_once(
+    gateway: GatewayProcess, rq_queue: Queue, queue_name: str, redis_url: str
+) -> None:
+    words = f"no engine has ever served queue '{queue_name}'"
+    enqueue(rq_queue)
+    gateway.wait_for_log(words)
+    more = enqueue_many(rq_queue, 3)
+    with EchoEngine(redis_url, queue_name):
+        wait_for("finished", *more)
+        wait_for("finished", enqueue(rq_queue))
+    (line,) = [line for line in gateway.text().splitlines() if words in line]
+    assert "WARNING" in line
+    assert f"`millrace serve --queue {queue_name}` starts an engine" in line
+
+
+def test_a_queue_that_was_served_is_not_reported(gateway: GatewayProcess, rq_queue: Queue, engine: EchoEngine) -> None:
+    wait_for("finished", enqueue(rq_queue))
+    assert "no engine" not in gateway.text()
+
+
 def test_jobs_wait_in_front_of_a_full_queue_and_are_not_failed(
     gateway: GatewayProcess, engine: EchoEngine, rq_queue: Queue, queue_name: str, redis_url: str
 ) -> None:
