@@ -14,18 +14,17 @@ Verbs = Any
 """The result of `add_subparsers`, whose type is private to argparse."""
 
 
-def add_verb(verbs: Verbs, name: str, summary: str, **options: Any) -> argparse.ArgumentParser:
-    """Add a verb with the options of every verb."""
+def add_verb(
+    verbs: Verbs, name: str, summary: str, queue: str | None = "default", **options: Any
+) -> argparse.ArgumentParser:
+    """Add a verb with the options of every verb. `queue`: the default of --queue; None stands for all queues."""
     parser: argparse.ArgumentParser = verbs.add_parser(
         name, help=summary, description=summary[0].upper() + summary[1:] + ".", allow_abbrev=False, **options
     )
-    add_redis(parser)
-    parser.add_argument("--queue", default="default", metavar="NAME", help="the queue (default: %(default)s)")
-    return parser
-
-
-def add_redis(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--redis", metavar="URL", help="Redis server; see `millrace --help` for the default")
+    text = "the queue (default: %(default)s)" if queue else "only this queue (default: all)"
+    parser.add_argument("--queue", default=queue, metavar="NAME", help=text)
+    return parser
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

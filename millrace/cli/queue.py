@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from millrace.cli.exits import OK, CommandError
-from millrace.cli.options import Verbs, add_json, add_redis, add_verb, command_line, open_client
+from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_client
 from millrace.cli.output import job_fields, print_job, print_json, print_table, remark
 from millrace.cli.values import counted
 from millrace.cli.wait_report import warn_if_never_served
@@ -31,9 +31,7 @@ def add_parsers(verbs: Verbs) -> None:
     add_json(stats)
     stats.set_defaults(run=run_stats)
 
-    summary = "list the queues of the server: their counts, and why no jobs start"
-    queues = verbs.add_parser("queues", help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False)
-    add_redis(queues)
+    queues = add_verb(verbs, "queues", "list the queues of the server: their counts, and why no jobs start", queue=None)
     add_json(queues)
     queues.set_defaults(run=run_queues)
 
@@ -83,6 +81,8 @@ def run_queues(args: argparse.Namespace) -> int:
 
     rows = []
     for name, stats in find_queues(args.redis):
+        if args.queue not in (None, name):
+            continue
         if args.json:
             print_json({"queue": name, **_with_obstacle(stats)})
         counts = [str(getattr(stats, field)) for field in _QUEUE_COUNTS]

@@ -220,7 +220,7 @@ def test_an_output_that_a_limit_of_tokens_has_cut_is_reported_once_for_each_wait
         millrace("submit", "x", "--id", job_id, "--batch", "all")
     for job in engine.claim():
         engine.finish(job, "text", reason="stop" if job.job_id == "c" else "length")
-    cut = "cut at the limit of tokens; ask for more with --max-tokens\n"
+    cut = "cut at the limit of tokens: --max-tokens, or the context of the model\n"
     assert millrace("wait", "a") == (0, "text\n", f"millrace: a: {cut}")
     assert millrace("tail", "a") == (0, "text\n", f"millrace: a: {cut}")
     assert millrace("submit", "x", "--id", "a", "--wait") == (0, "text\n", f"millrace: a: {cut}")
@@ -234,7 +234,7 @@ def test_the_queues_of_a_server_are_listed(millrace: Command, engine: EngineByHa
     millrace("submit", "x")
     (row,) = [line for line in millrace("queues").out.splitlines() if line.startswith(queue_name + "\t")]
     assert row == f"{queue_name}\t0\t1\t0\t0\t0\t0\tno engine"
-    (queue,) = [one for one in millrace("queues", "--json").json_lines() if one["queue"] == queue_name]
+    (queue,) = millrace("queues", "--json").json_lines()
     assert (queue["queued"], queue["obstacle"]) == (1, "no_engine")
 
 
