@@ -16,6 +16,7 @@ from millrace.producer.checks import remedy
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import CHAT_FIELDS, GenerationRequest
 from millrace.producer.sampling import SamplingParams
+from millrace.producer.wire import check_names
 from millrace.results.errors import one_line, shown
 from millrace.results.job import CompletionOutput, Job
 from millrace.results.logprobs import Logprob, TokenLogprobs
@@ -86,6 +87,7 @@ def parse_line(raw: bytes, defaults: Mapping[str, Any] | None = None) -> tuple[C
         raise InvalidRequest(path.strip("`.").partition(".")[0] or "line", f"is not valid: {message}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest("line", f"is not valid JSON in UTF-8: {error}") from error
+    check_names(raw)
     if line.method != "POST":
         raise InvalidRequest("method", f"must be POST, got {shown(line.method)}")
     url = next((url for url in URLS if url == line.url), None)

@@ -177,9 +177,7 @@ def parse_body(raw: bytes) -> GenerationRequest:
     # Unlike `SamplingParams(...)`, this does not look for unknown names.
     sampling = msgspec.StructMeta.__call__(SamplingParams, **{name: getattr(flat, name) for name in _SAMPLING_NAMES})
     _check_depth(raw)
-    # The second decoder keeps one of the names that are equal. An escaped colon is the only one that is not in `raw`.
-    if msgspec.json.encode(msgspec.json.decode(raw)).count(b":") != raw.count(b":") or b"\\u003" in raw:
-        _refuse_repeated_names(raw)
+    check_names(raw)
     return GenerationRequest(sampling=sampling, **{name: getattr(flat, name) for name in _REQUEST_NAMES})
 
 
@@ -244,6 +242,13 @@ def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
     if path:  # a number that no type holds
         return InvalidRequest(re.split(r"[`.\[]", path)[0], f"{message[0].lower()}{message[1:]}")
     return InvalidRequest("body", f"must be a JSON object: {message}")
+
+
+def check_names(raw: bytes) -> None:
+    """Raise InvalidRequest if an object in this JSON has a name twice."""
+    # This decoder keeps one of the names that are equal. An escaped colon is the only one that is not in `raw`.
+    if msgspec.json.encode(msgspec.json.decode(raw)).count(b":") != raw.count(b":") or b"\\u003" in raw:
+        _refuse_repeated_names(raw)
 
 
 def _refuse_repeated_names(raw: bytes) -> None:

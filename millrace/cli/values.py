@@ -82,10 +82,13 @@ def tool_choice(text: str) -> str | dict[str, Any]:
 def text_file(path: str) -> str:
     """The text of a file."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise ArgumentTypeError(f"cannot read {path[:200]!r}: {why}") from error
+    if not text.strip():
+        raise ArgumentTypeError(f"{path[:200]!r} is empty")
+    return text
 
 
 def _json(text: str, kind: type, what: str) -> Any:

@@ -163,6 +163,7 @@ def test_an_unknown_field_is_refused_with_the_one_that_could_be_meant(url: str, 
         (b"[]", "line"),
         (b'{"custom_id": 3, "method": "POST", "url": "u", "body": {}}', "custom_id"),
         (b'{"custom_id": "a", "method": "POST", "url": "u"}', "line"),
+        (b'{"custom_id": "a", "method": "POST", "url": "u", "body": {"prompt": "x", "prompt": "y"}}', "prompt"),
         (line(CHAT, {"messages": MESSAGES}, method="GET"), "method"),
     ],
 )

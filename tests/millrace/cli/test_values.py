@@ -78,6 +78,11 @@ def test_the_option_at_fault_is_named(option: str, value: str) -> None:
     assert "content" not in ran.err
 
 
+def test_an_empty_file_of_a_form_is_named() -> None:
+    ran = python("-m", "millrace", "submit", "x", "--schema", "/dev/null")
+    assert (ran.status, ran.err.partition(";")[0]) == (2, "millrace submit: argument --schema: '/dev/null' is empty")
+
+
 @pytest.mark.parametrize(
     ("argument", "rule"),
     [
