@@ -109,7 +109,7 @@ class _StepBench:
         least_s = max(num_bytes / copy / 1e9, operations / peak / 1e12)
         return {
             "step_ms": round(1e3 * wall_s, 3),
-            "idle_share": round(1 - statistics.median(device_s[1:]) / wall_s, 4),
+            "idle_share": round(1 - statistics.mean(device_s[1:]) / wall_s, 4),
             "tokens_per_s": round(num_rows / wall_s, 1),
             "roofline_share": round(least_s / wall_s, 4),
             "tflops": round(operations / wall_s / 1e12, 4),
