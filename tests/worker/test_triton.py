@@ -20,8 +20,6 @@ from tests.worker.rows import make_batch, sampling_rows
 
 MOST_SHARED = 227 << 10
 """Bytes of shared memory that a program can have on an H100 or H200."""
-MOST_SPILLED = 24
-"""Bytes of a thread that do not fit into registers."""
 KERNEL_FILES = (
     "launch_triton",
     "attention.paged_triton",
@@ -117,8 +115,7 @@ def check_resources(kernels: dict[str, Any], path: Path) -> None:
         (path / "cubin").write_bytes(kernel.asm["cubin"])
         usage = subprocess.run([tool, "-res-usage", path / "cubin"], capture_output=True, text=True, check=True).stdout
         found = re.search(r"STACK:(\d+)", usage)
-        assert found is not None and int(found[1]) <= MOST_SPILLED, (kernel.name, usage)
-        assert kernel.metadata.shared <= MOST_SHARED, kernel.name
+        assert found is not None and int(found[1]) <= 16 and kernel.metadata.shared <= MOST_SHARED, (kernel.name, usage)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Tiles(NamedTuple):
 
 DECODE = Tiles(num_positions=64, num_warps=4, num_stages=3, max_registers=128)
 """Four programs on a multiprocessor hide each other's waits better than one hides its own with a longer pipeline."""
-DECODE_NARROW = Tiles(num_positions=64, num_warps=2, num_stages=2, max_registers=128)
+DECODE_NARROW = Tiles(num_positions=64, num_warps=2, num_stages=3, max_registers=128)
 """Eight smaller programs do it better still where a position has few bytes."""
 DECODE_FP8 = Tiles(num_positions=64, num_warps=2, num_stages=2)
 """Arithmetic bounds it, and with more warps there is more of it: each computes the same addresses."""

@@ -18,7 +18,7 @@ from millrace import Client, WaitTimeout
 from millrace.cli.output import live_line, progress_bar, remark
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import ClaimedJob
-from tests.millrace.cli.command import Command, environment, started
+from tests.millrace.cli.command import Command, environment, run_main, started
 from tests.millrace.cli.conftest import EngineByHand
 from tests.processes import LIMIT_S, ROOT, wait_until
 
@@ -234,8 +234,15 @@ def test_the_queues_of_a_server_are_listed(millrace: Command, engine: EngineByHa
     millrace("submit", "x")
     (row,) = [line for line in millrace("queues").out.splitlines() if line.startswith(queue_name + "\t")]
     assert row == f"{queue_name}\t0\t1\t0\t0\t0\t0\tno engine"
-    (queue,) = millrace("queues", "--json").json_lines()
+    listed = run_main("queues", "--redis", millrace.place[1], "--json").json_lines()
+    (queue,) = [one for one in listed if one["queue"] == queue_name]
     assert (queue["queued"], queue["obstacle"]) == (1, "no_engine")
+    assert millrace("queues", "--json").json_lines() == [queue]
+    other = Command(millrace.place[1], f"{queue_name}-other")
+    other("submit", "x")
+    assert other("queues", "--json").json_lines()[0]["queue"] == f"{queue_name}-other"
+    listed = run_main("queues", "--redis", millrace.place[1], "--json").json_lines()
+    assert {queue_name, f"{queue_name}-other"} <= {one["queue"] for one in listed}
 
 
 def test_a_progress_bar_counts_what_came_since_it_is_shown() -> None:
