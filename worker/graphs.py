@@ -149,7 +149,8 @@ class StepGraphs:
         return self._run(rows, received, draws=True, has_limits=sampling.has_limits)
 
     def forward(self, rows: HostBatch, received: Tensor | None = None) -> Tensor | None:
-        """Return what the decoder's `run` does. None: run it eagerly."""
+        """Return what the decoder's `run` does; on the last stage also rows of padding behind it, up to the next size of a
+        graph. None: run it eagerly."""
         return self._run(rows, received, draws=False)
 
     def _run(
@@ -166,7 +167,12 @@ class StepGraphs:
         if graph.received is not None and received is not None:
             graph.received[: len(received)] = received
         graph.replay()
-        return graph.result[: len(rows.tensors["sample_indices" if self._decoder.is_last_stage else "token_slots"])]
+        if not self._decoder.is_last_stage:
+            return graph.result[: len(rows.tensors["token_slots"])]
+        num_sampled = len(rows.tensors["sample_indices"])
+        # With other numbers of rows the head would need kernels that no graph has loaded. CUDA loads a kernel when it is
+        # first launched, and waits for all queued steps meanwhile.
+        return graph.result[: num_sampled if draws or not num_sampled else size_for(num_sampled)]
 
     def _kind_of(self, rows: HostBatch, *, draws: bool, has_limits: bool) -> Kind | None:
         """Return the smallest graph for a step. None: there is none."""

@@ -225,7 +225,7 @@ class Runner:
     def compute_logits(self, batch: StepBatch) -> Tensor:
         """Run the forward pass: fill the batch's slots of the KV pool, return logits [rows that sample, vocabulary]."""
         if self.decoder is not None:
-            return self.decoder.logits(self._run_decoder(self.decoder, batch))
+            return self.decoder.logits(self._run_decoder(self.decoder, batch))[: len(batch.sample_indices)]
         output = self._model(**self._forward_arguments(batch), logits_to_keep=batch.sample_indices)
         logits: Tensor = output.logits[0]
         return logits
@@ -276,7 +276,7 @@ class Runner:
         """Run the step and record a token for each row, if a graph can."""
         return self._graphs.draw(rows, self._received) if self._graphs is not None else None
 
-    def _run_decoder(self, decoder: FusedDecoder, batch: StepBatch) -> Tensor:  # [M, H]
+    def _run_decoder(self, decoder: FusedDecoder, batch: StepBatch) -> Tensor:  # [M or more, H]
         rows, received = batch.on_host, self._received
         hidden = self._graphs.forward(rows, received) if self._graphs is not None and rows is not None else None
         return decoder.run(batch, received) if hidden is None else hidden

@@ -36,8 +36,8 @@ OTHER_LIMIT_S = 40.0
 """Of a round of transformers' continuous batching, which would take minutes. Its speed at the begin counts."""
 CLOSING_S = 10.0
 """At the end of a part, to end an engine."""
-IDLE_S = 4.0
-"""Before the rounds: the worker captures the graphs that most steps need."""
+IDLE_S, LARGE_IDLE_S = 4.0, 15.0
+"""Before the rounds: the worker captures the graphs that most steps need, and may have to compile their kernels first."""
 NUM_ROUNDS = 2
 NUM_RESTARTS, NUM_KILLS = 2, 10
 RECOVERY_LIMIT_S = 120.0
@@ -87,7 +87,7 @@ def redis(setting: Setting) -> Part:
 
 def large(setting: Setting) -> Part:
     """Run the workload NANO-14B."""
-    kind = EngineKind("millrace", "millrace", {"device": setting.device, "temperature": 0.6, "idle_s": IDLE_S})
+    kind = EngineKind("millrace", "millrace", {"device": setting.device, "temperature": 0.6, "idle_s": LARGE_IDLE_S})
     figures = _run("NANO-14B", kind, setting, NUM_ROUNDS, time.monotonic() + setting.limit_s - CLOSING_S)
     yield "NANO-14B", figures
     if "failed" in figures:

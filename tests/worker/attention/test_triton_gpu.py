@@ -76,6 +76,20 @@ def test_projections_are_written_to_a_pool_in_fp8(triton: TritonAttention) -> No
     check_projected(triton, LARGE, 128, has_norms=True, dtype=torch.bfloat16, pool_dtype=FP8, device="cuda")
 
 
+@pytest.mark.parametrize("window", [None, 5000])
+@pytest.mark.parametrize("shape", [LARGE, (24, 3, 64, 64), (10, 2, 80, 80)])
+def test_long_rows_beside_short_ones_equal_the_reference_in_every_call(
+    shape: Shape, window: int | None, triton: Attention
+) -> None:
+    """Some hundred programs share the chunks of these rows. A race would show in some of the calls."""
+    rows = [(length, 1) for length in (9000, 1, 2100, 256, 2048, 2049, 600, 200, 300, 257, 100)]
+    options: dict[str, Any] = {"shape": shape, "window": window, "block_size": 256}
+    options |= {"dtype": torch.bfloat16, "device": "cuda"}
+    check(triton, rows, **options)
+    first, _ = attend(triton, rows, **options)
+    assert all(torch.equal(attend(triton, rows, **options)[0], first) for _ in range(10))
+
+
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_row_does_not_depend_on_the_other_rows(window: int | None, triton: Attention) -> None:
     rows = [(300, 1), (30, 9), (600, 1), (5, 5)]

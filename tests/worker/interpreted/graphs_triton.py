@@ -104,6 +104,27 @@ def test_steps_with_rows_of_several_tokens_have_graphs_by_their_tokens(
 
 
 @pytest.mark.usefixtures("for_all_steps")
+def test_the_head_of_a_step_with_prompts_has_as_many_rows_as_a_graph(
+    worker: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA loads the kernel for another number of rows when it is first launched, and waits for all steps meanwhile."""
+    lengths, steps = [4, 5, 3, 2, 6], [[(0, 4), (1, 5), (2, 3)], [(3, 2), (4, 5)], [(4, 1)]]
+    expected, num_rows = chunks(worker, lengths, steps), list[int]()
+    use_graphs(worker)
+    assert worker.runner is not None and worker.runner.decoder is not None
+    decoder = worker.runner.decoder
+    logits = decoder.logits
+
+    def count_rows(hidden: Tensor) -> Tensor:
+        num_rows.append(len(hidden))
+        return logits(hidden)
+
+    monkeypatch.setattr(decoder, "logits", count_rows)
+    assert chunks(worker, lengths, steps) == expected
+    assert set(num_rows) <= {1, 2, 4, MAX_NUM_SEQS}
+
+
+@pytest.mark.usefixtures("for_all_steps")
 def test_batch_invariant_steps_with_prompts_have_graphs_however_many_decode_rows_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
