@@ -77,9 +77,9 @@ SECTIONS = {
         ("engine",),
         ("tokens_per_s", "device_idle_share", "start_to_first_token_s", "num_rounds"),
         "Workload NANO: prompts and outputs of 100 to 1,024 tokens, bfloat16, temperature 0.6, `LLM`. `uni`: in one "
-        "process, as all are in the files before 2026-11-27-h200-decodes.json. `fp8-kv`: with a KV pool in fp8, of which "
-        "decode rows have had faster tiles since. `batch-invariant`: with `batch_invariant=True`. `transformers` is its "
-        "continuous batching, stopped after 22 s; the tokens so far count. `budget-4096`: with "
+        "process, as all are in the files before 2026-11-27-h200-decodes.json. `fp8-kv`: with a KV pool in fp8, whose "
+        "decode rows have faster tiles since that file. `batch-invariant`: with `batch_invariant=True`. `transformers` is "
+        "its continuous batching, stopped after 22 s; the tokens so far count. `budget-4096`: with "
         "`max_num_batched_tokens=4096`. `eager`: without graphs. The first start on a machine compiles Triton's kernels.",
     ),
     "large": Section(
@@ -97,6 +97,8 @@ SECTIONS = {
         "Decode steps of this model at 1,024 positions",
         ("step",),
         ("step_ms", "idle_share", "tokens_per_s", "roofline_share"),
+        "From 2026-11-27-h200-head.json on without the launch of the first of 20 steps, for which the device had waited: "
+        "some 20 us of each.",
     ),
     "attention": Section(
         "Attention of one layer on a GPU",
