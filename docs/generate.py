@@ -42,6 +42,8 @@ GROUPS = {
     "Without a queue": ("LLM", "RequestOutput", "EngineArgs"),
 }
 """The public names by heading, without the errors."""
+_WITHOUT_ENTRY = {"StructuredOutputsParams", "TextPrompt", "TokensPrompt", "__version__"}
+"""Public names that the entries of others explain."""
 
 
 def main() -> None:
@@ -90,7 +92,7 @@ def _python_page() -> str:
         "All names are imported from `millrace`. None of them imports torch before it is used.\n",
     ]
     grouped = {name for names in GROUPS.values() for name in names}
-    errors = [name for name in millrace.__all__ if name not in grouped | {"StructuredOutputsParams", "__version__"}]
+    errors = [name for name in millrace.__all__ if name not in grouped | _WITHOUT_ENTRY]
     assert all(issubclass(getattr(millrace, name), Exception) for name in errors), "a class is in none of GROUPS"
     for heading, names in {**GROUPS, "Errors": tuple(errors)}.items():
         lines.append(f"## {heading}\n")

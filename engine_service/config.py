@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import tomllib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -65,6 +66,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "
 
 _HELP = {
     "model": ("DIR_OR_ID", "directory with config.json and safetensors files, or a Hugging Face Hub id"),
+    "revision": ("COMMIT", "commit, tag or branch of a Hub model (default: main); a commit never changes"),
     "served_model_name": ("NAME", "model name that jobs give (default: --model, or its last part)"),
     "tokenizer": ("DIR", "directory of the tokenizer (default: the model's directory)"),
     "queue": ("NAME", "queue to take jobs from"),
@@ -146,6 +148,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The options of an engine, for `LLM` and for a service. `_HELP` says what they mean."""
 
     model: str
+    revision: str | None = None
     tokenizer: str | None = None
     device: str = "auto"
     dtype: str = "auto"
@@ -307,6 +310,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Run an engine that takes jobs from a queue and generates their text.",
         epilog=_EXITS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # an option that is added later would change what a short form means
     )
     fields = {field.name: field for field in msgspec.structs.fields(ServeConfig)}
     for name in _HELP:
@@ -336,6 +340,17 @@ class _Parser(argparse.ArgumentParser):
     """Raises an error of one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        first = unknown.split(" ")[0]
+        if first.startswith("-"):
+            option = first.partition("=")[0].replace("_", "-")
+            known = [
+                each for each in self._option_string_actions if each.startswith("--no-") == first.startswith("--no-")
+            ]
+            similar = get_close_matches(option, known, 1, 0.75)
+            message += f"; did you mean {similar[0]}?" if similar else ""
+        elif unknown:
+            message += f"; did you mean --model {first}?"
         raise ConfigurationError(f"{message}; see {self.prog} --help")
 
 
@@ -346,7 +361,8 @@ def _read_toml(file: str) -> dict[str, Any]:
         raise ConfigurationError(f"config: must be a readable TOML file, got {file!r}: {error}") from error
     for name in options.keys() - set(ServeConfig.__struct_fields__):
         switch = f"--{name.replace('_', '-')}"
-        rule = "write it as in max_num_seqs = 64"
+        similar = get_close_matches(name, ServeConfig.__struct_fields__, 1, 0.75)
+        rule = f"did you mean {similar[0]}?" if similar else "write it as in max_num_seqs = 64"
         if switch in _SWITCHES:
             option, value, _ = _SWITCHES[switch]
             rule = f"for {switch} write {option} = {str(value).lower()}"

@@ -10,24 +10,28 @@ from typing import Any
 
 from millrace.engine_service.errors import ConfigurationError
 from millrace.executor.sizes import why_impossible
+from millrace.producer import InvalidRequest, SamplingParams
 from millrace.results.errors import shown
 
 _SAMPLE_BYTES = 1 << 16
 
 
-def resolve_model(model: str) -> Path:
-    """Return the directory of a model: `model` itself, or the local copy of a hub id, which is downloaded if needed."""
+def resolve_model(model: str, revision: str | None = None) -> Path:
+    """Return the directory of a model: `model` itself, or the local copy of a hub id, which is downloaded if needed.
+    `revision`: of the hub's repository."""
     path = os.path.expanduser(model)
     if os.path.isdir(path):  # unlike `Path.is_dir`, false for a name that is too long
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ConfigurationError(f"model: {model} has no config.json; name the directory of a model")
+        if revision is not None:
+            raise ConfigurationError(f"revision: is of a hub id, and {model} is a directory; leave it out")
         return Path(path).resolve()
     if os.path.isabs(path) or model.startswith((".", "~")) or model.count("/") != 1:
         raise ConfigurationError(f"model: there is no directory {model}; use a directory or a hub id such as org/name")
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # the hub's client raises its own and its transport's errors
         raise ConfigurationError(f"model: {model} is no directory, and the hub does not return it: {error}") from error
 
@@ -53,6 +57,10 @@ def default_sampling(path: Path) -> dict[str, Any]:
     found = {name: config[name] for name in names if config.get(name) is not None}
     if config.get("max_new_tokens") is not None:
         found["max_tokens"] = config["max_new_tokens"]
+    try:
+        SamplingParams(**found)
+    except InvalidRequest as error:
+        raise ConfigurationError(f"model: {path / 'generation_config.json'} is not valid: {error}") from error
     return found
 
 

@@ -23,13 +23,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from millrace.engine_service.build import build_executor
 from millrace.engine_service.config import EngineConfig, checked
 from millrace.engine_service.core.scheduler import SchedulerStats
-from millrace.engine_service.engine import Engine, EngineMetrics, Progress
-from millrace.engine_service.errors import ConfigurationError, EngineError
+from millrace.engine_service.engine import Engine, EngineMetrics
+from millrace.engine_service.errors import ConfigurationError, EngineError, GenerationFailed
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.model_files import default_sampling, eos_token_ids, resolve_model
 from millrace.engine_service.prompts import as_params, as_prompts, as_request, number_in_errors
@@ -55,6 +55,10 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
 for arguments that are not named here, such as `lora_request` and `priority`."""
 
 
+_METHODS_OF_VLLM = frozenset(["beam_search", "classify", "collective_rpc", "embed", "encode", "reward", "score"])
+"""Methods of vLLM's `LLM` for what Millrace does not do."""
+
+
 class LLM:
     """Owns an engine and its workers until `shutdown`. Use it from one thread at a time."""
 
@@ -62,6 +66,7 @@ class LLM:
         self,
         model: str | Path,
         *,
+        revision: str | None = None,
         tokenizer: str | Path | None = None,
         dtype: Any = "auto",
         device: str = "auto",
@@ -101,7 +106,7 @@ class LLM:
         config = checked({**given, **paths}, EngineConfig)
         if not isinstance(seed, int):
             raise ConfigurationError(f"seed: expected `int`, got `{type(seed).__name__}`")
-        path = resolve_model(config.model)
+        path = resolve_model(config.model, config.revision)
         ranks = build_executor(config, path, is_service=False)
         self._engine = Engine(ranks, config.for_scheduler())
         self._seeds = random.Random(seed)
@@ -125,6 +130,10 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self._engine})"
 
+    def __getattr__(self, name: str) -> NoReturn:
+        rule = " of vLLM is not supported: Millrace generates text and chats" if name in _METHODS_OF_VLLM else ""
+        raise AttributeError(f"LLM.{name}{rule or ' does not exist'}", name=name, obj=self)
+
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -134,12 +143,14 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for every prompt. Return the outputs in the order of the prompts.
 
-        A prompt is a string, a list of token ids, or an object with one of "prompt", "prompt_token_ids" and "messages".
+        A prompt is a string, a list of token ids, or an object with one of "prompt", "prompt_token_ids" and "messages", such
+        as a `TextPrompt` or a `TokensPrompt`.
         `sampling_params` is one for all prompts or a list with one for each. `use_tqdm` shows a progress bar;
         it can be a function that makes one, like tqdm. Arguments of vLLM's `generate` are taken where they change nothing.
 
         Raises `InvalidRequest`, before anything runs, for an argument or a prompt that can't work, `Asleep` while the engine
-        sleeps, and `EngineError` when a generation fails or the workers are lost for good.
+        sleeps, `GenerationFailed`, which has the other outputs, when generations fail, and `EngineError` when the workers
+        are lost for good.
         """
         _refuse_unsupported(vllm_arguments, "generate")
         given = as_prompts(prompts)
@@ -211,11 +222,21 @@ class LLM:
                     salt = requests[-1].cache_salt
                     candidates.append(admission.admit(token_ids, params, drawn_seed=drawn_seed, cache_salt=salt))
             arrival_s = time.time()
-            times = self._run([generation for some in candidates for generation in some], use_tqdm)
-        return [
-            output_of(next(self._request_numbers), text, params, some, arrival_s, times)
-            for text, params, some in zip(texts, all_params, candidates, strict=True)
-        ]
+            times, failures = self._run([generation for some in candidates for generation in some], use_tqdm)
+        outputs: list[RequestOutput | None] = []
+        reasons = []
+        for number, (text, params, some) in enumerate(zip(texts, all_params, candidates, strict=True)):
+            reason = next((failures[each] for each in some if each in failures), None)
+            request_number = next(self._request_numbers)
+            if reason is None:
+                outputs.append(output_of(request_number, text, params, some, arrival_s, times))
+            else:
+                outputs.append(None)
+                reasons.append(f"{reason} (prompt number {number})")
+        if reasons:
+            others = f"; {len(reasons)} of {len(outputs)} prompts have failed" if len(reasons) > 1 else ""
+            raise GenerationFailed(f"{reasons[0]}{others}", outputs)
+        return [output for output in outputs if output is not None]
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer, of transformers' class. Raises `EngineError` if there is none."""
@@ -279,11 +300,15 @@ class LLM:
         finally:
             self._lock.release()
 
-    def _run(self, generations: list[Generation], use_tqdm: bool | Callable[..., Any]) -> dict[Generation, Times]:
+    def _run(
+        self, generations: list[Generation], use_tqdm: bool | Callable[..., Any]
+    ) -> tuple[dict[Generation, Times], dict[Generation, str]]:
+        """Return the times of the generations, and why some have failed."""
         from tqdm.auto import tqdm
 
         self._engine.check_workers()  # a loss since the last call is not to be blamed on these generations
         times: dict[Generation, Times] = {}
+        failures: dict[Generation, str] = {}
         followed = {generation for generation in generations if generation.sequence.is_followed}
         for generation in generations:
             generation.sequence.is_followed = True  # until its first token
@@ -296,7 +321,11 @@ class LLM:
                     num_ended = 0
                     for progress in self._engine.step():
                         generation, now_s = progress.generation, time.time()
-                        has_ended = _has_ended(progress)
+                        if progress.failure is not None:
+                            failures[generation] = f"{progress.failure.kind}: {progress.failure.message}"
+                            num_ended += 1
+                            continue
+                        has_ended = progress.finish_reason is not None
                         num_ended += has_ended
                         if generation not in times:
                             times[generation] = Times(now_s)
@@ -309,7 +338,7 @@ class LLM:
         finally:
             for generation in generations:
                 self._engine.abort(generation)  # does nothing for those that have ended
-        return times
+        return times, failures
 
 
 def _shut_down(engine: Engine, admission: Admission, pid: int) -> None:
@@ -336,13 +365,6 @@ def _refuse_unsupported(arguments: Mapping[str, Any], method: str) -> None:
     for name, value in arguments.items():
         if value is not None and value not in _WITHOUT_EFFECT.get(name, ()):
             raise InvalidRequest(name, f"is not supported by {method}; leave it out")
-
-
-def _has_ended(progress: Progress) -> bool:
-    """Raises `EngineError` when the generation has failed."""
-    if progress.failure is not None:
-        raise EngineError(f"{progress.failure.kind}: {progress.failure.message}")
-    return progress.finish_reason is not None
 
 
 def _own_tokenizer(path: Path) -> Tokenizer | None:

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, NotRequired, TypedDict, TypeGuard
 
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 from millrace.results.errors import shown
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids."""
+
+    prompt_token_ids: list[int]
+    cache_salt: NotRequired[str]
 
 
 def as_prompts(prompts: Any) -> list[Any]:

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         set_up_logs(config.log_level)
         if config.executor in ("auto", "external") and is_torchrun_rank(os.environ):
             _become_rank(config, arguments)
-        path = resolve_model(config.model)
+        path = resolve_model(config.model, config.revision)
         return _serve(config, path, build_executor(config, path, is_service=True, log_level=config.log_level))
     except (ConfigurationError, QueueError, EngineDead) as error:
         if "json" in (os.environ.get(FORMAT_VARIABLE), _format_asked_for(arguments)):

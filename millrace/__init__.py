@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millrace.engine_service.errors import Asleep, ConfigurationError, EngineError
+    from millrace.engine_service.errors import Asleep, ConfigurationError, EngineError, GenerationFailed
     from millrace.engine_service.offline import LLM
+    from millrace.engine_service.prompts import TextPrompt, TokensPrompt
     from millrace.engine_service.request_output import RequestOutput
     from millrace.engine_service.vllm_arguments import EngineArgs
     from millrace.producer import (
@@ -66,6 +67,7 @@ __all__ = [
     "EngineArgs",
     "EngineError",
     "EngineNotFound",
+    "GenerationFailed",
     "GenerationRequest",
     "InvalidRequest",
     "Job",
@@ -90,6 +92,8 @@ __all__ = [
     "StreamEvent",
     "StructuredOutputs",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "ToolCall",
     "Usage",
     "WaitTimeout",
@@ -104,6 +108,7 @@ _MODULES = (
     "millrace.results.counts",
     "millrace.producer",
     "millrace.engine_service.errors",
+    "millrace.engine_service.prompts",
     "millrace.engine_service.offline",
     "millrace.engine_service.vllm_arguments",
 )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from millrace.cli.exits import NO_REDIS, CommandError
+from millrace.cli.exits import INVALID, NO_REDIS, OTHER, CommandError
 from millrace.cli.output import remark
 from millrace.cli.serve import engine_command, require_engine
 
@@ -66,7 +66,8 @@ class ChildProcess:
                 remark(f"the {self._name}: {line[line.index(_WAITS) :].rstrip()}")
         if status:
             lines = self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-            raise CommandError("\n".join([f"the {self._name} ended with status {status}; its last output:", *lines]))
+            message = "\n".join([f"the {self._name} ended with status {status}; its last output:", *lines])
+            raise CommandError(message, INVALID if status == INVALID else OTHER)
         return status == 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NoReturn
 
-from millrace.cli.exits import CommandError
+from millrace.cli.exits import INVALID, CommandError
 from millrace.cli.options import Verbs
 
 _ENGINE_EXTRA = ("torch", "transformers", "safetensors", "zmq", "prometheus_client", "jinja2")
@@ -30,7 +30,9 @@ def require_engine() -> None:
     """Raise CommandError if packages for an engine are missing."""
     missing = [name for name in _ENGINE_EXTRA if find_spec(name) is None]
     if missing:
-        raise CommandError(f"an engine needs {', '.join(missing)}; run in the checkout: pip install '.[engine]'")
+        raise CommandError(
+            f"an engine needs {', '.join(missing)}; run in the checkout: pip install '.[engine]'", INVALID
+        )
 
 
 def engine_command(arguments: Sequence[str]) -> list[str]:

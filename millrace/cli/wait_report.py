@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Self
 
-from millrace.cli.exits import TIMED_OUT, CommandError
+from millrace.cli.exits import NO_REDIS, TIMED_OUT, CommandError
 from millrace.cli.options import command_line, open_client
 from millrace.cli.output import live_line, remark
 
@@ -95,9 +95,9 @@ class WaitReport:
 
 @contextlib.contextmanager
 def resumable(hint: Callable[[], tuple[str, str]]) -> Iterator[None]:
-    """Report after Ctrl-C, a timeout, or output that cannot be written, how to resume. `hint` returns what continues, and
-    the way to resume it."""
-    from millrace import MillraceError, WaitTimeout
+    """Report after Ctrl-C, a timeout, a server that cannot be used, or output that cannot be written, how to resume. `hint`
+    returns what continues, and the way to resume it."""
+    from millrace import MillraceError, RedisUnavailable, ServerUnsuitable, WaitTimeout
 
     try:
         yield
@@ -106,6 +106,8 @@ def resumable(hint: Callable[[], tuple[str, str]]) -> Iterator[None]:
         raise
     except WaitTimeout as error:
         raise CommandError(f"{str(error).removesuffix('; wait again')}; {hint()[1]}", TIMED_OUT) from error
+    except (RedisUnavailable, ServerUnsuitable) as error:
+        raise CommandError(f"{error}; {'; '.join(hint())}", NO_REDIS) from error
     except OSError as error:
         # An input that cannot be read has a name, and the reader of a closed pipe has enough.
         if error.filename or isinstance(error, (BrokenPipeError, MillraceError)):

@@ -28,6 +28,10 @@ OPTIONS = [field.name for field in msgspec.structs.fields(ServeConfig)]
         (("--num-blocks", "1"), r"num_blocks: must be 2 to 2147483647, got 1"),
         (("--max-model-len", str(2**64)), r"max_model_len: must be 2 to "),
         (("--colour", "red"), r"unrecognized arguments: --colour red; see millrace serve --help"),
+        (("--max-num-seq", "5"), r"unrecognized arguments: --max-num-seq 5; did you mean --max-num-seqs\?; see "),
+        (("--max_model_len=5",), r"unrecognized arguments: .*; did you mean --max-model-len\?; see "),
+        (("--enable-prefix-caching",), r"unrecognized arguments: --enable-prefix-caching; see "),
+        (("org/name", "-x"), r"unrecognized arguments: org/name -x; did you mean --model org/name\?; see "),
         (("--heartbeat", "nan"), r"heartbeat: must be 0\.2 to 604800, got nan"),
         (("--heartbeat", "inf"), r"heartbeat: must be "),
         (("--drain-grace", "-1"), r"drain_grace: must be 0 to "),
@@ -75,7 +79,7 @@ def error_of(arguments: list[str]) -> str | None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("max-num-seqs = 4", r"config: has an unknown option 'max-num-seqs'; write it as in max_num_seqs = 64"),
+        ("max-num-seqs = 4", r"config: has an unknown option 'max-num-seqs'; did you mean max_num_seqs\?"),
         ('"a\\nb" = 1', r"config: has an unknown option 'a\\nb'; "),
         (
             "no_prefix_caching = true",
@@ -157,6 +161,22 @@ def test_a_model_that_is_nowhere_is_one_sentence(model: str) -> None:
     with pytest.raises(ConfigurationError, match=r"^model: ") as caught:
         resolve_model(checked({"model": model}, EngineConfig).model)
     assert str(caught.value).isprintable() and len(str(caught.value)) < 500
+
+
+def test_a_revision_is_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def download(model: str, *, revision: str | None, **_: object) -> str:
+        asked.append((model, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    config = parse(["--model", "org/name", "--revision", "5c38ec7"])
+    assert resolve_model(config.model, config.revision) == resolve_model("org/name") == tmp_path
+    assert asked == [("org/name", "5c38ec7"), ("org/name", None)]
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match=r"^revision: is of a hub id, and .* is a directory; leave it out$"):
+        resolve_model(str(tmp_path), "5c38ec7")
 
 
 def test_an_error_of_an_engine_keeps_the_beginning_and_the_end_of_a_long_text() -> None:

@@ -25,7 +25,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from millrace import LLM, EngineArgs
+from millrace import LLM, EngineArgs, GenerationFailed, StructuredOutputs, TextPrompt, TokensPrompt
 from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.executor.launch.multiproc import MultiprocExecutor
 from millrace.producer import InvalidRequest, SamplingParams
@@ -146,6 +146,38 @@ def test_after_all_that_it_generates(llm: LLM) -> None:
     (output,) = llm.generate("3 + 4 =", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     assert output.outputs[0].text == " 7"
     assert llm.generate([], use_tqdm=False) == []
+
+
+def test_generations_that_fail_are_named_and_cost_the_others_nothing(llm: LLM) -> None:
+    fine = SamplingParams(temperature=0, max_tokens=4)
+    impossible = SamplingParams(structured_outputs=StructuredOutputs(choice=["a"]), allowed_token_ids=[5])
+    with pytest.raises(
+        GenerationFailed, match=r"^invalid_request: .*allowed_token_ids .* \(prompt number 1\)$"
+    ) as caught:
+        llm.generate(["3 + 4 =", "x", "20 + 22 ="], [fine, impossible, fine], use_tqdm=False)
+    first, failed, last = caught.value.outputs
+    assert first is not None and failed is None and last is not None
+    assert [each.outputs[0].text for each in (first, last)] == [" 7", " 42"]
+    with pytest.raises(GenerationFailed, match=r"\(prompt number 0\); 2 of 3 prompts have failed$"):
+        llm.generate(["x", "x", "x"], [impossible, impossible, fine], use_tqdm=False)
+    assert llm.stats().num_running == llm.stats().num_waiting == 0
+
+
+def test_prompts_may_be_made_as_with_vllm(llm: LLM) -> None:
+    (tokens,) = llm.generate("3 + 4 =", SamplingParams(max_tokens=1), use_tqdm=False)
+    prompts = [TextPrompt(prompt="3 + 4 ="), TokensPrompt(prompt_token_ids=tokens.prompt_token_ids)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert [each.outputs[0].text for each in outputs] == [" 7", " 7"]
+
+
+def test_a_method_of_vllm_that_is_missing_is_named(llm: LLM) -> None:
+    with pytest.raises(
+        AttributeError, match=r"^LLM\.embed of vLLM is not supported: Millrace generates text and chats$"
+    ):
+        llm.embed(["x"])
+    with pytest.raises(AttributeError, match=r"^LLM\.generat does not exist$"):
+        llm.generat("x")
+    assert not hasattr(llm, "score")
 
 
 @pytest.mark.parametrize("executor", ["uni", "mp"])

@@ -11,6 +11,7 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, WeightsDiffer
@@ -88,20 +90,35 @@ def load_converted(
     experts. Raises `WeightsDiffer` when they still do not fit."""
     loaded: Any
     info: dict[str, Any]
-    loaded, info = type(model).from_pretrained(  # type: ignore[misc]
-        directory,
-        config=model.config,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        local_files_only=True,
-        use_safetensors=True,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    with _quiet_transformers():
+        loaded, info = type(model).from_pretrained(  # type: ignore[misc]
+            directory,
+            config=model.config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
     missing = {*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])}
     if missing or info["unexpected_keys"]:
         raise WeightsDiffer(_difference(model, missing, info["unexpected_keys"]))
     return loaded.to(device).requires_grad_(False).eval()
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Let transformers show no progress bar and no table of what differs: they would stand between the lines of the log."""
+    verbosity, shows_progress = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if shows_progress:
+            transformers_logging.enable_progress_bar()
 
 
 def _match(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str, Path]) -> dict[str, str]:

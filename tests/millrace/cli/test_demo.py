@@ -84,7 +84,7 @@ def test_a_model_that_is_not_there_ends_it_with_the_words_of_the_engine(
 ) -> None:
     command = (*DEMO, "--model", "/nowhere/model", "--redis", redis_url)
     ran = subprocess.run(command, env=traces.environment(), capture_output=True, text=True, timeout=LIMIT_S)
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "the engine ended with status" in ran.stderr
     assert "/nowhere/model" in ran.stderr
     assert redis_client.keys("millrace:{demo-*") == []

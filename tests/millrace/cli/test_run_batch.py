@@ -127,7 +127,7 @@ def test_an_engine_of_its_own_that_waits_for_a_gpu_is_shown(
 def test_a_model_that_is_not_there_ends_the_command_with_the_engines_reason(files: Files) -> None:
     files.write([call("a")])
     ran = run_main("run-batch", *files.arguments, "--model", "/nowhere")
-    assert ran.status == OTHER
+    assert ran.status == INVALID
     assert "the engine ended with status 2" in ran.err
     assert "/nowhere" in ran.err
 

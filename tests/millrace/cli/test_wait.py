@@ -16,6 +16,7 @@ from rich.progress import ProgressColumn
 
 from millrace import Client, WaitTimeout
 from millrace.cli.output import live_line, progress_bar, remark
+from millrace.embedded import EmbeddedServer
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import ClaimedJob
 from tests.millrace.cli.command import Command, environment, run_main, started
@@ -144,6 +145,19 @@ def test_an_interrupt_is_status_130_and_names_the_command_that_resumes(
     line = words.splitlines()[-1]
     assert waiting.returncode == 130
     assert line.startswith(f"millrace: interrupted: job 'a' continues; resume with: millrace {resumed_by} --queue ")
+
+
+@pytest.mark.parametrize("how", ["--wait", "--stream"])
+def test_who_may_submit_and_not_read_is_told_the_job(how: str) -> None:
+    with EmbeddedServer() as server, contextlib.closing(redis.Redis.from_url(server.url)) as admin:
+        admin.acl_setuser(
+            "writer", True, passwords="+pw", keys=["millrace:*"], commands=["+@all", "-xrevrange", "-xread"]
+        )
+        url = server.url.replace("unix://", "unix://writer:pw@", 1)
+        ran = run_main("submit", "x", "--id", "a", how, "--redis", url)
+    assert ran.status == 4
+    assert "does not permit this to the URL's user" in ran.err
+    assert "job 'a' continues; resume with: millrace " in ran.err
 
 
 def test_an_interrupted_tail_resumes_after_its_last_event(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, T5Config
+from transformers.utils import logging as transformers_logging
 
 from millrace.executor.wire.kv_layout import KVLayout
 from millrace.executor.wire.messages import ModelFacts, WorkerConfig
@@ -283,6 +286,30 @@ def test_a_dtype_that_the_cpu_emulates_is_reported(machine: str, llama: Path, ca
     assert ("bfloat16 is emulated on this CPU, which is slow: use --dtype auto" in caplog.text) == (
         machine != "avx512bf16"
     )
+
+
+@pytest.mark.parametrize("renamed", [{}, {"model.norm.weight": "other"}])
+def test_transformers_writes_nothing_between_the_lines_of_the_log(
+    renamed: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a progress bar nor a table of what differs, also where it converts the checkpoint."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    make_model("qwen3", tmp_path, model_type="qwen3_moe", tie_word_embeddings=False, **sizes)
+    path = tmp_path / "model.safetensors"
+    save_file({renamed.get(name, name): each for name, each in load_file(path).items()}, path, {"format": "pt"})
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.enable_progress_bar()
+    transformers_logging.set_verbosity(logging.INFO)
+    capfd.readouterr()
+    try:
+        with pytest.raises(ModelError) if renamed else nullcontext():
+            load(tmp_path)
+        assert transformers_logging.is_progress_bar_enabled(), "programs that use LLM keep theirs"
+        assert transformers_logging.get_verbosity() == logging.INFO
+    finally:
+        transformers_logging.disable_progress_bar()  # as all tests of workers have it
+        transformers_logging.set_verbosity(verbosity)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path) -> None:
