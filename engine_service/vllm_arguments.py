@@ -86,7 +86,7 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None and not any(value == neutral for neutral in _NEUTRAL.get(name, ())):
             rule, what_to_do = "is not an argument of LLM", remedy(name, (*EngineConfig.__struct_fields__, *_RENAMED))
             if name == "chat_template":
-                what_to_do = "give it to LLM.chat, or change the model's chat_template.jinja"
+                what_to_do = "give it to LLM.chat, or tokenizer=DIR with a chat_template.jinja"
             if name in _NEUTRAL:
                 rule, what_to_do = f"must be {' or '.join(map(repr, _NEUTRAL[name]))}", "leave it out"
             raise ConfigurationError(f"{name}: {rule}, got {shown(value)}; {what_to_do}")

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.exits import OK, CommandError
+from millrace.cli.exits import NOT_FOUND, OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_client
 from millrace.cli.output import job_fields, print_job, print_json, print_table, remark
 from millrace.cli.values import counted
@@ -87,6 +87,8 @@ def run_queues(args: argparse.Namespace) -> int:
             print_json({"queue": name, **_with_obstacle(stats)})
         counts = [str(getattr(stats, field)) for field in _QUEUE_COUNTS]
         rows.append((name, *counts, (stats.obstacle or "").replace("_", " ")))
+    if args.queue is not None and not rows:
+        raise CommandError(f"queue {args.queue}: is not there; `millrace queues` lists those that are", NOT_FOUND)
     if not args.json:
         print_table(("queue", *_QUEUE_COUNTS, "obstacle"), rows)
     return OK

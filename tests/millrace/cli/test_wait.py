@@ -255,6 +255,9 @@ def test_the_queues_of_a_server_are_listed(millrace: Command, engine: EngineByHa
     other = Command(millrace.place[1], f"{queue_name}-other")
     other("submit", "x")
     assert other("queues", "--json").json_lines()[0]["queue"] == f"{queue_name}-other"
+    assert Command(millrace.place[1], "nobody")("queues") == (
+        3, "", "millrace: queue nobody: is not there; `millrace queues` lists those that are\n"
+    )  # fmt: skip
     listed = run_main("queues", "--redis", millrace.place[1], "--json").json_lines()
     assert {queue_name, f"{queue_name}-other"} <= {one["queue"] for one in listed}
 
