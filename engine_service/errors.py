@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from millrace.results.errors import MillraceError
-
-if TYPE_CHECKING:
-    from millrace.engine_service.request_output import RequestOutput
 
 
 class EngineError(MillraceError):
@@ -23,15 +18,6 @@ class ConfigurationError(EngineError):
 
 class Asleep(EngineError):
     """Raised when a generation is to run while the engine sleeps. Call `wake_up` first."""
-
-
-class GenerationFailed(EngineError):
-    """Raised by `LLM` when generations have failed, after all others have ended. `outputs` has the outputs of all prompts,
-    in their order; None where a generation has failed."""
-
-    def __init__(self, message: str, outputs: list[RequestOutput | None]) -> None:
-        super().__init__(message)
-        self.outputs = outputs
 
 
 class WorkersLost(EngineError):

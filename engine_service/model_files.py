@@ -10,7 +10,6 @@ from typing import Any
 
 from millrace.engine_service.errors import ConfigurationError
 from millrace.executor.sizes import why_impossible
-from millrace.producer import InvalidRequest, SamplingParams
 from millrace.results.errors import shown
 
 _SAMPLE_BYTES = 1 << 16
@@ -57,10 +56,6 @@ def default_sampling(path: Path) -> dict[str, Any]:
     found = {name: config[name] for name in names if config.get(name) is not None}
     if config.get("max_new_tokens") is not None:
         found["max_tokens"] = config["max_new_tokens"]
-    try:
-        SamplingParams(**found)
-    except InvalidRequest as error:
-        raise ConfigurationError(f"model: {path / 'generation_config.json'} is not valid: {error}") from error
     return found
 
 

@@ -29,11 +29,11 @@ from millrace.engine_service.build import build_executor
 from millrace.engine_service.config import EngineConfig, checked
 from millrace.engine_service.core.scheduler import SchedulerStats
 from millrace.engine_service.engine import Engine, EngineMetrics
-from millrace.engine_service.errors import ConfigurationError, EngineError, GenerationFailed
+from millrace.engine_service.errors import ConfigurationError, EngineError
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.model_files import default_sampling, eos_token_ids, resolve_model
 from millrace.engine_service.prompts import as_params, as_prompts, as_request, number_in_errors
-from millrace.engine_service.request_output import RequestOutput, Times, output_of
+from millrace.engine_service.request_output import GenerationFailed, RequestOutput, Times, output_of
 from millrace.engine_service.serving.admission import Admission
 from millrace.engine_service.text import Tokenizer
 from millrace.engine_service.vllm_arguments import dtype_name, translated
@@ -112,6 +112,10 @@ class LLM:
         self._seeds = random.Random(seed)
         self._request_numbers = itertools.count()
         self._default_sampling = {} if vllm_arguments.get("generation_config") == "vllm" else default_sampling(path)
+        try:
+            self.get_default_sampling_params()
+        except InvalidRequest as error:
+            raise ConfigurationError(f"model: {path / 'generation_config.json'} is not valid: {error}") from error
         try:
             ranks.begin_start()
             with timed(logger, "tokenizer"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from millrace.engine_service.errors import EngineError
 from millrace.engine_service.generation import Generation
 from millrace.producer import SamplingParams
 from millrace.results.job import CompletionOutput
@@ -58,6 +59,15 @@ class Times(msgspec.Struct):
 
     first_token_s: float
     finished_s: float = 0.0
+
+
+class GenerationFailed(EngineError):
+    """Raised by `LLM` when generations have failed, after all others have ended. `outputs` has the outputs of all prompts,
+    in their order; None where a generation has failed."""
+
+    def __init__(self, message: str, outputs: list[RequestOutput | None]) -> None:
+        super().__init__(message)
+        self.outputs = outputs
 
 
 def output_of(

@@ -16,10 +16,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from millrace.engine_service.errors import Asleep, ConfigurationError, EngineError, GenerationFailed
+    from millrace.engine_service.errors import Asleep, ConfigurationError, EngineError
     from millrace.engine_service.offline import LLM
     from millrace.engine_service.prompts import TextPrompt, TokensPrompt
-    from millrace.engine_service.request_output import RequestOutput
+    from millrace.engine_service.request_output import GenerationFailed, RequestOutput
     from millrace.engine_service.vllm_arguments import EngineArgs
     from millrace.producer import (
         AsyncClient,

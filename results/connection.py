@@ -16,6 +16,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
 from millrace.results.errors import InvalidRedisURL, QueueError, RedisUnavailable
+from millrace.results.tls_options import check_tls_options
 
 CLIENT_ERRORS = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
 """The errors that redis-py raises."""
@@ -36,12 +37,17 @@ _AnyClient = TypeVar("_AnyClient", redis.Redis, redis.asyncio.Redis)
 
 def resolve_url(url: str | None) -> str:
     """Return the given URL, otherwise that of the environment, otherwise the local server's. Raises InvalidRedisURL for a
-    file that cannot be read, and for a database that is not a number, which redis-py takes for 0."""
+    file that cannot be read, for an unknown scheme, and for a database that is not a number, which redis-py takes for 0."""
     if url is not None and not url.strip():
         raise InvalidRedisURL("the URL of the Redis is empty; leave it out for that of the environment, or give one")
     resolved = url or next(filter(None, map(_from_environment, URL_VARIABLES)), DEFAULT_URL)
     if "#" in resolved:  # redis-py would drop what follows, which mostly is a part of the password
         raise _bad_url(resolved, ValueError("it contains #"))
+    scheme, separator, _ = resolved.partition("://")
+    if separator and "sentinel" in scheme:
+        raise InvalidRedisURL(f"Sentinel URLs are not supported: {_MASTER_NEEDED}")
+    if scheme not in _SCHEMES:
+        raise _bad_url(resolved, ValueError(f"the scheme has to be one of {', '.join(_SCHEMES)}"))
     if not resolved.startswith("unix://") and not _URL_END.fullmatch(resolved.partition("?")[0].rpartition("@")[2]):
         raise _bad_url(resolved, ValueError("the part after the host has to be the number of a database"))
     return resolved
@@ -61,6 +67,7 @@ def _from_environment(variable: str) -> str | None:
     return url
 
 
+_SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 _URL_END = re.compile(r"([^/]*://)?[^/]*/?\d*")
 """A URL without its login: scheme, host and port, database."""
 
@@ -80,7 +87,7 @@ def connect(url: str | None = None, *, blocking: bool = False) -> redis.Redis:
     try:
         options = {**_OPTIONS, **({"connection_class": _TlsConnection} if _is_tls(resolved) else {})}
         return _with_a_host(redis.Redis.from_url(resolved, retry=retry, **_options_for(resolved, options)))
-    except (ValueError, TypeError, AttributeError) as error:
+    except _INVALID_OPTIONS as error:
         raise _bad_url(resolved, error) from error
 
 
@@ -94,9 +101,12 @@ def connect_async(url: str | None = None) -> redis.asyncio.Redis:
             return cast(redis.asyncio.Redis, cluster)
         options = {**_ASYNC_OPTIONS, **({"socket_connect_timeout": HANDSHAKE_LIMIT_S} if _is_tls(resolved) else {})}
         return _with_a_host(redis.asyncio.Redis.from_url(resolved, retry=retry, **_options_for(resolved, options)))
-    except (ValueError, TypeError, AttributeError) as error:
+    except _INVALID_OPTIONS as error:
         raise _bad_url(resolved, error) from error
 
+
+_INVALID_OPTIONS = (ValueError, TypeError, AttributeError, redis.RedisError)
+"""What redis-py raises for options, before it connects."""
 
 HANDSHAKE_LIMIT_S = 2.0
 """A port that does not speak TLS may wait for the rest of a handshake for ever. A user learns of it after this time."""
@@ -150,9 +160,13 @@ def _checked(client: Any, kinds: tuple[type, type], package: str) -> Any:
 
 
 def _options_for(url: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options. Raises ValueError where the URL has others that do not fit: they would replace these."""
-    if needed := _needed_options(redis.connection.parse_url(url)):  # type: ignore[no-untyped-call]
+    """Return the options. Raises ValueError where the URL has others that do not fit: they would replace these; and
+    InvalidRedisURL for TLS options that cannot be used."""
+    given = redis.connection.parse_url(url)  # type: ignore[no-untyped-call]
+    if needed := _needed_options(given):
         raise ValueError(f"Millrace needs {', '.join(needed)}; leave out what the URL says instead")
+    if _is_tls(url):
+        check_tls_options(given)
     return options
 
 
@@ -161,7 +175,7 @@ def _needed_options(options: dict[str, Any]) -> list[str]:
     needed: list[str] = []
     if options.get("decode_responses"):
         needed.append("decode_responses=False")
-    if str(options.get("protocol")) == "3":
+    if str(options.get("protocol")) not in ("None", "2"):
         needed.append("protocol=2")
     if options.get("legacy_responses") in (False, "false", "False", "0"):
         needed.append("legacy_responses=True")
@@ -169,6 +183,11 @@ def _needed_options(options: dict[str, Any]) -> list[str]:
     if timeout_s is not None and timeout_s < SOCKET_TIMEOUT_S:
         needed.append(f"socket_timeout={SOCKET_TIMEOUT_S:g} or more, not {timeout_s:g}")
     return needed
+
+
+def is_cluster(url: str) -> bool:
+    """Return whether the URL names a cluster."""
+    return _cluster_url(url) is not None
 
 
 def _cluster_url(url: str) -> str | None:
@@ -241,14 +260,22 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
     """Return an error that names the remedy, where the server's state is at fault; None where the command is."""
     text = _IN_SCRIPT.sub("", str(error))
     if "CERTIFICATE_VERIFY_FAILED" in text:  # redis-py wraps it in a ConnectionError
-        return RedisUnavailable(f"Redis at {server} {_NOT_TRUSTED} ({text})")
+        sentence = _OTHER_NAME if "mismatch, certificate is not valid for" in text else _NOT_TRUSTED
+        return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
     if isinstance(error, redis.TimeoutError) and is_unanswered_handshake(error, server):
         return RedisUnavailable(f"Redis at {server} does not answer in time: does this port speak TLS? ({text})")
+    if isinstance(error, redis.exceptions.InvalidResponse):
+        remedy = "it speaks TLS: write rediss://" if _TLS_ALERT in text else "check host and port in the URL"
+        return RedisUnavailable(f"what answers at {server} does not speak Redis's protocol: {remedy} ({text})")
+    if unknown := _UNKNOWN_TO_A_SENTINEL.search(text):
+        return InvalidRedisURL(f"Redis at {server} seems to be {_A_SENTINEL} ({unknown[0]})")
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
     if isinstance(error, redis.ConnectionError | OSError):
         limit = "" if "connecting to" in text else ", and maxclients of the server"
+        if limit and server.startswith("redis://"):
+            limit = f", whether the port expects TLS (rediss://){limit}"
         return RedisUnavailable(
             f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL{limit}."
         )
@@ -262,6 +289,11 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
 
 _IN_SCRIPT = re.compile(r" script: (?:\w+, )?on @user_script:\d+\.")
 """What a server appends to the error of a script. For a user it is the same error."""
+
+
+def sentinel_error(server: str) -> InvalidRedisURL:
+    """Return the error for the URL of a Sentinel."""
+    return InvalidRedisURL(f"Redis at {server} is {_A_SENTINEL}")
 
 
 def is_outage(error: RedisUnavailable) -> bool:
@@ -293,6 +325,23 @@ _NOT_TRUSTED = (
     "has a certificate that is not trusted here: name the authority that signed it in the URL, "
     "rediss://...?ssl_ca_certs=/path/ca.pem"
 )
+
+_OTHER_NAME = (
+    "has a certificate for another name: use a name of the certificate as the host in the URL, "
+    "or add ssl_check_hostname=false"
+)
+
+_TLS_ALERT = r'got "\x15"'
+"""The first byte of what some servers with TLS send to a client without."""
+
+_MASTER_NEEDED = (
+    "give the URL of the master, or make a Client from Sentinel(...).master_for(name, socket_timeout=15) of redis-py"
+)
+
+_A_SENTINEL = f"a Sentinel, which does not hold the data: {_MASTER_NEEDED}"
+
+# The first commands of our programs. Every other server that is new enough has them; before Redis 7.0 in backquotes.
+_UNKNOWN_TO_A_SENTINEL = re.compile(r"unknown command ['`](EVALSHA|SCAN|SELECT|TIME)['`]")
 
 _READ_ONLY = "is a read-only replica: give the URL of the primary, or wait for the failover to end"
 
@@ -352,5 +401,6 @@ def _bad_url(url: str, error: Exception) -> InvalidRedisURL:
         reason = f"redis-py has no option {unknown[1]}"
     return InvalidRedisURL(
         f"not a Redis URL (scheme: {scheme}): {reason}. It looks like redis://[user:password@]host:6379/0, rediss://... "
-        "for TLS, or unix:///path/to/socket; a password needs %2F for /, %3F for ?, %23 for #, %40 for @"
+        "for TLS, redis+cluster://host:6379, or unix:///path/to/socket; "
+        "a password needs %2F for /, %3F for ?, %23 for #, %40 for @"
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import redis
 
-from millrace.results.connection import as_unavailable, node_of, server_name
+from millrace.results.connection import as_unavailable, node_of, sentinel_error, server_name
 from millrace.results.errors import QueueError, ServerUnsuitable
 
 MIN_REDIS = (6, 2)
@@ -15,7 +15,8 @@ MIN_VALKEY = (7, 2)
 
 
 def check_server(client: redis.Redis, key: str) -> list[str]:
-    """Return warnings about the server's settings. Raises ServerUnsuitable when it would lose jobs or is too old.
+    """Return warnings about the server's settings. Raises ServerUnsuitable when it would lose jobs or is too old,
+    and InvalidRedisURL when it is a Sentinel.
 
     In a cluster the node of `key` is checked. Reads INFO, not CONFIG, which hosted servers often forbid; a setting that INFO
     does not show is a warning.
@@ -24,6 +25,8 @@ def check_server(client: redis.Redis, key: str) -> list[str]:
     info = _read_info(client, server, key)
     if info is None:
         return [f"Redis at {server} does not permit INFO: check that maxmemory-policy is noeviction"]
+    if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):  # Valkey calls it so
+        raise sentinel_error(server)
     _check_version(info, server)
     warnings = []
     policy = info.get("maxmemory_policy")

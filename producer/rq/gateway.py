@@ -33,8 +33,8 @@ from millrace.producer.rq.rq_job import GatewayJob
 from millrace.producer.rq.runs import RunTable
 from millrace.producer.rq.source_queue import SourceQueue
 from millrace.producer.rq.worker_entry import CommandListener, WorkerEntry
-from millrace.results.connection import as_unavailable, connect, server_name
-from millrace.results.errors import QueueError, RedisUnavailable, one_line
+from millrace.results.connection import as_unavailable, connect, is_cluster, resolve_url, server_name
+from millrace.results.errors import InvalidRedisURL, QueueError, RedisUnavailable, one_line
 from millrace.results.outage import Outage
 
 logger = logging.getLogger("millrace.gateway")
@@ -49,9 +49,9 @@ _CLOSE_LIMIT_S = 15.0
 def serve(redis_url: str | None, rq_queues: Sequence[str], to_queue: str, max_in_flight: int) -> None:
     """Run a gateway until SIGTERM, SIGINT or RQ's shutdown command. Raises RedisUnavailable or ServerUnsuitable when it
     cannot start."""
-    client = connect(redis_url)
+    client = _connect(redis_url)
     try:
-        gateway = Gateway(client, connect(redis_url, blocking=True), list(rq_queues), to_queue, max_in_flight)
+        gateway = Gateway(client, _connect(redis_url, blocking=True), list(rq_queues), to_queue, max_in_flight)
         _stop_on_signal(gateway.stop)
         gateway.run()
     except redis.RedisError as error:
@@ -60,13 +60,19 @@ def serve(redis_url: str | None, rq_queues: Sequence[str], to_queue: str, max_in
 
 def is_running_here(redis_url: str | None, rq_queues: Sequence[str], to_queue: str) -> bool:
     """Return whether a gateway on this host has sent a heartbeat for each of the queues just now."""
-    client = connect(redis_url)
+    client = _connect(redis_url)
     try:
         sources = [SourceQueue(client, Queue(name, connection=client), to_queue, "") for name in rq_queues]
         ours = re.compile(re.escape(_name_start()) + r"\d+-[0-9a-f]+")  # and not those of a host "<ours>-1"
         return all(any(map(ours.fullmatch, source.living())) for source in sources)
     except redis.RedisError as error:
         raise as_unavailable(error, server_name(client)) or error from error
+
+
+def _connect(redis_url: str | None, *, blocking: bool = False) -> redis.Redis:
+    if is_cluster(resolve_url(redis_url)):
+        raise InvalidRedisURL("RQ cannot use a cluster: give the URL of a single server, which RQ and Millrace share")
+    return connect(redis_url, blocking=blocking)
 
 
 def _name_start() -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from millrace.engine_service.errors import ConfigurationError
-from millrace.engine_service.model_files import check_parallel_sizes, default_sampling, eos_token_ids
+from millrace.engine_service.model_files import check_parallel_sizes, eos_token_ids
 
 
 @pytest.mark.parametrize("value", [2.5, "</s>", {"a": 1}, [1, None]])
@@ -16,13 +16,6 @@ def test_a_wrong_end_token_is_named(value: object, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ConfigurationError, match=r"^model: eos_token_id in .*config.json must be a token id or a list"):
         eos_token_ids(tmp_path)
-
-
-@pytest.mark.parametrize("config", [{"temperature": 5}, {"top_p": "high"}, {"max_new_tokens": -1}])
-def test_a_wrong_sampling_parameter_of_the_model_is_named_with_its_file(config: object, tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigurationError, match=r"^model: .*/generation_config.json is not valid: \w+: must be "):
-        default_sampling(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import math
 import os
 import select
@@ -80,6 +81,14 @@ def test_a_directory_that_is_no_model_is_named(tmp_path: Path) -> None:
         ConfigurationError, match=rf"^model: {tmp_path} has no config.json; name the directory of a model$"
     ):
         LLM(tmp_path)
+
+
+@pytest.mark.parametrize("config", [{"temperature": 5}, {"top_p": "high"}, {"max_new_tokens": -1}])
+def test_a_wrong_sampling_parameter_of_the_model_is_named_with_its_file(config: object, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match=r"^model: .*/generation_config.json is not valid: \w+: must be "):
+        LLM(tmp_path, device="cpu", executor="uni", num_blocks=64)
 
 
 @pytest.fixture(scope="module")

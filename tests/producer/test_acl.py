@@ -7,19 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
+from rq import Queue, Retry
+from rq.command import send_stop_job_command
 
 from millrace import Client, GenerationRequest, RedisUnavailable
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
-from millrace.results.messages import EngineId
+from millrace.results.messages import EngineId, JobError
 from millrace.results.queue import JobQueue
 from millrace.results.transport import Transport
+from tests.processes import wait_until
+from tests.producer.rq.parts import EchoEngine, GatewayProcess, enqueue, wait_for
 from tests.results.engines import Engine
 
 DEPLOYMENT = (Path(__file__).resolve().parents[2] / "docs" / "deployment.md").read_text()
 pytestmark = pytest.mark.new_redis  # the rules name its commands
 
-RULES = dict(re.findall(r"^(ACL SETUSER (?:producer|engine|reader)) (.*)$", DEPLOYMENT, re.MULTILINE))
+RULES = dict(re.findall(r"^(ACL SETUSER (?:producer|engine|reader|gateway)) (.*)$", DEPLOYMENT, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +40,8 @@ def url_of() -> Iterator[dict[str, str]]:
         admin.close()
 
 
-def test_the_readme_has_the_rules_of_all_three() -> None:
-    assert [command.split()[-1] for command in RULES] == ["producer", "engine", "reader"]
+def test_the_readme_has_the_rules_of_all_four() -> None:
+    assert [command.split()[-1] for command in RULES] == ["producer", "engine", "reader", "gateway"]
 
 
 def test_each_user_can_do_its_part(url_of: dict[str, str]) -> None:
@@ -80,7 +85,37 @@ def test_each_user_can_do_its_part(url_of: dict[str, str]) -> None:
         jobs.deregister(engine.id)
 
 
-@pytest.mark.parametrize("user", ["producer", "engine", "reader"])
+def test_a_gateway_can_do_its_part_and_warns_of_nothing_it_may_not(url_of: dict[str, str], tmp_path: Path) -> None:
+    place = (url_of["gateway"], "from-rq", "default")
+    with (
+        redis.Redis.from_url(url_of["admin"]) as connection,
+        EchoEngine(url_of["engine"], "default") as engine,
+        GatewayProcess(tmp_path / "first", *place) as first,
+    ):
+        queue = Queue("from-rq", connection=connection, serializer="json")
+        first.wait_until_serving()
+        engine.errors["fails"] = JobError(kind="internal", message="as the test wants it")
+        parent = enqueue(queue)
+        wait_for("finished", enqueue(queue, depends_on=parent), parent, enqueue(queue, prompt="n", n=2))
+        wait_for("failed", enqueue(queue, job_id="fails"), queue.enqueue("os.getpid"))
+        wait_for("finished", enqueue(queue, job_id="again", retry=Retry(max=1)))
+        engine.hold()
+        stopped, cancelled, kept = (enqueue(queue) for _ in range(3))
+        wait_until(lambda: {stopped.id, cancelled.id, kept.id} <= engine.held.keys(), what="the claims")
+        send_stop_job_command(connection, stopped.id)
+        cancelled.cancel()
+        wait_for("stopped", stopped)
+        first.kill()
+        with GatewayProcess(tmp_path / "second", *place) as second:
+            engine.let_go()
+            wait_for("finished", kept)
+            assert second.wait_until_serving().terminate() == 0
+        logs = first.text() + second.text()
+        assert "taking over" in logs
+        assert not re.search("permi|CLIENT|INFO: check", logs)
+
+
+@pytest.mark.parametrize("user", ["producer", "engine", "reader", "gateway"])
 def test_nobody_can_do_more(url_of: dict[str, str], user: str) -> None:
     transport = Transport(connect(url_of[user]))
     for command in (("FLUSHALL",), ("KEYS", "*"), ("CONFIG", "GET", "*"), ("SET", "mine", "1"), ("ACL", "LIST")):

@@ -87,6 +87,29 @@ def test_a_url_with_options_for_other_replies_is_refused(scheme: str, option: st
             opener(f"{scheme}://localhost:1/0?{option}")
 
 
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster", "unix"])
+def test_another_protocol_than_2_or_3_is_refused_like_3(scheme: str) -> None:
+    for opener in (connect, connect_async):
+        with pytest.raises(InvalidRedisURL, match="Millrace needs protocol=2"):
+            opener(f"{scheme}://localhost:1/0?protocol=9")
+
+
+def test_a_wrong_scheme_is_told_all_that_are_right() -> None:
+    schemes = r"redis, rediss, unix, redis\+cluster, rediss\+cluster"
+    for opener in (connect, connect_async):
+        with pytest.raises(InvalidRedisURL, match=rf"\(scheme: http\): the scheme has to be one of {schemes}\."):
+            opener("http://localhost:6379/0")
+
+
+@pytest.mark.parametrize("url", ["redis+sentinel://a:26379,b:26379/mymaster/0", "rediss+sentinel://:pw@a/mymaster"])
+def test_a_sentinel_url_is_refused_with_the_way_that_works(url: str) -> None:
+    for opener in (connect, connect_async):
+        with pytest.raises(
+            InvalidRedisURL, match=r"^Sentinel URLs are not supported: .* Sentinel\(\.\.\.\)\.master_for"
+        ):
+            opener(url)
+
+
 @pytest.mark.parametrize("password", ["secret/x", "secret?x", "secret#x"])
 def test_a_password_that_breaks_the_url_is_not_in_the_error(password: str) -> None:
     for opener in (connect, connect_async):

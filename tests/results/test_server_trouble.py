@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import cast
 
@@ -142,6 +143,9 @@ def test_a_command_at_fault_is_an_error_of_its_own(queue: FullQueue, redis_url: 
         ("CLUSTERDOWN The cluster is down", "cannot do this now: CLUSTERDOWN"),
         ("ERR Error running script: -OOM command not allowed", "is out of memory"),
         ("DB index is out of range", "has no such database"),
+        ("unknown command 'EVALSHA', with args beginning with: 'x'", "seems to be a Sentinel"),
+        ("unknown command `EVALSHA`, with args beginning with: `x`", "seems to be a Sentinel"),
+        ("unknown command 'WAITAOF', with args beginning with: '1'", None),
         ("ERR wrong number of arguments", None),
         ("ACL failure in script: User app has no permissions", "does not permit this"),
     ],
@@ -162,6 +166,30 @@ def test_states_of_the_server_are_told_from_commands_at_fault(answer: str, words
 )
 def test_only_who_gets_no_tls_connection_is_asked_about_it(scheme: str, error: str, words: str) -> None:
     assert words in str(as_unavailable(redis.TimeoutError(error), f"{scheme}://here"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "remedy"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", r"check host and port in the URL \(.*\"H\""),
+        (b"\x15\x03\x01\x00\x02\x02\x46", "it speaks TLS: write rediss://"),
+    ],
+)
+async def test_what_does_not_speak_the_protocol_is_told_so(answer: bytes, remedy: str) -> None:
+    async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(answer)
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
+        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+        expected = f"^what answers at {url} does not speak Redis's protocol: {remedy}"
+        with pytest.raises(RedisUnavailable, match=expected):
+            await asyncio.to_thread(Client(url).stats)
+        async with AsyncClient(url) as client:
+            with pytest.raises(RedisUnavailable, match=expected):
+                await client.stats()
 
 
 def test_a_server_that_takes_no_more_clients_says_so() -> None:

@@ -6,15 +6,17 @@ import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlparse
 
 import pytest
 import trustme
 
 from millrace import AsyncClient, Client, RedisUnavailable
 from millrace.embedded import EmbeddedServer
-from millrace.results.connection import HANDSHAKE_LIMIT_S
+from millrace.results.connection import HANDSHAKE_LIMIT_S, connect, connect_async
+from millrace.results.errors import InvalidRedisURL
 from tests.e2e.engines import TINY, EngineProcess
-from tests.millrace.cli.command import Command, python
+from tests.millrace.cli.command import Command, python, run_main
 from tests.results.tls_terminator import TlsTerminator
 
 PROMPT = "3 + 4 ="
@@ -85,6 +87,66 @@ def test_a_certificate_that_is_not_trusted_is_one_line_of_every_process(
     assert (ran.status, ran.out) == (4, "")
     assert len([line for line in ran.err.splitlines() if "INFO" not in line]) == 1
     assert "?ssl_ca_certs=" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("host", "kind"), [("127.0.0.1", "IP address mismatch"), ("localhost.localdomain", "Hostname mismatch")]
+)
+async def test_a_certificate_for_another_name_is_told_from_one_that_is_not_trusted(
+    url: str, host: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = socket.getaddrinfo("127.0.0.1", urlparse(url).port, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    url = url.replace("localhost", host)
+    expected = rf"{host}:\d+/0 has a certificate for another name: .* or add ssl_check_hostname=false .*{kind}"
+    with Client(url) as client, pytest.raises(RedisUnavailable, match=expected):
+        client.stats()
+    async with AsyncClient(url) as async_client:
+        with pytest.raises(RedisUnavailable, match=expected):
+            await async_client.stats()
+    with Client(f"{url}&ssl_check_hostname=false") as client:
+        client.stats()
+
+
+async def test_a_url_without_tls_for_a_port_with_it_is_asked_about(address: str) -> None:
+    url = address.replace("rediss://", "redis://")
+    hint = r"whether the port expects TLS \(rediss://\), and maxclients"
+    with Client(url) as client, pytest.raises(RedisUnavailable, match=hint):
+        client.stats()
+    async with AsyncClient(url) as async_client:
+        with pytest.raises(RedisUnavailable, match=hint):
+            await async_client.stats()
+
+
+@pytest.mark.parametrize("scheme", ["rediss", "rediss+cluster"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("ssl_ca_certs=/nope/ca.pem", "ssl_ca_certs=/nope/ca.pem cannot be read: no such file or directory"),
+        ("ssl_certfile=/nope/c.pem", "ssl_certfile=/nope/c.pem cannot be read: no such file or directory"),
+        ("ssl_keyfile=/nope/k.pem", "ssl_keyfile=/nope/k.pem cannot be read: no such file or directory"),
+        ("ssl_ca_certs={}", "ssl_ca_certs={} cannot be read: is a directory"),
+        ("ssl_ca_certs={}/text", "ssl_ca_certs={}/text contains no valid PEM certificate"),
+        ("ssl_keyfile={}/text", "ssl_keyfile={}/text needs its certificate: add ssl_certfile="),
+        ("ssl_certfile={}/text", "ssl_certfile={}/text (no ssl_keyfile is given) cannot be used: a PEM certificate"),
+        ("ssl_certfile={}/ca.pem&ssl_keyfile={}/text", "ssl_certfile={}/ca.pem and ssl_keyfile={}/text cannot be used"),
+        ("ssl_cert_reqs=foo", "ssl_cert_reqs must be none, optional or required, not 'foo'"),
+    ],
+)
+def test_a_tls_option_that_cannot_be_used_is_named_with_its_file(
+    address: str, folder: Path, scheme: str, options: str, message: str
+) -> None:
+    (folder / "text").write_text("no certificate")
+    url = f"{address.replace('rediss', scheme)}?{options.replace('{}', str(folder))}"
+    for opener in (connect, connect_async):
+        with pytest.raises(InvalidRedisURL) as caught:
+            opener(url)
+        assert str(caught.value).startswith(f"the URL's {message.replace('{}', str(folder))}")
+
+
+def test_a_wrong_tls_option_ends_a_verb_with_status_2(address: str) -> None:
+    ran = run_main("stats", "--redis", f"{address}?ssl_ca_certs=/nope/ca.pem")
+    assert (ran.status, ran.out, len(ran.err.splitlines())) == (2, "", 1)
 
 
 async def test_a_port_that_does_not_speak_tls_is_told_after_one_handshake() -> None:

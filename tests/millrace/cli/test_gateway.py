@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from millrace.cli import gateway
+from millrace.cli import build_parser, gateway
 from millrace.cli.exits import CommandError
-from tests.millrace.cli.command import Command, started
+from tests.millrace.cli.command import Command, run_main, started
 from tests.processes import LIMIT_S
 
 
@@ -27,9 +27,36 @@ def test_it_serves_until_it_is_told_to_stop(millrace: Command, queue_name: str) 
 
 
 def test_without_rq_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from millrace.cli import build_parser
-
     monkeypatch.setattr(gateway, "find_spec", lambda name: None)
     args = build_parser().parse_args(["gateway", "rq", "--queues", "a"])
     with pytest.raises(CommandError, match=r"needs rq; run in the checkout: pip install '\.\[gateway\]'"):
         args.run(args)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (("--to-queue", "a", "--queue", "b"), "'b' is not the queue of --to-queue, 'a'"),
+        (("--queue", "default", "--to-queue", "a"), "'a' is not the queue of --queue, 'default'"),
+    ],
+)
+def test_two_millrace_queues_are_refused(options: tuple[str, ...], named: str) -> None:
+    ran = run_main("gateway", "rq", "--queues", "x", *options)
+    assert (ran.status, ran.out, len(ran.err.splitlines())) == (2, "", 1)
+    assert named in ran.err
+
+
+@pytest.mark.parametrize(
+    ("options", "queue"),
+    [((), "default"), (("--to-queue", "a"), "a"), (("--queue", "a"), "a"), (("--queue", "a", "--to-queue", "a"), "a")],
+)
+def test_both_names_of_the_millrace_queue_mean_the_same(options: tuple[str, ...], queue: str) -> None:
+    assert build_parser().parse_args(["gateway", "rq", "--queues", "x", *options]).queue == queue
+
+
+@pytest.mark.parametrize("scheme", ["redis+cluster", "rediss+cluster"])
+@pytest.mark.parametrize("check", [(), ("--check",)])
+def test_a_cluster_is_refused_before_it_is_looked_for(scheme: str, check: tuple[str, ...]) -> None:
+    ran = run_main("gateway", "rq", "--queues", "x", "--redis", f"{scheme}://127.0.0.1:1", *check)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith("millrace: RQ cannot use a cluster: give the URL of a single server")
