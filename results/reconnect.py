@@ -9,9 +9,9 @@ from typing import TypeVar
 
 import redis
 
-from millrace.results.connection import is_outage
 from millrace.results.errors import RedisUnavailable
 from millrace.results.scripts import Command
+from millrace.results.server_errors import is_outage
 from millrace.results.transport import Reply, Transport
 
 RETRY_INTERVAL_S = 0.5

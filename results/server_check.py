@@ -7,8 +7,9 @@ from typing import Any
 
 import redis
 
-from millrace.results.connection import as_unavailable, node_of, sentinel_error, server_name
+from millrace.results.connection import node_of, server_name
 from millrace.results.errors import QueueError, ServerUnsuitable
+from millrace.results.server_errors import as_unavailable, sentinel_error
 
 MIN_REDIS = (6, 2)
 MIN_VALKEY = (7, 2)

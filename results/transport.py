@@ -14,12 +14,10 @@ from millrace.results.connection import (
     CLIENT_ERRORS,
     AsyncConnection,
     Connection,
-    as_unavailable,
     borrow,
     borrow_async,
     connect,
     connect_async,
-    is_unanswered_handshake,
     node_of,
     node_of_async,
     server_name,
@@ -27,6 +25,7 @@ from millrace.results.connection import (
 from millrace.results.connection_cache import ConnectionCache
 from millrace.results.errors import QueueError
 from millrace.results.scripts import Command, is_script, source_of
+from millrace.results.server_errors import as_unavailable, is_unanswered_handshake
 
 Reply = Any
 """What redis-py returns under RESP2: bytes, int, None or nested lists."""

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from millrace.results.connection import is_outage
 from millrace.results.counts import QueueStats
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import Claim, EngineId, JobId, Lease, Reconciliation
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
+from millrace.results.server_errors import is_outage
 
 logger = logging.getLogger("millrace.engine")
 

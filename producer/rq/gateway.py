@@ -33,9 +33,10 @@ from millrace.producer.rq.rq_job import GatewayJob
 from millrace.producer.rq.runs import RunTable
 from millrace.producer.rq.source_queue import SourceQueue
 from millrace.producer.rq.worker_entry import CommandListener, WorkerEntry
-from millrace.results.connection import as_unavailable, connect, is_cluster, resolve_url, server_name
+from millrace.results.connection import connect, is_cluster, resolve_url, server_name
 from millrace.results.errors import InvalidRedisURL, QueueError, RedisUnavailable, one_line
 from millrace.results.outage import Outage
+from millrace.results.server_errors import as_unavailable
 
 logger = logging.getLogger("millrace.gateway")
 

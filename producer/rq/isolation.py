@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import redis
 
-from millrace.results.connection import as_unavailable
 from millrace.results.errors import RedisUnavailable, one_line
+from millrace.results.server_errors import as_unavailable
 
 logger = logging.getLogger("millrace.gateway")
 

@@ -12,11 +12,12 @@ import redis
 from millrace import AsyncClient, Client
 from millrace.embedded import EmbeddedServer
 from millrace.results import commands
-from millrace.results.connection import as_unavailable, connect, connect_async
+from millrace.results.connection import connect, connect_async
 from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.messages import Event
 from millrace.results.replies import Outcome
 from millrace.results.scripts import SOURCES
+from millrace.results.server_errors import as_unavailable
 from millrace.results.transport import AsyncTransport, Transport
 from tests.results.engines import Engine, append_of, finish_of, submission, submit
 from tests.results.full_queue import FullQueue

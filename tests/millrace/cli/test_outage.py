@@ -13,7 +13,7 @@ import redis
 
 from millrace import Client, RedisUnavailable
 from millrace.cli.reconnecting_client import ReconnectingClient
-from millrace.results.connection import as_unavailable, is_outage
+from millrace.results.server_errors import as_unavailable, is_outage
 from tests.chaos.proxy import Proxy
 from tests.millrace.cli.command import Command, started
 from tests.millrace.cli.conftest import EngineByHand

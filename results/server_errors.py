@@ -1,0 +1,151 @@
+"""Errors of redis-py as errors of ours, which name the remedy."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TypeAlias
+
+import redis
+
+from millrace.results.errors import InvalidRedisURL, RedisUnavailable
+
+
+def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
+    """Return an error that names the remedy, where the server's state is at fault; None where the command is."""
+    text = _IN_SCRIPT.sub("", str(error))
+    if "CERTIFICATE_VERIFY_FAILED" in text:  # redis-py wraps it in a ConnectionError
+        sentence = _OTHER_NAME if "mismatch, certificate is not valid for" in text else _NOT_TRUSTED
+        return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
+    if isinstance(error, redis.TimeoutError) and is_unanswered_handshake(error, server):
+        return RedisUnavailable(f"Redis at {server} does not answer in time: does this port speak TLS? ({text})")
+    if isinstance(error, redis.exceptions.InvalidResponse):
+        remedy = "it speaks TLS: write rediss://" if _TLS_ALERT in text else "check host and port in the URL"
+        return RedisUnavailable(f"what answers at {server} does not speak Redis's protocol: {remedy} ({text})")
+    if unknown := _UNKNOWN_TO_A_SENTINEL.search(text):
+        return InvalidRedisURL(f"Redis at {server} seems to be {_A_SENTINEL} ({unknown[0]})")
+    for kind, sentence in _SENTENCES:
+        if isinstance(error, kind):
+            return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
+    if isinstance(error, redis.ConnectionError | OSError):
+        limit = "" if "connecting to" in text else ", and maxclients of the server"
+        if limit and server.startswith("redis://"):
+            limit = f", whether the port expects TLS (rediss://){limit}"
+        return RedisUnavailable(
+            f"Cannot connect to Redis at {server}: {_reason(text)}. Check --redis or MILLRACE_REDIS_URL{limit}."
+        )
+    for part, sentence in _BY_TEXT.items():
+        if part in text:
+            return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
+    if isinstance(error, redis.ResponseError) and any(code in text for code in _CODES):
+        return RedisUnavailable(f"Redis at {server} cannot do this now: {text}")
+    return None
+
+
+_IN_SCRIPT = re.compile(r" script: (?:\w+, )?on @user_script:\d+\.")
+"""What a server appends to the error of a script. For a user it is the same error."""
+
+
+def is_unanswered_handshake(error: redis.TimeoutError, server: str) -> bool:
+    """Return whether a TLS handshake timed out: probably the port does not speak TLS, so another attempt does not help."""
+    return server.startswith("rediss://") and "connecting" in str(error)
+
+
+def sentinel_error(server: str) -> InvalidRedisURL:
+    """Return the error for the URL of a Sentinel."""
+    return InvalidRedisURL(f"Redis at {server} is {_A_SENTINEL}")
+
+
+def is_outage(error: RedisUnavailable) -> bool:
+    """Return whether the server is gone, silent, loading or failing over; not if it is full or refuses the user."""
+    cause = error.__cause__
+    return isinstance(cause, _OUTAGES) and not isinstance(cause, redis.AuthenticationError)
+
+
+_OUTAGES = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.ReadOnlyError,
+    redis.exceptions.MasterDownError,
+    redis.exceptions.ClusterError,
+    redis.exceptions.RedisClusterException,
+    OSError,
+)
+
+
+def _reason(text: str) -> str:
+    """Return why a connection failed, from redis-py's message: it repeats the address, and differs under asyncio."""
+    errno = re.match(r"Error (\d+) connecting to ", text)
+    return os.strerror(int(errno[1])).lower() if errno else text.rstrip(".").rpartition(". ")[2]
+
+
+_NOT_PERMITTED = "does not permit this to the URL's user: extend the user's ACL"
+
+_NOT_TRUSTED = (
+    "has a certificate that is not trusted here: name the authority that signed it in the URL, "
+    "rediss://...?ssl_ca_certs=/path/ca.pem"
+)
+
+_OTHER_NAME = (
+    "has a certificate for another name: use a name of the certificate as the host in the URL, "
+    "or add ssl_check_hostname=false"
+)
+
+_TLS_ALERT = r'got "\x15"'
+"""The first byte of what some servers with TLS send to a client without."""
+
+MASTER_NEEDED = (
+    "give the URL of the master, or make a Client from Sentinel(...).master_for(name, socket_timeout=15) of redis-py"
+)
+
+_A_SENTINEL = f"a Sentinel, which does not hold the data: {MASTER_NEEDED}"
+
+# The first commands of our programs. Every other server that is new enough has them; before Redis 7.0 in backquotes.
+_UNKNOWN_TO_A_SENTINEL = re.compile(r"unknown command ['`](EVALSHA|SCAN|SELECT|TIME)['`]")
+
+_READ_ONLY = "is a read-only replica: give the URL of the primary, or wait for the failover to end"
+
+_OUT_OF_MEMORY = "is out of memory: raise maxmemory, or wait until results expire"
+
+_Errors: TypeAlias = type[Exception] | tuple[type[Exception], ...]
+
+_SENTENCES: tuple[tuple[_Errors, str], ...] = (
+    (redis.AuthenticationError, "refuses the login: check user and password in the URL"),
+    (redis.exceptions.NoPermissionError, _NOT_PERMITTED),
+    (redis.BusyLoadingError, "is still loading its data: try again in a moment"),
+    (redis.ReadOnlyError, _READ_ONLY),
+    (redis.exceptions.MasterDownError, "is a replica that has lost its primary: wait for the failover to end"),
+    (redis.OutOfMemoryError, _OUT_OF_MEMORY),
+    (redis.TimeoutError, "does not answer in time: is it overloaded, or the network cut?"),
+    (
+        (redis.exceptions.ClusterError, redis.exceptions.RedisClusterException),
+        "is a cluster that cannot serve this now",
+    ),
+)
+
+# Recognized by their text. Servers before 7.0 wrap the error of a command in a script.
+_BY_TEXT = {
+    "ACL failure in script": _NOT_PERMITTED,
+    "The user executing the script can't": _NOT_PERMITTED,
+    "DB index is out of range": "has no such database: check the number at the end of the URL",
+    "-OOM ": _OUT_OF_MEMORY,
+    "-READONLY ": _READ_ONLY,
+}
+
+# Codes of temporary errors, anywhere in the text.
+_CODES = (
+    "OOM ",
+    "READONLY ",
+    "MISCONF ",
+    "NOREPLICAS ",
+    "MASTERDOWN ",
+    "LOADING ",
+    "BUSY ",
+    "TRYAGAIN ",
+    "UNBLOCKED ",  # a blocked client when its primary becomes a replica
+    "NOAUTH ",
+    "NOSCRIPT ",  # flushed between loading and sending: the next try loads it
+    "MOVED ",
+    "ASK ",
+    "CLUSTERDOWN ",
+)
