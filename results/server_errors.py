@@ -101,7 +101,7 @@ MASTER_NEEDED = (
 _A_SENTINEL = f"a Sentinel, which does not hold the data: {MASTER_NEEDED}"
 
 # The first commands of our programs. Every other server that is new enough has them; before Redis 7.0 in backquotes.
-_UNKNOWN_TO_A_SENTINEL = re.compile(r"unknown command ['`](EVALSHA|SCAN|SELECT|TIME)['`]")
+_UNKNOWN_TO_A_SENTINEL = re.compile(r"unknown command ['`](EVALSHA|HGET|HMGET|SCAN|SELECT|TIME|XREAD|XREVRANGE)['`]")
 
 _READ_ONLY = "is a read-only replica: give the URL of the primary, or wait for the failover to end"
 

@@ -98,6 +98,7 @@ def resumable(hint: Callable[[], tuple[str, str]]) -> Iterator[None]:
     """Report after Ctrl-C, a timeout, a server that cannot be used, or output that cannot be written, how to resume. `hint`
     returns what continues, and the way to resume it."""
     from millrace import MillraceError, RedisUnavailable, ServerUnsuitable, WaitTimeout
+    from millrace.results.errors import InvalidRedisURL
 
     try:
         yield
@@ -106,6 +107,8 @@ def resumable(hint: Callable[[], tuple[str, str]]) -> Iterator[None]:
         raise
     except WaitTimeout as error:
         raise CommandError(f"{str(error).removesuffix('; wait again')}; {hint()[1]}", TIMED_OUT) from error
+    except InvalidRedisURL:  # no job is there
+        raise
     except (RedisUnavailable, ServerUnsuitable) as error:
         raise CommandError(f"{error}; {'; '.join(hint())}", NO_REDIS) from error
     except OSError as error:
