@@ -22,7 +22,18 @@ from types import ModuleType
 
 from rich.console import Console
 
-from benchmarks import kernels, offline, peers, queueing, recovery, roofline, scheduling, step_times, through_redis
+from benchmarks import (
+    kernels,
+    offline,
+    peers,
+    queueing,
+    recovery,
+    roofline,
+    scheduling,
+    step_times,
+    through_redis,
+    workloads,
+)
 from benchmarks.environment import ROOT, describe
 from benchmarks.options import Options
 from millrace.embedded import EmbeddedServer
@@ -80,6 +91,11 @@ def _parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.repeat is not None and options.repeat < 1:
         parser.error(f"--repeat is {options.repeat}: it must be at least 1")
+    for name in options.workload:
+        try:
+            workloads.make(name, is_quick=True)
+        except ValueError as error:
+            parser.error(f"--workload: {error}; {workload_help}")
     return options
 
 

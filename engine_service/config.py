@@ -69,6 +69,7 @@ _HELP = {
     "revision": ("COMMIT", "commit, tag or branch of a Hub model (default: main); a commit never changes"),
     "served_model_name": ("NAME", "model name that jobs give (default: --model, or its last part)"),
     "tokenizer": ("DIR", "directory of the tokenizer (default: the model's directory)"),
+    "chat_template": ("FILE", "Jinja template that makes prompts of chats (default: the tokenizer's)"),
     "queue": ("NAME", "queue to take jobs from"),
     "redis": (
         "URL",
@@ -150,6 +151,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str
     revision: str | None = None
     tokenizer: str | None = None
+    chat_template: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     executor: str = "auto"

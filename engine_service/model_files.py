@@ -77,15 +77,16 @@ def check_parallel_sizes(path: Path, tensor_parallel_size: int, pipeline_paralle
         raise ConfigurationError(reason)
 
 
-def fingerprint(path: Path, tokenizer_path: Path, number_formats: str) -> str:
-    """Return a hash that is equal for engines that can continue each other's generations: with the same weights, tokenizer
-    and number formats.
+def fingerprint(path: Path, tokenizer_path: Path, template_file: str | None, number_formats: str) -> str:
+    """Return a hash that is equal for engines that can continue each other's generations: with the same weights, tokenizer,
+    chat template and number formats.
 
     It covers the configurations, the tokenizer and its templates, and of each weight file the size, the header and a sample.
     """
     digest = hashlib.sha256(number_formats.encode())
-    texts = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-    for file in (path / "config.json", path / "generation_config.json", *(tokenizer_path / name for name in texts)):
+    texts = [tokenizer_path / name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")]
+    texts += [Path(template_file).expanduser()] if template_file is not None else []
+    for file in (path / "config.json", path / "generation_config.json", *texts):
         digest.update(hashlib.sha256(file.read_bytes() if file.exists() else b"").digest())
     for file in sorted(path.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size}".encode())

@@ -68,6 +68,7 @@ class LLM:
         *,
         revision: str | None = None,
         tokenizer: str | Path | None = None,
+        chat_template: str | Path | None = None,
         dtype: Any = "auto",
         device: str = "auto",
         executor: str = "auto",
@@ -119,8 +120,11 @@ class LLM:
         try:
             ranks.begin_start()
             with timed(logger, "tokenizer"):
-                given_path = config.tokenizer_path
-                self._tokenizer = Tokenizer(given_path) if given_path else _own_tokenizer(path)
+                given_path, template_file = config.tokenizer_path, config.chat_template
+                if given_path:
+                    self._tokenizer = Tokenizer(given_path, template_file)
+                else:
+                    self._tokenizer = _own_tokenizer(path, template_file)
             with timed(logger, "workers"):
                 facts = self._engine.start()
             self._admission = Admission(facts, self._tokenizer, eos_token_ids(path), config.max_logprobs)
@@ -371,9 +375,9 @@ def _refuse_unsupported(arguments: Mapping[str, Any], method: str) -> None:
             raise InvalidRequest(name, f"is not supported by {method}; leave it out")
 
 
-def _own_tokenizer(path: Path) -> Tokenizer | None:
+def _own_tokenizer(path: Path, template_file: str | None) -> Tokenizer | None:
     try:
-        return Tokenizer(path)
+        return Tokenizer(path, template_file)
     except ConfigurationError as error:
         if (path / "tokenizer.json").exists():
             raise

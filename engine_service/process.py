@@ -99,7 +99,7 @@ class _Process:
             logger.warning("redis: %s", warning)
         self._endpoint = self._open_endpoint()
         with timed(logger, "tokenizer"):
-            tokenizer = Tokenizer(self._tokenizer_path)
+            tokenizer = Tokenizer(self._tokenizer_path, self._config.chat_template)
         self._renderer = ProcessRenderer(tokenizer.chat_template)
         with timed(logger, "workers"):
             facts = self._engine.start()
@@ -123,7 +123,8 @@ class _Process:
         """Serve until a signal. Return whether Redis has taken every write."""
         config = self._config
         facts = self._engine.facts
-        mark = fingerprint(self._path, self._tokenizer_path, f"{facts.dtype} {facts.kv_cache_dtype}")
+        formats = f"{facts.dtype} {facts.kv_cache_dtype}"
+        mark = fingerprint(self._path, self._tokenizer_path, config.chat_template, formats)
         serving = _Serving(config, self._engine, self._health, admission, mark, self._connect)
         serving.start()
         engine_id = serving.leases.engine_id

@@ -55,7 +55,9 @@ _PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages", "cache_salt")
 
 
 def _as_list(value: Any) -> Any:
-    """Return an array of NumPy, or a tensor, as a list."""
+    """Return an array of NumPy, or a tensor, as a list, and a list of such or of their numbers as one without them."""
+    if isinstance(value, list) and value and hasattr(value[0], "tolist"):
+        return [_as_list(each) for each in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.engine_service.chat.output_format import THINKING_MARKS
-from millrace.engine_service.chat.template import ChatTemplate
+from millrace.engine_service.chat.template import ChatTemplate, read_template
 from millrace.engine_service.errors import ConfigurationError
 from millrace.engine_service.token_bound import TokenBound
 
@@ -25,8 +25,9 @@ _REMEDY = "name a local directory with a tokenizer.json"
 class Tokenizer:
     """Wraps a fast tokenizer. Safe to use from several threads. Encoding lets other threads run."""
 
-    def __init__(self, path: Path) -> None:
-        """Load the tokenizer in this directory. Raises `ConfigurationError` if there is no usable one."""
+    def __init__(self, path: Path, template_file: str | None = None) -> None:
+        """Load the tokenizer in this directory. `template_file`: a chat template in place of the tokenizer's. Raises
+        `ConfigurationError` if there is no usable tokenizer or template."""
         if not os.path.isdir(path):  # unlike `Path.is_dir`, false for a name that is too long
             raise ConfigurationError(f"tokenizer: {path} is not a directory; {_REMEDY}")
         from transformers import PreTrainedTokenizerFast  # takes longer than all other imports of the service
@@ -47,6 +48,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._texts: dict[int, str] = {}
         """What tokens add after a letter."""
+        self._template = read_template(template_file) if template_file is not None else self._tokenizer.chat_template
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the ids of those texts that are special tokens."""
@@ -105,8 +107,8 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """The model's chat templates; without any in the model's files, each chat is an error."""
-        found = self._tokenizer.chat_template
+        """The chat templates; without any, each chat is an error."""
+        found = self._template
         sources = found if isinstance(found, dict) else {"default": found} if found else {}
         return ChatTemplate(sources, self._tokenizer.special_tokens_map)
 

@@ -85,8 +85,6 @@ def translated(arguments: Mapping[str, Any]) -> dict[str, Any]:
             logger.debug("%s has no effect in Millrace", name)
         elif value is not None and not any(value == neutral for neutral in _NEUTRAL.get(name, ())):
             rule, what_to_do = "is not an argument of LLM", remedy(name, (*EngineConfig.__struct_fields__, *_RENAMED))
-            if name == "chat_template":
-                what_to_do = "give it to LLM.chat, or tokenizer=DIR with a chat_template.jinja"
             if name in _NEUTRAL:
                 rule, what_to_do = f"must be {' or '.join(map(repr, _NEUTRAL[name]))}", "leave it out"
             raise ConfigurationError(f"{name}: {rule}, got {shown(value)}; {what_to_do}")

@@ -6,13 +6,14 @@ import contextlib
 import json
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2.ext
 import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from millrace.engine_service.errors import EngineError
+from millrace.engine_service.errors import ConfigurationError, EngineError
 
 MAX_TEXT_CHARS = 4 * 1024 * 1024
 """Four times the largest request: a template that makes more of it does not end."""
@@ -38,7 +39,7 @@ class ChatTemplate(msgspec.Struct, frozen=True):
         for name in ("tool_use", "default") if has_tools else ("default",):
             if name in self.sources:
                 return self.sources[name]
-        raise TextError("the model has no chat template; send a prompt, or name a tokenizer that has a template")
+        raise TextError("the model has no chat template; send a prompt, or start the engine with --chat-template FILE")
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,6 +74,21 @@ def render(template: ChatTemplate, chat: Chat) -> str:
             raise TextError(f"the text has more than {MAX_TEXT_CHARS:,} characters")
     text = "".join(pieces)
     return _cut_behind_last_message(text) if chat.continue_final_message else text
+
+
+def read_template(file: str) -> str:
+    """Return the chat template in a file. Raises `ConfigurationError` if it cannot be read or is not valid."""
+    try:
+        source = Path(file).expanduser().read_text(encoding="utf-8")
+        compile_template(source)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"chat_template: must be a file with a Jinja template, got {file!r}: {error}"
+        ) from error
+    except jinja2.TemplateSyntaxError as error:
+        message = f"chat_template: {file} is not a valid Jinja template: line {error.lineno}: {error.message}"
+        raise ConfigurationError(f"{message}; correct it") from error
+    return source
 
 
 @lru_cache(maxsize=8)

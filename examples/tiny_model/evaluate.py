@@ -5,7 +5,7 @@ Run it as `python examples/tiny_model/evaluate.py [DIR]`.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -82,6 +82,7 @@ QUESTION_FORMS: dict[str, Callable[[int, int], Prompted]] = {
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
-    for form, share in held_out_accuracy(*load(directory)).items():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, nargs="?", default=Path(__file__).parent, help="of a model")
+    for form, share in held_out_accuracy(*load(parser.parse_args().directory)).items():
         print(f"{form:<28} {share:7.2%}")

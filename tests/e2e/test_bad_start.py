@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -103,6 +104,25 @@ def test_a_tokenizer_that_cannot_be_used_ends_the_start_with_one_sentence(redis_
     assert status == 2
     assert "Traceback" not in error
     assert STARTED in error and error.splitlines()[-1].startswith("millrace serve: tokenizer: ")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% if %}", r"/one\.jinja is not a valid Jinja template: line 1: .*; correct it"),
+        (None, r"must be a file with a Jinja template, got '.*/one\.jinja': .*No such file"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used_ends_the_start_with_one_sentence(
+    source: str | None, message: str, redis_url: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "one.jinja"
+    if source is not None:
+        file.write_text(source)
+    status, error = serve("--model", str(TINY), "--redis", redis_url, "--chat-template", str(file))
+    assert status == 2
+    assert "Traceback" not in error
+    assert re.match(f"millrace serve: chat_template: .*{message}", error.splitlines()[-1])
 
 
 def test_a_server_that_evicts_is_refused_by_name_of_the_setting() -> None:

@@ -266,7 +266,9 @@ def test_numbers_and_arrays_of_numpy_and_tensors_are_taken(llm: LLM) -> None:
     of_numpy: dict[str, Any] = {"temperature": np.float64(0.5), "max_tokens": np.int64(3), "seed": np.int32(7)}
     params = SamplingParams(**of_numpy)
     assert params == SamplingParams(temperature=0.5, max_tokens=3, seed=7)
-    prompts: list[Any] = [np.array([5, 6]), torch.tensor([[5, 6]]), {"prompt_token_ids": np.array([5, 6])}]
+    numbers = [np.int64(5), np.int64(6)]
+    prompts: list[Any] = [np.array([5, 6]), torch.tensor([[5, 6]]), [np.array([5, 6])], numbers, [numbers]]
+    prompts += [{"prompt_token_ids": ids} for ids in (np.array([5, 6]), numbers)]
     for prompt in prompts:
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         assert output.prompt_token_ids == [5, 6]

@@ -137,6 +137,16 @@ def test_chats_with_tools_have_a_template_of_their_own_where_the_model_has_one(t
     assert render(template, Chat(messages=[USER], tools=[])) == "[]<|end|>"
 
 
+def test_a_file_replaces_all_templates_of_the_model(tmp_path: Path) -> None:
+    model = model_with_template(tmp_path / "model", "plain")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    (file := tmp_path / "mine.jinja").write_text("mine{{ eos_token }}")
+    template = Tokenizer(model, str(file)).chat_template
+    assert render(template, Chat(messages=[USER])) == "mine<|end|>"
+    assert render(template, Chat(messages=[USER], tools=[])) == "mine<|end|>"
+
+
 def test_a_model_without_a_template_is_named() -> None:
     with pytest.raises(TextError, match="the model has no chat template; send a prompt"):
         render(ChatTemplate({}), Chat(messages=[USER]))
