@@ -120,11 +120,7 @@ class LLM:
         try:
             ranks.begin_start()
             with timed(logger, "tokenizer"):
-                given_path, template_file = config.tokenizer_path, config.chat_template
-                if given_path:
-                    self._tokenizer = Tokenizer(given_path, template_file)
-                else:
-                    self._tokenizer = _own_tokenizer(path, template_file)
+                self._tokenizer = _load_tokenizer(config, path)
             with timed(logger, "workers"):
                 facts = self._engine.start()
             self._admission = Admission(facts, self._tokenizer, eos_token_ids(path), config.max_logprobs)
@@ -375,11 +371,13 @@ def _refuse_unsupported(arguments: Mapping[str, Any], method: str) -> None:
             raise InvalidRequest(name, f"is not supported by {method}; leave it out")
 
 
-def _own_tokenizer(path: Path, template_file: str | None) -> Tokenizer | None:
+def _load_tokenizer(config: EngineConfig, path: Path) -> Tokenizer | None:
+    """Return the tokenizer of the options or of the model in `path`. None: neither has one."""
+    given_path = config.tokenizer_path
     try:
-        return Tokenizer(path, template_file)
+        return Tokenizer(given_path or path, config.chat_template)
     except ConfigurationError as error:
-        if (path / "tokenizer.json").exists():
+        if given_path is not None or (path / "tokenizer.json").exists():
             raise
         logger.warning("%s; prompts must be token ids", error)
         return None
