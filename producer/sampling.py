@@ -26,7 +26,7 @@ from millrace.producer.errors import InvalidRequest
 from millrace.producer.structured import StructuredOutputs, structured_outputs
 from millrace.results.errors import shown
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger("millrace.client")
 
 MIN_TEMPERATURE = 1e-2
 """Lower temperatures than this are raised to it, but not 0: a division by them would overflow."""
@@ -142,7 +142,7 @@ class SamplingParams(msgspec.Struct, metaclass=NamesUnknown, kw_only=True, omit_
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop", "needs the text; set detokenize to true or leave stop out")
         if 0 < self.temperature < MIN_TEMPERATURE:
-            log.warning("temperature %g is raised to %g; use 0 for greedy", self.temperature, MIN_TEMPERATURE)
+            logger.warning("temperature %g is raised to %g; use 0 for greedy", self.temperature, MIN_TEMPERATURE)
             _set(self, "temperature", MIN_TEMPERATURE)
         for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
             if (given := getattr(self, name)) and len(given) > 1:

@@ -1,4 +1,4 @@
-"""Connections to the server, their options, and the messages for its errors."""
+"""Connections to the server, and their options."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ All keys of a queue share the hash tag `{queue}`, so they live in one slot of a 
     leases:<engine>        set     jobs that this engine incarnation owns        claim, finish        while not empty
     engines                zset    engine incarnations, score last heartbeat ms  heartbeat            until recovered
     engine:<engine>        hash    the heartbeat, and the last claim's answer    heartbeat, claim     heartbeat limit
-    signals:<engine>       list    "cancel", "watch" or "expire <id>"; "beat"    cancel, watch, ...   60 s
+    signals:<engine>       list    what to do, what to log, each with a job id   cancel, watch, ...   60 s
     done                   stream  completions: id, state                        finish               100,000 entries
     dead                   zset    failed jobs, score ended at ms                finish, redrive      record TTL
     inbox                  stream  requests of any client: field `job`, JSON     anybody              until accepted

@@ -13,7 +13,7 @@ from millrace.results.messages import Append, Event, Finish, JobError, JobId, Le
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger("millrace.results")
 
 MAX_BATCH = 256
 MAX_BACKOFF_S = 2.0
@@ -116,7 +116,7 @@ class Writer:
                 try:
                     self._on_stale(job_id, lease)
                 except Exception:
-                    log.exception("the engine could not drop job %s", job_id)
+                    logger.exception("the engine could not drop job %s", job_id)
 
     def _run_builder(self) -> None:
         while True:
@@ -164,7 +164,7 @@ class Writer:
             except QueueError as error:
                 self._outage.note_failure(error)
             except Exception:  # our bug: it must not end the thread, which has more to write
-                log.exception("%d results wait to be written, next try in %.2f s", len(batch), backoff_s)
+                logger.exception("%d results wait to be written, next try in %.2f s", len(batch), backoff_s)
             with self._changed:
                 if self._changed.wait_for(lambda: not self._in_flight, backoff_s):
                     return None
@@ -179,7 +179,7 @@ class Writer:
                 if outcome in ("ok", "already", "retrying"):
                     continue
                 if outcome != "stale":
-                    log.error("a write of job %s was refused, so the job is dropped: %s", write.job_id, outcome)
+                    logger.error("a write of job %s was refused, so the job is dropped: %s", write.job_id, outcome)
                 self._stale_leases[write.lease] = None
                 dropped[write.lease] = write.job_id
             while len(self._stale_leases) > MAX_STALE_LEASES:
@@ -199,7 +199,7 @@ def _built(write: Write, logprobs: Iterable[LazyJson | None]) -> Write:
             if each is not None:
                 each.read()
     except Exception as error:  # our bug, or too little memory
-        log.exception("the log-probabilities of job %s could not be built", write.job_id)
+        logger.exception("the log-probabilities of job %s could not be built", write.job_id)
         message = f"log-probabilities could not be built ({type(error).__name__}); the engine's log has the traceback"
         end = write if isinstance(write, Finish) else None
         return Finish(

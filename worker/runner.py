@@ -153,7 +153,7 @@ class Runner:
         """Whether a step has failed, and the engine may not know it yet."""
 
     def _make_graphs(self, model: RankModel, max_num_seqs: int) -> StepGraphs | None:
-        """Return what runs decode steps as graphs, where Triton runs all that they need on a GPU."""
+        """Return what runs steps as graphs, where Triton runs all that they need on a GPU."""
         if self.decoder is None or self._device.type != "cuda" or not model.uses_graphs:
             return None
         from millrace.worker.attention.triton import TritonAttention

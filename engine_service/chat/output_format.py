@@ -9,6 +9,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from millrace.results.messages import FunctionCall
+
 if TYPE_CHECKING:  # it imports jinja2, and the names of the parsers are options of a service
     from millrace.engine_service.chat.template import ChatTemplate
 
@@ -34,18 +36,12 @@ _SPACE = re.compile(r"\s*")
 _SEPARATOR = re.compile(r"\s*[;,]?\s*")
 
 
-class ToolCall(NamedTuple):
-    name: str
-    arguments: str
-    """A JSON object."""
-
-
 class Parts(NamedTuple):
     """What an output consists of."""
 
     content: str | None
     reasoning: str | None
-    tool_calls: list[ToolCall]
+    tool_calls: list[FunctionCall]
 
 
 class OutputFormat(NamedTuple):
@@ -76,7 +72,7 @@ class OutputFormat(NamedTuple):
         reasoning = None
         if self.reasoning is not None:
             reasoning, text = _split_reasoning(text, *THINKING_MARKS[self.reasoning], begins_in_reasoning)
-        calls: list[ToolCall] = []
+        calls: list[FunctionCall] = []
         if has_tools and self.tool_calls is not None:
             calls, text = _SPLITTERS[self.tool_calls](text)
         if calls:
@@ -108,9 +104,9 @@ def _split_reasoning(text: str, begin: str, end: str, begins_inside: bool) -> tu
     return reasoning.strip(), rest.lstrip("\n")
 
 
-def _split_hermes(text: str) -> tuple[list[ToolCall], str]:
+def _split_hermes(text: str) -> tuple[list[FunctionCall], str]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of times, with text around."""
-    calls, content, kept, at, num_broken = list[ToolCall](), "", 0, 0, 0
+    calls, content, kept, at, num_broken = list[FunctionCall](), "", 0, 0, 0
     while num_broken < _MAX_BROKEN_CALLS and (start := text.find(HERMES, at)) >= 0:
         at = start + len(HERMES)
         value, end = _json_at(text, at)
@@ -125,10 +121,10 @@ def _split_hermes(text: str) -> tuple[list[ToolCall], str]:
     return calls, content + text[kept:]
 
 
-def _split_llama(text: str) -> tuple[list[ToolCall], str]:
+def _split_llama(text: str) -> tuple[list[FunctionCall], str]:
     """{"name": ..., "parameters": {...}} as the whole message or behind <|python_tag|>; several are separated by ";"."""
     content, mark, rest = text.partition(_LLAMA)
-    calls, at = list[ToolCall](), _skip(_SPACE, rest if mark else text, 0)
+    calls, at = list[FunctionCall](), _skip(_SPACE, rest if mark else text, 0)
     if not mark:
         content, rest = "", text
     while at < len(rest):
@@ -140,7 +136,7 @@ def _split_llama(text: str) -> tuple[list[ToolCall], str]:
     return (calls, content) if calls else ([], text)
 
 
-def _split_mistral(text: str) -> tuple[list[ToolCall], str]:
+def _split_mistral(text: str) -> tuple[list[FunctionCall], str]:
     """[TOOL_CALLS] and a list of {"name": ..., "arguments": {...}}; newer models: [TOOL_CALLS]name[ARGS]{...}, repeated."""
     content, mark, rest = text.partition(MISTRAL)
     if not mark:
@@ -177,7 +173,7 @@ def _json_at(text: str, at: int) -> tuple[Any, int]:
         return None, at
 
 
-def _call_in(value: Any) -> ToolCall | None:
+def _call_in(value: Any) -> FunctionCall | None:
     """Return the call that an object describes, or None."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not name:
         return None
@@ -192,7 +188,7 @@ def _call_in(value: Any) -> ToolCall | None:
             found = json.dumps(arguments)
     except (ValueError, RecursionError):
         return None
-    return ToolCall(name, found) if _is_unicode(name) else None
+    return FunctionCall(name=name, arguments=found) if _is_unicode(name) else None
 
 
 def _is_unicode(text: str) -> bool:

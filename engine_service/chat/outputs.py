@@ -11,7 +11,7 @@ from millrace.engine_service.chat.output_format import OutputFormat, Parts
 from millrace.engine_service.generation import Generation
 from millrace.engine_service.text import Tokenizer
 from millrace.producer import GenerationRequest, StructuredOutputs
-from millrace.results.messages import ChatOutput, FunctionCall, ToolCall
+from millrace.results.messages import ChatOutput, ToolCall
 
 _NUM_TAIL_TOKENS = 16
 """Tokens at the end of a prompt in which a template may open the reasoning."""
@@ -23,7 +23,7 @@ class ChatOutputs:
     def __init__(self, form: OutputFormat, tokenizer: Tokenizer) -> None:
         self._form = form
         self._tokenizer = tokenizer
-        self._special_ids = {mark: ids for mark in form.marks for ids in tokenizer.special_ids_of((mark,))}
+        self._special_ids = {mark: found for mark in form.marks if (found := tokenizer.special_id(mark)) is not None}
 
     def reader(self, request: GenerationRequest, prompt_token_ids: list[int]) -> ChatReader | None:
         """Return the reader for the outputs of a request; None where the text is all there is."""
@@ -66,10 +66,7 @@ class ChatReader(msgspec.Struct, frozen=True):
         if parts == Parts(text, None, []):
             return None
         calls = [
-            ToolCall(
-                id=self._call_id(f"{job_id}:{index}:{number}"),
-                function=FunctionCall(name=call.name, arguments=call.arguments),
-            )
+            ToolCall(id=self._call_id(f"{job_id}:{index}:{number}"), function=call)
             for number, call in enumerate(parts.tool_calls if self._is_parallel else parts.tool_calls[:1])
         ]
         return ChatOutput(content=parts.content, reasoning=parts.reasoning, tool_calls=calls)

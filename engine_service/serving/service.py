@@ -29,7 +29,7 @@ from millrace.engine_service.serving.jobs import (
 )
 from millrace.engine_service.serving.output import DEFER_MS, SAVE_EVERY_STEPS, Output
 from millrace.engine_service.serving.prefixes import CachedPrefixes
-from millrace.engine_service.worker_group import TOO_LARGE, Failure
+from millrace.engine_service.worker_group import TOO_LARGE, SequenceFailure
 from millrace.results.messages import JobError, JobId, Lease, Reconciliation
 from millrace.results.writer import Writer
 
@@ -190,7 +190,7 @@ class Service:
         else:
             self._output.save(job, now_s)
 
-    def _fail(self, job: ServedJob, failure: Failure) -> None:
+    def _fail(self, job: ServedJob, failure: SequenceFailure) -> None:
         """End a job of which one candidate can't continue."""
         self._stop_candidates(job)
         if failure.kind == TOO_LARGE:

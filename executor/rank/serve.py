@@ -19,7 +19,6 @@ import faulthandler
 import logging
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -93,14 +92,12 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Set if this process ends with that of the engine, on the same host."""
 
 
-def serve_rank(
-    create_worker: CreateWorker, argv: list[str] | None = None, *, import_modules: Callable[[], None] = lambda: None
-) -> int:
+def serve_rank(create_worker: CreateWorker, *, import_modules: Callable[[], None] = lambda: None) -> int:
     """Be one rank until the engine sends "shutdown" or ends. Returns the exit status of the process.
 
     `import_modules` imports what `create_worker` needs. It is called without waiting for the engine.
     """
-    options = vars(_parse(argv))
+    options = vars(_parse())
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback after Ctrl-C, which reaches a rank of torchrun
     die_with_parent(options.pop("parent_pid"))
     status = run_rank(RankOptions(**options), create_worker, import_modules)
@@ -354,11 +351,11 @@ class _Connection:
         self._context.term()  # ends the heartbeat
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One rank of a Millrace engine; started by the engine, not by hand.")
     parser.add_argument("--address", required=True)
     parser.add_argument("--identity", required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
     parser.add_argument("--engine-pid", type=int)
     parser.add_argument("--log-level", default="INFO")
-    return parser.parse_args(sys.argv[1:] if argv is None else argv)
+    return parser.parse_args()

@@ -118,7 +118,7 @@ class OutputFile:
         self._check_paths()
         self._lock = self._state_path.open("a+b", buffering=0)
         try:
-            self._state, self.is_continued = self._open_state()
+            self._state = self._open_state()
             self._file = path.open("r+b" if path.exists() else "x+b", buffering=0)
         except BaseException:
             self._lock.close()
@@ -179,7 +179,7 @@ class OutputFile:
         if not path.parent.is_dir():
             raise CommandError(f"{path}: there is no directory {path.parent}; create it, or name another file", INVALID)
 
-    def _open_state(self) -> tuple[_State, bool]:
+    def _open_state(self) -> _State:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -192,7 +192,7 @@ class OutputFile:
                 os.fsync(self._lock.fileno())
             except OSError as error:
                 raise CommandError(f"{self._state_path}: {error.strerror}") from error
-            return state, False
+            return state
         try:
             state = msgspec.json.decode(text, type=_State)
         except msgspec.MsgspecError:
@@ -204,7 +204,7 @@ class OutputFile:
             options = " ".join(f"--{name} {value}" for name, value in state.options.items())
             reason = f"was begun with {options or 'no --tenant or --priority'}; continue it with the same"
             raise CommandError(f"{self._path}: {reason}", INVALID)
-        return state, True
+        return state
 
     def _read(self) -> int:
         """Note the lines that an earlier process has written. Cut off the last one if it is not complete."""

@@ -1,4 +1,4 @@
-"""`millrace stats`, `batch`, `pause` and `resume`: the counts of a queue, of a batch, and whether jobs start."""
+"""`millrace stats`, `queues`, `batch`, `pause` and `resume`: the counts of queues and batches, and whether jobs start."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class LayerAttention:
         _, block_size, num_kv_heads, key_dim = layer.keys.shape
         value_dim = layer.values.shape[-1]
         self._kernels = kernels
-        self._layer, self._group = layer, layer.group
+        self._group = layer.group
         self.width = (num_heads + num_kv_heads) * key_dim + num_kv_heads * value_dim
         self._num_positions = sys.maxsize
         self._call = call = AttentionCall(scaling=scaling, softcap=softcap or 0.0, norm_eps=norm_eps)
@@ -98,7 +98,7 @@ class LayerAttention:
         call.dtype, call.pool_dtype = DTYPES[dtype], DTYPES[layer.keys.dtype]
         call.block_size, call.window = block_size, sliding_window or 0
         call.keys, call.values = layer.keys.data_ptr(), layer.values.data_ptr()
-        self._tensors: list[Tensor] = []  # they have to outlive the calls
+        self._tensors = [layer.keys, layer.values]  # they have to outlive the calls
         if norms is not None:
             call.query_norm, call.key_norm = (self._keep(each, (key_dim,)) for each in norms)
         if rotary is not None:

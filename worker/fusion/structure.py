@@ -168,13 +168,9 @@ def _read_divided(module: Any) -> RowParallelLinear | None:
 
 
 def _read_layer(layer: Any, spec: LayerSpec, rotary: Rotary) -> LayerParts:
-    names = (
-        _LAYER_CHILDREN
-        if hasattr(layer, "pre_feedforward_layernorm")
-        else _LAYER_CHILDREN - {*("pre_feedforward_layernorm", "post_feedforward_layernorm")}
-    )
-    _require_children(layer, names)
     has_output_norms = hasattr(layer, "pre_feedforward_layernorm")
+    output_norms = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
+    _require_children(layer, _LAYER_CHILDREN if has_output_norms else _LAYER_CHILDREN - output_norms)
     return LayerParts(
         attention=_read_attention(layer.self_attn, spec, rotary),
         mlp=_read_mlp(layer.mlp),

@@ -115,7 +115,7 @@ static ALWAYS_INLINE void score_columns(const float *turned, const float *keys, 
         store(scores + (j / num_keys * SPAN + j % num_keys) * LANES, sums[level][j]);
 }
 
-/* The same for a column, of whose query vectors `num_vectors` exist. Lane by lane it is the same arithmetic. */
+/* `weigh_row` for a column, of whose query vectors `num_vectors` exist. Lane by lane it is the same arithmetic. */
 static void weigh_lanes(const struct attention *c, const struct scratch *s, int64_t vector, int64_t num_vectors,
                         float *scores, const struct column *column)
 {

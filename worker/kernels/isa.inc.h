@@ -22,7 +22,6 @@ PUSH_TARGET(TARGET)
 
 #ifndef HAS_BF16_PAIRS
 #define HAS_BF16_PAIRS 0
-#define HAS_VNNI 0
 #endif
 
 #include "simd.h"

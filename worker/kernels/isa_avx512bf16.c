@@ -2,7 +2,6 @@
 #if defined(__x86_64__)
 #define LANES 16
 #define HAS_BF16_PAIRS 1
-#define HAS_VNNI 1
 #define TABLE kernels_avx512bf16
 #define TARGET "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,fma"
 #include "isa.inc.h"

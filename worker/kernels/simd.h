@@ -2,10 +2,6 @@
  *
  * isa_*.c defines LANES before it includes this file. C has no `?:` for vectors, so `pick` does it with masks, which
  * compilers turn into blends. NaN must survive all of these functions: a row with a NaN is reported by the sampler. */
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 #define UNROLLED _Pragma("GCC unroll 16") /* so that vectors in arrays stay in registers */
 
@@ -41,7 +37,7 @@ static inline vi splat_bits(const void *from)
 /* Lane by lane: add the products of two pairs of 16-bit integers to a sum of 32 bits. */
 static inline vi add_products(vi sums, vi a, vi b)
 {
-#if HAS_VNNI
+#if HAS_BF16_PAIRS
     return (vi)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)a, (__m512i)b);
 #elif LANES == 16
     return sums + (vi)_mm512_madd_epi16((__m512i)a, (__m512i)b);

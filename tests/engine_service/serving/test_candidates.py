@@ -19,7 +19,7 @@ from millrace.engine_service.serving.jobs import Abort, Arrived, Refused, Served
 from millrace.engine_service.serving.leases import Leases
 from millrace.engine_service.serving.output import CHECKPOINT_TOKENS, Output
 from millrace.engine_service.serving.service import Service
-from millrace.engine_service.worker_group import TOO_LARGE, Failure
+from millrace.engine_service.worker_group import TOO_LARGE, SequenceFailure
 from millrace.executor.launch.uniproc import UniprocExecutor
 from millrace.executor.wire.messages import WorkerConfig
 from millrace.producer.wire import parse_body
@@ -192,7 +192,7 @@ def test_a_failing_candidate_ends_the_whole_job_in_one_record(serving: Serving) 
     job = serving.start(serving.claim())
     serving.run(2)
     last = job.generations[2]
-    serving.service._apply(Progress(last, None, Failure("nan_logits", "not a number")), 0.0)
+    serving.service._apply(Progress(last, None, SequenceFailure("nan_logits", "not a number")), 0.0)
     assert not serving.llm.has_work, "the others are stopped"
     serving.service._apply(Progress(job.generations[0], None), 0.0)  # of the same step
     serving.run()
@@ -220,7 +220,7 @@ def test_a_job_that_no_longer_fits_is_released_with_the_output_of_all_candidates
     submit(serving.queue, "a", body=body_of(2, 50), n=2)
     job = serving.start(serving.claim())
     serving.run(3)
-    serving.service._apply(Progress(job.generations[0], None, Failure(TOO_LARGE, "too large")), 0.0)
+    serving.service._apply(Progress(job.generations[0], None, SequenceFailure(TOO_LARGE, "too large")), 0.0)
     serving.run()
     assert serving.queue.get("a").state == "delayed"
 
