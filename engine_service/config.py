@@ -139,10 +139,11 @@ _SWITCHES = {
 """By switch: the option that it sets, the value, and what the help says."""
 
 _EXITS = """\
-Exit status: 0 after SIGTERM or SIGINT, 1 for a failure of the program, 2 when
-an option or the model can't work, 4 when Redis cannot be used or did not take
-the last results, 6 when the workers are lost and cannot be replaced, 7 when
-the device is lost, 8 when the device's memory is too small."""
+Exit status: 0 after SIGTERM or SIGINT, 1 for a failure of the program or a
+metrics port that is in use, 2 when an option or the model can't work, 4 when
+Redis cannot be used or did not take the last results, 6 when the workers are
+lost and cannot be replaced, 7 when the device is lost, 8 when the device's
+memory is too small."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,6 +16,10 @@ class ConfigurationError(EngineError):
     """Raised at the start when an option or the model can't work; another attempt would end the same way."""
 
 
+class PortInUse(EngineError):
+    """Raised at the start when another process has the metrics port, perhaps an engine that drains. Later it may be free."""
+
+
 class Asleep(EngineError):
     """Raised when a generation is to run while the engine sleeps. Call `wake_up` first."""
 

@@ -21,6 +21,9 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     path = os.path.expanduser(model)
     if os.path.isdir(path):  # unlike `Path.is_dir`, false for a name that is too long
         if not os.path.isfile(os.path.join(path, "config.json")):
+            if os.path.isfile(os.path.join(path, "adapter_config.json")):
+                rule = "is a LoRA adapter (adapter_config.json); merge it into its base model, and name that"
+                raise ConfigurationError(f"model: {model} {rule}")
             raise ConfigurationError(f"model: {model} has no config.json; name the directory of a model")
         if revision is not None:
             raise ConfigurationError(f"revision: is of a hub id, and {model} is a directory; leave it out")

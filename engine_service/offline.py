@@ -116,7 +116,8 @@ class LLM:
         try:
             self.get_default_sampling_params()
         except InvalidRequest as error:
-            raise ConfigurationError(f"model: {path / 'generation_config.json'} is not valid: {error}") from error
+            rule = f"is not valid: {error}; correct it, or set generation_config='vllm', which leaves it out"
+            raise ConfigurationError(f"model: {path / 'generation_config.json'} {rule}") from error
         try:
             ranks.begin_start()
             with timed(logger, "tokenizer"):

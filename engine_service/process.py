@@ -12,6 +12,7 @@ from types import FrameType
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from millrace import __version__
 from millrace.engine_service.chat.output_format import output_format
 from millrace.engine_service.chat.outputs import ChatOutputs
 from millrace.engine_service.chat.renderer import ProcessRenderer
@@ -100,6 +101,8 @@ class _Process:
         self._endpoint = self._open_endpoint()
         with timed(logger, "tokenizer"):
             tokenizer = Tokenizer(self._tokenizer_path, self._config.chat_template)
+        for error in tokenizer.chat_template.errors():
+            logger.error("%s", error)
         self._renderer = ProcessRenderer(tokenizer.chat_template)
         with timed(logger, "workers"):
             facts = self._engine.start()
@@ -128,7 +131,7 @@ class _Process:
         serving = _Serving(config, self._engine, self._health, admission, model_fingerprint, self._connect)
         serving.start()
         engine_id = serving.leases.engine_id
-        names = {"engine": engine_id, "model": config.model_names[0], "queue": config.queue}
+        names = {"engine": engine_id, "model": config.model_names[0], "queue": config.queue, "version": __version__}
         self._metrics_collector.watch(serving.service, serving.leases, **names)
         logger.info("engine %s serves %s on queue %s", engine_id, config.model_names[0], config.queue)
         release_freed_memory()  # what the tokenizer's file took, mostly

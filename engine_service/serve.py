@@ -15,9 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from millrace import __version__
 from millrace.engine_service.build import build_executor
 from millrace.engine_service.config import ServeConfig, parse
-from millrace.engine_service.errors import ConfigurationError, EngineDead
+from millrace.engine_service.errors import ConfigurationError, EngineDead, PortInUse
 from millrace.engine_service.model_files import resolve_model
 from millrace.executor.base import Executor
 from millrace.executor.launch.devices import lock_free_gpus
@@ -29,6 +30,7 @@ from millrace.results.errors import InvalidRedisURL, QueueError
 
 logger = logging.getLogger("millrace.engine")
 
+EXIT_PORT_IN_USE = 1
 EXIT_REDIS = 4
 EXIT_WORKERS_LOST = 6
 
@@ -44,9 +46,10 @@ def main(argv: list[str] | None = None) -> int:
         set_up_logs(config.log_level)
         if config.executor in ("auto", "external") and is_torchrun_rank(os.environ):
             _become_rank(config, arguments)
+        logger.info("millrace %s", __version__)
         path = resolve_model(config.model, config.revision)
         return _serve(config, path, build_executor(config, path, is_service=True, log_level=config.log_level))
-    except (ConfigurationError, QueueError, EngineDead) as error:
+    except (ConfigurationError, PortInUse, QueueError, EngineDead) as error:
         if "json" in (os.environ.get(FORMAT_VARIABLE), _format_asked_for(arguments)):
             os.environ[FORMAT_VARIABLE] = "json"
             set_up_logs("CRITICAL")  # does nothing, unless an option is invalid
@@ -55,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"millrace serve: {error}", file=sys.stderr)
         if isinstance(error, EngineDead):
             return EXIT_BY_CAUSE.get(error.cause, EXIT_WORKERS_LOST)
+        if isinstance(error, PortInUse):
+            return EXIT_PORT_IN_USE
         return EXIT_CONFIGURATION if isinstance(error, ConfigurationError | InvalidRedisURL) else EXIT_REDIS
 
 

@@ -38,7 +38,8 @@ class Tokenizer:
             raise
         except BaseException as error:  # the library raises what its parsers raise, and its Rust code may panic
             if not (path / "tokenizer.json").exists():
-                raise ConfigurationError(f"tokenizer: {path} has no tokenizer.json; {_REMEDY}") from error
+                how = f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r}) writes one, mostly"
+                raise ConfigurationError(f"tokenizer: {path} has no tokenizer.json; {_REMEDY}; {how}") from error
             message = f"tokenizer: {path / 'tokenizer.json'} cannot be used ({error}); {_REMEDY}"
             raise ConfigurationError(message) from error
         self._backend = self._tokenizer.backend_tokenizer
@@ -71,6 +72,11 @@ class Tokenizer:
             encoding.truncate(max(0, num_kept - num_special), direction="left")
             encoding = self._backend.post_process(encoding)
         return list(encoding.ids[-num_kept:])
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens, with those that were added to the vocabulary."""
+        return int(self._backend.get_vocab_size())
 
     @cached_property
     def thinking_mark_ids(self) -> tuple[int, int] | None:

@@ -38,6 +38,7 @@ CACHE_SHARE = 0.25
 """Share of an automatic KV pool in host memory that prompts may fill which no running sequence uses."""
 
 _DEVICE_ERROR = "DeviceError"
+_OF_MODEL = ("ModelError", "WeightsDiffer")
 """An error of the worker, by name: the engine does not import the worker."""
 
 
@@ -73,6 +74,8 @@ class WorkerGroup:
         self.scheduler: Scheduler  # from `start` on
         self.restart_reason: str | None = None
         """Set while the workers are replaced. Other threads may read it."""
+        self._last_loss = ""
+        """Why the workers were replaced last."""
 
     def start(self) -> None:
         """Start the workers and make the scheduler, which stays the same in all epochs."""
@@ -88,7 +91,8 @@ class WorkerGroup:
         self._num_fruitless_restarts += 1
         if self._num_fruitless_restarts > MAX_FRUITLESS_RESTARTS:
             raise _dead(f"{error}; the {self._num_fruitless_restarts}th loss in a row without a new token", error)
-        with self._restarting(one_line(str(error))):
+        self._last_loss = one_line(str(error))
+        with self._restarting(self._last_loss):
             self._bring_up(self._executor.restart)
         return self._begin_epoch()
 
@@ -141,7 +145,9 @@ class WorkerGroup:
                 self._has_run = True
                 return
             if not (error.is_retryable or self._has_run or self._has_fewer_ranks):
-                raise ConfigurationError(str(error)) from error
+                # A rank's own error of the model names what is wrong; other errors need the rank and the phase.
+                is_of_model = error.failure is not None and error.failure.kind in _OF_MODEL
+                raise ConfigurationError(error.message if is_of_model else str(error)) from error
             first_error = first_error or error
             if smaller is None:
                 also = f"; with fewer ranks: {error}" if error is not first_error else ""
@@ -201,7 +207,7 @@ class WorkerGroup:
         too_large = [] if is_same_size else self.scheduler.replace_pool(self._make_pool())
         if quarantined:
             self._probe_machine()
-        return [(sequence, _crashed(sequence)) for sequence in quarantined] + [
+        return [(sequence, _crashed(sequence, self._last_loss)) for sequence in quarantined] + [
             (sequence, no_longer_fits(self.scheduler.pool)) for sequence in too_large
         ]
 
@@ -254,9 +260,9 @@ def no_longer_fits(pool: BlockPool) -> SequenceFailure:
     return SequenceFailure(TOO_LARGE, message)
 
 
-def _crashed(sequence: Sequence) -> SequenceFailure:
-    message = f"the workers were lost {sequence.crash_count} times while they computed this job, the last times alone"
-    return SequenceFailure("crashed", message)
+def _crashed(sequence: Sequence, last_loss: str) -> SequenceFailure:
+    times = f"the workers were lost {sequence.crash_count} times while they computed this job, the last times alone"
+    return SequenceFailure("crashed", f"{times}: {last_loss}")
 
 
 def _format_sizes(sizes: tuple[int, int]) -> str:

@@ -218,8 +218,10 @@ _OPENAI_NAMES = {
     "max_completion_tokens": "max_tokens",
     "top_logprobs": "logprobs, with their number",
     "custom_id": "id, or run-batch for a file in OpenAI's batch format",
+    **dict.fromkeys(("response_format", "guided_decoding", "guided_json"), "structured_outputs"),
+    **dict.fromkeys(("guided_regex", "guided_choice", "guided_grammar"), "structured_outputs"),
 }
-"""Names of OpenAI's API, which only `run-batch` takes, and ours."""
+"""Names of OpenAI's API, which only `run-batch` takes, or of older versions of vLLM, and ours."""
 
 
 class NamesUnknown(msgspec.StructMeta):

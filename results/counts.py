@@ -37,6 +37,8 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
     """Inbox entries that could not become a job; `list_rejected` returns the last ones."""
     was_served: bool = True
     """False if no engine has ever served the queue: its name may be mistyped."""
+    inbox: int = 0
+    """Inbox entries that no engine has accepted or rejected yet. They are no jobs before that."""
 
     @property
     def obstacle(self) -> Obstacle | None:
@@ -65,9 +67,11 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
 
     state: str
     num_ahead: int | None
-    """Jobs that are likely to begin before it; None unless it is queued."""
+    """Jobs that are likely to begin before it; None unless it is queued, and where `needs_model`."""
     eta_s: float | None
     """Seconds until it begins, at the pace of the last completions while jobs waited; None without any."""
+    needs_model: bool = False
+    """Whether it waits for an engine with the model that generated the output that readers have seen."""
 
 
 class BatchStatus(msgspec.Struct, frozen=True, kw_only=True):

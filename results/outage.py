@@ -17,12 +17,14 @@ SETTLED_S = 5.0
 
 
 class Outage:
-    """Owns which threads cannot use Redis now. Logs when the first one fails and when the last one succeeds again."""
+    """Owns which threads cannot use Redis now, and how many outages have ended. Logs when the first thread fails and when
+    the last one succeeds again."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._failing: set[str] = set()
+        self.num_ended = 0
         self._since_s = 0.0
         self._reasons: set[str] = set()
         """Those that are logged."""
@@ -66,5 +68,6 @@ class Outage:
         with self._lock:
             self._failing.remove(name)
             has_ended = not self._failing
+            self.num_ended += has_ended
         if has_ended:
             logger.info("the outage is over after %.1f s", self._clock() - self._since_s)

@@ -93,11 +93,17 @@ def first_logprobs(lines: list[list[bytes]], index: int, count: int) -> list[Tok
 
 
 def queue_stats(reply: list[Any]) -> QueueStats:
-    *counts, is_paused, pairs, was_served, rejected = reply
+    *counts, is_paused, pairs, was_served, rejected, inbox = reply
     asleep = {engine_id.decode(): level for engine_id, level in zip(pairs[::2], pairs[1::2], strict=True)}
     named = dict(zip(QueueStats.__struct_fields__, counts, strict=False))
-    more = {"is_paused": bool(is_paused), "sleep_levels": asleep, "was_served": bool(was_served), "rejected": rejected}
-    return QueueStats(**named, **more)
+    return QueueStats(
+        **named,
+        is_paused=bool(is_paused),
+        sleep_levels=asleep,
+        was_served=bool(was_served),
+        rejected=rejected,
+        inbox=inbox,
+    )
 
 
 def signalled_engines(engine_id: str | None, queue: str, reply: list[bytes]) -> list[str]:
@@ -111,11 +117,12 @@ def position(job_id: str, queue: str, reply: list[Any] | None) -> Position:
     """Return the position of a job. Raises JobNotFound."""
     if reply is None:
         raise JobNotFound(job_id, queue)
-    state, num_ahead, eta_ms = reply
+    state, num_ahead, eta_ms, needs_model = reply
     return Position(
         state=text(state),
         num_ahead=None if num_ahead < 0 else num_ahead,
         eta_s=None if eta_ms < 0 else eta_ms / 1000,
+        needs_model=bool(needs_model),
     )
 
 

@@ -9,7 +9,7 @@ import redis
 
 from millrace.results.connection import node_of, server_name
 from millrace.results.errors import QueueError, ServerUnsuitable
-from millrace.results.server_errors import as_unavailable, sentinel_error
+from millrace.results.server_errors import as_unavailable, cluster_node_error, sentinel_error
 
 MIN_REDIS = (6, 2)
 MIN_VALKEY = (7, 2)
@@ -17,7 +17,7 @@ MIN_VALKEY = (7, 2)
 
 def check_server(client: redis.Redis, key: str) -> list[str]:
     """Return warnings about the server's settings. Raises ServerUnsuitable when it would lose jobs or is too old,
-    and InvalidRedisURL when it is a Sentinel.
+    and InvalidRedisURL when it is a Sentinel, or a cluster's node and the client is not a cluster's.
 
     In a cluster the node of `key` is checked. Reads INFO, not CONFIG, which hosted servers often forbid; a setting that INFO
     does not show is a warning.
@@ -26,8 +26,11 @@ def check_server(client: redis.Redis, key: str) -> list[str]:
     info = _read_info(client, server, key)
     if info is None:
         return [f"Redis at {server} does not permit INFO: check that maxmemory-policy is noeviction"]
-    if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):  # Valkey calls it so
+    modes = (info.get("redis_mode"), info.get("server_mode"))  # the second one is Valkey's
+    if "sentinel" in modes:
         raise sentinel_error(server)
+    if "cluster" in modes and not isinstance(client, redis.RedisCluster):
+        raise cluster_node_error(server)
     _check_version(info, server)
     warnings = []
     policy = info.get("maxmemory_policy")

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import redis
 
-from millrace.results.errors import InvalidRedisURL, RedisUnavailable
+from millrace.results.errors import InvalidRedisURL, QueueError, RedisUnavailable
 
 
 def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
@@ -24,6 +24,8 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
         return RedisUnavailable(f"what answers at {server} does not speak Redis's protocol: {remedy} ({text})")
     if unknown := _UNKNOWN_TO_A_SENTINEL.search(text):
         return InvalidRedisURL(f"Redis at {server} seems to be {_A_SENTINEL} ({unknown[0]})")
+    if isinstance(error, redis.exceptions.AskError) and "+cluster://" not in server:  # MovedError is one too
+        return InvalidRedisURL(f"Redis at {server} is {_A_CLUSTER_NODE} ({text})")
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
@@ -56,20 +58,42 @@ def sentinel_error(server: str) -> InvalidRedisURL:
     return InvalidRedisURL(f"Redis at {server} is {_A_SENTINEL}")
 
 
+def cluster_node_error(server: str) -> InvalidRedisURL:
+    """Return the error for the URL of a cluster's node that does not name a cluster."""
+    return InvalidRedisURL(f"Redis at {server} is {_A_CLUSTER_NODE}")
+
+
 def is_outage(error: RedisUnavailable) -> bool:
     """Return whether the server is gone, silent, loading or failing over; not if it is full or refuses the user."""
     cause = error.__cause__
-    return isinstance(cause, _OUTAGES) and not isinstance(cause, redis.AuthenticationError)
+    return is_of_replica(cause) or (isinstance(cause, _OUTAGES) and not isinstance(cause, redis.AuthenticationError))
+
+
+def is_of_replica(reply: object) -> bool:
+    """Return whether a reply is the error of a server that is, or has just become, a replica."""
+    if not isinstance(reply, redis.ResponseError):
+        return False
+    is_typed = isinstance(reply, redis.ReadOnlyError | redis.exceptions.MasterDownError)
+    return is_typed or any(code in str(reply) for code in _OF_REPLICA)
+
+
+def is_refusal(error: QueueError) -> bool:
+    """Return whether the server has answered that it does not execute the command. Otherwise it may have executed it."""
+    return isinstance(error.__cause__, redis.ResponseError)
 
 
 _OUTAGES = (
     redis.ConnectionError,
     redis.TimeoutError,
-    redis.ReadOnlyError,
-    redis.exceptions.MasterDownError,
+    redis.exceptions.TryAgainError,
     redis.exceptions.ClusterError,
     redis.exceptions.RedisClusterException,
     OSError,
+)
+
+_OF_REPLICA = (
+    "-READONLY ",  # in a script, before Redis 7.0
+    "UNBLOCKED ",  # a blocking command of a primary that becomes a replica
 )
 
 
@@ -100,6 +124,11 @@ MASTER_NEEDED = (
 
 _A_SENTINEL = f"a Sentinel, which does not hold the data: {MASTER_NEEDED}"
 
+_A_CLUSTER_NODE = (
+    "a node of a Redis Cluster: write redis+cluster:// in its URL (rediss+cluster:// with TLS), "
+    "or make a Client from a RedisCluster of redis-py"
+)
+
 # The first commands of our programs. Every other server that is new enough has them; before Redis 7.0 in backquotes.
 _UNKNOWN_TO_A_SENTINEL = re.compile(r"unknown command ['`](EVALSHA|HGET|HMGET|SCAN|SELECT|TIME|XREAD|XREVRANGE)['`]")
 
@@ -117,8 +146,10 @@ _SENTENCES: tuple[tuple[_Errors, str], ...] = (
     (redis.exceptions.MasterDownError, "is a replica that has lost its primary: wait for the failover to end"),
     (redis.OutOfMemoryError, _OUT_OF_MEMORY),
     (redis.TimeoutError, "does not answer in time: is it overloaded, or the network cut?"),
+    (redis.exceptions.TryAgainError, "moves the keys to another node of the cluster: try again in a moment"),
+    (redis.exceptions.NoScriptError, "has lost the scripts again: try again"),
     (
-        (redis.exceptions.ClusterError, redis.exceptions.RedisClusterException),
+        (redis.exceptions.ClusterError, redis.exceptions.RedisClusterException, redis.exceptions.AskError),
         "is a cluster that cannot serve this now",
     ),
 )
@@ -132,20 +163,5 @@ _BY_TEXT = {
     "-READONLY ": _READ_ONLY,
 }
 
-# Codes of temporary errors, anywhere in the text.
-_CODES = (
-    "OOM ",
-    "READONLY ",
-    "MISCONF ",
-    "NOREPLICAS ",
-    "MASTERDOWN ",
-    "LOADING ",
-    "BUSY ",
-    "TRYAGAIN ",
-    "UNBLOCKED ",  # a blocked client when its primary becomes a replica
-    "NOAUTH ",
-    "NOSCRIPT ",  # flushed between loading and sending: the next try loads it
-    "MOVED ",
-    "ASK ",
-    "CLUSTERDOWN ",
-)
+# Codes of temporary errors that redis-py has no class for, anywhere in the text. For the others it removes the code.
+_CODES = ("MISCONF ", "NOREPLICAS ", "BUSY ", "UNBLOCKED ")

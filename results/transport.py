@@ -25,7 +25,7 @@ from millrace.results.connection import (
 from millrace.results.connection_cache import ConnectionCache
 from millrace.results.errors import QueueError
 from millrace.results.scripts import Command, is_script, source_of
-from millrace.results.server_errors import as_unavailable, is_unanswered_handshake
+from millrace.results.server_errors import as_unavailable, is_of_replica, is_unanswered_handshake
 
 Reply = Any
 """What redis-py returns under RESP2: bytes, int, None or nested lists."""
@@ -162,6 +162,7 @@ class Transport:
             if self._cache and is_cached:
                 (reply,) = self._cache.call([command], meanwhile)
                 if isinstance(reply, redis.ResponseError):
+                    self._reconnect_after(reply)
                     raise reply
                 return reply
             return self._execute(command)
@@ -172,7 +173,11 @@ class Transport:
 
     def _execute(self, command: Command) -> Reply:
         execute: Callable[..., Reply] = self._pooled().execute_command
-        return execute(*command)
+        try:
+            return execute(*command)
+        except redis.ResponseError as error:
+            self._reconnect_after(error)
+            raise
 
     def _load(self, *commands: Command) -> None:
         for source in {source_of(command) for command in commands}:
@@ -181,13 +186,15 @@ class Transport:
     def _pipeline(self, commands: Sequence[Command], node: redis.Redis | None = None) -> list[Reply]:
         is_cached = self._cache is not None and node is None and all(map(is_script, commands))
         try:
-            if self._cache and is_cached:
-                return self._cache.call(commands)
-            return self._execute_together(commands, node)
+            replies = (
+                self._cache.call(commands) if self._cache and is_cached else self._execute_together(commands, node)
+            )
         except (redis.TimeoutError, redis.ConnectionError) as error:
             if not self._may_send_again(error, is_cached):
                 raise
-        return self._execute_together(commands, node)
+            replies = self._execute_together(commands, node)
+        self._reconnect_after(*replies)
+        return replies
 
     def _execute_together(self, commands: Sequence[Command], node: redis.Redis | None) -> list[Reply]:
         with (node or self._pooled()).pipeline(transaction=False) as pipe:
@@ -195,6 +202,12 @@ class Transport:
             for command in commands:
                 enqueue(*command)
             return pipe.execute(raise_on_error=False)
+
+    def _reconnect_after(self, *replies: Reply) -> None:
+        """Close the idle connections if the server has become a replica: its name may lead to the new primary by now. A
+        cluster's client follows redirections instead."""
+        if any(map(is_of_replica, replies)) and not isinstance(self._client, redis.RedisCluster):
+            self._pooled().connection_pool.disconnect(inuse_connections=False)
 
     def _may_send_again(self, error: redis.TimeoutError | redis.ConnectionError, is_cached: bool) -> bool:
         """redis-py itself sends again after a lost connection, but not for the cache."""
@@ -268,6 +281,9 @@ class AsyncTransport:
             if not self._sends_again or is_unanswered_handshake(error, self._server):
                 raise
             return await execute(*command)
+        except redis.ResponseError as error:
+            await self._reconnect_after(error)
+            raise
 
     async def _load(self, *commands: Command) -> None:
         for source in {source_of(command) for command in commands}:
@@ -283,11 +299,17 @@ class AsyncTransport:
                 return await pipe.execute(raise_on_error=False)
 
             try:
-                return await send()
+                replies = await send()
             except redis.TimeoutError as error:
                 if not self._sends_again or is_unanswered_handshake(error, self._server):
                     raise
-                return await send()
+                replies = await send()
+        await self._reconnect_after(*replies)
+        return replies
+
+    async def _reconnect_after(self, *replies: Reply) -> None:
+        if any(map(is_of_replica, replies)) and not isinstance(self._client, redis.asyncio.RedisCluster):
+            await self._client.connection_pool.disconnect(inuse_connections=False)
 
 
 def _forgotten(replies: list[Reply]) -> list[int]:

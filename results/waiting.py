@@ -11,6 +11,8 @@ def describe_wait(place: Position, stats: QueueStats, queue: str) -> str:
     facts = [place.state]
     if place.state in ("queued", "delayed") and (obstacle := describe_obstacle(stats, queue)):
         facts.append(obstacle)
+    elif place.needs_model:
+        facts.append("waits for an engine with the model that began it")
     elif place.num_ahead is not None:
         facts.append(counted_noun(place.num_ahead, "job") + " ahead")
     if place.eta_s is not None and not stats.obstacle:

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("executor.rank.serve", "executor.rank.worker", "executor.phases", "executor.heap"),
     },
     "engine_service": {
-        *("producer", "results", "executor"),
+        *("producer", "results", "executor", "millrace.__version__"),
         *(
             "msgspec",
             "prometheus_client",

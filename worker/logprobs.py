@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from millrace.executor.wire.messages import record_bytes
 
@@ -68,7 +67,8 @@ def head_logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     layers = getattr(model, name)
     setattr(model, name, _HiddenStates(hidden.unsqueeze(0)))
     try:
-        logits: Tensor = model(use_cache=False).logits[0]
+        token_ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        logits: Tensor = model(token_ids, use_cache=False).logits[0]
     finally:
         setattr(model, name, layers)
     return logits
@@ -79,7 +79,25 @@ class _HiddenStates(nn.Module):
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
-        self._output = MoeModelOutputWithPast(last_hidden_state=hidden)  # type: ignore[arg-type]
+        self._output = _Output(hidden)
 
-    def forward(self, **_: Any) -> MoeModelOutputWithPast:
+    @property
+    def decoder(self) -> _HiddenStates:
+        """What the head of OPT calls instead."""
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> _Output:
         return self._output
+
+
+class _Output:
+    """Last hidden states as the output of a model's layers. Of what else a head passes on there is nothing."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None

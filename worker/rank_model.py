@@ -145,7 +145,9 @@ class RankModel:
             with timed(logger, "fuse and pack"), self._peers.dry_run() if self._peers else contextlib.nullcontext():
                 self.decoder = fuse(self.module, self._specs, self.facts.max_model_len, self.attention, operations)
         except FusionRejected as rejected:
-            logger.warning("%s: it runs through transformers' modules, which is slower", rejected)
+            logger.info(
+                "%s: it computes something else, so it runs through transformers' modules, which is slower", rejected
+            )
             is_rejected = True
         if is_rejected:  # not above, where the exception still holds the packed weights
             self._read()

@@ -41,6 +41,18 @@ class ChatTemplate(msgspec.Struct, frozen=True):
                 return self.sources[name]
         raise TextError("the model has no chat template; send a prompt, or start the engine with --chat-template FILE")
 
+    def errors(self) -> list[str]:
+        """Return which templates are not valid, and why. Their chats fail, whatever they contain."""
+        found = []
+        for name, source in self.sources.items():
+            try:
+                compile_template(source)
+            except jinja2.TemplateSyntaxError as error:
+                found.append(
+                    f"the chat template {name!r} is not valid, line {error.lineno}: {error.message}; correct it"
+                )
+        return found
+
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a template makes a prompt of. The fields are those of a request."""

@@ -3,6 +3,7 @@ its own and only reads, so it also answers while the engine is stuck."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import socketserver
@@ -18,7 +19,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
-from millrace.engine_service.errors import ConfigurationError
+from millrace.engine_service.errors import ConfigurationError, PortInUse
 from millrace.engine_service.observe.health import Health
 
 logger = logging.getLogger("millrace.engine")
@@ -33,11 +34,12 @@ class Endpoint:
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Health) -> None:
         """Bind the port at once, so that a taken port is reported before a model is loaded. Port 0 picks a free one. Raises
-        `ConfigurationError`."""
+        `PortInUse` and `ConfigurationError`."""
         try:
             self._server = _Server(host, port, registry, health)
         except OSError as error:
-            raise ConfigurationError(
+            kind = PortInUse if error.errno == errno.EADDRINUSE else ConfigurationError
+            raise kind(
                 f"metrics_port: can't listen on {host} port {port}: {error.strerror or error}; "
                 "choose another --metrics-port or --metrics-host"
             ) from error

@@ -20,6 +20,7 @@ from millrace.engine_service.serving.service import Service
 from millrace.executor.histogram import Histogram
 from millrace.executor.metrics import ExecutorMetrics
 from millrace.results.counts import QueueStats
+from millrace.results.messages import TERMINAL_STATES
 
 Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | InfoMetricFamily | HistogramMetricFamily
 
@@ -56,6 +57,7 @@ class MetricsCollector(Collector):
 def _queue(stats: QueueStats, queue: str) -> Iterator[Family]:
     """All engines of a queue report the same, as of their last heartbeat."""
     for name, meaning, value in (
+        ("queue_inbox_jobs", "Entries of the inbox that no engine has accepted or rejected yet.", stats.inbox),
         ("queue_ready_jobs", "Jobs that wait for an engine.", stats.queued),
         ("queue_delayed_jobs", "Jobs that wait for a time: delayed ones and retries.", stats.delayed),
         ("queue_running_jobs", "Jobs that engines hold.", stats.running),
@@ -67,6 +69,15 @@ def _queue(stats: QueueStats, queue: str) -> Iterator[Family]:
         family = GaugeMetricFamily(f"millrace_{name}", meaning, labels=["queue"])
         family.add_metric([queue], value)
         yield family
+    meaning = "Jobs of the queue that ended, on an engine or without one, by the state in which they ended."
+    ended = CounterMetricFamily("millrace_queue_ended", meaning, labels=["queue", "state"])
+    for state in sorted(TERMINAL_STATES):
+        ended.add_metric([queue, state], getattr(stats, state))
+    yield ended
+    meaning = "Entries of the inbox that could not become a job."
+    rejected = CounterMetricFamily("millrace_queue_rejected", meaning, labels=["queue"])
+    rejected.add_metric([queue], stats.rejected)
+    yield rejected
 
 
 def _jobs(metrics: JobMetrics) -> Iterator[Family]:

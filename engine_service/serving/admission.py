@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Sequence as SequenceOf
 
 import msgspec
@@ -28,6 +29,8 @@ from millrace.executor.wire.messages import (
 )
 from millrace.producer import GenerationRequest, InvalidRequest, SamplingParams
 from millrace.results.errors import shown
+
+logger = logging.getLogger("millrace.engine")
 
 _SEED_MASK = 2**64 - 1
 
@@ -58,6 +61,12 @@ class Admission:
         self._eos_token_ids = frozenset(each for each in eos_token_ids if 0 <= each < facts.vocab_size)
         most = facts.vocab_size if max_logprobs == -1 else max_logprobs
         self._max_logprobs = min(most, MAX_RECORD_BYTES // record_bytes(0) - 1)  # each record has to fit into a step
+        if tokenizer is not None and tokenizer.num_tokens > facts.vocab_size:
+            logger.warning(
+                "the tokenizer has %d tokens and the model %d: prompts with the others are refused; use the model's own "
+                "tokenizer, or resize the model's embeddings",
+                *(tokenizer.num_tokens, facts.vocab_size),
+            )
         self._grammars = None
         if tokenizer is not None and self._eos_token_ids:
             self._grammars = Grammars(tokenizer, facts.vocab_size, sorted(self._eos_token_ids))
@@ -223,6 +232,8 @@ class Admission:
         )
 
     def _num_logprobs(self, field: str, given: int | None) -> int | None:
+        if field == "prompt_logprobs" and given is not None and not self._facts.scores_prompts:
+            raise InvalidRequest(field, f"{self._facts.architecture} has none in this version; leave it out")
         count = self._facts.vocab_size if given == -1 else given
         if count is not None and count > self._max_logprobs:
             asked = "the whole vocabulary" if given == -1 else str(given)
@@ -249,6 +260,13 @@ class Admission:
         if not token_ids:
             raise InvalidRequest(field, "is empty; give at least one token")
         self._check_fits(field, len(token_ids))
+        if max(token_ids) >= self._facts.vocab_size:
+            token_id = next(each for each in token_ids if each >= self._facts.vocab_size)
+            token = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            rule = (
+                f"is token {token_id} of the tokenizer, and the model has only {self._facts.vocab_size}; leave it out"
+            )
+            raise InvalidRequest(field, f"{shown(token)} {rule}")
         return token_ids
 
     def _render(self, request: GenerationRequest, is_quick: bool) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from millrace.results.counts import QueueStats
-from millrace.results.errors import QueueError, RedisUnavailable
+from millrace.results.errors import InvalidRedisURL, QueueError, RedisUnavailable, ServerUnsuitable
 from millrace.results.messages import Claim, EngineId, JobId, Lease, Reconciliation
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
@@ -68,6 +68,8 @@ class Leases:
         """Ends the wait for the next heartbeat."""
         self._beat_at_s = self._next_beat_s = time.monotonic()
         self._recover_from_s = 0.0
+        self._num_checked = 0
+        """Of the outages that have ended: those after which the server's settings were checked."""
         self.thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __repr__(self) -> str:
@@ -159,6 +161,7 @@ class Leases:
                 with self._calls:
                     self.queue_stats = self._queue.stats()
                 self._outage.note_success()
+                self._check_server()
             except QueueError as error:
                 self._outage.note_failure(error)
             except Exception:  # our bug: without heartbeats this engine would lose all its jobs
@@ -168,6 +171,18 @@ class Leases:
         """Return when the next heartbeat is due. It is early if the heartbeat of another engine may expire before, so that
         the jobs of a dead engine are recovered within the limit."""
         return time.monotonic() + min(self._ttl_ms / 4, news.next_lapse_ms + 1) / 1000
+
+    def _check_server(self) -> None:
+        """Log after an outage what is wrong with the server: it may be another one, or have other settings."""
+        num_ended = self._outage.num_ended
+        if num_ended == self._num_checked:
+            return
+        try:
+            with self._calls:
+                self._queue.check_server()
+        except (ServerUnsuitable, InvalidRedisURL) as error:
+            logger.error("%s", error)
+        self._num_checked = num_ended
 
     def _recover(self) -> None:
         num_jobs = _RECOVER_AT_ONCE

@@ -102,6 +102,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     weights_checksum: int = 0
     """Checksum of a sample of the weights on this rank. Equal in every start with the same parallel sizes and files."""
     kv_cache_dtype: str = ""
+    scores_prompts: bool = True
+    """Whether the rank can compute log-probabilities of prompt tokens."""
 
 
 class Boot(msgspec.Struct, frozen=True, tag=True, array_like=True, kw_only=True):
@@ -162,7 +164,7 @@ class Stacks(msgspec.Struct, frozen=True, tag=True, array_like=True):
     text: str
 
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of these messages. The engine refuses a worker of another version at `Hello`."""
 
 

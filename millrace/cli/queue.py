@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SLEEP_STATES = ("awake", "asleep, weights in host memory", "asleep, weights dropped")
 """By sleep level."""
-_QUEUE_COUNTS = ("engines", "queued", "delayed", "running", "finished", "failed")
+_QUEUE_COUNTS = ("engines", "inbox", "queued", "delayed", "running", "finished", "failed")
 _BATCH_COUNTS = ("queued", "delayed", "running", "finished", "failed", "cancelled", "expired", "total")
 
 

@@ -177,7 +177,8 @@ def _submit_prompt(args: argparse.Namespace) -> int:
         known = client.look_up([args.id]) if args.id and not args.wait and not args.stream else {}
         options = {"messages": args.messages, "prompt_token_ids": args.prompt_token_ids, **given_options(args)}
         job_id = args.id or os.urandom(16).hex()
-        with resumable(lambda: (f"job {job_id!r} may be in the queue", f"see: {command_line(args, 'get', job_id)}")):
+        what, way = f"job {job_id!r} may be in the queue", f"see: {command_line(args, 'get', job_id)}"
+        with resumable(lambda: (what, way), after_refusal=False):
             client.submit(prompt=prompt, job_id=job_id, stream=args.stream, **_call_options(args), **options)
         if args.stream:
             return follow(client, args, job_id)

@@ -94,11 +94,12 @@ class WaitReport:
 
 
 @contextlib.contextmanager
-def resumable(hint: Callable[[], tuple[str, str]]) -> Iterator[None]:
+def resumable(hint: Callable[[], tuple[str, str]], *, after_refusal: bool = True) -> Iterator[None]:
     """Report after Ctrl-C, a timeout, a server that cannot be used, or output that cannot be written, how to resume. `hint`
-    returns what continues, and the way to resume it."""
+    returns what continues, and the way to resume it. Without `after_refusal`, not where the server has refused the call."""
     from millrace import MillraceError, RedisUnavailable, ServerUnsuitable, WaitTimeout
     from millrace.results.errors import InvalidRedisURL
+    from millrace.results.server_errors import is_refusal
 
     try:
         yield
@@ -110,6 +111,8 @@ def resumable(hint: Callable[[], tuple[str, str]]) -> Iterator[None]:
     except InvalidRedisURL:  # no job is there
         raise
     except (RedisUnavailable, ServerUnsuitable) as error:
+        if not after_refusal and is_refusal(error):
+            raise
         raise CommandError(f"{error}; {'; '.join(hint())}", NO_REDIS) from error
     except OSError as error:
         # An input that cannot be read has a name, and the reader of a closed pipe has enough.

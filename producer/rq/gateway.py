@@ -36,7 +36,7 @@ from millrace.producer.rq.worker_entry import CommandListener, WorkerEntry
 from millrace.results.connection import connect, is_cluster, resolve_url, server_name
 from millrace.results.errors import InvalidRedisURL, QueueError, RedisUnavailable, one_line
 from millrace.results.outage import Outage
-from millrace.results.server_errors import as_unavailable
+from millrace.results.server_errors import as_unavailable, is_of_replica
 
 logger = logging.getLogger("millrace.gateway")
 
@@ -88,7 +88,7 @@ class Gateway:
         self, client: redis.Redis, blocking_client: redis.Redis, rq_queues: list[str], to_queue: str, max_in_flight: int
     ) -> None:
         self.name = f"{_name_start()}{os.getpid()}-{secrets.token_hex(3)}"
-        self._blocking_client = blocking_client
+        self._client, self._blocking_client = client, blocking_client
         self._server = server_name(client)
         self._outage = Outage()
         self._stopping = threading.Event()
@@ -181,6 +181,8 @@ class Gateway:
                     self._stopping.wait(interval_s)
                 except Exception as error:
                     self._log(error, retry_s)
+                    if is_of_replica(error):
+                        self._reconnect()
                     if on_error is not None:
                         on_error()
                     self._stopping.wait(retry_s)
@@ -189,6 +191,11 @@ class Gateway:
         thread = threading.Thread(target=repeat, name=name, daemon=True)
         thread.start()
         return thread
+
+    def _reconnect(self) -> None:
+        """Close the idle connections to a server that has become a replica: its name may lead to the new primary by now."""
+        for client in (self._client, self._blocking_client):
+            client.connection_pool.disconnect(inuse_connections=False)
 
     def _log(self, error: Exception, retry_s: float) -> None:
         if is_outage(error):

@@ -3,7 +3,7 @@
 -- Returns an array: queued, delayed, running, engines alive, finished, failed, cancelled, expired, generated tokens,
 --       stale writes, the expected tokens of the queued and delayed jobs, the age of the oldest queued job in ms or 0, 1 when
 --       paused or 0, and an array: for each engine alive its id and its sleep level, 0 (awake) to 2; 1 when an engine
---       has ever served the queue, or 0; last the number of inbox entries that were rejected
+--       has ever served the queue, or 0; the number of inbox entries that were rejected; last the entries in the inbox
 -- include: queue clock record work dequeue
 
 -- A tenant's jobs of one priority are sorted by age, so the first ones of all tenants and priorities are enough.
@@ -43,4 +43,5 @@ reply[13] = is_paused() and 1 or 0
 reply[14] = engines
 local more = redis.call('HMGET', prefix .. 'counts', 'served', 'rejected')
 reply[15], reply[16] = (#engines > 0 or more[1]) and 1 or 0, tonumber(more[2] or 0)
+reply[17] = redis.call('XLEN', prefix .. 'inbox')
 return reply

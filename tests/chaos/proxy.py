@@ -117,12 +117,14 @@ class Proxy:
 
         self._call(apply)
 
-    def lead_to(self, server_url: str) -> None:
-        """Lead to another server from now on, as after a failover. Every connection is reset."""
+    def lead_to(self, server_url: str, *, cut: bool = True) -> None:
+        """Lead to another server from now on, as after a failover. Every connection is reset; or stays, as when only a DNS
+        name has been changed."""
 
         def apply() -> None:
             self._target = urlparse(server_url)
-            self._cut()
+            if cut:
+                self._cut()
 
         self._call(apply)
 

@@ -50,9 +50,9 @@ def test_alerts_and_dashboard_are_valid_and_use_what_an_engine_has(service: Serv
     groups = yaml.safe_load((ROOT / "deploy/alerts.yml").read_text())["groups"]
     panels = json.loads((ROOT / "deploy/grafana-dashboard.json").read_text())["panels"]
     expressions = [rule["expr"] for group in groups for rule in group["rules"]]
-    expressions += [
-        one["expr"].replace("$__rate_interval", "5m") for one in chain(*(each["targets"] for each in panels))
-    ]
+    shown = [one["expr"] for one in chain(*(each["targets"] for each in panels))]
+    assert all('{queue=~"$queue"}' in expression for expression in shown)
+    expressions += [expression.replace("$__rate_interval", "5m") for expression in shown]
     for expression in expressions:
         promql_parser.parse(expression)
         assert set(re.findall(r"millrace_\w+", expression)) <= names, expression

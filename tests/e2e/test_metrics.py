@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from millrace import Client
+from millrace import Client, __version__
 from millrace.embedded import EmbeddedServer
 from tests.deploy.test_compose import SERVICES
 from tests.e2e.conftest import StartEngine
@@ -88,7 +88,7 @@ def test_the_figures_are_those_of_the_work_that_was_done(start_engine: StartEngi
     assert (now["millrace_workers_active"], now["millrace_ranks"], now["millrace_ranks_wanted"]) == (1, 1, 1)
     assert (now["millrace_kv_cache_usage_perc"], now["millrace_healthy"], now["millrace_sleep_level"]) == (0, 1, 0)
     (engine_id,) = client.stats().sleep_levels
-    assert any(name.startswith(f"millrace_engine_info[{engine_id}]") for name in now)
+    assert any(re.match(rf"millrace_engine_info\[{engine_id}\].*\[{__version__}\]$", name) for name in now)
     assert now["process_resident_memory_bytes"] > 0
     assert fetch(engine, "/health") == (200, "serving\n")
     job_id = client.submit(prompt="x", n=64, max_tokens=900, ignore_eos=True, stream=True)
@@ -103,12 +103,17 @@ def test_one_engine_reports_the_whole_queue(start_engine: StartEngine, client: C
     client.pause()
     for priority in (0, 5):
         client.submit(prompt="x", max_tokens=10, priority=priority)
-    client.submit(prompt="x", max_tokens=10, delay_s=1000)
+    waiting = client.submit(prompt="x", max_tokens=10, delay_s=1000)
     wait_until(lambda: figures(engine).get(f"millrace_queue_delayed_jobs[{queue_name}]") == 1)
     now = figures(engine)
-    names = ("ready_jobs", "running_jobs", "tokens", "engines", "paused")
-    assert [now[f"millrace_queue_{name}[{queue_name}]"] for name in names] == [2, 0, 33, 1, 1]
+    names = ("inbox_jobs", "ready_jobs", "running_jobs", "tokens", "engines", "paused", "rejected_total")
+    assert [now[f"millrace_queue_{name}[{queue_name}]"] for name in names] == [0, 2, 0, 33, 1, 1, 0]
     wait_until(lambda: figures(engine)[f"millrace_queue_oldest_job_seconds[{queue_name}]"] > 1)
+    client.cancel(waiting)
+    client.wait(client.submit(prompt="x", deadline_s=0.1), LIMIT_S)
+    ended = f"millrace_queue_ended_total[{queue_name}]"
+    wait_until(lambda: figures(engine)[f"{ended}[expired]"] == figures(engine)[f"{ended}[cancelled]"] == 1)
+    assert figures(engine)[f"{ended}[finished]"] == figures(engine)[f"{ended}[failed]"] == 0
 
 
 def test_a_killed_worker_is_counted(start_engine: StartEngine, client: Client) -> None:
@@ -190,21 +195,22 @@ def container_check(engine: EngineProcess) -> int:
 
 
 @pytest.mark.parametrize(
-    ("options", "complaint"),
+    ("options", "status", "complaint"),
     [
-        (("--metrics-port", "TAKEN"), "metrics_port: can't listen on 127.0.0.1 port TAKEN: Address already in use"),
-        (("--metrics-port", "70000"), "metrics_port: must be 0 to 65535, got 70000"),
-        (("--metrics-port", "0", "--metrics-host", "256.1.1.1"), "metrics_port: can't listen on 256.1.1.1 port 0"),
+        # An engine that drains may have it, so another start can help.
+        (("--metrics-port", "TAKEN"), 1, "metrics_port: can't listen on 127.0.0.1 port TAKEN: Address already in use"),
+        (("--metrics-port", "70000"), 2, "metrics_port: must be 0 to 65535, got 70000"),
+        (("--metrics-port", "0", "--metrics-host", "256.1.1.1"), 2, "metrics_port: can't listen on 256.1.1.1 port 0"),
     ],
 )
 def test_an_address_that_cannot_be_used_is_one_clear_error(
-    launch: StartEngine, options: tuple[str, ...], complaint: str
+    launch: StartEngine, options: tuple[str, ...], status: int, complaint: str
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
         engine = launch(*(option.replace("TAKEN", port) for option in options))
-        assert engine.process.wait(LIMIT_S) == 2
+        assert engine.process.wait(LIMIT_S) == status
     assert engine.text().splitlines()[-1].startswith("millrace serve: " + complaint.replace("TAKEN", port))
     assert "Traceback" not in engine.text()

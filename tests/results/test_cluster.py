@@ -17,7 +17,7 @@ from millrace import AsyncClient, Client, GenerationRequest, RedisUnavailable
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 from millrace.results.durability import _CONFIRMATIONS
-from millrace.results.errors import NotDurable
+from millrace.results.errors import InvalidRedisURL, NotDurable
 from millrace.results.messages import Event
 from millrace.results.queue import JobQueue
 from millrace.results.transport import Transport
@@ -154,3 +154,22 @@ def test_the_users_of_the_readme_need_two_rules_more(cluster: list[redis.Redis])
         engine = Engine(JobQueue(connect(url_of["engine"])))
         engine.finish(engine.claim_one(), Event(offset=0, token_ids=[1], text="x"))
         assert "".join(event.text for event in reader.stream(job_id)) == "x"
+
+
+def test_a_url_of_one_node_is_told_to_name_the_cluster(cluster: list[redis.Redis]) -> None:
+    servers = [f"redis://127.0.0.1:{port_of(node)}/0" for node in cluster]
+    with pytest.raises(InvalidRedisURL, match=r"is a node of a Redis Cluster: write redis\+cluster://"):
+        JobQueue(connect(servers[0])).check_server()
+    for name in ("a", "b", "c", "d"):  # in slots of both nodes, so each node has answered MOVED
+        told = [error for server in servers if (error := error_of_stats(server, name))]
+        assert len(told) == 1
+        assert "is a node of a Redis Cluster: write redis+cluster://" in str(told[0])
+
+
+def error_of_stats(server: str, queue: str) -> InvalidRedisURL | None:
+    with Client(server, queue=queue) as client:
+        try:
+            client.stats()
+        except InvalidRedisURL as error:
+            return error
+    return None

@@ -5,6 +5,7 @@ import redis
 from millrace.results.messages import JobId, Signal
 from millrace.results.queue import JobQueue
 from tests.results.engines import FINGERPRINT, Engine, submit
+from tests.results.full_queue import FullQueue
 
 
 def half_done(queue: JobQueue, *, is_published: bool, fingerprint: str = FINGERPRINT) -> None:
@@ -33,17 +34,19 @@ def test_an_engine_with_another_model_starts_over_while_nobody_has_seen_anything
     assert Engine(queue, fingerprint="model-b").claim_one().token_ids == [9]
 
 
-def test_what_was_seen_waits_for_an_engine_with_its_model(queue: JobQueue, engine: Engine) -> None:
+def test_what_was_seen_waits_for_an_engine_with_its_model(queue: FullQueue, engine: Engine) -> None:
     half_done(queue, is_published=True)
     submit(queue, "b")
     other = Engine(queue, "other", fingerprint="model-b")
     assert other.claim_ids() == ["b"]
     assert queue.get("a").state == "delayed"
+    assert queue.position("a").needs_model
     assert queue.wait_for_signal(other.id, 1, include_wake=False) == Signal(kind="mismatch", job_id=JobId("a"))
     got: list[str] = []
     while not got:
         got = engine.claim_ids()
     assert got == ["a"]
+    assert not queue.position("a").needs_model
 
 
 def test_what_no_engine_can_go_on_with_fails_in_the_end_and_keeps_its_text(

@@ -30,6 +30,7 @@ def test_an_outage_has_one_line_at_its_begin_and_one_at_its_end(caplog: pytest.L
         call("writer", outage.note_success)
         assert caplog.messages[-1].startswith("the outage is over after ")
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"] * 2
+    assert outage.num_ended == 2
 
 
 def test_an_outage_that_goes_on_for_another_reason_has_one_more_line(caplog: pytest.LogCaptureFixture) -> None:

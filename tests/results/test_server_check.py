@@ -97,6 +97,12 @@ def test_a_sentinel_is_refused_by_what_it_calls_itself(name: str) -> None:
         check(redis_version="7.0.0", **{name: "sentinel"})
 
 
+@pytest.mark.parametrize("name", ["redis_mode", "server_mode"])
+def test_a_node_of_a_cluster_is_refused_without_a_client_for_clusters(name: str) -> None:
+    with pytest.raises(InvalidRedisURL, match=r"is a node of a Redis Cluster: write redis\+cluster://"):
+        check(redis_version="7.0.0", **{name: "cluster"})
+
+
 @pytest.fixture(scope="module")
 def sentinel_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """The port of a Sentinel with a master, `mymaster`."""

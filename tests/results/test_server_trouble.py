@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 import redis
+from redis._parsers import BaseParser
 
 from millrace import AsyncClient, Client
 from millrace.embedded import EmbeddedServer
@@ -136,12 +137,15 @@ def test_a_command_at_fault_is_an_error_of_its_own(queue: FullQueue, redis_url: 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        ("LOADING Redis is loading the dataset in memory", "cannot do this now: LOADING"),
+        ("LOADING Redis is loading the dataset in memory", "is still loading its data"),
         ("MISCONF Redis is configured to save RDB snapshots", "cannot do this now: MISCONF"),
         ("NOREPLICAS Not enough good replicas to write.", "cannot do this now: NOREPLICAS"),
         ("UNBLOCKED force unblock from blocking operation, instance state changed", "cannot do this now: UNBLOCKED"),
-        ("MOVED 3999 127.0.0.1:6381", "cannot do this now: MOVED"),
-        ("CLUSTERDOWN The cluster is down", "cannot do this now: CLUSTERDOWN"),
+        ("MOVED 3999 127.0.0.1:6381", "is a node of a Redis Cluster: write redis+cluster://"),
+        ("ASK 3999 127.0.0.1:6381", "is a node of a Redis Cluster: write redis+cluster://"),
+        ("TRYAGAIN Multiple keys request during rehashing of slot", "moves the keys to another node"),
+        ("CLUSTERDOWN The cluster is down", "is a cluster that cannot serve this now"),
+        ("NOSCRIPT No matching script.", "has lost the scripts again"),
         ("ERR Error running script: -OOM command not allowed", "is out of memory"),
         ("DB index is out of range", "has no such database"),
         ("unknown command 'EVALSHA', with args beginning with: 'x'", "seems to be a Sentinel"),
@@ -152,7 +156,8 @@ def test_a_command_at_fault_is_an_error_of_its_own(queue: FullQueue, redis_url: 
     ],
 )
 def test_states_of_the_server_are_told_from_commands_at_fault(answer: str, words: str | None) -> None:
-    told = as_unavailable(redis.ResponseError(answer), "redis://here")
+    error = BaseParser.parse_error(answer)  # type: ignore[no-untyped-call]
+    told = as_unavailable(error, "redis://here")
     assert (told is None) == (words is None)
     assert words is None or words in str(told)
 

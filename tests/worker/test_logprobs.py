@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -39,6 +41,33 @@ def test_rows_with_and_without_log_probabilities_share_a_batch(arch: str, attent
 def test_all_ids_of_the_vocabulary_and_more_tokens_than_are_scored_at_once(tmp_path: Path) -> None:
     make_model("llama", tmp_path)
     generate(tmp_path, [with_logprobs(GREEDY, VOCAB_SIZE, VOCAB_SIZE)] * len(LENGTHS))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512},
+        {"model_type": "opt", "ffn_dim": 128, "word_embed_proj_dim": 32},
+        {"model_type": "gpt_neox", "rope_parameters": None},
+        {"model_type": "granite", "logits_scaling": 0.5, "rope_parameters": None},
+        {"model_type": "cohere", "logit_scale": 0.3, "rope_parameters": None},
+    ],
+    ids=lambda overrides: overrides["model_type"],
+)
+def test_prompts_of_models_whose_head_expects_other_layers(overrides: dict[str, Any], tmp_path: Path) -> None:
+    make_model("llama", tmp_path, **overrides)
+    generate(tmp_path, [with_logprobs(GREEDY, *wanted) for wanted in WANTED])
+
+
+def test_a_model_whose_head_does_not_run_alone_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_model("llama", tmp_path)
+    with caplog.at_level(logging.INFO), patch("millrace.worker.logprobs._HiddenStates", side_effect=TypeError("no")):
+        worker = start_worker(tmp_path)
+    assert not worker._model.facts.scores_prompts
+    assert (
+        "LlamaForCausalLM has no log-probabilities of prompts, since its head does not run alone: TypeE" in caplog.text
+    )
+    assert start_worker(tmp_path)._model.facts.scores_prompts
 
 
 @pytest.mark.gpu

@@ -128,6 +128,13 @@ class DecoderParts:
 
 def read_structure(model: PreTrainedModel, specs: list[LayerSpec], num_positions: int) -> DecoderParts:
     """Return the parts of a model, or of a stage, with these attention layers. Raises `NotRecognised`."""
+    try:
+        return _read_decoder(model, specs, num_positions)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # its modules are others than their names say
+        raise NotRecognised(f"{type(error).__name__}: {error}") from error
+
+
+def _read_decoder(model: PreTrainedModel, specs: list[LayerSpec], num_positions: int) -> DecoderParts:
     decoder: Any = model.base_model
     _require(hasattr(model, "lm_head"), "it has no lm_head")
     _require_children(decoder, {"embed_tokens", "layers", "norm", "rotary_emb"}, allowed={"rotary_emb_local"})
@@ -184,11 +191,10 @@ def _read_layer(layer: Any, spec: LayerSpec, rotary: Rotary) -> LayerParts:
 
 
 def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> AttentionParts:
-    is_merged = hasattr(attention, "qkv_proj")
-    projections = [attention.qkv_proj] if is_merged else [attention.q_proj, attention.k_proj, attention.v_proj]
-    required = {"o_proj", *(("qkv_proj",) if is_merged else ("q_proj", "k_proj", "v_proj"))}
-    _require_children(attention, required, allowed=_ATTENTION_CHILDREN)
-    output = own_part(attention.o_proj)
+    names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+    _require_children(attention, {"o_proj", *names}, allowed=_ATTENTION_CHILDREN)
+    _require(bool(getattr(attention, "use_rope", True)), "it has layers without a rotary embedding")
+    projections, output = [getattr(attention, name) for name in names], own_part(attention.o_proj)
     _require_linear(*projections, output)
     _require(spec.key_dim == spec.value_dim, "its keys and values differ in size")
     num_heads = output.weight.shape[1] // spec.value_dim
@@ -286,7 +292,9 @@ def _rotary_of(
     if layer_type not in tables:
         positions = torch.arange(num_positions, device=model.device).unsqueeze(0)
         options = (layer_type,) if layer_type else ()
-        cosines, sines = (each[0].float() for each in module(torch.zeros(1, device=model.device), positions, *options))
+        found = module(torch.zeros(1, device=model.device), positions, *options)
+        _require(isinstance(found, tuple), "its rotary embedding is not of cosines and sines")
+        cosines, sines = (each[0].float() for each in found)
         half = cosines.shape[1] // 2
         _require(
             cosines.shape == (num_positions, 2 * half) and torch.equal(cosines[:, :half], cosines[:, half:]),

@@ -17,6 +17,7 @@ from millrace.worker.errors import ModelError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_config.json"
 MAPPED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """By their names in safetensors."""
 
@@ -26,8 +27,16 @@ def find_weights(directory: Path) -> dict[str, Path]:
     tensor_files: dict[str, Path] = {}
     for path in _weight_files(directory):
         with open_weights(path) as file:
-            tensor_files.update(dict.fromkeys(file.keys(), path))
+            for name in file.keys():  # noqa: SIM118  # it is no dict
+                _check_dtype(path, name, file.get_slice(name).get_dtype())
+                tensor_files[name] = path
     return tensor_files
+
+
+def _check_dtype(path: Path, name: str, dtype: str) -> None:
+    """Refuse quantized weights, which would be taken for numbers. Buffers may be integers."""
+    if dtype not in MAPPED_DTYPES and (dtype.startswith("F8") or name.endswith(".weight")):
+        raise ModelError(f"{name} in {path} is stored as {dtype}: use a checkpoint in 16 or 32 bits")
 
 
 def open_weights(path: Path) -> Any:
@@ -37,7 +46,17 @@ def open_weights(path: Path) -> Any:
     except FileNotFoundError:
         raise ModelError(f"{path} is missing, but the index names it: copy the model again") from None
     except (OSError, SafetensorError) as error:
+        if _begin_of(path).startswith(b"version https://git-lfs"):
+            raise ModelError(f"{path} is a pointer of Git LFS instead of weights: run git lfs pull") from error
         raise ModelError(f"{path} is truncated or damaged ({error}): copy the model again") from error
+
+
+def _begin_of(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(64)
+    except OSError:
+        return b""
 
 
 class WeightFile:
@@ -88,9 +107,13 @@ def _weight_files(directory: Path) -> list[Path]:
             raise ModelError(f"{index} is damaged ({error!r}): copy the model again") from error
     if (directory / SINGLE_FILE).exists():
         return [directory / SINGLE_FILE]
+    if (directory / ADAPTER_FILE).exists():
+        raise ModelError(f"{directory} is a LoRA adapter ({ADAPTER_FILE}): merge it into its base model, and use that")
     found = sorted(directory.glob("*.safetensors"))
     if found:
         return found
     if any(directory.glob("*.bin")):
         raise ModelError(f"{directory} has its weights in .bin files, which can run code: convert them to safetensors")
+    if any(directory.glob("*.gguf")):
+        raise ModelError(f"{directory} has its weights in GGUF, which is not supported: use the safetensors checkpoint")
     raise ModelError(f"{directory} has no safetensors files: download the model's weights")

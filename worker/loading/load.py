@@ -28,7 +28,7 @@ from millrace.worker.loading.dtype import (
 )
 from millrace.worker.loading.model import build_empty, longest_sequence, read_config
 from millrace.worker.loading.part import ModelPart
-from millrace.worker.loading.probe import probe_layers
+from millrace.worker.loading.probe import probe_layers, runs_head_alone
 from millrace.worker.loading.rope import fix_frequencies
 from millrace.worker.loading.weights import load_converted, load_weights, take_weights
 from millrace.worker.parallel.peers import Peers
@@ -60,7 +60,6 @@ def load_model(
     directory = Path(config.model)
     with timed(logger, "read config"):
         model_config = read_config(directory)
-    max_model_len = longest_sequence(model_config, config.max_model_len)
     tensor_files = find_weights(directory)
     dtype = choose_dtype(config.dtype, checkpoint_dtype(model_config, tensor_files), device)
     with timed(logger, "build modules"):
@@ -69,12 +68,16 @@ def load_model(
             logger.info("computing in float32, the weights of linear layers stay bfloat16 as they are stored")
             keep_bfloat16(model)
         part = ModelPart(model, topology)
+    max_model_len = longest_sequence(model_config, config.max_model_len)
     with timed(logger, "read weights"):
         try:
             load_weights(model, part, tensor_files, device)
         except WeightsDiffer as difference:
             logger.info("transformers converts the checkpoint, because %s", difference)
-            model = _load_converted(model, part, directory, topology, device, dtype)
+            try:
+                model = _load_converted(model, part, directory, topology, device, dtype)
+            except OSError as error:  # it finds no weights by their usual names
+                raise difference from error
     fix_frequencies(model, max_model_len)
     with timed(logger, "probe"):
         specs = _probe(model, part, peers)
@@ -100,6 +103,7 @@ def load_model(
         weights_checksum=weights_checksum(model),
         kv_cache_dtype=str(kv_cache_dtype).removeprefix("torch."),
         kv_layout=kv_layout,
+        scores_prompts=runs_head_alone(model),
     )
     return LoadedModel(model, specs, facts, dtype, kv_cache_dtype, attention)
 

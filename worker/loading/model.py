@@ -20,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from millrace.worker.attention.interface import ATTENTION_NAME
 from millrace.worker.errors import ModelError, unsupported
+from millrace.worker.loading.checkpoint import ADAPTER_FILE
 
 logger = logging.getLogger("millrace.worker")
 
@@ -33,8 +34,11 @@ def read_config(directory: Path) -> PretrainedConfig:
     raw = _read_config_json(directory)
     try:
         _check_code(directory, raw)
+        if (directory / ADAPTER_FILE).exists():
+            logger.warning("the LoRA adapter in %s is not used", directory)
         if raw.get("quantization_config"):
-            method = raw["quantization_config"].get("quant_method", "unknown")
+            settings = raw["quantization_config"]
+            method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
             raise unsupported(f"{directory} is a quantized checkpoint ({method})")
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         _check_architecture(config)
@@ -53,6 +57,8 @@ def build_empty(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
                 config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
             )
     except Exception as error:  # a model class may raise anything for its configuration
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # it has a list of its own
+            raise _without_interface(config.model_type) from error
         raise _damaged_config(f"build {config.model_type} from", str(config.name_or_path), error) from error
     _check_model(model)
     for module in model.modules():
@@ -74,11 +80,27 @@ class _WithoutValues(TorchFunctionMode):
 def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int:
     """Return the maximum tokens of a sequence: the model's positions, or `max_model_len` when that is less."""
     allowed: int | None = getattr(config, "max_position_embeddings", None)
+    if allowed is not None and allowed < 1:
+        raise ModelError(f"max_position_embeddings in config.json is {allowed}: copy the model again")
     if allowed is None and max_model_len is None:
         raise ModelError("config.json has no max_position_embeddings: set max_model_len")
+    if allowed is not None:
+        allowed = max(allowed, _yarn_positions(config))
     if max_model_len is not None and allowed is not None and max_model_len > allowed:
-        logger.warning("max_model_len %d exceeds the model's %d positions: using %d", max_model_len, allowed, allowed)
+        rule = "if it was trained for more, raise max_position_embeddings in its config.json"
+        logger.warning(
+            "max_model_len %d exceeds the model's %d positions, which are used: %s", max_model_len, allowed, rule
+        )
     return min(length for length in (allowed, max_model_len) if length is not None)
+
+
+def _yarn_positions(config: PretrainedConfig) -> int:
+    """Return the positions that YaRN extends a model to, which config.json need not repeat. 0 without YaRN."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") != "yarn" or not isinstance(factor, int | float) or not isinstance(original, int):
+        return 0
+    return int(factor * original)
 
 
 def _read_config_json(directory: Path) -> dict[str, Any]:
@@ -103,10 +125,13 @@ def _check_code(directory: Path, raw: dict[str, Any]) -> None:
             logger.info("the code in %s is not run: transformers has %s itself", directory, model_type)
         return
     if "auto_map" in raw:
-        files = ", ".join(sorted(map(str, raw["auto_map"].values())))
+        code = raw["auto_map"]
+        files = ", ".join(sorted(map(str, code.values() if isinstance(code, dict) else [code])))
         raise ModelError(
             f"{directory} needs its own code ({files}), and trust_remote_code is never used: use another model"
         )
+    if model_type is None:
+        raise ModelError(f"{directory / 'config.json'} has no model_type: copy the model again")
     raise ModelError(f'the installed transformers does not know model_type "{model_type}": update transformers')
 
 
@@ -128,9 +153,13 @@ def _check_model(model: PreTrainedModel) -> None:
     if getattr(model, "_is_stateful", False):
         raise unsupported(f"{name} keeps state besides keys and values")
     if not model.is_backend_compatible():
-        raise unsupported(f"{name} does not use transformers' attention interface")
+        raise _without_interface(name)
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise unsupported(f"{name}.forward has no parameter logits_to_keep")
+
+
+def _without_interface(name: str) -> ModelError:
+    return unsupported(f"{name} does not use transformers' attention interface")
 
 
 def _damaged_config(attempt: str, directory: Path | str, error: Exception) -> ModelError:

@@ -7,6 +7,7 @@ and finds attention options that our attention does not support.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,10 @@ from millrace.worker.attention.interface import STEP_KEYWORD
 from millrace.worker.errors import ModelError, unsupported
 from millrace.worker.kv_pool import LayerSpec
 from millrace.worker.loading.rope import static_frequencies
+from millrace.worker.logprobs import head_logits
 from millrace.worker.parallel.stages import find_stage_input
+
+logger = logging.getLogger("millrace.worker")
 
 PROBE_TOKENS = 2
 
@@ -93,6 +97,21 @@ def probe_layers(model: PreTrainedModel, layers: range | None = None) -> list[La
         raise unsupported(f"{type(model).__name__} uses transformers' attention interface in {count} only")
     _check_windows(model.config, specs)
     return specs
+
+
+def runs_head_alone(model: PreTrainedModel) -> bool:
+    """Whether the head runs without the layers, which log-probabilities of prompts need. A model's code may do anything."""
+    hidden = torch.zeros(1, model.config.hidden_size, dtype=model.dtype, device=model.device)
+    try:
+        with torch.inference_mode(), _WithoutProducts():
+            head_logits(model, hidden)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        name, reason = type(model).__name__, f"{type(error).__name__}: {error}"
+        logger.info("%s has no log-probabilities of prompts, since its head does not run alone: %.200s", name, reason)
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -37,8 +37,8 @@ UNMAP = "_unmap"
 """The attribute of a mapped parameter that takes its pages out of the memory of this process."""
 MAX_NAMES_SHOWN = 3
 
-OLD_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Older checkpoints store these with each layer; now they are computed from the configuration."""
+OLD_BUFFERS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.masked_bias$")
+"""Older checkpoints store these with each layer; now they are computed from the configuration, or constant."""
 
 
 def load_weights(model: PreTrainedModel, part: ModelPart, tensor_files: dict[str, Path], device: torch.device) -> None:

@@ -69,6 +69,26 @@ def test_too_many_token_ids_are_refused_before_each_is_looked_at(admission: Admi
         admission.prompt_token_ids(GenerationRequest(prompt_token_ids=[5] * 99_999 + [10**9]))
 
 
+def test_a_text_with_a_token_that_the_model_lacks_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    admission = Admission(msgspec.structs.replace(FACTS, vocab_size=400), Tokenizer(TINY), [])
+    assert "the tokenizer has 512 tokens and the model 400: prompts with the others are refused" in caplog.text
+    plain = [each for each in ("a", "fox", "The", "was", "the") if max(Tokenizer(TINY).encode(each)) < 400]
+    assert plain and admission.prompt_token_ids(GenerationRequest(prompt=plain[0]))
+    text = Tokenizer(TINY).decode([450], skip_special_tokens=False)
+    for field, value in (("prompt", text), ("messages", [{"role": "user", "content": text}])):
+        given: dict[str, Any] = {field: value}
+        rule = rf"^{field}: .* is token 4\d\d of the tokenizer, and the model has only 400; leave it out"
+        with pytest.raises(InvalidRequest, match=rule):
+            admission.prompt_token_ids(GenerationRequest(**given))
+
+
+def test_log_probabilities_of_prompts_are_refused_where_the_model_has_none() -> None:
+    admission = Admission(msgspec.structs.replace(FACTS, scores_prompts=False), None, [])
+    assert admission.admit([1], SamplingParams(logprobs=2), drawn_seed=0)
+    with pytest.raises(InvalidRequest, match=r"^prompt_logprobs: stub has none in this version; leave it out"):
+        admission.admit([1], SamplingParams(prompt_logprobs=2), drawn_seed=0)
+
+
 def test_an_eos_token_outside_the_vocabulary_is_ignored() -> None:
     """The worker would have to mask its logit for `min_tokens`, and there is none."""
     admission = Admission(FACTS, None, [2, 512, -1])

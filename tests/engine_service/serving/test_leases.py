@@ -12,8 +12,11 @@ import redis
 from millrace.embedded import EmbeddedServer
 from millrace.engine_service.serving.leases import Leases, new_engine_id
 from millrace.results.connection import connect
+from millrace.results.errors import RedisUnavailable
 from millrace.results.messages import Reconciliation
+from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
+from tests.processes import wait_until
 from tests.results.engines import FINGERPRINT, Engine, submit
 
 News = queues.SimpleQueue[Reconciliation]
@@ -54,6 +57,35 @@ def test_a_deadline_that_passes_is_told_by_the_heartbeat_alone(
     assert [job.job_id for job in leases.claim("c1", 1, 1000, FINGERPRINT).jobs] == ["late"]
     redis_client.zadd(queue.keys.deadlines, {"late": 1})
     assert hear(news, "expired") == hear(news, "expired") == ["late"]
+
+
+def test_a_server_that_evicts_after_an_outage_has_one_line_for_each_outage(
+    caplog: pytest.LogCaptureFixture, news: News
+) -> None:
+    with EmbeddedServer() as server, connect(server.url) as client:
+        queue, outage = JobQueue(connect(server.url)), Outage()
+        leases = Leases(
+            queue, new_engine_id(), 0.4, pending=dict, on_news=news.put, sleep_level=lambda: 0, outage=outage
+        )
+        leases.start()
+        for num_outages in (1, 2):
+            client.config_set("maxmemory-policy", "allkeys-lru")
+            outage.note_failure(RedisUnavailable("refused"))
+            outage.note_success()
+            wait_until(lambda: leases._num_checked == num_outages)  # noqa: B023
+            hear_beats(news, 3)
+            errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+            assert len(errors) == num_outages
+            assert "has maxmemory-policy allkeys-lru" in errors[-1]
+        leases.stop()
+        queue.close()
+
+
+def hear_beats(news: News, count: int) -> None:
+    while not news.empty():
+        news.get()
+    for _ in range(count):
+        news.get(timeout=60)
 
 
 def test_an_engine_that_was_cut_off_takes_no_jobs_of_others_that_were_too(

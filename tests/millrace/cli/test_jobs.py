@@ -16,10 +16,11 @@ import redis
 from millrace import Client, Job
 from millrace.cli import main
 from millrace.cli.output import print_table
+from millrace.embedded import EmbeddedServer
 from millrace.producer.prompt_start import prompt_start
 from millrace.results.messages import Append, ClaimedJob, NewOutput
 from millrace.results.queue import JobQueue
-from tests.millrace.cli.command import Command, environment, python, started
+from tests.millrace.cli.command import Command, environment, python, run_main, started
 from tests.millrace.cli.conftest import EngineByHand
 from tests.processes import LIMIT_S, ROOT
 from tests.results.engines import Engine
@@ -476,6 +477,17 @@ def test_a_server_that_cannot_be_used_is_status_4(tmp_path: Path) -> None:
         assert (ran.status, ran.out) == (4, "")
         assert len(ran.err.splitlines()) == 1
     assert Command("http://127.0.0.1", "default")("stats").status == 2, "another attempt ends the same way"
+
+
+def test_a_job_may_be_in_the_queue_only_where_the_server_has_not_refused_it() -> None:
+    with EmbeddedServer(options={"maxmemory": "1"}) as server:
+        refused = run_main("submit", "x", "--redis", server.url)
+        server.stop()
+        unknown = run_main("submit", "x", "--redis", server.url)
+    assert (refused.status, unknown.status) == (4, 4)
+    assert "is out of memory" in refused.err
+    assert "may be in the queue" not in refused.err
+    assert "may be in the queue" in unknown.err
 
 
 def test_the_server_comes_from_the_environment_too(millrace: Command, redis_url: str, queue_name: str) -> None:

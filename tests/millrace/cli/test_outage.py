@@ -10,9 +10,13 @@ from subprocess import Popen
 
 import pytest
 import redis
+from redis._parsers import BaseParser
 
 from millrace import Client, RedisUnavailable
 from millrace.cli.reconnecting_client import ReconnectingClient
+from millrace.embedded import EmbeddedServer
+from millrace.results.connection import connect, server_name
+from millrace.results.queue import JobQueue
 from millrace.results.server_errors import as_unavailable, is_outage
 from tests.chaos.proxy import Proxy
 from tests.millrace.cli.command import Command, started
@@ -111,6 +115,27 @@ def test_one_job_is_followed(
         assert assert_back(process, proxy) == "text\n"
 
 
+@pytest.mark.parametrize("how", [("wait", "a"), ("tail", "a"), ("submit", "x", "--id", "a", "--wait")])
+def test_a_failover_is_waited_out(how: tuple[str, ...]) -> None:
+    """The server becomes a replica, which ends the blocking command, and a primary again."""
+    with EmbeddedServer() as server, connect(server.url) as redis_client, Client(server.url) as client:
+        engine = EngineByHand(JobQueue(redis_client))
+        client.submit("x", job_id="a")
+        (job,) = engine.claim()
+        with started(*Command(server.url, "default").line(*how)) as process:
+            wait_until(lambda: redis_client.info("clients")["blocked_clients"])
+            redis_client.replicaof("127.0.0.1", "1")
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert "instance state changed" in line or "read-only replica" in line
+            assert line.endswith("Trying again until the server answers.\n")
+            redis_client.replicaof("NO", "ONE")
+            engine.finish(job, "text")
+            out, err = process.communicate(timeout=LIMIT_S)
+        assert (process.returncode, out) == (0, "text\n")
+        assert err.endswith(f"millrace: Redis at {server_name(redis_client)} answers again.\n")
+
+
 def test_a_wait_with_a_limit_gives_up(proxy: Proxy, queue_name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with ReconnectingClient(proxy.url, queue_name) as client:
         client.stats()
@@ -135,3 +160,23 @@ def test_what_waiting_does_not_mend_ends_a_verb(error: redis.RedisError) -> None
     assert unavailable is not None
     unavailable.__cause__ = error
     assert not is_outage(unavailable)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "READONLY You can't write against a read only replica.",
+        "ERR Error running script (call to f_1): @user_script:1: -READONLY You can't write against a read only replica.",
+        "UNBLOCKED force unblock from blocking operation, instance state changed (master -> replica?)",
+        "MASTERDOWN Link with MASTER is down",
+        "TRYAGAIN Multiple keys request during rehashing of slot",
+        "CLUSTERDOWN The cluster is down",
+        "LOADING Redis is loading the dataset in memory",
+    ],
+)
+def test_what_a_failover_answers_is_waited_out(answer: str) -> None:
+    error = BaseParser.parse_error(answer)  # type: ignore[no-untyped-call]
+    unavailable = as_unavailable(error, "redis://here:1/0")
+    assert unavailable is not None
+    unavailable.__cause__ = error
+    assert is_outage(unavailable)

@@ -118,6 +118,7 @@ def test_rejected_entries_of_the_inbox_are_seen(millrace: Command, redis_client:
     assert millrace("ls", "--rejected") == (0, "", "")
     for raw in (b'{"prompt":1}', b"\xff" * 9000):
         redis_client.xadd(queue.keys.inbox, {"job": raw})
+        assert "inbox\t1\n" in millrace("stats").out
         (entry,) = queue.read_inbox("0", 1)
         error = JobError(kind="invalid_request", message="no " * 2000 if len(raw) > 99 else "a string", field="prompt")
         assert queue.reject(entry.entry_id, None, raw, error) == "rejected"
@@ -162,6 +163,15 @@ def test_get_tells_a_jobs_place(millrace: Command, engine: EngineByHand) -> None
     assert place["num_ahead"] == 0
     assert place["eta_s"] is not None
     assert millrace("get", "d").out.startswith("d: queued, 0 jobs ahead, starts in about ")
+
+
+def test_get_says_that_a_job_waits_for_the_model_that_began_it(
+    millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
+) -> None:
+    millrace("submit", "x", "--id", "a", "--delay-s", "100")
+    engine.beat(0)
+    redis_client.hset(QueueKeys(queue_name).job("a"), "mismatch", 1)
+    assert millrace("get", "a").out.startswith("a: delayed, waits for an engine with the model that began it, ")
 
 
 def test_what_a_full_queue_did_not_take_is_named(

@@ -247,7 +247,7 @@ def test_an_output_that_a_limit_of_tokens_has_cut_is_reported_once_for_each_wait
 def test_the_queues_of_a_server_are_listed(millrace: Command, engine: EngineByHand, queue_name: str) -> None:
     millrace("submit", "x")
     (row,) = [line for line in millrace("queues").out.splitlines() if line.startswith(queue_name + "\t")]
-    assert row == f"{queue_name}\t0\t1\t0\t0\t0\t0\tno engine"
+    assert row == f"{queue_name}\t0\t0\t1\t0\t0\t0\t0\tno engine"
     listed = run_main("queues", "--redis", millrace.place[1], "--json").json_lines()
     (queue,) = [one for one in listed if one["queue"] == queue_name]
     assert (queue["queued"], queue["obstacle"]) == (1, "no_engine")

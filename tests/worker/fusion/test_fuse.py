@@ -117,6 +117,58 @@ def test_an_unknown_structure_runs_through_the_modules(tmp_path: Path, caplog: p
     check_against_transformers(tmp_path, requests)
 
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "rope_parameters": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (
+            LATENT | {"model_type": "deepseek_v3", "head_dim": 8, "tie_word_embeddings": False},
+            "DeepseekV3Attention has no k_proj, v_proj",
+        ),
+        (
+            LATENT | {"model_type": "deepseek_v2", "tie_word_embeddings": False},
+            "its rotary embedding is not of cosines and sines",
+        ),
+        (
+            {
+                "model_type": "smollm3",
+                "no_rope_layers": [1, 0, 1],
+                "rope_parameters": None,
+                "tie_word_embeddings": False,
+            },
+            "it has layers without a rotary embedding",
+        ),
+    ],
+)
+def test_what_only_looks_like_a_known_structure_runs_through_the_modules(
+    overrides: dict[str, Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    make_model("llama", tmp_path, seed=1, **overrides)
+    with caplog.at_level(logging.INFO):
+        requests, decoder = run(tmp_path)
+    assert decoder is None
+    assert f"which is slower: {reason}" in caplog.text
+    check_against_transformers(tmp_path, requests)
+
+
 @pytest.mark.parametrize(
     "overrides", [{"residual_multiplier": 0.7}, {"embedding_multiplier": 3.0}, {"logits_scaling": 0.5}]
 )
@@ -124,7 +176,7 @@ def test_a_model_that_computes_something_else_is_rejected_by_its_numbers(
     overrides: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_model("llama", tmp_path, model_type="granite", **overrides)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         requests, decoder = run(tmp_path)
     assert decoder is None
     assert "the logits of GraniteForCausalLM differ by" in caplog.text

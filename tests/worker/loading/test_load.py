@@ -143,13 +143,14 @@ def test_weights_that_are_stored_apart_with_other_values_are_not_tied(tmp_path: 
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight + 1)
 
 
-def test_names_without_the_base_models_prefix_and_old_rotary_buffers_are_understood(llama: Path) -> None:
+def test_names_without_the_base_models_prefix_and_old_buffers_are_understood(llama: Path) -> None:
     expected = load(llama)[0].state_dict()
 
     def strip(tensors: dict[str, torch.Tensor]) -> None:
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
         tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        tensors["layers.0.attn.masked_bias"] = torch.tensor(-1e4)
 
     edit_weights(llama, strip)
     actual = load(llama)[0].state_dict()
@@ -349,6 +350,52 @@ def test_truncated_weights_are_refused(llama: Path, size: int) -> None:
         load(llama)
 
 
+def test_other_files_than_weights_are_named(llama: Path) -> None:
+    content = (llama / WEIGHTS).read_bytes()
+    (llama / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1234\nsize 1\n")
+    with pytest.raises(ModelError, match="is a pointer of Git LFS instead of weights: run git lfs pull"):
+        load(llama)
+    (llama / WEIGHTS).rename(llama / "adapter_model.safetensors").write_bytes(content)
+    (llama / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"is a LoRA adapter \(adapter_config\.json\): merge it"):
+        load(llama)
+    (llama / "adapter_config.json").unlink()
+    (llama / "adapter_model.safetensors").rename(llama / "model.gguf")
+    with pytest.raises(ModelError, match="has its weights in GGUF"):
+        load(llama)
+
+
+def test_an_adapter_beside_a_whole_model_is_not_used(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (llama / "adapter_config.json").write_text("{}")
+    load(llama)
+    assert f"the LoRA adapter in {llama} is not used" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_without_settings_are_refused(dtype: torch.dtype, llama: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_weights(llama, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(ModelError, match=rf"{name} in .* is stored as (I8|F8_E4M3): use a checkpoint in 16 or 32 bits"):
+        load(llama)
+
+
+def test_a_shard_that_is_missing_without_an_index_is_found_by_its_tensors(llama: Path) -> None:
+    edit_weights(llama, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    (llama / WEIGHTS).rename(llama / "model-00001-of-00002.safetensors")
+    with pytest.raises(ModelError, match=r"missing model\.layers\.1\.mlp\.up_proj\.weight; unexpected none"):
+        load(llama)
+
+
+def test_yarn_extends_the_context_that_config_json_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    make_model("llama", tmp_path, max_position_embeddings=64, rope_parameters=yarn)
+    assert load(tmp_path)[1].max_model_len == 256
+    assert load(tmp_path, max_model_len=999)[1].max_model_len == 256
+    assert "max_model_len 999 exceeds the model's 256 positions, which are used: if it was trained for" in caplog.text
+    long = [[(7 * index) % VOCAB_SIZE for index in range(200)]]
+    check_against_transformers(tmp_path, Driver(start_worker(tmp_path), seed=1).run(long, MAX_TOKENS))
+
+
 def test_a_damaged_index_is_refused(llama: Path) -> None:
     (llama / "model.safetensors.index.json").write_text('{"weight_map": []}')
     with pytest.raises(ModelError, match=r"index\.json is damaged"):
@@ -389,12 +436,14 @@ def test_code_beside_a_known_model_is_not_run(llama: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "martian"}, 'does not know model_type "martian"'),
-        ({"model_type": None}, "does not know model_type"),
+        ({"model_type": None}, "config.json has no model_type: copy the model again"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings in config.json is 0"),
+        ({"model_type": "gptj", "rotary_dim": 8}, "gptj does not use transformers' attention interface"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized checkpoint (gptq)"),
         ({"hidden_size": "many"}, "transformers cannot"),
         ({"model_type": ["llama"]}, "config.json (unhashable type"),
-        ({"model_type": "grand", "auto_map": ["a.b"]}, "config.json ('list' object has no attribute"),
-        ({"quantization_config": "gptq"}, "config.json ('str' object has no attribute"),
+        ({"model_type": "grand", "auto_map": ["a.b"]}, "needs its own code (['a.b'])"),
+        ({"quantization_config": "gptq"}, "quantized checkpoint (gptq)"),
         ({"layer_types": [["full_attention"]] * 3}, "transformers cannot"),
         ({"num_key_value_heads": 3}, "cannot be run with this config.json|do not fit|is stored as"),
         ({"model_type": "llama4_text", "intermediate_size_mlp": 128}, "layers of kind chunked_attention"),
