@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, get_args
 
-from millrace.producer.checks import Check, integer, matching, optional, text
+from millrace.producer.checks import Check, integer, matching, optional, remedy, text
 from millrace.producer.errors import InvalidRequest
 from millrace.producer.request import BATCH_PATTERN, ID_PATTERN, MAX_SECONDS
 from millrace.results.durability import DURABILITIES
 from millrace.results.errors import BatchNotFound, EngineNotFound, JobNotFound, shown
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import EndState
+from millrace.results.settings import SETTINGS, WEIGHT, setting
 
 STATES = ("queued", "delayed", "running", *get_args(EndState))
 MAX_LISTED = 100_000
@@ -112,6 +113,30 @@ def timeout(timeout_s: float | None) -> float | None:
 
 def sleep_level(level: int) -> int:
     return _checked("level", level, integer(1, 2))
+
+
+def settings(settings: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Settings of a queue, by name. None: the default."""
+    if not isinstance(settings, Mapping):
+        raise InvalidRequest("settings", f"must be an object of names and numbers, got {shown(settings)}")
+    return {name: _setting(name, value) for name, value in settings.items()}
+
+
+def _setting(name: str, value: Any) -> float | None:
+    found = setting(_string("settings", name))
+    if name == "paused":
+        raise InvalidRequest("settings", "paused is set by pause and resume; leave it out")
+    if found is None:
+        known = (*SETTINGS, f"{WEIGHT}TENANT")
+        rule = f"{remedy(name, known)}; there are {', '.join(known)}"
+        raise InvalidRequest("settings", f"{shown(name)} is not a setting of a queue; {rule}")
+    is_weight = name.startswith(WEIGHT)
+    is_number = type(value) is int or (type(value) is float and is_weight)
+    if value is not None and not (is_number and found.low <= value <= found.high):
+        rule = f"must be a {'number' if is_weight else 'whole number'} from {found.low:g} to {found.high:.16g}"
+        raise InvalidRequest("settings", f"{name} {rule}, got {shown(value)}")
+    number: float | None = value
+    return number
 
 
 def _checked(name: str, value: T, check: Check) -> T:

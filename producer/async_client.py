@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Unpack
 
 from millrace.producer import arguments, calls
@@ -94,6 +94,12 @@ class AsyncClient:
 
     async def resume(self) -> None:
         await self._transport.send(commands.pause(self._keys, False))
+
+    async def settings(self) -> dict[str, str]:
+        return await self._run(calls.settings(self._keys))
+
+    async def set_settings(self, settings: Mapping[str, float | None]) -> None:
+        await self._run(calls.set_settings(self._keys, settings))
 
     async def sleep(self, level: int = 1, *, engine_id: str | None = None) -> list[str]:
         return await self._set_sleep(arguments.sleep_level(level), engine_id)

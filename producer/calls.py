@@ -6,7 +6,7 @@ A generator yields the commands of one round trip, receives their replies, and r
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -85,6 +85,20 @@ def look_up(keys: QueueKeys, job_ids: Iterable[str]) -> Call[dict[str, KnownJob]
             if state:
                 found[job_id] = KnownJob(state, batch, new_id)
     return found
+
+
+def settings(keys: QueueKeys) -> Call[dict[str, str]]:
+    (found,) = yield [commands.settings(keys)]
+    return {replies.text(name): replies.text(value) for name, value in sorted(found.items()) if name != b"paused"}
+
+
+def set_settings(keys: QueueKeys, values: Mapping[str, float | None]) -> Call[None]:
+    given = arguments.settings(values)
+    changed = {name: value for name, value in given.items() if value is not None}
+    reset = given.keys() - changed.keys()
+    sent = [commands.set_settings(keys, changed)] if changed else []
+    if found := sent + ([commands.reset_settings(keys, sorted(reset))] if reset else []):
+        yield found
 
 
 def batch_jobs(keys: QueueKeys, batch: str) -> Call[dict[str, str]]:

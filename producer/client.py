@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Self, Unpack
 
 from millrace.producer import arguments, calls
@@ -144,6 +144,15 @@ class Client:
     def resume(self) -> None:
         """Start jobs of this queue again."""
         self._transport.send(commands.pause(self._keys, False))
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings of the queue that are set, by name; docs/protocol.md has all names and their defaults."""
+        return self._run(calls.settings(self._keys))
+
+    def set_settings(self, settings: Mapping[str, float | None]) -> None:
+        """Change settings, by name, such as {"max_queued_jobs": 1000, "weight:gold": 2}. None: the default again.
+        Raises InvalidRequest for an unknown name or a value out of its range, and then changes nothing."""
+        self._run(calls.set_settings(self._keys, settings))
 
     def sleep(self, level: int = 1, *, engine_id: str | None = None) -> list[str]:
         """Ask one engine, or all that run now, to free its device memory until `wake`. Return the ids of the engines.

@@ -5,7 +5,7 @@ The functions of `replies` read the replies. Each script's header documents its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from hashlib import sha256
 
@@ -68,6 +68,18 @@ def watch(keys: QueueKeys, job_id: str) -> Command:
 
 def pause(keys: QueueKeys, is_paused: bool) -> Command:
     return script_command("pause", keys.prefix, "1" if is_paused else "")
+
+
+def settings(keys: QueueKeys) -> Command:
+    return command("HGETALL", keys.settings)
+
+
+def set_settings(keys: QueueKeys, values: Mapping[str, float]) -> Command:
+    return command("HSET", keys.settings, *(each for pair in values.items() for each in pair))
+
+
+def reset_settings(keys: QueueKeys, names: Iterable[str]) -> Command:
+    return command("HDEL", keys.settings, *names)
 
 
 def sleep(keys: QueueKeys, level: int, engine_id: str | None) -> Command:

@@ -1,4 +1,5 @@
-"""`millrace stats`, `queues`, `batch`, `pause` and `resume`: the counts of queues and batches, and whether jobs start."""
+"""`millrace stats`, `queues`, `settings`, `batch`, `pause` and `resume`: the counts of queues and batches, and whether jobs
+start."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import uuid
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.exits import NOT_FOUND, OK, CommandError
+from millrace.cli.exits import INVALID, NOT_FOUND, OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_client
 from millrace.cli.output import job_fields, print_job, print_json, print_table, remark
 from millrace.cli.values import counted
@@ -34,6 +35,12 @@ def add_parsers(verbs: Verbs) -> None:
     queues = add_verb(verbs, "queues", "list the queues of the server: their counts, and why no jobs start", queue=None)
     add_json(queues)
     queues.set_defaults(run=run_queues)
+
+    settings = add_verb(verbs, "settings", "show the limits, times and weights of a queue, or change some")
+    change_help = "set it, such as max_queued_jobs=1000 or weight:TENANT=2; without a VALUE it gets its default again"
+    settings.add_argument("changes", nargs="*", metavar="NAME=VALUE", help=change_help)
+    add_json(settings)
+    settings.set_defaults(run=run_settings)
 
     batch = verbs.add_parser("batch", help="show a batch of jobs", description="Show a batch of jobs.")
     whats = batch.add_subparsers(metavar="WHAT", required=True)
@@ -92,6 +99,35 @@ def run_queues(args: argparse.Namespace) -> int:
     if not args.json:
         print_table(("queue", *_QUEUE_COUNTS, "obstacle"), rows)
     return OK
+
+
+def run_settings(args: argparse.Namespace) -> int:
+    with open_client(args) as client:
+        client.set_settings(dict(map(_change, args.changes)))
+        found = client.settings()
+    from millrace.results.settings import SETTINGS, setting
+
+    if args.json:
+        print_json(found)
+        return OK
+    rows = []
+    for name in dict.fromkeys((*SETTINGS, *found)):
+        known = setting(name)
+        rows.append((name, found.get(name, ""), known.default if known else "unknown: has no effect"))
+    print_table(("setting", "value", "default"), rows)
+    return OK
+
+
+def _change(text: str) -> tuple[str, float | None]:
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise CommandError(f"settings: write NAME=VALUE, such as max_queued_jobs=1000, got {text!r}", INVALID)
+    if not value:
+        return name, None
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return name, kind(value)
+    raise CommandError(f"settings: {name}: must be a number, got {value!r}", INVALID)
 
 
 def _with_obstacle(stats: QueueStats) -> dict[str, Any]:

@@ -174,6 +174,8 @@ ARGUMENTS: dict[str, tuple[Call, tuple[type, ...]]] = {
     "sleep(engine_id=)": (lambda client, value: client.sleep(engine_id=value), (str, NoneType)),
     "reset_prefix_cache()": (lambda client, value: client.reset_prefix_cache(engine_id=value), (str, NoneType)),
     "wake(engine_id=)": (lambda client, value: client.wake(engine_id=value), (str, NoneType)),
+    "set_settings(settings=)": (lambda client, value: client.set_settings(value), (dict,)),
+    "set_settings(value=)": (lambda client, value: client.set_settings({"max_events": value}), (int, NoneType)),
     "get(job_id=)": (lambda client, value: client.get(value), (str,)),
     "wait(job_id=)": (lambda client, value: client.wait(value, 0), (str,)),
     "wait(timeout_s=)": (lambda client, value: client.wait("nobody", value), (*NUMBER, NoneType)),

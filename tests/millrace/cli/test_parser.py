@@ -24,6 +24,7 @@ VERBS = (
     "batch",
     "stats",
     "queues",
+    "settings",
     "pause",
     "resume",
     "sleep",

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import pytest
 import redis
 
 from millrace.results.keys import QueueKeys
@@ -138,6 +139,44 @@ def test_a_paused_queue_gives_nothing_out(millrace: Command, engine: EngineByHan
     assert "paused\tyes" in millrace("stats").out
     assert millrace("resume").status == 0
     assert [job.job_id for job in engine.claim()] == ["a"]
+
+
+def test_settings_are_shown_and_changed(millrace: Command, redis_client: redis.Redis, queue_name: str) -> None:
+    assert millrace("settings", "max_queued_jobs=2", "weight:gold=2.5", "--json").json_lines() == [
+        {"max_queued_jobs": "2", "weight:gold": "2.5"}
+    ]
+    for _ in range(2):
+        assert millrace("submit", "x").status == 0
+    assert millrace("submit", "x").status != 0
+    redis_client.hset(QueueKeys(queue_name).settings, mapping={"max_queued_job": 10, "paused": 1})
+    shown = millrace("settings").out.splitlines()
+    assert "max_queued_jobs\t2\tnone" in shown and "weight:gold\t2.5\t1" in shown and "max_events\t\t8192" in shown
+    assert "max_queued_job\t10\tunknown: has no effect" in shown and not any(
+        line.startswith("paused") for line in shown
+    )
+    assert millrace("settings", "max_queued_jobs=", "weight:gold=").status == 0
+    assert millrace("submit", "x").status == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "max_queued_job=3",
+            "settings: 'max_queued_job' is not a setting of a queue; did you mean max_queued_jobs?; there are ",
+        ),
+        ("max_queued_jobs=ten", "settings: max_queued_jobs: must be a number, got 'ten'"),
+        ("max_queued_jobs=1.5", "settings: max_queued_jobs must be a whole number from 0 to 9007199254740991, got 1.5"),
+        ("weight:gold=0", "settings: weight:gold must be a number from 1e-06 to 1000000, got 0"),
+        ("weight:a b=2", "settings: 'weight:a b' is not a setting of a queue; "),
+        ("paused=1", "settings: paused is set by pause and resume; leave it out"),
+        ("max_queued_jobs", "settings: write NAME=VALUE, such as max_queued_jobs=1000, got 'max_queued_jobs'"),
+    ],
+)
+def test_a_wrong_setting_changes_nothing(millrace: Command, change: str, message: str) -> None:
+    ran = millrace("settings", "max_events=100", change)
+    assert ran.status == 2 and ran.err.startswith(f"millrace: {message}")
+    assert millrace("settings", "--json").json_lines() == [{}]
 
 
 def test_a_queue_without_engines_is_reported(
