@@ -37,6 +37,7 @@ GROUPS = {
         "Position",
         "BatchStatus",
         "QueueStats",
+        "TenantStats",
         "RejectedEntry",
     ),
     "Without a queue": ("LLM", "RequestOutput", "EngineArgs"),

@@ -37,9 +37,8 @@ MAX_GROW_AFTER_S = 3600.0
 CACHE_SHARE = 0.25
 """Share of an automatic KV pool in host memory that prompts may fill which no running sequence uses."""
 
-_DEVICE_ERROR = "DeviceError"
-_OF_MODEL = ("ModelError", "WeightsDiffer")
-"""An error of the worker, by name: the engine does not import the worker."""
+_DEVICE_ERROR, _OF_MODEL = "DeviceError", ("ModelError", "WeightsDiffer")
+"""Errors of the worker, by name: the engine does not import the worker."""
 
 
 class SequenceFailure(msgspec.Struct, frozen=True):

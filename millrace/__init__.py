@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         StructuredOutputs,
         StructuredOutputsParams,
     )
-    from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry
+    from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry, TenantStats
     from millrace.results.errors import (
         BatchNotFound,
         CannotRedrive,
@@ -92,6 +92,7 @@ __all__ = [
     "StreamEvent",
     "StructuredOutputs",
     "StructuredOutputsParams",
+    "TenantStats",
     "TextPrompt",
     "TokensPrompt",
     "ToolCall",

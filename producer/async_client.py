@@ -12,7 +12,7 @@ from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import to_submission
 from millrace.results import commands, replies
 from millrace.results.connection import AsyncConnection
-from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry
+from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry, TenantStats
 from millrace.results.durability import Durability
 from millrace.results.job import Job, StreamEvent
 from millrace.results.reader import CompletionFollower, EventFollower
@@ -153,6 +153,9 @@ class AsyncClient:
 
     async def stats(self) -> QueueStats:
         return replies.queue_stats(await self._transport.send(commands.stats(self._keys)))
+
+    async def tenants(self) -> dict[str, TenantStats]:
+        return replies.tenants(await self._transport.send(commands.waiting(self._keys)))
 
     async def list_jobs(self, state: str, limit: int = 100) -> list[Job]:
         return await self._run(calls.list_jobs(self._keys, state, limit))

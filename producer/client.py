@@ -12,7 +12,7 @@ from millrace.producer.request import GenerationRequest
 from millrace.producer.wire import to_submission
 from millrace.results import commands, replies
 from millrace.results.connection import Connection
-from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry
+from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry, TenantStats
 from millrace.results.durability import Durability
 from millrace.results.job import Job, StreamEvent
 from millrace.results.reader import CompletionFollower, EventFollower
@@ -226,6 +226,10 @@ class Client:
     def stats(self) -> QueueStats:
         """Return the counts of the queue."""
         return replies.queue_stats(self._transport.send(commands.stats(self._keys)))
+
+    def tenants(self) -> dict[str, TenantStats]:
+        """Return what waits of each tenant that has waiting jobs, by its name; those with the most tokens first."""
+        return replies.tenants(self._transport.send(commands.waiting(self._keys)))
 
     def list_jobs(self, state: str, limit: int = 100) -> list[Job]:
         """Return at most `limit` jobs in a state: the next to start, those that run, or the last that ended. Failed jobs

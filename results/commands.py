@@ -74,6 +74,10 @@ def settings(keys: QueueKeys) -> Command:
     return command("HGETALL", keys.settings)
 
 
+def waiting(keys: QueueKeys) -> Command:
+    return command("HGETALL", keys.waiting)
+
+
 def set_settings(keys: QueueKeys, values: Mapping[str, float]) -> Command:
     return command("HSET", keys.settings, *(each for pair in values.items() for each in pair))
 

@@ -62,6 +62,14 @@ class RejectedEntry(msgspec.Struct, frozen=True, kw_only=True):
     """The beginning of the entry."""
 
 
+class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a tenant's waits: queued and delayed jobs, which its limits count."""
+
+    waiting_jobs: int
+    waiting_tokens: int
+    """Their cost: prompt tokens, as known when they were submitted, and the most output tokens."""
+
+
 class Position(msgspec.Struct, frozen=True, kw_only=True):
     """An estimate of when a job starts. Fair share and new jobs change it."""
 

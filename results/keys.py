@@ -61,6 +61,7 @@ class QueueKeys:
         self.rejected = self.prefix + "rejected"
         self.wake = self.prefix + "wake"
         self.settings = self.prefix + "settings"
+        self.waiting = self.prefix + "waiting"
 
     def job(self, job_id: str) -> str:
         return self.prefix + "job:" + job_id

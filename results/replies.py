@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry
+from millrace.results.counts import BatchStatus, Position, QueueStats, RejectedEntry, TenantStats
 from millrace.results.errors import BatchNotFound, CannotRedrive, EngineNotFound, JobNotFound, QueueError
 from millrace.results.job import CompletionOutput, Job, StreamEvent, Timings
 from millrace.results.logprobs import TokenLogprobs, cumulative, decode_prompt, decode_tokens, join_tokens
@@ -104,6 +104,19 @@ def queue_stats(reply: list[Any]) -> QueueStats:
         rejected=rejected,
         inbox=inbox,
     )
+
+
+def tenants(counts: dict[bytes, bytes]) -> dict[str, TenantStats]:
+    """Return the tenants of which something waits, those with the most tokens first."""
+    names = [text(field.removesuffix(b":jobs")) for field in counts if field.endswith(b":jobs")]
+    found = {
+        name: TenantStats(
+            waiting_jobs=int(counts[f"{name}:jobs".encode()]),
+            waiting_tokens=int(counts.get(f"{name}:tokens".encode(), b"0")),
+        )
+        for name in names
+    }
+    return dict(sorted(found.items(), key=lambda pair: (-pair[1].waiting_tokens, pair[0])))
 
 
 def signalled_engines(engine_id: str | None, queue: str, reply: list[bytes]) -> list[str]:

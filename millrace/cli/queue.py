@@ -29,6 +29,7 @@ _BATCH_COUNTS = ("queued", "delayed", "running", "finished", "failed", "cancelle
 def add_parsers(verbs: Verbs) -> None:
     stats = add_verb(verbs, "stats", "show the job and token counts of a queue, and its engines")
     stats.add_argument("--min-engines", type=counted, metavar="N", help="fail if fewer engines have a heartbeat")
+    stats.add_argument("--tenants", action="store_true", help="show what waits of each tenant instead")
     add_json(stats)
     stats.set_defaults(run=run_stats)
 
@@ -62,6 +63,8 @@ def add_parsers(verbs: Verbs) -> None:
 
 
 def run_stats(args: argparse.Namespace) -> int:
+    if args.tenants:
+        return _show_tenants(args)
     with open_client(args) as client:
         counts = client.stats()
     from millrace.results.waiting import counted_noun, describe_obstacle
@@ -80,6 +83,18 @@ def run_stats(args: argparse.Namespace) -> int:
         raise CommandError(f"queue {args.queue}: {found} {verb} a heartbeat, {args.min_engines} required")
     if not args.json and (obstacle := describe_obstacle(counts, args.queue)):
         remark(obstacle)
+    return OK
+
+
+def _show_tenants(args: argparse.Namespace) -> int:
+    with open_client(args) as client:
+        tenants = client.tenants()
+    if args.json:
+        for name, counts in tenants.items():
+            print_json({"tenant": name, "waiting_jobs": counts.waiting_jobs, "waiting_tokens": counts.waiting_tokens})
+    else:
+        rows = [(name, str(counts.waiting_jobs), str(counts.waiting_tokens)) for name, counts in tenants.items()]
+        print_table(("tenant", "waiting jobs", "waiting tokens"), rows)
     return OK
 
 

@@ -18,6 +18,7 @@ from millrace import (
     JobNotFound,
     QueueFull,
     SamplingParams,
+    TenantStats,
 )
 from millrace.producer.wire import parse_body
 from millrace.results.messages import JobError
@@ -251,6 +252,7 @@ async def test_the_async_client_has_all_of_it(redis_url: str, queue_name: str, e
         engine.finish(engine.claim_one(), state="failed")
         assert await client.retry_all() == {"j1": "j1.r1"}
         assert await client.retry_batch("b") == {"j0": "j0.r1", "j1": "j1.r1"}
+        assert list((await client.tenants()).items()) == [("default", TenantStats(waiting_jobs=6, waiting_tokens=102))]
         await client.set_settings({"max_events": 4})
         await client.set_settings({"max_events": None, "result_ttl_ms": 60_000})
         assert await client.settings() == {"result_ttl_ms": "60000"}

@@ -141,6 +141,18 @@ def test_a_paused_queue_gives_nothing_out(millrace: Command, engine: EngineByHan
     assert [job.job_id for job in engine.claim()] == ["a"]
 
 
+def test_what_waits_of_each_tenant(millrace: Command, engine: EngineByHand) -> None:
+    for tenant, count in (("a", 2), ("b", 1)):
+        for _ in range(count):
+            millrace("submit", "x", "--tenant", tenant, "--max-tokens", "10" if tenant == "a" else "100")
+    assert millrace("stats", "--tenants").out == "b\t1\t101\na\t2\t22\n"
+    assert millrace("stats", "--tenants", "--json").json_lines()[1] == {
+        "tenant": "a", "waiting_jobs": 2, "waiting_tokens": 22
+    }  # fmt: skip
+    assert len(engine.claim()) == 3
+    assert millrace("stats", "--tenants").out == ""
+
+
 def test_settings_are_shown_and_changed(millrace: Command, redis_client: redis.Redis, queue_name: str) -> None:
     assert millrace("settings", "max_queued_jobs=2", "weight:gold=2.5", "--json").json_lines() == [
         {"max_queued_jobs": "2", "weight:gold": "2.5"}
