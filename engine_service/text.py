@@ -38,7 +38,7 @@ class Tokenizer:
             raise
         except BaseException as error:  # the library raises what its parsers raise, and its Rust code may panic
             if not (path / "tokenizer.json").exists():
-                how = f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r}) writes one, mostly"
+                how = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes one for most tokenizers"
                 raise ConfigurationError(f"tokenizer: {path} has no tokenizer.json; {_REMEDY}; {how}") from error
             message = f"tokenizer: {path / 'tokenizer.json'} cannot be used ({error}); {_REMEDY}"
             raise ConfigurationError(message) from error

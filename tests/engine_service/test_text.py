@@ -279,8 +279,8 @@ def test_a_tokenizer_that_panics_when_it_is_loaded_is_named(tmp_path: Path) -> N
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    remedy = "name a local directory with a tokenizer.json"
-    with pytest.raises(ConfigurationError, match=f"^tokenizer: {tmp_path} has no tokenizer.json; {remedy}$"):
+    remedy = "name a local directory with a tokenizer.json; AutoTokenizer.from_pretrained"
+    with pytest.raises(ConfigurationError, match=f"^tokenizer: {tmp_path} has no tokenizer.json; {remedy}"):
         Tokenizer(tmp_path)
 
 
