@@ -8,6 +8,7 @@ Shapes: H hidden size, D size of a head, R rotary size, P positions.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -194,6 +195,9 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
     names = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
     _require_children(attention, {"o_proj", *names}, allowed=_ATTENTION_CHILDREN)
     _require(bool(getattr(attention, "use_rope", True)), "it has layers without a rotary embedding")
+    rotate = getattr(sys.modules[type(attention).__module__], "rotate_half", _rotate_half)
+    pairs = torch.arange(4.0)
+    _require(torch.equal(rotate(pairs), _rotate_half(pairs)), "its rotary embedding pairs other entries")
     projections, output = [getattr(attention, name) for name in names], own_part(attention.o_proj)
     _require_linear(*projections, output)
     _require(spec.key_dim == spec.value_dim, "its keys and values differ in size")
@@ -215,6 +219,12 @@ def _read_attention(attention: Any, spec: LayerSpec, rotary: Rotary) -> Attentio
         softcap=getattr(attention, "attn_logit_softcapping", None),
         spec=spec,
     )
+
+
+def _rotate_half(values: Tensor) -> Tensor:
+    """Return [a, b] as [-b, a]: the rotation of a head pairs an entry with that which is half a head behind it."""
+    first, second = values.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
 
 
 def _read_mlp(mlp: Any) -> MLPParts | ExpertsParts | nn.Module:

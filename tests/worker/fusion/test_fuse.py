@@ -139,6 +139,10 @@ LATENT: dict[str, Any] = {
     ("overrides", "reason"),
     [
         (
+            {"model_type": "helium", "head_dim": 16, "rope_parameters": None, "tie_word_embeddings": False},
+            "its rotary embedding pairs other entries",
+        ),
+        (
             LATENT | {"model_type": "deepseek_v3", "head_dim": 8, "tie_word_embeddings": False},
             "DeepseekV3Attention has no k_proj, v_proj",
         ),
