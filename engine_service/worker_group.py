@@ -37,6 +37,7 @@ MAX_GROW_AFTER_S = 3600.0
 CACHE_SHARE = 0.25
 """Share of an automatic KV pool in host memory that prompts may fill which no running sequence uses."""
 
+_LOADING = "load_model"
 _DEVICE_ERROR, _OF_MODEL = "DeviceError", ("ModelError", "WeightsDiffer")
 """Errors of the worker, by name: the engine does not import the worker."""
 
@@ -144,8 +145,8 @@ class WorkerGroup:
                 self._has_run = True
                 return
             if not (error.is_retryable or self._has_run or self._has_fewer_ranks):
-                # A rank's own error of the model names what is wrong; other errors need the rank and the phase.
-                is_of_model = error.failure is not None and error.failure.kind in _OF_MODEL
+                # What is wrong with a model's directory is the same for each rank. Other errors need the rank and the phase.
+                is_of_model = error.failure is not None and error.failure.kind in _OF_MODEL and error.phase == _LOADING
                 raise ConfigurationError(error.message if is_of_model else str(error)) from error
             first_error = first_error or error
             if smaller is None:

@@ -51,7 +51,8 @@ class Pair:
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     with ExitStack() as stack:
-        primary, replica = (stack.enter_context(EmbeddedServer(tcp=True)) for _ in range(2))
+        at_once = {"repl-diskless-sync-delay": "0"}  # the copy for a replica begins without waiting for others
+        primary, replica = (stack.enter_context(EmbeddedServer(tcp=True, options=at_once)) for _ in range(2))
         pair = Pair(stack.enter_context(Proxy(primary.url)), primary, replica)
         stack.callback(pair.close)
         yield pair
