@@ -23,6 +23,7 @@ from millrace.results.transport import AsyncTransport, Transport
 from tests.results.engines import Engine, append_of, finish_of, submission, submit
 from tests.results.full_queue import FullQueue
 from tests.results.invariants import check_queue
+from tests.results.refused import check_unavailable
 
 
 @pytest.fixture
@@ -222,8 +223,4 @@ async def test_a_server_that_takes_no_more_clients_says_so_to_asyncio_too() -> N
 )
 async def test_a_server_that_is_not_there_is_named_with_the_reason_and_nothing_else(url: str, reason: str) -> None:
     expected = rf"^Cannot connect to Redis at {url}[^ ]*: {reason}\. Check --redis or MILLRACE_REDIS_URL\.$"
-    with Client(url) as client, pytest.raises(RedisUnavailable, match=expected):
-        client.stats()
-    async with AsyncClient(url) as async_client:
-        with pytest.raises(RedisUnavailable, match=expected):
-            await async_client.stats()
+    await check_unavailable(url, expected)

@@ -17,6 +17,7 @@ from millrace.results.connection import HANDSHAKE_LIMIT_S, connect, connect_asyn
 from millrace.results.errors import InvalidRedisURL
 from tests.e2e.engines import TINY, EngineProcess
 from tests.millrace.cli.command import Command, python, run_main
+from tests.results.refused import check_unavailable
 from tests.results.tls_terminator import TlsTerminator
 
 PROMPT = "3 + 4 ="
@@ -99,11 +100,7 @@ async def test_a_certificate_for_another_name_is_told_from_one_that_is_not_trust
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     url = url.replace("localhost", host)
     expected = rf"{host}:\d+/0 has a certificate for another name: .* or add ssl_check_hostname=false .*{kind}"
-    with Client(url) as client, pytest.raises(RedisUnavailable, match=expected):
-        client.stats()
-    async with AsyncClient(url) as async_client:
-        with pytest.raises(RedisUnavailable, match=expected):
-            await async_client.stats()
+    await check_unavailable(url, expected)
     with Client(f"{url}&ssl_check_hostname=false") as client:
         client.stats()
 
@@ -111,11 +108,7 @@ async def test_a_certificate_for_another_name_is_told_from_one_that_is_not_trust
 async def test_a_url_without_tls_for_a_port_with_it_is_asked_about(address: str) -> None:
     url = address.replace("rediss://", "redis://")
     hint = r"whether the port expects TLS \(rediss://\), and maxclients"
-    with Client(url) as client, pytest.raises(RedisUnavailable, match=hint):
-        client.stats()
-    async with AsyncClient(url) as async_client:
-        with pytest.raises(RedisUnavailable, match=hint):
-            await async_client.stats()
+    await check_unavailable(url, hint)
 
 
 @pytest.mark.parametrize("scheme", ["rediss", "rediss+cluster"])
