@@ -98,7 +98,7 @@ SECTIONS = {
         ("step",),
         ("step_ms", "idle_share", "tokens_per_s", "roofline_share"),
         "From 2026-11-27-h200-head.json on without the launch of the first of 20 steps, for which the device had waited: "
-        "some 20 us of each.",
+        "some 20 us of each. From 2026-11-27-h200-restarts.json on decode attention has 2 warps.",
     ),
     "attention": Section(
         "Attention of one layer on a GPU",
@@ -107,6 +107,13 @@ SECTIONS = {
         "16 heads of queries and 8 of keys, bfloat16. `over copy`: relative to the bandwidth of a copy.",
     ),
     "sampling": Section("Draws from 256 rows of 151,936 logits on a GPU", ("kind",), ("device_us", "as_on_cpu")),
+    "restarts": Section(
+        "Starts, and a worker that is killed under load, on a GPU",
+        ("case",),
+        ("start_to_first_token_s", "next_token_s", "memory_mib"),
+        "The model of 600 million parameters, 32 sequences when the worker is killed. From the start to the first token, "
+        "from the kill to the next one, and the memory of the GPU behind the last of 10 kills.",
+    ),
     "sleep": Section(
         "Sleep of a worker on a GPU", ("level",), ("sleep_s", "wake_s", "next_token_s", "memory_left_mib")
     ),

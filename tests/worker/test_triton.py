@@ -123,6 +123,7 @@ def check_resources(kernels: dict[str, Any], path: Path) -> None:
     [
         (torch.bfloat16, None, 64, 7, {"window": 40, "block_size": 256}),
         (torch.bfloat16, None, 128, 2, {}),
+        pytest.param(torch.bfloat16, None, 64, 71, {}, marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, None, 256, 2, {"window": 100, "softcap": 50.0}, marks=pytest.mark.slow),
         (torch.float16, FP8, 64, 16, {}),
         (torch.bfloat16, FP8, 128, 8, {}),

@@ -31,8 +31,9 @@ CHUNKS_AT_ONCE = 8
 """Chunks of a row whose results are loaded together when they are merged. One after the other, each waits for the memory."""
 HEADS_AT_ONCE = 8
 """Heads of one token that one program rotates or writes."""
-REGISTERS = 65536
-"""Registers of one multiprocessor of any NVIDIA GPU that the kernels run on."""
+REGISTERS, PARTS = 65536, 4
+"""Registers of one multiprocessor of any NVIDIA GPU that the kernels run on, and the parts that share them out. A warp runs
+in one part."""
 WIDE = {torch.float32: 64, torch.float16: 128, torch.bfloat16: 128}
 """Elements of a head above which the tiles are half as large, so that they fit into registers and shared memory."""
 NARROW = 64
@@ -51,15 +52,18 @@ class Tiles(NamedTuple):
     num_queries: int = 16
     """Rows of a tile of queries, each of a token and a head. Decode rows take as few as there are."""
     max_registers: int | None = None
-    """Of a thread, where queries and pool have the same 16 bits, so that enough programs fit onto a multiprocessor."""
+    """Of a thread, so that enough programs fit onto a multiprocessor."""
 
 
-DECODE = Tiles(num_positions=64, num_warps=4, num_stages=3, max_registers=128)
-"""Four programs on a multiprocessor hide each other's waits better than one hides its own with a longer pipeline."""
+DECODE = Tiles(num_positions=64, num_warps=2, num_stages=3)
+"""Four programs on a multiprocessor hide each other's waits better than one hides its own with a longer pipeline. With more
+warps there is more arithmetic: each computes the same addresses."""
 DECODE_NARROW = Tiles(num_positions=64, num_warps=2, num_stages=3, max_registers=128)
 """Eight smaller programs do it better still where a position has few bytes."""
 DECODE_FP8 = Tiles(num_positions=64, num_warps=2, num_stages=2)
-"""Arithmetic bounds it, and with more warps there is more of it: each computes the same addresses."""
+"""Arithmetic bounds it."""
+DECODE_OTHERS = Tiles(num_positions=64, num_warps=4, num_stages=3)
+"""For float32, and for more query heads of a key head than a tile has rows: two warps have too few registers for them."""
 PREFILL = Tiles(num_positions=64, num_warps=8, num_stages=5, num_queries=128)
 """One program fills a multiprocessor's registers, so nothing else hides its loads."""
 SMALL_SHARED, SMALL_STAGES = 100 << 10, 3
@@ -200,7 +204,7 @@ class TritonAttention:
         group, block_d, block_dv = num_heads // num_kv_heads, _padded(key_dim), _padded(value_dim)
         divisor = _divisor(query.dtype, layer)
         rows = self._cut_rows(query.dtype, num_heads, layer, window, batch)
-        decode = _decode_tiles(query.dtype, layer)
+        decode = _decode_tiles(query.dtype, layer, group)
         decode_stages, prefill_stages = decode.num_stages, _prefill_stages(query.device)
         if query.dtype == torch.float32 != layer.keys.dtype:  # a pipeline needs more registers than there are
             decode_stages = prefill_stages = 1
@@ -226,10 +230,8 @@ class TritonAttention:
                 "BLOCK_N": decode.num_positions // divisor,
                 "num_warps": decode.num_warps,
                 "num_stages": decode_stages,
+                "maxnreg": decode.max_registers,
             }
-            is_limited = layer.keys.dtype in (query.dtype, FP8) and query.dtype != torch.float32
-            if is_limited and how_decoded["BLOCK_M"] == decode.num_queries:
-                how_decoded["maxnreg"] = decode.max_registers
             self._decode(rows, given, scaling, how_decoded, output)
         if len(rows.tiles):
             prefill[(len(rows.tiles), num_kv_heads)](
@@ -284,10 +286,13 @@ def _pool(layer: LayerCache) -> tuple[Any, ...]:
     return layer.keys, key_scales, layer.keys.stride(0), layer.values, value_scales, layer.values.stride(0)
 
 
-def _decode_tiles(dtype: torch.dtype, layer: LayerCache) -> Tiles:
+def _decode_tiles(dtype: torch.dtype, layer: LayerCache, group: int) -> Tiles:
+    """Return the tiles for queries of this type, `group` heads for each key head."""
+    if dtype == torch.float32 or layer.keys.dtype not in (dtype, FP8) or group > DECODE.num_queries:
+        return DECODE_OTHERS
     if layer.scales is not None:
         return DECODE_FP8
-    return DECODE_NARROW if dtype != torch.float32 and _width(layer) <= NARROW else DECODE
+    return DECODE_NARROW if _width(layer) <= NARROW else DECODE
 
 
 def _divisor(dtype: torch.dtype, layer: LayerCache) -> int:
@@ -320,14 +325,21 @@ def _prefill_stages(device: torch.device) -> int:
 
 
 def _num_resident(kernel: Any, device: torch.device) -> int:
-    """Return how many programs of a compiled kernel run at once. A multiprocessor gives registers by 8 to a thread, and
-    takes 1 KiB of shared memory for each program (NVIDIA, CUDA C++ Programming Guide)."""
+    """Return how many programs of a compiled kernel run at once."""
     if device.type == "cpu":
         return 3
-    properties = torch.cuda.get_device_properties(device)
-    registers = 32 * kernel.metadata.num_warps * (-(-kernel.n_regs // 8) * 8)
-    by_memory = properties.shared_memory_per_multiprocessor // (kernel.metadata.shared + 1024)
-    return properties.multi_processor_count * max(1, min(REGISTERS // registers, by_memory))
+    properties, kind = torch.cuda.get_device_properties(device), kernel.metadata
+    shared = properties.shared_memory_per_multiprocessor
+    return int(properties.multi_processor_count) * num_together(kernel.n_regs, kind.num_warps, kind.shared, shared)
+
+
+def num_together(num_registers: int, num_warps: int, num_bytes: int, shared_memory: int) -> int:
+    """Return how many programs of so many registers for each thread, and bytes of shared memory, a multiprocessor runs. It
+    gives registers by 8 to a thread, and takes 1 KiB of shared memory for each program (NVIDIA, CUDA C++ Programming
+    Guide)."""
+    registers_of_warp = 32 * (-(-num_registers // 8) * 8)
+    by_registers = PARTS * (REGISTERS // PARTS // registers_of_warp) // num_warps
+    return max(1, min(by_registers, shared_memory // (num_bytes + 1024)))
 
 
 def _rows(batch: StepBatch, tile_size: int, window: int, largest_decode: int) -> Rows:
