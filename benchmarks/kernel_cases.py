@@ -14,7 +14,7 @@ import torch
 from benchmarks import batches
 from benchmarks.timing import best_s
 from millrace.executor.wire.messages import LogitsSettings
-from millrace.worker.attention.select import choose_attention
+from millrace.worker import import_modules
 from millrace.worker.kv_pool import KVPool, LayerSpec
 from millrace.worker.linear.choice import pack_linear
 from millrace.worker.linear.packed import CompiledLinear
@@ -41,6 +41,8 @@ Case = tuple[str, str, float, Callable[[], object]]
 
 
 def _attention_cases() -> Iterator[Case]:
+    from millrace.worker.attention.select import choose_attention  # behind `import_modules`
+
     attention = choose_attention("auto", CPU)
     for kind, (heads, kv_heads, dim, dtype_name) in ATTENTION.items():
         dtype = getattr(torch, dtype_name)
@@ -96,6 +98,7 @@ def _sampling_cases(num_rows: int) -> Iterator[Case]:
 
 def main() -> None:
     """Measure all cases."""
+    import_modules()  # as in a rank, which takes half the time
     measure_s, num_sampled = (QUICK_S, QUICK_SAMPLED_ROWS) if "--quick" in sys.argv else (MEASURE_S, SAMPLED_ROWS)
     times = {}
     with torch.inference_mode():

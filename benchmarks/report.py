@@ -11,17 +11,12 @@ import argparse
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib as mpl
-
 from benchmarks.environment import ROOT
 from benchmarks.step_times import BATCH, CONTEXT, PHASES
-
-mpl.use("Agg")
-mpl.rcParams.update({"font.size": 9, "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "savefig.dpi": 100})
-from matplotlib import pyplot as plt  # noqa: E402, the backend comes first
 
 Figures = dict[str, Any]
 
@@ -190,8 +185,9 @@ def _machine(name: str, results: Mapping[str, Sequence[Figures]], plots: Path) -
             continue
         yield f"### {section.title}\n"
         if part in PLOTS:
-            PLOTS[part](_merged(results[part], part)).savefig(plots / f"{slug}-{part}.png")
-            plt.close("all")
+            figure = PLOTS[part](_merged(results[part], part))
+            figure.savefig(plots / f"{slug}-{part}.png")
+            _pyplot().close(figure)
             yield f"![{section.title}]({plots.name}/{slug}-{part}.png)\n"
         if section.note:
             yield f"{section.note}\n"
@@ -260,10 +256,24 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]
     yield ""
 
 
+@cache
+def _pyplot() -> Any:
+    """Import matplotlib once there is something to plot: it takes long, and each test process imports this module."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams.update(
+        {"font.size": 9, "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.3, "savefig.dpi": 100}
+    )
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def _plot_peers(figures: Figures) -> Any:
     """Plot the speeds of the engines relative to Millrace's, by workload."""
     engines = list(dict.fromkeys(name for of_engine in figures.values() for name in of_engine if name != "millrace"))
-    figure, axis = plt.subplots(figsize=(8, 3.2), layout="tight")
+    figure, axis = _pyplot().subplots(figsize=(8, 3.2), layout="tight")
     width = 0.8 / max(1, len(engines))
     for number, engine in enumerate(engines):
         ratios = [of_engine.get(engine, {}).get("millrace_over") for of_engine in figures.values()]
@@ -281,7 +291,7 @@ def _plot_steps(figures: Figures) -> Any:
     cases = sorted((*map(int, case.split("x")), one) for case, one in figures.items())
     by_batch = {batch: one for batch, context, one in cases if context == CONTEXT}
     by_context = {context: one for batch, context, one in cases if batch == BATCH}
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="tight")
+    figure, axes = _pyplot().subplots(1, 3, figsize=(11, 3.2), layout="tight")
     for axis, label, points in zip(axes, ("sequences", "context"), (by_batch, by_context), strict=False):
         rates = [one["tokens_per_s"] for one in points.values()]
         axis.loglog(list(points), rates, "o-", label="measured")

@@ -36,6 +36,7 @@ from millrace.engine_service.text import Tokenizer
 from millrace.executor.base import Executor
 from millrace.executor.heap import release_freed_memory
 from millrace.executor.launch.external import die_with_rank_0
+from millrace.executor.model_names import unlisted_models
 from millrace.executor.phases import process_age_s, timed
 from millrace.results.connection import connect
 from millrace.results.outage import Outage
@@ -100,6 +101,8 @@ class _Process:
             logger.warning("redis: %s", warning)
         self._endpoint = self._open_endpoint()
         with timed(logger, "tokenizer"):
+            with unlisted_models():
+                from transformers import PreTrainedTokenizerFast  # noqa: F401, the first import, which lists them
             tokenizer = Tokenizer(self._tokenizer_path, self._config.chat_template)
         for error in tokenizer.chat_template.errors():
             logger.error("%s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -68,6 +69,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
     scheduling._split_scope = group_of
     return scheduling
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without garbage collections, and keep what exists then out of all later ones: with torch, transformers and
+    thousands of tests these are a million objects, and none of them is garbage before the end of the run."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

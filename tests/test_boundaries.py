@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("torch", "transformers", "safetensors", "triton", "llguidance", "msgspec"),
         *("executor.wire.messages", "executor.wire.channel", "executor.wire.kv_layout", "executor.wire.failures"),
         *("executor.rank.serve", "executor.rank.worker", "executor.phases", "executor.heap"),
+        "executor.model_names",
     },
     "engine_service": {
         *("producer", "results", "executor", "millrace.__version__"),
@@ -109,16 +110,18 @@ class Import(NamedTuple):
 
 def _imports_of(path: Path) -> Iterator[Import]:
     file = path.relative_to(ROOT).as_posix()
-    tree = ast.parse(path.read_text(), filename=file)
-    late = {id(inner) for node in ast.walk(tree) if _is_late(node) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
+    nodes: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text(), filename=file), False)]
+    for node, is_late in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(file, node.lineno, alias.name, None, id(node) in late)
+                yield Import(file, node.lineno, alias.name, None, is_late)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file}:{node.lineno}: relative imports hide who imports whom"
             for alias in node.names:
-                yield Import(file, node.lineno, node.module or "", alias.name, id(node) in late)
+                yield Import(file, node.lineno, node.module or "", alias.name, is_late)
+        elif not isinstance(node, ast.expr):  # there is no statement in an expression
+            is_late = is_late or _is_late(node)
+            nodes += [(inner, is_late) for inner in ast.iter_child_nodes(node)]
 
 
 def _is_late(node: ast.AST) -> bool:

@@ -27,9 +27,9 @@ def create_worker(rank: int, world_size: int, epoch: int, config: WorkerConfig, 
 
 def import_modules() -> None:
     """Import what `create_worker` needs. Only for a process that is nothing but a rank."""
+    gc.disable()  # before torch, which is most of the modules
     from millrace.worker.imports import import_transformers
 
-    gc.disable()
     import_transformers()
     import millrace.worker.rank  # noqa: F401
 

@@ -2,24 +2,25 @@
 
 transformers' model code imports torch's compiler (`torch._dynamo`, with sympy) only to mark functions for it, and torch's
 sharded tensors only for its own way to divide a model. It renders chat templates with jinja2, which the engine service does,
-and loads images with PIL. To list the public names of all models it reads 2,000 files, twice.
+loads images with PIL, trains with scipy, and drafts tokens with scikit-learn. To list the public names of all models it
+reads 2,000 files, twice.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed
 
+from millrace.executor.model_names import unlisted_models
+
 _COMPILER = "torch._dynamo"
-_UNUSED = ("jinja2", "PIL")
+_UNUSED = ("jinja2", "PIL", "scipy", "sklearn")
 
 
 def import_transformers() -> None:
@@ -31,43 +32,12 @@ def import_transformers() -> None:
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # as if they were not installed
     is_available, torch.distributed.is_available = torch.distributed.is_available, lambda: False
     try:
-        with _unlisted_models():
+        with unlisted_models():
             import transformers.modeling_utils  # noqa: F401
     finally:
         torch.distributed.is_available = is_available
         for name in hidden:
             del sys.modules[name]
-
-
-@contextlib.contextmanager
-def _unlisted_models() -> Iterator[None]:
-    """Hide the folders of the models from `os.scandir`, except "auto", which chooses a model's module."""
-    scandir = os.scandir
-
-    def list_files(path: Any = ".") -> contextlib.AbstractContextManager[Any]:
-        # `shutil.rmtree` lists descriptors.
-        if isinstance(path, int) or os.path.basename(os.fsdecode(path)) != "models":
-            return scandir(path)
-        with scandir(path) as entries:
-            return _Entries(iter([entry for entry in entries if entry.is_file() or entry.name == "auto"]))
-
-    os.scandir = list_files  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        os.scandir = scandir
-
-
-class _Entries(contextlib.AbstractContextManager[Any]):
-    """What `os.scandir` returns: an iterator, and a context that gives itself. Python 3.12 also iterates in the context."""
-
-    def __init__(self, entries: Iterator[os.DirEntry[str]]) -> None:
-        self._entries = entries
-
-    def __iter__(self) -> Iterator[os.DirEntry[str]]:
-        return self._entries
-
-    def __exit__(self, *_error: object) -> None: ...
 
 
 def _replace_compiler() -> None:

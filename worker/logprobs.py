@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from millrace.executor.wire.messages import record_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENS_AT_ONCE = 64
 """Bounds the memory for logits. With fewer, most of the time would go into reading the weights of the head."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,9 +35,24 @@ def check(output: CompletionOutput, schema: Any) -> bool:
     return True
 
 
+def start(**options: Any) -> LLM:
+    return LLM(ROOT / "examples" / "tiny_model", max_model_len=512, seed=3, **options)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """For tests whose requests have seeds."""
+    with start() as llm:
+        yield llm
+
+
+def generate(llm: LLM, requests: list[SamplingParams]) -> list[list[CompletionOutput]]:
+    return [one.outputs for one in llm.generate(["The answer:"] * len(requests), requests, use_tqdm=False)]
+
+
 def generated(requests: list[SamplingParams], **options: Any) -> list[list[CompletionOutput]]:
-    with LLM(ROOT / "examples" / "tiny_model", max_model_len=512, seed=3, **options) as llm:
-        return [one.outputs for one in llm.generate(["The answer:"] * len(requests), requests, use_tqdm=False)]
+    with start(**options) as llm:
+        return generate(llm, requests)
 
 
 def json_params(schema: Any, **fields: Any) -> SamplingParams:
@@ -80,18 +96,18 @@ def test_outputs_of_some_schemas_are_valid_among_free_rows_and_preemption(run_ah
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_other_forms_are_kept(form: dict[str, Any], pattern: str) -> None:
+def test_other_forms_are_kept(form: dict[str, Any], pattern: str, llm: LLM) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputs(**form), n=8, seed=5, max_tokens=40)
-    ((*outputs,),) = generated([params])
+    ((*outputs,),) = generate(llm, [params])
     for output in outputs:
         assert re.fullmatch(pattern, output.text, re.DOTALL), output.text
         assert output.finish_reason == "stop" or "json_object" in form
 
 
-def test_a_structural_tag_constrains_what_follows_its_trigger() -> None:
+def test_a_structural_tag_constrains_what_follows_its_trigger(llm: LLM) -> None:
     tag = {"structures": [{"begin": " ", "schema": {"enum": [1, 2]}, "end": ";"}], "triggers": [" "]}
     params = SamplingParams(structured_outputs=StructuredOutputs(structural_tag=tag), n=8, seed=5, max_tokens=60)
-    ((*outputs,),) = generated([params])
+    ((*outputs,),) = generate(llm, [params])
     assert sum(output.text.count(" ") for output in outputs) > 3
     for output in outputs:
         assert re.fullmatch(r"([^ ]| [12];)*( [12]?)?", output.text, re.DOTALL), output.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import json
 import math
@@ -438,6 +439,28 @@ def test_a_chat_is_rendered_with_the_models_template(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=r"^priority: is not supported by generate"):
         llm.generate("3 + 4 =", params, priority=[1])
     assert llm.generate("3 + 4 =", params, use_tqdm=False, lora_request=None, tokenization_kwargs={})
+
+
+def test_the_garbage_collector_passes_over_older_objects_while_it_generates(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = list[int]()
+    step = llm._engine.step
+
+    def step_and_count() -> Any:
+        frozen.append(gc.get_freeze_count())
+        return step()
+
+    monkeypatch.setattr(llm._engine, "step", step_and_count)
+    gc.unfreeze()
+    try:
+        llm.generate("3 + 4 =", SamplingParams(max_tokens=2), use_tqdm=False)
+        assert min(frozen) > 100_000 and gc.get_freeze_count() == 0
+        gc.freeze()
+        llm.generate("3 + 4 =", SamplingParams(max_tokens=2), use_tqdm=False)
+        assert gc.get_freeze_count() > 100_000, "what the program has frozen stays so"
+    finally:
+        gc.freeze()  # as for all tests
 
 
 def test_the_progress_bar_counts_the_texts(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from millrace.worker.imports import _unlisted_models
 from tests.worker.models import make_model
 
 MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -36,20 +33,3 @@ from transformers.models.mistral import MistralForCausalLM
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
-
-
-def test_folders_can_be_listed_by_descriptor_meanwhile(tmp_path: Path) -> None:
-    """`shutil.rmtree` does so, and a library that transformers imports may clear a temporary folder."""
-    (tmp_path / "models" / "auto").mkdir(parents=True)
-    (tmp_path / "models" / "llama").mkdir()
-    with _unlisted_models():
-        descriptor = os.open(tmp_path, os.O_RDONLY)
-        try:
-            with os.scandir(descriptor) as entries:
-                assert [entry.name for entry in entries] == ["models"]
-        finally:
-            os.close(descriptor)
-        assert [entry.name for entry in os.scandir(str(tmp_path / "models"))] == ["auto"]
-        assert [entry.name for entry in os.scandir(tmp_path)] == ["models"]
-        shutil.rmtree(tmp_path)
-    assert not tmp_path.exists()

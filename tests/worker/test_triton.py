@@ -63,11 +63,17 @@ def test_an_old_gpu_gets_the_kernels_of_torch(
     assert find_triton.__wrapped__()
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Triton's cache. Several tests launch a kernel with the same arguments, and it is compiled once."""
+    return tmp_path_factory.mktemp("triton")
+
+
 @pytest.fixture
-def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def launched(compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """The kernels that were launched, by hash. They are compiled as for a launch, and do not run. The interpreter accepts
     more than the compiler does, and does not see what the compiler makes of the arguments of a launch."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(compiled))
     pytest.importorskip("triton", reason="Triton is not installed")
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.driver import driver
