@@ -194,8 +194,11 @@ def _literal(text: str) -> str:
 
 
 def _parameters(function: dict[str, Any], is_free: bool) -> dict[str, Any]:
-    """Return the schema of a function's arguments: an object. Raises InvalidRequest."""
-    schema = function.get("parameters") or {}
+    """Return the schema of a function's arguments: an object, without entries if the function has no parameters. Raises
+    InvalidRequest."""
+    schema = function.get("parameters")
+    if schema is None:
+        schema = {"properties": {}, "additionalProperties": False}
     if is_free and not function.get("strict"):
         schema = {}
     if schema.get("type", "object") != "object":

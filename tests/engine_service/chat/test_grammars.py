@@ -21,7 +21,7 @@ NUMBERS = {
     "$defs": {"n": {"type": "integer"}},
 }
 ADD = {"type": "function", "function": {"name": "add", "parameters": NUMBERS}}
-GREET = {"type": "function", "function": {"name": 'gré"et'}}
+GREET = {"type": "function", "function": {"name": 'gré"et', "parameters": {}}}
 STRICT = {"type": "function", "function": {**ADD["function"], "strict": True}}  # type: ignore[dict-item]
 ONLY_ADD = {"type": "function", "function": {"name": "add"}}
 
@@ -101,6 +101,13 @@ def test_a_required_call_is_one_that_the_parser_reads_with_arguments_that_fit(fa
     assert output.accepts(two_calls(family))
     assert [each.name for each in FAMILIES[family].split(two_calls(family)).tool_calls] == ["add", "add"]
     assert not Output(family, tools=TOOLS, tool_choice="required", parallel_tool_calls=False).accepts(two_calls(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_function_without_parameters_has_no_arguments(family: str) -> None:
+    tools = [{"type": "function", "function": {"name": "now"}}]
+    output = Output(family, tools=tools, tool_choice="required")
+    assert output.accepts(call(family, "now", "{}")) and not output.accepts(call(family, "now", '{"a": 1}'))
 
 
 @both_marks
