@@ -10,6 +10,7 @@ import ast
 import inspect
 import os
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,7 @@ def _describe(name: str, kind: type) -> Iterator[str]:
     if issubclass(kind, BaseException):
         base = kind.__bases__[0].__name__
         yield f"- **`{name}`** ({base}): {_text(kind)}"
+        yield from _error_attributes(kind)
         return
     yield f"### {name}\n\n{_text(kind)}\n"
     if issubclass(kind, msgspec.Struct):
@@ -150,10 +152,34 @@ def _attribute_docs(kind: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for field, following in zip(tree.body, [*tree.body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            found[field.target.id] = ""
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                found[field.target.id] = _one_line(str(following.value.value))
+            found[field.target.id] = _docstring_in(following)
     return found
+
+
+def _error_attributes(kind: type) -> Iterator[str]:
+    """Yield an item for each documented attribute that `__init__` sets, after one for the others together."""
+    if (function := vars(kind).get("__init__")) is None:
+        return
+    (init,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    assert isinstance(init, ast.FunctionDef)
+    texts = {}
+    for statement, following in zip(init.body, [*init.body[1:], None], strict=True):
+        match statement:
+            case ast.Assign(targets=[ast.Attribute(attr=name)]) | ast.AnnAssign(target=ast.Attribute(attr=name)):
+                texts[name] = _docstring_in(following)
+    if others := [f"`{name}`" for name, text in texts.items() if not text]:
+        yield f"  - {', '.join(others)}"
+    for name, text in texts.items():
+        if text:
+            yield f"  - `{name}`: {text}"
+
+
+def _docstring_in(statement: ast.stmt | None) -> str:
+    """Return the docstring that the statement after an attribute is; "" if it is another one."""
+    match statement:
+        case ast.Expr(value=ast.Constant(value=str(text))):
+            return _one_line(text)
+    return ""
 
 
 def _signature(function: Any) -> str:

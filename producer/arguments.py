@@ -128,7 +128,7 @@ def _setting(name: str, value: Any) -> float | None:
         raise InvalidRequest("settings", "paused is set by pause and resume; leave it out")
     if found is None:
         known = (*SETTINGS, f"{WEIGHT}TENANT")
-        rule = f"{remedy(name, known)}; there are {', '.join(known)}"
+        rule = f"there are {', '.join(known)}; {remedy(name, known)}"
         raise InvalidRequest("settings", f"{shown(name)} is not a setting of a queue; {rule}")
     is_weight = name.startswith(WEIGHT)
     is_number = type(value) is int or (type(value) is float and is_weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Unpack
 
 from millrace.producer import arguments, calls
@@ -21,6 +21,9 @@ from millrace.results.transport import AsyncTransport
 
 class AsyncClient:
     """`Client` for asyncio; see there for what the methods do. Belongs to the event loop that first uses it.
+
+    For keep-alive messages between the events of `stream`, use its `timeout_s`: `asyncio.wait_for(anext(events), 5)` cancels
+    the generator at the timeout, and so ends it.
 
     A connection of your own is a `redis.asyncio.Redis` or `redis.asyncio.RedisCluster` here.
     """
@@ -125,13 +128,16 @@ class AsyncClient:
             calls.wait(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s))
         )
 
-    async def stream(self, job_id: str, after: str | None = None) -> AsyncIterator[StreamEvent]:
-        follower = EventFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.event_id(after))
+    async def stream(
+        self, job_id: str, after: str | None = None, timeout_s: float | None = None
+    ) -> AsyncGenerator[StreamEvent, None]:
+        after, timeout_s = arguments.event_id(after), arguments.timeout(timeout_s)
+        follower = EventFollower(self._keys, arguments.job_id(self._keys, job_id), after, timeout_s)
         while not follower.is_done:
             for event in follower.feed(await self._transport.send_many(follower.next_commands())):
                 yield event
 
-    async def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> AsyncIterator[Job]:
+    async def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> AsyncGenerator[Job, None]:
         known = [arguments.job_id(self._keys, job_id) for job_id in arguments.many_ids(job_ids)]
         follower = CompletionFollower(self._keys, known, arguments.timeout(timeout_s))
         while not follower.is_done:

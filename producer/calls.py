@@ -5,7 +5,6 @@ A generator yields the commands of one round trip, receives their replies, and r
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -20,12 +19,10 @@ from millrace.results.errors import BatchNotFound, JobNotFound
 from millrace.results.job import Job
 from millrace.results.keys import QueueKeys
 from millrace.results.messages import WITHOUT_RESULT
-from millrace.results.reader import MAX_ENTRIES, START, Deadline
+from millrace.results.reader import MAX_ENTRIES, START
 from millrace.results.scripts import Command
 from millrace.results.transport import Reply
-from millrace.results.waiting import describe_obstacle, describe_wait
-
-logger = logging.getLogger("millrace.client")
+from millrace.results.waiting import JobDeadline, WaitLog
 
 T = TypeVar("T")
 Call = Generator[list[Command], list[Reply], T]
@@ -178,30 +175,23 @@ def _with_prompt(keys: QueueKeys, job_id: str, reply: Reply, body: bytes) -> Job
 
 
 def wait(keys: QueueKeys, job_id: str, timeout_s: float | None) -> Call[Job]:
-    stream, deadline = keys.result(job_id), Deadline(timeout_s)
+    stream, deadline, log = keys.result(job_id), JobDeadline(keys, job_id, timeout_s), WaitLog(job_id, keys.queue)
     last_id = None  # None: read the job's state before waiting, since the record may have expired
     look: list[Command] = []  # after a wait: why the job has not ended
-    logged = None
     while True:
         if last_id is None:
             state, entries, *stats = yield [commands.state(keys, job_id), commands.last_entry(stream), *look]
             if state is None:
                 raise JobNotFound(job_id, keys.queue)
-            if stats and state == b"queued":
-                obstacle = describe_obstacle(replies.queue_stats(stats[0]), keys.queue)
-                if obstacle != logged:
-                    logger.warning("job %r waits: %s", job_id, obstacle or "engines claim jobs of its queue again")
-                logged = obstacle
+            if stats:
+                log.note(replies.text(state), replies.queue_stats(stats[0]))
             last_id = START
         elif block_ms := deadline.block_ms():
             read = yield [commands.read_stream(stream, last_id, MAX_ENTRIES, block_ms)]
             state, entries, last_id = None, replies.stream_entries(read[0]), None
             look = [commands.stats(keys)] if deadline.block_ms() else []
         else:
-            place, counts = yield [commands.position(keys, job_id), commands.stats(keys)]
-            position = replies.position(job_id, keys.queue, place)
-            reason = describe_wait(position, replies.queue_stats(counts), keys.queue)
-            raise deadline.error(f"job {job_id!r} has not ended", reason)
+            raise deadline.job_error(f"job {job_id!r} has not ended", (yield deadline.last_commands()))
         if replies.is_terminal(state) or any(b"state" in fields for _, fields in entries):
             return (yield from get_many(keys, [job_id]))[0]
         if entries:

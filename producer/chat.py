@@ -35,7 +35,7 @@ def _message(message: Any) -> str | None:
             return f": tool_calls {wrong}"
     content = message.get("content")
     if content is None:
-        return None if message.get("tool_calls") else " has no content"
+        return None if message.get("tool_calls") else " has no content; give a string, '' for none"
     return _content(content)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Self, Unpack
 
 from millrace.producer import arguments, calls
@@ -62,11 +62,12 @@ class Client:
         """Submit one job and return its id.
 
         `options` are fields of GenerationRequest (`job_id` is its `id`), and fields of SamplingParams or `sampling`. The
-        same request under the same `job_id` is the same job. With durability "disk" or "replica" the call returns when the
-        server has the job in its append-only file, or on a replica.
+        same request under the same `job_id` is the same job, and a failed or cancelled one does not run again: use `retry`.
+        With durability "disk" or "replica" the call returns when the server has the job in its append-only file, or on a
+        replica.
 
-        Raises InvalidRequest, which names the field; JobConflict if the id belongs to another job; QueueFull; NotDurable if
-        the server does not confirm the durability.
+        Raises InvalidRequest, which names the field; JobConflict if the id belongs to a job whose request has another value
+        in any field; QueueFull; NotDurable if the server does not confirm the durability.
         """
         request = build_request(prompt, options)
         if arguments.durability(durability) != "memory":  # to be confirmed
@@ -102,8 +103,8 @@ class Client:
         return job_ids
 
     def cancel(self, job_id: str) -> str:
-        """Cancel a job. Return "cancelled" if it had not begun, "cancelling" if its engine was notified, or the state in
-        which it had ended before. Raises JobNotFound."""
+        """Cancel a job. Return "cancelled" if it had not begun, "cancelling" if its engine was notified (if that one is
+        dead, the next one ends the job), or the state in which it had ended before. Raises JobNotFound."""
         reply = self._transport.send(commands.cancel(self._keys, arguments.job_id(self._keys, job_id)))
         return replies.cancelled(job_id, self._keys.queue, reply)
 
@@ -191,16 +192,21 @@ class Client:
         """
         return self._run(calls.wait(self._keys, arguments.job_id(self._keys, job_id), arguments.timeout(timeout_s)))
 
-    def stream(self, job_id: str, after: str | None = None) -> Iterator[StreamEvent]:
+    def stream(
+        self, job_id: str, after: str | None = None, timeout_s: float | None = None
+    ) -> Generator[StreamEvent, None, None]:
         """Yield the job's events as they come, the terminal event last. `after` is the id of the last event already read.
 
-        The texts join to `Job.text`. Raises JobNotFound and ResultExpired.
+        The texts join to `Job.text`. Raises JobNotFound, ResultExpired, and WaitTimeout if no event has come for
+        `timeout_s`: the job continues, and another call goes on `after` the last event. So a server can send keep-alive
+        messages.
         """
-        follower = EventFollower(self._keys, arguments.job_id(self._keys, job_id), arguments.event_id(after))
+        after, timeout_s = arguments.event_id(after), arguments.timeout(timeout_s)
+        follower = EventFollower(self._keys, arguments.job_id(self._keys, job_id), after, timeout_s)
         while not follower.is_done:
             yield from follower.feed(self._transport.send_many(follower.next_commands()))
 
-    def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> Iterator[Job]:
+    def as_completed(self, job_ids: Iterable[str], timeout_s: float | None = None) -> Generator[Job, None, None]:
         """Yield each job once, when it has ended. Raises JobNotFound, and WaitTimeout after `timeout_s`."""
         known = [arguments.job_id(self._keys, job_id) for job_id in arguments.many_ids(job_ids)]
         follower = CompletionFollower(self._keys, known, arguments.timeout(timeout_s))
@@ -232,8 +238,8 @@ class Client:
         return replies.tenants(self._transport.send(commands.waiting(self._keys)))
 
     def list_jobs(self, state: str, limit: int = 100) -> list[Job]:
-        """Return at most `limit` jobs in a state: the next to start, those that run, or the last that ended. Failed jobs
-        that were not run again come first."""
+        """Return at most `limit` jobs in a state: the next to start, those that run, or the last that ended, of the last
+        10,000 or `limit` jobs that ended in any state. Failed jobs that were not run again come first."""
         return self._run(calls.list_jobs(self._keys, state, limit))
 
     def list_rejected(self, limit: int = 100) -> list[RejectedEntry]:

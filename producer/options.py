@@ -19,7 +19,7 @@ class SubmitOptions(TypedDict, total=False):
     prompt_token_ids: list[int] | None
     messages: list[dict[str, Any]] | None
     tools: list[dict[str, Any]] | None
-    tool_choice: str | dict[str, Any]
+    tool_choice: str | dict[str, Any] | None
     parallel_tool_calls: bool
     add_generation_prompt: bool
     continue_final_message: bool
@@ -95,4 +95,9 @@ def build_request(prompt: str | None, options: SubmitOptions) -> GenerationReque
             name = next(name for name in options if name in own or name == "response_model")
             raise InvalidRequest(name, "cannot be combined with sampling; give one of them")
         fields["sampling"] = SamplingParams(**own)
-    return GenerationRequest(**fields)
+    try:
+        return GenerationRequest(**fields)
+    except InvalidRequest as error:
+        if error.field == "id":
+            raise InvalidRequest("job_id", error.message) from None
+        raise

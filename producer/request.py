@@ -64,7 +64,7 @@ class GenerationRequest(
     """A chat for the model's chat template: objects with `role` and `content`."""
     tools: Annotated[list[dict[str, Any]] | None, tools] = None
     """The functions that the model may call, in OpenAI's form: {"type": "function", "function": {"name": ...}}."""
-    tool_choice: Annotated[str | dict[str, Any], tool_choice] = "auto"
+    tool_choice: Annotated[str | dict[str, Any] | None, tool_choice] = "auto"
     """"auto": the model may call `tools`. "none": the prompt contains them, and calls stay text. "required": it calls at
     least one. {"type": "function", "function": {"name": ...}}: it calls this one. Arguments of the last two fit the
     schemas."""
@@ -143,9 +143,12 @@ class GenerationRequest(
             return
         if (form := self.sampling.structured_outputs) is not None:
             raise InvalidRequest("tool_choice", f"cannot be combined with {form.field}; use auto or none")
-        names = [tool["function"]["name"] for tool in self.tools or []]
-        wanted = self.tool_choice["function"]["name"] if isinstance(self.tool_choice, dict) else None
-        if wanted not in names if wanted is not None else not names:
+        if not self.tools:
+            raise InvalidRequest(
+                "tool_choice", f"{shown(self.tool_choice)} needs `tools`; give some, or use auto or none"
+            )
+        names = [tool["function"]["name"] for tool in self.tools]
+        if isinstance(self.tool_choice, dict) and self.tool_choice["function"]["name"] not in names:
             raise InvalidRequest("tool_choice", f"{shown(self.tool_choice)} names no tool of `tools`; use auto or none")
 
     def _check_continuation(self, last_message: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
 from millrace.results.errors import InvalidRedisURL, QueueError, RedisUnavailable
-from millrace.results.server_errors import MASTER_NEEDED
+from millrace.results.server_errors import MASTER_NEEDED, means_outage
 from millrace.results.tls_options import check_tls_options
 
 CLIENT_ERRORS = (redis.RedisError, redis.exceptions.RedisClusterException, OSError)
@@ -150,9 +150,13 @@ def _checked(client: Any, kinds: tuple[type, type], package: str) -> Any:
     if not isinstance(client, kinds):
         needed = f"a URL, a {package}.Redis or a {package}.RedisCluster is needed"
         raise QueueError(f"{needed}, not {type(client).__name__}")
-    if options := _needed_options(cast(Any, client).get_connection_kwargs()):
+    if options := _needed_options({**_DEFAULTS, **cast(Any, client).get_connection_kwargs()}):
         raise QueueError(f"Millrace cannot share this connection: make it with {', '.join(options)}; or give its URL")
     return client
+
+
+_DEFAULTS = {"socket_timeout": cast(Any, redis.Connection)().socket_timeout}
+"""What connections of redis-py, of every kind, use if their options leave it out: since version 8 a limit."""
 
 
 def _options_for(url: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +203,8 @@ def _connect_cluster(url: str, num_retries: int) -> redis.Redis:
         return cast(redis.Redis, redis.RedisCluster.from_url(url, retry=retry, **_options_for(url, _OPTIONS)))
     except CLIENT_ERRORS as error:
         node = redis.Redis.from_url(url)
-        raise RedisUnavailable(f"the cluster at {server_name(node)} cannot be used: {error}") from error
+        message = f"the cluster at {server_name(node)} cannot be used: {error}"
+        raise RedisUnavailable(message, is_outage=means_outage(error)) from error
     except (ValueError, TypeError, AttributeError) as error:
         raise _bad_url(url, error) from error
 

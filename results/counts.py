@@ -49,6 +49,11 @@ class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
             return "paused"
         return "asleep" if all(self.sleep_levels.values()) else None
 
+    def obstacle_of(self, state: str) -> Obstacle | None:
+        """Return why a job in this state does not end. Only the lack of engines keeps a running job from it."""
+        is_stuck = state in ("queued", "delayed") or (state == "running" and not self.engines)
+        return self.obstacle if is_stuck else None
+
 
 class RejectedEntry(msgspec.Struct, frozen=True, kw_only=True):
     """An inbox entry that could not become a job, not even a failed one."""

@@ -99,7 +99,8 @@ class JobConflict(QueueError):
     """Raised when other jobs have these ids; the other jobs of the call are in the queue."""
 
     def __init__(self, job_ids: list[str]) -> None:
-        super().__init__(f"id: already taken by a job with another body; use another id, or none: {some_ids(job_ids)}")
+        which = "another request (prompt, sampling, meta, tenant, deadline, or another field)"
+        super().__init__(f"id: already taken by a job of {which}; use another id, or none: {some_ids(job_ids)}")
         self.job_ids = job_ids
 
 
@@ -155,6 +156,12 @@ class RedisUnavailable(QueueError):
     """Raised when the server cannot be reached, does not reply in time, or cannot execute the command now: it is loading,
     read-only or out of memory, or denies this user the login or the command. Also for a malformed URL."""
 
+    def __init__(self, message: str = "", *, is_outage: bool = False) -> None:
+        super().__init__(message)
+        self.is_outage = is_outage
+        """Whether the server could not be reached, did not answer, is loading or fails over: the same call may succeed
+        later. False for what somebody has to mend, such as a wrong password, a full server or a full connection pool."""
+
 
 class InvalidRedisURL(RedisUnavailable):
     """Raised for a malformed URL, and for a file of one that cannot be read: another attempt ends the same way."""
@@ -165,4 +172,10 @@ class ServerUnsuitable(QueueError):
 
 
 class WaitTimeout(QueueError, TimeoutError):
-    """Raised when a job has not ended within the timeout of `wait`. The job continues."""
+    """Raised when a job has not ended within the timeout of `wait`, or no event has come within that of `stream`. The job
+    continues."""
+
+    def __init__(self, message: str, job_id: str | None = None) -> None:
+        super().__init__(message)
+        self.job_id = job_id
+        """None where several jobs were waited for."""

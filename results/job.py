@@ -30,6 +30,17 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
     was read before, of every candidate."""
     logprobs: list[TokenLogprobs] | None = None
     """One for each of `token_ids`. None if the request wants none, and in the terminal event."""
+    finish_reason: str | None = None
+    """In the terminal event: what `Job.finish_reason` is. None before; so are the next two."""
+    usage: Usage | None = None
+    """In the terminal event: what `Job.usage` is. None if no engine ended the job."""
+    error: JobError | None = None
+    """In the terminal event of a failed job: why it failed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the event as JSON objects, as `millrace tail --json` prints it."""
+        fields: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        return fields
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,8 +177,25 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the state is terminal."""
         return self.state in TERMINAL_STATES
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the job as JSON objects, as `millrace get --json` prints it; `timings` has the durations too.
+
+        `outputs` and `content` are left out if they only repeat `text`, and `prompt` if it was not read.
+        """
+        fields: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        fields["timings"] |= self.timings.durations
+        if len(self.outputs) == 1 and self.outputs[0].logprobs is None:
+            del fields["outputs"]
+        if self.content == self.text:
+            del fields["content"]
+        if not self.prompt:
+            del fields["prompt"]
+        return fields
+
     def parsed(self, response_model: Any = None) -> Any:
         """Return what `CompletionOutput.parsed` returns for candidate 0. Raises OutputNotParsed."""
+        if not self.has_result:
+            raise OutputNotParsed(None, f"the result of job {self.id!r} has expired, and its output with it")
         if not self.outputs:
             raise OutputNotParsed(self.finish_reason)
         return self.outputs[0].parsed(response_model)

@@ -9,45 +9,25 @@ They do no input or output, so sync and async clients share them:
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from millrace.results import commands, replies
-from millrace.results.connection import BLOCK_LIMIT_S
-from millrace.results.errors import JobNotFound, QueueError, ResultExpired, WaitTimeout
+from millrace.results.errors import JobNotFound, QueueError, ResultExpired
 from millrace.results.job import StreamEvent
 from millrace.results.keys import QueueKeys
 from millrace.results.scripts import Command
 from millrace.results.tokens import unpack_tokens
 from millrace.results.transport import Reply
-from millrace.results.waiting import describe_obstacle
+from millrace.results.waiting import Deadline, JobDeadline, WaitLog, describe_obstacle
 
 START = "0-0"
 WATCH_REFRESH_S = 10.0
 REREAD_INTERVAL_S = 30.0
 MAX_ENTRIES = 500
 MAX_STATES = 1000
-
-
-class Deadline:
-    """Limits how long a reader waits."""
-
-    def __init__(self, timeout_s: float | None) -> None:
-        self._timeout_s = timeout_s
-        self._ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-
-    def block_ms(self) -> int:
-        """Return how long to block now; 0 after the deadline."""
-        left_s = min(self._ends_s - time.monotonic(), BLOCK_LIMIT_S)
-        return int(left_s * 1000) + 1 if left_s > 0 else 0
-
-    def error(self, what: str, reason: str | None) -> WaitTimeout:
-        """Return the error for a wait that has reached the deadline. `what` is what has not happened in time."""
-        why = f": {reason}" if reason else ""
-        return WaitTimeout(f"{what} within {self._timeout_s:g} s{why}. Work continues; wait again")
 
 
 class EventFollower:
@@ -57,12 +37,17 @@ class EventFollower:
     that resumes after a trimmed entry gets all output from the start, in an event with `is_restart`.
     """
 
-    def __init__(self, keys: QueueKeys, job_id: str, after: str | None) -> None:
+    def __init__(self, keys: QueueKeys, job_id: str, after: str | None, timeout_s: float | None = None) -> None:
         """`after` is the id of an event, which the caller has checked; None or "": from the beginning."""
         self.is_done = False
         self._keys = keys
         self._job_id = job_id
         self._last_id = after or START
+        self._deadline = JobDeadline(keys, job_id, timeout_s)
+        self._must_restart = True  # the deadline, when the caller has read all events and asks for the next one
+        self._is_late = False
+        self._log = WaitLog(job_id, keys.queue)
+        self._must_look = False  # nothing came for a while: is there an obstacle?
         self._num_tokens: int | None = None if after else 0  # of all candidates, read so far; None: unknown
         self._read: dict[int, tuple[int, int]] | None = None if after else {}
         """By candidate the tokens and characters that were read. None: unknown, after a resumption."""
@@ -75,9 +60,20 @@ class EventFollower:
         self._watch_again_s = 0.0
 
     def next_commands(self) -> list[Command]:
+        if self._must_restart:
+            self._deadline.restart()
+            self._must_restart = False
+        if self._is_late:
+            self._take = self._take_late
+            return self._deadline.last_commands()
+        watch = commands.watch(self._keys, self._job_id)
+        if self._must_look:
+            self._must_look = False
+            self._take = self._take_look
+            return [watch, commands.stats(self._keys)]
         if self._is_at_end or (not self._has_ended and time.monotonic() >= self._watch_again_s):
             self._take = self._take_watch
-            return [commands.watch(self._keys, self._job_id)]
+            return [watch]
         if self._must_fill:
             self._take = self._take_trimmed
             return [commands.trimmed(self._keys, self._job_id)]
@@ -85,16 +81,28 @@ class EventFollower:
         if self._can_resume:  # the first entries after a resumption have no offset to compare with
             self._take = self._take_resumption
             read = commands.read_stream(stream, self._last_id, MAX_ENTRIES, None)
-            return [read, commands.watch(self._keys, self._job_id)]
+            return [read, watch]
         self._take = self._take_read
-        block_ms = None if self._has_ended else int(BLOCK_LIMIT_S * 1000)
+        block_ms = None if self._has_ended else self._deadline.block_ms() or None
         return [commands.read_stream(stream, self._last_id, MAX_ENTRIES, block_ms)]
 
     def feed(self, answers: Sequence[Reply]) -> list[StreamEvent]:
+        """Return the next events. Raises JobNotFound, ResultExpired, and WaitTimeout if none has come in time."""
         try:
-            return self._take(answers)
+            events = self._take(answers)
         except replies.CORRUPT as error:
             raise replies.corrupt(self._job_id, self._keys.queue, error) from error
+        self._must_restart = bool(events)
+        return events
+
+    def _take_late(self, answers: Sequence[Reply]) -> list[StreamEvent]:
+        again = "call stream again, `after` the last event"
+        raise self._deadline.job_error(f"no event of job {self._job_id!r} has come", answers, again)
+
+    def _take_look(self, answers: Sequence[Reply]) -> list[StreamEvent]:
+        self._take_watch(answers)
+        self._log.note(replies.text(answers[0][0]), replies.queue_stats(answers[1]))
+        return []
 
     def _take_watch(self, answers: Sequence[Reply]) -> list[StreamEvent]:
         if answers[0] is None:
@@ -110,6 +118,9 @@ class EventFollower:
 
     def _take_read(self, answers: Sequence[Reply]) -> list[StreamEvent]:
         entries = replies.stream_entries(answers[0])
+        if not entries and not self._has_ended:
+            self._must_look = self._deadline.block_ms() > 0
+            self._is_late = not self._must_look
         self._can_resume = self._num_tokens is None and bool(entries)
         return [] if self._can_resume else self._take_entries(entries)
 
@@ -217,7 +228,8 @@ class CompletionFollower:
         if self._is_late:
             reason = describe_obstacle(replies.queue_stats(answers[0]), self._keys.queue)
             num_ended = self._num_jobs - len(self._missing)
-            raise self._deadline.error(f"only {num_ended} of {self._num_jobs} jobs have ended", reason)
+            what = f"only {num_ended} of {self._num_jobs} jobs have ended"
+            raise self._deadline.error(what, reason, has_obstacle=reason is not None)
         if self._last_id is None:
             self._last_id = answers[0][0][0].decode() if answers[0] else START
             return []

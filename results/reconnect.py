@@ -11,7 +11,6 @@ import redis
 
 from millrace.results.errors import RedisUnavailable
 from millrace.results.scripts import Command
-from millrace.results.server_errors import is_outage
 from millrace.results.transport import Reply, Transport
 
 RETRY_INTERVAL_S = 0.5
@@ -50,7 +49,7 @@ class ReconnectingTransport(Transport):
                 result = call()
                 break
             except RedisUnavailable as error:
-                if not (self._has_answered and is_outage(error)) or time.monotonic() >= self.ends_s:
+                if not (self._has_answered and error.is_outage) or time.monotonic() >= self.ends_s:
                     raise
                 if not is_reported:
                     self.report(f"{error} Trying again until the server answers.")

@@ -275,7 +275,17 @@ def stream_event(entry: Entry) -> StreamEvent:
     at, fields = entry[0].decode(), entry[1]
     offset = int(fields[b"offset"])
     if state := fields.get(b"state"):
-        return StreamEvent(id=at, offset=offset, token_ids=[], text="", state=state.decode())
+        reason, error = fields.get(b"reason"), fields.get(b"error")
+        return StreamEvent(
+            id=at,
+            offset=offset,
+            token_ids=[],
+            text="",
+            state=state.decode(),
+            finish_reason=reason.decode() if reason else None,
+            usage=_usage(fields),
+            error=_decode_error(error) if error else None,
+        )
     token_ids = _decode_token_ids(fields[b"tokens"])
     index = int(fields.get(b"index", 0))
     logprobs = decode_tokens(fields[b"logprobs"]) if b"logprobs" in fields else None

@@ -13,8 +13,15 @@ from millrace.results.errors import InvalidRedisURL, QueueError, RedisUnavailabl
 
 def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
     """Return an error that names the remedy, where the server's state is at fault; None where the command is."""
+    unavailable = _with_remedy(error, server)
+    if unavailable is not None:
+        unavailable.is_outage = means_outage(error)
+    return unavailable
+
+
+def _with_remedy(error: Exception, server: str) -> RedisUnavailable | None:
     text = _IN_SCRIPT.sub("", str(error))
-    if "CERTIFICATE_VERIFY_FAILED" in text:  # redis-py wraps it in a ConnectionError
+    if _is_of_certificate(error):
         sentence = _OTHER_NAME if "mismatch, certificate is not valid for" in text else _NOT_TRUSTED
         return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
     if isinstance(error, redis.TimeoutError) and is_unanswered_handshake(error, server):
@@ -26,6 +33,8 @@ def as_unavailable(error: Exception, server: str) -> RedisUnavailable | None:
         return InvalidRedisURL(f"Redis at {server} seems to be {_A_SENTINEL} ({unknown[0]})")
     if isinstance(error, redis.exceptions.AskError) and "+cluster://" not in server:  # MovedError is one too
         return InvalidRedisURL(f"Redis at {server} is {_A_CLUSTER_NODE} ({text})")
+    if _is_of_full_pool(error):
+        return RedisUnavailable(f"All connections of this client to Redis at {server} are in use{_POOL_REMEDY}")
     for kind, sentence in _SENTENCES:
         if isinstance(error, kind):
             return RedisUnavailable(f"Redis at {server} {sentence} ({text})")
@@ -63,10 +72,22 @@ def cluster_node_error(server: str) -> InvalidRedisURL:
     return InvalidRedisURL(f"Redis at {server} is {_A_CLUSTER_NODE}")
 
 
-def is_outage(error: RedisUnavailable) -> bool:
+def means_outage(error: BaseException) -> bool:
     """Return whether the server is gone, silent, loading or failing over; not if it is full or refuses the user."""
-    cause = error.__cause__
-    return is_of_replica(cause) or (isinstance(cause, _OUTAGES) and not isinstance(cause, redis.AuthenticationError))
+    if isinstance(error, redis.exceptions.RedisClusterException) and error.__cause__ is not None:
+        return means_outage(error.__cause__)  # what the last node has answered
+    if isinstance(error, redis.AuthenticationError) or _is_of_certificate(error) or _is_of_full_pool(error):
+        return False  # each is a ConnectionError
+    return is_of_replica(error) or isinstance(error, _OUTAGES)
+
+
+def _is_of_certificate(error: BaseException) -> bool:
+    return "CERTIFICATE_VERIFY_FAILED" in str(error)  # redis-py wraps it in a ConnectionError
+
+
+def _is_of_full_pool(error: BaseException) -> bool:
+    # Older versions of redis-py, and a BlockingConnectionPool of any, raise a plain ConnectionError.
+    return isinstance(error, redis.exceptions.MaxConnectionsError) or str(error) in _OF_FULL_POOL
 
 
 def is_of_replica(reply: object) -> bool:
@@ -102,6 +123,13 @@ def _reason(text: str) -> str:
     errno = re.match(r"Error (\d+) connecting to ", text)
     return os.strerror(int(errno[1])).lower() if errno else text.rstrip(".").rpartition(". ")[2]
 
+
+_OF_FULL_POOL = ("Too many connections", "No connection available.")
+
+_POOL_REMEDY = (
+    ", and each waiting reader takes one: raise max_connections, "
+    "or make the client with a BlockingConnectionPool, whose timeout is long enough"
+)
 
 _NOT_PERMITTED = "does not permit this to the URL's user: extend the user's ACL"
 

@@ -23,7 +23,7 @@ from millrace.results.connection import (
     server_name,
 )
 from millrace.results.connection_cache import ConnectionCache
-from millrace.results.errors import QueueError
+from millrace.results.errors import QueueError, RedisUnavailable
 from millrace.results.scripts import Command, is_script, source_of
 from millrace.results.server_errors import as_unavailable, is_of_replica, is_unanswered_handshake
 
@@ -32,26 +32,30 @@ Reply = Any
 
 _REPLY_OFF, _REPLY_ON = ("CLIENT", "REPLY", "OFF"), ("CLIENT", "REPLY", "ON")
 
+_CLOSED = "this client is closed"
+_OTHER_LOOP = re.compile("loop is closed|different (event )?loop|the handler is closed")
+"""What asyncio and, at last, uvloop say."""
 
-_OTHER_LOOP = re.compile("loop is closed|different (event )?loop")
 
-
-class _OurErrors:
-    """Maps what redis-py raises in a `with` block to RedisUnavailable, or to QueueError where the command is at fault."""
+class _Guard:
+    """Refuses calls, which are `with` blocks, after `close`. Maps what redis-py raises in them to RedisUnavailable, or to
+    QueueError where the command is at fault."""
 
     def __init__(self, server: str) -> None:
         self._server = server
+        self.is_closed = False
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        if self.is_closed:
+            raise QueueError(_CLOSED)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.is_closed and isinstance(error, (*CLIENT_ERRORS, RedisUnavailable)):
+            raise QueueError(_CLOSED) from error  # a cluster's client closes all connections, also those in use
         if isinstance(error, CLIENT_ERRORS):
             raise as_unavailable(error, self._server) or _at_fault(error, self._server) from error
         if isinstance(error, RuntimeError) and _OTHER_LOOP.search(str(error)):
-            message = (
-                "this client belongs to another event loop: make one for each, or await its close() in the loop before"
-            )
-            raise QueueError(message) from error
+            raise QueueError("this client belongs to another event loop: make one for each") from error
 
 
 class Transport:
@@ -66,7 +70,7 @@ class Transport:
         self._client = client
         self._is_borrowed = is_borrowed
         self._server = server_name(client)
-        self._our_errors = _OurErrors(self._server)
+        self._guard = _Guard(self._server)
         # A borrowed pool may be small, and a cluster's client finds the node for each command.
         has_own_pool = not is_borrowed and not isinstance(client, redis.RedisCluster)
         self._cache = ConnectionCache(client) if has_own_pool else None
@@ -89,7 +93,7 @@ class Transport:
         the script: it may take long, and the command would wait for it. It is never called through a borrowed client or a
         cluster's, and several times where the command is sent again.
         """
-        with self._our_errors:
+        with self._guard:
             try:
                 reply = self._call(command, meanwhile if meanwhile and command[1] in self._executed else None)
             except NoScriptError:
@@ -108,34 +112,34 @@ class Transport:
 
         A command whose script the server had forgotten runs after the others, so send commands that need an order apart.
         """
-        with self._our_errors:
+        with self._guard:
             replies = self._pipeline(commands)
             forgotten = _forgotten(replies)
             if forgotten:
                 self._load(*(commands[i] for i in forgotten))
                 for i, reply in zip(forgotten, self._pipeline([commands[i] for i in forgotten]), strict=True):
                     replies[i] = reply
-        return _checked(replies, self._server, only_unavailable=True)
+            return _checked(replies, self._server, only_unavailable=True)
 
     def send_together(self, commands: Sequence[Command], last: Command) -> tuple[list[Reply], Reply]:
         """Send commands of one script, then `last`, on one connection, and return the replies and that to `last`.
 
         An error of `last` takes the place of its reply. Where the server had forgotten the script, all are sent again.
         """
-        with self._our_errors:
+        with self._guard:
             node = node_of(self._pooled(), str(commands[0][3]))  # its key
             *replies, answer = self._pipeline([*commands, last], node)
             if _forgotten(replies):
                 self._load(commands[0])
                 *replies, answer = self._pipeline([*commands, last], node)
-        return _checked(replies, self._server), answer
+            return _checked(replies, self._server), answer
 
     def wait(self, blocking: Command, key: str) -> None:
         """Wait until a blocking command on this key has a reply, and have the server drop the reply, whatever its size.
 
         Errors of the command are dropped too: callers must not wait in a loop without a pause.
         """
-        with self._our_errors:
+        with self._guard:
             pool = node_of(self._pooled(), key).connection_pool
             connection: Any = pool.get_connection()
             try:
@@ -149,35 +153,37 @@ class Transport:
 
     def find_keys(self, pattern: str) -> list[str]:
         """Return the keys that match a pattern, of all nodes of a cluster. Takes about a second for a million keys."""
-        with self._our_errors:
+        with self._guard:
             return [key.decode() for key in self._pooled().scan_iter(match=pattern, count=10_000)]
 
     def close(self) -> None:
-        if not self._is_borrowed:
-            self._client.close()
+        """Close the connections; that of a call in flight when it ends. Every later call raises QueueError."""
+        self._guard.is_closed = True
+        self._disconnect()
 
     def _call(self, command: Command, meanwhile: Callable[[], None] | None = None) -> Reply:
         is_cached = self._cache is not None and is_script(command)
         try:
             if self._cache and is_cached:
                 (reply,) = self._cache.call([command], meanwhile)
-                if isinstance(reply, redis.ResponseError):
-                    self._reconnect_after(reply)
-                    raise reply
-                return reply
-            return self._execute(command)
+            else:
+                reply = self._execute(command)
         except (redis.TimeoutError, redis.ConnectionError) as error:
             if not self._may_send_again(error, is_cached):
                 raise
-        return self._execute(command)
+            reply = self._execute(command)
+        self._disconnect_after(reply)
+        if isinstance(reply, redis.ResponseError):
+            raise reply
+        return reply
 
     def _execute(self, command: Command) -> Reply:
+        """Return the reply, or the error that takes its place."""
         execute: Callable[..., Reply] = self._pooled().execute_command
         try:
             return execute(*command)
         except redis.ResponseError as error:
-            self._reconnect_after(error)
-            raise
+            return error
 
     def _load(self, *commands: Command) -> None:
         for source in {source_of(command) for command in commands}:
@@ -193,7 +199,7 @@ class Transport:
             if not self._may_send_again(error, is_cached):
                 raise
             replies = self._execute_together(commands, node)
-        self._reconnect_after(*replies)
+        self._disconnect_after(*replies)
         return replies
 
     def _execute_together(self, commands: Sequence[Command], node: redis.Redis | None) -> list[Reply]:
@@ -203,10 +209,21 @@ class Transport:
                 enqueue(*command)
             return pipe.execute(raise_on_error=False)
 
-    def _reconnect_after(self, *replies: Reply) -> None:
-        """Close the idle connections if the server has become a replica: its name may lead to the new primary by now. A
-        cluster's client follows redirections instead."""
-        if any(map(is_of_replica, replies)) and not isinstance(self._client, redis.RedisCluster):
+    def _disconnect_after(self, *replies: Reply) -> None:
+        """Close the idle connections after `close`, and if the server has become a replica: its name may lead to the new
+        primary by now. A cluster's client follows redirections instead."""
+        if self._guard.is_closed:
+            self._disconnect()
+        elif any(map(is_of_replica, replies)) and not isinstance(self._client, redis.RedisCluster):
+            self._pooled().connection_pool.disconnect(inuse_connections=False)
+
+    def _disconnect(self) -> None:
+        """Close the client's own connections, of a single server only the idle ones."""
+        if self._is_borrowed:
+            return
+        if isinstance(self._client, redis.RedisCluster):
+            self._client.close()
+        else:
             self._pooled().connection_pool.disconnect(inuse_connections=False)
 
     def _may_send_again(self, error: redis.TimeoutError | redis.ConnectionError, is_cached: bool) -> bool:
@@ -229,7 +246,7 @@ class AsyncTransport:
         self._client = client
         self._is_borrowed = is_borrowed
         self._server = server_name(client)
-        self._our_errors = _OurErrors(self._server)
+        self._guard = _Guard(self._server)
         self._sends_again = not is_borrowed and not isinstance(client, redis.asyncio.RedisCluster)
 
     @classmethod
@@ -239,7 +256,7 @@ class AsyncTransport:
         return cls(borrow_async(server), is_borrowed=True)
 
     async def send(self, command: Command) -> Reply:
-        with self._our_errors:
+        with self._guard:
             try:
                 return await self._call(command)
             except NoScriptError:
@@ -247,17 +264,17 @@ class AsyncTransport:
                 return await self._call(command)
 
     async def send_many(self, commands: Sequence[Command]) -> list[Reply]:
-        with self._our_errors:
+        with self._guard:
             replies = await self._pipeline(commands)
             forgotten = _forgotten(replies)
             if forgotten:
                 await self._load(*(commands[i] for i in forgotten))
                 for i, reply in zip(forgotten, await self._pipeline([commands[i] for i in forgotten]), strict=True):
                     replies[i] = reply
-        return _checked(replies, self._server)
+            return _checked(replies, self._server)
 
     async def send_together(self, commands: Sequence[Command], last: Command) -> tuple[list[Reply], Reply]:
-        with self._our_errors:
+        with self._guard:
             node = await node_of_async(self._client, str(commands[0][3]))  # its key
             try:
                 *replies, answer = await self._pipeline([*commands, last], node)
@@ -267,23 +284,30 @@ class AsyncTransport:
             finally:
                 if node is not self._client:
                     await node.aclose()
-        return _checked(replies, self._server), answer
+            return _checked(replies, self._server), answer
 
     async def close(self) -> None:
-        if not self._is_borrowed:
-            await self._client.aclose()
+        self._guard.is_closed = True
+        await self._disconnect()
 
     async def _call(self, command: Command) -> Reply:
-        execute: Callable[..., Awaitable[Reply]] = self._client.execute_command
         try:
-            return await execute(*command)
+            reply = await self._execute(command)
         except redis.TimeoutError as error:
             if not self._sends_again or is_unanswered_handshake(error, self._server):
                 raise
+            reply = await self._execute(command)
+        await self._disconnect_after(reply)
+        if isinstance(reply, redis.ResponseError):
+            raise reply
+        return reply
+
+    async def _execute(self, command: Command) -> Reply:
+        execute: Callable[..., Awaitable[Reply]] = self._client.execute_command
+        try:
             return await execute(*command)
         except redis.ResponseError as error:
-            await self._reconnect_after(error)
-            raise
+            return error
 
     async def _load(self, *commands: Command) -> None:
         for source in {source_of(command) for command in commands}:
@@ -304,11 +328,21 @@ class AsyncTransport:
                 if not self._sends_again or is_unanswered_handshake(error, self._server):
                     raise
                 replies = await send()
-        await self._reconnect_after(*replies)
+        await self._disconnect_after(*replies)
         return replies
 
-    async def _reconnect_after(self, *replies: Reply) -> None:
-        if any(map(is_of_replica, replies)) and not isinstance(self._client, redis.asyncio.RedisCluster):
+    async def _disconnect_after(self, *replies: Reply) -> None:
+        if self._guard.is_closed:
+            await self._disconnect()
+        elif any(map(is_of_replica, replies)) and not isinstance(self._client, redis.asyncio.RedisCluster):
+            await self._client.connection_pool.disconnect(inuse_connections=False)
+
+    async def _disconnect(self) -> None:
+        if self._is_borrowed:
+            return
+        if isinstance(self._client, redis.asyncio.RedisCluster):
+            await self._client.aclose()
+        else:
             await self._client.connection_pool.disconnect(inuse_connections=False)
 
 

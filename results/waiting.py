@@ -1,15 +1,89 @@
-"""Sentences about why jobs wait, for people."""
+"""How long readers wait, and why: deadlines, the log, and sentences for people."""
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+from millrace.results import commands, replies
+from millrace.results.connection import BLOCK_LIMIT_S
 from millrace.results.counts import Position, QueueStats
+from millrace.results.errors import WaitTimeout
 from millrace.results.job import Job
+from millrace.results.keys import QueueKeys
+from millrace.results.messages import TERMINAL_STATES
+from millrace.results.scripts import Command
+from millrace.results.transport import Reply
+
+logger = logging.getLogger("millrace.client")
+
+
+class Deadline:
+    """Limits how long a reader waits."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self.restart()
+
+    def restart(self) -> None:
+        self._ends_s = math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
+
+    def block_ms(self) -> int:
+        """Return how long to block now; 0 after the deadline."""
+        left_s = min(self._ends_s - time.monotonic(), BLOCK_LIMIT_S)
+        return int(left_s * 1000) + 1 if left_s > 0 else 0
+
+    def error(
+        self, what: str, reason: str | None, *, has_obstacle: bool, again: str = "wait again", job_id: str | None = None
+    ) -> WaitTimeout:
+        """Return the error for a wait that has reached the deadline. `what` is what has not happened in time."""
+        why = f": {reason}" if reason else ""
+        todo = f"Then {again}" if has_obstacle else f"Work continues; {again}"  # the obstacle names its remedy
+        return WaitTimeout(f"{what} within {self._timeout_s:g} s{why}. {todo}", job_id)
+
+
+class JobDeadline(Deadline):
+    """Limits how long a reader waits for one job. The error says why the job has not ended."""
+
+    def __init__(self, keys: QueueKeys, job_id: str, timeout_s: float | None) -> None:
+        super().__init__(timeout_s)
+        self._keys = keys
+        self._job_id = job_id
+
+    def last_commands(self) -> list[Command]:
+        """Return what to send after the deadline; `job_error` takes the replies."""
+        return [commands.position(self._keys, self._job_id), commands.stats(self._keys)]
+
+    def job_error(self, what: str, answers: Sequence[Reply], again: str = "wait again") -> WaitTimeout:
+        queue, stats = self._keys.queue, replies.queue_stats(answers[1])
+        place = replies.position(self._job_id, queue, answers[0])
+        reason, has_obstacle = describe_wait(place, stats, queue), stats.obstacle_of(place.state) is not None
+        return self.error(what, reason, has_obstacle=has_obstacle, again=again, job_id=self._job_id)
+
+
+class WaitLog:
+    """Owns which obstacle of one job was logged last, so that it is logged once."""
+
+    def __init__(self, job_id: str, queue: str) -> None:
+        self._job_id = job_id
+        self._queue = queue
+        self._logged: str | None = None
+
+    def note(self, state: str, stats: QueueStats) -> None:
+        """Log what keeps the job, which is in this state, from ending, or that nothing does so any more."""
+        obstacle = describe_job_obstacle(state, stats, self._queue)
+        if obstacle != self._logged and state not in TERMINAL_STATES:
+            what = f"waits: {obstacle}" if obstacle else "continues: engines claim jobs of its queue again"
+            logger.warning("job %r %s", self._job_id, what)
+        self._logged = obstacle
 
 
 def describe_wait(place: Position, stats: QueueStats, queue: str) -> str:
-    """Return a job's state and why it does not begin, such as "queued, 17 jobs ahead, starts in about 40 s"."""
+    """Return a job's state and why it does not end, such as "queued, 17 jobs ahead, starts in about 40 s"."""
     facts = [place.state]
-    if place.state in ("queued", "delayed") and (obstacle := describe_obstacle(stats, queue)):
+    if obstacle := describe_job_obstacle(place.state, stats, queue):
         facts.append(obstacle)
     elif place.needs_model:
         facts.append("waits for an engine with the model that began it")
@@ -20,9 +94,17 @@ def describe_wait(place: Position, stats: QueueStats, queue: str) -> str:
     return ", ".join(facts)
 
 
-def describe_running(job: Job) -> str:
-    """Return how far a running job is, such as "running, 53 tokens so far, attempt 1, engine host-17-5c2e"."""
-    return f"running, {counted_noun(job.num_tokens, 'token')} so far, attempt {job.attempt}, engine {job.engine}"
+def describe_running(job: Job, stats: QueueStats, queue: str) -> str:
+    """Return how far a running job is, such as "running, 53 tokens so far, attempt 1, engine host-17-5c2e", and instead of
+    an engine that has died the remedy."""
+    where = describe_job_obstacle(job.state, stats, queue) or f"engine {job.engine}"
+    return f"running, {counted_noun(job.num_tokens, 'token')} so far, attempt {job.attempt}, {where}"
+
+
+def describe_job_obstacle(state: str, stats: QueueStats, queue: str) -> str | None:
+    """Return what keeps a job in this state from ending, with the remedy; None if nothing does so."""
+    obstacle = describe_obstacle(stats, queue) if stats.obstacle_of(state) else None
+    return f"{obstacle}, which continues the job" if obstacle and state == "running" else obstacle
 
 
 def describe_obstacle(stats: QueueStats, queue: str) -> str | None:

@@ -16,7 +16,6 @@ from millrace.results.errors import InvalidRedisURL, QueueError, RedisUnavailabl
 from millrace.results.messages import Claim, EngineId, JobId, Lease, Reconciliation
 from millrace.results.outage import Outage
 from millrace.results.queue import JobQueue
-from millrace.results.server_errors import is_outage
 
 logger = logging.getLogger("millrace.engine")
 
@@ -81,7 +80,7 @@ class Leases:
         try:
             self._next_beat_s = self._next_beat_after(self._beat())
         except RedisUnavailable as error:
-            if not is_outage(error):
+            if not error.is_outage:
                 raise
             logger.warning("cannot register with the queue yet: %s", error)
             self._next_beat_s = time.monotonic() + self._ttl_ms / 4000

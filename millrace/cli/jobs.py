@@ -6,7 +6,7 @@ import argparse
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from millrace.cli.exits import INVALID, NOT_FOUND, OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_client, open_reconnecting_client
@@ -43,7 +43,7 @@ def add_parsers(verbs: Verbs) -> None:
     cancel.set_defaults(run=run_cancel)
 
     ls = add_verb(verbs, "ls", "list jobs: running, next to start, and last ended")
-    ls.add_argument("--state", choices=_STATES, help="only jobs in this state")
+    ls.add_argument("--state", choices=_STATES, help="only jobs in this state; of the last 10,000 that ended")
     ls.add_argument("--rejected", action="store_true", help="inbox entries that could not become jobs, the last first")
     ls.add_argument("--limit", type=counted, default=50, metavar="N", help="list at most N jobs (default: %(default)s)")
     add_json(ls)
@@ -53,15 +53,18 @@ def add_parsers(verbs: Verbs) -> None:
 def run_get(args: argparse.Namespace) -> int:
     from millrace.results.waiting import describe_running, describe_wait
 
-    state, more = None, {}
+    state, more = None, dict[str, Any]()
     with open_client(args) as client:
         job = client.get(args.id)
-        if job.state in ("queued", "delayed"):
-            place, stats = client.position(args.id), client.stats()
-            more = {"num_ahead": place.num_ahead, "eta_s": place.eta_s, "obstacle": stats.obstacle}
-            state = describe_wait(place, stats, args.queue)
-        elif job.state == "running":
-            state = describe_running(job)
+        if not job.is_done:
+            stats = client.stats()
+            if job.state == "running":
+                state = describe_running(job, stats, args.queue)
+            else:
+                place = client.position(args.id)
+                more = {name: getattr(place, name) for name in ("num_ahead", "eta_s", "needs_model")}
+                state = describe_wait(place, stats, args.queue)
+            more["obstacle"] = stats.obstacle_of(job.state)
     if args.json:
         print_job(job, **more)
     else:
@@ -89,7 +92,7 @@ def follow(client: Client, args: argparse.Namespace, job_id: str, after: str | N
             report.clear()
             last = event.id
             if args.json:
-                print_json(event)
+                print_json(event.to_dict())
                 continue
             if event.is_restart:
                 remark(f"job {job_id!r} has lost events after {after}; its text follows from the beginning")
@@ -107,7 +110,9 @@ def run_cancel(args: argparse.Namespace) -> int:
         raise CommandError("cancel: give either job ids or --batch", INVALID)
     with open_client(args) as client:
         outcomes = client.cancel_batch(args.batch) if args.batch else client.cancel_many(args.ids)
+        stats = client.stats() if "cancelling" in outcomes.values() else None
     from millrace import JobNotFound
+    from millrace.results.waiting import describe_obstacle
 
     status = OK
     for job_id, outcome in outcomes.items():
@@ -118,6 +123,8 @@ def run_cancel(args: argparse.Namespace) -> int:
             print_json({"id": job_id, "outcome": outcome})
         else:
             print(f"{job_id}\t{outcome}")
+    if stats and stats.obstacle_of("running"):
+        remark(f"jobs that run are cancelled by the next engine: {describe_obstacle(stats, args.queue)}")
     return status
 
 

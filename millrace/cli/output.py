@@ -70,23 +70,8 @@ def print_id(job_id: str, *, as_json: bool) -> None:
 
 
 def print_job(job: Job, **more: Any) -> None:
-    """Print a job as JSON, with `more` fields. `outputs` and `content` are left out where they would only repeat the
-    text."""
-    print_json({**job_fields(job), **more})
-
-
-def job_fields(job: Job) -> dict[str, Any]:
-    import msgspec
-
-    fields = msgspec.structs.asdict(job)
-    fields["timings"] = {**msgspec.structs.asdict(job.timings), **job.timings.durations}
-    if len(job.outputs) == 1 and job.outputs[0].logprobs is None:
-        del fields["outputs"]
-    if job.content == job.text:
-        del fields["content"]
-    if not job.prompt:  # it was not read
-        del fields["prompt"]
-    return fields
+    """Print a job as JSON, with `more` fields."""
+    print_json({**job.to_dict(), **more})
 
 
 def print_outputs(job: Job, first: int = 0) -> None:
@@ -146,6 +131,11 @@ def end_of(job: Job) -> int:
 def was_cut(job: Job) -> bool:
     """Return whether a limit of tokens has ended one of the job's outputs."""
     return any(output.finish_reason == "length" for output in job.outputs)
+
+
+def run_again(num_jobs: int) -> str:
+    """Return a remark on jobs of a batch that were run again."""
+    return f"left out: {num_jobs} jobs that were run again, since their new jobs belong to the batch too"
 
 
 def status_of(job: Job) -> int:

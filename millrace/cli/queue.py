@@ -7,12 +7,12 @@ import argparse
 import contextlib
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from millrace.cli.exits import INVALID, NOT_FOUND, OK, CommandError
+from millrace.cli.exits import INVALID, NOT_FOUND, OK, OTHER, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, command_line, open_client
-from millrace.cli.output import job_fields, print_job, print_json, print_table, remark
+from millrace.cli.output import print_job, print_json, print_table, remark, run_again
 from millrace.cli.values import counted
 from millrace.cli.wait_report import warn_if_never_served
 
@@ -169,19 +169,34 @@ def run_batch_status(args: argparse.Namespace) -> int:
 def run_batch_results(args: argparse.Namespace) -> int:
     from millrace.results.messages import TERMINAL_STATES
 
+    num_rerun = num_expired = 0
+
+    def results(jobs: Iterable[Job]) -> Iterator[Job]:
+        nonlocal num_rerun, num_expired
+        for job in jobs:
+            if job.redriven_as:
+                num_rerun += 1
+                continue
+            num_expired += job.state == "finished" and not job.has_result
+            yield job
+
     with open_client(args) as client:
         states = client.batch_jobs(args.batch)
         ended = [job_id for job_id, state in states.items() if state in TERMINAL_STATES]
-        jobs = client.as_completed(ended)
+        jobs = results(client.as_completed(ended))
         if args.output:
             _write_jobs(args.output, jobs)
         else:
             for job in jobs:
                 print_job(job)
+    if num_rerun:
+        remark(run_again(num_rerun))
+    if num_expired:
+        remark(f"{num_expired} of {len(ended)} results have expired: has_result is false, and the text is empty")
     if len(ended) < len(states):
         wait = command_line(args, "wait", "--batch", args.batch)
         remark(f"{len(states) - len(ended)} of {len(states)} jobs have not ended; to wait for them: {wait}")
-    return OK
+    return OTHER if num_expired else OK
 
 
 def _write_jobs(path: str, jobs: Iterable[Job]) -> None:
@@ -193,7 +208,7 @@ def _write_jobs(path: str, jobs: Iterable[Job]) -> None:
     written = f"{target}.{uuid.uuid4().hex[:8]}.part" if is_file else target
     try:
         with open(written, "xb" if is_file else "wb") as file:
-            file.writelines(msgspec.json.encode(job_fields(job)) + b"\n" for job in jobs)
+            file.writelines(msgspec.json.encode(job.to_dict()) + b"\n" for job in jobs)
         if is_file:
             os.replace(written, target)
     except BaseException as error:

@@ -16,6 +16,7 @@ from millrace.cli.output import print_id, stdin
 from millrace.cli.values import (
     TO_CONTEXT,
     integer,
+    job_id,
     json_list,
     json_object,
     max_tokens,
@@ -97,7 +98,7 @@ def add_parsers(verbs: Verbs) -> None:
     what.add_argument("--prompt-token-ids", type=json_list, metavar="JSON", help=ids_help)
     file_help = "submit one JSON job per line (- is stdin); options fill the gaps of a line"
     what.add_argument("--file", metavar="JSONL", help=file_help)
-    submit.add_argument("--id", help="the job's id, of [A-Za-z0-9._-] (default: a random one)")
+    submit.add_argument("--id", type=job_id, help="the job's id, of [A-Za-z0-9._-] (default: a random one)")
     submit.add_argument("--model", metavar="NAME", help="fail the job if the queue serves another model")
     _add_group(submit, "sampling", {_field(option[0]): option for option in _SAMPLING})
     _add_group(submit, "the form of the output, one of", {f"form_{name}": option for name, option in _FORMS.items()})

@@ -26,6 +26,15 @@ def integer(text: str) -> int:
         raise ArgumentTypeError(f"must be an integer, got {text[:60]!r}") from None
 
 
+def job_id(text: str) -> str:
+    """The id of a new job."""
+    from millrace.producer.request import ID_PATTERN
+
+    if not re.fullmatch(ID_PATTERN, text):
+        raise ArgumentTypeError(f"must match {ID_PATTERN}, got {text[:60]!r}")
+    return text
+
+
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 """Some editors write it at the beginning of a file."""
 TO_CONTEXT = "none"

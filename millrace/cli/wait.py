@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 
 from millrace.cli.exits import INVALID, OK, CommandError
 from millrace.cli.options import Verbs, add_json, add_verb, open_reconnecting_client
-from millrace.cli.output import CUT, end_of, print_job, print_outputs, progress_bar, remark, status_of, was_cut
+from millrace.cli.output import (
+    CUT,
+    end_of,
+    print_job,
+    print_outputs,
+    progress_bar,
+    remark,
+    run_again,
+    status_of,
+    was_cut,
+)
 from millrace.cli.values import seconds
 from millrace.cli.wait_report import WaitReport, resumable, resume_with
 
@@ -41,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         if args.ids:
             return wait_for_jobs(client, args, args.ids, resume_with(args, "wait", *args.ids))
         ids = list(client.batch_jobs(args.batch))
-        return wait_for_jobs(client, args, ids, resume_with(args, "wait", "--batch", args.batch))
+        return wait_for_jobs(client, args, ids, resume_with(args, "wait", "--batch", args.batch), is_batch=True)
 
 
 def wait_for_job(client: ReconnectingClient, args: argparse.Namespace, job_id: str) -> int:
@@ -54,12 +64,20 @@ def wait_for_job(client: ReconnectingClient, args: argparse.Namespace, job_id: s
     return end_of(job)
 
 
-def wait_for_jobs(client: ReconnectingClient, args: argparse.Namespace, ids: Sequence[str], how_to_resume: str) -> int:
-    """Wait for jobs and print each as JSON when it ends. Return the exit status."""
+def wait_for_jobs(
+    client: ReconnectingClient,
+    args: argparse.Namespace,
+    ids: Sequence[str],
+    how_to_resume: str,
+    *,
+    is_batch: bool = False,
+) -> int:
+    """Wait for jobs and print each as JSON when it ends. Return the exit status. `is_batch`: they are all of a batch, so the
+    new jobs of those that were run again are among them, and count."""
     from millrace.results.waiting import counted_noun
 
     client.limit_waiting(args.timeout)
-    status, num_ended, num_cut = OK, 0, 0
+    status, num_ended, num_rerun, num_cut = OK, 0, 0, 0
     with (
         resumable(lambda: (f"{num_ended} of {len(ids)} jobs have ended, the others continue", how_to_resume)),
         progress_bar() as bar,
@@ -69,9 +87,14 @@ def wait_for_jobs(client: ReconnectingClient, args: argparse.Namespace, ids: Seq
         for job in client.as_completed(ids, timeout_s=args.timeout):
             num_ended += 1
             bar.advance(task)
+            if is_batch and job.redriven_as:
+                num_rerun += 1
+                continue
             print_job(job)
             status = max(status, status_of(job))
             num_cut += was_cut(job)
+    if num_rerun:
+        remark(run_again(num_rerun))
     if num_cut:
         remark(f"{num_cut} of {counted_noun(len(ids), 'job')}: {CUT}")
     return status

@@ -74,10 +74,11 @@ class WaitReport:
             obstacle = describe_obstacle(stats, self._args.queue)
             return stats.obstacle or "running", obstacle or f"engines claim jobs of queue {self._args.queue!r} again"
         place = client.position(self._job_id)
-        reason = stats.obstacle or place.state if place.state in ("queued", "delayed") else "running"
+        waits = place.state in ("queued", "delayed")
+        reason = stats.obstacle_of(place.state) or (place.state if waits else "running")
         text = describe_wait(place, stats, self._args.queue)
         if place.state == "running":
-            text = describe_running(client.get(self._job_id))
+            text = describe_running(client.get(self._job_id), stats, self._args.queue)
         return reason, f"job {self._job_id!r}: {text}"
 
     def _report(self, reason: str, text: str) -> None:
@@ -107,7 +108,8 @@ def resumable(hint: Callable[[], tuple[str, str]], *, after_refusal: bool = True
         remark("interrupted: " + "; ".join(hint()))
         raise
     except WaitTimeout as error:
-        raise CommandError(f"{str(error).removesuffix('; wait again')}; {hint()[1]}", TIMED_OUT) from error
+        what = str(error).removesuffix("; wait again").removesuffix(". Then wait again")
+        raise CommandError(f"{what}; {hint()[1]}", TIMED_OUT) from error
     except InvalidRedisURL:  # no job is there
         raise
     except (RedisUnavailable, ServerUnsuitable) as error:

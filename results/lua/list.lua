@@ -1,4 +1,5 @@
--- Lists jobs in a state: those next in line, those that run, or those that ended last. No transition.
+-- Lists jobs in a state: those next in line, those that run, or those that ended last, of the last 10,000 at least. No
+-- transition.
 -- KEYS  1 the queue's prefix
 -- ARGV  1 state, 2 most ids, from 1 on
 -- Returns an array of job ids; there may be more
@@ -34,8 +35,14 @@ else
   if state == 'failed' then  -- `dead` reaches further back than `done`, but has no redriven jobs
     for _, id in ipairs(redis.call('ZRANGE', prefix .. 'dead', 0, limit - 1, 'REV')) do add_known(id) end
   end
-  for _, entry in ipairs(redis.call('XREVRANGE', prefix .. 'done', '+', '-', 'COUNT', math.min(limit * 20, 20000))) do
-    if entry[2][4] == state then add_known(entry[2][2]) end
+  local before, left = '+', math.max(limit, 10000)  -- of the jobs that ended last, whatever their state
+  while left > 0 and #ids < limit do
+    local entries = redis.call('XREVRANGE', prefix .. 'done', before, '-', 'COUNT', math.min(left, 1000))
+    if #entries == 0 then break end
+    for _, entry in ipairs(entries) do
+      if entry[2][4] == state then add_known(entry[2][2]) end
+    end
+    before, left = '(' .. entries[#entries][1], left - #entries
   end
 end
 return ids

@@ -39,8 +39,8 @@ def test_messages_in_openais_forms_are_taken(message: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({"role": "user"}, "item 1 has no content"),
-        ({"role": "user", "content": None}, "item 1 has no content"),
+        ({"role": "user"}, "item 1 has no content; give a string, '' for none"),
+        ({"role": "assistant", "content": None}, "item 1 has no content; give a string, '' for none"),
         ({"role": "user", "content": 1}, "item 1: content must be a string or a list of text parts, got 1"),
         ({"role": "user", "content": ["a"]}, "item 1: content part 0 must have the type text, got 'a'"),
         (
@@ -80,8 +80,8 @@ def test_a_wrong_message_is_refused_with_its_number(message: dict[str, Any], wor
             "item 0: strict must be true or false",
         ),
         ("tools", [{"type": "function", "function": {"name": "a", "x": float("nan")}}], "has what JSON cannot hold"),
-        ("tool_choice", "required", "'required' names no tool of `tools`; use auto or none"),
-        ("tool_choice", {"type": "function", "function": {"name": "a"}}, ".* names no tool of `tools`"),
+        ("tool_choice", "required", "'required' needs `tools`; give some, or use auto or none"),
+        ("tool_choice", {"type": "function", "function": {"name": "a"}}, ".* needs `tools`; give some"),
         ("tool_choice", {"type": "function", "function": {"name": 5}}, "must be auto, none, required or"),
         ("tool_choice", {"type": "function", "name": "a"}, "must be auto, none, required or"),
         ("tool_choice", "any", "must be auto, none, required or .*, got 'any'"),

@@ -46,8 +46,10 @@ def test_a_job_can_be_given_as_tokens_or_as_a_chat(client: Client, engine: Engin
 
 def test_the_same_id_is_the_same_job_and_another_body_is_a_conflict(client: Client) -> None:
     assert client.submit("x", job_id="a") == client.submit("x", job_id="a") == "a"
-    with pytest.raises(JobConflict, match="a"):
-        client.submit("y", job_id="a")
+    conflict = r"^id: already taken by a job of another request \(prompt, .*\); use another id, or none: a$"
+    for other in ({"prompt": "y"}, {"prompt": "x", "deadline_s": 9.0}, {"prompt": "x", "meta": {}}):
+        with pytest.raises(JobConflict, match=conflict):
+            client.submit(job_id="a", **other)
     assert client.stats().queued == 1
 
 
@@ -133,8 +135,11 @@ def test_bad_requests_never_reach_the_server(queue_name: str) -> None:
         with pytest.raises(InvalidRequest) as caught:
             client.submit("x", **{field: value})
         assert caught.value.field == field
-    with pytest.raises(InvalidRequest, match=r"^id: "):
+    with pytest.raises(InvalidRequest, match=r"^job_id: must match ") as caught:
         client.submit("x", job_id="a b")
+    assert caught.value.field == "job_id"
+    with pytest.raises(InvalidRequest, match=r"there are .*; did you mean max_queued_jobs\?$"):
+        client.set_settings({"max_queued_job": 5})
 
 
 def test_bad_queues_and_servers_that_are_away_are_told_clearly() -> None:
@@ -275,7 +280,7 @@ def test_an_end_that_the_feed_has_lost_is_found_by_the_next_sweep(
     client: Client, engine: Engine, redis_client: redis.Redis, queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("millrace.results.reader.REREAD_INTERVAL_S", 0.05)
-    monkeypatch.setattr("millrace.results.reader.BLOCK_LIMIT_S", 0.05)
+    monkeypatch.setattr("millrace.results.waiting.BLOCK_LIMIT_S", 0.05)
     job_id = client.submit("x")
     completed = client.as_completed([job_id], timeout_s=60)
     waiting = ThreadPoolExecutor(1).submit(next, completed)
@@ -293,7 +298,7 @@ def test_records_that_expire_while_they_are_waited_for_are_not_found(
     pool: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("millrace.results.reader.BLOCK_LIMIT_S", 0.05)
+    monkeypatch.setattr("millrace.results.waiting.BLOCK_LIMIT_S", 0.05)
     job_id = client.submit("x")
     waiting = pool.submit(client.wait, job_id, 60)
     redis_client.delete(queue.keys.job(job_id))

@@ -22,6 +22,7 @@ def test_options_make_the_request_that_their_fields_would() -> None:
     sampling = SamplingParams(temperature=0.5, stop=".")
     assert made == GenerationRequest(prompt="x", id="a", tenant="t", deadline_s=5, sampling=sampling)
     assert build_request("x", {"sampling": sampling}).sampling == sampling
+    assert build_request("x", {"tool_choice": None}) == GenerationRequest(prompt="x", tool_choice=None)
     assert build_request(None, {"prompt_token_ids": [1]}) == GenerationRequest(prompt_token_ids=[1])
 
 

@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import redis
 
-from millrace import Client, InvalidRequest
+from millrace import Client, InvalidRequest, WaitTimeout
 from millrace.results.errors import ResultExpired
 from millrace.results.job import StreamEvent
-from millrace.results.messages import ClaimedJob, Event, Signal
+from millrace.results.messages import ClaimedJob, Event, JobError, Signal, Usage
 from millrace.results.queue import JobQueue
 from millrace.results.reader import MAX_ENTRIES, EventFollower
 from millrace.results.transport import Transport
+from tests.processes import wait_until
 from tests.results.engines import Engine
 
 
@@ -151,6 +154,88 @@ def test_what_is_no_event_cannot_be_resumed_after(client: Client) -> None:
     job_id = client.submit("x")
     with pytest.raises(InvalidRequest, match=r"^after: must be the id of an event, .*'yesterday'"):
         next(client.stream(job_id, after="yesterday"))
+
+
+def test_the_last_event_has_what_the_end_of_the_job_says(client: Client, engine: Engine) -> None:
+    client.submit("x", job_id="finished")
+    engine.finish(engine.claim_one(), Event(offset=0, token_ids=[1], text="a"), reason="length")
+    client.submit("x", job_id="failed")
+    engine.finish(engine.claim_one(), state="failed", reason="error", error=JobError(kind="crashed", message="no luck"))
+    client.submit("x", job_id="cancelled")
+    client.cancel("cancelled")
+    for job_id in ("finished", "failed", "cancelled"):
+        *events, last = client.stream(job_id)
+        job = client.get(job_id)
+        assert (last.state, last.finish_reason, last.usage, last.error) == (
+            job_id, job.finish_reason, job.usage, job.error
+        )  # fmt: skip
+        assert not any(event.finish_reason or event.usage or event.error for event in events)
+    assert next(client.stream("failed")).to_dict()["error"] == {"kind": "crashed", "message": "no luck"}
+    assert next(client.stream("cancelled")).usage is None
+    assert list(client.stream("finished"))[-1].usage == Usage(prompt_tokens=2, completion_tokens=1)
+
+
+# --- time limits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.1])
+def test_a_stream_gives_up_when_no_event_comes_and_says_why(client: Client, queue: JobQueue, timeout_s: float) -> None:
+    job_id = client.submit("x")
+    with pytest.raises(WaitTimeout) as caught:
+        next(client.stream(job_id, timeout_s=timeout_s))
+    name = queue.keys.queue
+    assert caught.value.job_id == job_id
+    assert str(caught.value) == (
+        f"no event of job {job_id!r} has come within {timeout_s} s: queued, no engine has ever served queue {name!r}: "
+        f"`millrace queues` lists the queues of the server, `millrace serve --queue {name}` starts an engine. "
+        "Then call stream again, `after` the last event"
+    )
+
+
+def test_the_time_limit_of_a_stream_begins_when_the_next_event_is_wanted(
+    client: Client, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + late_s)
+    monkeypatch.setattr("millrace.results.waiting.time", clock)
+    job_id = client.submit("x", stream=True)
+    claimed = engine.claim_one()
+    engine.show(claimed, 0, [0], "a")
+    events = client.stream(job_id, timeout_s=0.1)
+    last = next(events)
+    late_s = 1000.0  # the caller takes its time
+    began_s = time.monotonic()
+    with pytest.raises(WaitTimeout, match=r"has come within 0\.1 s: running\. Work continues; call stream again"):
+        next(events)
+    assert time.monotonic() - began_s > 0.05
+    engine.finish(claimed, Event(offset=1, token_ids=[1], text="b"))
+    assert [event.text for event in client.stream(job_id, after=last.id, timeout_s=0)] == ["b", ""]
+
+
+def test_a_stream_logs_once_why_nothing_comes_and_that_it_is_over(
+    client: Client,
+    engine: Engine,
+    pool: ThreadPoolExecutor,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `wait` does. The engine dies in the middle of the job, and another one continues it."""
+    monkeypatch.setattr("millrace.results.waiting.BLOCK_LIMIT_S", 0.02)  # instead of 5 s
+    job_id = client.submit("x")
+    engine.claim_one()
+    engine.die()
+    streaming, waiting = pool.submit(list, client.stream(job_id)), pool.submit(client.wait, job_id)
+    wait_until(lambda: len(caplog.messages) == 2)
+    name = engine.queue.keys.queue
+    why = f"no engine serves queue {name!r} now: `millrace serve --queue {name}` starts one, which continues the job"
+    assert caplog.messages == [f"job {job_id!r} waits: {why}"] * 2
+    other = Engine(engine.queue)
+    wait_until(lambda: len(caplog.messages) == 4)
+    assert caplog.messages[2:] == [f"job {job_id!r} continues: engines claim jobs of its queue again"] * 2
+    engine.queue.recover()
+    other.finish(other.claim_one())
+    assert streaming.result()[-1].state == waiting.result().state == "finished"
+    assert len(caplog.messages) == 4
 
 
 # --- streams that lose their oldest entries ------------------------------------------------------------------------

@@ -265,6 +265,7 @@ def test_a_parsed_output_is_a_value_or_an_object_of_a_model() -> None:
         (job("", "cancelled"), None, "the output is not complete: finish_reason is cancelled"),
         (job("", None), None, "there is no output yet"),
         (msgspec.structs.replace(job("", None), outputs=[]), Answer, "there is no output yet"),
+        (msgspec.structs.replace(job("", None), has_result=False), Answer, "the result of job '.*' has expired"),
         (job("Rome"), None, "JSON is malformed"),
         (job("[" * 5000 + "]" * 5000), None, "recursion"),
         (job('{"city": 5}'), Answer, "2 validation errors for Answer"),

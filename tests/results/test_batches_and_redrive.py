@@ -259,6 +259,17 @@ def test_a_redriven_job_of_a_newer_version_stays_one(queue: FullQueue, redis_cli
     assert redis_client.hget(queue.keys.job(queue.redrive("a")), "v") == b"2"
 
 
+def test_a_job_is_listed_though_many_have_ended_since(queue: FullQueue) -> None:
+    engine = Engine(queue)
+    submit(queue, "a")
+    queue.cancel("a")
+    submit(queue, *(f"x{number}" for number in range(1200)))
+    for job in engine.claim(1200):
+        engine.finish(job)
+    assert listed(queue, "cancelled", 1) == ["a"]
+    assert len(listed(queue, "finished", 1100)) == 1100
+
+
 def test_failed_jobs_are_listed_however_many_others_have_ended_since(queue: FullQueue, engine: Engine) -> None:
     submit(queue, "a", "b")
     for job in engine.claim():
@@ -270,4 +281,4 @@ def test_failed_jobs_are_listed_however_many_others_have_ended_since(queue: Full
         queue.submit([submission(f"x{i}") for i in range(number, number + 100)])
         for job in engine.claim(100):
             engine.finish(job)
-    assert listed(queue, "failed") == ["a"]
+    assert listed(queue, "failed") == ["a", "b"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 import time
@@ -17,7 +18,7 @@ from millrace import AsyncClient, Client, GenerationRequest, RedisUnavailable
 from millrace.embedded import EmbeddedServer
 from millrace.results.connection import connect
 from millrace.results.durability import _CONFIRMATIONS
-from millrace.results.errors import InvalidRedisURL, NotDurable
+from millrace.results.errors import InvalidRedisURL, NotDurable, QueueError
 from millrace.results.messages import Event
 from millrace.results.queue import JobQueue
 from millrace.results.transport import Transport
@@ -140,6 +141,17 @@ async def test_the_same_under_asyncio(cluster: list[redis.Redis]) -> None:
             assert await client.cancel(job_id) == "cancelled"
             assert [event.state async for event in client.stream(job_id)] == ["cancelled"]
         assert await existing.get("not-there") is None
+
+
+async def test_close_ends_the_readers_of_a_cluster(url: str, cluster: list[redis.Redis]) -> None:
+    client = AsyncClient(url, queue="closed")
+    await client.submit("x", job_id="a", delay_s=100)
+    reading = asyncio.create_task(client.wait("a"))
+    while not any(node.info("clients")["blocked_clients"] for node in cluster):
+        await asyncio.sleep(0.01)
+    await client.close()
+    with pytest.raises(QueueError, match="this client is closed"):
+        await reading
 
 
 def test_the_users_of_the_readme_need_two_rules_more(cluster: list[redis.Redis]) -> None:

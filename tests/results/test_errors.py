@@ -21,6 +21,7 @@ ERRORS = [
     errors.EngineNotFound(None, "q"),
     errors.QueueFull("max_queued_jobs", "5", ["a"], ["b"]),
     errors.NotDurable("no replica", ["a"]),
+    errors.RedisUnavailable("gone", is_outage=True),
     errors.WaitTimeout("too late"),
     InvalidRequest("field", "is wrong"),
     PayloadTooLarge(5, 4),

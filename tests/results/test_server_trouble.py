@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import redis
+import redis.asyncio
 from redis._parsers import BaseParser
 
 from millrace import AsyncClient, Client
@@ -223,4 +224,63 @@ async def test_a_server_that_takes_no_more_clients_says_so_to_asyncio_too() -> N
 )
 async def test_a_server_that_is_not_there_is_named_with_the_reason_and_nothing_else(url: str, reason: str) -> None:
     expected = rf"^Cannot connect to Redis at {url}[^ ]*: {reason}\. Check --redis or MILLRACE_REDIS_URL\.$"
-    await check_unavailable(url, expected)
+    await check_unavailable(url, expected, is_outage=True)
+
+
+async def test_what_no_other_attempt_mends_is_no_outage() -> None:
+    with EmbeddedServer(tcp=True) as server:
+        address = server.url.removeprefix("redis://").partition("/")[0]
+        await check_unavailable(f"redis://user:wrong@{address}", "refuses the login", is_outage=False)
+        await check_unavailable(f"redis://{address}/99", "has no such database", is_outage=False)
+        with connect(server.url) as admin, Client(server.url) as client:
+            admin.config_set("maxmemory", 1)
+            with pytest.raises(RedisUnavailable, match="is out of memory") as caught:
+                client.submit("x")
+            assert not caught.value.is_outage
+
+
+_FULL_POOL = r"^All connections of this client to Redis at .* are in use, .* raise max_connections, or .* Blocking"
+
+
+def test_a_full_pool_is_told_from_a_server_that_is_away(redis_url: str) -> None:
+    url = f"{redis_url}{'&' if '?' in redis_url else '?'}max_connections=1"
+    blocking = redis.BlockingConnectionPool.from_url(url, timeout=0.01, socket_timeout=10)
+    for given in (url, redis.Redis(connection_pool=blocking)):
+        with Client(given) as client:
+            pool: Any = client._transport._client.connection_pool
+            taken = pool.get_connection()
+            with pytest.raises(RedisUnavailable, match=_FULL_POOL) as caught:
+                client.stats()
+            assert not caught.value.is_outage
+            pool.release(taken)
+            client.stats()
+    blocking.disconnect()
+
+
+async def test_a_full_pool_is_told_so_under_asyncio(redis_url: str) -> None:
+    url = f"{redis_url}{'&' if '?' in redis_url else '?'}max_connections=1"
+    blocking = redis.asyncio.BlockingConnectionPool.from_url(url, timeout=0.01, socket_timeout=10)
+    for given in (url, redis.asyncio.Redis(connection_pool=blocking)):
+        async with AsyncClient(given) as client:
+            pool: Any = client._transport._client.connection_pool
+            taken = await pool.get_connection()
+            with pytest.raises(RedisUnavailable, match=_FULL_POOL) as caught:
+                await client.stats()
+            assert not caught.value.is_outage
+            await pool.release(taken)
+            await client.stats()
+    await blocking.disconnect()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Event loop is closed",
+        "Task <Task pending> got Future <Future pending> attached to a different loop",
+        "unable to perform operation on <TCPTransport closed=True reading=False 0x55>; the handler is closed",  # uvloop
+    ],
+)
+def test_another_event_loop_is_known_by_what_it_says(text: str, redis_client: redis.Redis) -> None:
+    expected = "belongs to another event loop: make one for each"
+    with pytest.raises(QueueError, match=expected), Transport(redis_client)._guard:
+        raise RuntimeError(text)

@@ -100,7 +100,7 @@ async def test_a_certificate_for_another_name_is_told_from_one_that_is_not_trust
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     url = url.replace("localhost", host)
     expected = rf"{host}:\d+/0 has a certificate for another name: .* or add ssl_check_hostname=false .*{kind}"
-    await check_unavailable(url, expected)
+    await check_unavailable(url, expected, is_outage=False)
     with Client(f"{url}&ssl_check_hostname=false") as client:
         client.stats()
 
@@ -108,7 +108,7 @@ async def test_a_certificate_for_another_name_is_told_from_one_that_is_not_trust
 async def test_a_url_without_tls_for_a_port_with_it_is_asked_about(address: str) -> None:
     url = address.replace("rediss://", "redis://")
     hint = r"whether the port expects TLS \(rediss://\), and maxclients"
-    await check_unavailable(url, hint)
+    await check_unavailable(url, hint, is_outage=True)
 
 
 @pytest.mark.parametrize("scheme", ["rediss", "rediss+cluster"])

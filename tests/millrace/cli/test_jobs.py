@@ -420,7 +420,6 @@ def test_an_invalid_request_is_status_2_and_names_the_field(millrace: Command) -
         (("x", "--max-tokens", "0"), "max_tokens"),
         (("x", "--temperature", "nan"), "temperature"),
         (("",), "prompt"),
-        (("x", "--id", "not an id"), "id"),
         (("another prompt", "--id", "a"), "id"),
     ]:
         ran = millrace("submit", *arguments)
@@ -428,6 +427,9 @@ def test_an_invalid_request_is_status_2_and_names_the_field(millrace: Command) -
         assert ran.err.startswith(f"millrace: {field}: ")
         assert len(ran.err.splitlines()) == 1
     assert millrace("submit", "-", stdin=b"\xff").status == 2
+    ran = millrace("submit", "x", "--id", "not an id")
+    assert (ran.status, ran.out) == (2, "")
+    assert "argument --id: must match [A-Za-z0-9._-]{1,128}, got 'not an id'" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -556,6 +558,21 @@ def test_every_candidate_is_shown(millrace: Command, engine: EngineByHand) -> No
     assert (job["text"], [output["text"] for output in job["outputs"]]) == ("one", ["one", "two"])
     events = millrace("tail", "a", "--json").json_lines()
     assert [event["index"] for event in events if not event["state"]] == [0, 1]
+
+
+@pytest.mark.parametrize("options", [{"logprobs": 0}, {"n": 2}, {"meta": {"a": [1]}}])
+def test_the_command_and_a_program_print_the_same_json(
+    options: dict[str, Any], millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
+) -> None:
+    client = Client(redis_client, queue_name)
+    client.submit("x", job_id="a", **options)
+    (claimed,) = engine.claim()
+    engine.finish(claimed, *["one", "two"][: options.get("n", 1)])
+    job = client.get("a").to_dict()
+    assert json.loads(json.dumps(job)) == job == millrace("get", "a", "--json").json_lines()[0]
+    assert job["timings"]["total_s"] == client.get("a").timings.total_s
+    events = [event.to_dict() for event in client.stream("a")]
+    assert json.loads(json.dumps(events)) == events == millrace("tail", "a", "--json").json_lines()
 
 
 def test_json_does_not_repeat_the_only_text(millrace: Command, engine: EngineByHand) -> None:

@@ -113,6 +113,32 @@ def test_a_batch_is_run_again(millrace: Command, tmp_path: Path) -> None:
     assert millrace("retry", "--batch", "b", "--all").status == 2
 
 
+def test_of_a_batch_that_was_run_again_the_new_jobs_count(millrace: Command, engine: EngineByHand) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id, "--batch", "nightly")
+    millrace("cancel", "a")
+    millrace("retry", "--batch", "nightly")
+    for job in engine.claim():
+        engine.finish(job, "y")
+    remark = "millrace: left out: 1 jobs that were run again, since their new jobs belong to the batch too\n"
+    for ran in (batch_results(millrace), millrace("wait", "--batch", "nightly")):
+        assert sorted(line["id"] for line in ran.json_lines()) == ["a.r1", "b"]
+        assert (ran.status, ran.err) == (0, remark)
+
+
+def test_results_of_a_batch_that_have_expired_are_told(
+    millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
+) -> None:
+    for job_id in ("a", "b"):
+        millrace("submit", "x", "--id", job_id, "--batch", "nightly")
+    for job in engine.claim():
+        engine.finish(job, "y")
+    redis_client.delete(QueueKeys(queue_name).result("a"))
+    ran = batch_results(millrace)
+    assert (ran.status, len(ran.json_lines())) == (1, 2)
+    assert ran.err == "millrace: 1 of 2 results have expired: has_result is false, and the text is empty\n"
+
+
 def test_rejected_entries_of_the_inbox_are_seen(millrace: Command, redis_client: redis.Redis, queue_name: str) -> None:
     queue = JobQueue(redis_client, queue_name)
     assert "rejected\t0\n" in millrace("stats").out
@@ -175,7 +201,7 @@ def test_settings_are_shown_and_changed(millrace: Command, redis_client: redis.R
     [
         (
             "max_queued_job=3",
-            "settings: 'max_queued_job' is not a setting of a queue; did you mean max_queued_jobs?; there are ",
+            "settings: 'max_queued_job' is not a setting of a queue; there are result_ttl_ms, ",
         ),
         ("max_queued_jobs=ten", "settings: max_queued_jobs: must be a number, got 'ten'"),
         ("max_queued_jobs=1.5", "settings: max_queued_jobs must be a whole number from 0 to 9007199254740991, got 1.5"),
@@ -223,6 +249,7 @@ def test_get_says_that_a_job_waits_for_the_model_that_began_it(
     engine.beat(0)
     redis_client.hset(QueueKeys(queue_name).job("a"), "mismatch", 1)
     assert millrace("get", "a").out.startswith("a: delayed, waits for an engine with the model that began it, ")
+    assert millrace("get", "a", "--json").json_lines()[0]["needs_model"]
 
 
 def test_what_a_full_queue_did_not_take_is_named(

@@ -46,17 +46,61 @@ def test_a_job_that_cannot_begin_says_why(
     prepare, sentence = OBSTACLES[obstacle]
     prepare(millrace, engine)
     why = sentence.replace("QUEUE", queue_name)
-    resume = f"Work continues; resume with: millrace wait a --queue {queue_name} --redis"
+    resume = f"resume with: millrace wait a --queue {queue_name} --redis"
     millrace("submit", "x", "--id", "a")
     assert millrace("get", "a").out.startswith(f"a: queued, {why}, submitted ")
     assert millrace("get", "a", "--json").json_lines()[0]["obstacle"] == obstacle
     assert millrace("stats", "--json").json_lines()[0]["obstacle"] == obstacle
     ran = millrace("wait", "a", "--timeout", "0.1")
     assert (ran.status, ran.out) == (5, "")
-    assert ran.err.startswith(f"millrace: job 'a' has not ended within 0.1 s: queued, {why}. {resume}")
+    assert ran.err.startswith(f"millrace: job 'a' has not ended within 0.1 s: queued, {why}; {resume}")
     ran = millrace("submit", "--file", "-", "--wait", "--timeout", "0.1", stdin='{"id": "b", "prompt": "x"}')
     assert ran.status == 5
-    assert ran.err.startswith(f"millrace: only 0 of 1 jobs have ended within 0.1 s: {why}. Work continues; ")
+    assert ran.err.startswith(f"millrace: only 0 of 1 jobs have ended within 0.1 s: {why}; ")
+
+
+def test_a_job_whose_only_engine_has_died_says_so(
+    millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
+) -> None:
+    why = f"no engine serves queue {queue_name!r} now: `millrace serve --queue {queue_name}` starts one"
+    millrace("submit", "x", "--id", "a")
+    (job,) = engine.claim()
+    engine.show(job, "abc")
+    assert millrace("get", "a", "--json").json_lines()[0]["obstacle"] is None
+    redis_client.delete(f"{QueueKeys(queue_name).prefix}engine:by-hand")  # its heartbeat has run out
+    facts = f"a: running, 3 tokens so far, attempt 1, {why}, which continues the job, submitted "
+    assert millrace("get", "a").out.startswith(facts)
+    assert millrace("get", "a", "--json").json_lines()[0]["obstacle"] == "no_engine"
+    ran = millrace("wait", "a", "--timeout", "0.1")
+    late = f"job 'a' has not ended within 0.1 s: running, {why}, which continues the job"
+    assert ran.err.startswith(f"millrace: {late}; resume with: millrace wait a ")
+    with Client(redis_client, queue_name) as client, pytest.raises(WaitTimeout) as caught:
+        client.wait("a", timeout_s=0)
+    assert str(caught.value) == late.replace("0.1 s", "0 s") + ". Then wait again"
+    assert caught.value.job_id == "a"
+    ran = millrace("cancel", "a")
+    assert (ran.status, ran.out) == (0, "a\tcancelling\n")
+    assert ran.err == f"millrace: jobs that run are cancelled by the next engine: {why}\n"
+    engine.beat(0)
+    assert millrace("cancel", "a").err == ""
+
+
+@pytest.mark.parametrize("verb", [("wait", "a"), ("tail", "a"), ("submit", "x", "--id", "a", "--wait")])
+def test_a_wait_reports_that_the_only_engine_has_died(
+    verb: tuple[str, ...], millrace: Command, engine: EngineByHand, redis_client: redis.Redis, queue_name: str
+) -> None:
+    millrace("submit", "x", "--id", "a")
+    (job,) = engine.claim()
+    with started(*millrace.line(*verb)) as waiting:
+        assert waiting.stderr
+        redis_client.delete(f"{QueueKeys(queue_name).prefix}engine:by-hand")
+        assert waiting.stderr.readline().startswith(
+            f"millrace: job 'a': running, 0 tokens so far, attempt 1, no engine serves queue {queue_name!r} now: "
+        )
+        engine.beat(0)
+        assert waiting.stderr.readline() == "millrace: job 'a': running, 0 tokens so far, attempt 1, engine by-hand\n"
+        engine.finish(job, "text")
+        assert waiting.communicate(timeout=LIMIT_S) == ("text\n", "")
 
 
 def test_a_queue_that_no_engine_has_ever_served_is_reported_at_submit(
@@ -118,7 +162,7 @@ def test_a_remark_clears_the_line_that_is_rewritten(capsys: pytest.CaptureFixtur
 def test_a_wait_in_python_logs_why_it_takes_long(
     redis_url: str, queue_name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("millrace.results.reader.BLOCK_LIMIT_S", 0.1)  # instead of 5 s
+    monkeypatch.setattr("millrace.results.waiting.BLOCK_LIMIT_S", 0.1)  # instead of 5 s
     with Client(redis_url, queue_name) as client, pytest.raises(WaitTimeout, match="no engine has ever served"):
         client.wait(client.submit("x", job_id="a"), timeout_s=0.5)
     (record,) = caplog.records
